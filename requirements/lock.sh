@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Rewrite every generated requirements file from stack.in and test.in ("make lock"). Needs PyPI and a Python with venv; uv,
+# which resolves for Python 3.10 to 3.12 at once, is installed into a throwaway environment. Run the tests on both stacks after it.
+#
+# The stacks are resolved as PyPI stood on STACK_DATE: ppdiffusers 0.29.0 declares hardly any upper bounds, and what came out
+# later breaks it. Paddle 3 and the safetensors it asks for are younger, so they, and the test tools, are cut at TOOLS_DATE.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+PADDLE2=2.6.2 PADDLE3=3.3.1
+STACK_DATE=2024-11-15 TOOLS_DATE=2026-11-01
+UV=0.13.9
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"${PYTHON:-python3}" -m venv "$work/venv"
+"$work/venv/bin/pip" install --quiet "uv==$UV"
+
+cat > "$work/pyproject.toml" <<'TOML'
+[project]
+name = "lock"
+version = "0"
+requires-python = ">=3.10,<3.13"
+[tool.uv]
+environments = ["sys_platform == 'linux' and platform_machine == 'x86_64' and python_full_version < '3.13'"]
+TOML
+
+# resolve NAME [uv options]: $work/NAME.in -> $work/NAME.lock, one "name==version" a line.
+# - the platform is always Linux on x86_64: only Python markers stay
+# - ligo-segments is declared by ppdiffusers but never imported, and is a C extension without wheels: left out, no compiler needed
+# - opencv-python needs libGL from the system, opencv-python-headless is the same module without it
+resolve() {
+  local name=$1
+  shift
+  (cd "$work" && venv/bin/uv pip compile "$name.in" --quiet --universal --python-version 3.10 --no-annotate --no-header "$@") |
+    sed -E -e "s/ and (platform_machine|sys_platform|platform_python_implementation) [=!]= '[A-Za-z0-9_]+'//g" \
+      -e "s/ ; python_full_version < '3.13'$//" \
+      -e '/^ligo-segments==/d' -e 's/^opencv-python==/opencv-python-headless==/' | LC_ALL=C sort > "$work/$name.lock"
+}
+
+# emit FILE, with the lines of standard input below the file's own leading comment (kept as it is: edit it in the file).
+emit() {
+  { sed -n '/^#/!q;p' "$1"; cat; } > "$work/emit"
+  cat "$work/emit" > "$1"
+}
+
+{ cat stack.in; echo "paddlepaddle==$PADDLE2"; } > "$work/paddle2.in"
+{ cat stack.in; echo "paddlepaddle==$PADDLE3"; } > "$work/paddle3.in"
+{ cat stack.in; echo "paddlepaddle-gpu==$PADDLE2"; } > "$work/gpu.in"
+resolve paddle2 --exclude-newer "$STACK_DATE"
+resolve gpu --exclude-newer "$STACK_DATE"
+resolve paddle3 --exclude-newer "$STACK_DATE" --exclude-newer-package "paddlepaddle=$TOOLS_DATE" \
+  --exclude-newer-package "safetensors=$TOOLS_DATE"
+
+# What all three share is written once; each stack's own file holds the rest.
+LC_ALL=C comm -12 "$work/paddle2.lock" "$work/paddle3.lock" | LC_ALL=C comm -12 - "$work/gpu.lock" > "$work/shared"
+grep -E '^(pip|setuptools|wheel)==' "$work/shared" | emit build.txt
+{ echo "-r build.txt"; grep -vE '^(pip|setuptools|wheel)==' "$work/shared"; } | emit common.txt
+own() { echo "-r requirements/common.txt"; LC_ALL=C comm -13 "$work/shared" "$work/$1.lock"; }
+own paddle2 | emit ../requirements.txt
+own paddle3 | emit ../requirements-paddle3.txt
+own gpu | emit ../requirements-gpu.txt
+
+cp "$work/shared" "$work/constraints"
+cp test.in "$work/test.in"
+resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
+LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
