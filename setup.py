@@ -1,0 +1,58 @@
+"""Package metadata. The exact, tested versions are in requirements.txt; here are only the bounds."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def read_version() -> str:
+    namespace: dict[str, str] = {}
+    exec((ROOT / "ppdiffusers_tome" / "_version.py").read_text(encoding="utf-8"), namespace)
+    return namespace["__version__"]
+
+
+EXAMPLES = ["scikit-image", "tqdm", "pillow"]
+TEST = [*EXAMPLES, "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"]
+
+setup(
+    name="ppdiffusers_tome",
+    version=read_version(),
+    description="Token merging (ToMe) for PaddlePaddle's ppdiffusers: faster diffusion pipelines without training",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
+    keywords="paddlepaddle ppdiffusers stable-diffusion token-merging tome inference",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    packages=find_packages(include=["ppdiffusers_tome", "ppdiffusers_tome.*"]),
+    package_data={"ppdiffusers_tome": ["py.typed"]},
+    zip_safe=False,
+    python_requires=">=3.10,<3.13",
+    # Paddle itself is an extra: paddlepaddle and paddlepaddle-gpu are one module, and installing both breaks it.
+    install_requires=[
+        "ppdiffusers>=0.29,<0.30",
+        "paddlenlp>=2.8.1",
+        "numpy<2",
+    ],
+    extras_require={
+        "cpu": ["paddlepaddle>=2.6.2"],
+        "gpu": ["paddlepaddle-gpu>=2.6.2"],
+        "examples": EXAMPLES,
+        "test": TEST,
+        "dev": [*TEST, "ruff", "mypy", "pre-commit"],
+    },
+)
