@@ -1,0 +1,76 @@
+# Two commands do everything: "make demo" and "make test". Each makes what it needs first, and nothing twice.
+#   STACK=paddle2 (default: Paddle 2.6.2, in .venv/) or STACK=paddle3 (Paddle 3.3.1, in .venv-paddle3/)
+#   ARGS="..."    goes to the program that the target runs, for instance: make test ARGS="-k merging"
+#   PYTHON=...    the interpreter to build the environment with, instead of the one found below
+STACK ?= paddle2
+ARGS ?=
+
+lock.paddle2 := requirements.txt
+venv.paddle2 := .venv
+lock.paddle3 := requirements-paddle3.txt
+venv.paddle3 := .venv-paddle3
+LOCK := $(lock.$(STACK))
+VENV := $(venv.$(STACK))
+ifeq ($(VENV),)
+$(error STACK=$(STACK) is not a stack: it is paddle2 (the default) or paddle3)
+endif
+
+# A name is not enough: the first that runs (a pyenv shim may not), is 3.10 to 3.12 and can make environments with pip.
+RUNS := -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.10 python3; do $$p $(RUNS) && echo $$p && break; done)
+NO_PYTHON := Needs Python 3.10, 3.11 or 3.12 with venv (Debian, Ubuntu: apt-get install python3-venv), or name one with PYTHON=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# Everything is locked, so pip must not look for more (--no-deps), and builds with the locked setuptools.
+INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format bench lock wheel clean
+
+help: ## this list
+	@echo 'make TARGET [STACK=paddle2|paddle3] [ARGS="..."] [PYTHON=python3.x]'
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
+
+# The stamps: an environment is up to date until the lock or the package's metadata change.
+$(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup.py ppdiffusers_tome/_version.py
+	@$(PY) -m pip --version >/dev/null 2>&1 || { $(PYTHON) $(RUNS) || { echo '$(NO_PYTHON)' >&2; exit 1; }; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
+	$(INSTALL) -r requirements/build.txt
+	$(INSTALL) -r $(LOCK)
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
+	$(INSTALL) -r requirements-test.txt
+	@touch $@
+
+venv: $(VENV)/.installed ## the virtual environment with the pinned stack and this package
+
+demo: $(VENV)/.installed ## generate pictures with the bundled model, plain and merged, into outputs/
+	$(PY) examples/text_to_image.py $(ARGS)
+
+test: $(VENV)/.installed-test ## the test suite, in two processes of one thread each
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ARGS)
+
+check: $(VENV)/.installed-test ## ruff, ruff format and mypy, changing nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.installed-test ## let ruff fix and format what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(VENV)/.installed ## time the merging operations
+	$(PY) -m ppdiffusers_tome bench ops $(ARGS)
+
+lock: ## resolve the stacks again: rewrites the requirements files
+	PYTHON="$(PYTHON)" requirements/lock.sh
+
+wheel: $(VENV)/.installed ## build the wheel into dist/
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean: ## remove both environments, caches and build products (not outputs/)
+	rm -rf .venv .venv-paddle3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
