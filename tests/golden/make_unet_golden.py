@@ -23,7 +23,6 @@ import numpy as np
 import tomesd
 import torch
 from diffusers import UNet2DConditionModel
-
 from make_golden import margins
 
 CHANNELS, POSITIONS, TEXT = 4, 24, 192
