@@ -1,0 +1,53 @@
+"""Token merging for ppdiffusers: `pipe.apply_tome(ratio=0.5)`.
+
+Importing the package gives every ppdiffusers pipeline and model the methods `apply_tome`, `remove_tome`, `tome` and
+`tome_summary`, in place of the `apply_tome` that ppdiffusers ships. It has no other side effect.
+"""
+
+from ._version import __version__
+from .compatibility import check_paddle_version, check_ppdiffusers_version
+from .config import ToMeConfig
+from .errors import NoMergeableLayerError, ToMeConfigError, ToMeError, ToMePassError, UnsupportedVersionError
+
+try:
+    import paddle
+except ImportError as error:
+    raise ImportError(
+        "ppdiffusers_tome needs PaddlePaddle: install paddlepaddle==2.6.2 (CPU) or paddlepaddle-gpu==2.6.2 (CUDA 11.8), "
+        "not both."
+    ) from error
+check_paddle_version(paddle.__version__)
+
+import ppdiffusers  # noqa: E402
+
+check_ppdiffusers_version(ppdiffusers.__version__)
+
+from .matching import Grid, MergePlan, choose_dst, match_tokens  # noqa: E402
+from .merging import merge, unmerge  # noqa: E402
+from .mixin import ToMeMixin, apply_tome, equip, remove_tome, tome, tome_summary  # noqa: E402
+from .summary import BlockSummary, ToMeSummary  # noqa: E402
+
+equip()
+
+__all__ = [
+    "BlockSummary",
+    "Grid",
+    "MergePlan",
+    "NoMergeableLayerError",
+    "ToMeConfig",
+    "ToMeConfigError",
+    "ToMeError",
+    "ToMeMixin",
+    "ToMePassError",
+    "ToMeSummary",
+    "UnsupportedVersionError",
+    "__version__",
+    "apply_tome",
+    "choose_dst",
+    "match_tokens",
+    "merge",
+    "remove_tome",
+    "tome",
+    "tome_summary",
+    "unmerge",
+]

@@ -1,0 +1,133 @@
+"""ToMeConfig: the settings of token merging, checked when they are made. No Paddle here."""
+
+import operator
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, Optional
+
+from .errors import ToMeConfigError
+
+LEVELS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class ToMeConfig:
+    """How tokens are merged. Immutable; two configs with equal fields are equal.
+
+    Args:
+        ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy). 0.5 halves them; 0 merges nothing.
+        max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d where its tokens are latent
+            pixels downsampled d times along each axis. 1 merges the shallowest level alone, 8 all.
+        sx: width of a cell, in tokens, >= 1. Each sx×sy cell keeps one dst token.
+        sy: height of a cell, in tokens, >= 1.
+        use_rand: draw the dst token of each cell at random; otherwise it is the cell's first (top left) token.
+        seed: where the random choice of dst comes from: 0 <= seed < 2**64 for the same choice in every pass, None for
+            a fresh one in each. Paddle's, NumPy's and Python's own random states are never read nor advanced.
+        merge_attn: merge around self-attention (`attn1`).
+        merge_crossattn: merge around cross-attention (`attn2`); seldom worth it.
+        merge_mlp: merge around the feed-forward layer; costs the most quality.
+
+    Raises:
+        ToMeConfigError: a value is of the wrong type or out of range, or all three `merge_…` are False. The message
+            names the argument, the value and what is allowed.
+
+    Source: names and meanings are tomesd's (Bolya & Hoffman 2023, arXiv:2303.17604). Differs from it in: `seed` is
+    new, and a ratio above the maximum is an error here, where tomesd silently lowers it.
+
+    Example:
+        >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
+        2048
+    """
+
+    ratio: float = 0.5
+    max_downsample: int = 1
+    sx: int = 2
+    sy: int = 2
+    use_rand: bool = True
+    seed: Optional[int] = 0
+    merge_attn: bool = True
+    merge_crossattn: bool = False
+    merge_mlp: bool = False
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {name: _flag(name, getattr(self, name)) for name in _FLAGS}
+        if not (checked["merge_attn"] or checked["merge_crossattn"] or checked["merge_mlp"]):
+            raise ToMeConfigError(
+                "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
+                "True, or use remove_tome() to turn merging off."
+            )
+        checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
+        checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"])
+        checked["max_downsample"] = _level(self.max_downsample)
+        checked["seed"] = None if self.seed is None else _seed(self.seed)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def removed(self, tokens: int, dst: int) -> int:
+        """How many of a grid's tokens merge away.
+
+        Args:
+            tokens: tokens in the grid, N.
+            dst: dst tokens among them: one per whole cell. 0 for a grid smaller than one cell, where nothing merges.
+
+        Returns:
+            r = ⌊N·ratio⌋, at most N - dst; as in tomesd.
+        """
+        return min(int(tokens * self.ratio), tokens - dst) if dst else 0
+
+    def describe(self) -> str:
+        """The settings that differ from the defaults, and `ratio`, as `name=value` pairs: for logs and image metadata."""
+        shown = [f for f in fields(self) if f.name == "ratio" or getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
+
+
+_FLAGS = ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be True or False.")
+    return value
+
+
+def _integer(value: Any) -> Optional[int]:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _count(name: str, value: Any) -> int:
+    number = _integer(value)
+    if number is None or number < 1:
+        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be a whole number of tokens, 1 or more.")
+    return number
+
+
+def _level(value: Any) -> int:
+    number = _integer(value)
+    if number not in LEVELS:
+        raise ToMeConfigError(f"max_downsample={value!r} is not allowed: it must be 1, 2, 4 or 8.")
+    return number
+
+
+def _seed(value: Any) -> int:
+    number = _integer(value)
+    if number is None or not 0 <= number < 2**64:
+        raise ToMeConfigError(
+            f"seed={value!r} is not allowed: it must be an int from 0 to 2**64 - 1, or None for a fresh choice each time."
+        )
+    return number
+
+
+def _ratio(value: Any, sx: int, sy: int) -> float:
+    largest = 1 - 1 / (sx * sy)
+    allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}.")
+    if not 0 <= value <= largest:  # also refuses NaN
+        remedy = "; larger sx or sy raise it" if value > largest and value < 1 else ""
+        raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}{remedy}.")
+    return float(value)

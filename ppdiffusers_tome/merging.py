@@ -1,0 +1,93 @@
+"""Move: merge tokens as a `MergePlan` says, and put the results back in every token's place."""
+
+import paddle
+
+from .errors import ToMePassError
+from .matching import MergePlan
+
+_HALF = (paddle.float16, paddle.bfloat16)
+
+
+def merge(
+    x: paddle.Tensor,  # [B, N, C] floating point
+    plan: MergePlan,
+) -> paddle.Tensor:  # [B, N-r, C]
+    """Average the tokens that the plan merges; the others pass as they are. Differentiable; `x` is not changed.
+
+    Args:
+        x: tokens, in float32, float16 or bfloat16; half precision is summed in float32 and rounded once.
+        plan: made for the same B and N; C may differ from that of the plan's metric.
+
+    Returns:
+        The merged tokens in x's dtype, dst first, then the src tokens that stayed.
+
+    Raises:
+        ToMePassError: x is no [B, N, C] with the plan's N (the message gives both).
+
+    Source: tomesd's `merge` in mode "mean"; the order of the rows within an image is our own.
+
+    Example:
+        >>> x = paddle.randn([2, 24, 8])
+        >>> merge(x, match_tokens(x, Grid(4, 6), removed=12)).shape
+        [2, 12, 8]
+    """
+    _check("merge", x, plan.tokens)
+    if plan.removed == 0:
+        return x
+    channels = x.shape[2]
+    rows = x.reshape([-1, channels])
+    dst, merged = _take(rows, plan.dst_rows), _take(rows, plan.merged_rows)
+    half = x.dtype in _HALF
+    if half:  # never cast to the dtype that is there already: Paddle copies
+        dst, merged = dst.cast("float32"), merged.cast("float32")
+    means = paddle.scatter_nd_add(dst, plan.target_rows.unsqueeze(1), merged) * plan.weights.cast(dst.dtype)
+    if half:
+        means = means.cast(x.dtype)
+    means = means.reshape([-1, plan.dst, channels])
+    if plan.kept == plan.dst:
+        return means
+    return paddle.concat([means, _take(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1)
+
+
+def unmerge(
+    y: paddle.Tensor,  # [B, N-r, C]
+    plan: MergePlan,
+) -> paddle.Tensor:  # [B, N, C]
+    """Give every token the row that it was merged into. Differentiable; `y` is not changed.
+
+    Args:
+        y: what was computed from the merged tokens; any C and dtype.
+        plan: the plan they were merged by.
+
+    Returns:
+        One row per original token, in the original order.
+
+    Raises:
+        ToMePassError: y is no [B, N-r, C] with the plan's N - r (the message gives both).
+
+    Source: tomesd's `unmerge`; one gather here, three scatters there.
+
+    Example:
+        >>> plan = match_tokens(x := paddle.randn([2, 24, 8]), Grid(4, 6), removed=12)
+        >>> unmerge(merge(x, plan), plan).shape
+        [2, 24, 8]
+    """
+    _check("unmerge", y, plan.kept)
+    if plan.removed == 0:
+        return y
+    channels = y.shape[2]
+    return _take(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
+
+
+def _take(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
+    """`rows[index]` by one gather; on the CPU, where Paddle has none for float16, by way of float32."""
+    if rows.dtype == paddle.float16 and paddle.get_device() == "cpu":
+        return paddle.gather(rows.cast("float32"), index).cast("float16")
+    return paddle.gather(rows, index)
+
+
+def _check(operation: str, x: paddle.Tensor, tokens: int) -> None:
+    if x.ndim != 3 or x.shape[1] not in (tokens, -1):
+        raise ToMePassError(
+            f"{operation} expects tokens of shape [B, {tokens}, C] but got {list(x.shape)}: was the plan made for another size?"
+        )

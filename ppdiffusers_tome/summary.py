@@ -1,0 +1,94 @@
+"""What merging does to a pipeline or model at one picture size: which blocks, how many tokens, how much work saved."""
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from ppdiffusers import DiffusionPipeline
+
+from .errors import ToMeConfigError
+from .macs import count_macs, kept_tokens, saved_macs
+from .matching import Grid
+from .models import denoisers, find_blocks, grid_at, is_countable, latent_grid, text_tokens, vae_factor
+from .patch import attached, merging_layers
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """One block that merges."""
+
+    denoiser: str  # its model's name in the pipeline, e.g. "unet"
+    path: str  # its path in that model
+    level: int  # downsample factor
+    grid: Grid  # tokens along each axis
+    kept: int  # tokens that stay, of grid.tokens
+    merges: tuple[str, ...]  # some of "attn", "crossattn", "mlp"
+
+
+@dataclass(frozen=True)
+class ToMeSummary:
+    """The blocks that merge, and the share of the denoisers' multiply-accumulates that this saves. `str()` is a table."""
+
+    settings: dict[str, str]  # denoiser: its config, or "off"
+    latent: Grid
+    blocks: tuple[BlockSummary, ...]
+    macs: Optional[int]  # of one pass for one image without merging; None where a model's cannot be counted
+    saved: Optional[int]  # of them, with the matching's own cost taken off
+
+    @property
+    def saved_share(self) -> Optional[float]:
+        """saved / macs, from 0 to 1; below 0 where the matching costs more than merging saves."""
+        return None if self.macs is None or self.saved is None else self.saved / self.macs
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {setting}" for name, setting in self.settings.items()]
+        lines.append(f"latents {self.latent.h}×{self.latent.w}")
+        if self.blocks:
+            width = max(len(f"{b.denoiser}.{b.path}") for b in self.blocks)
+            lines.append(f"{'block':<{width}}  level  grid       tokens stay      merges")
+            for b in self.blocks:
+                grid, stay = f"{b.grid.h}×{b.grid.w}", f"{b.kept} of {b.grid.tokens}"
+                name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges)
+                lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {stay:<15}  {merges}")
+        if self.saved_share is None:
+            lines.append("MACs: not counted for this kind of model")
+        else:
+            lines.append(f"MACs saved: {self.saved_share:.1%} of {self.macs / 1e9:.2f} G per image and pass")
+        return "\n".join(lines)
+
+
+def summarize(target: Any, height: Optional[int] = None, width: Optional[int] = None) -> ToMeSummary:
+    """See `mixin.tome_summary`, which users call."""
+    models = denoisers(target)
+    configs = {name: config for name, (_, config) in zip(models, attached(target))}
+    latent = _latent(target, height, width)
+    text = text_tokens(target)
+    blocks, saved = [], 0
+    for name, denoiser in models.items():
+        config = configs[name]
+        for found in find_blocks(denoiser) if config else ():
+            merges = tuple(merging_layers(found, config))
+            if found.level <= config.max_downsample and merges:
+                grid = grid_at(latent, found.level)
+                blocks.append(BlockSummary(name, found.path, found.level, grid, kept_tokens(grid, config), merges))
+                saved += saved_macs(found, config, latent, text)
+    countable = all(is_countable(denoiser) for denoiser in models.values())
+    return ToMeSummary(
+        settings={name: config.describe() if config else "off" for name, config in configs.items()},
+        latent=latent,
+        blocks=tuple(blocks),
+        macs=sum(count_macs(denoiser, latent, text) for denoiser in models.values()) if countable else None,
+        saved=saved if countable else None,
+    )
+
+
+def _latent(target: Any, height: Optional[int], width: Optional[int]) -> Grid:
+    factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
+    made_for = next((grid for grid in map(latent_grid, denoisers(target).values()) if grid), None)
+    sides = []
+    for name, given, default in (("height", height, made_for and made_for.h), ("width", width, made_for and made_for.w)):
+        if given is None and default is None:
+            raise ToMeConfigError(f"{name}=None is not allowed here: the model's config has no sample_size, so give {name}.")
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < factor):
+            raise ToMeConfigError(f"{name}={given!r} is not allowed: it must be an int of at least {factor} pixels.")
+        sides.append(default if given is None else given // factor)
+    return Grid(*sides)
