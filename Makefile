@@ -24,6 +24,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 # Everything is locked, so pip must not look for more (--no-deps), and builds with the locked setuptools.
 INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
+# Paddle wants libgomp.so.1 from the system. Slim containers lack it, and scikit-learn's wheel brings its own copy.
+LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check format bench lock wheel clean
@@ -35,10 +37,11 @@ help: ## this list
 # The stamps: an environment is up to date until the lock or the package's metadata change.
 $(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup.py ppdiffusers_tome/_version.py
 	@$(PY) -m pip --version >/dev/null 2>&1 || { $(PYTHON) $(RUNS) || { echo '$(NO_PYTHON)' >&2; exit 1; }; }
-	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON): 2 GB, a few minutes"; $(PYTHON) -m venv --clear $(VENV); }
 	$(INSTALL) -r requirements/build.txt
 	$(INSTALL) -r $(LOCK)
 	$(INSTALL) -e .
+	@$(PY) -c "import ctypes; ctypes.CDLL('libgomp.so.1')" 2>/dev/null || { $(LEND_LIBGOMP); }
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
