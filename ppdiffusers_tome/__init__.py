@@ -13,8 +13,8 @@ try:
     import paddle
 except ImportError as error:
     raise ImportError(
-        "ppdiffusers_tome needs PaddlePaddle: install paddlepaddle==2.6.2 (CPU) or paddlepaddle-gpu==2.6.2 (CUDA 11.8), "
-        "not both."
+        "ppdiffusers_tome needs PaddlePaddle: install paddlepaddle==2.6.2 (CPU) or paddlepaddle-gpu==2.6.2 "
+        "(CUDA 11.8), not both."
     ) from error
 check_paddle_version(paddle.__version__)
 

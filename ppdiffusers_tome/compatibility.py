@@ -24,7 +24,8 @@ def check_paddle_version(version: str) -> None:
         return
     reason = "its put_along_axis returns wrong values" if found == Version("2.6.0") else "it was never tested"
     raise UnsupportedVersionError(
-        f"ppdiffusers_tome does not run on PaddlePaddle {version} ({reason}): install paddlepaddle 2.6.2 or a 3.x release."
+        f"ppdiffusers_tome does not run on PaddlePaddle {version} ({reason}): "
+        "install paddlepaddle 2.6.2 or a 3.x release."
     )
 
 
@@ -40,7 +41,8 @@ def check_ppdiffusers_version(version: str) -> None:
     found = _parse("ppdiffusers", version)
     if found != _DEVELOPMENT and found < OLDEST_PPDIFFUSERS:
         raise UnsupportedVersionError(
-            f"ppdiffusers_tome does not run on ppdiffusers {version} (it was never tested): install ppdiffusers 0.29.0."
+            f"ppdiffusers_tome does not run on ppdiffusers {version} (it was never tested): "
+            "install ppdiffusers 0.29.0."
         )
 
 

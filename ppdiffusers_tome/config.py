@@ -3,7 +3,7 @@
 import operator
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Optional
+from typing import Any
 
 from .errors import ToMeConfigError
 
@@ -44,7 +44,7 @@ class ToMeConfig:
     sx: int = 2
     sy: int = 2
     use_rand: bool = True
-    seed: Optional[int] = 0
+    seed: int | None = 0
     merge_attn: bool = True
     merge_crossattn: bool = False
     merge_mlp: bool = False
@@ -76,7 +76,7 @@ class ToMeConfig:
         return min(int(tokens * self.ratio), tokens - dst) if dst else 0
 
     def describe(self) -> str:
-        """The settings that differ from the defaults, and `ratio`, as `name=value` pairs: for logs and image metadata."""
+        """`ratio` and the settings that differ from their defaults, as "name=value, …", for logs and metadata."""
         shown = [f for f in fields(self) if f.name == "ratio" or getattr(self, f.name) != f.default]
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
 
@@ -90,7 +90,7 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _integer(value: Any) -> Optional[int]:
+def _integer(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
     try:
@@ -117,7 +117,8 @@ def _seed(value: Any) -> int:
     number = _integer(value)
     if number is None or not 0 <= number < 2**64:
         raise ToMeConfigError(
-            f"seed={value!r} is not allowed: it must be an int from 0 to 2**64 - 1, or None for a fresh choice each time."
+            f"seed={value!r} is not allowed: it must be an int from 0 to 2**64 - 1, or None for a fresh choice in "
+            "each pass."
         )
     return number
 
@@ -127,7 +128,8 @@ def _ratio(value: Any, sx: int, sy: int) -> float:
     allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}.")
-    if not 0 <= value <= largest:  # also refuses NaN
-        remedy = "; larger sx or sy raise it" if value > largest and value < 1 else ""
+    ratio = float(value)
+    if not 0 <= ratio <= largest:  # also refuses NaN
+        remedy = "; larger sx or sy raise it" if largest < ratio < 1 else ""
         raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}{remedy}.")
-    return float(value)
+    return ratio

@@ -1,4 +1,4 @@
-"""What can go wrong, as types: every error of this package is a `ToMeError` and also the built-in error its cause suggests."""
+"""What can go wrong, as types: each error is a `ToMeError` and also the built-in error that its cause suggests."""
 
 
 class ToMeError(Exception):

@@ -29,7 +29,8 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
     for found in find_blocks(denoiser):
         tokens = grid_at(latent, found.level).tokens
         total += sum(_layer_macs(name, layer, tokens, text) for name, layer in found.sublayers.items())
-    image = Grid(latent.h * _shrink(denoiser), latent.w * _shrink(denoiser))  # what a ControlNet's embedding starts from
+    shrink = _shrink(denoiser)
+    image = Grid(latent.h * shrink, latent.w * shrink)  # what a ControlNet's condition embedding starts from
     for path, layer in denoiser.named_sublayers():
         if ".transformer_blocks." in path:
             continue
@@ -38,8 +39,9 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
             total += image.tokens * _weights(layer)
         elif isinstance(layer, nn.Conv2D):
             total += _output_grid(layer, grid_at(latent, level_of(denoiser, path))).tokens * _weights(layer)
-        elif isinstance(layer, nn.Linear):  # of a Transformer2DModel, or of the time embedding
-            total += _weights(layer) * (grid_at(latent, level_of(denoiser, path)).tokens if ".attentions." in path else 1)
+        elif isinstance(layer, nn.Linear):  # a Transformer2DModel's projection, or part of the time embedding
+            rows = grid_at(latent, level_of(denoiser, path)).tokens if ".attentions." in path else 1
+            total += rows * _weights(layer)
     return total
 
 

@@ -1,8 +1,9 @@
 """Choose: from tokens on a grid to a `MergePlan` that says which tokens merge into which."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -29,9 +30,10 @@ class Grid(NamedTuple):
 class MergePlan:
     """Which rows of a flattened [B·N, C] batch of tokens merge, and where each token finds its result again.
 
-    Of an image's N tokens D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst tokens
-    first, in the order of their positions, then the src tokens that stay, the one most like its dst first. Indices count
-    rows of the flattened batch, so that one gather serves every image. With r = 0 the index tensors are empty.
+    Of an image's N tokens D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst
+    tokens first, in the order of their positions, then the src tokens that stay, the one most like its dst first.
+    Indices count rows of the flattened batch, so that one gather serves every image. With r = 0 the index tensors are
+    empty.
     """
 
     tokens: int  # N: tokens per image before merging
@@ -51,7 +53,7 @@ class MergePlan:
 
 
 def count_dst(grid: Grid, sx: int, sy: int) -> int:
-    """How many dst tokens a grid has: one per whole cell of sx tokens by sy; a remainder at the right or bottom has none."""
+    """How many dst tokens a grid has: one per whole sx×sy cell, none in a remainder at the right or bottom edge."""
     return (grid.h // sy) * (grid.w // sx)
 
 
@@ -59,7 +61,7 @@ def choose_dst(
     grid: Grid,
     sx: int = 2,
     sy: int = 2,
-    random_key: Optional[Sequence[int]] = None,
+    random_key: Sequence[int] | None = None,
 ) -> np.ndarray:  # [D] int64, ascending
     """Choose one dst token in each sx×sy cell of the grid.
 
@@ -84,7 +86,8 @@ def choose_dst(
     else:
         entropy = np.random.SeedSequence([*random_key, grid.h, grid.w])
         # RandomState: NumPy promises never to change its streams (NEP 19).
-        offset = np.random.RandomState(np.random.MT19937(entropy)).randint(sx * sy, size=(rows, columns), dtype=np.int64)
+        stream = np.random.RandomState(np.random.MT19937(entropy))
+        offset = stream.randint(sx * sy, size=(rows, columns), dtype=np.int64)
     y = np.arange(rows)[:, None] * sy + offset // sx
     x = np.arange(columns)[None, :] * sx + offset % sx
     return np.sort((y * grid.w + x).reshape(-1))
@@ -96,16 +99,16 @@ def match_tokens(
     removed: int,  # r, 0 <= r <= N - D
     sx: int = 2,
     sy: int = 2,
-    random_key: Optional[Sequence[int]] = None,
+    random_key: Sequence[int] | None = None,
 ) -> MergePlan:
     """Pair each src token with its most similar dst token and keep the r best pairs.
 
     The choice of dst is one pattern for the whole batch; the pairs are each image's own.
 
     Args:
-        metric: what similarity is computed from: the cosine of two tokens' angle, in float32 whatever the dtype is. NaN
-            and infinite values count as 0; a token whose norm is 0 has similarity 0 to every other. Nothing is
-            differentiated through the choice.
+        metric: what similarity is computed from: the cosine of the angle between two tokens, in float32 whatever the
+            dtype is. NaN and infinite values count as 0; a token whose norm is 0 or overflows float32 has similarity
+            0 to every other. Nothing is differentiated through the choice.
         grid: tokens along each axis.
         removed: tokens per image to merge away, r.
         sx, sy, random_key: as in `choose_dst`.
@@ -180,7 +183,7 @@ def _most_similar(
 
 
 def _full_precision() -> AbstractContextManager:
-    """Automatic mixed precision off, so that the matmul keeps float32; Paddle has no such switch inside a static program."""
+    """Mixed precision off, so that the matmul keeps float32; inside a static program Paddle has no such switch."""
     return paddle.amp.auto_cast(enable=False) if paddle.in_dynamic_mode() else nullcontext()
 
 
@@ -196,6 +199,6 @@ def _check(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> None:
         )
     if not 0 <= removed <= (grid.tokens - dst if dst else 0):
         raise ToMeConfigError(
-            f"removed={removed} is not allowed on a grid of {grid.h}×{grid.w} tokens with {dst} dst tokens: it must be "
-            f"from 0 to {grid.tokens - dst if dst else 0}."
+            f"removed={removed} is not allowed on a grid of {grid.h}×{grid.w} tokens with {dst} dst tokens: "
+            f"it must be from 0 to {grid.tokens - dst if dst else 0}."
         )

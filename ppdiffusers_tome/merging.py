@@ -89,5 +89,6 @@ def _take(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
 def _check(operation: str, x: paddle.Tensor, tokens: int) -> None:
     if x.ndim != 3 or x.shape[1] not in (tokens, -1):
         raise ToMePassError(
-            f"{operation} expects tokens of shape [B, {tokens}, C] but got {list(x.shape)}: was the plan made for another size?"
+            f"{operation} expects tokens of shape [B, {tokens}, C] but got {list(x.shape)}: "
+            "was the plan made for another size?"
         )

@@ -1,7 +1,8 @@
 """What users call: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Iterator, Optional, TypeVar
+from typing import Any, TypeVar
 
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
@@ -21,12 +22,12 @@ def apply_tome(
     sx: int = 2,
     sy: int = 2,
     use_rand: bool = True,
-    seed: Optional[int] = 0,
+    seed: int | None = 0,
     merge_attn: bool = True,
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
 ) -> PipelineOrModel:
-    """Merge similar tokens in a pipeline's UNet and ControlNets, or in one model. Applying again replaces the settings.
+    """Merge similar tokens in a pipeline's UNet and ControlNets, or in one model; again, to replace the settings.
 
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`.
@@ -97,7 +98,7 @@ def tome(target: PipelineOrModel, ratio: float = 0.5, **settings: Any) -> Iterat
         restore(target, before)
 
 
-def tome_summary(target: Any, height: Optional[int] = None, width: Optional[int] = None) -> ToMeSummary:
+def tome_summary(target: Any, height: int | None = None, width: int | None = None) -> ToMeSummary:
     """Say which blocks merge, at which level and grid, how many tokens stay, and what share of the MACs that saves.
 
     Args:

@@ -1,7 +1,8 @@
-"""The one file that knows the inside of ppdiffusers: which models denoise, where their blocks are, and at what level."""
+"""The one file that knows ppdiffusers' insides: which models denoise, where their blocks are, and at what level."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator, Optional
+from typing import Any
 
 import paddle
 from paddle import nn
@@ -51,7 +52,8 @@ def components(target: Any) -> dict[str, nn.Layer]:
         return {type(target).__name__: target}
     if not isinstance(target, DiffusionPipeline):
         raise ToMeConfigError(
-            f"token merging applies to a ppdiffusers pipeline or model, not to {type(target).__name__!r}: pass pipe or pipe.unet."
+            f"token merging applies to a ppdiffusers pipeline or model, not to {type(target).__name__!r}: "
+            "pass pipe or pipe.unet."
         )
     found: dict[str, nn.Layer] = {}
     for name, component in target.components.items():
@@ -112,7 +114,7 @@ def level_of(denoiser: nn.Layer, path: str) -> int:
         return entries[int(rest.partition(".")[0])]
     if stage == "controlnet_down_blocks":  # one 1×1 convolution per residual that the ControlNet hands over
         levels = [1]
-        for block, entry, exit_ in zip(denoiser.down_blocks, entries, exits[1:]):
+        for block, entry, exit_ in zip(denoiser.down_blocks, entries, exits[1:], strict=True):
             levels += [entry] * len(block.resnets) + ([exit_] if block.downsamplers is not None else [])
         return levels[int(rest.partition(".")[0])]
     if stage in ("mid_block", "controlnet_mid_block"):
@@ -131,10 +133,14 @@ def token_grid(transformer: nn.Layer, x: paddle.Tensor) -> Grid:
         ToMePassError: x is no feature map, or its height and width are not known (an export with dynamic sizes).
     """
     if x.ndim != 4:
-        raise ToMePassError(f"{type(transformer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W].")
+        raise ToMePassError(
+            f"{type(transformer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
+        )
     h, w = x.shape[2:] if transformer.data_format == "NCHW" else x.shape[1:3]
     if h < 0 or w < 0:
-        raise ToMePassError(f"{type(transformer).__name__} got {list(x.shape)}: merging needs a fixed height and width.")
+        raise ToMePassError(
+            f"{type(transformer).__name__} got {list(x.shape)}: merging needs a fixed height and width."
+        )
     return Grid(h, w)
 
 
@@ -143,8 +149,8 @@ def is_countable(denoiser: nn.Layer) -> bool:
     return isinstance(denoiser, (UNet2DConditionModel, ControlNetModel))
 
 
-def latent_grid(denoiser: nn.Layer) -> Optional[Grid]:
-    """Height and width of the latents a model was made for, from its config's `sample_size`; None where it says nothing."""
+def latent_grid(denoiser: nn.Layer) -> Grid | None:
+    """The latents' grid that a model was made for, from its config's `sample_size`; None where there is none."""
     size = getattr(getattr(denoiser, "config", None), "sample_size", None)
     if size is None:
         return None
@@ -171,7 +177,7 @@ def text_tokens(target: Any) -> int:
 
 
 def remove_builtin(model: nn.Layer) -> None:
-    """Take the merging that ppdiffusers itself ships off a model: classes, hooks and `_tome_info` of all its layers."""
+    """Take the merging that ppdiffusers itself ships off a model: its classes, hooks and `_tome_info`."""
     for layer in model.sublayers(include_self=True):
         parent = getattr(type(layer), "_parent", None)
         if parent is not None and type(layer).__name__.startswith("ToMe"):

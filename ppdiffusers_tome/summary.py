@@ -1,15 +1,15 @@
 """What merging does to a pipeline or model at one picture size: which blocks, how many tokens, how much work saved."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from ppdiffusers import DiffusionPipeline
 
 from .errors import ToMeConfigError
 from .macs import count_macs, kept_tokens, saved_macs
 from .matching import Grid
-from .models import denoisers, find_blocks, grid_at, is_countable, latent_grid, text_tokens, vae_factor
-from .patch import attached, merging_layers
+from .models import denoisers, grid_at, is_countable, latent_grid, text_tokens, vae_factor
+from .patch import chosen_blocks, config_of, merging_layers
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class BlockSummary:
 
 @dataclass(frozen=True)
 class ToMeSummary:
-    """The blocks that merge, and the share of the denoisers' multiply-accumulates that this saves. `str()` is a table."""
+    """The blocks that merge, and what that saves of the denoisers' multiply-accumulates. `str()` is a table."""
 
     settings: dict[str, str]  # denoiser: its config, or "off"
     latent: Grid
     blocks: tuple[BlockSummary, ...]
-    macs: Optional[int]  # of one pass for one image without merging; None where a model's cannot be counted
-    saved: Optional[int]  # of them, with the matching's own cost taken off
+    macs: int | None  # of one pass for one image without merging; None where a model's cannot be counted
+    saved: int | None  # of them, with the matching's own cost taken off
 
     @property
-    def saved_share(self) -> Optional[float]:
+    def saved_share(self) -> float | None:
         """saved / macs, from 0 to 1; below 0 where the matching costs more than merging saves."""
         return None if self.macs is None or self.saved is None else self.saved / self.macs
 
@@ -49,28 +49,27 @@ class ToMeSummary:
                 grid, stay = f"{b.grid.h}×{b.grid.w}", f"{b.kept} of {b.grid.tokens}"
                 name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges)
                 lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {stay:<15}  {merges}")
-        if self.saved_share is None:
+        if self.macs is None or self.saved_share is None:
             lines.append("MACs: not counted for this kind of model")
         else:
             lines.append(f"MACs saved: {self.saved_share:.1%} of {self.macs / 1e9:.2f} G per image and pass")
         return "\n".join(lines)
 
 
-def summarize(target: Any, height: Optional[int] = None, width: Optional[int] = None) -> ToMeSummary:
+def summarize(target: Any, height: int | None = None, width: int | None = None) -> ToMeSummary:
     """See `mixin.tome_summary`, which users call."""
     models = denoisers(target)
-    configs = {name: config for name, (_, config) in zip(models, attached(target))}
+    configs = {name: config_of(denoiser) for name, denoiser in models.items()}
     latent = _latent(target, height, width)
     text = text_tokens(target)
     blocks, saved = [], 0
-    for name, denoiser in models.items():
-        config = configs[name]
-        for found in find_blocks(denoiser) if config else ():
-            merges = tuple(merging_layers(found, config))
-            if found.level <= config.max_downsample and merges:
-                grid = grid_at(latent, found.level)
-                blocks.append(BlockSummary(name, found.path, found.level, grid, kept_tokens(grid, config), merges))
-                saved += saved_macs(found, config, latent, text)
+    for name, config in configs.items():
+        if config is None:
+            continue
+        for found in chosen_blocks(models[name], config):
+            grid, merges = grid_at(latent, found.level), tuple(merging_layers(found, config))
+            blocks.append(BlockSummary(name, found.path, found.level, grid, kept_tokens(grid, config), merges))
+            saved += saved_macs(found, config, latent, text)
     countable = all(is_countable(denoiser) for denoiser in models.values())
     return ToMeSummary(
         settings={name: config.describe() if config else "off" for name, config in configs.items()},
@@ -81,14 +80,22 @@ def summarize(target: Any, height: Optional[int] = None, width: Optional[int] = 
     )
 
 
-def _latent(target: Any, height: Optional[int], width: Optional[int]) -> Grid:
+def _latent(target: Any, height: int | None, width: int | None) -> Grid:
     factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
     made_for = next((grid for grid in map(latent_grid, denoisers(target).values()) if grid), None)
-    sides = []
-    for name, given, default in (("height", height, made_for and made_for.h), ("width", width, made_for and made_for.w)):
-        if given is None and default is None:
-            raise ToMeConfigError(f"{name}=None is not allowed here: the model's config has no sample_size, so give {name}.")
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < factor):
-            raise ToMeConfigError(f"{name}={given!r} is not allowed: it must be an int of at least {factor} pixels.")
-        sides.append(default if given is None else given // factor)
-    return Grid(*sides)
+    return Grid(
+        _latent_side("height", height, factor, made_for.h if made_for else None),
+        _latent_side("width", width, factor, made_for.w if made_for else None),
+    )
+
+
+def _latent_side(name: str, pixels: int | None, factor: int, made_for: int | None) -> int:
+    if pixels is None:
+        if made_for is None:
+            raise ToMeConfigError(
+                f"{name}=None is not allowed here: the model's config has no sample_size to fall back on."
+            )
+        return made_for
+    if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor:
+        raise ToMeConfigError(f"{name}={pixels!r} is not allowed: it must be an int of at least {factor} pixels.")
+    return pixels // factor

@@ -1,0 +1,1 @@
+"""Measure what merging costs and saves."""
