@@ -43,7 +43,7 @@ setup(
     zip_safe=False,
     python_requires=">=3.10,<3.13",
     # Paddle itself is an extra: paddlepaddle and paddlepaddle-gpu are one module, and installing both breaks it.
-    # The last two bounds are ppdiffusers' and paddlenlp's, which forgot them: above, they do not import. Others drift too, so
+    # The last two are bounds that ppdiffusers and paddlenlp lack: above them, they do not import. Others drift too, so
     # install with the tested versions as constraints: pip install -c requirements.txt ".[cpu]"
     install_requires=[
         "ppdiffusers>=0.29,<0.30",
