@@ -4,6 +4,8 @@ Importing the package gives every ppdiffusers pipeline and model the methods `ap
 `tome_summary`, in place of the `apply_tome` that ppdiffusers ships. It has no other side effect.
 """
 
+import zlib  # noqa: F401 - before Paddle 2.6, whose own copy of zlib's symbols crashes Pillow's PNG writer otherwise
+
 from ._version import __version__
 from .compatibility import check_paddle_version, check_ppdiffusers_version
 from .config import ToMeConfig

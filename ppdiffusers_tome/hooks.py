@@ -24,8 +24,8 @@ from .merging import merge, unmerge
 from .models import is_chunked, token_grid
 
 CHUNKED = (
-    "merge_mlp=True does not go together with enable_forward_chunking(), which cuts the tokens into pieces before the "
-    "feed-forward layer sees them: call disable_forward_chunking() or leave merge_mlp=False."
+    "merge_mlp=True does not go together with chunked feed-forward layers (enable_forward_chunking(), "
+    "set_chunk_feed_forward()), which get the tokens in pieces: turn chunking off or leave merge_mlp=False."
 )
 
 

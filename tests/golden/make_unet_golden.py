@@ -1,6 +1,6 @@
 """Record what tomesd 0.1.3 does to a whole UNet: write unet.npz. Needs PyTorch, diffusers and tomesd, not Paddle.
 
-    python tests/golden/make_unet_golden.py [MODEL]            (writes unet.npz beside this file)
+    python tests/golden/make_unet_golden.py MODEL            (writes unet.npz beside this file)
 
 MODEL is the bundled model in diffusers' layout (see examples/emoji_sd/training/); its UNet runs in fp32 on one CPU
 thread. Random numbers stand in for latents and text, drawn from the case's seed. use_rand is off throughout.
@@ -100,7 +100,7 @@ def patched(unet, c, **change):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="/work/shared/emoji_sd", help="diffusers layout")
+    parser.add_argument("model", help="the bundled model in diffusers layout")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("unet.npz"))
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,0 +1,121 @@
+"""Models that the tests share: a tiny random UNet and ControlNet, and pipelines around them and the bundled model."""
+
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel
+
+import ppdiffusers_tome  # noqa: F401
+
+EMOJI_SD = Path(__file__).parents[1] / "examples" / "emoji_sd"
+TEXT = 7  # text tokens of the tiny models' inputs
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    paddle.seed(0)
+
+
+TINY = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "layers_per_block": 1,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 24,
+    "attention_head_dim": 2,
+}
+
+
+def make_unet(**changes):
+    """A UNet with attention at levels 1 and 2 (also its middle); 0.6 M random parameters."""
+    paddle.seed(0)
+    unet = UNet2DConditionModel(**{**TINY, **changes})
+    unet.eval()
+    return unet
+
+
+@pytest.fixture
+def unet():
+    return make_unet()
+
+
+@pytest.fixture
+def controlnet():
+    paddle.seed(1)
+    model = ControlNetModel(
+        in_channels=4,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        cross_attention_dim=24,
+        attention_head_dim=2,
+        conditioning_embedding_out_channels=(16, 32),
+    )
+    model.eval()
+    return model
+
+
+def inputs(batch=2, h=16, w=16, seed=0):
+    """sample, timestep and encoder_hidden_states of the tiny models, by keyword."""
+    rng = np.random.RandomState(seed)
+    return {
+        "sample": paddle.to_tensor(rng.standard_normal((batch, 4, h, w)).astype("float32")),
+        "timestep": paddle.to_tensor([10]),
+        "encoder_hidden_states": paddle.to_tensor(rng.standard_normal((batch, TEXT, 24)).astype("float32")),
+    }
+
+
+@paddle.no_grad()
+def run(model, **changes):
+    """One forward pass, as a NumPy array."""
+    given = inputs(**changes)
+    out = model(given["sample"], given["timestep"], encoder_hidden_states=given["encoder_hidden_states"])
+    return out.sample.numpy()
+
+
+def load_bundled(cls=StableDiffusionPipeline):
+    pipe = cls.from_pretrained(str(EMOJI_SD), paddle_dtype=paddle.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="session")
+def _bundled():
+    return load_bundled()
+
+
+@pytest.fixture
+def pipe(_bundled):
+    """The bundled text-to-image pipeline, with merging off before and after."""
+    _bundled.remove_tome()
+    yield _bundled
+    _bundled.remove_tome()
+
+
+@pytest.fixture
+def image_pipe(pipe):
+    """An image-to-image pipeline over the same models."""
+    other = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
+def draw(pipe, prompt="a 3d render of fox", size=64, steps=2, seed=0, **settings):
+    """One small picture as a float array [H, W, 3], from a fixed starting noise."""
+    latents = np.random.RandomState(seed).standard_normal((1, 4, size // 4, size // 4)).astype("float32")
+    out = pipe(
+        prompt,
+        height=size,
+        width=size,
+        num_inference_steps=steps,
+        guidance_scale=2.0,
+        latents=paddle.to_tensor(latents),
+        output_type="np",
+        **settings,
+    )
+    return out.images[0]

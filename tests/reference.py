@@ -1,0 +1,68 @@
+"""Token merging in plain NumPy loops: slow, obvious, and written from the paper. The oracle of the tests.
+
+No line is shared with the package. Where the package has a rule of its own (ties, NaN), so has this, from its docstring.
+"""
+
+import numpy as np
+
+
+def dst_positions(h, w, sx, sy):
+    """The top left token of every whole cell, in reading order."""
+    positions = []
+    for cell_y in range(h // sy):
+        for cell_x in range(w // sx):
+            positions.append(cell_y * sy * w + cell_x * sx)
+    return positions
+
+
+def cosine(a, b):
+    """Cosine of the angle between two tokens; NaN and infinity count as 0, and so does the cosine with a zero token."""
+    a = np.where(np.isfinite(a), a, 0).astype(np.float64)
+    b = np.where(np.isfinite(b), b, 0).astype(np.float64)
+    lengths = np.sqrt(a @ a) * np.sqrt(b @ b)
+    return a @ b / lengths if lengths > 0 else 0.0
+
+
+def match(tokens, dst, removed):
+    """For one image's tokens [N, C]: {src: dst} for the `removed` most similar pairs."""
+    if removed == 0:  # also where the grid is smaller than one cell and has no dst
+        return {}
+    pairs = []
+    for src in range(len(tokens)):
+        if src in dst:
+            continue
+        similarities = [cosine(tokens[src], tokens[d]) for d in dst]
+        best = int(np.argmax(similarities))  # the first of equals
+        pairs.append((similarities[best], src, dst[best]))
+    pairs.sort(key=lambda pair: (-pair[0], pair[1]))  # the lowest src of equals first
+    return {src: d for _, src, d in pairs[:removed]}
+
+
+def merge(tokens, dst, merged_into):
+    """[N, C] -> {kept token: its mean}, by original position."""
+    kept = {}
+    for position in range(len(tokens)):
+        if position in merged_into:
+            continue
+        group = [tokens[position].astype(np.float64)]
+        for src, d in merged_into.items():
+            if d == position:
+                group.append(tokens[src].astype(np.float64))
+        kept[position] = sum(group) / len(group)
+    return kept
+
+
+def unmerge(kept, merged_into, count):
+    """The kept tokens' values back in every token's place: [N, C]."""
+    return np.stack([kept[merged_into.get(position, position)] for position in range(count)])
+
+
+def roundtrip(x, h, w, sx, sy, removed, dst=None):
+    """[B, N, C] -> unmerge(merge(x)), and the group of each token: the position whose value it gets, [B, N]."""
+    dst = dst_positions(h, w, sx, sy) if dst is None else [int(d) for d in dst]
+    out, groups = [], []
+    for tokens in x:
+        merged_into = match(tokens, dst, removed)
+        out.append(unmerge(merge(tokens, dst, merged_into), merged_into, h * w))
+        groups.append([merged_into.get(position, position) for position in range(h * w)])
+    return np.stack(out), np.array(groups)

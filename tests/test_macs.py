@@ -1,0 +1,126 @@
+"""The MACs that are read off layer shapes must be those of a real forward pass, counted layer by layer."""
+
+import paddle
+import pytest
+from conftest import TEXT, inputs, make_unet, run
+from ppdiffusers.models.attention_processor import Attention, AttnProcessor
+from test_models import THREE_LEVELS
+
+from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError
+from ppdiffusers_tome.macs import count_macs, saved_macs
+from ppdiffusers_tome.patch import chosen_blocks
+
+
+class CountingProcessor(AttnProcessor):
+    """ppdiffusers' processor, which also counts the two products of each attention."""
+
+    def __init__(self):
+        self.macs = 0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        self.macs += 2 * hidden_states.shape[1] * context.shape[1] * attn.to_q.weight.shape[1]
+        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+
+
+def measured(model, call):
+    """MACs of one call for one image, by hooks on all convolutions and linear layers and by counting processors."""
+    counted = [0]
+
+    def conv(layer, given, out):
+        counted[0] += out.shape[2] * out.shape[3] * layer.weight.size
+
+    def linear(layer, given, out):
+        counted[0] += out.size // out.shape[-1] * layer.weight.size
+
+    processor = CountingProcessor()
+    hooks = []
+    for layer in model.sublayers():
+        if isinstance(layer, paddle.nn.Conv2D):
+            hooks.append(layer.register_forward_post_hook(conv))
+        elif isinstance(layer, paddle.nn.Linear):
+            hooks.append(layer.register_forward_post_hook(linear))
+        elif isinstance(layer, Attention):
+            layer.set_processor(processor)
+    call()
+    for hook in hooks:
+        hook.remove()
+    return counted[0] + processor.macs
+
+
+@pytest.mark.parametrize("changes", [{}, THREE_LEVELS, {"use_linear_projection": True}])
+@pytest.mark.parametrize(("h", "w"), [(16, 16), (17, 20)])
+def test_unet_is_counted_as_measured(changes, h, w):
+    unet = make_unet(**changes)
+    assert count_macs(unet, Grid(h, w), TEXT) == measured(unet, lambda: run(unet, batch=1, h=h, w=w))
+
+
+def test_controlnet_is_counted_as_measured(controlnet):
+    given = inputs(batch=1)
+
+    @paddle.no_grad()
+    def call():
+        condition = paddle.randn([1, 3, 32, 32])  # this one's embedding halves once
+        controlnet(given["sample"], given["timestep"], given["encoder_hidden_states"], condition)
+
+    assert count_macs(controlnet, Grid(16, 16), TEXT) == measured(controlnet, call)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ratio": 0.5},
+        {"ratio": 0.75},
+        {"ratio": 0.5, "max_downsample": 2},
+        {"ratio": 0.4, "merge_crossattn": True},
+        {"ratio": 0.4, "merge_mlp": True},
+        {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
+    ],
+)
+def test_saving_is_what_a_merged_pass_does_not_compute(settings):
+    unet, config, grid = make_unet(), ToMeConfig(**settings), Grid(16, 16)
+    saved = sum(saved_macs(found, config, grid, TEXT) for found in chosen_blocks(unet, config))
+    matching = 0
+    for found in chosen_blocks(unet, config):
+        tokens, channels = (256, 32) if found.level == 1 else (64, 64)
+        dst = tokens // (config.sx * config.sy)
+        matching += (tokens - dst) * dst * channels
+    plain = measured(unet, lambda: run(unet, batch=1))
+    unet.apply_tome(**settings)
+    merged = measured(unet, lambda: run(unet, batch=1))
+    assert merged < plain
+    assert plain - merged == saved + matching
+
+
+def test_summary_of_the_bundled_pipeline(pipe):
+    pipe.apply_tome(ratio=0.5)
+    small, large = pipe.tome_summary(), pipe.tome_summary(height=256, width=192)
+    assert (small.latent, large.latent) == (Grid(32, 32), Grid(64, 48))
+    assert {(b.level, b.grid, b.kept, b.merges) for b in small.blocks} == {(1, Grid(32, 32), 512, ("attn",))}
+    assert {b.kept for b in large.blocks} == {64 * 48 // 2}
+    assert 0 < small.saved_share < large.saved_share < 1
+    text = str(large)
+    assert "unet: ratio=0.5" in text and "latents 64×48" in text and "1536 of 3072" in text
+    assert f"{large.saved_share:.1%} of" in text
+
+
+def test_summary_with_merging_off(pipe):
+    summary = pipe.tome_summary()
+    assert (summary.blocks, summary.saved, summary.settings) == ((), 0, {"unet": "off"})
+
+
+def test_matching_that_costs_more_than_it_saves_is_told(unet):
+    assert unet.apply_tome(0.01).tome_summary().saved < 0
+
+
+@pytest.mark.parametrize(("argument", "value"), [("height", 0), ("height", 2.5), ("width", -8), ("width", True)])
+def test_bad_size_is_named(pipe, argument, value):
+    with pytest.raises(ToMeConfigError, match=f"{argument}={value!r}"):
+        pipe.tome_summary(**{argument: value})
+
+
+def test_unknown_size_must_be_given():
+    unet = make_unet(sample_size=None).apply_tome()
+    with pytest.raises(ToMeConfigError, match="no sample_size"):
+        unet.tome_summary()
+    assert unet.tome_summary(16, 24).latent == Grid(16, 24)

@@ -1,0 +1,172 @@
+import random
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import dst_positions, roundtrip
+
+from ppdiffusers_tome import Grid, ToMeConfigError, choose_dst, match_tokens, merge, unmerge
+
+
+def groups(plan, batch):
+    """[B, N]: for each token the original position whose merged row it gets."""
+    kept = np.concatenate(
+        [
+            plan.dst_rows.numpy().reshape(batch, plan.dst),
+            plan.stay_rows.numpy().reshape(batch, plan.kept - plan.dst),
+        ],
+        axis=1,
+    )
+    return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, plan.tokens) % plan.tokens
+
+
+def tokens(batch, grid, channels, seed=0):
+    return np.random.RandomState(seed).standard_normal((batch, grid.tokens, channels)).astype("float32")
+
+
+@pytest.mark.parametrize(("h", "w", "sx", "sy"), [(4, 6, 2, 2), (5, 7, 2, 2), (16, 17, 2, 3), (9, 11, 4, 3), (3, 2, 5, 7)])
+def test_first_token_of_each_whole_cell_is_dst(h, w, sx, sy):
+    assert choose_dst(Grid(h, w), sx, sy).tolist() == dst_positions(h, w, sx, sy)
+
+
+@given(
+    h=st.integers(1, 23),
+    w=st.integers(1, 23),
+    sx=st.integers(1, 5),
+    sy=st.integers(1, 5),
+    key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 99)),
+)
+def test_random_dst_is_one_per_cell_and_always_the_same(h, w, sx, sy, key):
+    chosen = choose_dst(Grid(h, w), sx, sy, key)
+    cells = [(y // sy, x // sx) for y, x in (divmod(int(n), w) for n in chosen)]
+    assert sorted(cells) == [(i, j) for i in range(h // sy) for j in range(w // sx)]
+    assert chosen.tolist() == sorted(chosen.tolist())
+    assert chosen.tolist() == choose_dst(Grid(h, w), sx, sy, key).tolist()
+
+
+def test_random_dst_is_spread_over_the_cell_and_depends_on_the_whole_key():
+    grid = Grid(64, 64)
+    chosen = choose_dst(grid, random_key=(0, 0))
+    within = (chosen // 64 % 2) * 2 + chosen % 2
+    counts = np.bincount(within, minlength=4)  # 1024 draws of 4: 256 each, standard deviation 14
+    assert counts.min() > 256 - 5 * 14 and counts.max() < 256 + 5 * 14
+    others = [choose_dst(grid, random_key=key) for key in ((1, 0), (0, 1))]
+    assert all((other != chosen).any() for other in others)
+
+
+def test_random_dst_never_changes():
+    """A seed must give the same picture in every release: these numbers are recorded, not derived."""
+    assert choose_dst(Grid(4, 6), random_key=(0, 0)).tolist() == RECORDED
+
+
+RECORDED = [6, 9, 11, 14, 16, 19]
+
+
+def test_no_global_random_state_is_touched():
+    paddle.seed(3), np.random.seed(3), random.seed(3)
+    x = paddle.to_tensor(tokens(2, Grid(8, 8), 5))
+    before = (paddle.get_rng_state()[0].current_seed(), paddle.randn([3]).numpy().tolist(), np.random.rand(), random.random())
+    paddle.seed(3), np.random.seed(3), random.seed(3)
+    match_tokens(x, Grid(8, 8), 20, random_key=(0, 0))
+    after = (paddle.get_rng_state()[0].current_seed(), paddle.randn([3]).numpy().tolist(), np.random.rand(), random.random())
+    assert after == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_plan_is_the_oracles(data):
+    grid = Grid(data.draw(st.integers(1, 11), "h"), data.draw(st.integers(1, 13), "w"))
+    sx, sy = data.draw(st.integers(1, 4), "sx"), data.draw(st.integers(1, 4), "sy")
+    batch, channels = data.draw(st.integers(1, 3), "B"), data.draw(st.sampled_from([3, 5, 7]), "C")
+    dst = choose_dst(grid, sx, sy)
+    removed = data.draw(st.integers(0, grid.tokens - len(dst) if len(dst) else 0), "r")
+    x = tokens(batch, grid, channels, data.draw(st.integers(0, 999), "seed"))
+    plan = match_tokens(paddle.to_tensor(x), grid, removed, sx, sy)
+    expected, expected_groups = roundtrip(x, *grid, sx, sy, removed)
+    assert plan.kept == grid.tokens - removed
+    if removed:
+        np.testing.assert_array_equal(groups(plan, batch), expected_groups)
+    out = unmerge(merge(paddle.to_tensor(x), plan), plan).numpy()
+    np.testing.assert_allclose(out, expected, atol=2e-6)  # a mean of up to N float32 of size 1
+
+
+def test_random_dst_merges_as_the_oracle_does():
+    grid, x = Grid(7, 9), tokens(2, Grid(7, 9), 5)
+    dst = choose_dst(grid, 2, 3, (5, 1))
+    plan = match_tokens(paddle.to_tensor(x), grid, 30, 2, 3, random_key=(5, 1))
+    np.testing.assert_array_equal(groups(plan, 2), roundtrip(x, 7, 9, 2, 3, 30, dst)[1])
+
+
+def test_equal_tokens_merge_from_the_lowest_index_up():
+    x = np.ones((2, 36, 3), "float32")
+    plan = match_tokens(paddle.to_tensor(x), Grid(6, 6), 10)
+    np.testing.assert_array_equal(groups(plan, 2), roundtrip(x, 6, 6, 2, 2, 10)[1])
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), removed=st.integers(1, 47))
+def test_ties_go_to_the_lowest_index(seed, removed):
+    rng = np.random.RandomState(seed)
+    x = np.eye(3, dtype="float32")[rng.randint(3, size=(2, 64))]  # cosines of exactly 0 and 1
+    plan = match_tokens(paddle.to_tensor(x), Grid(8, 8), removed)
+    np.testing.assert_array_equal(groups(plan, 2), roundtrip(x, 8, 8, 2, 2, removed)[1])
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("removed", [1, 20, 47, 48])
+def test_zero_and_non_finite_tokens_follow_the_stated_rule(bad, removed):
+    x = tokens(2, Grid(8, 8), 5)
+    x[0, [0, 3, 20, 37]] = bad  # two dst, two src
+    x[1, 9, 2] = bad  # one value alone
+    plan = match_tokens(paddle.to_tensor(x), Grid(8, 8), removed)
+    np.testing.assert_array_equal(groups(plan, 2), roundtrip(x, 8, 8, 2, 2, removed)[1])
+
+
+def test_token_whose_norm_overflows_resembles_nothing():
+    x = tokens(1, Grid(4, 4), 5)
+    x[0, 5] = 3e38
+    zero = x.copy()
+    zero[0, 5] = 0
+    plans = [match_tokens(paddle.to_tensor(each), Grid(4, 4), 6) for each in (x, zero)]
+    np.testing.assert_array_equal(groups(plans[0], 1), groups(plans[1], 1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes_choose_as_float32_does(dtype):
+    x = paddle.to_tensor(tokens(2, Grid(8, 10), 7)).cast(dtype)
+    plan, same = match_tokens(x, Grid(8, 10), 30), match_tokens(x.cast("float32"), Grid(8, 10), 30)
+    np.testing.assert_array_equal(groups(plan, 2), groups(same, 2))
+
+
+def test_images_of_a_batch_are_matched_each_by_itself():
+    x = tokens(3, Grid(6, 8), 5)
+    together = groups(match_tokens(paddle.to_tensor(x), Grid(6, 8), 20, random_key=(1, 2)), 3)
+    for image in range(3):
+        alone = match_tokens(paddle.to_tensor(x[image : image + 1]), Grid(6, 8), 20, random_key=(1, 2))
+        np.testing.assert_array_equal(together[image], groups(alone, 1)[0])
+
+
+def test_matching_is_not_differentiated_and_leaves_its_input_alone():
+    x = paddle.to_tensor(tokens(2, Grid(6, 8), 5), stop_gradient=False)
+    before = x.numpy().copy()
+    plan = match_tokens(x, Grid(6, 8), 20)
+    assert plan.weights.stop_gradient and plan.source_rows.stop_gradient
+    np.testing.assert_array_equal(x.numpy(), before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "grid", "removed", "message"),
+    [
+        ((2, 24, 5), "float32", (5, 5), 4, r"grid=5×5 has 25 tokens but metric has shape \[2, 24, 5\]"),
+        ((24, 5), "float32", (4, 6), 4, r"shape \[24, 5\]"),
+        ((2, 24, 5), "int64", (4, 6), 4, "int64"),
+        ((2, 24, 5), "float32", (4, 6), -1, "removed=-1"),
+        ((2, 24, 5), "float32", (4, 6), 19, r"removed=19 .* from 0 to 18"),
+        ((2, 3, 5), "float32", (1, 3), 1, "from 0 to 0"),
+    ],
+)
+def test_bad_input_is_named(shape, dtype, grid, removed, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        match_tokens(paddle.ones(shape, dtype=dtype), Grid(*grid), removed)

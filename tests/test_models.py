@@ -1,0 +1,70 @@
+import paddle
+import pytest
+from conftest import make_unet, run
+from ppdiffusers.models.attention import BasicTransformerBlock
+
+from ppdiffusers_tome import Grid, ToMeConfigError, ToMePassError
+from ppdiffusers_tome.models import components, denoisers, find_blocks, grid_at, level_of, token_grid
+
+THREE_LEVELS = {
+    "block_out_channels": (32, 32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+}
+
+
+def seen_inputs(model, layers, h, w):
+    """The spatial size at which each layer's input really arrives, by a forward pass."""
+    seen, hooks = {}, []
+    for path, layer in layers:
+        def note(layer, given, path=path):
+            seen[path] = Grid(*given[0].shape[2:])
+
+        hooks.append(layer.register_forward_pre_hook(note))
+    run(model, h=h, w=w)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("changes", [{}, THREE_LEVELS], ids=["levels 1 and 2", "levels 2 and 4, as in SDXL"])
+@pytest.mark.parametrize(("h", "w"), [(16, 16), (16, 24), (17, 19), (21, 13)])
+def test_every_convolution_gets_its_input_at_the_level_told(changes, h, w):
+    unet = make_unet(**changes)
+    convolutions = [(path, layer) for path, layer in unet.named_sublayers() if isinstance(layer, paddle.nn.Conv2D)]
+    seen = seen_inputs(unet, convolutions, h, w)
+    assert len(seen) > 20
+    assert seen == {path: grid_at(Grid(h, w), level_of(unet, path)) for path in seen}
+
+
+def test_blocks_are_all_found_with_level_and_place():
+    blocks = find_blocks(make_unet(**THREE_LEVELS))
+    assert [(block.index, block.level) for block in blocks] == list(enumerate([2, 4, 4, 4, 2, 2, 4]))
+    assert blocks[0].path == "down_blocks.1.attentions.0.transformer_blocks.0"
+    assert all(isinstance(block.block, BasicTransformerBlock) for block in blocks)
+    assert list(blocks[0].sublayers) == ["attn", "crossattn", "mlp"]
+
+
+def test_all_denoisers_of_a_pipeline_are_found_and_nothing_else(pipe, controlnet):
+    assert denoisers(pipe) == {"unet": pipe.unet}
+    assert denoisers(pipe.unet) == {"UNet2DConditionModel": pipe.unet}
+    assert denoisers(pipe.vae) == {} and denoisers(pipe.text_encoder) == {}
+    wrapper = paddle.nn.LayerList([pipe.unet, controlnet])
+    assert denoisers(wrapper) == {"LayerList.0": pipe.unet, "LayerList.1": controlnet}
+
+
+def test_components_of_what_is_no_model():
+    with pytest.raises(ToMeConfigError, match="not to 'str': pass pipe or pipe.unet"):
+        components("stable-diffusion")
+
+
+def test_token_grid_is_read_from_the_feature_map(unet):
+    transformer = find_blocks(unet)[0].transformer
+    assert token_grid(transformer, paddle.zeros([2, 32, 5, 7])) == Grid(5, 7)
+    with pytest.raises(ToMePassError, match=r"\[2, 35, 32\]"):
+        token_grid(transformer, paddle.zeros([2, 35, 32]))
+
+
+def test_token_grid_of_channels_last():
+    transformer = find_blocks(make_unet(data_format="NHWC"))[0].transformer
+    assert token_grid(transformer, paddle.zeros([2, 5, 7, 32])) == Grid(5, 7)

@@ -1,0 +1,495 @@
+"""Three ways, over and over: plain, applied (must differ), removed (bit-equal, and no trace left)."""
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+import weakref
+
+import numpy as np
+import paddle
+import pytest
+from conftest import draw, inputs, make_unet, run
+from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
+from ppdiffusers.models import transformer_2d, unet_2d_blocks
+from ppdiffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
+from ppdiffusers.patches import tomesd_patch_utils as builtin
+from reference import dst_positions
+from test_models import THREE_LEVELS
+
+import ppdiffusers_tome
+from ppdiffusers_tome import MergePlan, NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMePassError, hooks, patch
+from ppdiffusers_tome.models import find_blocks
+
+
+def traces(model):
+    """All that merging could leave on a model: classes, attributes, hooks, parameters."""
+    found = {}
+    for path, layer in model.named_sublayers(include_self=True):
+        attributes = {key for key in layer.__dict__ if key not in ("_forward_pre_hooks", "_forward_post_hooks")}
+        all_hooks = [*layer._forward_pre_hooks.values(), *layer._forward_post_hooks.values()]
+        found[path] = (type(layer), attributes, all_hooks)
+    return found, list(model.state_dict())
+
+
+def plans():
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, MergePlan)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ratio": 0.75},
+        {"ratio": 0.25, "max_downsample": 2},
+        {"ratio": 0.5, "max_downsample": 8, "merge_crossattn": True, "merge_mlp": True},
+        {"ratio": 0.5, "merge_attn": False, "merge_crossattn": True},
+        {"ratio": 0.5, "merge_attn": False, "merge_mlp": True},
+        {"ratio": 0.6, "sx": 3, "sy": 2, "use_rand": False},
+        {"ratio": 0.5, "seed": None},
+    ],
+)
+@pytest.mark.parametrize(("batch", "h", "w"), [(2, 16, 16), (1, 16, 24), (3, 17, 19), (2, 16, 17), (1, 33, 47)])
+def test_plain_applied_removed(unet, settings, batch, h, w):
+    before, plain = traces(unet), run(unet, batch=batch, h=h, w=w)
+    assert unet.apply_tome(**settings) is unet
+    applied = run(unet, batch=batch, h=h, w=w)
+    assert applied.shape == plain.shape and np.isfinite(applied).all()
+    assert np.abs(applied - plain).max() > 1e-4
+    assert unet.remove_tome() is unet
+    np.testing.assert_array_equal(run(unet, batch=batch, h=h, w=w), plain)
+    assert traces(unet) == before
+    assert plans() == []
+
+
+def test_removing_twice_or_without_applying_does_nothing(unet):
+    before = traces(unet)
+    unet.remove_tome().apply_tome().remove_tome().remove_tome()
+    assert traces(unet) == before
+
+
+def test_applying_again_replaces(unet):
+    unet.apply_tome(ratio=0.25)
+    quarter = run(unet)
+    unet.apply_tome(ratio=0.75, max_downsample=2)
+    unet.apply_tome(ratio=0.25)
+    np.testing.assert_array_equal(run(unet), quarter)
+    assert [config.ratio for _, config in patch.attached(unet)] == [0.25]
+    before = traces(make_unet())[0]
+    assert before == traces(unet.remove_tome())[0]
+
+
+def test_ratio_too_small_to_remove_a_token_computes_the_plain_result(unet):
+    plain = run(unet)
+    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0)), plain)
+    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003)), plain)  # ⌊256 · 0.003⌋ = 0
+
+
+def test_keyword_calls(unet):
+    unet.apply_tome()
+    np.testing.assert_array_equal(unet(**inputs()).sample.numpy(), run(unet))
+
+
+def test_same_seed_same_result_in_every_pass_and_batch(unet):
+    unet.apply_tome(ratio=0.5, seed=3)
+    first, second = run(unet), run(unet)
+    np.testing.assert_array_equal(first, second)
+    given = inputs()
+    with paddle.no_grad():
+        one = unet(given["sample"][:1], 10, given["encoder_hidden_states"][:1]).sample.numpy()
+    np.testing.assert_allclose(one, first[:1], atol=1e-5)  # an odd batch merges as an even one does
+    assert np.abs(run(unet.apply_tome(ratio=0.5, seed=4)) - first).max() > 1e-4
+    assert np.abs(run(unet.apply_tome(ratio=0.5, use_rand=False)) - first).max() > 1e-4
+
+
+def test_no_seed_draws_anew_in_each_pass(unet):
+    unet.apply_tome(ratio=0.5, seed=None)
+    assert np.abs(run(unet) - run(unet)).max() > 1e-4
+
+
+def test_the_pipelines_noise_is_not_touched(unet):
+    paddle.seed(5)
+    expected = paddle.randn([4]).numpy()
+    unet.apply_tome(seed=None)
+    paddle.seed(5)
+    run(unet)
+    np.testing.assert_array_equal(paddle.randn([4]).numpy(), expected)
+
+
+def test_each_block_merges_by_its_own_input(unet, monkeypatch):
+    """The metric is the block's input, and the grid that of the feature map."""
+    seen, real = [], hooks.match_tokens
+    monkeypatch.setattr(hooks, "match_tokens", lambda metric, grid, *rest: seen.append((metric.shape, grid)) or real(metric, grid, *rest))
+    run(unet.apply_tome(max_downsample=2), h=17, w=12)
+    assert [(shape, tuple(grid)) for shape, grid in seen] == [
+        ([2, 204, 32], (17, 12)),
+        ([2, 54, 64], (9, 6)),
+        ([2, 54, 64], (9, 6)),
+        ([2, 54, 64], (9, 6)),
+        ([2, 54, 64], (9, 6)),
+        ([2, 204, 32], (17, 12)),
+        ([2, 204, 32], (17, 12)),
+    ]
+
+
+class Recorder(AttnProcessor):
+    """What reaches the attention kernel."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        assert hidden_states.is_contiguous() if hasattr(hidden_states, "is_contiguous") else True
+        self.lengths.append((hidden_states.shape[1], None if encoder_hidden_states is None else encoder_hidden_states.shape[1]))
+        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+
+
+def test_attention_sees_the_merged_length(unet):
+    recorder = Recorder()
+    unet.set_attn_processor(recorder)
+    run(unet.apply_tome(ratio=0.5))
+    # one block down and two up at level 1: self-attention over 128 of 256 tokens, cross-attention over all
+    assert recorder.lengths.count((128, None)) == 3 and recorder.lengths.count((256, None)) == 0
+    assert recorder.lengths.count((256, 7)) == 3 and recorder.lengths.count((64, None)) == 4
+
+
+# What leaves the model as it was
+
+
+@pytest.mark.parametrize("bad", [{"ratio": 2}, {"max_downsample": 3}, {"seed": "x"}, {"merge_mlp": 1}])
+def test_bad_settings_leave_the_model_as_it_was(unet, bad):
+    unet.apply_tome(ratio=0.25)
+    expected, before = run(unet), traces(unet)
+    with pytest.raises(ToMeConfigError, match=next(iter(bad))):
+        unet.apply_tome(**bad)
+    assert traces(unet) == before
+    np.testing.assert_array_equal(run(unet), expected)
+
+
+def test_failure_half_way_leaves_nothing_behind(unet, monkeypatch):
+    unet.apply_tome(ratio=0.25)
+    expected, real, calls = run(unet), patch.UnmergeHook, []
+
+    def failing(plan_hook):
+        calls.append(plan_hook)
+        if len(calls) == 2:
+            raise MemoryError("out of memory")
+        return real(plan_hook)
+
+    monkeypatch.setattr(patch, "UnmergeHook", failing)
+    with pytest.raises(MemoryError):
+        unet.apply_tome(ratio=0.75)
+    np.testing.assert_array_equal(run(unet), expected)
+    assert [config.ratio for _, config in patch.attached(unet)] == [0.25]
+
+
+def test_nothing_to_merge_says_what_would_help():
+    unet = make_unet(**THREE_LEVELS)
+    with pytest.raises(NoMergeableLayerError, match=r"level 2 \(3\), level 4 \(4\): pass max_downsample=2"):
+        unet.apply_tome()
+    assert not any(isinstance(hook, hooks.ToMeHook) for _, _, found in traces(unet)[0].values() for hook in found)
+    plain = run(unet)
+    assert np.abs(run(unet.apply_tome(max_downsample=2)) - plain).max() > 1e-4
+
+
+def test_model_without_attention_blocks_says_what_was_looked_for(pipe):
+    with pytest.raises(NoMergeableLayerError, match="looked for BasicTransformerBlock .* found none in AutoencoderKL"):
+        pipe.vae.apply_tome()
+    with pytest.raises(ValueError, match="Linear"):
+        paddle.nn.Linear(2, 2).apply_tome()
+
+
+def test_applying_to_no_model():
+    with pytest.raises(ToMeConfigError, match="'int'"):
+        ppdiffusers_tome.apply_tome(3)
+    with pytest.raises(ToMeConfigError, match="'NoneType'"):
+        ppdiffusers_tome.remove_tome(None)
+
+
+# What a pass computes lives in that pass
+
+
+def test_no_plan_outlives_a_pass(unet, monkeypatch):
+    alive, most = [], []
+    real = hooks.match_tokens
+
+    def watching(*args):
+        plan = real(*args)
+        alive.append(weakref.ref(plan))
+        most.append(sum(reference() is not None for reference in alive))
+        return plan
+
+    monkeypatch.setattr(hooks, "match_tokens", watching)
+    run(unet.apply_tome(max_downsample=2))
+    assert len(alive) == 7
+    assert max(most) == 1  # and only one at a time in it
+    assert all(reference() is None for reference in alive)
+
+
+def test_no_plan_outlives_a_pass_that_fails(unet):
+    class Failing(AttnProcessor):
+        def __call__(self, *args, **kwargs):
+            raise ZeroDivisionError
+
+    unet.apply_tome()
+    expected = run(unet)
+    processors = unet.attn_processors
+    unet.set_attn_processor(Failing())
+    with pytest.raises(ZeroDivisionError):
+        run(unet)
+    assert plans() == []
+    unet.set_attn_processor(processors)
+    np.testing.assert_array_equal(run(unet), expected)
+
+
+def test_two_threads_on_one_model_each_get_their_own_plan(unet):
+    unet.apply_tome(ratio=0.5)
+    sizes = [(2, 16, 16), (1, 12, 20), (3, 8, 32), (2, 17, 15)]  # two of them with 256 tokens, one with 255
+    expected = [run(unet, batch=b, h=h, w=w, seed=i) for i, (b, h, w) in enumerate(sizes)]
+    results, barrier = [[] for _ in sizes], threading.Barrier(len(sizes))
+
+    def work(i):
+        b, h, w = sizes[i]
+        barrier.wait()
+        results[i] = [run(unet, batch=b, h=h, w=w, seed=i) for _ in range(4)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(len(sizes)):
+        assert len(results[i]) == 4
+        for result in results[i]:
+            np.testing.assert_allclose(result, expected[i], atol=1e-6)
+
+
+def test_layers_called_by_themselves_do_not_merge(unet):
+    attention = find_blocks(unet)[0].block.attn1
+    tokens = paddle.randn([2, 10, 32])
+    plain = attention(tokens).numpy()
+    unet.apply_tome()
+    np.testing.assert_array_equal(attention(tokens).numpy(), plain)
+    run(unet)
+    np.testing.assert_array_equal(attention(tokens).numpy(), plain)
+
+
+def test_block_called_without_a_feature_map_is_refused(unet):
+    block = find_blocks(unet)[0].block
+    unet.apply_tome()
+    with pytest.raises(ToMePassError, match="no feature map was seen"):
+        block(paddle.randn([2, 256, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
+    run(unet)
+    with pytest.raises(ToMePassError, match="255 tokens but the feature map was 16×16"):
+        block(paddle.randn([2, 255, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
+
+
+def test_a_later_hook_that_replaces_the_blocks_arguments_is_told(unet):
+    unet.apply_tome()
+    helper = find_blocks(unet)[0].block.register_forward_pre_hook(lambda block, given: (given[0] * 1, *given[1:]))
+    with pytest.raises(ToMePassError, match=r"Register such hooks before apply_tome\(\)"):
+        run(unet)
+    helper.remove()
+    run(unet)
+
+
+def test_an_earlier_hook_that_replaces_the_blocks_arguments_is_fine(unet):
+    expected = run(unet.apply_tome())
+    unet.remove_tome()
+    find_blocks(unet)[0].block.register_forward_pre_hook(lambda block, given: (given[0] * 1, *given[1:]))
+    np.testing.assert_array_equal(run(unet.apply_tome()), expected)
+
+
+# Copies, files, other features of ppdiffusers
+
+
+def test_two_models_do_not_share_state(unet):
+    other = make_unet()
+    plain = run(other)
+    unet.apply_tome()
+    np.testing.assert_array_equal(run(other), plain)
+    other.apply_tome(ratio=0.25)
+    unet.remove_tome()
+    assert np.abs(run(other) - plain).max() > 1e-4
+
+
+def test_deep_copy_merges_alike_and_by_itself(unet):
+    plain, merged = run(unet), run(unet.apply_tome())
+    twin = copy.deepcopy(unet)
+    np.testing.assert_array_equal(run(twin), merged)
+    np.testing.assert_array_equal(run(twin.remove_tome()), plain)
+    np.testing.assert_array_equal(run(unet), merged)
+    twin.apply_tome(ratio=0.25)
+    unet.remove_tome()
+    assert np.abs(run(twin) - plain).max() > 1e-4
+
+
+def test_hooks_can_be_pickled(unet):
+    unet.apply_tome()
+    run(unet)
+    hook = next(iter(find_blocks(unet)[0].block._forward_pre_hooks.values()))
+    assert pickle.loads(pickle.dumps(hook)).config == ToMeConfig()
+
+
+def test_saved_model_is_the_plain_one(unet, tmp_path):
+    plain = run(unet)
+    unet.apply_tome()
+    unet.save_pretrained(str(tmp_path))
+    loaded = UNet2DConditionModel.from_pretrained(str(tmp_path))
+    loaded.eval()
+    np.testing.assert_array_equal(run(loaded), plain)
+    assert np.abs(run(unet) - plain).max() > 1e-4
+
+
+@pytest.mark.parametrize("processor", [AttnProcessor, lambda: SlicedAttnProcessor(1)], ids=["default", "sliced"])
+def test_attention_processors_before_and_after(unet, processor):
+    expected = run(unet.apply_tome())
+    unet.set_attn_processor(processor())
+    np.testing.assert_allclose(run(unet), expected, atol=1e-5)
+    unet.remove_tome()
+    plain = run(unet)
+    np.testing.assert_allclose(run(unet.apply_tome()), expected, atol=1e-5)
+    assert np.abs(expected - plain).max() > 1e-4
+
+
+def test_attention_slicing_on_and_off(unet):
+    expected = run(unet.apply_tome())
+    unet.set_attention_slice("max")
+    np.testing.assert_allclose(run(unet), expected, atol=1e-5)
+    unet.set_attention_slice(None)
+    np.testing.assert_allclose(run(unet), expected, atol=1e-5)
+
+
+def chunk(unet, size):
+    """What `enable_forward_chunking` of the models that have it does to every block."""
+    for found in find_blocks(unet):
+        found.block.set_chunk_feed_forward(size, dim=1)
+
+
+def test_forward_chunking_before_and_after(unet):
+    expected = run(unet.apply_tome())
+    chunk(unet, 16)
+    np.testing.assert_allclose(run(unet), expected, atol=1e-5)
+    np.testing.assert_allclose(run(unet.remove_tome().apply_tome()), expected, atol=1e-5)
+
+
+def test_merge_mlp_with_forward_chunking_is_refused(unet):
+    chunk(unet, 16)
+    before = traces(unet)
+    with pytest.raises(ToMeConfigError, match="merge_mlp=True .* turn chunking off"):
+        unet.apply_tome(merge_mlp=True)
+    assert traces(unet) == before
+    chunk(unet, None)
+    unet.apply_tome(merge_mlp=True)
+    chunk(unet, 16)
+    with pytest.raises(ToMeConfigError, match="merge_mlp=True"):
+        run(unet)
+
+
+def test_xformers_error_comes_through_and_merging_stays(unet):
+    if paddle.is_compiled_with_cuda():
+        pytest.skip("a CUDA build: xformers may be there")
+    expected = run(unet.apply_tome())
+    with pytest.raises(NotImplementedError):
+        unet.enable_xformers_memory_efficient_attention()
+    np.testing.assert_array_equal(run(unet), expected)
+
+
+# Training
+
+
+def gradients(unet, **changes):
+    given = inputs(**changes)
+    unet.clear_gradients()
+    out = unet(given["sample"], given["timestep"], given["encoder_hidden_states"]).sample
+    (out * out).mean().backward()
+    return {name: p.grad.numpy().copy() for name, p in unet.named_parameters() if p.grad is not None}
+
+
+def test_gradients_flow_to_every_parameter(unet):
+    unet.train()
+    plain = gradients(unet)
+    merged = gradients(unet.apply_tome())
+    assert set(merged) == set(plain)
+    assert all(np.isfinite(g).all() for g in merged.values())
+    key = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+    assert np.abs(merged[key]).max() > 0 and np.abs(merged[key] - plain[key]).max() > 0
+
+
+def test_gradient_is_the_slope(unet):
+    """Central differences along a random direction, with the choice of tokens held still by a small step."""
+    unet.apply_tome(max_downsample=2)
+    name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1.to_v.weight"  # behind the last plan: no choice depends on it
+    parameter = dict(unet.named_parameters())[name]
+    slope = gradients(unet)[name]
+    direction = np.random.RandomState(0).standard_normal(parameter.shape).astype("float32")
+    start, losses = parameter.numpy().copy(), []
+    for step in (1e-2, -1e-2):
+        parameter.set_value(start + step * direction)
+        losses.append(float((run(unet).astype("float64") ** 2).mean()))
+    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float((slope * direction).sum()), rel=1e-2)
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, seed, monkeypatch):
+    seeds, real = [], hooks.match_tokens
+    monkeypatch.setattr(hooks, "match_tokens", lambda *args: seeds.append(args[-1]) or real(*args))
+    for module in (transformer_2d, unet_2d_blocks):  # on the CPU Paddle cannot keep its random state: here is none to keep
+        monkeypatch.setattr(module, "recompute", functools.partial(module.recompute, preserve_rng_state=False))
+    unet.train()
+    unet.apply_tome(seed=seed)
+    straight = gradients(unet)
+    unet.enable_gradient_checkpointing()
+    seeds.clear()
+    again = gradients(unet)
+    assert len(seeds) == 6 and sorted(seeds[:3]) == sorted(seeds[3:])  # three blocks forward, three in the backward pass
+    if seed is not None:
+        assert all(np.allclose(again[name], straight[name], atol=1e-6) for name in straight)
+
+
+# The merging that ppdiffusers ships
+
+
+def test_builtin_is_replaced_everywhere():
+    for cls in (DiffusionPipeline, UNet2DConditionModel, paddle.nn.Layer):
+        assert cls.apply_tome is ppdiffusers_tome.apply_tome
+        assert cls.remove_tome is ppdiffusers_tome.remove_tome
+
+
+def apply_builtin(model, ratio):
+    """What ppdiffusers' own apply_tome did before it was replaced."""
+    model._tome_info = {
+        "size": None,
+        "hooks": [],
+        "args": {
+            "ratio": ratio, "max_downsample": 1, "sx": 2, "sy": 2, "use_rand": False,
+            "merge_attn": True, "merge_crossattn": False, "merge_mlp": False,
+        },
+    }  # fmt: skip
+    for found in find_blocks(model):
+        found.block.__class__ = builtin.make_tome_block(type(found.block))
+        found.block._tome_info = model._tome_info
+    builtin.hook_tome_model(model)
+
+
+@pytest.mark.parametrize("how", ["apply", "remove"])
+def test_active_builtin_is_removed_first(unet, how):
+    before, plain = traces(unet), run(unet)
+    ours = run(unet.apply_tome(0.5, use_rand=False))
+    unet.remove_tome()
+    apply_builtin(unet, 0.5)
+    np.testing.assert_allclose(run(unet), ours, atol=2e-5)
+    if how == "apply":
+        np.testing.assert_array_equal(run(unet.apply_tome(0.5, use_rand=False)), ours)
+    unet.remove_tome()
+    np.testing.assert_array_equal(run(unet), plain)
+    assert traces(unet) == before
+
+
+def test_tokens_that_stay_are_chosen_as_tomesd_does(pipe):
+    assert dst_positions(4, 4, 2, 2) == [0, 2, 8, 10]
+    plain = draw(pipe)
+    with pipe.tome(ratio=0.5, use_rand=False):
+        assert np.abs(draw(pipe) - plain).max() > 1e-3
