@@ -1,0 +1,45 @@
+"""Turn a picture into what the prompts say, plain and with merged tokens, from the same noise.
+
+python examples/image_to_image.py
+python examples/image_to_image.py "a 3d render of bear" "a 3d render of cat" --strength 0.7 --size 128
+python examples/image_to_image.py "a watercolour of a harbour" --image harbour.jpg --size 512 \\
+    --model stable-diffusion-v1-5/stable-diffusion-v1-5
+
+By default a fox that the bundled model drew becomes a wolf. A picture of another shape is cropped to a square.
+"""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import comparison
+from PIL import Image, ImageOps
+
+PROMPTS = ["a 3d render of wolf"]
+
+
+def main(argv=None) -> None:
+    parser = comparison.make_parser(__doc__)
+    parser.add_argument("--image", type=Path, default=comparison.BUNDLED / "fox.png", help="default: a fox")
+    parser.add_argument("--strength", type=float, default=0.6, help="0 keeps the picture, 1 ignores it (default: 0.6)")
+    args = parser.parse_args(argv)
+    try:
+        image = Image.open(args.image).convert("RGB")
+    except OSError as error:
+        parser.error(f"--image {args.image}: {error}.")
+    if not 0 < args.strength <= 1:
+        parser.error(f"--strength {args.strength} is not allowed: it must be above 0 and at most 1.")
+    pipe = comparison.load(parser, args, "AutoPipelineForImage2Image")
+    for size in args.size:
+        if int(comparison.steps_for(args, size) * args.strength) < 1:
+            parser.error(f"--strength {args.strength} leaves none of the steps: raise it or --steps.")
+    for size in args.size:
+        source = ImageOps.fit(image, (size, size))
+        draw = partial(pipe, image=source, strength=args.strength, guidance_scale=args.guidance)
+        more = {"image": str(args.image), "strength": args.strength}
+        warm_up = math.ceil(2 / args.strength)  # two steps are left of it
+        comparison.compare(pipe, args, "image_to_image", size, args.prompts or PROMPTS, draw, source, warm_up, **more)
+
+
+if __name__ == "__main__":
+    main()
