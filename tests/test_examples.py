@@ -1,0 +1,226 @@
+"""The examples, run as a reader runs them, on the bundled model: pictures, metadata, the table, and bad input."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import ppdiffusers
+import pytest
+from paddlenlp.utils.log import logger
+from PIL import Image, ImageOps
+
+from ppdiffusers_tome import ToMeConfig, __version__
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LEFT, SIDE, GAP = 56, 64, 4  # of the sheet, in px
+FOX, OWL = "a 3d render of fox", "a flat drawing of owl"
+
+
+@pytest.fixture(scope="module")
+def examples():
+    """The scripts as modules; what `load` sets for the whole process is put back afterwards."""
+    verbosity, level = ppdiffusers.utils.logging.get_verbosity(), logger.logger.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+        names = ("comparison", "text_to_image", "image_to_image")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    ppdiffusers.utils.logging.set_verbosity(verbosity)
+    logger.logger.setLevel(level)
+
+
+def small(*args, folder):
+    return [*args, "--size", str(SIDE), "--steps", "2", "--output", str(folder)]
+
+
+def cells(path, rows, columns):
+    """The sheet's pictures, [rows][columns]; they stand at its lower right."""
+    sheet = Image.open(path)
+    assert sheet.width == LEFT + columns * (SIDE + GAP)
+    top = sheet.height - rows * (SIDE + GAP)
+    assert 16 <= top <= 64, "the sheet has another number of rows"
+    corners = [[(LEFT + x * (SIDE + GAP), top + y * (SIDE + GAP)) for x in range(columns)] for y in range(rows)]
+    return [[np.asarray(sheet.crop((x, y, x + SIDE, y + SIDE))) for x, y in row] for row in corners]
+
+
+def table(text):
+    """The table's rows by their first word; each as its other words."""
+    found = {}
+    for line in text.splitlines():
+        words = line.split()
+        if any(word.endswith("×") for word in words):
+            found[words[0]] = words[1:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn(examples, tmp_path_factory):
+    """text_to_image.py's folder: two prompts, plain, merged by nothing, and merged by half."""
+    folder = tmp_path_factory.mktemp("text_to_image")
+    arguments = small(FOX, OWL, "--ratio", "0", "0.5", "--seed", "7", "--save-each", folder=folder)
+    examples.text_to_image.main(arguments)
+    return folder
+
+
+def test_sheet_has_a_row_for_each_arm_and_a_column_for_each_prompt(drawn):
+    sheet = cells(drawn / "text_to_image_64.png", rows=3, columns=2)
+    for row, arm in zip(sheet, ("plain", "0", "0.5"), strict=True):
+        for n, cell in enumerate(row, 1):
+            assert np.array_equal(cell, np.asarray(Image.open(drawn / f"text_to_image_64_{arm}_{n}.png"))), (arm, n)
+    for column in range(2):
+        plain, nothing, half = (row[column] for row in sheet)
+        assert np.array_equal(plain, nothing)
+        assert not np.array_equal(plain, half)
+    assert not np.array_equal(sheet[0][0], sheet[0][1])
+
+
+def test_sheet_names_its_settings(drawn):
+    text = Image.open(drawn / "text_to_image_64.png").text
+    assert {key: json.loads(text[key]) for key in ("prompts", "ratios", "seed", "steps", "size", "guidance")} == {
+        "prompts": [FOX, OWL],
+        "ratios": [0, 0.5],
+        "seed": 7,
+        "steps": 2,
+        "size": 64,
+        "guidance": 2,
+    }
+    assert text["model"] == "examples/emoji_sd"
+    assert text["ppdiffusers_tome"] == __version__
+    assert json.loads(text["tome"]) == [str(ToMeConfig(ratio=0)), str(ToMeConfig(ratio=0.5))]
+
+
+def test_single_pictures_can_be_drawn_again_from_their_metadata(drawn, pipe):
+    for path in (drawn / "text_to_image_64_plain_2.png", drawn / "text_to_image_64_0.5_2.png"):
+        image = Image.open(path)
+        text = {
+            key: json.loads(value) for key, value in image.text.items() if key in ("ratio", "seed", "steps", "size")
+        }
+        paddle.seed(text["seed"])
+        with pipe.tome(ratio=text["ratio"]):
+            again = pipe(
+                image.text["prompt"],
+                height=text["size"],
+                width=text["size"],
+                num_inference_steps=text["steps"],
+                guidance_scale=float(image.text["guidance"]),
+            ).images[0]
+        assert np.array_equal(np.asarray(again), np.asarray(image)), path.name
+    assert image.text["tome"] == str(ToMeConfig(ratio=0.5))
+    assert Image.open(drawn / "text_to_image_64_plain_1.png").text["tome"] == "off"
+
+
+def test_table(examples, tmp_path, capsys):
+    examples.text_to_image.main(small(FOX, "--ratio", "0", "0.5", folder=tmp_path))
+    out = capsys.readouterr().out
+    assert "64 px, prompts: 1, steps: 2, seed: 0" in out
+    assert "single measurements on this machine" in out
+    assert "tokens       MACs saved  s/image  speed-up  PSNR dB   SSIM" in out
+    assert "trained at" not in out
+    rows = table(out)
+    assert list(rows) == ["plain", "0", "0.5"]
+    tokens, seconds, speed_up = rows["plain"]  # plain is not compared with itself: no fourth word
+    assert (tokens, speed_up) == ("256", "1.00×")
+    assert float(seconds) > 0
+    assert rows["0"][:4] == ["256", "→", "256", "0.0%"]
+    assert rows["0"][-2:] == ["inf", "1.000"]
+    assert rows["0.5"][:3] == ["256", "→", "128"]
+    merged_seconds, merged_speed_up = float(rows["0.5"][4]), float(rows["0.5"][5].rstrip("×"))
+    assert merged_speed_up == pytest.approx(float(seconds) / merged_seconds, rel=0.1)
+    assert 10 < float(rows["0.5"][6]) < 80
+    assert 0 < float(rows["0.5"][7]) <= 1
+
+
+def test_image_to_image_and_the_remark_on_large_pictures(examples, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(examples.comparison, "TRAINED_AT", 48)
+    given = tmp_path / "given.png"
+    Image.open(EXAMPLES / "emoji_sd" / "fox.png").crop((0, 0, 128, 96)).save(given)
+    arguments = small(OWL, "--image", str(given), "--strength", "0.5", "--ratio", "0.5", folder=tmp_path)
+    examples.image_to_image.main(arguments)
+    path = tmp_path / "image_to_image_64.png"
+    (source,), (plain,), (half,) = cells(path, rows=3, columns=1)
+    assert np.array_equal(source, np.asarray(ImageOps.fit(Image.open(given), (SIDE, SIDE))))
+    assert not np.array_equal(source, plain)
+    assert not np.array_equal(plain, half)
+    text = Image.open(path).text
+    assert (text["strength"], text["image"], text["ratios"]) == ("0.5", str(given), "[0.5]")
+    out = capsys.readouterr().out
+    assert list(table(out)) == ["plain", "0.5"]
+    assert f"Rows input, plain, 0.5: {path}" in out
+    assert "was trained at 48 px" in out
+
+
+@pytest.mark.parametrize(
+    ("script", "plan"),
+    [
+        ("text_to_image", [(128, 2, 20), (256, 1, 6)]),
+        ("image_to_image", [(128, 1, 20), (256, 1, 6)]),
+    ],
+)
+def test_defaults_show_both_sizes(examples, monkeypatch, tmp_path, script, plan):
+    seen = []
+
+    def compare(pipe, args, name, size, prompts, draw, *rest, **more):
+        assert (args.ratio, args.seed, args.guidance) == ([0.25, 0.5, 0.75], 0, 2.0)
+        seen.append((size, len(prompts), examples.comparison.steps_for(args, size)))
+
+    monkeypatch.setattr(examples.comparison, "compare", compare)
+    getattr(examples, script).main(["--output", str(tmp_path)])
+    assert seen == plan
+
+
+BAD = {
+    "no such folder": ("text_to_image", ["--model", "/no/such/folder"], r"/no/such/folder.* no such folder"),
+    "no hub name": ("text_to_image", ["--model", "emoji"], r"emoji.* no such folder"),
+    "no model in the folder": ("text_to_image", ["--model", str(EXAMPLES)], r"model_index\.json"),
+    "ratio above the maximum": ("text_to_image", ["--ratio", "0.5", "0.8"], r"ratio=0\.8 .*0\.75"),
+    "ratio is no number": ("text_to_image", ["--ratio", "half"], r"half"),
+    "size": ("text_to_image", ["--size", "128", "100"], r"--size 100 .*multiple of 8"),
+    "steps": ("text_to_image", ["--steps", "0"], r"--steps 0 .*1 or more"),
+    "threads": ("text_to_image", ["--threads", "0"], r"--threads 0 .*1 or more"),
+    "seed": ("text_to_image", ["--seed", "-1"], r"--seed -1 .*0 or more"),
+    "missing image": ("image_to_image", ["--image", "/no/such.png"], r"--image /no/such\.png: .*No such file"),
+    "no image": ("image_to_image", ["--image", __file__], r"--image .*cannot identify"),
+    "strength": ("image_to_image", ["--strength", "1.5"], r"--strength 1\.5 .*at most 1"),
+    "strength leaves no step": ("image_to_image", ["--strength", "0.1", "--steps", "5"], r"leaves none of the steps"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_anything_is_drawn(examples, monkeypatch, tmp_path, capsys, case):
+    script, arguments, message = BAD[case]
+    monkeypatch.setattr(examples.comparison, "compare", lambda *args, **more: pytest.fail("it drew"))
+    with pytest.raises(SystemExit) as stopped:
+        getattr(examples, script).main([*arguments, "--output", str(tmp_path)])
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"error: .*{message}", last), last
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="ppdiffusers refuses it on a CPU build only")
+def test_xformers_error_is_ppdiffusers_own(examples, tmp_path):
+    with pytest.raises(NotImplementedError):
+        examples.text_to_image.main(["--xformers", "--output", str(tmp_path)])
+
+
+def test_runs_from_another_folder_and_quietly(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "text_to_image.py"), "a 3d render of fox", "--size", "64"]
+    command += ["--steps", "1", "--ratio", "0.5", "--threads", "2"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "outputs" / "text_to_image_64.png").is_file()
+    assert "2 thread(s)" in ran.stdout
+    assert "it/s" in ran.stderr  # the progress bar
+    assert "WARNING" not in ran.stderr
+    assert "INFO" not in ran.stderr
+
+
+def test_paddle_is_not_imported_before_the_threads_are_set():
+    code = "import sys, text_to_image, image_to_image; sys.exit('paddle' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=True, timeout=60)
