@@ -26,7 +26,9 @@ def arrays_of(name, case):
 
 def tokens_of(case, arrays):
     shape = case["B"], case["h"] * case["w"], case["C"]
-    return arrays["x"] if "x" in arrays else np.random.RandomState(case["seed"]).standard_normal(shape).astype("float32")
+    return (
+        arrays["x"] if "x" in arrays else np.random.RandomState(case["seed"]).standard_normal(shape).astype("float32")
+    )
 
 
 def plan_for(x, case):

@@ -26,7 +26,9 @@ def tokens(batch, grid, channels, seed=0):
     return np.random.RandomState(seed).standard_normal((batch, grid.tokens, channels)).astype("float32")
 
 
-@pytest.mark.parametrize(("h", "w", "sx", "sy"), [(4, 6, 2, 2), (5, 7, 2, 2), (16, 17, 2, 3), (9, 11, 4, 3), (3, 2, 5, 7)])
+@pytest.mark.parametrize(
+    ("h", "w", "sx", "sy"), [(4, 6, 2, 2), (5, 7, 2, 2), (16, 17, 2, 3), (9, 11, 4, 3), (3, 2, 5, 7)]
+)
 def test_first_token_of_each_whole_cell_is_dst(h, w, sx, sy):
     assert choose_dst(Grid(h, w), sx, sy).tolist() == dst_positions(h, w, sx, sy)
 
@@ -67,10 +69,20 @@ RECORDED = [6, 9, 11, 14, 16, 19]
 def test_no_global_random_state_is_touched():
     paddle.seed(3), np.random.seed(3), random.seed(3)
     x = paddle.to_tensor(tokens(2, Grid(8, 8), 5))
-    before = (paddle.get_rng_state()[0].current_seed(), paddle.randn([3]).numpy().tolist(), np.random.rand(), random.random())
+    before = (
+        paddle.get_rng_state()[0].current_seed(),
+        paddle.randn([3]).numpy().tolist(),
+        np.random.rand(),
+        random.random(),
+    )
     paddle.seed(3), np.random.seed(3), random.seed(3)
     match_tokens(x, Grid(8, 8), 20, random_key=(0, 0))
-    after = (paddle.get_rng_state()[0].current_seed(), paddle.randn([3]).numpy().tolist(), np.random.rand(), random.random())
+    after = (
+        paddle.get_rng_state()[0].current_seed(),
+        paddle.randn([3]).numpy().tolist(),
+        np.random.rand(),
+        random.random(),
+    )
     assert after == before
 
 

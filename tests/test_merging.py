@@ -60,9 +60,7 @@ def test_channels_need_not_be_those_of_the_metric():
     _, plan = make()
     means, copies = matrices(plan, 2)
     other = paddle.randn([2, 48, 11])
-    np.testing.assert_allclose(
-        unmerge(merge(other, plan), plan).numpy(), copies @ (means @ other.numpy()), atol=1e-6
-    )
+    np.testing.assert_allclose(unmerge(merge(other, plan), plan).numpy(), copies @ (means @ other.numpy()), atol=1e-6)
 
 
 @pytest.mark.parametrize("removed", [20, 36])

@@ -17,6 +17,7 @@ def seen_inputs(model, layers, h, w):
     """The spatial size at which each layer's input really arrives, by a forward pass."""
     seen, hooks = {}, []
     for path, layer in layers:
+
         def note(layer, given, path=path):
             seen[path] = Grid(*given[0].shape[2:])
 

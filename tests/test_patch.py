@@ -121,7 +121,11 @@ def test_the_pipelines_noise_is_not_touched(unet):
 def test_each_block_merges_by_its_own_input(unet, monkeypatch):
     """The metric is the block's input, and the grid that of the feature map."""
     seen, real = [], hooks.match_tokens
-    monkeypatch.setattr(hooks, "match_tokens", lambda metric, grid, *rest: seen.append((metric.shape, grid)) or real(metric, grid, *rest))
+    monkeypatch.setattr(
+        hooks,
+        "match_tokens",
+        lambda metric, grid, *rest: seen.append((metric.shape, grid)) or real(metric, grid, *rest),
+    )
     run(unet.apply_tome(max_downsample=2), h=17, w=12)
     assert [(shape, tuple(grid)) for shape, grid in seen] == [
         ([2, 204, 32], (17, 12)),
@@ -142,7 +146,9 @@ class Recorder(AttnProcessor):
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
         assert hidden_states.is_contiguous() if hasattr(hidden_states, "is_contiguous") else True
-        self.lengths.append((hidden_states.shape[1], None if encoder_hidden_states is None else encoder_hidden_states.shape[1]))
+        self.lengths.append(
+            (hidden_states.shape[1], None if encoder_hidden_states is None else encoder_hidden_states.shape[1])
+        )
         return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
 
 
@@ -436,7 +442,10 @@ def test_gradient_is_the_slope(unet):
 def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, seed, monkeypatch):
     seeds, real = [], hooks.match_tokens
     monkeypatch.setattr(hooks, "match_tokens", lambda *args: seeds.append(args[-1]) or real(*args))
-    for module in (transformer_2d, unet_2d_blocks):  # on the CPU Paddle cannot keep its random state: here is none to keep
+    for module in (
+        transformer_2d,
+        unet_2d_blocks,
+    ):  # on the CPU Paddle cannot keep its random state: here is none to keep
         monkeypatch.setattr(module, "recompute", functools.partial(module.recompute, preserve_rng_state=False))
     unet.train()
     unet.apply_tome(seed=seed)
@@ -444,7 +453,9 @@ def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, see
     unet.enable_gradient_checkpointing()
     seeds.clear()
     again = gradients(unet)
-    assert len(seeds) == 6 and sorted(seeds[:3]) == sorted(seeds[3:])  # three blocks forward, three in the backward pass
+    assert len(seeds) == 6 and sorted(seeds[:3]) == sorted(
+        seeds[3:]
+    )  # three blocks forward, three in the backward pass
     if seed is not None:
         assert all(np.allclose(again[name], straight[name], atol=1e-6) for name in straight)
 

@@ -1,0 +1,68 @@
+"""The tree keeps to docs/architecture.md: imports run one way, and no file grows into two rooms."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import ppdiffusers_tome
+
+PACKAGE = Path(ppdiffusers_tome.__file__).parent
+# Each room may import from those before it; a line's rooms not from each other.
+ORDER = [
+    ["_version", "errors"],
+    ["compatibility", "config"],
+    ["matching"],
+    ["merging"],
+    ["models"],
+    ["hooks"],
+    ["patch"],
+    ["macs"],
+    ["summary"],
+    ["mixin"],
+    ["evaluation.environment"],
+    ["evaluation.benchmark"],
+    ["evaluation"],
+    ["cli"],
+    ["__init__", "__main__"],
+]
+RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imported_rooms(path):
+    inside = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = inside[: len(inside) - (node.level - 1)]
+            yield ".".join([*base, *(node.module or "").split(".")]).strip(".")
+
+
+@pytest.mark.parametrize("path", FILES, ids=room_of)
+def test_imports_run_one_way(path):
+    room = room_of(path)
+    backward = [other for other in imported_rooms(path) if RANK[other] >= RANK[room]]
+    assert not backward, f"{room} imports {backward}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=room_of)
+def test_a_file_is_one_room(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 250
+
+
+def test_no_paddle_where_none_is_needed():
+    for room in ("config", "errors", "compatibility"):
+        assert not re.search(r"^(import|from) paddle", (PACKAGE / f"{room}.py").read_text(encoding="utf-8"), re.M)
+
+
+def test_only_models_and_the_entrances_know_ppdiffusers():
+    knowing = {
+        room_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
+    }
+    assert knowing == {"models", "mixin", "summary", "evaluation.benchmark", "__init__"}

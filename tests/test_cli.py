@@ -1,0 +1,59 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ppdiffusers_tome import ToMeConfigError, ToMeError, __version__
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.evaluation import benchmark
+from ppdiffusers_tome.evaluation.benchmark import OpsCase, time_ops
+
+SMALL = ["--batch", "1", "--height", "6", "--width", "8", "--channels", "5", "--repeats", "2"]
+
+
+def test_bench_ops_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
+    out = tmp_path / "new" / "ops.json"
+    assert main(["bench", "ops", *SMALL, "--output", str(out)]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert "B=1, 6×8 tokens, C=5, ratio 0.5 (r=24)" in printed
+    assert result["command"] == f"python -m ppdiffusers_tome bench ops {' '.join(SMALL)} --output {out}"
+    assert list(result["milliseconds"]) == ["plan", "merge", "unmerge", "merge + unmerge"]
+    for row in result["milliseconds"].values():
+        assert row["ours"] > 0 and row["times faster"] == pytest.approx(row["built-in"] / row["ours"])
+    assert result["environment"]["ppdiffusers_tome"] == __version__
+    assert result["environment"]["machine"] and result["environment"]["ppdiffusers"] == "0.29.0"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ratio", "0.9"], "ratio=0.9 is not allowed"),
+        (["--ratio", "0"], "ratio=0.0 merges none"),
+        (["--batch", "0"], "batch=0 is not allowed"),
+        (["--repeats", "0"], "repeats=0 is not allowed"),
+    ],
+)
+def test_bad_option_is_told_in_one_line(options, message, capsys):
+    assert main(["bench", "ops", *SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_nothing_is_timed_where_results_differ(monkeypatch):
+    monkeypatch.setattr(benchmark, "merge", lambda x, plan: x[:, : plan.kept] * 2)
+    with pytest.raises(ToMeError, match="not timing them"):
+        time_ops(OpsCase(1, 6, 8, 5), repeats=1)
+
+
+def test_case_is_checked():
+    with pytest.raises(ToMeConfigError, match="channels=0"):
+        OpsCase(channels=0)
+
+
+def test_python_m_runs():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "--version"], capture_output=True, text=True
+    )
+    assert done.stdout.strip().splitlines()[-1] == __version__

@@ -1,0 +1,94 @@
+"""Merging survives `paddle.jit`: the saved program equals eager, and holds no operation that would break it."""
+
+import copy
+import json
+
+import numpy as np
+import paddle
+import pytest
+from conftest import TEXT, inputs, make_unet, run
+from paddle.static import InputSpec
+
+# Paddle 2.6 deprecates what its own arange does in a static program.
+pytestmark = pytest.mark.filterwarnings(r"ignore:(.|\n)*The Attr\(force_cpu\):UserWarning")
+
+# In place, data-dependent in shape, or an index expanded over channels: see docs/architecture.md.
+FORBIDDEN = (
+    "put_along_axis",
+    "scatter_",
+    "set_value",
+    "nonzero",
+    "where_index",
+    "masked_select",
+    "assign_value_",
+    "while",
+)
+MERGING = ("scatter_nd_add", "argsort", "gather")
+
+
+SMALL = {  # one level: a program with every kind of operation, traced in seconds
+    "block_out_channels": (32,),
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "up_block_types": ("CrossAttnUpBlock2D",),
+}
+
+
+def export(unet, path, height=16, width=16):
+    spec = [
+        InputSpec([None, 4, height, width], "float32"),
+        InputSpec([1], "int64"),
+        InputSpec([None, TEXT, 24], "float32"),
+    ]
+    paddle.jit.save(paddle.jit.to_static(copy.deepcopy(unet), input_spec=spec, full_graph=True), str(path / "unet"))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A plain and a merging program with a dynamic batch, and the merging model they came from."""
+    plain, merging = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("merging")
+    unet = make_unet(**SMALL)
+    export(unet, plain)
+    export(unet.apply_tome(ratio=0.5, merge_crossattn=True), merging)
+    return plain, merging, unet
+
+
+def operations(folder):
+    """The names of all operations in a saved program, whichever format this Paddle writes."""
+    if (folder / "unet.json").exists():
+        names, pending = [], [json.loads((folder / "unet.json").read_text())]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, dict):
+                names += [node["#"].split(".")[-1]] if isinstance(node.get("#"), str) else []
+                pending += node.values()
+            elif isinstance(node, list):
+                pending += node
+        return names
+    from paddle.base.proto import framework_pb2  # Paddle 2 alone has and needs it
+
+    program = framework_pb2.ProgramDesc.FromString((folder / "unet.pdmodel").read_bytes())
+    return [op.type for block in program.blocks for op in block.ops]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_exported_program_equals_eager(exported, batch):
+    _, folder, unet = exported
+    program, given = paddle.jit.load(str(folder / "unet")), inputs(batch=batch)
+    with paddle.no_grad():
+        out = program(given["sample"], given["timestep"], given["encoder_hidden_states"])
+    out = (out[0] if isinstance(out, (list, tuple)) else out).numpy()
+    merged = run(unet, batch=batch)
+    np.testing.assert_array_equal(out, merged)
+    assert np.abs(merged - run(make_unet(**SMALL), batch=batch)).max() > 1e-3
+
+
+def test_merging_adds_no_forbidden_operation(exported):
+    plain, merging = (operations(folder) for folder in exported[:2])
+    added = {name for name in merging if merging.count(name) > plain.count(name)}
+    assert all(any(wanted in name for name in added) for wanted in MERGING)
+    assert [name for name in added if any(bad in name for bad in FORBIDDEN) and "scatter_nd_add" not in name] == []
+
+
+def test_dynamic_height_and_width_are_refused(tmp_path):
+    with pytest.raises(Exception, match="fixed height and width"):
+        export(make_unet(**SMALL).apply_tome(), tmp_path, height=None, width=None)
