@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 BUNDLED = Path(__file__).resolve().parent / "emoji_sd"
-TRAINED_AT = 128  # px: the bundled model; 256 px takes it about six times as long
+TRAINED_AT = 128  # px: the bundled model; 256 px takes several times as long
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
