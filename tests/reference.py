@@ -1,6 +1,6 @@
 """Token merging in plain NumPy loops: slow, obvious, and written from the paper. The oracle of the tests.
 
-No line is shared with the package. Where the package has a rule of its own (ties, NaN), so has this, from its docstring.
+No line is shared with the package. Where the package has a rule of its own (ties, NaN), so has this.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def dst_positions(h, w, sx, sy):
 
 
 def cosine(a, b):
-    """Cosine of the angle between two tokens; NaN and infinity count as 0, and so does the cosine with a zero token."""
+    """Cosine of the angle between two tokens; NaN and infinity count as 0, and so does a zero token's cosine."""
     a = np.where(np.isfinite(a), a, 0).astype(np.float64)
     b = np.where(np.isfinite(b), b, 0).astype(np.float64)
     lengths = np.sqrt(a @ a) * np.sqrt(b @ b)

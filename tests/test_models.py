@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import paddle
 import pytest
 from conftest import make_unet, run
@@ -55,7 +57,7 @@ def test_all_denoisers_of_a_pipeline_are_found_and_nothing_else(pipe, controlnet
 
 
 def test_components_of_what_is_no_model():
-    with pytest.raises(ToMeConfigError, match="not to 'str': pass pipe or pipe.unet"):
+    with pytest.raises(ToMeConfigError, match=r"not to 'str': pass pipe or pipe\.unet"):
         components("stable-diffusion")
 
 
@@ -64,6 +66,14 @@ def test_token_grid_is_read_from_the_feature_map(unet):
     assert token_grid(transformer, paddle.zeros([2, 32, 5, 7])) == Grid(5, 7)
     with pytest.raises(ToMePassError, match=r"\[2, 35, 32\]"):
         token_grid(transformer, paddle.zeros([2, 35, 32]))
+
+
+def test_unknown_height_or_width_is_refused(unet):
+    """As in an export with dynamic sizes, where shapes hold -1."""
+    transformer = find_blocks(unet)[0].transformer
+    for shape in ([2, 32, -1, 7], [2, 32, 5, -1]):
+        with pytest.raises(ToMePassError, match="fixed height and width"):
+            token_grid(transformer, SimpleNamespace(ndim=4, shape=shape))
 
 
 def test_token_grid_of_channels_last():

@@ -13,7 +13,7 @@ import pytest
 from conftest import draw, inputs, make_unet, run
 from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
-from ppdiffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
+from ppdiffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor, XFormersAttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 from reference import dst_positions
 from test_models import THREE_LEVELS
@@ -139,16 +139,14 @@ def test_each_block_merges_by_its_own_input(unet, monkeypatch):
 
 
 class Recorder(AttnProcessor):
-    """What reaches the attention kernel."""
+    """What reaches the attention kernel: token counts of the queries and of the context, None for self-attention."""
 
     def __init__(self):
         self.lengths = []
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
-        assert hidden_states.is_contiguous() if hasattr(hidden_states, "is_contiguous") else True
-        self.lengths.append(
-            (hidden_states.shape[1], None if encoder_hidden_states is None else encoder_hidden_states.shape[1])
-        )
+        context = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        self.lengths.append((hidden_states.shape[1], context))
         return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
 
 
@@ -201,7 +199,9 @@ def test_nothing_to_merge_says_what_would_help():
 
 
 def test_model_without_attention_blocks_says_what_was_looked_for(pipe):
-    with pytest.raises(NoMergeableLayerError, match="looked for BasicTransformerBlock .* found none in AutoencoderKL"):
+    with pytest.raises(
+        NoMergeableLayerError, match=r"looked for BasicTransformerBlock .* found none in AutoencoderKL"
+    ):
         pipe.vae.apply_tome()
     with pytest.raises(ValueError, match="Linear"):
         paddle.nn.Linear(2, 2).apply_tome()
@@ -349,7 +349,25 @@ def test_saved_model_is_the_plain_one(unet, tmp_path):
     assert np.abs(run(unet) - plain).max() > 1e-4
 
 
-@pytest.mark.parametrize("processor", [AttnProcessor, lambda: SlicedAttnProcessor(1)], ids=["default", "sliced"])
+class SdpaProcessor:
+    """Fused attention; ppdiffusers' own processors for it and for xformers need a CUDA build of Paddle."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        heads = [
+            projection(source).reshape([source.shape[0], source.shape[1], attn.heads, -1])
+            for projection, source in ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context))
+        ]
+        out = paddle.nn.functional.scaled_dot_product_attention(*heads)
+        return attn.to_out[0](out.flatten(2))
+
+
+PROCESSORS = {"default": AttnProcessor, "sliced": lambda: SlicedAttnProcessor(1), "SDPA": SdpaProcessor}
+if paddle.is_compiled_with_cuda():
+    PROCESSORS["xformers"] = XFormersAttnProcessor
+
+
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
 def test_attention_processors_before_and_after(unet, processor):
     expected = run(unet.apply_tome())
     unet.set_attn_processor(processor())
@@ -384,7 +402,7 @@ def test_forward_chunking_before_and_after(unet):
 def test_merge_mlp_with_forward_chunking_is_refused(unet):
     chunk(unet, 16)
     before = traces(unet)
-    with pytest.raises(ToMeConfigError, match="merge_mlp=True .* turn chunking off"):
+    with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
         unet.apply_tome(merge_mlp=True)
     assert traces(unet) == before
     chunk(unet, None)
@@ -425,9 +443,10 @@ def test_gradients_flow_to_every_parameter(unet):
 
 
 def test_gradient_is_the_slope(unet):
-    """Central differences along a random direction, with the choice of tokens held still by a small step."""
+    """Central differences along a random direction, with the choice of tokens held still."""
     unet.apply_tome(max_downsample=2)
-    name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1.to_v.weight"  # behind the last plan: no choice depends on it
+    # behind the last plan, so that no choice of tokens depends on it
+    name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1.to_v.weight"
     parameter = dict(unet.named_parameters())[name]
     slope = gradients(unet)[name]
     direction = np.random.RandomState(0).standard_normal(parameter.shape).astype("float32")
