@@ -25,7 +25,6 @@ FORBIDDEN = (
     "nonzero",
     "where_index",
     "masked_select",
-    "assign_value_",
     "while",
 )
 MERGING = ("scatter_nd_add", "argsort", "gather")
