@@ -13,25 +13,26 @@ from functools import partial
 from pathlib import Path
 
 import comparison
+import options
 from PIL import Image, ImageOps
 
 PROMPTS = ["a 3d render of wolf"]
 
 
 def main(argv=None) -> None:
-    parser = comparison.make_parser(__doc__)
-    parser.add_argument("--image", type=Path, default=comparison.BUNDLED / "fox.png", help="default: a fox")
+    parser = options.make_parser(__doc__)
+    parser.add_argument("--image", type=Path, default=options.BUNDLED / "fox.png", help="default: a fox")
     parser.add_argument("--strength", type=float, default=0.6, help="0 keeps the picture, 1 ignores it (default: 0.6)")
-    args = parser.parse_args(argv)
+    args = options.parse(parser, argv)
     try:
         image = Image.open(args.image).convert("RGB")
     except OSError as error:
         parser.error(f"--image {args.image}: {error}.")
     if not 0 < args.strength <= 1:
         parser.error(f"--strength {args.strength} is not allowed: it must be above 0 and at most 1.")
-    pipe = comparison.load(parser, args, "AutoPipelineForImage2Image")
+    pipe = options.load(parser, args, "AutoPipelineForImage2Image")
     for size in args.size:
-        if int(comparison.steps_for(args, size) * args.strength) < 1:
+        if int(options.steps_for(args, size) * args.strength) < 1:
             parser.error(f"--strength {args.strength} leaves none of the steps: raise it or --steps.")
     for size in args.size:
         source = ImageOps.fit(image, (size, size))

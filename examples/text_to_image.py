@@ -12,16 +12,17 @@ are 4,096 tokens, as many as Stable Diffusion 1.5 has at 512 px.
 from functools import partial
 
 import comparison
+import options
 
 PROMPTS = ["a 3d render of fox", "a flat drawing of fox"]
 
 
 def main(argv=None) -> None:
-    parser = comparison.make_parser(__doc__)
-    args = parser.parse_args(argv)
-    pipe = comparison.load(parser, args, "DiffusionPipeline")
+    parser = options.make_parser(__doc__)
+    args = options.parse(parser, argv)
+    pipe = options.load(parser, args, "DiffusionPipeline")
     for size in args.size:
-        prompts = args.prompts or PROMPTS[: 2 if size <= comparison.TRAINED_AT else 1]  # the larger take their time
+        prompts = args.prompts or PROMPTS[: 2 if size <= options.TRAINED_AT else 1]  # the larger take their time
         draw = partial(pipe, height=size, width=size, guidance_scale=args.guidance)
         comparison.compare(pipe, args, "text_to_image", size, prompts, draw)
 

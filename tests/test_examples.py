@@ -30,7 +30,7 @@ def examples():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-        names = ("comparison", "text_to_image", "image_to_image")
+        names = ("options", "comparison", "text_to_image", "image_to_image")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     ppdiffusers.utils.logging.set_verbosity(verbosity)
     logger.logger.setLevel(level)
@@ -96,6 +96,21 @@ def test_sheet_names_its_settings(drawn):
     assert json.loads(text["tome"]) == [str(ToMeConfig(ratio=0)), str(ToMeConfig(ratio=0.5))]
 
 
+def test_record_has_the_tables_figures_and_where_they_come_from(drawn):
+    record = json.loads((drawn / "text_to_image_64.json").read_text(encoding="utf-8"))
+    assert record["command"].startswith(f"python examples/text_to_image.py '{FOX}' '{OWL}' --ratio 0 0.5")
+    assert (record["prompts"], record["seed"], record["size"]) == ([FOX, OWL], 7, 64)
+    assert record["environment"]["ppdiffusers_tome"] == __version__ and record["environment"]["machine"]
+    assert [(row["row"], row["tokens"], row["kept"]) for row in record["rows"]] == [
+        ("plain", 256, 256),
+        ("0", 256, 256),
+        ("0.5", 256, 128),
+    ]
+    plain, _, half = record["rows"]
+    assert plain["PSNR"] is None and 10 < half["PSNR"] < 80 and half["MACs saved"] > 0
+    assert half["speed-up"] == pytest.approx(plain["seconds"] / half["seconds"])
+
+
 def test_single_pictures_can_be_drawn_again_from_their_metadata(drawn, pipe):
     for path in (drawn / "text_to_image_64_plain_2.png", drawn / "text_to_image_64_0.5_2.png"):
         image = Image.open(path)
@@ -120,7 +135,7 @@ def test_table(examples, tmp_path, capsys):
     examples.text_to_image.main(small(FOX, "--ratio", "0", "0.5", folder=tmp_path))
     out = capsys.readouterr().out
     assert "64 px, prompts: 1, steps: 2, seed: 0" in out
-    assert "single measurements on this machine" in out
+    assert "medians over the prompts, on this machine" in out
     assert "tokens       MACs saved  s/image  speed-up  PSNR dB   SSIM" in out
     assert "trained at" not in out
     rows = table(out)
@@ -168,7 +183,7 @@ def test_defaults_show_both_sizes(examples, monkeypatch, tmp_path, script, plan)
 
     def compare(pipe, args, name, size, prompts, draw, *rest, **more):
         assert (args.ratio, args.seed, args.guidance) == ([0.25, 0.5, 0.75], 0, 2.0)
-        seen.append((size, len(prompts), examples.comparison.steps_for(args, size)))
+        seen.append((size, len(prompts), examples.options.steps_for(args, size)))
 
     monkeypatch.setattr(examples.comparison, "compare", compare)
     getattr(examples, script).main(["--output", str(tmp_path)])

@@ -1,0 +1,76 @@
+"""The command line that text_to_image.py and image_to_image.py share, and loading the model it names."""
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+BUNDLED = Path(__file__).resolve().parent / "emoji_sd"
+TRAINED_AT = 128  # px: the bundled model; 256 px takes several times as long
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("prompts", nargs="*", help="one column each; put them before the options")
+    add("--model", default=str(BUNDLED), help="ppdiffusers folder or hub name (default: the bundled model)")
+    add("--ratio", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="one row each (default: 0.25 0.5 0.75)")
+    add("--seed", type=int, default=0, help="of the noise, the same for every picture (default: 0)")
+    add("--steps", type=int, help="default: 20; 6 for the bundled model beyond 128 px")
+    add("--size", type=int, nargs="+", help="px; a table and a PNG each (default: 128 256, or the model's own)")
+    add("--guidance", type=float, help="default: 2 for the bundled model, 7.5 for others")
+    add("--threads", type=int, help="default: OMP_NUM_THREADS, or the number of cores")
+    add("--xformers", action="store_true", help="memory-efficient attention; needs a GPU")
+    add("--output", type=Path, default=Path("outputs"), help="folder to write to (default: outputs)")
+    add("--save-each", action="store_true", help="also write every picture on its own")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:
+    """The options; `given` itself stays with them, for the record."""
+    return argparse.Namespace(**vars(parser.parse_args(given)), given=sys.argv[1:] if given is None else given)
+
+
+def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
+    """Load `args.model` as ppdiffusers' class `kind`. What cannot work ends the program: one sentence, exit code 2."""
+    args.bundled = Path(args.model).resolve() == BUNDLED
+    if not Path(args.model).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", args.model):
+        parser.error(f"--model {args.model}: there is no such folder, and a hub name looks like owner/name.")
+    for name, least in (("steps", 1), ("threads", 1), ("seed", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)} is not allowed: it must be {least} or more.")
+    for size in args.size or ():
+        if size < 8 or size % 8:
+            parser.error(f"--size {size} is not allowed: it must be a multiple of 8 px.")
+    # Paddle reads it when it is imported, takes one thread where it is not set, and prints a warning at more than one.
+    os.environ["OMP_NUM_THREADS"] = str(args.threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    with contextlib.redirect_stderr(io.StringIO()):
+        import paddle
+        import ppdiffusers
+        from paddlenlp.utils.log import logger
+
+        from ppdiffusers_tome import ToMeConfig, ToMeError
+    logger.set_level("WARNING")
+    ppdiffusers.utils.logging.set_verbosity_error()
+    half = not args.bundled and paddle.device.get_device() != "cpu"
+    try:
+        for ratio in args.ratio:
+            ToMeConfig(ratio=ratio)
+        dtype = paddle.float16 if half else paddle.float32
+        pipe = getattr(ppdiffusers, kind).from_pretrained(args.model, paddle_dtype=dtype)
+        pipe.apply_tome(ratio=args.ratio[0]).remove_tome()  # raises where the model has nothing to merge
+        args.output.mkdir(parents=True, exist_ok=True)
+    except (OSError, ToMeError) as error:
+        parser.error(" ".join(str(error).split()))
+    if args.xformers:
+        pipe.enable_xformers_memory_efficient_attention()
+    args.size = args.size or ([128, 256] if args.bundled else [pipe.unet.config.sample_size * pipe.vae_scale_factor])
+    args.guidance = (2.0 if args.bundled else 7.5) if args.guidance is None else args.guidance
+    return pipe
+
+
+def steps_for(args: argparse.Namespace, size: int) -> int:
+    return args.steps or (6 if args.bundled and size > TRAINED_AT else 20)
