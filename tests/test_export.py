@@ -12,7 +12,7 @@ from paddle.static import InputSpec
 pytestmark = [
     # Paddle 2.6 deprecates what its own arange does in a static program.
     pytest.mark.filterwarnings(r"ignore:(.|\n)*The Attr\(force_cpu\):UserWarning"),
-    # Paddle 3 tells that it flattens the UNet's output, and that its own zeros_like asks a static tensor for its place.
+    # Paddle 3: it flattens the UNet's output, and its own zeros_like asks a static tensor for its place.
     pytest.mark.filterwarnings("ignore:Found 'dict' in given outputs:UserWarning"),
     pytest.mark.filterwarnings(r"ignore:(.|\n)*Tensor do not have 'place' interface:UserWarning"),
 ]
