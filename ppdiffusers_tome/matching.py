@@ -133,17 +133,19 @@ def match_tokens(
     dst = choose_dst(grid, sx, sy, random_key)
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     n, d, s, r = grid.tokens, len(dst), len(src), removed
-    slot = np.argsort(np.concatenate([dst, src]))  # [N]: where each position stands in dst | src
-    dst_tokens, src_tokens, slot = (paddle.to_tensor(i, dtype="int64") for i in (dst, src, slot))
+    slot = np.argsort(np.concatenate([dst, src]))  # where each position stands in dst | src
+    # Constants, also where arange would do: Paddle 2.6's arange switches a device that all threads share.
+    constants = (dst, src, slot, np.arange(d), np.arange(s))
+    dst_tokens, src_tokens, slot, count_d, count_s = (paddle.to_tensor(each, dtype="int64") for each in constants)
 
     with paddle.no_grad(), _full_precision():
         best, similarity = _most_similar(metric, dst_tokens, src_tokens)  # [B, S] each
         # No two keys are equal, so the order does not depend on whether a platform's sort is stable.
-        key = paddle.round(similarity.cast("float64") * _TIE).cast("int64") * s - paddle.arange(s)
+        key = paddle.round(similarity.cast("float64") * _TIE).cast("int64") * s - count_s
         order = paddle.argsort(key, axis=1, descending=True)  # [B, S]: src, best pair first
         rank = paddle.argsort(order, axis=1)  # [B, S]: the place of each src in that order
 
-        batch = paddle.arange(paddle.shape(best)[0]).unsqueeze(1)  # [B, 1]
+        batch = paddle.cumsum(paddle.ones_like(best[:, :1]), axis=0) - 1  # [B, 1]: 0, 1, ... B - 1
         by_rank = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
         target_rows = (paddle.take_along_axis(best, order[:, :r], axis=1) + batch * d).reshape([-1])
         members = paddle.scatter_nd_add(
@@ -152,7 +154,7 @@ def match_tokens(
             paddle.ones_like(target_rows.unsqueeze(1), dtype="float32"),
         )
         from_src = paddle.where(rank < r, best, rank + (d - r))
-        source = paddle.concat([paddle.arange(d) + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
+        source = paddle.concat([count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
         return MergePlan(
             tokens=n,
             removed=r,
