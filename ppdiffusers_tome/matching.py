@@ -42,7 +42,7 @@ class MergePlan:
     dst_rows: paddle.Tensor  # [B·D] int64: the input rows of the dst tokens
     stay_rows: paddle.Tensor  # [B·(S-r)] int64: the input rows of the src tokens that stay
     merged_rows: paddle.Tensor  # [B·r] int64: the input rows that merge away ...
-    target_rows: paddle.Tensor  # [B·r] int64: ... and which row of dst_rows each is added to
+    target_rows: paddle.Tensor  # [B·r, 1] int64: ... and which row of dst_rows each is added to
     weights: paddle.Tensor  # [B·D, 1] float32: 1 / how many tokens each dst token becomes the mean of
     source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
 
@@ -107,8 +107,8 @@ def match_tokens(
 
     Args:
         metric: what similarity is computed from: the cosine of the angle between two tokens, in float32 whatever the
-            dtype is. NaN and infinite values count as 0; a token whose norm is 0 or overflows float32 has similarity
-            0 to every other. Nothing is differentiated through the choice.
+            dtype is. A token that holds NaN or infinity, or whose norm is 0 or overflows, has similarity 0 to every
+            other. Nothing is differentiated through the choice.
         grid: tokens along each axis.
         removed: tokens per image to merge away, r.
         sx, sy, random_key: as in `choose_dst`.
@@ -147,12 +147,9 @@ def match_tokens(
 
         batch = paddle.cumsum(paddle.ones_like(best[:, :1]), axis=0) - 1  # [B, 1]: 0, 1, ... B - 1
         by_rank = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
-        target_rows = (paddle.take_along_axis(best, order[:, :r], axis=1) + batch * d).reshape([-1])
-        members = paddle.scatter_nd_add(
-            paddle.ones_like((dst_tokens + batch * d).reshape([-1, 1]), dtype="float32"),
-            target_rows.unsqueeze(1),
-            paddle.ones_like(target_rows.unsqueeze(1), dtype="float32"),
-        )
+        target_rows = (paddle.take_along_axis(best, order[:, :r], axis=1) + batch * d).reshape([-1, 1])
+        alone = paddle.ones_like((count_d + batch).reshape([-1, 1]), dtype="float32")
+        members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
         from_src = paddle.where(rank < r, best, rank + (d - r))
         source = paddle.concat([count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
         return MergePlan(
@@ -177,11 +174,23 @@ def _most_similar(
     metric = metric.detach()
     if metric.dtype != paddle.float32:  # Paddle's cast copies even where there is nothing to cast
         metric = metric.cast("float32")
-    metric = paddle.where(paddle.isfinite(metric), metric, paddle.zeros_like(metric))
-    square = (metric * metric).sum(axis=-1, keepdim=True)
-    metric = metric * paddle.where(square > 0, paddle.rsqrt(square), paddle.zeros_like(square))
-    scores = paddle.matmul(paddle.gather(metric, src, axis=1), paddle.gather(metric, dst, axis=1), transpose_y=True)
-    return paddle.argmax(scores, axis=-1), paddle.max(scores, axis=-1)
+    square = (metric * metric).sum(axis=-1)
+    usable = paddle.logical_and(paddle.isfinite(square), square > 0)
+    inverse = paddle.where(usable, paddle.rsqrt(square), paddle.zeros_like(square))  # [B, N]: 1 / norm, or 0
+
+    to = paddle.gather(metric, dst, axis=1)
+    to = paddle.where(paddle.isfinite(to), to, paddle.zeros_like(to)) * paddle.gather(inverse, dst, axis=1).unsqueeze(
+        -1
+    )
+    scores = paddle.matmul(paddle.gather(metric, src, axis=1), to, transpose_y=True)  # [B, S, D]: cosine · norm of src
+    best = paddle.argmax(scores, axis=-1)
+    similarity = paddle.take_along_axis(scores, best.unsqueeze(-1), axis=-1).squeeze(-1)
+    from_inverse = paddle.gather(inverse, src, axis=1)
+    resembles = from_inverse > 0  # NaN in a src token is in its own row of scores alone
+    return (
+        paddle.where(resembles, best, paddle.zeros_like(best)),
+        paddle.where(resembles, similarity * from_inverse, paddle.zeros_like(similarity)),
+    )
 
 
 def _full_precision() -> AbstractContextManager:

@@ -16,11 +16,11 @@ def dst_positions(h, w, sx, sy):
 
 
 def cosine(a, b):
-    """Cosine of the angle between two tokens; NaN and infinity count as 0, and so does a zero token's cosine."""
-    a = np.where(np.isfinite(a), a, 0).astype(np.float64)
-    b = np.where(np.isfinite(b), b, 0).astype(np.float64)
-    lengths = np.sqrt(a @ a) * np.sqrt(b @ b)
-    return a @ b / lengths if lengths > 0 else 0.0
+    """Cosine of the angle between two tokens; 0 if either is zero or holds NaN or infinity."""
+    if not (np.isfinite(a).all() and np.isfinite(b).all() and a.any() and b.any()):
+        return 0.0
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return a @ b / (np.sqrt(a @ a) * np.sqrt(b @ b))
 
 
 def match(tokens, dst, removed):

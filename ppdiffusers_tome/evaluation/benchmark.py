@@ -1,5 +1,6 @@
 """Time the operations of token merging against those that ppdiffusers ships, in one process, taking turns."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -98,12 +99,19 @@ def time_ops(case: OpsCase, repeats: int = 20) -> dict[str, Any]:
 
 
 def _take_turns(operations: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, list[float]]:
+    """Seconds of each operation in each round.
+
+    The order changes from round to round: what runs after a large operation finds the caches cold, and that must not
+    always be the same one.
+    """
     seconds: dict[Any, list[float]] = {name: [] for name in operations}
+    order, shuffler = list(operations), random.Random(0)
     for turn in range(WARM_UP + repeats):
-        for name, operation in operations.items():
+        shuffler.shuffle(order)
+        for name in order:
             _wait()
             start = time.perf_counter()
-            result = operation()
+            result = operations[name]()
             _wait()
             if turn >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
