@@ -42,6 +42,13 @@ class _Arguments(tuple):
     plan: MergePlan
 
 
+def _first(layer: nn.Layer, inputs: tuple) -> paddle.Tensor:
+    """A call's first positional argument, the hidden states; Paddle's hooks do not see keyword arguments."""
+    if not inputs:
+        raise ToMePassError(f"{type(layer).__name__} was called by keyword alone: pass hidden_states by position.")
+    return inputs[0]
+
+
 class ToMeHook:
     """Base class of the hooks here: what is an instance of it belongs to this package."""
 
@@ -62,7 +69,7 @@ class GridHook(ToMeHook):
     def __call__(self, transformer: nn.Layer, inputs: tuple) -> None:
         fresh = self.config.use_rand and self.config.seed is None
         self._thread.seed = np.random.SeedSequence().entropy if fresh else self.config.seed
-        self._thread.grid = token_grid(transformer, inputs[0])
+        self._thread.grid = token_grid(transformer, _first(transformer, inputs))
 
     def grid(self, tokens: int) -> Grid:
         """The grid of this thread's current pass, which must have so many tokens."""
@@ -93,7 +100,7 @@ class PlanHook(ToMeHook):
         self._thread.plan = None
         if self.config.merge_mlp and is_chunked(block):
             raise ToMeConfigError(CHUNKED)
-        metric, config = inputs[0], self.config
+        metric, config = _first(block, inputs), self.config
         grid = self._grid_hook.grid(metric.shape[1])
         removed = config.removed(grid.tokens, count_dst(grid, config.sx, config.sy))
         if removed == 0:
@@ -143,7 +150,7 @@ class MergeHook(BlockHook):
 
     def __call__(self, layer: nn.Layer, inputs: tuple) -> tuple | None:
         plan = self._plan_hook.current()
-        return None if plan is None else (merge(inputs[0], plan), *inputs[1:])
+        return None if plan is None else (merge(_first(layer, inputs), plan), *inputs[1:])
 
 
 class UnmergeHook(BlockHook):

@@ -28,7 +28,7 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
     total = 0
     for found in find_blocks(denoiser):
         tokens = grid_at(latent, found.level).tokens
-        total += sum(_layer_macs(name, layer, tokens, text) for name, layer in found.sublayers.items())
+        total += sum(_layer_macs(found, name, tokens, text) for name in found.sublayers)
     shrink = _shrink(denoiser)
     image = Grid(latent.h * shrink, latent.w * shrink)  # what a ControlNet's condition embedding starts from
     for path, layer in denoiser.named_sublayers():
@@ -60,13 +60,14 @@ def saved_macs(found: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
         return 0
     dst = count_dst(grid, config.sx, config.sy)
     matching = (tokens - dst) * dst * found.block.attn1.to_q.weight.shape[0]
-    layers = merging_layers(found, config).items()
-    return sum(_layer_macs(*item, tokens, text) - _layer_macs(*item, kept, text) for item in layers) - matching
+    names = merging_layers(found, config)
+    return sum(_layer_macs(found, n, tokens, text) - _layer_macs(found, n, kept, text) for n in names) - matching
 
 
-def _layer_macs(name: str, layer: nn.Layer, tokens: int, text: int) -> int:
+def _layer_macs(found: MergeableBlock, name: str, tokens: int, text: int) -> int:
     """MACs of a block's "attn", "crossattn" or "mlp" on so many tokens."""
-    context = text if name == "crossattn" else tokens
+    layer = found.sublayers[name]
+    context = text if name == "crossattn" or (name == "attn" and found.block.only_cross_attention) else tokens
     total = 0
     for path, part in layer.named_sublayers():
         if isinstance(part, nn.Linear):

@@ -54,7 +54,17 @@ def apply_tome(
     Example:
         >>> image = pipe.apply_tome(ratio=0.5)("a 3d render of fox").images[0]
     """
-    config = ToMeConfig(ratio, max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn, merge_mlp)
+    config = ToMeConfig(
+        ratio=ratio,
+        max_downsample=max_downsample,
+        sx=sx,
+        sy=sy,
+        use_rand=use_rand,
+        seed=seed,
+        merge_attn=merge_attn,
+        merge_crossattn=merge_crossattn,
+        merge_mlp=merge_mlp,
+    )
     attach(target, config)
     return target
 

@@ -32,13 +32,9 @@ class MergeableBlock:
         found = {"attn": self.block.attn1, "crossattn": self.block.attn2, "mlp": self.block.ff}
         return {name: layer for name, layer in found.items() if layer is not None}
 
-    @property
-    def chunked(self) -> bool:
-        """Whether `enable_forward_chunking` is on, which feeds the feed-forward layer in pieces."""
-        return is_chunked(self.block)
-
 
 def is_chunked(block: nn.Layer) -> bool:
+    """Whether a transformer block feeds its feed-forward layer in pieces, as `enable_forward_chunking` makes it do."""
     return block._chunk_size is not None
 
 
@@ -71,19 +67,16 @@ def denoisers(target: Any) -> dict[str, nn.Layer]:
     """
     found: dict[str, nn.Layer] = {}
     for name, component in components(target).items():
+        inside = (
+            None  # what the paths inside the denoiser found last begin with; sublayers come right after their layer
+        )
         for path, layer in component.named_sublayers(include_self=True):
-            inside = any(path == outer or path.startswith(outer + ".") for outer in _paths_under(name, found))
-            if not inside and hasattr(layer, "down_blocks") and next(_transformers(layer), None) is not None:
+            if inside is not None and path.startswith(inside):
+                continue
+            if hasattr(layer, "down_blocks") and next(_transformers(layer), None) is not None:
                 found[f"{name}.{path}" if path else name] = layer
+                inside = f"{path}." if path else ""
     return found
-
-
-def _paths_under(name: str, found: dict[str, nn.Layer]) -> Iterator[str]:
-    for full in found:
-        if full == name:
-            yield ""
-        elif full.startswith(name + "."):
-            yield full[len(name) + 1 :]
 
 
 def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:

@@ -11,7 +11,7 @@ from paddle import nn
 from .config import LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .hooks import CHUNKED, FinishHook, GridHook, MergeHook, PlanHook, ToMeHook, UnmergeHook
-from .models import LOOKED_FOR, MergeableBlock, components, denoisers, find_blocks, remove_builtin
+from .models import LOOKED_FOR, MergeableBlock, components, denoisers, find_blocks, is_chunked, remove_builtin
 
 
 def attached(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
@@ -29,7 +29,7 @@ def attach(target: Any, config: ToMeConfig) -> None:
     chosen = {name: chosen_blocks(denoiser, config) for name, denoiser in denoisers(target).items()}
     if not any(chosen.values()):
         raise NoMergeableLayerError(_nothing_to_merge(target, config))
-    if config.merge_mlp and any(block.chunked for blocks in chosen.values() for block in blocks):
+    if config.merge_mlp and any(is_chunked(found.block) for blocks in chosen.values() for found in blocks):
         raise ToMeConfigError(CHUNKED)
     before = attached(target)
     try:
@@ -52,9 +52,10 @@ def detach(target: Any) -> None:
 
 
 def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> None:
-    """Put a pipeline or model back to what `attached` said of it."""
+    """Put a pipeline or model back to what `attached` said of it; also denoisers that have left the pipeline since."""
     detach(target)
     for denoiser, config in before:
+        detach(denoiser)
         if config is not None:
             _install(chosen_blocks(denoiser, config), config)
 

@@ -48,7 +48,9 @@ def measured(model, call):
     return counted[0] + processor.macs
 
 
-@pytest.mark.parametrize("changes", [{}, THREE_LEVELS, {"use_linear_projection": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, THREE_LEVELS, {"use_linear_projection": True}, {"only_cross_attention": (True, False)}]
+)
 @pytest.mark.parametrize(("h", "w"), [(16, 16), (17, 20)])
 def test_unet_is_counted_as_measured(changes, h, w):
     unet = make_unet(**changes)

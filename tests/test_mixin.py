@@ -130,6 +130,18 @@ def test_context_restores_after_a_change_inside(pipe):
     assert ratios(pipe) == [0.25]
 
 
+def test_context_restores_a_model_that_left_the_pipeline_meanwhile(pipe):
+    first, second = pipe.unet, copy.deepcopy(pipe.unet)
+    plain = draw(pipe)
+    try:
+        with pipe.tome(ratio=0.6):
+            pipe.unet = second
+        np.testing.assert_array_equal(draw(pipe), plain)
+    finally:
+        pipe.unet = first
+    np.testing.assert_array_equal(draw(pipe), plain)
+
+
 def test_context_that_cannot_begin_changes_nothing(pipe):
     pipe.apply_tome(ratio=0.25)
     with pytest.raises(ToMeConfigError, match="ratio"), pipe.tome(ratio=6):

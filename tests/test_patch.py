@@ -294,6 +294,12 @@ def test_block_called_without_a_feature_map_is_refused(unet):
         block(paddle.randn([2, 255, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
 
 
+def test_a_call_by_keyword_alone_of_an_inner_layer_says_what_to_do(unet):
+    transformer = find_blocks(unet.apply_tome())[0].transformer
+    with pytest.raises(ToMePassError, match="Transformer2DModel was called by keyword alone"):
+        transformer(hidden_states=paddle.zeros([2, 32, 16, 16]))
+
+
 def test_a_later_hook_that_replaces_the_blocks_arguments_is_told(unet):
     unet.apply_tome()
     helper = find_blocks(unet)[0].block.register_forward_pre_hook(lambda block, given: (given[0] * 1, *given[1:]))
