@@ -49,6 +49,7 @@ setup(
         "ppdiffusers>=0.29,<0.30",
         "paddlenlp>=2.8.1",
         "numpy<2",
+        "packaging",
         "huggingface_hub<0.26",
         "aistudio-sdk<0.3",
     ],

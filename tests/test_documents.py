@@ -1,0 +1,60 @@
+"""What the documents and the package's metadata say is so."""
+
+import doctest
+import json
+import re
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import paddle
+import pytest
+
+import ppdiffusers_tome
+from ppdiffusers_tome import config, matching, merging
+
+ROOT = Path(__file__).parents[1]
+NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
+
+
+@pytest.mark.parametrize("module", [config, matching, merging])
+def test_examples_of_the_docstrings(module):
+    tests = [test for test in doctest.DocTestFinder().find(module, extraglobs=NAMES) if test.examples]
+    assert tests
+    for test in tests:
+        assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_examples_of_the_api_document():
+    found = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
+    assert found.attempted > 3 and found.failed == 0
+
+
+def test_version_is_said_once():
+    assert version("ppdiffusers_tome") == ppdiffusers_tome.__version__
+    assert f"## [{ppdiffusers_tome.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_paddle_is_an_extra_and_never_both():
+    always = [each for each in requires("ppdiffusers_tome") if "extra ==" not in each]
+    assert always and not [each for each in always if each.startswith("paddlepaddle")]
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
+def test_figures_are_those_of_the_committed_results(readme):
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    for row in json.loads((ROOT / "benchmarks" / "ops.json").read_text())["milliseconds"].values():
+        assert f"| {row['ours']:.2f} | {row['built-in']:.2f} | {row['times faster']:.1f}× |" in text
+    for size in (128, 256):
+        for row in json.loads((ROOT / "benchmarks" / f"text_to_image_{size}.json").read_text())["rows"]:
+            assert f"| {row['seconds']:.1f} |" in text
+            if row["row"] != "plain":
+                assert f"| {row['MACs saved']:.1%} | {row['seconds']:.1f} | {row['speed-up']:.2f}× |" in text
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "README_zh.md", "CONTRIBUTING.md", "examples/README.md", "docs/api.md"]
+)
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    for link in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+        assert link.startswith("http") or (path.parent / link).exists(), link
