@@ -10,6 +10,8 @@ from conftest import TEXT, inputs, make_unet, run
 from paddle.static import InputSpec
 
 pytestmark = [
+    # Paddle 2.6 on Python 3.12: its translation of Python to programs reads syntax trees by names that go away.
+    pytest.mark.filterwarnings(r"ignore:(.|\n)*(Attribute [ns] is|ast\.\w+ is) deprecated:DeprecationWarning"),
     # Paddle 2.6 deprecates what its own arange does in a static program.
     pytest.mark.filterwarnings(r"ignore:(.|\n)*The Attr\(force_cpu\):UserWarning"),
     # Paddle 3: it flattens the UNet's output, and its own zeros_like asks a static tensor for its place.
