@@ -28,7 +28,7 @@ def merge(
 
     Example:
         >>> x = paddle.randn([2, 24, 8])
-        >>> merge(x, match_tokens(x, Grid(4, 6), removed=12)).shape
+        >>> list(merge(x, match_tokens(x, Grid(4, 6), removed=12)).shape)
         [2, 12, 8]
     """
     _check("merge", x, plan.tokens)
@@ -67,7 +67,7 @@ def unmerge(
 
     Example:
         >>> plan = match_tokens(x := paddle.randn([2, 24, 8]), Grid(4, 6), removed=12)
-        >>> unmerge(merge(x, plan), plan).shape
+        >>> list(unmerge(merge(x, plan), plan).shape)
         [2, 24, 8]
     """
     _check("unmerge", y, plan.kept)
