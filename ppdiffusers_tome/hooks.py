@@ -19,7 +19,7 @@ from paddle import nn
 
 from .config import ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
-from .matching import Grid, MergePlan, count_dst, match_tokens
+from .matching import Grid, MergePlan, count_removed, match_tokens
 from .merging import merge, unmerge
 from .models import is_chunked, token_grid
 
@@ -51,8 +51,6 @@ def _first(layer: nn.Layer, inputs: tuple) -> paddle.Tensor:
 
 class ToMeHook:
     """Base class of the hooks here: what is an instance of it belongs to this package."""
-
-    config: ToMeConfig
 
 
 class GridHook(ToMeHook):
@@ -102,7 +100,7 @@ class PlanHook(ToMeHook):
             raise ToMeConfigError(CHUNKED)
         metric, config = _first(block, inputs), self.config
         grid = self._grid_hook.grid(metric.shape[1])
-        removed = config.removed(grid.tokens, count_dst(grid, config.sx, config.sy))
+        removed = count_removed(grid, config)
         if removed == 0:
             return None
         arguments = _Arguments(inputs)
@@ -134,7 +132,6 @@ class BlockHook(ToMeHook):
     """Base class of the hooks that follow the plan of one block."""
 
     def __init__(self, plan_hook: PlanHook) -> None:
-        self.config = plan_hook.config
         self._plan_hook = plan_hook
 
 

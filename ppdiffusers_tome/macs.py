@@ -7,14 +7,9 @@ Norms, activations and additions are not.
 from paddle import nn
 
 from .config import ToMeConfig
-from .matching import Grid, count_dst
+from .matching import Grid, count_dst, count_removed
 from .models import MergeableBlock, find_blocks, grid_at, level_of
 from .patch import merging_layers
-
-
-def kept_tokens(grid: Grid, config: ToMeConfig) -> int:
-    """Tokens of a grid that stay under a config, N - r."""
-    return grid.tokens - config.removed(grid.tokens, count_dst(grid, config.sx, config.sy))
 
 
 def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
@@ -55,7 +50,7 @@ def saved_macs(found: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
         text: text tokens that cross-attention sees.
     """
     grid = grid_at(latent, found.level)
-    tokens, kept = grid.tokens, kept_tokens(grid, config)
+    tokens, kept = grid.tokens, grid.tokens - count_removed(grid, config)
     if kept == tokens:
         return 0
     dst = count_dst(grid, config.sx, config.sy)

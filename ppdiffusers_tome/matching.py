@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import paddle
 
+from .config import ToMeConfig
 from .errors import ToMeConfigError
 
 # Similarities that agree to within 2**-24, the resolution of float32 just below 1, are ties.
@@ -55,6 +56,11 @@ class MergePlan:
 def count_dst(grid: Grid, sx: int, sy: int) -> int:
     """How many dst tokens a grid has: one per whole sx×sy cell, none in a remainder at the right or bottom edge."""
     return (grid.h // sy) * (grid.w // sx)
+
+
+def count_removed(grid: Grid, config: ToMeConfig) -> int:
+    """r: how many of a grid's tokens merge away under a config."""
+    return config.removed(grid.tokens, count_dst(grid, config.sx, config.sy))
 
 
 def choose_dst(
@@ -126,13 +132,14 @@ def match_tokens(
         >>> match_tokens(paddle.randn([2, 24, 8]), Grid(4, 6), removed=12).kept
         12
     """
-    _check(metric, grid, removed, count_dst(grid, sx, sy))
-    if removed == 0:
+    n, d, r = grid.tokens, count_dst(grid, sx, sy), removed
+    s = n - d
+    _check(metric, grid, r, d)
+    if r == 0:
         none = paddle.zeros([0], dtype="int64")
-        return MergePlan(grid.tokens, 0, count_dst(grid, sx, sy), none, none, none, none, none.cast("float32"), none)
+        return MergePlan(n, r, d, none, none, none, none, none.cast("float32"), none)
     dst = choose_dst(grid, sx, sy, random_key)
-    src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
-    n, d, s, r = grid.tokens, len(dst), len(src), removed
+    src = np.setdiff1d(np.arange(n), dst, assume_unique=True)
     slot = np.argsort(np.concatenate([dst, src]))  # where each position stands in dst | src
     # Constants, also where arange would do: Paddle 2.6's arange switches a device that all threads share.
     constants = (dst, src, slot, np.arange(d), np.arange(s))
@@ -171,9 +178,7 @@ def _most_similar(
     src: paddle.Tensor,  # [S] int64
 ) -> tuple[paddle.Tensor, paddle.Tensor]:  # [B, S] int64, [B, S] float32
     """For each src token the dst token it resembles most, as an index into `dst`, and the cosine between the two."""
-    metric = metric.detach()
-    if metric.dtype != paddle.float32:  # Paddle's cast copies even where there is nothing to cast
-        metric = metric.cast("float32")
+    metric = cast(metric.detach(), paddle.float32)
     square = (metric * metric).sum(axis=-1)
     usable = paddle.logical_and(paddle.isfinite(square), square > 0)
     inverse = paddle.where(usable, paddle.rsqrt(square), paddle.zeros_like(square))  # [B, N]: 1 / norm, or 0
@@ -193,6 +198,11 @@ def _most_similar(
     )
 
 
+def cast(x: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
+    """`x.cast(dtype)`, but Paddle's copies even where there is nothing to cast."""
+    return x if x.dtype == dtype else x.cast(dtype)
+
+
 def _full_precision() -> AbstractContextManager:
     """Mixed precision off, so that the matmul keeps float32; inside a static program Paddle has no such switch."""
     return paddle.amp.auto_cast(enable=False) if paddle.in_dynamic_mode() else nullcontext()
@@ -208,8 +218,9 @@ def _check(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> None:
             f"grid={grid.h}×{grid.w} has {grid.tokens} tokens but metric has shape {list(metric.shape)}: "
             f"h·w must be {metric.shape[1]}."
         )
-    if not 0 <= removed <= (grid.tokens - dst if dst else 0):
+    most = grid.tokens - dst if dst else 0
+    if not 0 <= removed <= most:
         raise ToMeConfigError(
             f"removed={removed} is not allowed on a grid of {grid.h}×{grid.w} tokens with {dst} dst tokens: "
-            f"it must be from 0 to {grid.tokens - dst if dst else 0}."
+            f"it must be from 0 to {most}."
         )

@@ -26,16 +26,15 @@ def attach(target: Any, config: ToMeConfig) -> None:
         ToMeConfigError: target is no pipeline or model, or merge_mlp meets chunked feed-forward layers.
         NoMergeableLayerError: no block lies at the config's levels. Nothing has changed after any error.
     """
-    chosen = {name: chosen_blocks(denoiser, config) for name, denoiser in denoisers(target).items()}
-    if not any(chosen.values()):
-        raise NoMergeableLayerError(_nothing_to_merge(target, config))
-    if config.merge_mlp and any(is_chunked(found.block) for blocks in chosen.values() for found in blocks):
-        raise ToMeConfigError(CHUNKED)
     before = attached(target)
+    chosen = [found for denoiser, _ in before for found in chosen_blocks(denoiser, config)]
+    if not chosen:
+        raise NoMergeableLayerError(_nothing_to_merge(target, config))
+    if config.merge_mlp and any(is_chunked(found.block) for found in chosen):
+        raise ToMeConfigError(CHUNKED)
     try:
         detach(target)
-        for blocks in chosen.values():
-            _install(blocks, config)
+        _install(chosen, config)
     except BaseException:
         restore(target, before)
         raise
@@ -63,10 +62,11 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
     grid_hooks: dict[int, GridHook] = {}
     for found in blocks:
-        if id(found.transformer) not in grid_hooks:
-            grid_hooks[id(found.transformer)] = GridHook(config)
-            found.transformer.register_forward_pre_hook(grid_hooks[id(found.transformer)])
-        plan_hook = PlanHook(config, grid_hooks[id(found.transformer)], found.index)
+        grid_hook = grid_hooks.get(id(found.transformer))
+        if grid_hook is None:
+            grid_hook = grid_hooks[id(found.transformer)] = GridHook(config)
+            found.transformer.register_forward_pre_hook(grid_hook)
+        plan_hook = PlanHook(config, grid_hook, found.index)
         found.block.register_forward_pre_hook(plan_hook)
         found.block.register_forward_post_hook(FinishHook(plan_hook))
         for layer in merging_layers(found, config).values():

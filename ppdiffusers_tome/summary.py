@@ -6,8 +6,8 @@ from typing import Any
 from ppdiffusers import DiffusionPipeline
 
 from .errors import ToMeConfigError
-from .macs import count_macs, kept_tokens, saved_macs
-from .matching import Grid
+from .macs import count_macs, saved_macs
+from .matching import Grid, count_removed
 from .models import denoisers, grid_at, is_countable, latent_grid, text_tokens, vae_factor
 from .patch import chosen_blocks, config_of, merging_layers
 
@@ -60,7 +60,12 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
     """See `mixin.tome_summary`, which users call."""
     models = denoisers(target)
     configs = {name: config_of(denoiser) for name, denoiser in models.items()}
-    latent = _latent(target, height, width)
+    factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
+    made_for = next((grid for grid in map(latent_grid, models.values()) if grid), None)
+    latent = Grid(
+        _latent_side("height", height, factor, made_for.h if made_for else None),
+        _latent_side("width", width, factor, made_for.w if made_for else None),
+    )
     text = text_tokens(target)
     blocks, saved = [], 0
     for name, config in configs.items():
@@ -68,7 +73,8 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             continue
         for found in chosen_blocks(models[name], config):
             grid, merges = grid_at(latent, found.level), tuple(merging_layers(found, config))
-            blocks.append(BlockSummary(name, found.path, found.level, grid, kept_tokens(grid, config), merges))
+            kept = grid.tokens - count_removed(grid, config)
+            blocks.append(BlockSummary(name, found.path, found.level, grid, kept, merges))
             saved += saved_macs(found, config, latent, text)
     countable = all(is_countable(denoiser) for denoiser in models.values())
     return ToMeSummary(
@@ -77,15 +83,6 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
         blocks=tuple(blocks),
         macs=sum(count_macs(denoiser, latent, text) for denoiser in models.values()) if countable else None,
         saved=saved if countable else None,
-    )
-
-
-def _latent(target: Any, height: int | None, width: int | None) -> Grid:
-    factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
-    made_for = next((grid for grid in map(latent_grid, denoisers(target).values()) if grid), None)
-    return Grid(
-        _latent_side("height", height, factor, made_for.h if made_for else None),
-        _latent_side("width", width, factor, made_for.w if made_for else None),
     )
 
 

@@ -1,4 +1,4 @@
-"""Models that the tests share: a tiny random UNet and ControlNet, and pipelines around them and the bundled model."""
+"""What the tests share: tiny random models, pipelines over the bundled one, and ways to look into a pass or a plan."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import numpy as np
 import paddle
 import pytest
 from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from ppdiffusers.models.attention_processor import AttnProcessor
 
 import ppdiffusers_tome  # noqa: F401
 
@@ -28,6 +29,13 @@ TINY = {
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
     "cross_attention_dim": 24,
     "attention_head_dim": 2,
+}
+
+
+THREE_LEVELS = {
+    "block_out_channels": (32, 32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
 }
 
 
@@ -76,6 +84,30 @@ def run(model, **changes):
     given = inputs(**changes)
     out = model(given["sample"], given["timestep"], encoder_hidden_states=given["encoder_hidden_states"])
     return out.sample.numpy()
+
+
+class Recorder(AttnProcessor):
+    """What reaches the attention kernel: token counts of the queries and of the context, None for self-attention."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        context = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        self.lengths.append((hidden_states.shape[1], context))
+        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+
+
+def groups(plan, batch):
+    """[B, N]: for each token the original position whose merged row it gets."""
+    kept = np.concatenate(
+        [
+            plan.dst_rows.numpy().reshape(batch, plan.dst),
+            plan.stay_rows.numpy().reshape(batch, plan.kept - plan.dst),
+        ],
+        axis=1,
+    )
+    return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, plan.tokens) % plan.tokens
 
 
 def load_bundled(cls=StableDiffusionPipeline):

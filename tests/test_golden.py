@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from test_matching import groups
+from conftest import groups
 
 from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
 

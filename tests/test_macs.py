@@ -2,9 +2,8 @@
 
 import paddle
 import pytest
-from conftest import TEXT, inputs, make_unet, run
+from conftest import TEXT, THREE_LEVELS, inputs, make_unet, run
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor
-from test_models import THREE_LEVELS
 
 from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.macs import count_macs, saved_macs

@@ -3,23 +3,12 @@ import random
 import numpy as np
 import paddle
 import pytest
+from conftest import groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import dst_positions, roundtrip
 
 from ppdiffusers_tome import Grid, ToMeConfigError, choose_dst, match_tokens, merge, unmerge
-
-
-def groups(plan, batch):
-    """[B, N]: for each token the original position whose merged row it gets."""
-    kept = np.concatenate(
-        [
-            plan.dst_rows.numpy().reshape(batch, plan.dst),
-            plan.stay_rows.numpy().reshape(batch, plan.kept - plan.dst),
-        ],
-        axis=1,
-    )
-    return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, plan.tokens) % plan.tokens
 
 
 def tokens(batch, grid, channels, seed=0):

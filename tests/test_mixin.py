@@ -5,12 +5,11 @@ import copy
 import numpy as np
 import paddle
 import pytest
-from conftest import EMOJI_SD, draw, load_bundled, make_unet, run
+from conftest import EMOJI_SD, Recorder, draw, load_bundled, make_unet, run
 from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
-from test_patch import Recorder
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeMixin, patch

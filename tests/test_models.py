@@ -2,17 +2,11 @@ from types import SimpleNamespace
 
 import paddle
 import pytest
-from conftest import make_unet, run
+from conftest import THREE_LEVELS, make_unet, run
 from ppdiffusers.models.attention import BasicTransformerBlock
 
 from ppdiffusers_tome import Grid, ToMeConfigError, ToMePassError
 from ppdiffusers_tome.models import components, denoisers, find_blocks, grid_at, level_of, token_grid
-
-THREE_LEVELS = {
-    "block_out_channels": (32, 32, 64),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-}
 
 
 def seen_inputs(model, layers, h, w):

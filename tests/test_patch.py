@@ -10,13 +10,12 @@ import weakref
 import numpy as np
 import paddle
 import pytest
-from conftest import draw, inputs, make_unet, run
+from conftest import THREE_LEVELS, Recorder, draw, inputs, make_unet, run
 from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from ppdiffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor, XFormersAttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 from reference import dst_positions
-from test_models import THREE_LEVELS
 
 import ppdiffusers_tome
 from ppdiffusers_tome import MergePlan, NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMePassError, hooks, patch
@@ -136,18 +135,6 @@ def test_each_block_merges_by_its_own_input(unet, monkeypatch):
         ([2, 204, 32], (17, 12)),
         ([2, 204, 32], (17, 12)),
     ]
-
-
-class Recorder(AttnProcessor):
-    """What reaches the attention kernel: token counts of the queries and of the context, None for self-attention."""
-
-    def __init__(self):
-        self.lengths = []
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
-        context = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-        self.lengths.append((hidden_states.shape[1], context))
-        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
 
 
 def test_attention_sees_the_merged_length(unet):
@@ -526,7 +513,7 @@ def test_active_builtin_is_removed_first(unet, how):
     assert traces(unet) == before
 
 
-def test_tokens_that_stay_are_chosen_as_tomesd_does(pipe):
+def test_merging_without_randomness_changes_the_picture(pipe):
     assert dst_positions(4, 4, 2, 2) == [0, 2, 8, 10]
     plain = draw(pipe)
     with pipe.tome(ratio=0.5, use_rand=False):

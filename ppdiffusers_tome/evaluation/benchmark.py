@@ -12,7 +12,7 @@ from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_rando
 
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeError
-from ..matching import Grid, count_dst, match_tokens
+from ..matching import Grid, count_removed, match_tokens
 from ..merging import merge, unmerge
 from .environment import describe_environment
 
@@ -41,8 +41,7 @@ class OpsCase:
     @property
     def removed(self) -> int:
         """r: tokens per image that merge away."""
-        grid = Grid(self.height, self.width)
-        return ToMeConfig(ratio=self.ratio).removed(grid.tokens, count_dst(grid, 2, 2))
+        return count_removed(Grid(self.height, self.width), ToMeConfig(ratio=self.ratio))
 
 
 def time_ops(case: OpsCase, repeats: int = 20) -> dict[str, Any]:
