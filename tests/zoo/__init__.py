@@ -1,0 +1,5 @@
+"""Tiny random pipelines of every family, one builder each, for the tests: `ZOO["StableDiffusionPipeline"]()`."""
+
+from .base import ZOO, Tiny, picture
+
+__all__ = ["ZOO", "Tiny", "picture"]
