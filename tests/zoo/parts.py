@@ -1,0 +1,180 @@
+"""The tiny random components that the pipelines of the zoo are made of; made anew on every call, none is shared."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import paddle
+from PIL import Image
+from ppdiffusers import AutoencoderKL, ControlNetModel, DDIMScheduler, UNet2DConditionModel
+from ppdiffusers.transformers import (
+    CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "emoji_sd" / "tokenizer"
+HIDDEN = 32  # channels of text and image embeddings
+
+UNET = {
+    "sample_size": 16,
+    "layers_per_block": 1,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": HIDDEN,
+    "attention_head_dim": 2,
+}
+SDXL = {  # SDXL's own layout: no attention at level 1, more layers the deeper
+    "block_out_channels": (32, 32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 1, 2),
+    "cross_attention_dim": 2 * HIDDEN,
+    "attention_head_dim": (2, 2, 4),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 6 * 8 + HIDDEN,
+}
+SCHEDULER = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+}
+NOT_IN_A_CONTROLNET = ("sample_size", "up_block_types")
+
+
+def ready(model):
+    """A model as from_pretrained gives it: in evaluation mode."""
+    model.eval()
+    return model
+
+
+def unet(**changes):
+    """A UNet with attention at levels 1 and 2; `unet(**SDXL)` has it at levels 2 and 4."""
+    return ready(UNet2DConditionModel(**{**UNET, **changes}))
+
+
+def controlnet(**changes):
+    """A ControlNet for `unet(**changes)`, whose output convolutions are no longer zero: it changes the picture."""
+    settings = {key: value for key, value in {**UNET, **changes}.items() if key not in NOT_IN_A_CONTROLNET}
+    model = ControlNetModel(**settings, conditioning_embedding_out_channels=(16, 32))
+    for layer in (*model.controlnet_down_blocks, model.controlnet_mid_block, model.controlnet_cond_embedding.conv_out):
+        layer.weight.set_value(0.1 * paddle.randn(layer.weight.shape))
+    return ready(model)
+
+
+def vae(**changes):
+    """A VAE that maps 2×2 image pixels to one latent pixel."""
+    settings = {
+        "block_out_channels": (32, 32),
+        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        "sample_size": 32,
+    }
+    return ready(AutoencoderKL(**{**settings, **changes}))
+
+
+def tokenizer():
+    """The bundled CLIP tokenizer: 2,048 entries, 24 positions."""
+    return CLIPTokenizer.from_pretrained(str(TOKENIZER))
+
+
+def text_config(hidden=HIDDEN, **changes):
+    """A CLIP text encoder's config, for the tokens of `tokenizer()`."""
+    settings = {
+        "vocab_size": 2048,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 24,
+        "projection_dim": hidden,
+        "bos_token_id": 2046,
+        "eos_token_id": 2047,
+        "pad_token_id": 2047,
+    }
+    return CLIPTextConfig(**{**settings, **changes})
+
+
+def text_encoder(hidden=HIDDEN, **changes):
+    return ready(CLIPTextModel(text_config(hidden, **changes)))
+
+
+def text_encoder_with_projection(hidden=HIDDEN, **changes):
+    return ready(CLIPTextModelWithProjection(text_config(hidden, **changes)))
+
+
+def image_encoder(hidden=HIDDEN, **changes):
+    """A CLIP image encoder for images of 32 px, which it sees as 16 patches."""
+    settings = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "projection_dim": hidden,
+    }
+    return ready(CLIPVisionModelWithProjection(CLIPVisionConfig(**{**settings, **changes})))
+
+
+def image_processor(size=32):
+    """What prepares an image for `image_encoder()`, and for a safety checker."""
+    return CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+
+
+def scheduler(cls=DDIMScheduler, **changes):
+    """Any scheduler, with those of Stable Diffusion's settings that it has."""
+    names = inspect.signature(cls.__init__).parameters
+    return cls(**{**{name: value for name, value in SCHEDULER.items() if name in names}, **changes})
+
+
+def image(size=32, seed=0):
+    """A picture of smooth noise."""
+    pixels = np.random.RandomState(seed).randint(0, 256, (size // 8, size // 8, 3)).astype("uint8")
+    return Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC)
+
+
+def mask(size=32):
+    """A mask whose right half is to be drawn anew."""
+    pixels = np.zeros((size, size), "uint8")
+    pixels[:, size // 2 :] = 255
+    return Image.fromarray(pixels)
+
+
+def stable_diffusion(**changes):
+    """The components that most pipelines over Stable Diffusion 1.x take, as their keyword arguments."""
+    made = {
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "tokenizer": tokenizer,
+        "unet": unet,
+        "scheduler": scheduler,
+        "feature_extractor": image_processor,
+    }
+    components = {name: make() for name, make in made.items() if name not in changes}
+    return {**components, "safety_checker": None, "requires_safety_checker": False, **changes}
+
+
+def sdxl(**changes):
+    """The components that pipelines over SDXL take, as their keyword arguments."""
+    made = {
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "text_encoder_2": text_encoder_with_projection,
+        "tokenizer": tokenizer,
+        "tokenizer_2": tokenizer,
+        "unet": lambda: unet(**SDXL),
+        "scheduler": scheduler,
+    }
+    return {**{name: make() for name, make in made.items() if name not in changes}, **changes}
