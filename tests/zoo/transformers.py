@@ -1,0 +1,219 @@
+"""Pipelines whose denoiser is a transformer over patches or codes, without a UNet around it."""
+
+import paddle
+import ppdiffusers
+from paddle import nn
+from ppdiffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    Transformer2DModel,
+    UniDiffuserModel,
+    UniDiffuserTextDecoder,
+    UViTT2IModel,
+    VQDiffusionScheduler,
+    VQModel,
+)
+from ppdiffusers.pipelines.vq_diffusion.pipeline_vq_diffusion import LearnedClassifierFreeSamplingEmbeddings
+
+from . import parts
+from .base import Tiny, family
+from .noise import embeddings
+
+HIDDEN = parts.HIDDEN
+TEXT = 6  # text tokens where a call hands over embeddings
+
+PATCHED = {  # 64 tokens: 16×16 latents in patches of 2×2
+    "num_attention_heads": 2,
+    "attention_head_dim": HIDDEN // 2,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "sample_size": 16,
+    "patch_size": 2,
+    "attention_bias": True,
+    "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000,
+    "norm_elementwise_affine": False,
+}
+
+
+def dit(**changes):
+    """DiT's transformer, which is told a class."""
+    return parts.ready(Transformer2DModel(**{**PATCHED, "norm_type": "ada_norm_zero", **changes}))
+
+
+def pixart(**changes):
+    """PixArt-α's transformer, which reads text; with sample_size=128 it is told the picture's size too.
+
+    It has no caption_channels as the real one has: ppdiffusers 0.29 fails to build that projection (a TypeError).
+    """
+    settings = {"norm_type": "ada_norm_single", "cross_attention_dim": HIDDEN, "norm_eps": 1e-6}
+    return parts.ready(Transformer2DModel(**{**PATCHED, **settings, **changes}))
+
+
+class JointAttention:
+    """Stable Diffusion 3's attention in plain arithmetic: ppdiffusers' own needs a CUDA build of Paddle."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, **kwargs):
+        tokens = hidden_states.shape[1]
+
+        def heads(project, project_text):
+            both = paddle.concat([project(hidden_states), project_text(encoder_hidden_states)], axis=1)
+            return both.reshape([both.shape[0], both.shape[1], attn.heads, -1]).transpose([0, 2, 1, 3])
+
+        query, key = heads(attn.to_q, attn.add_q_proj), heads(attn.to_k, attn.add_k_proj)
+        weights = nn.functional.softmax(query @ key.transpose([0, 1, 3, 2]) / query.shape[-1] ** 0.5)
+        out = (weights @ heads(attn.to_v, attn.add_v_proj)).transpose([0, 2, 1, 3]).flatten(2)
+        text = out[:, tokens:]
+        return attn.to_out[0](out[:, :tokens]), text if attn.context_pre_only else attn.to_add_out(text)
+
+
+def sd3(**changes):
+    """Stable Diffusion 3's transformer: image and text tokens in one attention; the last block drops the text."""
+    settings = {
+        "sample_size": 16,
+        "patch_size": 2,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 3,
+        "attention_head_dim": HIDDEN // 2,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 2 * HIDDEN,
+        "caption_projection_dim": HIDDEN,
+        "pooled_projection_dim": 2 * HIDDEN,
+        "pos_embed_max_size": 16,
+    }
+    model = SD3Transformer2DModel(**{**settings, **changes})
+    model.set_attn_processor(JointAttention())
+    return parts.ready(model)
+
+
+@family
+def DiTPipeline():
+    pipe = ppdiffusers.DiTPipeline(dit(), parts.vae(), parts.scheduler())
+    return Tiny(pipe, {"class_labels": [7], "num_inference_steps": 2, "output_type": "np"}, ("transformer",))
+
+
+@family
+def PixArtAlphaPipeline():
+    pipe = ppdiffusers.PixArtAlphaPipeline(
+        None, None, parts.vae(), pixart(), parts.scheduler(DPMSolverMultistepScheduler)
+    )
+    mask = paddle.to_tensor([[1] * (TEXT - 1) + [0]])
+    call = {
+        **embeddings(1, TEXT, HIDDEN),
+        "prompt_attention_mask": mask,
+        "negative_prompt_attention_mask": mask,
+        "negative_prompt": None,
+        "num_inference_steps": 2,
+        "output_type": "np",
+        "use_resolution_binning": False,
+    }
+    return Tiny(pipe, call, ("transformer",))
+
+
+def _sd3(cls):
+    return cls(
+        transformer=sd3(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=parts.vae(shift_factor=0.06),
+        text_encoder=parts.text_encoder_with_projection(),
+        tokenizer=parts.tokenizer(),
+        text_encoder_2=parts.text_encoder_with_projection(),
+        tokenizer_2=parts.tokenizer(),
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
+
+
+@family
+def StableDiffusion3Pipeline():
+    call = {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}
+    return Tiny(_sd3(ppdiffusers.StableDiffusion3Pipeline), call, ("transformer",))
+
+
+@family
+def StableDiffusion3Img2ImgPipeline():
+    call = {"prompt": "a red fox", "image": parts.image(), "num_inference_steps": 2, "output_type": "np"}
+    return Tiny(_sd3(ppdiffusers.StableDiffusion3Img2ImgPipeline), call, ("transformer",))
+
+
+@family
+def VQDiffusionPipeline():
+    codes = 16
+    transformer = Transformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=HIDDEN // 2,
+        num_layers=2,
+        cross_attention_dim=HIDDEN,
+        attention_bias=True,
+        sample_size=8,
+        num_vector_embeds=codes + 1,
+        activation_fn="geglu-approximate",
+        norm_type="ada_norm",
+        num_embeds_ada_norm=100,
+    )
+    pipe = ppdiffusers.VQDiffusionPipeline(
+        vqvae=parts.ready(VQModel(block_out_channels=(32,), num_vq_embeddings=codes, vq_embed_dim=3)),
+        text_encoder=parts.text_encoder(),
+        tokenizer=parts.tokenizer(),
+        transformer=parts.ready(transformer),
+        scheduler=VQDiffusionScheduler(num_vec_classes=codes + 1),
+        learned_classifier_free_sampling_embeddings=LearnedClassifierFreeSamplingEmbeddings(learnable=False),
+    )
+    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ("transformer",))
+
+
+@family
+def LDMTextToImageUViTPipeline():
+    unet = UViTT2IModel(
+        sample_size=8,
+        in_channels=4,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=HIDDEN // 2,
+        clip_dim=HIDDEN,
+        num_text_tokens=24,
+    )
+    pipe = ppdiffusers.LDMTextToImageUViTPipeline(
+        vqvae=parts.vae(),
+        text_encoder=parts.text_encoder(),
+        tokenizer=parts.tokenizer(),
+        unet=parts.ready(unet),
+        scheduler=parts.scheduler(),
+    )
+    call = {"prompt": "a red fox", "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np"}
+    return Tiny(pipe, call, ())
+
+
+@family
+def UniDiffuserPipeline():
+    unet = UniDiffuserModel(
+        text_dim=HIDDEN,
+        clip_img_dim=HIDDEN,
+        num_text_tokens=24,
+        num_attention_heads=2,
+        attention_head_dim=HIDDEN // 2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        sample_size=16,
+        patch_size=2,
+        norm_type="layer_norm",
+    )
+    decoder = UniDiffuserTextDecoder(
+        24, HIDDEN, HIDDEN, vocab_size=64, n_positions=32, n_embd=HIDDEN, n_layer=1, n_head=2
+    )
+    pipe = ppdiffusers.UniDiffuserPipeline(
+        vae=parts.vae(),
+        text_encoder=parts.text_encoder(),
+        image_encoder=parts.image_encoder(),
+        image_processor=parts.image_processor(),
+        clip_tokenizer=parts.tokenizer(),
+        text_decoder=parts.ready(decoder),
+        text_tokenizer=None,
+        unet=parts.ready(unet),
+        scheduler=parts.scheduler(DPMSolverMultistepScheduler),
+    )
+    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ())
