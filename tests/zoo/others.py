@@ -1,0 +1,163 @@
+"""Pipelines that are neither Stable Diffusion nor a transformer alone: older, unconditional, audio, priors."""
+
+import inspect
+from types import SimpleNamespace
+
+import paddle
+import ppdiffusers
+from paddle import nn
+from paddlenlp.transformers import ClapTextConfig, ClapTextModelWithProjection
+from ppdiffusers import AudioLDM2UNet2DConditionModel
+from ppdiffusers.pipelines.latent_diffusion.pipeline_latent_diffusion import LDMBertConfig, LDMBertModel
+from ppdiffusers.pipelines.versatile_diffusion.modeling_text_unet import UNetFlatConditionModel
+
+from . import parts
+from .base import Tiny, family
+from .noise import embeddings, noise
+
+HIDDEN = parts.HIDDEN
+TEXT = 6  # text tokens where a call hands over embeddings
+
+
+# Text to image
+
+
+@family
+def LDMTextToImagePipeline():
+    config = LDMBertConfig(
+        vocab_size=2048, encoder_layers=1, encoder_ffn_dim=64, encoder_attention_heads=2, head_dim=16, d_model=HIDDEN
+    )
+    pipe = ppdiffusers.LDMTextToImagePipeline(
+        parts.vae(), parts.ready(LDMBertModel(config)), parts.tokenizer(), parts.unet(), parts.scheduler()
+    )
+    call = {"prompt": "a red fox", "height": 128, "width": 128, "num_inference_steps": 2, "output_type": "np"}
+    return Tiny(pipe, {**call, "guidance_scale": 2.0}, ("unet",))
+
+
+@family
+def SemanticStableDiffusionPipeline():
+    """Without an editing_prompt: with one, ppdiffusers 0.29 fails (`paddle.Tensor` of a list)."""
+    pipe = ppdiffusers.SemanticStableDiffusionPipeline(**parts.stable_diffusion())
+    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ("unet",))
+
+
+def _versatile(cls):
+    """Versatile Diffusion: a UNet for images whose attention is exchanged for, or mixed with, a text UNet's."""
+    made = {
+        "tokenizer": parts.tokenizer,
+        "image_feature_extractor": parts.image_processor,
+        "text_encoder": parts.text_encoder_with_projection,
+        "image_encoder": parts.image_encoder,
+        "image_unet": parts.unet,
+        "text_unet": text_unet,
+        "vae": parts.vae,
+        "scheduler": parts.scheduler,
+    }
+    return cls(**{name: made[name]() for name in inspect.signature(cls).parameters})
+
+
+def text_unet():
+    """A UNet over text, as a feature map of 1×1 pixels; only its attention layers are used here."""
+    types = {
+        "down_block_types": ("CrossAttnDownBlockFlat", "CrossAttnDownBlockFlat"),
+        "up_block_types": ("CrossAttnUpBlockFlat", "CrossAttnUpBlockFlat"),
+        "mid_block_type": "UNetMidBlockFlatCrossAttn",
+    }
+    return parts.ready(UNetFlatConditionModel(**{**parts.UNET, "sample_size": None, **types}))
+
+
+@family
+def VersatileDiffusionTextToImagePipeline():
+    pipe = _versatile(ppdiffusers.VersatileDiffusionTextToImagePipeline)
+    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ("image_unet",))
+
+
+@family
+def VersatileDiffusionImageVariationPipeline():
+    pipe = _versatile(ppdiffusers.VersatileDiffusionImageVariationPipeline)
+    return Tiny(pipe, {"image": parts.image(), "num_inference_steps": 2, "output_type": "np"}, ("image_unet",))
+
+
+@family
+def VersatileDiffusionDualGuidedPipeline():
+    pipe = _versatile(ppdiffusers.VersatileDiffusionDualGuidedPipeline)
+    call = {"prompt": "a red fox", "image": parts.image(), "num_inference_steps": 2, "output_type": "np"}
+    return Tiny(pipe, call, ("image_unet",))
+
+
+# Audio
+
+
+class Vocoder(nn.Layer):
+    """Stands for the model that turns a spectrogram into sound."""
+
+    config = SimpleNamespace(model_in_dim=32, upsample_rates=[2], sampling_rate=100)
+
+    def forward(self, spectrogram):
+        return spectrogram[:, :, :2].flatten(1)
+
+
+def _latent_audio(**changes):
+    """AudioLDM's UNet, which hears of the text only as a class; both of a block's attentions look at the pixels."""
+    settings = {
+        "cross_attention_dim": parts.UNET["block_out_channels"],
+        "class_embed_type": "simple_projection",
+        "projection_class_embeddings_input_dim": HIDDEN,
+        "class_embeddings_concat": True,
+    }
+    config = ClapTextConfig(
+        vocab_size=64, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    return {
+        "vae": parts.vae(in_channels=1, out_channels=1),
+        "text_encoder": parts.ready(ClapTextModelWithProjection(config)),
+        "tokenizer": parts.tokenizer(),
+        "unet": parts.unet(**settings),
+        "scheduler": parts.scheduler(),
+        "vocoder": Vocoder(),
+        **changes,
+    }
+
+
+@family
+def AudioLDMPipeline():
+    call = {**embeddings(1, HIDDEN), "num_inference_steps": 2}
+    return Tiny(ppdiffusers.AudioLDMPipeline(**_latent_audio()), call, ("unet",), "audios")
+
+
+@family
+def MusicLDMPipeline():
+    call = {**embeddings(1, HIDDEN), "num_inference_steps": 2}
+    return Tiny(ppdiffusers.MusicLDMPipeline(**_latent_audio(feature_extractor=None)), call, ("unet",), "audios")
+
+
+@family
+def AudioLDM2Pipeline():
+    """Its UNet has three transformers in a row: over the pixels alone, over one text, over the other."""
+    unet = AudioLDM2UNet2DConditionModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=((None, HIDDEN, 24),) * 2,
+        attention_head_dim=2,
+    )
+    more = {
+        "unet": parts.ready(unet),
+        "text_encoder_2": parts.text_encoder(),
+        "projection_model": None,
+        "language_model": parts.text_encoder(),
+        "tokenizer_2": None,
+        "feature_extractor": None,
+    }
+    mask = paddle.ones([1, TEXT], dtype="int64")
+    call = {
+        **embeddings(1, TEXT, 24),
+        "generated_prompt_embeds": noise(1, 8, HIDDEN, seed=3),
+        "negative_generated_prompt_embeds": noise(1, 8, HIDDEN, seed=4),
+        "attention_mask": mask,
+        "negative_attention_mask": mask,
+        "num_inference_steps": 2,
+    }
+    return Tiny(ppdiffusers.AudioLDM2Pipeline(**_latent_audio(**more)), call, ("unet",), "audios")
