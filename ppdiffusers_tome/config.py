@@ -8,6 +8,7 @@ from typing import Any
 from .errors import ToMeConfigError
 
 LEVELS = (1, 2, 4, 8)
+LAYERS = ("attn", "crossattn", "mlp")  # what the `merge_…` settings stand for
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,9 @@ class ToMeConfig:
     Args:
         ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy). 0.5 halves them; 0 merges nothing.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d where its tokens are latent
-            pixels downsampled d times along each axis. 1 merges the shallowest level alone, 8 all.
+            pixels downsampled d times along each axis. None, the default, is the shallowest level that a model has
+            attention at: 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all tokens lie on one
+            grid, which is level 1 whatever the patch size, so there this setting changes nothing.
         sx: width of a cell, in tokens, >= 1. Each sx×sy cell keeps one dst token.
         sy: height of a cell, in tokens, >= 1.
         use_rand: draw the dst token of each cell at random; otherwise it is the cell's first (top left) token.
@@ -32,7 +35,8 @@ class ToMeConfig:
             names the argument, the value and what is allowed.
 
     Source: names and meanings are tomesd's (Bolya & Hoffman 2023, arXiv:2303.17604). Differs from it in: `seed` is
-    new, and a ratio above the maximum is an error here, where tomesd silently lowers it.
+    new, a ratio above the maximum is an error here, where tomesd silently lowers it, and `max_downsample` is 1 by
+    default there, which merges nothing in SDXL.
 
     Example:
         >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
@@ -40,7 +44,7 @@ class ToMeConfig:
     """
 
     ratio: float = 0.5
-    max_downsample: int = 1
+    max_downsample: int | None = None
     sx: int = 2
     sy: int = 2
     use_rand: bool = True
@@ -58,7 +62,7 @@ class ToMeConfig:
             )
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
         checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"])
-        checked["max_downsample"] = _level(self.max_downsample)
+        checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
         checked["seed"] = None if self.seed is None else _seed(self.seed)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -109,7 +113,10 @@ def _count(name: str, value: Any) -> int:
 def _level(value: Any) -> int:
     number = _integer(value)
     if number not in LEVELS:
-        raise ToMeConfigError(f"max_downsample={value!r} is not allowed: it must be 1, 2, 4 or 8.")
+        raise ToMeConfigError(
+            f"max_downsample={value!r} is not allowed: it must be 1, 2, 4 or 8, or None for the shallowest level "
+            "with attention."
+        )
     return number
 
 

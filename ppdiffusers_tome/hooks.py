@@ -1,11 +1,11 @@
 """The hooks that merge: what happens in a forward pass, and where its data lives.
 
-The data of one pass flows one way. The pre-hook of a Transformer2DModel reads the token grid; the pre-hook of each
-block inside it builds the plan from the block's input; the pre- and post-hooks of the block's attention and
-feed-forward layers merge and unmerge by that plan.
+The data of one pass flows one way. The pre-hook of a transformer, or of its patch embedding, reads the token grid; the
+pre-hook of each block opens a call, whose plan is built from the block's input; the hooks of the block's layers merge
+and unmerge by that plan.
 
-A plan is owned by the arguments of the block's call: the pre-hook returns them as a tuple that carries the plan, which
-lives as long as the call does, also when the call ends in an exception. All else holds weak references, one per
+A call is owned by the arguments of the block's forward: the pre-hook returns them as a tuple that carries the call,
+which lives as long as the forward does, also when that ends in an exception. All else holds weak references, one per
 thread. All state hangs on the hooks, so a deep copy of a model has its own.
 """
 
@@ -36,10 +36,16 @@ class _PerThread(threading.local):
         return type(self), ()
 
 
-class _Arguments(tuple):
-    """The positional arguments of one call, with the plan that the call owns."""
+class _Call:
+    """One forward of a block."""
 
-    plan: MergePlan
+    plan: MergePlan | None = None  # None where nothing merges
+
+
+class _Arguments(tuple):
+    """The positional arguments of a block's forward, which own its call."""
+
+    call: _Call
 
 
 def _first(layer: nn.Layer, inputs: tuple) -> paddle.Tensor:
@@ -54,7 +60,7 @@ class ToMeHook:
 
 
 class GridHook(ToMeHook):
-    """Pre-hook of a Transformer2DModel: read the token grid, and draw this pass's seed where none is given.
+    """Pre-hook of a transformer or its stem: read the token grid, and draw this pass's seed where none is given.
 
     What it notes is a few integers, which stay until the next pass: gradient checkpointing runs the blocks again, by
     themselves, after the pass is over.
@@ -64,10 +70,10 @@ class GridHook(ToMeHook):
         self.config = config
         self._thread = _PerThread()
 
-    def __call__(self, transformer: nn.Layer, inputs: tuple) -> None:
+    def __call__(self, grid_layer: nn.Layer, inputs: tuple) -> None:
         fresh = self.config.use_rand and self.config.seed is None
         self._thread.seed = np.random.SeedSequence().entropy if fresh else self.config.seed
-        self._thread.grid = token_grid(transformer, _first(transformer, inputs))
+        self._thread.grid = token_grid(grid_layer, _first(grid_layer, inputs))
 
     def grid(self, tokens: int) -> Grid:
         """The grid of this thread's current pass, which must have so many tokens."""
@@ -75,8 +81,7 @@ class GridHook(ToMeHook):
         if grid is None or grid.tokens != tokens:
             seen = "no feature map was seen" if grid is None else f"the feature map was {grid.h}×{grid.w}"
             raise ToMePassError(
-                f"a block got {tokens} tokens but {seen}: call it through its Transformer2DModel, "
-                "or remove_tome() first."
+                f"a block got {tokens} tokens but {seen}: call it through its model, or remove_tome() first."
             )
         return grid
 
@@ -85,8 +90,8 @@ class GridHook(ToMeHook):
         return (self._thread.seed, block) if self.config.use_rand else None
 
 
-class PlanHook(ToMeHook):
-    """Pre-hook of a transformer block: build the plan from the block's input, once for all layers that merge in it."""
+class CallHook(ToMeHook):
+    """Pre-hook of a transformer block: open the call that all hooks of the block share."""
 
     def __init__(self, config: ToMeConfig, grid_hook: GridHook, index: int) -> None:
         self.config = config
@@ -94,65 +99,117 @@ class PlanHook(ToMeHook):
         self._index = index
         self._thread = _PerThread()
 
-    def __call__(self, block: nn.Layer, inputs: tuple) -> _Arguments | None:
-        self._thread.plan = None
+    def __call__(self, block: nn.Layer, inputs: tuple) -> _Arguments:
         if self.config.merge_mlp and is_chunked(block):
+            self.forget()
             raise ToMeConfigError(CHUNKED)
-        metric, config = _first(block, inputs), self.config
-        grid = self._grid_hook.grid(metric.shape[1])
-        removed = count_removed(grid, config)
-        if removed == 0:
-            return None
         arguments = _Arguments(inputs)
-        random_key = self._grid_hook.random_key(self._index)
-        arguments.plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key)
-        self._thread.plan = weakref.ref(arguments.plan)
+        arguments.call = _Call()
+        self._thread.call = weakref.ref(arguments.call)
         return arguments
 
-    def current(self) -> MergePlan | None:
-        """The plan of the block's call that is running in this thread; None where nothing merges."""
-        reference = getattr(self._thread, "plan", None)
+    def plan_by(self, metric: paddle.Tensor) -> None:
+        """Decide which tokens merge in the call that is running in this thread, from the block's input [B, N, C]."""
+        call = self._running()
+        if call is None:
+            return
+        grid = self._grid_hook.grid(metric.shape[1])
+        removed = count_removed(grid, self.config)
+        if removed:
+            random_key = self._grid_hook.random_key(self._index)
+            call.plan = match_tokens(metric, grid, removed, self.config.sx, self.config.sy, random_key)
+
+    def plan(self) -> MergePlan | None:
+        """The plan of the call that is running in this thread; None where nothing merges."""
+        call = self._running()
+        return None if call is None else call.plan
+
+    def forget(self) -> None:
+        """The block's forward is over: from here on a direct call of one of its layers merges nothing."""
+        self._thread.call = None
+
+    def _running(self) -> _Call | None:
+        reference = getattr(self._thread, "call", None)
         if reference is None:
             return None
-        plan = reference()
-        if plan is None:
+        call = reference()
+        if call is None:
             raise ToMePassError(
                 "the plan of this block is gone: a forward pre-hook registered after apply_tome() replaced the "
                 "block's arguments, or the layer was called outside its block. Register such hooks before "
                 "apply_tome()."
             )
-        return plan
-
-    def forget(self) -> None:
-        """The block's call is over: from here on a direct call of one of its layers merges nothing."""
-        self._thread.plan = None
+        return call
 
 
 class BlockHook(ToMeHook):
-    """Base class of the hooks that follow the plan of one block."""
+    """Base class of the hooks that share the call of one block."""
 
-    def __init__(self, plan_hook: PlanHook) -> None:
-        self._plan_hook = plan_hook
+    def __init__(self, call_hook: CallHook) -> None:
+        self._call_hook = call_hook
+
+
+class PlanHook(BlockHook):
+    """Pre-hook of the layer that gets the block's input by position: build the plan from it, once for all layers.
+
+    That layer is the block itself, or in SD3, whose blocks are called by keyword alone, the block's first norm.
+    """
+
+    def __call__(self, layer: nn.Layer, inputs: tuple) -> None:
+        self._call_hook.plan_by(_first(layer, inputs))
 
 
 class FinishHook(BlockHook):
-    """Post-hook of a transformer block: its call is over."""
+    """Post-hook of a transformer block: its forward is over."""
 
     def __call__(self, block: nn.Layer, inputs: tuple, outputs: Any) -> None:
-        self._plan_hook.forget()
+        self._call_hook.forget()
 
 
 class MergeHook(BlockHook):
     """Pre-hook of a layer that runs on merged tokens."""
 
     def __call__(self, layer: nn.Layer, inputs: tuple) -> tuple | None:
-        plan = self._plan_hook.current()
+        plan = self._call_hook.plan()
         return None if plan is None else (merge(_first(layer, inputs), plan), *inputs[1:])
 
 
-class UnmergeHook(BlockHook):
-    """Post-hook of a layer that runs on merged tokens."""
+class MergeOutputHook(BlockHook):
+    """Post-hook of the layer before one that is called by keyword alone: merge the first of its outputs."""
 
-    def __call__(self, layer: nn.Layer, inputs: tuple, outputs: paddle.Tensor) -> paddle.Tensor | None:
-        plan = self._plan_hook.current()
-        return None if plan is None else unmerge(outputs, plan)
+    def __call__(self, layer: nn.Layer, inputs: tuple, outputs: tuple) -> tuple | None:
+        plan = self._call_hook.plan()
+        return None if plan is None else (merge(outputs[0], plan), *outputs[1:])
+
+
+class UnmergeHook(BlockHook):
+    """Post-hook of a layer that runs on merged tokens; of a joint attention's two outputs the text comes second."""
+
+    def __call__(self, layer: nn.Layer, inputs: tuple, outputs: Any) -> Any:
+        plan = self._call_hook.plan()
+        if plan is None:
+            return None
+        return (unmerge(outputs[0], plan), *outputs[1:]) if isinstance(outputs, tuple) else unmerge(outputs, plan)
+
+
+class MaskGuard(BlockHook):
+    """Stands before `prepare_attention_mask` of an attention layer: refuse a mask over tokens that are merged.
+
+    Masks come by keyword, which Paddle's hooks do not see, and every attention processor hands them to that method.
+    """
+
+    def __init__(self, call_hook: CallHook, attention: nn.Layer) -> None:
+        super().__init__(call_hook)
+        self._attention = attention
+
+    def __call__(self, attention_mask: paddle.Tensor | None, target_length: int, *args: Any, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.shape[-1] != target_length:
+            plan = self._call_hook.plan()
+            if plan is not None:
+                raise ToMePassError(
+                    f"attention_mask has shape {list(attention_mask.shape)} but attention sees {target_length} of "
+                    f"{plan.tokens} tokens, the others being merged, and a mean of masked and other tokens has no "
+                    "mask: call without attention_mask, or remove_tome() first."
+                )
+        attention = self._attention
+        return type(attention).prepare_attention_mask(attention, attention_mask, target_length, *args, **kwargs)

@@ -7,8 +7,9 @@ Norms, activations and additions are not.
 from paddle import nn
 
 from .config import ToMeConfig
+from .levels import grid_at, level_of
 from .matching import Grid, count_dst, count_removed
-from .models import MergeableBlock, find_blocks, grid_at, level_of
+from .models import MergeableBlock, find_blocks
 from .patch import merging_layers
 
 
@@ -61,14 +62,14 @@ def saved_macs(found: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
 
 def _layer_macs(found: MergeableBlock, name: str, tokens: int, text: int) -> int:
     """MACs of a block's "attn", "crossattn" or "mlp" on so many tokens."""
-    layer = found.sublayers[name]
-    context = text if name == "crossattn" or (name == "attn" and found.block.only_cross_attention) else tokens
+    context = text if name == "crossattn" else tokens
     total = 0
-    for path, part in layer.named_sublayers():
-        if isinstance(part, nn.Linear):
-            total += _weights(part) * (context if path.split(".")[0] in ("to_k", "to_v") else tokens)
-    if name != "mlp":
-        total += 2 * tokens * context * layer.to_q.weight.shape[1]
+    for layer in found.sublayers[name]:
+        for path, part in layer.named_sublayers():
+            if isinstance(part, nn.Linear):
+                total += _weights(part) * (context if path.split(".")[0] in ("to_k", "to_v") else tokens)
+        if name != "mlp":
+            total += 2 * tokens * context * layer.to_q.weight.shape[1]
     return total
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
 
 from .config import ToMeConfig
+from .errors import ToMeConfigError
 from .patch import attach, attached, detach, restore
 from .summary import ToMeSummary, summarize
 
@@ -18,7 +20,7 @@ def apply_tome(
     target: PipelineOrModel,
     ratio: float = 0.5,
     *,
-    max_downsample: int = 1,
+    max_downsample: int | None = None,
     sx: int = 2,
     sy: int = 2,
     use_rand: bool = True,
@@ -26,21 +28,26 @@ def apply_tome(
     merge_attn: bool = True,
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
+    controlnet: bool | float = True,
 ) -> PipelineOrModel:
-    """Merge similar tokens in a pipeline's UNet and ControlNets, or in one model; again, to replace the settings.
+    """Merge similar tokens in a pipeline's denoisers, or in one model; again, to replace the settings.
 
     Args:
-        target: a ppdiffusers pipeline, or a model such as `pipe.unet`.
+        target: a ppdiffusers pipeline, or a model such as `pipe.unet`. UNets (also those of video models, frame by
+            frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt and SD3 transformers merge.
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy), the main knob. More is faster and less
             like the plain picture.
-        max_downsample: deepest level that merges: 1, 2, 4 or 8. Level d has latent pixels / d tokens per side.
+        max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None
+            for the shallowest level that each model has attention at: 1 in Stable Diffusion, 2 in SDXL. The tokens
+            of a DiT, PixArt or SD3 transformer all lie on one grid, so there it changes nothing.
         sx, sy: width and height, in tokens, of the cells that keep one dst token each.
         use_rand: draw each cell's dst token at random, or take the cell's first.
         seed: what the random choice comes from: an int for the same in every pass, None for a fresh one in each. It
             neither reads nor advances any global random state.
-        merge_attn: merge around self-attention.
+        merge_attn: merge around self-attention; in SD3 the image tokens of the joint attention, never the text.
         merge_crossattn: merge around cross-attention.
         merge_mlp: merge around the feed-forward layers; not together with `enable_forward_chunking()`.
+        controlnet: True to merge in ControlNets as in the rest, False to leave them plain, or a ratio of their own.
 
     Returns:
         target itself.
@@ -54,7 +61,7 @@ def apply_tome(
     Example:
         >>> image = pipe.apply_tome(ratio=0.5)("a 3d render of fox").images[0]
     """
-    config = ToMeConfig(
+    common = ToMeConfig(
         ratio=ratio,
         max_downsample=max_downsample,
         sx=sx,
@@ -65,8 +72,18 @@ def apply_tome(
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
     )
-    attach(target, config)
+    attach(target, common, _for_controlnets(common, controlnet))
     return target
+
+
+def _for_controlnets(common: ToMeConfig, controlnet: bool | float) -> ToMeConfig | None:
+    if isinstance(controlnet, bool):
+        return common if controlnet else None
+    try:
+        return replace(common, ratio=controlnet)
+    except ToMeConfigError as error:
+        allowed = "it must be True, False or a ratio"
+        raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None
 
 
 def remove_tome(target: PipelineOrModel) -> PipelineOrModel:

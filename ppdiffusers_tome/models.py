@@ -6,31 +6,47 @@ from typing import Any
 
 import paddle
 from paddle import nn
-from ppdiffusers import ControlNetModel, DiffusionPipeline, UNet2DConditionModel
-from ppdiffusers.models.attention import BasicTransformerBlock
+from ppdiffusers import ControlNetModel, DiffusionPipeline, SD3Transformer2DModel, UNet2DConditionModel
+from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed
 from ppdiffusers.models.transformer_2d import Transformer2DModel
+from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
+from ppdiffusers.pipelines.versatile_diffusion.modeling_text_unet import UNetFlatConditionModel
 
 from .errors import ToMeConfigError, ToMePassError
+from .levels import grid_at, level_of
 from .matching import Grid
 
-LOOKED_FOR = "BasicTransformerBlock inside a Transformer2DModel over [B, C, H, W] latents, in a UNet or ControlNet"
+LOOKED_FOR = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
 
 
 @dataclass(frozen=True)
 class MergeableBlock:
-    """A transformer block whose tokens are the pixels of a feature map."""
+    """A transformer block whose tokens are the pixels, or patches, of a feature map."""
 
     path: str  # in its denoiser, e.g. "down_blocks.0.attentions.0.transformer_blocks.0"
     index: int  # position among all such blocks of its denoiser, whatever their level
     level: int  # downsample factor of the feature map: tokens per side = latent pixels per side / level
-    transformer: nn.Layer  # the Transformer2DModel around it, which sees the feature map
+    grid_layer: nn.Layer  # the layer whose input shows the token grid: the transformer around the block, or its stem
     block: nn.Layer
 
     @property
-    def sublayers(self) -> dict[str, nn.Layer]:
+    def is_joint(self) -> bool:
+        """Whether text and image tokens attend together, as in SD3; only its image tokens merge."""
+        return isinstance(self.block, JointTransformerBlock)
+
+    @property
+    def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
         """The layers that can run on merged tokens, under the names of the `merge_…` settings."""
-        found = {"attn": self.block.attn1, "crossattn": self.block.attn2, "mlp": self.block.ff}
-        return {name: layer for name, layer in found.items() if layer is not None}
+        block = self.block
+        if self.is_joint:
+            return {"attn": (block.attn,), "mlp": (block.ff,)}
+        if block.only_cross_attention:  # as in Stable Diffusion's upscaler: attn1 looks at the text too
+            found = {"attn": (), "crossattn": (block.attn1, block.attn2), "mlp": (block.ff,)}
+        else:
+            found = {"attn": (block.attn1,), "crossattn": (block.attn2,), "mlp": (block.ff,)}
+        present = {name: tuple(layer for layer in layers if layer is not None) for name, layers in found.items()}
+        return {name: layers for name, layers in present.items() if layers}
 
 
 def is_chunked(block: nn.Layer) -> bool:
@@ -38,8 +54,8 @@ def is_chunked(block: nn.Layer) -> bool:
     return block._chunk_size is not None
 
 
-def components(target: Any) -> dict[str, nn.Layer]:
-    """The layers of a pipeline by name, or the one model under the name of its class.
+def parts(target: Any) -> dict[str, Any]:
+    """What a pipeline is made of, by name, or the one model under the name of its class.
 
     Raises:
         ToMeConfigError: target is neither a ppdiffusers pipeline nor a model.
@@ -51,19 +67,23 @@ def components(target: Any) -> dict[str, nn.Layer]:
             f"token merging applies to a ppdiffusers pipeline or model, not to {type(target).__name__!r}: "
             "pass pipe or pipe.unet."
         )
-    found: dict[str, nn.Layer] = {}
+    found: dict[str, Any] = {}
     for name, component in target.components.items():
-        parts = component if isinstance(component, (list, tuple)) else [component]
-        layers = [part for part in parts if isinstance(part, nn.Layer)]
-        found.update({name if len(layers) == 1 else f"{name}[{i}]": layer for i, layer in enumerate(layers)})
+        several = isinstance(component, (list, tuple))
+        found.update({f"{name}[{i}]": part for i, part in enumerate(component)} if several else {name: component})
     return found
 
 
+def components(target: Any) -> dict[str, nn.Layer]:
+    """The layers among the `parts` of a pipeline or model; raises as `parts` does."""
+    return {name: part for name, part in parts(target).items() if isinstance(part, nn.Layer)}
+
+
 def denoisers(target: Any) -> dict[str, nn.Layer]:
-    """The models of a pipeline (or within a model) that have blocks to merge: UNets and ControlNets, by name.
+    """The models of a pipeline (or within a model) that have blocks to merge, by name: UNets, ControlNets, DiTs.
 
     Raises:
-        ToMeConfigError: as `components`.
+        ToMeConfigError: as `parts`.
     """
     found: dict[str, nn.Layer] = {}
     for name, component in components(target).items():
@@ -73,68 +93,86 @@ def denoisers(target: Any) -> dict[str, nn.Layer]:
         for path, layer in component.named_sublayers(include_self=True):
             if inside is not None and path.startswith(inside):
                 continue
-            if hasattr(layer, "down_blocks") and next(_transformers(layer), None) is not None:
+            if _is_denoiser(layer):
                 found[f"{name}.{path}" if path else name] = layer
                 inside = f"{path}." if path else ""
     return found
 
 
+def _is_denoiser(layer: nn.Layer) -> bool:
+    if isinstance(layer, UNetFlatConditionModel):  # Versatile Diffusion's text UNet: its tokens are no pixels
+        return False
+    if hasattr(layer, "down_blocks"):
+        return next(_transformers(layer), None) is not None
+    return _stem(layer) not in (None, layer) and not layer.inference_optimize
+
+
 def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
-    """All blocks of a UNet or ControlNet that could merge, in the order of its layers, at every level."""
+    """All blocks of a denoiser that could merge, in the order of its layers, at every level."""
     found: list[MergeableBlock] = []
-    for path, transformer in _transformers(denoiser):
+    for path, transformer, grid_layer in _transformers(denoiser):
         for i, block in enumerate(transformer.transformer_blocks):
-            if isinstance(block, BasicTransformerBlock):
-                block_path = f"{path}.transformer_blocks.{i}"
-                found.append(MergeableBlock(block_path, len(found), level_of(denoiser, path), transformer, block))
+            if isinstance(block, (BasicTransformerBlock, JointTransformerBlock)):
+                block_path = f"{path}.transformer_blocks.{i}".lstrip(".")
+                found.append(MergeableBlock(block_path, len(found), level_of(denoiser, path), grid_layer, block))
     return found
 
 
-def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer]]:
-    for path, layer in denoiser.named_sublayers():
-        if isinstance(layer, Transformer2DModel) and layer.is_input_continuous:
-            yield path, layer
+def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer]]:
+    """Path, layer and stem of each transformer over pixels; INFERENCE_OPTIMIZE replaces the blocks by fused ones."""
+    for path, layer in denoiser.named_sublayers(include_self=True):
+        stem = _stem(layer)
+        if stem is not None and not getattr(layer, "inference_optimize", False):
+            yield path, layer, stem
 
 
-def level_of(denoiser: nn.Layer, path: str) -> int:
-    """The level of a layer's input in a UNet or ControlNet, read off its path and the samplers that come before it."""
-    stage, _, rest = path.partition(".")
-    entries, exits = [], [1]  # the level at which each down block begins, and the level after it
-    for block in denoiser.down_blocks:
-        entries.append(exits[-1])
-        exits.append(exits[-1] * (2 if block.downsamplers is not None else 1))
-    if stage == "down_blocks":
-        return entries[int(rest.partition(".")[0])]
-    if stage == "controlnet_down_blocks":  # one 1×1 convolution per residual that the ControlNet hands over
-        levels = [1]
-        for block, entry, exit_ in zip(denoiser.down_blocks, entries, exits[1:], strict=True):
-            levels += [entry] * len(block.resnets) + ([exit_] if block.downsamplers is not None else [])
-        return levels[int(rest.partition(".")[0])]
-    if stage in ("mid_block", "controlnet_mid_block"):
-        return exits[-1]
-    if stage != "up_blocks":
-        return 1
-    position = int(rest.partition(".")[0])
-    before = [block for block in list(denoiser.up_blocks)[:position] if block.upsamplers is not None]
-    return exits[-1] >> (len(before) + (".upsamplers." in path))  # an upsampler convolves what it has enlarged
+def _stem(layer: nn.Layer) -> nn.Layer | None:
+    """The layer whose input shows the token grid of a transformer over pixels; None where `layer` is no such thing."""
+    if isinstance(layer, SD3Transformer2DModel):
+        return layer.pos_embed
+    if isinstance(layer, Transformer2DModel):
+        if layer.is_input_continuous:
+            return layer
+        return layer.pos_embed if layer.is_input_patches else layer.latent_image_embedding
+    return layer if isinstance(layer, TransformerSpatioTemporalModel) else None
 
 
-def token_grid(transformer: nn.Layer, x: paddle.Tensor) -> Grid:
-    """The grid of the tokens that a Transformer2DModel makes of its input.
+def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
+    """The grid of the tokens that a transformer makes of the input of its `grid_layer`.
 
     Raises:
         ToMePassError: x is no feature map, or its height and width are not known (an export with dynamic sizes).
     """
-    if x.ndim != 4:
+    if isinstance(grid_layer, ImagePositionalEmbeddings):  # [B, h·w] indices of a fixed grid, as in VQ-Diffusion
+        return Grid(grid_layer.height, grid_layer.width)
+    if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W]: its F frames are then taken for images
         raise ToMePassError(
-            f"{type(transformer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
+            f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
         )
-    h, w = x.shape[2:] if transformer.data_format == "NCHW" else x.shape[1:3]
+    channels_last = getattr(grid_layer, "data_format", "NCHW") != "NCHW"
+    h, w = x.shape[1:3] if channels_last else x.shape[-2:]
     if h < 0 or w < 0:
         raise ToMePassError(
-            f"{type(transformer).__name__} got {list(x.shape)}: merging needs a fixed height and width."
+            f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a fixed height and width."
         )
-    return Grid(h, w)
+    return _in_patches(grid_layer, Grid(h, w))
+
+
+def block_grid(found: MergeableBlock, latent: Grid) -> Grid:
+    """The token grid of a block on latents of a size."""
+    if isinstance(found.grid_layer, ImagePositionalEmbeddings):
+        return Grid(found.grid_layer.height, found.grid_layer.width)
+    return _in_patches(found.grid_layer, grid_at(latent, found.level))
+
+
+def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
+    patch = grid_layer.patch_size if isinstance(grid_layer, PatchEmbed) else 1
+    return Grid(grid.h // patch, grid.w // patch)
+
+
+def is_controlnet(denoiser: nn.Layer) -> bool:
+    """Whether a model is a ControlNet, which `apply_tome(controlnet=…)` can treat apart."""
+    return isinstance(denoiser, ControlNetModel)
 
 
 def is_countable(denoiser: nn.Layer) -> bool:
@@ -148,14 +186,6 @@ def latent_grid(denoiser: nn.Layer) -> Grid | None:
     if size is None:
         return None
     return Grid(size, size) if isinstance(size, int) else Grid(*size)
-
-
-def grid_at(latent: Grid, level: int) -> Grid:
-    """The grid at a level: each halving rounds up, as a stride-2 convolution does."""
-    h, w = latent
-    while level > 1:
-        h, w, level = -(-h // 2), -(-w // 2), level // 2
-    return Grid(h, w)
 
 
 def vae_factor(pipe: DiffusionPipeline) -> int:

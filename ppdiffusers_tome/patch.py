@@ -8,10 +8,31 @@ from typing import Any
 
 from paddle import nn
 
-from .config import LEVELS, ToMeConfig
+from .config import LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
-from .hooks import CHUNKED, FinishHook, GridHook, MergeHook, PlanHook, ToMeHook, UnmergeHook
-from .models import LOOKED_FOR, MergeableBlock, components, denoisers, find_blocks, is_chunked, remove_builtin
+from .hooks import (
+    CHUNKED,
+    CallHook,
+    FinishHook,
+    GridHook,
+    MaskGuard,
+    MergeHook,
+    MergeOutputHook,
+    PlanHook,
+    ToMeHook,
+    UnmergeHook,
+)
+from .limits import reasons
+from .models import (
+    LOOKED_FOR,
+    MergeableBlock,
+    components,
+    denoisers,
+    find_blocks,
+    is_chunked,
+    is_controlnet,
+    remove_builtin,
+)
 
 
 def attached(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
@@ -19,22 +40,32 @@ def attached(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
     return [(denoiser, config_of(denoiser)) for denoiser in denoisers(target).values()]
 
 
-def attach(target: Any, config: ToMeConfig) -> None:
-    """Merge by this config in every denoiser of a pipeline or model that has blocks for it; replaces what was there.
+def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> None:
+    """Merge in every denoiser of a pipeline or model that has blocks for its config; replaces what was there.
+
+    Args:
+        target: a pipeline or model.
+        config: for every denoiser but ControlNets.
+        controlnet: for ControlNets; None leaves them plain.
 
     Raises:
         ToMeConfigError: target is no pipeline or model, or merge_mlp meets chunked feed-forward layers.
-        NoMergeableLayerError: no block lies at the config's levels. Nothing has changed after any error.
+        NoMergeableLayerError: no block lies at the configs' levels. Nothing has changed after any error.
     """
     before = attached(target)
-    chosen = [found for denoiser, _ in before for found in chosen_blocks(denoiser, config)]
+    chosen: list[tuple[list[MergeableBlock], ToMeConfig]] = []
+    for denoiser, _ in before:
+        its_config = controlnet if is_controlnet(denoiser) else config
+        if its_config is not None and (blocks := chosen_blocks(denoiser, its_config)):
+            chosen.append((blocks, its_config))
     if not chosen:
-        raise NoMergeableLayerError(_nothing_to_merge(target, config))
-    if config.merge_mlp and any(is_chunked(found.block) for found in chosen):
+        raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
+    if config.merge_mlp and any(is_chunked(found.block) for blocks, _ in chosen for found in blocks):
         raise ToMeConfigError(CHUNKED)
     try:
         detach(target)
-        _install(chosen, config)
+        for blocks, its_config in chosen:
+            _install(blocks, its_config)
     except BaseException:
         restore(target, before)
         raise
@@ -48,6 +79,8 @@ def detach(target: Any) -> None:
             for hooks in (layer._forward_pre_hooks, layer._forward_post_hooks):
                 for key in [key for key, hook in hooks.items() if isinstance(hook, ToMeHook)]:
                     del hooks[key]
+            if isinstance(layer.__dict__.get("prepare_attention_mask"), MaskGuard):
+                del layer.prepare_attention_mask
 
 
 def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> None:
@@ -62,47 +95,65 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
     grid_hooks: dict[int, GridHook] = {}
     for found in blocks:
-        grid_hook = grid_hooks.get(id(found.transformer))
+        grid_hook = grid_hooks.get(id(found.grid_layer))
         if grid_hook is None:
-            grid_hook = grid_hooks[id(found.transformer)] = GridHook(config)
-            found.transformer.register_forward_pre_hook(grid_hook)
-        plan_hook = PlanHook(config, grid_hook, found.index)
-        found.block.register_forward_pre_hook(plan_hook)
-        found.block.register_forward_post_hook(FinishHook(plan_hook))
-        for layer in merging_layers(found, config).values():
-            layer.register_forward_pre_hook(MergeHook(plan_hook))
-            layer.register_forward_post_hook(UnmergeHook(plan_hook))
+            grid_hook = grid_hooks[id(found.grid_layer)] = GridHook(config)
+            found.grid_layer.register_forward_pre_hook(grid_hook)
+        call_hook = CallHook(config, grid_hook, found.index)
+        found.block.register_forward_pre_hook(call_hook)
+        found.block.register_forward_post_hook(FinishHook(call_hook))
+        (found.block.norm1 if found.is_joint else found.block).register_forward_pre_hook(PlanHook(call_hook))
+        for name, layers in merging_layers(found, config).items():
+            for layer in layers:
+                if found.is_joint and name == "attn":
+                    found.block.norm1.register_forward_post_hook(MergeOutputHook(call_hook))
+                else:
+                    layer.register_forward_pre_hook(MergeHook(call_hook))
+                layer.register_forward_post_hook(UnmergeHook(call_hook))
+                if name != "mlp":
+                    layer.prepare_attention_mask = MaskGuard(call_hook, layer)
 
 
-def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, nn.Layer]:
-    """The layers of a block that a config merges around: some of "attn", "crossattn" and "mlp"."""
-    return {name: layer for name, layer in block.sublayers.items() if getattr(config, f"merge_{name}")}
+def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:
+    """The layers of a block that a config merges around, under some of "attn", "crossattn" and "mlp"."""
+    return {name: layers for name, layers in block.sublayers.items() if getattr(config, f"merge_{name}")}
 
 
 def chosen_blocks(denoiser: nn.Layer, config: ToMeConfig) -> list[MergeableBlock]:
-    """The blocks of a denoiser that a config merges in."""
-    found = find_blocks(denoiser)
-    return [block for block in found if block.level <= config.max_downsample and merging_layers(block, config)]
+    """The blocks of a denoiser that a config merges in; without max_downsample those at the shallowest level."""
+    found = [block for block in find_blocks(denoiser) if merging_layers(block, config)]
+    deepest = config.max_downsample or min((block.level for block in found), default=1)
+    return [block for block in found if block.level <= deepest]
 
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
     """The config that a denoiser merges by, None where it does not merge."""
     for found in find_blocks(denoiser):
         for hook in found.block._forward_pre_hooks.values():
-            if isinstance(hook, PlanHook):
+            if isinstance(hook, CallHook):
                 return hook.config
     return None
 
 
-def _nothing_to_merge(target: Any, config: ToMeConfig) -> str:
+def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:
+    start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
+    models = denoisers(target)
+    if not models:
+        kinds = {name: type(layer).__name__ for name, layer in components(target).items()}
+        names = ", ".join(name if name == kind else f"{name} ({kind})" for name, kind in kinds.items())
+        why = "".join(f" {reason}" for reason in reasons(target))
+        return f"{start}: looked for {LOOKED_FOR}, and found none in {names or 'a pipeline without models'}.{why}"
+    others = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
+    if not others:
+        return f"{start}, controlnet=False: there is nothing but ControlNets here. Pass controlnet=True."
     levels: dict[int, int] = {}
-    for denoiser in denoisers(target).values():
+    for denoiser in others:
         for found in find_blocks(denoiser):
-            levels[found.level] = levels.get(found.level, 0) + 1
-    start = f"{type(target).__name__} has nothing to merge with {config.describe()}: looked for {LOOKED_FOR}"
+            if merging_layers(found, config):
+                levels[found.level] = levels.get(found.level, 0) + 1
     if not levels:
-        names = ", ".join(f"{name} ({type(layer).__name__})" for name, layer in components(target).items())
-        return f"{start}, and found none in {names or 'a pipeline without models'}."
+        layers = ", ".join(f"merge_{name}" for name in LAYERS if getattr(config, f"merge_{name}"))
+        return f"{start}: none of its blocks has a layer for {layers}."
     seen = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
-    remedy = f"pass max_downsample={min(levels)}" if min(levels) in LEVELS else "no max_downsample reaches them"
-    return f"{start}, at level {config.max_downsample} or less; its blocks lie at {seen}: {remedy}."
+    remedy = "leave max_downsample out" + (f" or pass {min(levels)}" if min(levels) in LEVELS else "")
+    return f"{start}: no block lies at level {config.max_downsample} or less, but at {seen}. To merge there, {remedy}."

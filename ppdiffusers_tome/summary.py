@@ -8,7 +8,7 @@ from ppdiffusers import DiffusionPipeline
 from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
 from .matching import Grid, count_removed
-from .models import denoisers, grid_at, is_countable, latent_grid, text_tokens, vae_factor
+from .models import block_grid, denoisers, is_countable, latent_grid, text_tokens, vae_factor
 from .patch import chosen_blocks, config_of, merging_layers
 
 
@@ -31,6 +31,7 @@ class ToMeSummary:
     settings: dict[str, str]  # denoiser: its config, or "off"
     latent: Grid
     blocks: tuple[BlockSummary, ...]
+    notes: tuple[str, ...]  # one for each denoiser that has no attention at level 1, on what counts as the first
     macs: int | None  # of one pass for one image without merging; None where a model's cannot be counted
     saved: int | None  # of them, with the matching's own cost taken off
 
@@ -41,6 +42,7 @@ class ToMeSummary:
 
     def __str__(self) -> str:
         lines = [f"{name}: {setting}" for name, setting in self.settings.items()]
+        lines += self.notes
         lines.append(f"latents {self.latent.h}×{self.latent.w}")
         if self.blocks:
             width = max(len(f"{b.denoiser}.{b.path}") for b in self.blocks)
@@ -67,20 +69,24 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
         _latent_side("width", width, factor, made_for.w if made_for else None),
     )
     text = text_tokens(target)
-    blocks, saved = [], 0
+    countable = all(is_countable(denoiser) for denoiser in models.values())
+    blocks, notes, saved = [], [], 0
     for name, config in configs.items():
         if config is None:
             continue
-        for found in chosen_blocks(models[name], config):
-            grid, merges = grid_at(latent, found.level), tuple(merging_layers(found, config))
+        chosen = chosen_blocks(models[name], config)
+        if config.max_downsample is None and chosen[0].level > 1:
+            notes.append(f"{name}: no shallower attention than at level {chosen[0].level}, which counts as the first")
+        for found in chosen:
+            grid, merges = block_grid(found, latent), tuple(merging_layers(found, config))
             kept = grid.tokens - count_removed(grid, config)
             blocks.append(BlockSummary(name, found.path, found.level, grid, kept, merges))
-            saved += saved_macs(found, config, latent, text)
-    countable = all(is_countable(denoiser) for denoiser in models.values())
+            saved += saved_macs(found, config, latent, text) if countable else 0
     return ToMeSummary(
         settings={name: config.describe() if config else "off" for name, config in configs.items()},
         latent=latent,
         blocks=tuple(blocks),
+        notes=tuple(notes),
         macs=sum(count_macs(denoiser, latent, text) for denoiser in models.values()) if countable else None,
         saved=saved if countable else None,
     )

@@ -86,15 +86,27 @@ def run(model, **changes):
     return out.sample.numpy()
 
 
+def traces(model):
+    """All that merging could leave on a model: classes, attributes, hooks, parameters."""
+    found = {}
+    for path, layer in model.named_sublayers(include_self=True):
+        attributes = {key for key in layer.__dict__ if key not in ("_forward_pre_hooks", "_forward_post_hooks")}
+        all_hooks = [*layer._forward_pre_hooks.values(), *layer._forward_post_hooks.values()]
+        found[path] = (type(layer), attributes, all_hooks)
+    return found, list(model.state_dict())
+
+
 class Recorder(AttnProcessor):
     """What reaches the attention kernel: token counts of the queries and of the context, None for self-attention."""
 
     def __init__(self):
         self.lengths = []
+        self.all_contiguous = True
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
         context = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         self.lengths.append((hidden_states.shape[1], context))
+        self.all_contiguous &= hidden_states.is_contiguous()
         return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
 
 

@@ -4,11 +4,11 @@ import pytest
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 
 
-def test_defaults_are_those_of_tomesd_with_a_fixed_seed():
+def test_defaults_are_those_of_tomesd_but_for_level_and_seed():
     config = ToMeConfig()
     assert vars(config) == {
         "ratio": 0.5,
-        "max_downsample": 1,
+        "max_downsample": None,
         "sx": 2,
         "sy": 2,
         "use_rand": True,
@@ -34,7 +34,7 @@ def test_defaults_are_those_of_tomesd_with_a_fixed_seed():
         ("max_downsample", 0, "1, 2, 4 or 8"),
         ("max_downsample", 2.0, "1, 2, 4 or 8"),
         ("max_downsample", True, "1, 2, 4 or 8"),
-        ("max_downsample", None, "1, 2, 4 or 8"),
+        ("max_downsample", "2", "1, 2, 4 or 8"),
         ("sx", 0, "1 or more"),
         ("sx", -2, "1 or more"),
         ("sx", 2.0, "1 or more"),

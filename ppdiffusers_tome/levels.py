@@ -1,0 +1,41 @@
+"""At which level a layer of a denoiser sits: the downsample factor of the feature map that it gets."""
+
+from paddle import nn
+
+from .matching import Grid
+
+
+def level_of(denoiser: nn.Layer, path: str) -> int:
+    """The level of a layer's input, read off its path in a UNet or ControlNet and the samplers that come before it.
+
+    A model without `down_blocks` (DiT, PixArt, SD3) works at one resolution: all its layers are at level 1.
+    """
+    if not hasattr(denoiser, "down_blocks"):
+        return 1
+    stage, _, rest = path.partition(".")
+    entries, exits = [], [1]  # the level at which each down block begins, and the level after it
+    for block in denoiser.down_blocks:
+        entries.append(exits[-1])
+        exits.append(exits[-1] * (2 if block.downsamplers is not None else 1))
+    if stage == "down_blocks":
+        return entries[int(rest.partition(".")[0])]
+    if stage == "controlnet_down_blocks":  # one 1×1 convolution per residual that the ControlNet hands over
+        levels = [1]
+        for block, entry, exit_ in zip(denoiser.down_blocks, entries, exits[1:], strict=True):
+            levels += [entry] * len(block.resnets) + ([exit_] if block.downsamplers is not None else [])
+        return levels[int(rest.partition(".")[0])]
+    if stage in ("mid_block", "controlnet_mid_block"):
+        return exits[-1]
+    if stage != "up_blocks":
+        return 1
+    position = int(rest.partition(".")[0])
+    before = [block for block in list(denoiser.up_blocks)[:position] if block.upsamplers is not None]
+    return exits[-1] >> (len(before) + (".upsamplers." in path))  # an upsampler convolves what it has enlarged
+
+
+def grid_at(latent: Grid, level: int) -> Grid:
+    """The grid at a level: each halving rounds up, as a stride-2 convolution does."""
+    h, w = latent
+    while level > 1:
+        h, w, level = -(-h // 2), -(-w // 2), level // 2
+    return Grid(h, w)

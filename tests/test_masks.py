@@ -1,0 +1,48 @@
+"""Attention masks: refused where they lie over merged tokens, untouched everywhere else."""
+
+import numpy as np
+import paddle
+import pytest
+from conftest import TEXT, inputs
+
+from ppdiffusers_tome import ToMePassError
+from ppdiffusers_tome.models import find_blocks
+
+
+def test_mask_over_merged_tokens_is_refused(unet):
+    """The pass without a mask is the control: masks as such are ppdiffusers' own affair, and reach it unchanged."""
+    transformer, x, text = find_blocks(unet)[0].grid_layer, paddle.randn([2, 32, 16, 16]), paddle.randn([2, TEXT, 24])
+    mask = paddle.to_tensor(np.arange(512).reshape(2, 256) % 3 > 0)
+
+    @paddle.no_grad()
+    def attend(**given):
+        return transformer(x, encoder_hidden_states=text, **given).sample.numpy()
+
+    plain, masked = attend(), attend(attention_mask=mask)
+    assert np.abs(plain - masked).max() > 1e-4
+    unet.apply_tome()
+    assert np.abs(attend() - plain).max() > 1e-4
+    with pytest.raises(ToMePassError, match=r"attention_mask has shape \[2, 1, 256\] .* sees 128 of 256 tokens"):
+        attend(attention_mask=mask)
+    unet.apply_tome(ratio=0)
+    assert np.array_equal(attend(attention_mask=mask), masked)
+    unet.remove_tome()
+    assert np.array_equal(attend(attention_mask=mask), masked)
+
+
+def test_mask_over_text_is_not_touched(unet):
+    """Around cross-attention the image tokens merge; the text and its mask stay as they are."""
+    given = inputs()
+    mask = paddle.to_tensor([[1] * TEXT, [1, 1, 1] + [0] * (TEXT - 3)])
+
+    @paddle.no_grad()
+    def attend():
+        text = given["encoder_hidden_states"]
+        return unet(given["sample"], 10, text, encoder_attention_mask=mask).sample.numpy()
+
+    plain = attend()
+    unet.apply_tome(merge_crossattn=True)
+    merged = attend()
+    given["encoder_hidden_states"][1, 3:] = 5.0  # behind the mask
+    assert np.abs(merged - plain).max() > 1e-4
+    assert np.array_equal(attend(), merged)
