@@ -1,0 +1,105 @@
+"""Video UNets: pixels merge within each frame, frames never do, and all frames of a video keep the same dst tokens."""
+
+import numpy as np
+import paddle
+import pytest
+from ppdiffusers import UNetMotionModel
+from ppdiffusers.models.attention_processor import AttnProcessor
+from zoo import parts
+from zoo.noise import noise
+from zoo.videos import motion_adapter, unet_3d, unet_spatio_temporal
+
+from ppdiffusers_tome import hooks
+
+VIDEOS, FRAMES, SIDE, TEXT = 2, 3, 8, 5
+PIXELS = SIDE * SIDE
+
+
+def motion():
+    """AnimateDiff's UNet, with attention at levels 1 and 2."""
+    return parts.ready(UNetMotionModel.from_unet2d(parts.unet(), motion_adapter()))
+
+
+def video(channels, seed=0):
+    return noise(VIDEOS, channels, FRAMES, SIDE, SIDE, seed=seed)
+
+
+@paddle.no_grad()
+def draw(model, seed=0):
+    """One forward pass over two videos."""
+    if hasattr(model, "add_embedding"):  # Stable Video Diffusion: frames before channels, an image instead of text
+        model_input, more = video(8, seed).transpose([0, 2, 1, 3, 4]), {"added_time_ids": noise(VIDEOS, 3)}
+        return model(model_input, paddle.to_tensor(10), noise(VIDEOS, 1, parts.HIDDEN), **more).sample.numpy()
+    return model(video(4, seed), paddle.to_tensor([10]), noise(VIDEOS, TEXT, parts.HIDDEN)).sample.numpy()
+
+
+FAMILIES = {"AnimateDiff": motion, "ModelScope": unet_3d, "Stable Video Diffusion": unet_spatio_temporal}
+TEMPORAL = ("motion_modules", "temp_attentions", "transformer_in", "temporal_transformer_blocks")
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return FAMILIES[request.param]()
+
+
+class Recorder(AttnProcessor):
+    """Notes what each attention layer of a model gets: rows and tokens."""
+
+    def __init__(self, path, seen):
+        self.path, self.seen = path, seen
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        self.seen[self.path] = tuple(hidden_states.shape[:2])
+        return super().__call__(attn, hidden_states, *args, **kwargs)
+
+
+def record(model):
+    """Rows and tokens of each attention layer in one pass, by its path: over frames, and over pixels."""
+    seen = {}
+    model.set_attn_processor({name: Recorder(name.removesuffix(".processor"), seen) for name in model.attn_processors})
+    draw(model)
+    over_frames = {path: shape for path, shape in seen.items() if any(part in path for part in TEMPORAL)}
+    return over_frames, {path: shape for path, shape in seen.items() if path not in over_frames}
+
+
+def self_attention(over_pixels):
+    return {path: shape for path, shape in over_pixels.items() if path.endswith("attn1")}
+
+
+def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model):
+    plain_frames, plain_pixels = record(model)
+    model.apply_tome(ratio=0.5)
+    over_frames, over_pixels = record(model)
+    assert plain_frames
+    assert over_frames == plain_frames
+    assert {tokens for path, (_, tokens) in over_frames.items() if path.endswith("attn1")} == {FRAMES}
+    assert {rows for rows, _ in over_frames.values()} <= {VIDEOS * PIXELS, VIDEOS * PIXELS // 4}  # levels 1 and 2
+    at_level_1 = {path for path, shape in self_attention(plain_pixels).items() if shape[1] == PIXELS}
+    assert at_level_1
+    for path, shape in plain_pixels.items():
+        merged = (VIDEOS * FRAMES, PIXELS // 2)
+        assert over_pixels[path] == (merged if path in at_level_1 else shape), path
+
+
+def test_all_frames_keep_the_same_dst_tokens_and_pair_for_themselves(model, monkeypatch):
+    plans = []
+
+    def spy(metric, *args):
+        plans.append(match_tokens(metric, *args))
+        return plans[-1]
+
+    match_tokens = hooks.match_tokens
+    monkeypatch.setattr(hooks, "match_tokens", spy)
+    draw(model.apply_tome(ratio=0.5))
+    assert plans
+    for plan in plans:
+        dst, merged = (rows.numpy().reshape(VIDEOS * FRAMES, -1) for rows in (plan.dst_rows, plan.merged_rows))
+        offsets = PIXELS * np.arange(VIDEOS * FRAMES)[:, None]
+        assert (dst - offsets == dst[0]).all()
+        assert not (np.sort(merged - offsets) == np.sort(merged[0])).all()
+
+
+def test_removal_restores_every_bit(model):
+    plain = draw(model)
+    assert not np.array_equal(draw(model.apply_tome(ratio=0.5)), plain)
+    assert np.array_equal(draw(model.remove_tome()), plain)
