@@ -1,0 +1,272 @@
+"""Every family: plain, merged (the picture differs), removed (bit-equal, no trace left); or refused with a reason."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import Recorder, traces
+from ppdiffusers import (
+    AutoPipelineForImage2Image,
+    AutoPipelineForInpainting,
+    AutoPipelineForText2Image,
+    DiffusionPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionPipeline,
+)
+from zoo import ZOO, Tiny, picture
+from zoo.images import IMAGE, INPAINT, TEXT, UNET, ip_adapter
+
+import ppdiffusers_tome
+from ppdiffusers_tome import NoMergeableLayerError
+from ppdiffusers_tome.models import components
+
+# Pipelines of ppdiffusers announce the end of arguments and classes of their own.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def all_traces(pipe):
+    return {name: traces(model) for name, model in components(pipe).items()}
+
+
+def merging(pipe):
+    """The models that merge, as tome_summary names them."""
+    return {block.denoiser for block in pipe.tome_summary().blocks}
+
+
+def all_differ(*pictures):
+    return all(np.abs(one - other).max() > 1e-4 for i, one in enumerate(pictures) for other in pictures[:i])
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_family(name):
+    tiny = ZOO[name]()
+    plain, before = picture(tiny), all_traces(tiny.pipe)
+    assert np.isfinite(plain).all()
+    if tiny.merges:
+        assert tiny.pipe.apply_tome(ratio=0.5) is tiny.pipe
+        assert merging(tiny.pipe) == set(tiny.merges)
+        merged = picture(tiny)
+        assert merged.shape == plain.shape and np.isfinite(merged).all()
+        assert np.abs(merged - plain).max() > 1e-4
+        assert tiny.pipe.remove_tome() is tiny.pipe
+    else:
+        with pytest.raises(NoMergeableLayerError) as error:
+            tiny.pipe.apply_tome(ratio=0.5)
+        listed = {f"{name} ({type(model).__name__})" for name, model in components(tiny.pipe).items()}
+        assert all(model in str(error.value) for model in listed)
+        assert any(f"{model}: " in str(error.value) for model in listed)  # and why, of one at least
+    np.testing.assert_array_equal(picture(tiny), plain)
+    assert all_traces(tiny.pipe) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),  # self-attention in one pass: tokens that reach its kernel, and how often
+    [
+        ("StableDiffusionPipeline", {"unet": {128: 3, 64: 4}}),
+        ("StableDiffusionPipeline_v2", {"unet": {128: 3, 64: 4}}),
+        ("StableDiffusionInpaintPipeline", {"unet": {128: 3, 64: 4}}),
+        ("StableDiffusionXLPipeline", {"unet": {32: 3, 16: 8}}),
+        ("StableDiffusionUpscalePipeline", {"unet": {8: 4}}),
+        ("StableDiffusionControlNetPipeline_two", {
+            "unet": {128: 3, 64: 4}, "controlnet.nets.0": {128: 1, 64: 2}, "controlnet.nets.1": {128: 1, 64: 2},
+        }),
+        ("StableDiffusionXLControlNetPipeline", {"unet": {32: 3, 16: 8}, "controlnet": {32: 1, 16: 4}}),
+    ],
+)  # fmt: skip
+def test_attention_sees_the_merged_tokens(name, expected):
+    tiny = ZOO[name]()
+    tiny.pipe.apply_tome(ratio=0.5)
+    models = ppdiffusers_tome.models.denoisers(tiny.pipe)
+    recorders = {name: Recorder() for name in expected}
+    for model, recorder in recorders.items():
+        models[model].set_attn_processor(recorder)
+    picture(tiny, num_inference_steps=1, **({"strength": 1.0} if "strength" in tiny.call else {}))
+    for model, recorder in recorders.items():
+        assert Counter(tokens for tokens, context in recorder.lengths if context is None) == expected[model]
+        assert recorder.all_contiguous
+
+
+def test_ip_adapter_loaded_before_and_after():
+    tiny = ZOO["StableDiffusionPipeline_IP_Adapter"]()
+    weights = ip_adapter(tiny.pipe.unet)
+    tiny.pipe.load_ip_adapter(weights)
+    tiny.pipe.apply_tome(ratio=0.5)
+    merged = picture(tiny)
+    tiny.pipe.load_ip_adapter(weights)
+    np.testing.assert_array_equal(picture(tiny), merged)
+
+
+# Every way in
+
+
+def test_pipeline_function_and_model_are_the_same_way_in():
+    tiny = ZOO["StableDiffusionPipeline"]()
+    plain, before = picture(tiny), all_traces(tiny.pipe)
+    tiny.pipe.apply_tome(ratio=0.5)
+    merged = picture(tiny)
+    assert all_differ(plain, merged)
+    for apply in (tiny.pipe.unet.apply_tome, lambda ratio: ppdiffusers_tome.apply_tome(tiny.pipe, ratio)):
+        tiny.pipe.remove_tome()
+        apply(0.5)
+        np.testing.assert_array_equal(picture(tiny), merged)
+    tiny.pipe.unet.remove_tome()
+    np.testing.assert_array_equal(picture(tiny), plain)
+    assert all_traces(tiny.pipe) == before
+
+
+class Custom(StableDiffusionPipeline):
+    """A pipeline of somebody's own, which draws two pictures."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, num_images_per_prompt=2, **kwargs)
+
+
+class OtherNames(DiffusionPipeline):
+    """A pipeline whose denoiser goes by another name."""
+
+    def __init__(self, painter, noise):
+        super().__init__()
+        self.register_modules(painter=painter, noise=noise)
+
+
+def test_subclass():
+    pipe = Custom(**ZOO["StableDiffusionPipeline"]().pipe.components, requires_safety_checker=False)
+    tiny = Tiny(pipe, TEXT, UNET)
+    plain = picture(tiny)
+    assert plain.shape[0] == 2
+    with pipe.tome(ratio=0.5):
+        assert merging(pipe) == {"unet"} and all_differ(plain, picture(tiny))
+    np.testing.assert_array_equal(picture(tiny), plain)
+
+
+def test_pipeline_with_other_names():
+    tiny = ZOO["StableDiffusionPipeline"]()
+    pipe = OtherNames(tiny.pipe.unet, tiny.pipe.scheduler).apply_tome(ratio=0.5)
+    assert merging(pipe) == {"painter"} and merging(tiny.pipe) == {"unet"}
+    pipe.remove_tome()
+    assert merging(tiny.pipe) == set()
+
+
+AUTO = {
+    "text": AutoPipelineForText2Image,
+    "image": AutoPipelineForImage2Image,
+    "inpaint": AutoPipelineForInpainting,
+}
+CALLS = {"text": TEXT, "image": IMAGE, "inpaint": INPAINT}
+
+
+@pytest.mark.parametrize(
+    ("name", "loaders"),
+    [
+        ("StableDiffusionPipeline", [DiffusionPipeline, StableDiffusionPipeline, *AUTO.values()]),
+        ("StableDiffusionXLPipeline", [DiffusionPipeline, AutoPipelineForImage2Image]),
+    ],
+)
+def test_saved_and_loaded(name, loaders, tmp_path):
+    tiny = ZOO[name]()
+    plain = picture(tiny)
+    tiny.pipe.apply_tome(ratio=0.5)
+    merged = picture(tiny)
+    tiny.pipe.save_pretrained(str(tmp_path))  # while it merges: what is saved is the plain model
+    for loader in loaders:
+        task = next((task for task, cls in AUTO.items() if cls is loader), "text")
+        loaded = Tiny(loader.from_pretrained(str(tmp_path)), CALLS[task], UNET)
+        assert merging(loaded.pipe) == set()
+        pictures = picture(loaded), picture(Tiny(loaded.pipe.apply_tome(ratio=0.5), CALLS[task], UNET))
+        assert merging(loaded.pipe) == {"unet"} and all_differ(*pictures)
+        if task == "text":
+            np.testing.assert_array_equal(pictures, (plain, merged))
+        loaded.pipe.remove_tome()
+        np.testing.assert_array_equal(picture(loaded), pictures[0])
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "StableDiffusionXLPipeline"])
+def test_auto_pipelines_over_the_same_models_share_merging(name):
+    tiny = ZOO[name]()
+    for task, cls in AUTO.items():
+        pipe = cls.from_pipe(tiny.pipe)
+        other = Tiny(pipe, CALLS[task], UNET)
+        plain = picture(other)
+        tiny.pipe.apply_tome(ratio=0.5)
+        assert merging(pipe) == {"unet"} and all_differ(plain, picture(other))
+        pipe.remove_tome()
+        assert merging(tiny.pipe) == set()
+        np.testing.assert_array_equal(picture(other), plain)
+
+
+# ControlNets
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "StableDiffusionControlNetPipeline",
+        "StableDiffusionControlNetPipeline_two",
+        "StableDiffusionXLControlNetPipeline",
+    ],
+)
+def test_controlnets_merge_too_or_stay_plain_or_have_a_ratio_of_their_own(name):
+    tiny = ZOO[name]()
+    plain, before = picture(tiny), all_traces(tiny.pipe)
+    nets = set(tiny.merges) - {"unet"}
+
+    def drawn(**settings):
+        tiny.pipe.apply_tome(ratio=0.5, **settings)
+        return picture(tiny)
+
+    both = drawn()
+    assert merging(tiny.pipe) == {"unet"} | nets
+    np.testing.assert_array_equal(drawn(controlnet=True), both)
+    np.testing.assert_array_equal(drawn(controlnet=0.5), both)
+    unet_alone = drawn(controlnet=False)
+    assert merging(tiny.pipe) == {"unet"}
+    np.testing.assert_array_equal(drawn(controlnet=0.0), unet_alone)
+    less = drawn(controlnet=0.25)
+    blocks = [block for block in tiny.pipe.tome_summary().blocks if block.denoiser in nets]
+    assert blocks and all(block.kept == 0.75 * block.grid.tokens for block in blocks)
+    tiny.pipe.remove_tome()
+    for net in nets:
+        ppdiffusers_tome.models.denoisers(tiny.pipe)[net].apply_tome(ratio=0.5)
+    nets_alone = picture(tiny)
+    assert merging(tiny.pipe) == nets
+    assert all_differ(plain, both, unet_alone, less, nets_alone)
+    tiny.pipe.remove_tome()
+    np.testing.assert_array_equal(picture(tiny), plain)
+    assert all_traces(tiny.pipe) == before
+
+
+def test_one_of_two_controlnets():
+    tiny = ZOO["StableDiffusionControlNetPipeline_two"]()
+    tiny.pipe.controlnet.nets[1].apply_tome(ratio=0.5)
+    assert merging(tiny.pipe) == {"controlnet.nets.1"}
+    one = picture(tiny)
+    tiny.pipe.controlnet.apply_tome(ratio=0.5)  # the MultiControlNetModel: both
+    assert merging(tiny.pipe) == {"controlnet.nets.0", "controlnet.nets.1"}
+    both = picture(tiny)
+    assert all_differ(picture(Tiny(tiny.pipe.remove_tome(), tiny.call, tiny.merges)), one, both)
+
+
+def test_controlnet_alone_and_plain_is_nothing_to_merge():
+    pipe = ZOO["StableDiffusionControlNetPipeline"]().pipe
+    with pytest.raises(NoMergeableLayerError, match="controlnet=False"):
+        pipe.controlnet.apply_tome(ratio=0.5, controlnet=False)
+
+
+def test_controlnet_pipelines_saved_and_loaded(tmp_path):
+    tiny = ZOO["StableDiffusionControlNetPipeline"]()
+    plain = picture(tiny)
+    merged = picture(Tiny(tiny.pipe.apply_tome(ratio=0.5), tiny.call, tiny.merges))
+    tiny.pipe.save_pretrained(str(tmp_path))
+    for cls in (DiffusionPipeline, StableDiffusionControlNetPipeline):
+        loaded = Tiny(cls.from_pretrained(str(tmp_path)), tiny.call, tiny.merges)
+        np.testing.assert_array_equal(picture(loaded), plain)
+        loaded.pipe.apply_tome(ratio=0.5)
+        assert merging(loaded.pipe) == {"unet", "controlnet"}
+        np.testing.assert_array_equal(picture(loaded), merged)
+
+
+def test_sdxl_merges_at_level_2_by_default():
+    pipe = ZOO["StableDiffusionXLPipeline"]().pipe
+    assert {block.level for block in pipe.apply_tome().tome_summary().blocks} == {2}
+    with pytest.raises(NoMergeableLayerError, match="max_downsample=1"):
+        pipe.apply_tome(max_downsample=1)
