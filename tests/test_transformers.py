@@ -1,0 +1,175 @@
+"""Transformers without a UNet: one grid of patches, at level 1; in SD3 only the image's tokens merge."""
+
+import numpy as np
+import paddle
+import pytest
+from ppdiffusers.models.attention_processor import Attention, AttnProcessor
+from zoo.noise import noise
+from zoo.transformers import HIDDEN, JointAttention, dit, pixart, sd3
+
+from ppdiffusers_tome import NoMergeableLayerError
+
+BATCH, TEXT = 2, 5
+TIMESTEP = paddle.to_tensor([10] * BATCH)
+MASK = paddle.to_tensor([[1] * TEXT, [1] * (TEXT - 2) + [0] * 2])  # the second text is shorter
+
+
+def dit_inputs():
+    return {"timestep": TIMESTEP, "class_labels": paddle.to_tensor([1, 2])}
+
+
+def pixart_inputs():
+    text = {"encoder_hidden_states": noise(BATCH, TEXT, HIDDEN, seed=1), "encoder_attention_mask": MASK}
+    size = {"resolution": noise(BATCH, 2, seed=2), "aspect_ratio": noise(BATCH, 1, seed=3)}
+    return {**text, "timestep": TIMESTEP, "added_cond_kwargs": size}
+
+
+def sd3_inputs():
+    text = {"encoder_hidden_states": noise(BATCH, TEXT, 2 * HIDDEN, seed=1)}
+    return {**text, "pooled_projections": noise(BATCH, 2 * HIDDEN, seed=2), "timestep": TIMESTEP}
+
+
+def pixart_of_1024_px():
+    """It is told the size of the picture, too."""
+    return pixart(sample_size=128, num_attention_heads=3)  # a width that three embeddings can share
+
+
+FAMILIES = {dit: dit_inputs, pixart: pixart_inputs, pixart_of_1024_px: pixart_inputs, sd3: sd3_inputs}
+
+
+@paddle.no_grad()
+def draw(make, model, h=16, w=16, keyword=False):
+    """One forward pass; 16×16 latents are 64 tokens."""
+    latents = noise(BATCH, 4, h, w)
+    given = {"hidden_states": latents} if keyword else {}
+    return model(*([] if keyword else [latents]), **given, **FAMILIES[make]()).sample.numpy()
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda make: make.__name__)
+def make(request):
+    return request.param
+
+
+class Recorder(AttnProcessor):
+    """Notes the tokens of the queries and of the text that an attention layer gets."""
+
+    def __init__(self, path, seen):
+        self.path, self.seen = path, seen
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        text = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
+        self.seen[self.path] = (hidden_states.shape[1], text)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+
+
+class JointRecorder(JointAttention):
+    """Notes image and text tokens as they come into SD3's attention, and as they leave it."""
+
+    def __init__(self, path, seen):
+        self.path, self.seen = path, seen
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, **kwargs):
+        out = super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        given = (hidden_states, encoder_hidden_states)
+        self.seen[self.path] = tuple(tokens.shape[1] for tokens in (*given, *out))
+        return out
+
+
+def record(make, model, **size):
+    """What each attention layer of a model gets in one pass, by its path."""
+    seen, kind = {}, JointRecorder if make is sd3 else Recorder
+    for path, layer in model.named_sublayers():
+        if isinstance(layer, Attention):
+            layer.set_processor(kind(path, seen))
+    draw(make, model, **size)
+    return seen
+
+
+def attended(make, model, **size):
+    """What the self-attentions get, each kind once."""
+    return {shape for path, shape in record(make, model, **size).items() if path.endswith(("attn", "attn1"))}
+
+
+def widths(model, ending):
+    """A dict that a later pass fills with the tokens that the layers of this name get, by their path."""
+    seen = {}
+
+    def note(path):
+        return lambda layer, inputs: seen.__setitem__(path, inputs[0].shape[1])
+
+    for path, layer in model.named_sublayers():
+        if path.endswith(ending):
+            layer.register_forward_pre_hook(note(path))
+    return seen
+
+
+def test_self_attention_sees_the_tokens_that_stay(make):
+    model = make().apply_tome(ratio=0.5)
+    seen = record(make, model)
+    if make is sd3:  # 32 of 64 image tokens and all of the text, into one attention and out of it again
+        assert set(seen.values()) == {(32, TEXT, 32, TEXT)}
+    else:
+        assert {shape for path, shape in seen.items() if path.endswith("attn1")} == {(32, None)}
+        assert {shape for path, shape in seen.items() if path.endswith("attn2")} <= {(64, TEXT)}
+    assert len(seen) >= len(model.transformer_blocks)
+
+
+def test_merged_pictures_differ_and_removal_restores_every_bit(make):
+    model = make()
+    plain = draw(make, model)
+    assert not np.array_equal(draw(make, model.apply_tome(ratio=0.5)), plain)
+    assert np.array_equal(draw(make, model.apply_tome(ratio=0)), plain)
+    assert np.array_equal(draw(make, model.remove_tome()), plain)
+
+
+def test_max_downsample_makes_no_difference(make):
+    model = make()
+    drawn = [draw(make, model.apply_tome(ratio=0.5, max_downsample=deepest)) for deepest in (None, 1, 2, 4, 8)]
+    assert all(np.array_equal(drawn[0], other) for other in drawn[1:])
+
+
+def test_the_latents_may_come_by_keyword(make):
+    model = make().apply_tome(ratio=0.5)
+    assert np.array_equal(draw(make, model, keyword=True), draw(make, model))
+
+
+def test_merge_mlp_merges_image_tokens_alone(make):
+    model = make().apply_tome(ratio=0.5, merge_mlp=True)
+    image, text = widths(model, ".ff"), widths(model, ".ff_context")
+    draw(make, model)
+    assert set(image.values()) == {32}
+    assert len(image) == len(model.transformer_blocks)
+    assert set(text.values()) == ({TEXT} if make is sd3 else set())
+
+
+def test_merge_mlp_alone_leaves_attention_alone(make):
+    model = make().apply_tome(ratio=0.5, merge_attn=False, merge_mlp=True)
+    image = widths(model, ".ff")
+    assert attended(make, model) == ({(64, TEXT, 64, TEXT)} if make is sd3 else {(64, None)})
+    assert set(image.values()) == {32}
+
+
+def test_cross_attention_merges_under_a_text_mask():
+    model = pixart().apply_tome(ratio=0.5, merge_crossattn=True)
+    assert set(record(pixart, model).values()) == {(32, None), (32, TEXT)}
+
+
+@pytest.mark.parametrize("make", [pixart, pixart_of_1024_px, sd3], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("h", "w", "stay"), [(12, 20, 30), (20, 12, 30), (10, 14, 18)])
+def test_latents_need_not_be_square(make, h, w, stay):
+    """5×7 patches have 6 whole cells; half of the 35 tokens, rounded down, merge away."""
+    model = make()
+    plain = draw(make, model, h=h, w=w)
+    model.apply_tome(ratio=0.5)
+    assert {shape[0] for shape in attended(make, model, h=h, w=w)} == {stay}
+    assert draw(make, model, h=h, w=w).shape == plain.shape
+    assert np.array_equal(draw(make, model.remove_tome(), h=h, w=w), plain)
+
+
+@pytest.mark.parametrize("make", [dit, sd3], ids=lambda make: make.__name__)
+def test_models_with_fused_blocks_are_refused(make, monkeypatch):
+    monkeypatch.setenv("INFERENCE_OPTIMIZE", "True")
+    model = make()
+    assert model.inference_optimize
+    with pytest.raises(NoMergeableLayerError, match="INFERENCE_OPTIMIZE"):
+        model.apply_tome()
