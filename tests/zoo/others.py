@@ -3,16 +3,42 @@
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import paddle
 import ppdiffusers
 from paddle import nn
 from paddlenlp.transformers import ClapTextConfig, ClapTextModelWithProjection
-from ppdiffusers import AudioLDM2UNet2DConditionModel
+from ppdiffusers import (
+    AudioLDM2UNet2DConditionModel,
+    CMStochasticIterativeScheduler,
+    DDIMScheduler,
+    DDPMScheduler,
+    DDPMWuerstchenScheduler,
+    HeunDiscreteScheduler,
+    IPNDMScheduler,
+    KarrasVeScheduler,
+    PNDMScheduler,
+    PriorTransformer,
+    RePaintScheduler,
+    ScoreSdeVeScheduler,
+    T5FilmDecoder,
+    UNet1DModel,
+    UNet2DConditionModel,
+    UNet2DModel,
+    VQModel,
+)
+from ppdiffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
 from ppdiffusers.pipelines.latent_diffusion.pipeline_latent_diffusion import LDMBertConfig, LDMBertModel
+from ppdiffusers.pipelines.spectrogram_diffusion.continous_encoder import SpectrogramContEncoder
+from ppdiffusers.pipelines.spectrogram_diffusion.notes_encoder import SpectrogramNotesEncoder
 from ppdiffusers.pipelines.versatile_diffusion.modeling_text_unet import UNetFlatConditionModel
+from ppdiffusers.pipelines.wuerstchen.modeling_paella_vq_model import PaellaVQModel
+from ppdiffusers.pipelines.wuerstchen.modeling_wuerstchen_diffnext import WuerstchenDiffNeXt
+from ppdiffusers.pipelines.wuerstchen.modeling_wuerstchen_prior import WuerstchenPrior
 
 from . import parts
 from .base import Tiny, family
+from .images import prior, prior_scheduler
 from .noise import embeddings, noise
 
 HIDDEN = parts.HIDDEN
@@ -161,3 +187,390 @@ def AudioLDM2Pipeline():
         "num_inference_steps": 2,
     }
     return Tiny(ppdiffusers.AudioLDM2Pipeline(**_latent_audio(**more)), call, ("unet",), "audios")
+
+
+# Without text
+
+
+def unet_2d(**changes):
+    """A UNet without text; its attention sits in convolutional blocks."""
+    settings = {
+        "sample_size": 16,
+        "layers_per_block": 1,
+        "block_out_channels": (32, 64),
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    return parts.ready(UNet2DModel(**{**settings, **changes}))
+
+
+def vq(**changes):
+    """A VQ autoencoder that maps 2×2 image pixels to one latent pixel."""
+    settings = {
+        "block_out_channels": (32, 32),
+        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        "num_vq_embeddings": 16,
+    }
+    return parts.ready(VQModel(**{**settings, **changes}))
+
+
+STEPS = {"num_inference_steps": 2, "output_type": "np"}
+
+
+@family
+def DDPMPipeline():
+    return Tiny(ppdiffusers.DDPMPipeline(unet_2d(), DDPMScheduler()), STEPS, ())
+
+
+@family
+def DDIMPipeline():
+    return Tiny(ppdiffusers.DDIMPipeline(unet_2d(), DDIMScheduler()), STEPS, ())
+
+
+@family
+def PNDMPipeline():
+    return Tiny(ppdiffusers.PNDMPipeline(unet_2d(), PNDMScheduler(skip_prk_steps=True)), STEPS, ())
+
+
+@family
+def ScoreSdeVePipeline():
+    return Tiny(ppdiffusers.ScoreSdeVePipeline(unet_2d(), ScoreSdeVeScheduler()), STEPS, ())
+
+
+@family
+def KarrasVePipeline():
+    return Tiny(ppdiffusers.KarrasVePipeline(unet_2d(), KarrasVeScheduler()), STEPS, ())
+
+
+@family
+def ConsistencyModelPipeline():
+    return Tiny(ppdiffusers.ConsistencyModelPipeline(unet_2d(), CMStochasticIterativeScheduler()), STEPS, ())
+
+
+@family
+def RePaintPipeline():
+    call = {"image": parts.image(), "mask_image": parts.mask(), "jump_length": 1, "jump_n_sample": 1}
+    return Tiny(ppdiffusers.RePaintPipeline(unet_2d(), RePaintScheduler()), {**call, **STEPS}, ())
+
+
+@family
+def LDMPipeline():
+    return Tiny(ppdiffusers.LDMPipeline(vq(), unet_2d(), DDIMScheduler()), STEPS, ())
+
+
+@family
+def LDMSuperResolutionPipeline():
+    pipe = ppdiffusers.LDMSuperResolutionPipeline(vq(), unet_2d(in_channels=6, out_channels=3), DDIMScheduler())
+    return Tiny(pipe, {"image": parts.image(), **STEPS}, ())
+
+
+@family
+def DanceDiffusionPipeline():
+    unet = UNet1DModel(sample_size=512, sample_rate=16_000, extra_in_channels=16)
+    return Tiny(
+        ppdiffusers.DanceDiffusionPipeline(parts.ready(unet), IPNDMScheduler()),
+        {"num_inference_steps": 4},
+        (),
+        "audios",
+    )
+
+
+class Sound:
+    """Stands for what turns a picture of a spectrogram into sound."""
+
+    def get_sample_rate(self):
+        return 100
+
+    def image_to_audio(self, image):
+        return np.asarray(image, dtype="float32").reshape(-1)
+
+
+@family
+def AudioDiffusionPipeline():
+    unet = unet_2d(in_channels=1, out_channels=1, sample_size=(32, 32))
+    return Tiny(ppdiffusers.AudioDiffusionPipeline(None, unet, Sound(), DDIMScheduler()), {"steps": 2}, (), "audios")
+
+
+@family
+def SpectrogramDiffusionPipeline():
+    size = {"d_model": HIDDEN, "num_layers": 1, "num_heads": 2, "d_kv": 16, "d_ff": 64, "dropout_rate": 0.0}
+    shared = {**size, "feed_forward_proj": "gated-gelu"}
+    pipe = ppdiffusers.SpectrogramDiffusionPipeline(
+        parts.ready(SpectrogramNotesEncoder(max_length=16, vocab_size=32, **shared)),
+        parts.ready(SpectrogramContEncoder(input_dims=128, targets_context_length=256, **shared)),
+        parts.ready(T5FilmDecoder(**size)),
+        DDPMScheduler(),
+        None,
+    )
+    call = {"input_tokens": [list(range(1, 17))], "num_inference_steps": 2, "output_type": "mel"}
+    return Tiny(pipe, call, (), "audios")
+
+
+# Kandinsky, and priors
+
+
+def kandinsky_unet(condition, **changes):
+    """Kandinsky's UNet; its attention blocks look at pixels and text in one."""
+    settings = {
+        "sample_size": 16,
+        "in_channels": 4,
+        "out_channels": 8,
+        "layers_per_block": 1,
+        "block_out_channels": (32, 64),
+        "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+        "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        "attention_head_dim": 16,
+        "resnet_time_scale_shift": "scale_shift",
+        "addition_embed_type": condition,
+        "encoder_hid_dim_type": "text_image_proj" if condition == "text_image" else "image_proj",
+        "encoder_hid_dim": HIDDEN,
+        "cross_attention_dim": HIDDEN,
+    }
+    return parts.ready(UNet2DConditionModel(**{**settings, **changes}))
+
+
+def movq():
+    return vq(norm_type="spatial", latent_channels=4)
+
+
+def _image_embeds():
+    return {"image_embeds": noise(1, HIDDEN, seed=1), "negative_image_embeds": noise(1, HIDDEN, seed=2)}
+
+
+SIZE = {"height": 32, "width": 32}
+
+
+def _kandinsky_1(cls, **changes):
+    config = MCLIPConfig(
+        transformerDimSize=HIDDEN,
+        imageDimSize=HIDDEN,
+        vocab_size=2048,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=96,
+    )
+    return cls(
+        text_encoder=parts.ready(MultilingualCLIP(config)),
+        tokenizer=parts.tokenizer(),
+        unet=kandinsky_unet("text_image", **changes),
+        scheduler=parts.scheduler(),
+        movq=movq(),
+    )
+
+
+@family
+def KandinskyPipeline():
+    call = {"prompt": "a red fox", **_image_embeds(), **SIZE, **STEPS}
+    return Tiny(_kandinsky_1(ppdiffusers.KandinskyPipeline), call, ())
+
+
+@family
+def KandinskyImg2ImgPipeline():
+    call = {"prompt": "a red fox", "image": parts.image(), "strength": 0.5, **_image_embeds(), **SIZE, **STEPS}
+    return Tiny(_kandinsky_1(ppdiffusers.KandinskyImg2ImgPipeline), call, ())
+
+
+@family
+def KandinskyInpaintPipeline():
+    images = {"image": parts.image(), "mask_image": parts.mask()}
+    call = {"prompt": "a red fox", **images, **_image_embeds(), **SIZE, **STEPS}
+    return Tiny(_kandinsky_1(ppdiffusers.KandinskyInpaintPipeline, in_channels=9), call, ())
+
+
+def _kandinsky_2(cls, condition="image", **changes):
+    return cls(kandinsky_unet(condition, **changes), parts.scheduler(DDPMScheduler), movq())
+
+
+@family
+def KandinskyV22Pipeline():
+    return Tiny(_kandinsky_2(ppdiffusers.KandinskyV22Pipeline), {**_image_embeds(), **SIZE, **STEPS}, ())
+
+
+@family
+def KandinskyV22Img2ImgPipeline():
+    call = {"image": parts.image(), "strength": 0.5, **_image_embeds(), **SIZE, **STEPS}
+    return Tiny(_kandinsky_2(ppdiffusers.KandinskyV22Img2ImgPipeline), call, ())
+
+
+@family
+def KandinskyV22InpaintPipeline():
+    call = {"image": parts.image(), "mask_image": parts.mask(), **_image_embeds(), **SIZE, **STEPS}
+    return Tiny(_kandinsky_2(ppdiffusers.KandinskyV22InpaintPipeline, in_channels=9), call, ())
+
+
+@family
+def KandinskyV22ControlnetPipeline():
+    pipe = _kandinsky_2(ppdiffusers.KandinskyV22ControlnetPipeline, "image_hint", in_channels=8)
+    return Tiny(pipe, {"hint": noise(1, 3, 128, 128), **_image_embeds(), **SIZE, **STEPS}, ())
+
+
+@family
+def KandinskyV22ControlnetImg2ImgPipeline():
+    pipe = _kandinsky_2(ppdiffusers.KandinskyV22ControlnetImg2ImgPipeline, "image_hint", in_channels=8)
+    call = {"image": parts.image(), "strength": 0.5, "hint": noise(1, 3, 128, 128)}
+    return Tiny(pipe, {**call, **_image_embeds(), **SIZE, **STEPS}, ())
+
+
+def _prior(prefix=""):
+    """What turns a text's embedding into an image's."""
+    model = prior()
+    model.clip_std.set_value(paddle.ones_like(model.clip_std))
+    made = {
+        "prior": model,
+        "image_encoder": parts.image_encoder(),
+        "text_encoder": parts.text_encoder_with_projection(),
+        "tokenizer": parts.tokenizer(),
+        "scheduler": prior_scheduler(),
+        "image_processor": parts.image_processor(),
+    }
+    return {prefix + name: part for name, part in made.items()}
+
+
+@family
+def KandinskyPriorPipeline():
+    call = {"prompt": "a red fox", **STEPS}
+    return Tiny(ppdiffusers.KandinskyPriorPipeline(**_prior()), call, (), "image_embeds")
+
+
+@family
+def KandinskyV22PriorPipeline():
+    call = {"prompt": "a red fox", **STEPS}
+    return Tiny(ppdiffusers.KandinskyV22PriorPipeline(**_prior()), call, (), "image_embeds")
+
+
+@family
+def KandinskyV22PriorEmb2EmbPipeline():
+    call = {"prompt": "a red fox", "image": noise(1, HIDDEN), "strength": 0.5, **STEPS}
+    return Tiny(ppdiffusers.KandinskyV22PriorEmb2EmbPipeline(**_prior()), call, (), "image_embeds")
+
+
+def _combined(cls, pipe, **inputs):
+    """A Kandinsky pipeline and its prior in one."""
+    call = {"prompt": "a red fox", "prior_num_inference_steps": 2, **inputs, **SIZE, **STEPS}
+    return Tiny(cls(**pipe.components, **_prior("prior_")), call, ())
+
+
+IMAGE = {"image": parts.image(), "strength": 0.5}
+INPAINT = {"image": parts.image(), "mask_image": parts.mask()}
+
+
+@family
+def KandinskyCombinedPipeline():
+    return _combined(ppdiffusers.KandinskyCombinedPipeline, _kandinsky_1(ppdiffusers.KandinskyPipeline))
+
+
+@family
+def KandinskyImg2ImgCombinedPipeline():
+    pipe = _kandinsky_1(ppdiffusers.KandinskyImg2ImgPipeline)
+    return _combined(ppdiffusers.KandinskyImg2ImgCombinedPipeline, pipe, **IMAGE)
+
+
+@family
+def KandinskyInpaintCombinedPipeline():
+    pipe = _kandinsky_1(ppdiffusers.KandinskyInpaintPipeline, in_channels=9)
+    return _combined(ppdiffusers.KandinskyInpaintCombinedPipeline, pipe, **INPAINT)
+
+
+@family
+def KandinskyV22CombinedPipeline():
+    return _combined(ppdiffusers.KandinskyV22CombinedPipeline, _kandinsky_2(ppdiffusers.KandinskyV22Pipeline))
+
+
+@family
+def KandinskyV22Img2ImgCombinedPipeline():
+    pipe = _kandinsky_2(ppdiffusers.KandinskyV22Img2ImgPipeline)
+    return _combined(ppdiffusers.KandinskyV22Img2ImgCombinedPipeline, pipe, **IMAGE)
+
+
+@family
+def KandinskyV22InpaintCombinedPipeline():
+    pipe = _kandinsky_2(ppdiffusers.KandinskyV22InpaintPipeline, in_channels=9)
+    return _combined(ppdiffusers.KandinskyV22InpaintCombinedPipeline, pipe, **INPAINT)
+
+
+def _wuerstchen():
+    decoder = WuerstchenDiffNeXt(
+        c_cond=HIDDEN,
+        c_hidden=[32, 32],
+        nhead=[-1, 2],
+        blocks=[1, 1],
+        level_config=["CT", "CTA"],
+        inject_effnet=[False, True],
+        effnet_embd=4,
+        clip_embd=HIDDEN,
+        dropout=0.0,
+    )
+    vqgan = PaellaVQModel(bottleneck_blocks=1, embed_dim=32, num_vq_embeddings=16)
+    return {
+        "tokenizer": parts.tokenizer(),
+        "text_encoder": parts.text_encoder(),
+        "decoder": parts.ready(decoder),
+        "scheduler": DDPMWuerstchenScheduler(),
+        "vqgan": parts.ready(vqgan),
+    }
+
+
+def _wuerstchen_prior(prefix=""):
+    made = {
+        "tokenizer": parts.tokenizer(),
+        "text_encoder": parts.text_encoder(),
+        "scheduler": DDPMWuerstchenScheduler(),
+        "prior": parts.ready(WuerstchenPrior(c_in=4, c=HIDDEN, c_cond=HIDDEN, depth=1, nhead=2, dropout=0.0)),
+    }
+    return {prefix + name: part for name, part in made.items()}
+
+
+@family
+def WuerstchenDecoderPipeline():
+    pipe = ppdiffusers.WuerstchenDecoderPipeline(**_wuerstchen(), latent_dim_scale=4)
+    return Tiny(pipe, {"prompt": "a red fox", "image_embeddings": noise(1, 4, 4, 4), **STEPS}, ())
+
+
+@family
+def WuerstchenPriorPipeline():
+    pipe = ppdiffusers.WuerstchenPriorPipeline(**_wuerstchen_prior())
+    call = {"prompt": "a red fox", "height": 128, "width": 128, **STEPS}
+    return Tiny(pipe, call, (), "image_embeddings")
+
+
+@family
+def WuerstchenCombinedPipeline():
+    pipe = ppdiffusers.WuerstchenCombinedPipeline(**_wuerstchen(), **_wuerstchen_prior("prior_"))
+    call = {"prompt": "a red fox", "height": 128, "width": 128, "prior_num_inference_steps": 2, **STEPS}
+    return Tiny(pipe, call, ())
+
+
+def _shape(cls, **encoder):
+    """Shap·E, whose latents describe a solid; here they are what it returns, without a renderer."""
+    model = PriorTransformer(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        embedding_dim=HIDDEN,
+        num_embeddings=8,
+        additional_embeddings=0,
+        embedding_proj_norm_type="layer",
+        encoder_hid_proj_type=None,
+        added_emb_type=None,
+        clip_embed_dim=2 * HIDDEN,
+    )
+    scheduler = HeunDiscreteScheduler(beta_schedule="exp", prediction_type="sample", use_karras_sigmas=True)
+    return cls(prior=parts.ready(model), scheduler=scheduler, shap_e_renderer=None, **encoder)
+
+
+@family
+def ShapEPipeline():
+    encoder = {"text_encoder": parts.text_encoder_with_projection(), "tokenizer": parts.tokenizer()}
+    call = {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "latent"}
+    return Tiny(_shape(ppdiffusers.ShapEPipeline, **encoder), call, ())
+
+
+@family
+def ShapEImg2ImgPipeline():
+    encoder = {"image_encoder": parts.image_encoder(), "image_processor": parts.image_processor()}
+    call = {"image": parts.image(), "num_inference_steps": 2, "output_type": "latent"}
+    return Tiny(_shape(ppdiffusers.ShapEImg2ImgPipeline, **encoder), call, ())

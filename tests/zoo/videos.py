@@ -25,7 +25,7 @@ from .base import Tiny, family
 HIDDEN = parts.HIDDEN
 FRAMES = 3
 
-SMALL = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (32, 64), "cross_attention_dim": HIDDEN}
+SMALL = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 64), "cross_attention_dim": HIDDEN}
 
 
 def motion_adapter(**changes):
@@ -71,7 +71,7 @@ def AnimateDiffPipeline():
         vae=parts.vae(),
         text_encoder=parts.text_encoder(),
         tokenizer=parts.tokenizer(),
-        unet=parts.unet(),
+        unet=parts.unet(sample_size=8),
         motion_adapter=motion_adapter(),
         scheduler=parts.scheduler(),
     )
@@ -91,7 +91,7 @@ def TextToVideoSDPipeline():
 
 @family
 def VideoToVideoSDPipeline():
-    video = [np.asarray(parts.image(seed=i)) for i in range(FRAMES)]
+    video = [np.asarray(parts.image(16, seed=i)) for i in range(FRAMES)]
     call = {"prompt": "a red fox", "video": video, "num_inference_steps": 3, "output_type": "np"}
     return Tiny(_modelscope(ppdiffusers.VideoToVideoSDPipeline), call, ("unet",), "frames")
 
@@ -108,7 +108,7 @@ def StableVideoDiffusionPipeline():
         scheduler=parts.scheduler(EulerDiscreteScheduler, timestep_type="continuous", prediction_type="v_prediction"),
         feature_extractor=parts.image_processor(224),
     )
-    call = {"image": parts.image(), "height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
+    call = {"image": parts.image(16), "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
     return Tiny(pipe, call, ("unet",), "frames")
 
 
