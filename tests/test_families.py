@@ -20,8 +20,11 @@ import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
 from ppdiffusers_tome.models import components
 
-# Pipelines of ppdiffusers announce the end of arguments and classes of their own.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+# ppdiffusers' pipelines announce the end of arguments and classes of their own; Paddle 3 finds fault with their code.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
+]
 
 
 def all_traces(pipe):
@@ -158,7 +161,7 @@ CALLS = {"text": TEXT, "image": IMAGE, "inpaint": INPAINT}
 @pytest.mark.parametrize(
     ("name", "loaders"),
     [
-        ("StableDiffusionPipeline", [DiffusionPipeline, StableDiffusionPipeline, *AUTO.values()]),
+        ("StableDiffusionPipeline", [DiffusionPipeline, *AUTO.values()]),
         ("StableDiffusionXLPipeline", [DiffusionPipeline, AutoPipelineForImage2Image]),
     ],
 )

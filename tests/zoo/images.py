@@ -165,7 +165,7 @@ def CycleDiffusionPipeline():
 
 @family
 def StableDiffusionPanoramaPipeline():
-    given = {**TEXT, "height": 32, "width": 48, "circular_padding": True}
+    given = {**TEXT, "height": 24, "width": 32, "circular_padding": True}
     return Tiny(pp.StableDiffusionPanoramaPipeline(**stable_diffusion()), given, UNET)
 
 
