@@ -96,3 +96,5 @@ def print_table(figures: list[dict]) -> None:
         saved = "" if f["MACs saved"] is None else f"{f['MACs saved']:.1%}"
         line = f"{f['row']:<6} {tokens:<12} {saved:>10} {f['seconds']:>8.2f} {f['speed-up']:>8.2f}×"
         print(line if f["PSNR"] is None else f"{line}{f['PSNR']:>9.1f} {f['SSIM']:>6.3f}")
+    if all(f["MACs saved"] is None for f in figures):
+        print("MACs are not counted for this kind of model.")

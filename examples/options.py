@@ -1,7 +1,8 @@
-"""The command line that text_to_image.py and image_to_image.py share, and loading the model it names."""
+"""The command line that the examples share, and loading the model it names."""
 
 import argparse
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -12,16 +13,24 @@ BUNDLED = Path(__file__).resolve().parent / "emoji_sd"
 TRAINED_AT = 128  # px: the bundled model; 256 px takes several times as long
 
 
-def make_parser(doc: str) -> argparse.ArgumentParser:
+def make_parser(doc: str, tiny: str | None = None, bundled: bool = True) -> argparse.ArgumentParser:
+    """The options. `tiny` names the builder in tiny.py that --tiny calls; not `bundled` means no default model."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("prompts", nargs="*", help="one column each; put them before the options")
-    add("--model", default=str(BUNDLED), help="ppdiffusers folder or hub name (default: the bundled model)")
+    which = parser.add_mutually_exclusive_group(required=not bundled)
+    default = " (default: the bundled model)" if bundled else ""
+    which.add_argument(
+        "--model", default=BUNDLED if bundled else None, help=f"ppdiffusers folder or hub name{default}"
+    )
+    if tiny:
+        which.add_argument("--tiny", action="store_const", const=tiny, help="a tiny random model: no download, noise")
+    parser.set_defaults(tiny=None)
     add("--ratio", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="one row each (default: 0.25 0.5 0.75)")
     add("--seed", type=int, default=0, help="of the noise, the same for every picture (default: 0)")
-    add("--steps", type=int, help="default: 20; 6 for the bundled model beyond 128 px")
+    add("--steps", type=int, help="default: 20; 6 for the bundled model beyond 128 px, 4 for a tiny one")
     add("--size", type=int, nargs="+", help="px; a table and a PNG each (default: 128 256, or the model's own)")
-    add("--guidance", type=float, help="default: 2 for the bundled model, 7.5 for others")
+    add("--guidance", type=float, help="default: 2 for the bundled model, else the pipeline's own")
     add("--threads", type=int, help="default: OMP_NUM_THREADS, or the number of cores")
     add("--xformers", action="store_true", help="memory-efficient attention; needs a GPU")
     add("--output", type=Path, default=Path("outputs"), help="folder to write to (default: outputs)")
@@ -35,9 +44,13 @@ def parse(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.
 
 
 def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
-    """Load `args.model` as ppdiffusers' class `kind`. What cannot work ends the program: one sentence, exit code 2."""
+    """Load `args.model` as ppdiffusers' class `kind`, or build what --tiny asks for.
+
+    What cannot work ends the program: one sentence, exit code 2.
+    """
+    args.model = f"tiny random {args.tiny}" if args.tiny else str(args.model)
     args.bundled = Path(args.model).resolve() == BUNDLED
-    if not Path(args.model).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", args.model):
+    if not args.tiny and not Path(args.model).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", args.model):
         parser.error(f"--model {args.model}: there is no such folder, and a hub name looks like owner/name.")
     for name, least in (("steps", 1), ("threads", 1), ("seed", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
@@ -59,18 +72,26 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
     try:
         for ratio in args.ratio:
             ToMeConfig(ratio=ratio)
-        dtype = paddle.float16 if half else paddle.float32
-        pipe = getattr(ppdiffusers, kind).from_pretrained(args.model, paddle_dtype=dtype)
+        if args.tiny:
+            import tiny
+
+            pipe = getattr(tiny, args.tiny)()
+            print("random weights: the picture is noise")
+        else:
+            dtype = paddle.float16 if half else paddle.float32
+            pipe = getattr(ppdiffusers, kind).from_pretrained(args.model, paddle_dtype=dtype)
         pipe.apply_tome(ratio=args.ratio[0]).remove_tome()  # raises where the model has nothing to merge
         args.output.mkdir(parents=True, exist_ok=True)
-    except (OSError, ToMeError) as error:
+    except (OSError, ValueError, ToMeError) as error:
         parser.error(" ".join(str(error).split()))
     if args.xformers:
         pipe.enable_xformers_memory_efficient_attention()
-    args.size = args.size or ([128, 256] if args.bundled else [pipe.unet.config.sample_size * pipe.vae_scale_factor])
-    args.guidance = (2.0 if args.bundled else 7.5) if args.guidance is None else args.guidance
+    denoiser = pipe.unet if "unet" in pipe.components else pipe.transformer
+    args.size = args.size or ([128, 256] if args.bundled else [denoiser.config.sample_size * pipe.vae_scale_factor])
+    if args.guidance is None:
+        args.guidance = 2.0 if args.bundled else inspect.signature(pipe.__call__).parameters["guidance_scale"].default
     return pipe
 
 
 def steps_for(args: argparse.Namespace, size: int) -> int:
-    return args.steps or (6 if args.bundled and size > TRAINED_AT else 20)
+    return args.steps or (4 if args.tiny else 6 if args.bundled and size > TRAINED_AT else 20)
