@@ -41,31 +41,34 @@ class Arm:
         }
 
 
-def compare(pipe, args, name, size, prompts, draw, source=None, warm_up=2, **more) -> None:
-    """Draw each prompt plain and at each ratio, from the seed's noise; print the table, write PNGs and JSON."""
+def compare(pipe, args, name, size, prompts, draw, source=None, warm_up=2, merging=None, rows=(), **more) -> list[Arm]:
+    """Draw each prompt plain and at each ratio, from the seed's noise; print the table, write PNGs and JSON.
+
+    `merging` are further settings of `pipe.tome`, `rows` further rows of the sheet: (label, caption, images).
+    """
     import paddle
 
     from ppdiffusers_tome import ToMeConfig, __version__
     from ppdiffusers_tome.evaluation.environment import describe_environment
 
-    steps = steps_for(args, size)
+    steps, merging = steps_for(args, size), merging or {}
     about = {"model": "examples/emoji_sd" if args.bundled else args.model, "seed": args.seed, "steps": steps}
     about |= {"size": size, "guidance": args.guidance, "xformers": args.xformers}
-    about |= {**more, "ppdiffusers_tome": __version__}
+    about |= {**more, **({"merging": merging} if merging else {}), "ppdiffusers_tome": __version__}
     settings = [str(ToMeConfig(ratio=ratio)) for ratio in args.ratio]
     print(f"\n{size} px, prompts: {len(prompts)}, steps: {steps}, seed: {args.seed}")
     pipe.set_progress_bar_config(desc="warm-up", leave=False)
     draw(prompts[0], num_inference_steps=warm_up)
     arms = []
     for ratio in (None, *args.ratio):
-        with pipe.tome(ratio=ratio or 0.0):
+        with pipe.tome(ratio=ratio or 0.0, **merging):
             arms.append(Arm(ratio, pipe.tome_summary(height=size, width=size)))
     for n, prompt in enumerate(prompts, 1):
         for arm, tome in zip(arms, ["off", *settings], strict=True):
             pipe.set_progress_bar_config(desc=f"picture {n} of {len(prompts)}, {arm.label}", leave=False)
             paddle.seed(args.seed)
             begin = time.perf_counter()
-            with contextlib.nullcontext() if arm.ratio is None else pipe.tome(ratio=arm.ratio):
+            with contextlib.nullcontext() if arm.ratio is None else pipe.tome(ratio=arm.ratio, **merging):
                 image = draw(prompt, num_inference_steps=steps).images[0]
             arm.seconds.append(time.perf_counter() - begin)
             arm.images.append(image)
@@ -77,7 +80,7 @@ def compare(pipe, args, name, size, prompts, draw, source=None, warm_up=2, **mor
     if args.bundled and size > TRAINED_AT:
         print(f"The bundled model was trained at {TRAINED_AT} px: here it repeats pieces of the thing.")
     path = args.output / f"{name}_{size}.png"
-    rows = [("input", "", [source] * len(prompts))] if source else []
+    rows = [*([("input", "", [source] * len(prompts))] if source else []), *rows]
     rows += [(arm.label, f"{f['seconds']:.1f} s", arm.images) for arm, f in zip(arms, figures, strict=True)]
     text = metadata(prompts=prompts, ratios=args.ratio, tome=settings, **about)
     make_sheet(rows, prompts, size).save(path, pnginfo=text)
@@ -85,6 +88,7 @@ def compare(pipe, args, name, size, prompts, draw, source=None, warm_up=2, **mor
     record = {"command": command, "prompts": prompts, **about, "rows": figures, "environment": describe_environment()}
     path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"Rows {', '.join(row[0] for row in rows)}: {path}")
+    return arms
 
 
 def print_table(figures: list[dict]) -> None:
