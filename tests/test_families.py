@@ -14,7 +14,9 @@ from ppdiffusers import (
     StableDiffusionPipeline,
 )
 from zoo import ZOO, Tiny, picture
+from zoo.controlnets import ONE
 from zoo.images import IMAGE, INPAINT, TEXT, UNET, ip_adapter
+from zoo.parts import controlnet, image
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
@@ -87,6 +89,25 @@ def test_attention_sees_the_merged_tokens(name, expected):
     for model, recorder in recorders.items():
         assert Counter(tokens for tokens, context in recorder.lengths if context is None) == expected[model]
         assert recorder.all_contiguous
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LatentConsistencyModelPipeline",
+        "StableDiffusionGLIGENPipeline",
+        "StableDiffusionPipeline_IP_Adapter",
+        "StableDiffusionUpscalePipeline",
+        "StableDiffusionXLAdapterPipeline",
+        "StableDiffusionXLControlNetPipeline_two",
+    ],
+)
+def test_every_layer_at_every_level(name):
+    tiny = ZOO[name]()
+    plain = picture(tiny)
+    with tiny.pipe.tome(ratio=0.75, max_downsample=8, merge_crossattn=True, merge_mlp=True):
+        assert merging(tiny.pipe) == set(tiny.merges) and all_differ(plain, picture(tiny))
+    np.testing.assert_array_equal(picture(tiny), plain)
 
 
 def test_ip_adapter_loaded_before_and_after():
@@ -247,6 +268,17 @@ def test_one_of_two_controlnets():
     assert merging(tiny.pipe) == {"controlnet.nets.0", "controlnet.nets.1"}
     both = picture(tiny)
     assert all_differ(picture(Tiny(tiny.pipe.remove_tome(), tiny.call, tiny.merges)), one, both)
+
+
+@pytest.mark.parametrize("task", sorted(AUTO))
+def test_controlnet_that_joins_a_merging_pipeline_is_plain_until_applied(task):
+    pipe = ZOO["StableDiffusionPipeline"]().pipe.apply_tome(ratio=0.5)
+    hint = "image" if task == "text" else "control_image"
+    joined = Tiny(AUTO[task].from_pipe(pipe, controlnet=controlnet()), {**CALLS[task], hint: image(seed=1)}, ONE)
+    assert merging(joined.pipe) == {"unet"}
+    unet_alone = picture(joined)
+    joined.pipe.apply_tome(ratio=0.5)
+    assert merging(joined.pipe) == set(ONE) and all_differ(unet_alone, picture(joined))
 
 
 def test_controlnet_alone_and_plain_is_nothing_to_merge():
