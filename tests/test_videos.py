@@ -4,10 +4,10 @@ import numpy as np
 import paddle
 import pytest
 from ppdiffusers import UNetMotionModel
-from ppdiffusers.models.attention_processor import AttnProcessor
+from ppdiffusers.models.attention_processor import Attention, AttnProcessor
 from zoo import parts
 from zoo.noise import noise
-from zoo.videos import motion_adapter, unet_3d, unet_spatio_temporal
+from zoo.videos import motion_adapter, unet_3d, unet_hotshot, unet_spatio_temporal
 
 from ppdiffusers_tome import hooks
 
@@ -33,8 +33,19 @@ def draw(model, seed=0):
     return model(video(4, seed), paddle.to_tensor([10]), noise(VIDEOS, TEXT, parts.HIDDEN)).sample.numpy()
 
 
-FAMILIES = {"AnimateDiff": motion, "ModelScope": unet_3d, "Stable Video Diffusion": unet_spatio_temporal}
-TEMPORAL = ("motion_modules", "temp_attentions", "transformer_in", "temporal_transformer_blocks")
+FAMILIES = {
+    "AnimateDiff": motion,
+    "ModelScope": unet_3d,
+    "Hotshot-XL": unet_hotshot,
+    "Stable Video Diffusion": unet_spatio_temporal,
+}
+TEMPORAL = (
+    "motion_modules",
+    "temp_attentions",
+    "transformer_in",
+    "temporal_attentions",
+    "temporal_transformer_blocks",
+)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -56,7 +67,9 @@ class Recorder(AttnProcessor):
 def record(model):
     """Rows and tokens of each attention layer in one pass, by its path: over frames, and over pixels."""
     seen = {}
-    model.set_attn_processor({name: Recorder(name.removesuffix(".processor"), seen) for name in model.attn_processors})
+    for path, layer in model.named_sublayers():
+        if isinstance(layer, Attention):
+            layer.set_processor(Recorder(path, seen))
     draw(model)
     over_frames = {path: shape for path, shape in seen.items() if any(part in path for part in TEMPORAL)}
     return over_frames, {path: shape for path, shape in seen.items() if path not in over_frames}
@@ -72,7 +85,7 @@ def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model):
     over_frames, over_pixels = record(model)
     assert plain_frames
     assert over_frames == plain_frames
-    assert {tokens for path, (_, tokens) in over_frames.items() if path.endswith("attn1")} == {FRAMES}
+    assert {tokens for _, tokens in over_frames.values()} == {FRAMES}
     assert {rows for rows, _ in over_frames.values()} <= {VIDEOS * PIXELS, VIDEOS * PIXELS // 4}  # levels 1 and 2
     at_level_1 = {path for path, shape in self_attention(plain_pixels).items() if shape[1] == PIXELS}
     assert at_level_1

@@ -4,6 +4,7 @@ import tempfile
 from unittest.mock import patch
 
 import numpy as np
+import paddle
 import ppdiffusers
 from ppdiffusers import (
     AutoencoderKL_imgtovideo,
@@ -18,6 +19,8 @@ from ppdiffusers import (
 )
 from ppdiffusers.models import lvdm_attention_temporal
 from ppdiffusers.models.attention_processor import AttnProcessor
+from ppdiffusers.models.hotshot_xl.transformer_3d import Transformer3DModel
+from ppdiffusers.models.hotshot_xl.unet import UNet3DConditionModel as HotshotUNet
 
 from . import parts
 from .base import Tiny, family
@@ -63,6 +66,24 @@ def unet_spatio_temporal(**changes):
         "num_frames": FRAMES,
     }
     return parts.ready(UNetSpatioTemporalConditionModel(**{**settings, **changes}))
+
+
+def unet_hotshot(**changes):
+    """Hotshot-XL's UNet: a Transformer2DModel that gets five dimensions, and attention over the frames.
+
+    Its pipeline is not here: ppdiffusers 0.29 does not export it, and it fails (`Tensor.to` refuses a tensor's place).
+    """
+    settings = {
+        **parts.UNET,
+        "sample_size": 8,
+        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    }
+    model = HotshotUNet(**{**settings, **changes})
+    for layer in model.sublayers():
+        if isinstance(layer, Transformer3DModel):  # made to do nothing at first
+            layer.proj_out.weight.set_value(0.1 * paddle.randn(layer.proj_out.weight.shape))
+    return parts.ready(model)
 
 
 @family
