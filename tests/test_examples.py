@@ -30,7 +30,7 @@ def examples():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-        names = ("options", "comparison", "text_to_image", "image_to_image")
+        names = ("options", "comparison", "text_to_image", "image_to_image", "inpaint", "sdxl", "sd3")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     ppdiffusers.utils.logging.set_verbosity(verbosity)
     logger.logger.setLevel(level)
@@ -171,11 +171,71 @@ def test_image_to_image_and_the_remark_on_large_pictures(examples, monkeypatch, 
     assert "was trained at 48 px" in out
 
 
+def test_inpaint_redraws_where_the_mask_is_white_and_merges(examples, tmp_path):
+    right = tmp_path / "right.png"
+    Image.fromarray(np.repeat([[0, 255]], 64, axis=1).repeat(128, axis=0).astype("uint8")).save(right)
+    examples.inpaint.main(small("a 3d render of panda", "--mask", str(right), "--ratio", "0.5", folder=tmp_path))
+    path = tmp_path / "inpaint_64.png"
+    (source,), (mask,), (plain,), (half,) = cells(path, rows=4, columns=1)
+    assert np.array_equal(
+        source, np.asarray(ImageOps.fit(Image.open(EXAMPLES / "emoji_sd" / "fox.png"), (SIDE, SIDE)))
+    )
+    assert (mask[:, : SIDE // 2 - 2] == 0).all() and (mask[:, SIDE // 2 + 2 :] == 255).all()
+    assert not np.array_equal(plain, half)
+    for drawn in (plain, half):
+        change = np.abs(drawn.astype("float") - source).mean(axis=(0, 2))  # of each column of pixels
+        assert change[: SIDE // 2].mean() < 0.3 * change[SIDE // 2 :].mean()
+    text = Image.open(path).text
+    assert (text["model"], text["mask"], text["guidance"]) == ("examples/emoji_sd", str(right), "2.0")
+
+
+TINY = {  # rows before the plain one, tokens plain and merged by half, the pipeline's own guidance
+    "sdxl": ([], 256, 128, 5.0),  # level 2 of 32×32 latent pixels
+    "sd3": ([], 256, 128, 7.0),  # patches of 2×2
+    "inpaint": (["input", "mask"], 1024, 512, 7.5),
+}
+
+
+@pytest.mark.parametrize("script", TINY)
+def test_tiny_random_models(examples, monkeypatch, tmp_path, capsys, script):
+    before, tokens, kept, guidance = TINY[script]
+    monkeypatch.chdir(tmp_path)
+    getattr(examples, script).main([FOX, "--tiny", "--ratio", "0.5", "--steps", "2"])
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "random weights: the picture is noise"
+    assert list(table(out)) == ["plain", "0.5"]
+    assert ("MACs are not counted" in out) == (script == "sd3")
+    *given, (plain,), (half,) = cells(tmp_path / "outputs" / f"{script}_64.png", len(before) + 2, columns=1)
+    assert plain.std() > 5 and not np.array_equal(plain, half)
+    assert f"Rows {', '.join([*before, 'plain', '0.5'])}: " in out and len(given) == len(before)
+    if "mask" in before:
+        mask = given[1][0]
+        assert (mask[: SIDE // 2] == 0).all() and (mask[SIDE // 2 :] == 255).all()
+    record = json.loads((tmp_path / "outputs" / f"{script}_64.json").read_text(encoding="utf-8"))
+    assert (record["model"], record["guidance"], record["size"]) == (f"tiny random {script}", guidance, 64)
+    assert [(row["tokens"], row["kept"]) for row in record["rows"]] == [(tokens, tokens), (tokens, kept)]
+    saved = record["rows"][1]["MACs saved"]
+    assert saved is None if script == "sd3" else saved > 0
+
+
+def test_a_tiny_model_takes_few_steps(examples):
+    args = examples.options.parse(examples.options.make_parser("", tiny="sdxl", bundled=False), ["--tiny"])
+    assert (args.tiny, examples.options.steps_for(args, 64)) == ("sdxl", 4)
+
+
+def test_a_mask_without_white_is_refused(examples, tmp_path, capsys):
+    Image.new("L", (8, 8), 100).save(tmp_path / "grey.png")
+    with pytest.raises(SystemExit, match="2"):
+        examples.inpaint.main(["--tiny", "--mask", str(tmp_path / "grey.png")])
+    assert re.search(r"error: --mask .*grey\.png: it is white nowhere", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("script", "plan"),
     [
         ("text_to_image", [(128, 2, 20), (256, 1, 6)]),
         ("image_to_image", [(128, 1, 20), (256, 1, 6)]),
+        ("inpaint", [(128, 2, 20)]),
     ],
 )
 def test_defaults_show_both_sizes(examples, monkeypatch, tmp_path, script, plan):
@@ -191,7 +251,7 @@ def test_defaults_show_both_sizes(examples, monkeypatch, tmp_path, script, plan)
 
 
 BAD = {
-    "no such folder": ("text_to_image", ["--model", "/no/such/folder"], r"/no/such/folder.* no such folder"),
+    "no such folder": ("text_to_image", ["--model", "/no/folder/here"], r"/no/folder/here.* no such folder"),
     "no hub name": ("text_to_image", ["--model", "emoji"], r"emoji.* no such folder"),
     "no model in the folder": ("text_to_image", ["--model", str(EXAMPLES)], r"model_index\.json"),
     "ratio above the maximum": ("text_to_image", ["--ratio", "0.5", "0.8"], r"ratio=0\.8 .*0\.75"),
@@ -204,6 +264,13 @@ BAD = {
     "no image": ("image_to_image", ["--image", __file__], r"--image .*cannot identify"),
     "strength": ("image_to_image", ["--strength", "1.5"], r"--strength 1\.5 .*at most 1"),
     "strength leaves no step": ("image_to_image", ["--strength", "0.1", "--steps", "5"], r"leaves none of the steps"),
+    "missing mask": ("inpaint", ["--mask", "/no/such.png"], r"--mask: .*No such file"),
+    "no SDXL model": ("sdxl", [], r"--model --tiny is required"),
+    "no SD3 model": ("sd3", [], r"--model --tiny is required"),
+    "two models": ("sdxl", ["--tiny", "--model", "a/b"], r"--model: not allowed with argument --tiny"),
+    "another kind than SDXL": ("sdxl", ["--model", str(EXAMPLES / "emoji_sd")], r"no SDXL, .* one text encoder"),
+    "another kind than SD3": ("sd3", ["--model", str(EXAMPLES / "emoji_sd")], r"StableDiffusion3Pipeline.* expected"),
+    "tiny at a bad ratio": ("sd3", ["--tiny", "--ratio", "0.9"], r"ratio=0\.9 .*0\.75"),
 }
 
 
@@ -224,12 +291,13 @@ def test_xformers_error_is_ppdiffusers_own(examples, tmp_path):
         examples.text_to_image.main(["--xformers", "--output", str(tmp_path)])
 
 
-def test_runs_from_another_folder_and_quietly(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "text_to_image.py"), "a 3d render of fox", "--size", "64"]
+@pytest.mark.parametrize(("script", "model"), [("text_to_image", []), ("sd3", ["--tiny"])])
+def test_runs_from_another_folder_and_quietly(tmp_path, script, model):
+    command = [sys.executable, str(EXAMPLES / f"{script}.py"), "a 3d render of fox", *model, "--size", "64"]
     command += ["--steps", "1", "--ratio", "0.5", "--threads", "2"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=120)
     assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "outputs" / "text_to_image_64.png").is_file()
+    assert (tmp_path / "outputs" / f"{script}_64.png").is_file()
     assert "2 thread(s)" in ran.stdout
     assert "it/s" in ran.stderr  # the progress bar
     assert "WARNING" not in ran.stderr
@@ -237,5 +305,5 @@ def test_runs_from_another_folder_and_quietly(tmp_path):
 
 
 def test_paddle_is_not_imported_before_the_threads_are_set():
-    code = "import sys, text_to_image, image_to_image; sys.exit('paddle' in sys.modules)"
+    code = "import sys, text_to_image, image_to_image, inpaint, sdxl, sd3; sys.exit('paddle' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=True, timeout=60)

@@ -1,0 +1,55 @@
+"""Draw a part of a picture anew, as the prompts say, plain and with merged tokens, from the same noise.
+
+python examples/inpaint.py
+python examples/inpaint.py "a 3d render of wolf" --mask ears.png --ratio 0.3 0.6 --seed 3
+python examples/inpaint.py "a boat" --image harbour.jpg --mask water.png --size 512 \\
+    --model stabilityai/stable-diffusion-2-inpainting
+python examples/inpaint.py --tiny
+
+The mask is white where the picture is drawn anew, by default in its lower half. Inpainting models (9 channels)
+see the rest of the picture; with others, as the bundled one, it is put back at every step. A picture and a mask of
+another shape are cropped to a square.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import comparison
+import options
+from PIL import Image, ImageOps
+
+PROMPTS = ["a 3d render of fox", "a 3d render of panda"]
+
+
+def lower_half(size) -> Image.Image:
+    mask = Image.new("L", (size, size), 0)
+    mask.paste(255, (0, size // 2, size, size))
+    return mask
+
+
+def main(argv=None) -> None:
+    parser = options.make_parser(__doc__, tiny="inpaint")
+    parser.add_argument("--image", type=Path, default=options.BUNDLED / "fox.png", help="default: a fox")
+    parser.add_argument("--mask", type=Path, help="white where to draw anew (default: the lower half)")
+    args = options.parse(parser, argv)
+    sizes = args.size
+    try:
+        image = Image.open(args.image).convert("RGB")
+        mask = Image.open(args.mask).convert("L") if args.mask else None
+    except OSError as error:
+        parser.error(f"--image or --mask: {error}.")
+    if mask and mask.getextrema()[1] < 128:
+        parser.error(f"--mask {args.mask}: it is white nowhere, so nothing would be drawn anew.")
+    pipe = options.load(parser, args, "AutoPipelineForInpainting")
+    for size in sizes or args.size[:1]:
+        source = ImageOps.fit(image, (size, size))
+        where = ImageOps.fit(mask, (size, size)) if mask else lower_half(size)
+        draw = partial(pipe, image=source, mask_image=where, height=size, width=size, guidance_scale=args.guidance)
+        prompts = args.prompts or PROMPTS
+        rows = [("mask", "", [where.convert("RGB")] * len(prompts))]
+        more = {"image": str(args.image), "mask": str(args.mask or "lower half")}
+        comparison.compare(pipe, args, "inpaint", size, prompts, draw, source, rows=rows, **more)
+
+
+if __name__ == "__main__":
+    main()
