@@ -1,5 +1,7 @@
 """Pipelines that draw videos."""
 
+import atexit
+import shutil
 import tempfile
 from unittest.mock import patch
 
@@ -187,9 +189,11 @@ def _lvdm(**changes):
 
 
 def _lvdm_call():
-    """LVDM's pipelines write every video into a folder, too."""
+    """LVDM's pipelines write every video into a folder, too; this one goes when the tests end."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     size = {"height": 64, "width": 64, "num_frames": FRAMES}
-    return {**size, "num_inference_steps": 2, "output_type": "np", "save_dir": tempfile.mkdtemp()}
+    return {**size, "num_inference_steps": 2, "output_type": "np", "save_dir": folder}
 
 
 @family
