@@ -68,7 +68,8 @@ def parts(target: Any) -> dict[str, Any]:
             "pass pipe or pipe.unet."
         )
     found: dict[str, Any] = {}
-    for name, component in target.components.items():
+    for name in (name for name in target.config if not name.startswith("_")):  # .components refuses some pipelines
+        component = getattr(target, name, None)
         several = isinstance(component, (list, tuple))
         found.update({f"{name}[{i}]": part for i, part in enumerate(component)} if several else {name: component})
     return found

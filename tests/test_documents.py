@@ -52,7 +52,8 @@ def test_figures_are_those_of_the_committed_results(readme):
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "README_zh.md", "CONTRIBUTING.md", "examples/README.md", "docs/api.md"]
+    "document",
+    ["README.md", "README_zh.md", "CONTRIBUTING.md", "examples/README.md", "docs/api.md", "docs/ppdiffusers.md"],
 )
 def test_links_lead_somewhere(document):
     path = ROOT / document

@@ -20,12 +20,15 @@ from zoo.parts import controlnet, image
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
+from ppdiffusers_tome.evaluation.families import verdicts
 from ppdiffusers_tome.models import components
 
 # ppdiffusers' pipelines announce the end of arguments and classes of their own; Paddle 3 finds fault with their code.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'audioop' is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Couldn't find ffmpeg:RuntimeWarning"),
 ]
 
 
@@ -42,11 +45,19 @@ def all_differ(*pictures):
     return all(np.abs(one - other).max() > 1e-4 for i, one in enumerate(pictures) for other in pictures[:i])
 
 
+@pytest.fixture(scope="module")
+def table():
+    """The verdicts of docs/families.md, as the components that merge."""
+    return {each.pipeline: {part.partition(":")[0] for part in each.blocks.split("; ") if part} for each in verdicts()}
+
+
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_family(name):
+def test_family(name, table):
     tiny = ZOO[name]()
     plain, before = picture(tiny), all_traces(tiny.pipe)
     assert np.isfinite(plain).all()
+    told = table.get(name, table.get(name.partition("_")[0]))  # a builder's name is its class, or class_variant
+    assert told is None or told == {model.partition(".")[0] for model in tiny.merges}
     if tiny.merges:
         assert tiny.pipe.apply_tome(ratio=0.5) is tiny.pipe
         assert merging(tiny.pipe) == set(tiny.merges)
