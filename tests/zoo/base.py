@@ -31,5 +31,5 @@ def picture(tiny: Tiny, **changes: Any) -> np.ndarray:
     """What the pipeline draws from seed 0, as one float array."""
     tiny.pipe.set_progress_bar_config(disable=True)
     paddle.seed(0)
-    np.random.seed(0)  # noqa: NPY002: some pipelines of ppdiffusers draw from NumPy's global state
+    np.random.seed(0)  # noqa: NPY002 - some pipelines of ppdiffusers draw from NumPy's global state
     return np.asarray(tiny.pipe(**{**tiny.call, **changes})[tiny.output], dtype="float64")
