@@ -47,7 +47,7 @@ def test_kandinsky_3():
     """Its pipeline does not run on a CPU at all."""
     from ppdiffusers.models.unet_kandi3 import Kandinsky3UNet
 
-    model = Kandinsky3UNet(block_out_channels=(64, 128), cross_attention_dim=64, encoder_hid_dim=64)
+    model = Kandinsky3UNet(block_out_channels=(128, 256), cross_attention_dim=64, encoder_hid_dim=64)
     with pytest.raises(NoMergeableLayerError, match="Kandinsky3UNet: its attention blocks, its own kind"):
         model.apply_tome()
 
