@@ -176,38 +176,6 @@ def test_saved_pipeline_is_the_plain_one(pipe, tmp_path):
     np.testing.assert_array_equal(draw(loaded), plain)
 
 
-@pytest.mark.parametrize("first", ["merging", "LoRA"])
-def test_lora(pipe, tmp_path, first):
-    """Loading, using and unloading LoRA weights, with merging applied before and after."""
-    write_lora(pipe.unet, tmp_path)
-    plain = draw(pipe)
-    try:
-        if first == "merging":
-            pipe.apply_tome(0.5)
-        pipe.load_lora_weights(str(tmp_path))
-        lora_and_merging = draw(pipe.apply_tome(0.5))
-        lora = draw(pipe.remove_tome())
-        assert np.abs(lora - plain).max() > 1e-3
-        assert np.abs(lora_and_merging - lora).max() > 1e-3
-    finally:
-        for layer in pipe.unet.sublayers():  # as pipe.unload_lora_weights(), which in 0.29.0 trips over its own guard
-            if hasattr(layer, "set_lora_layer"):
-                layer.set_lora_layer(None)
-    np.testing.assert_array_equal(draw(pipe), plain)
-
-
-def write_lora(unet, folder):
-    """Random LoRA weights of rank 4 for all attention projections, in the layout that ppdiffusers writes."""
-    rng, state = np.random.RandomState(0), {}
-    for path, layer in unet.named_sublayers():
-        if path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
-            rows, columns = layer.weight.shape
-            down, up = rng.standard_normal((rows, 4)) * 0.3, rng.standard_normal((4, columns)) * 0.3
-            state[f"unet.{path}.lora.down.weight"] = paddle.to_tensor(down.astype("float32"))
-            state[f"unet.{path}.lora.up.weight"] = paddle.to_tensor(up.astype("float32"))
-    paddle.save(state, str(folder / "paddle_lora_weights.pdparams"))
-
-
 # ControlNets
 
 
