@@ -1,4 +1,4 @@
-"""Draw plain and merged pictures in turn and tell how they differ: for text_to_image.py and image_to_image.py."""
+"""Draw plain and merged pictures in turn and tell how they differ."""
 
 import contextlib
 import json

@@ -15,6 +15,7 @@ import ppdiffusers
 import pytest
 from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
+from zoo.transformers import JointAttention
 
 from ppdiffusers_tome import ToMeConfig, __version__
 
@@ -216,6 +217,16 @@ def test_tiny_random_models(examples, monkeypatch, tmp_path, capsys, script):
     assert [(row["tokens"], row["kept"]) for row in record["rows"]] == [(tokens, tokens), (tokens, kept)]
     saved = record["rows"][1]["MACs saved"]
     assert saved is None if script == "sd3" else saved > 0
+
+
+def test_joint_attention_is_that_of_the_zoo(examples):
+    transformer = importlib.import_module("tiny").sd3().transformer
+    inputs = [paddle.randn(shape) for shape in ([2, 4, 6, 10], [2, 5, 64], [2, 64])]  # latents, text, pooled text
+    drawn = []
+    for processor in (examples.sd3.JointAttention(), JointAttention()):
+        transformer.set_attn_processor(processor)
+        drawn.append(transformer(*inputs, timestep=paddle.to_tensor([500])).sample.numpy())
+    assert np.allclose(*drawn, rtol=0, atol=1e-6) and drawn[0].std() > 0.01
 
 
 def test_a_tiny_model_takes_few_steps(examples):
