@@ -94,7 +94,7 @@ def denoisers(target: Any) -> dict[str, nn.Layer]:
         for path, layer in component.named_sublayers(include_self=True):
             if inside is not None and path.startswith(inside):
                 continue
-            if _is_denoiser(layer):
+            if _is_denoiser(layer) and not any(layer is other for other in found.values()):
                 found[f"{name}.{path}" if path else name] = layer
                 inside = f"{path}." if path else ""
     return found

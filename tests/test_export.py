@@ -8,6 +8,7 @@ import paddle
 import pytest
 from conftest import TEXT, inputs, make_unet, run
 from paddle.static import InputSpec
+from zoo.transformers import dit, sd3
 
 pytestmark = [
     # Paddle 2.6 on Python 3.12: its translation of Python to programs reads syntax trees by names that go away.
@@ -93,3 +94,44 @@ def test_merging_adds_no_forbidden_operation(exported):
     added = {name for name in merging if merging.count(name) > plain.count(name)}
     assert all(any(wanted in name for name in added) for wanted in MERGING)
     assert [name for name in added if any(bad in name for bad in FORBIDDEN) and "scatter_nd_add" not in name] == []
+
+
+class OfDiT(paddle.nn.Layer):
+    """A DiT called as its pipeline does it, with the positional inputs that paddle.jit exports."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = dit()
+
+    def forward(self, latents, timestep, labels):
+        return self.transformer(latents, timestep=timestep, class_labels=labels, return_dict=False)[0]
+
+
+class OfSD3(paddle.nn.Layer):
+    """The same for Stable Diffusion 3, whose blocks are called by keyword too."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = sd3()
+
+    def forward(self, latents, timestep, text, pooled):
+        given = {"hidden_states": latents, "encoder_hidden_states": text, "pooled_projections": pooled}
+        return self.transformer(**given, timestep=timestep, return_dict=False)[0]
+
+
+@pytest.mark.parametrize(("of", "shapes"), [(OfDiT, []), (OfSD3, [[2, 6, 64], [2, 64]])])
+@paddle.no_grad()
+def test_transformers_survive_too(of, shapes, tmp_path):
+    model = of()
+    model.eval()
+    given = [paddle.randn([2, 4, 16, 16]), paddle.to_tensor([3, 3])]
+    given += [paddle.randn(shape) for shape in shapes] or [paddle.to_tensor([1, 2])]
+    plain = model(*given).numpy()
+    model.transformer.apply_tome(ratio=0.5)
+    merged = model(*given).numpy()
+    spec = [InputSpec(each.shape, each.dtype) for each in given]
+    paddle.jit.save(paddle.jit.to_static(model, input_spec=spec, full_graph=True), str(tmp_path / "model"))
+    loaded = paddle.jit.load(str(tmp_path / "model"))
+    loaded.eval()
+    assert np.abs(merged - plain).max() > 1e-2
+    np.testing.assert_allclose(loaded(*given).numpy(), merged, atol=1e-5)
