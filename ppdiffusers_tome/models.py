@@ -68,8 +68,9 @@ def parts(target: Any) -> dict[str, Any]:
             "pass pipe or pipe.unet."
         )
     found: dict[str, Any] = {}
-    for name in (name for name in target.config if not name.startswith("_")):  # .components refuses some pipelines
-        component = getattr(target, name, None)
+    # .components refuses some pipelines, and ppdiffusers warns where a setting is asked for as an attribute.
+    for name in (name for name in target.config if not name.startswith("_")):
+        component = vars(target).get(name)
         several = isinstance(component, (list, tuple))
         found.update({f"{name}[{i}]": part for i, part in enumerate(component)} if several else {name: component})
     return found
