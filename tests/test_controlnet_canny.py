@@ -1,0 +1,127 @@
+"""The ControlNet example: its pictures and figures, the distance of edges, and that the bundled ControlNet steers."""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from PIL import Image
+from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+CONTROLNET = EXAMPLES / "emoji_sd" / "controlnet"
+PROMPT = "a flat drawing of owl"
+
+
+@pytest.fixture(scope="module")
+def edges():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+        yield importlib.import_module("edges")
+
+
+@pytest.fixture
+def masks():
+    rng = np.random.RandomState(0)
+    return rng.rand(9, 13) < 0.2, rng.rand(9, 13) < 0.1
+
+
+def by_brute_force(of, to):
+    pixels, targets = np.argwhere(of), np.argwhere(to)
+    return np.sqrt(((pixels[:, None] - targets[None]) ** 2).sum(axis=2)).min(axis=1)
+
+
+def test_distance_is_that_of_brute_force_and_has_a_direction(edges, masks):
+    a, b = masks
+    np.testing.assert_allclose(edges.distances(a, b), by_brute_force(a, b), atol=1e-5)
+    assert edges.mean_distance(a, b) == pytest.approx(by_brute_force(a, b).mean(), abs=1e-5)
+    assert edges.mean_distance(b, a) == pytest.approx(by_brute_force(b, a).mean(), abs=1e-5)
+    assert edges.mean_distance(a, b) != edges.mean_distance(b, a)
+
+
+def test_distance_of_equal_and_of_empty_edges(edges, masks):
+    a, nothing = masks[0], np.zeros((9, 13), bool)
+    assert edges.mean_distance(a, a) == 0
+    assert edges.mean_distance(a, nothing) == pytest.approx(math.hypot(9, 13))
+    assert math.isnan(edges.mean_distance(nothing, a))
+
+
+def test_edges_and_their_outline(edges):
+    picture = np.full((64, 64, 3), 255, "uint8")
+    picture[8:56, 8:56] = (200, 30, 30)
+    picture[26:38, 26:38] = 255  # a white hole is no background
+    found, outline = edges.canny(picture), edges.outline_region(picture)
+    assert found.dtype == bool and found.any()
+    condition = np.asarray(edges.as_picture(found))
+    assert condition.shape == (64, 64, 3) and np.array_equal(condition[..., 1] > 0, found)
+    square = np.zeros((64, 64), bool)
+    square[20:44, 20:44] = True
+    assert np.array_equal(found & ~outline, found & square)
+    assert (found & outline).sum() > (found & ~outline).sum() > 0
+
+
+@pytest.fixture
+def control_pipe(pipe):
+    controlnet = ControlNetModel.from_pretrained(str(CONTROLNET), paddle_dtype=paddle.float32)
+    controlnet.eval()
+    whole = StableDiffusionControlNetPipeline(**pipe.components, controlnet=controlnet, requires_safety_checker=False)
+    whole.set_progress_bar_config(disable=True)
+    return whole
+
+
+def test_the_bundled_controlnet_steers(edges, pipe, control_pipe):
+    given = edges.canny(Image.open(CONTROLNET / "owl.png").convert("RGB"))
+    noise = np.random.RandomState(0).standard_normal((1, 4, 32, 32)).astype("float32")
+    same = {"num_inference_steps": 8, "guidance_scale": 2.0, "latents": paddle.to_tensor(noise)}
+    free = pipe(PROMPT, height=128, width=128, **same).images
+    steered = control_pipe(PROMPT, image=edges.as_picture(given), **same).images
+    without, with_controlnet = edges.mean_distances(given, free), edges.mean_distances(given, steered)
+    for way in ("given to drawn", "drawn to given"):
+        assert with_controlnet[way] < 0.7 * without[way], way
+
+
+def test_runs_from_another_folder_and_writes_a_sheet(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "controlnet_canny.py"), PROMPT, "--size", "64", "--steps", "2"]
+    command += ["--ratio", "0.5", "--plain-controlnet", "--threads", "1"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    sheet = Image.open(tmp_path / "outputs" / "controlnet_canny_64.png")
+    side, gap, rows = 64, 4, ["input", "edges", "without", "plain", "0.5"]
+    assert sheet.height > len(rows) * (side + gap) > sheet.height - side
+    assert f"Rows {', '.join(rows)}:" in ran.stdout
+    assert json.loads(sheet.text["merging"]) == {"controlnet": False}
+    left, top = sheet.width - side - gap, sheet.height - len(rows) * (side + gap)
+    cells = [sheet.crop((left, y, left + side, y + side)) for y in range(top, sheet.height, side + gap)]
+    assert len({cell.tobytes() for cell in cells}) == len(rows)
+    record = json.loads((tmp_path / "outputs" / "controlnet_canny_64.json").read_text(encoding="utf-8"))
+    table = record["edge distances, px"]
+    assert list(table) == ["without", "plain", "0.5"]
+    for label, ways in table.items():
+        figures = " +".join(rf"{value:.2f}" for value in ways.values())
+        assert f"{label} {figures.replace(' +', ' ')}" in " ".join(ran.stdout.split())
+    assert [row["row"] for row in record["rows"]] == ["plain", "0.5"]
+
+
+BAD = {
+    "no image": (["--image", "/no/such.png"], "--image /no/such.png: "),
+    "no controlnet": (["--controlnet", "/no/such/folder"], "--controlnet /no/such/folder: "),
+    "no edges": (["--image", "white.png"], "there are no edges at 128 px"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused(case, tmp_path, monkeypatch, capsys):
+    arguments, message = BAD[case]
+    Image.new("RGB", (32, 32), "white").save(tmp_path / "white.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("controlnet_canny").main(arguments)
+    assert stopped.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
