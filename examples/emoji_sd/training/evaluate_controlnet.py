@@ -1,14 +1,15 @@
 """Measure how closely the bundled ControlNet follows edges of pictures that it never saw.
 
     python evaluate_controlnet.py [with] [without]
+    EMOJI_STACK=diffusers python evaluate_controlnet.py [with] [without]
 
 Draws each picture from its Canny edges and a prompt, with the ControlNet and without it, from the same noise, and
 compares the drawing's edges with the given ones. Drawings go to $EMOJI_WORK/drawn, where an interrupted run finds
 them again. Where all are there, the figures go to ../controlnet/edges.json and a sheet to samples.png beside it.
 
-Needs data_128.npz and captions.json by `make_dataset.py 128`, OpenCV, and to draw ppdiffusers, or, faster on a CPU,
-PyTorch and diffusers: then the weights come from $EMOJI_WORK/model and $EMOJI_WORK/controlnet, rounded as in the
-converted files. One process of one thread a core; the figures themselves need ppdiffusers_tome.
+Needs data_128.npz and captions.json by `make_dataset.py 128` and OpenCV. The second form draws with PyTorch and
+diffusers, faster on a CPU: from $EMOJI_WORK/model and $EMOJI_WORK/controlnet, rounded as in the converted files. Run
+it where they are, then again where ppdiffusers_tome is, for the figures. One process of one thread a core.
 
 Two sets, neither shown in the ControlNet's training:
 - "Noto": Noto's drawings of concepts that the model knows, as "a flat drawing of ...";
@@ -25,7 +26,9 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import platform
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +43,8 @@ import edges as edge  # noqa: E402  examples/edges.py
 
 PICTURES, STEPS, GUIDANCE = 32, 20, 2.0
 ARMS = ("with", "without")
-STACK = os.environ.get("EMOJI_STACK") or ("ppdiffusers" if importlib.util.find_spec("paddle") else "diffusers")
+STACK = os.environ.get("EMOJI_STACK", "ppdiffusers")
+DRAWN_BY = {"ppdiffusers": ("paddlepaddle", "ppdiffusers"), "diffusers": ("torch", "diffusers", "transformers")}
 SHEET = 10  # pictures of each set
 NEAR = 2  # px
 
@@ -120,7 +124,10 @@ def draw_missing(arm, sets):
     jobs = [(arm, name, n, *pair) for name, pairs in sets.items() for n, pair in enumerate(pairs)]
     jobs = [job for job in jobs if not path_of(*job[:3]).exists()]
     if jobs:
-        path_of(*jobs[0][:3]).parent.mkdir(parents=True, exist_ok=True)
+        folder = path_of(*jobs[0][:3]).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {name: version(name) for name in DRAWN_BY[STACK]}
+        (folder.parent / "versions.json").write_text(json.dumps({"python": platform.python_version(), **found}))
         with multiprocessing.get_context("spawn").Pool(os.cpu_count(), load, (arm,)) as pool:
             for count, path in enumerate(pool.imap(draw, jobs), 1):
                 print(f"{count} of {len(jobs)}: {path}", flush=True)
@@ -155,8 +162,8 @@ def measure(sets):
     from ppdiffusers_tome.evaluation.environment import describe_environment
 
     record = {
-        "command": "python examples/emoji_sd/training/evaluate_controlnet.py",
-        "drawn with": STACK,
+        "command": f"EMOJI_STACK={STACK} python examples/emoji_sd/training/evaluate_controlnet.py",
+        "drawn with": json.loads((WORK / "drawn" / STACK / "versions.json").read_text()),
         "weights": f"sha256 {weights_hash()}…",
         "steps": STEPS,
         "guidance": GUIDANCE,
@@ -178,7 +185,8 @@ def measure(sets):
         rows += [[drawn[arm][n] for n in shown] for arm in ARMS]
     (CONTROLNET / "edges.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     sheet = Image.fromarray(np.concatenate([np.concatenate(row, 1) for row in rows]))
-    sheet.resize((sheet.width * 3 // 4, sheet.height * 3 // 4), Image.LANCZOS).save(CONTROLNET / "samples.png")
+    small = sheet.resize((sheet.width * 3 // 4, sheet.height * 3 // 4), Image.LANCZOS)
+    small.quantize(256).save(CONTROLNET / "samples.png", optimize=True)
     return record
 
 

@@ -11,7 +11,7 @@ loses much less to other programs.
 
 So that edges are followed and pictures not recalled:
 - no picture comes twice: each is moved, scaled, stretched, sheared, turned, mirrored and bent anew;
-- half of them show concepts that the UNet was never taught, and many come without their caption;
+- a third of them show concepts that the UNet was never taught, and many come without their caption;
 - noisy steps, where the layout is decided, come more often, and the loss near an edge counts more.
 
 Never shown: held_out.txt's concepts in any style, and Noto's drawings ("a cartoon of ...") of all concepts.
@@ -43,9 +43,9 @@ from transformers import CLIPTextModel, CLIPTokenizer
 HERE, WORK = Path(__file__).parent, Path(os.environ.get("EMOJI_WORK", "work"))
 MODEL, OUT, CHECKPOINT = WORK / "model", WORK / "controlnet", WORK / "controlnet.pt"
 DROPPED = 0.4  # share of captions replaced by ""
-UNTAUGHT = 0.5  # share of pictures of concepts that the UNet was not taught
-NOISY = 0.5  # share of steps drawn from the noisier 600 of the 1,000; the others from all
-EDGE_WEIGHT = 2.0  # what an edge adds to the loss of the latents around it
+UNTAUGHT = 0.35  # share of pictures of concepts that the UNet was not taught
+NOISY = 0.6  # share of steps drawn from the noisier 600 of the 1,000; the others from all
+EDGE_WEIGHT = 1.0  # what an edge adds to the loss of the latents around it
 ROUND, PASSES = 256, 2  # fresh variations are made ROUND at a time; each is used PASSES times, with other noise
 EMA = 0.998
 SAVE_EVERY, SAMPLE_EVERY = 240, 1200  # seconds
