@@ -1,5 +1,6 @@
 """The ControlNet example: its pictures and figures, the distance of edges, and that the bundled ControlNet steers."""
 
+import hashlib
 import importlib
 import json
 import math
@@ -125,3 +126,33 @@ def test_bad_input_is_refused(case, tmp_path, monkeypatch, capsys):
         importlib.import_module("controlnet_canny").main(arguments)
     assert stopped.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_figures_of_the_card_are_those_of_the_record():
+    card = (EXAMPLES / "emoji_sd" / "README.md").read_text(encoding="utf-8")
+    sets = json.loads((CONTROLNET / "edges.json").read_text(encoding="utf-8"))["sets"]
+    assert list(sets) == ["Noto", "held out"]
+    for name, figures in sets.items():
+        for arm in ("with", "without", "shuffled"):
+            cells = [
+                f"{figures[arm][way][part]['mean']:.1f}"
+                for way in ("given to drawn", "drawn to given")
+                for part in ("all", "outline", "inner")
+            ]
+            assert f"| {name}, {arm} | {' | '.join(cells)} |" in card
+    inner = [
+        f"{figures[arm][way]['inner']['within 2 px']:.0%}".replace("%", " %")
+        for way, arm in (("given to drawn", "with"), ("given to drawn", "without"), ("drawn to given", "with"))
+        for figures in sets.values()
+    ]
+    text = " ".join(card.split())
+    assert f"{inner[0]} (Noto) and {inner[1]} (held out) have a drawn one within 2 px" in text
+    assert (
+        f"without the ControlNet {inner[2]} and {inner[3]}; of the drawn inner edges {inner[4]} and {inner[5]}" in text
+    )
+
+
+def test_record_is_of_the_weights_here():
+    weights = (CONTROLNET / "diffusion_paddle_model.safetensors").read_bytes()
+    record = json.loads((CONTROLNET / "edges.json").read_text(encoding="utf-8"))
+    assert record["weights"] == f"sha256 {hashlib.sha256(weights).hexdigest()[:12]}…"
