@@ -19,7 +19,7 @@ import edges
 import options
 from PIL import Image, ImageOps
 
-PROMPTS = ["a flat drawing of owl", "a 3d render of owl"]
+PROMPTS = ["a flat drawing of penguin", "a 3d render of penguin"]
 CONTROLNET = options.BUNDLED / "controlnet"
 
 
@@ -52,7 +52,7 @@ def draw_without(pipe, args, size, prompt):
 def main(argv=None) -> None:
     parser = options.make_parser(__doc__)
     add = parser.add_argument
-    add("--image", type=Path, default=CONTROLNET / "owl.png", help="whose edges to follow (default: an owl)")
+    add("--image", type=Path, default=CONTROLNET / "penguin.png", help="whose edges to follow (default: a penguin)")
     add("--controlnet", default=CONTROLNET, help="ppdiffusers folder or hub name (default: the bundled one)")
     add("--plain-controlnet", action="store_true", help="merge in the UNet only")
     args = options.parse(parser, argv)
