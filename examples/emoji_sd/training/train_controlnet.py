@@ -10,7 +10,8 @@ Two processes of one thread each share every batch, which on two cores is 1.4 ti
 loses much less to other programs.
 
 So that edges are followed and pictures not recalled:
-- no picture comes twice: each is moved, scaled, stretched, sheared, turned, mirrored and bent anew;
+- each picture is moved, scaled, stretched, sheared, turned, mirrored and bent anew, and such a variation comes twice
+  at most, with other noise;
 - a third of them show concepts that the UNet was never taught, and many come without their caption;
 - noisy steps, where the layout is decided, come more often, and the loss near an edge counts more.
 
