@@ -25,6 +25,7 @@ CONTROLNET = options.BUNDLED / "controlnet"
 
 def load(parser, args):
     """The model's pipelines without and with the ControlNet, over the same weights."""
+    options.check_source(parser, "--controlnet", str(args.controlnet))
     without = options.load(parser, args, "StableDiffusionPipeline")
     from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline
 
@@ -71,7 +72,8 @@ def main(argv=None) -> None:
         draw = partial(pipe, image=condition, guidance_scale=args.guidance)
         merging = {"controlnet": False} if args.plain_controlnet else {}
         rows = [("edges", "", [condition] * len(prompts)), ("without", "", free)]
-        more = {"image": str(args.image), "controlnet": str(args.controlnet), "merging": merging}
+        more = {"image": options.recorded(args.image), "controlnet": options.recorded(args.controlnet)}
+        more["merging"] = merging
         name = "controlnet_canny"
         arms = comparison.compare(pipe, args, name, size, prompts, draw, source, rows=rows, **more)
         drawn = {"without": free, **{arm.label: arm.images for arm in arms}}

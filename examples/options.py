@@ -50,8 +50,8 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
     """
     args.model = f"tiny random {args.tiny}" if args.tiny else str(args.model)
     args.bundled = Path(args.model).resolve() == BUNDLED
-    if not args.tiny and not Path(args.model).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", args.model):
-        parser.error(f"--model {args.model}: there is no such folder, and a hub name looks like owner/name.")
+    if not args.tiny:
+        check_source(parser, "--model", args.model)
     for name, least in (("steps", 1), ("threads", 1), ("seed", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} is not allowed: it must be {least} or more.")
@@ -91,6 +91,17 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
     if args.guidance is None:
         args.guidance = 2.0 if args.bundled else inspect.signature(pipe.__call__).parameters["guidance_scale"].default
     return pipe
+
+
+def check_source(parser: argparse.ArgumentParser, option: str, source: str) -> None:
+    """End the program where a source is neither a folder nor like a hub's name; ppdiffusers would make that folder."""
+    if not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
+        parser.error(f"{option} {source}: there is no such folder, and a hub name looks like owner/name.")
+
+
+def recorded(path) -> str:
+    """A path as results tell it: within this repository from its root."""
+    return str(path).removeprefix(f"{BUNDLED.parents[1]}{os.sep}")
 
 
 def steps_for(args: argparse.Namespace, size: int) -> int:
