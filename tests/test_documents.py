@@ -51,6 +51,20 @@ def test_figures_are_those_of_the_committed_results(readme):
                 assert f"| {row['MACs saved']:.1%} | {row['seconds']:.1f} | {row['speed-up']:.2f}× |" in text
 
 
+@pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
+def test_edge_distances_are_those_of_the_committed_result(readme):
+    text = " ".join((ROOT / readme).read_text(encoding="utf-8").split())
+    result = json.loads((ROOT / "benchmarks" / "controlnet_canny_128.json").read_text(encoding="utf-8"))
+    told = {row: f"{ways['given to drawn']:.1f} px" for row, ways in result["edge distances, px"].items()}
+    speed = {row["row"]: f"{row['speed-up']:.2f}×" for row in result["rows"]}["0.5"]
+    if readme == "README.md":
+        sentence = f"{told['without']} without, {told['plain']} plain, {told['0.5']} at ratio 0.5"
+        assert sentence in text and f"{speed} at 0.5" in text
+    else:
+        assert f"无 ControlNet {told['without']}，不合并 {told['plain']}，比例 0.5 时 {told['0.5']}" in text
+        assert f"0.5 时 {speed}" in text
+
+
 @pytest.mark.parametrize(
     "document",
     ["README.md", "README_zh.md", "CONTRIBUTING.md", "examples/README.md", "docs/api.md", "docs/ppdiffusers.md"],
