@@ -42,6 +42,12 @@ def test_every_refusal_has_a_reason(table):
         assert verdict.merges or (verdict.reason and "no reason is known" not in verdict.reason)
 
 
+def test_a_class_that_the_table_does_not_know(monkeypatch, capsys):
+    monkeypatch.delitem(PIPELINES, "DiTPipeline")
+    assert cli.main(["families"]) == 2
+    assert "also has DiTPipeline: apply_tome() on such a pipeline says" in capsys.readouterr().err
+
+
 def test_the_page_is_what_the_command_writes(table, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cli, "verdicts", lambda: list(table.values()))  # once is enough: it builds 20 models
     assert cli.main(["families", "--markdown", str(tmp_path / "families.md")]) == 0

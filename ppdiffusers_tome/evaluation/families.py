@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import ppdiffusers
 
-from ..errors import NoMergeableLayerError
+from ..errors import NoMergeableLayerError, UnsupportedVersionError
 from ..limits import REASONS, why_nothing_merges
 from ..mixin import apply_tome, tome_summary
 from ..models import find_blocks
@@ -155,8 +155,13 @@ def verdicts() -> list[Verdict]:
     """One for each class, the merging ones first.
 
     Raises:
-        KeyError: ppdiffusers has a class that is not in PIPELINES.
+        UnsupportedVersionError: ppdiffusers has pipeline classes that the table does not know.
     """
+    if unknown := set(pipeline_classes()) - set(PIPELINES):
+        raise UnsupportedVersionError(
+            f"the table was made for ppdiffusers 0.29.0, and {ppdiffusers.__version__} also has "
+            f"{', '.join(sorted(unknown))}: apply_tome() on such a pipeline says whether it merges."
+        )
     seen: dict[str, tuple[str, str]] = {}
     found = []
     for pipeline in pipeline_classes():
