@@ -41,10 +41,13 @@ class Arm:
         }
 
 
-def compare(pipe, args, name, size, prompts, draw, source=None, warm_up=2, merging=None, rows=(), **more) -> list[Arm]:
+def compare(
+    pipe, args, name, size, prompts, draw, source=None, warm_up=2, merging=None, rows=(), measure=None, **more
+) -> None:
     """Draw each prompt plain and at each ratio, from the seed's noise; print the table, write PNGs and JSON.
 
-    `merging` are further settings of `pipe.tome`, `rows` further rows of the sheet: (label, caption, images).
+    `merging` are further settings of `pipe.tome`, `rows` further rows of the sheet: (label, caption, images), and
+    `measure` a function that tells further figures of the arms, for the JSON.
     """
     import paddle
 
@@ -86,9 +89,9 @@ def compare(pipe, args, name, size, prompts, draw, source=None, warm_up=2, mergi
     make_sheet(rows, prompts, size).save(path, pnginfo=text)
     command = shlex.join(["python", f"examples/{name}.py", *args.given])
     record = {"command": command, "prompts": prompts, **about, "rows": figures, "environment": describe_environment()}
-    path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"Rows {', '.join(row[0] for row in rows)}: {path}")
-    return arms
+    record |= measure(arms) if measure else {}
+    path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def print_table(figures: list[dict]) -> None:

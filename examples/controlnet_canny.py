@@ -10,14 +10,13 @@ Merging reaches UNet and ControlNet; `--plain-controlnet` leaves the ControlNet 
 px, the drawn edges lie from the given ones; the row "without" is the same prompt and noise without a ControlNet.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 
 import comparison
 import edges
 import options
-from PIL import Image, ImageOps
+from PIL import ImageOps
 
 PROMPTS = ["a flat drawing of penguin", "a 3d render of penguin"]
 CONTROLNET = options.BUNDLED / "controlnet"
@@ -50,6 +49,16 @@ def draw_without(pipe, args, size, prompt):
     return pipe(prompt, height=size, width=size, num_inference_steps=steps, guidance_scale=args.guidance).images[0]
 
 
+def edge_distances(given, free, arms) -> dict:
+    """Print and return how far the edges of the free pictures and of each arm's lie from the given ones."""
+    drawn = {"without": free, **{arm.label: arm.images for arm in arms}}
+    table = {label: edges.mean_distances(given, images) for label, images in drawn.items()}
+    print("\nMean distance of edges, px   given to drawn   drawn to given")
+    for label, ways in table.items():
+        print("{:<26} {:>16.2f} {:>16.2f}".format(label, *ways.values()))
+    return {"edge distances, px": table}
+
+
 def main(argv=None) -> None:
     parser = options.make_parser(__doc__)
     add = parser.add_argument
@@ -57,10 +66,7 @@ def main(argv=None) -> None:
     add("--controlnet", default=CONTROLNET, help="ppdiffusers folder or hub name (default: the bundled one)")
     add("--plain-controlnet", action="store_true", help="merge in the UNet only")
     args = options.parse(parser, argv)
-    try:
-        image = Image.open(args.image).convert("RGB")
-    except OSError as error:
-        parser.error(f"--image {args.image}: {error}.")
+    image = options.open_image(parser, args.image)
     sizes, prompts = args.size, args.prompts or PROMPTS
     without, pipe = load(parser, args)
     for size in sizes or args.size[:1]:
@@ -74,16 +80,8 @@ def main(argv=None) -> None:
         rows = [("edges", "", [condition] * len(prompts)), ("without", "", free)]
         more = {"image": options.recorded(args.image), "controlnet": options.recorded(args.controlnet)}
         more["merging"] = merging
-        name = "controlnet_canny"
-        arms = comparison.compare(pipe, args, name, size, prompts, draw, source, rows=rows, **more)
-        drawn = {"without": free, **{arm.label: arm.images for arm in arms}}
-        table = {label: edges.mean_distances(given, images) for label, images in drawn.items()}
-        print("\nMean distance of edges, px   given to drawn   drawn to given")
-        for label, ways in table.items():
-            print("{:<26} {:>16.2f} {:>16.2f}".format(label, *ways.values()))
-        path = args.output / f"{name}_{size}.json"
-        record = {**json.loads(path.read_text(encoding="utf-8")), "edge distances, px": table}
-        path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        more["measure"] = partial(edge_distances, given, free)
+        comparison.compare(pipe, args, "controlnet_canny", size, prompts, draw, source, rows=rows, **more)
 
 
 if __name__ == "__main__":

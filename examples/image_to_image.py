@@ -14,7 +14,7 @@ from pathlib import Path
 
 import comparison
 import options
-from PIL import Image, ImageOps
+from PIL import ImageOps
 
 PROMPTS = ["a 3d render of wolf"]
 
@@ -24,10 +24,7 @@ def main(argv=None) -> None:
     parser.add_argument("--image", type=Path, default=options.BUNDLED / "fox.png", help="default: a fox")
     parser.add_argument("--strength", type=float, default=0.6, help="0 keeps the picture, 1 ignores it (default: 0.6)")
     args = options.parse(parser, argv)
-    try:
-        image = Image.open(args.image).convert("RGB")
-    except OSError as error:
-        parser.error(f"--image {args.image}: {error}.")
+    image = options.open_image(parser, args.image)
     if not 0 < args.strength <= 1:
         parser.error(f"--strength {args.strength} is not allowed: it must be above 0 and at most 1.")
     pipe = options.load(parser, args, "AutoPipelineForImage2Image")

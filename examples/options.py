@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 BUNDLED = Path(__file__).resolve().parent / "emoji_sd"
 TRAINED_AT = 128  # px: the bundled model; 256 px takes several times as long
 
@@ -91,6 +93,14 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
     if args.guidance is None:
         args.guidance = 2.0 if args.bundled else inspect.signature(pipe.__call__).parameters["guidance_scale"].default
     return pipe
+
+
+def open_image(parser: argparse.ArgumentParser, path: Path) -> Image.Image:
+    """The RGB picture that --image names; one that cannot be read ends the program."""
+    try:
+        return Image.open(path).convert("RGB")
+    except OSError as error:
+        parser.error(f"--image {path}: {error}.")
 
 
 def check_source(parser: argparse.ArgumentParser, option: str, source: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from paddle import nn
 
-from .models import parts
+from .models import label, parts
 
 _WHOLE_MAPS = "its attention sits in convolutional blocks and takes whole feature maps; it has no transformer blocks"
 _ONE_SEQUENCE = "pixels share one sequence with text and time tokens, which must not merge"
@@ -57,9 +57,5 @@ def why_nothing_merges(model: Any) -> str | None:
 
 def reasons(target: Any) -> list[str]:
     """One sentence for each model of a pipeline (or for the one model) of which it is known why nothing merges."""
-    found = []
-    for name, part in parts(target).items():
-        kind, reason = type(part).__name__, why_nothing_merges(part)
-        if reason:
-            found.append(f"{name}: {reason}." if name == kind else f"{name} ({kind}): {reason}.")
-    return found
+    known = ((label(name, part), why_nothing_merges(part)) for name, part in parts(target).items())
+    return [f"{called}: {reason}." for called, reason in known if reason]

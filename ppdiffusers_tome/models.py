@@ -41,12 +41,12 @@ class MergeableBlock:
         block = self.block
         if self.is_joint:
             return {"attn": (block.attn,), "mlp": (block.ff,)}
-        if block.only_cross_attention:  # as in Stable Diffusion's upscaler: attn1 looks at the text too
-            found = {"attn": (), "crossattn": (block.attn1, block.attn2), "mlp": (block.ff,)}
-        else:
-            found = {"attn": (block.attn1,), "crossattn": (block.attn2,), "mlp": (block.ff,)}
-        present = {name: tuple(layer for layer in layers if layer is not None) for name, layers in found.items()}
-        return {name: layers for name, layers in present.items() if layers}
+        found: dict[str, list[nn.Layer]] = {"attn": [], "crossattn": [], "mlp": [block.ff]}
+        # As in Stable Diffusion's upscaler, where attn1 looks at the text too.
+        found["crossattn" if block.only_cross_attention else "attn"].append(block.attn1)
+        if block.attn2 is not None:
+            found["crossattn"].append(block.attn2)
+        return {name: tuple(layers) for name, layers in found.items() if layers}
 
 
 def is_chunked(block: nn.Layer) -> bool:
@@ -74,6 +74,12 @@ def parts(target: Any) -> dict[str, Any]:
         several = isinstance(component, (list, tuple))
         found.update({f"{name}[{i}]": part for i, part in enumerate(component)} if several else {name: component})
     return found
+
+
+def label(name: str, part: Any) -> str:
+    """One of the `parts` in a message: "unet (UNet2DConditionModel)", or the class alone where that is its name."""
+    kind = type(part).__name__
+    return name if name == kind else f"{name} ({kind})"
 
 
 def components(target: Any) -> dict[str, nn.Layer]:

@@ -31,6 +31,7 @@ from .models import (
     find_blocks,
     is_chunked,
     is_controlnet,
+    label,
     remove_builtin,
 )
 
@@ -139,8 +140,7 @@ def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | 
     start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
     models = denoisers(target)
     if not models:
-        kinds = {name: type(layer).__name__ for name, layer in components(target).items()}
-        names = ", ".join(name if name == kind else f"{name} ({kind})" for name, kind in kinds.items())
+        names = ", ".join(label(name, layer) for name, layer in components(target).items())
         why = "".join(f" {reason}" for reason in reasons(target))
         return f"{start}: looked for {LOOKED_FOR}, and found none in {names or 'a pipeline without models'}.{why}"
     others = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]

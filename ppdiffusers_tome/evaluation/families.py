@@ -157,14 +157,15 @@ def verdicts() -> list[Verdict]:
     Raises:
         UnsupportedVersionError: ppdiffusers has pipeline classes that the table does not know.
     """
-    if unknown := set(pipeline_classes()) - set(PIPELINES):
+    pipelines = pipeline_classes()
+    if unknown := set(pipelines) - set(PIPELINES):
         raise UnsupportedVersionError(
             f"the table was made for ppdiffusers 0.29.0, and {ppdiffusers.__version__} also has "
             f"{', '.join(sorted(unknown))}: apply_tome() on such a pipeline says whether it merges."
         )
     seen: dict[str, tuple[str, str]] = {}
     found = []
-    for pipeline in pipeline_classes():
+    for pipeline in pipelines:
         merging, refusals = [], []
         for component, model in PIPELINES[pipeline].items():
             key = model if isinstance(model, str) else model.of

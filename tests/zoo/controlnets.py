@@ -1,8 +1,10 @@
 """Stable Diffusion and SDXL with one ControlNet or two, each for drawing, redrawing and inpainting."""
 
+from functools import partial
+
 import ppdiffusers as pp
 
-from .base import Tiny, family
+from .base import ZOO, Tiny
 from .images import IMAGE, INPAINT, TEXT
 from .parts import SDXL, controlnet, image, sdxl, stable_diffusion
 
@@ -21,61 +23,14 @@ def controlled(cls, given, hint, two=False, **changes):
     return Tiny(pipe, {**given, **seen}, TWO if two else ONE)
 
 
-@family
-def StableDiffusionControlNetPipeline():
-    return controlled(pp.StableDiffusionControlNetPipeline, TEXT, "image")
-
-
-@family
-def StableDiffusionControlNetPipeline_two():
-    return controlled(pp.StableDiffusionControlNetPipeline, TEXT, "image", two=True)
-
-
-@family
-def StableDiffusionControlNetImg2ImgPipeline():
-    return controlled(pp.StableDiffusionControlNetImg2ImgPipeline, IMAGE, "control_image")
-
-
-@family
-def StableDiffusionControlNetImg2ImgPipeline_two():
-    return controlled(pp.StableDiffusionControlNetImg2ImgPipeline, IMAGE, "control_image", two=True)
-
-
-@family
-def StableDiffusionControlNetInpaintPipeline():
-    return controlled(pp.StableDiffusionControlNetInpaintPipeline, INPAINT, "control_image")
-
-
-@family
-def StableDiffusionControlNetInpaintPipeline_two():
-    return controlled(pp.StableDiffusionControlNetInpaintPipeline, INPAINT, "control_image", two=True)
-
-
-@family
-def StableDiffusionXLControlNetPipeline():
-    return controlled(pp.StableDiffusionXLControlNetPipeline, TEXT, "image")
-
-
-@family
-def StableDiffusionXLControlNetPipeline_two():
-    return controlled(pp.StableDiffusionXLControlNetPipeline, TEXT, "image", two=True)
-
-
-@family
-def StableDiffusionXLControlNetImg2ImgPipeline():
-    return controlled(pp.StableDiffusionXLControlNetImg2ImgPipeline, IMAGE, "control_image")
-
-
-@family
-def StableDiffusionXLControlNetImg2ImgPipeline_two():
-    return controlled(pp.StableDiffusionXLControlNetImg2ImgPipeline, IMAGE, "control_image", two=True)
-
-
-@family
-def StableDiffusionXLControlNetInpaintPipeline():
-    return controlled(pp.StableDiffusionXLControlNetInpaintPipeline, INPAINT, "control_image")
-
-
-@family
-def StableDiffusionXLControlNetInpaintPipeline_two():
-    return controlled(pp.StableDiffusionXLControlNetInpaintPipeline, INPAINT, "control_image", two=True)
+TAKES = {  # a call without the picture that the ControlNet sees, and the name that this picture has in it
+    "StableDiffusionControlNetPipeline": (TEXT, "image"),
+    "StableDiffusionControlNetImg2ImgPipeline": (IMAGE, "control_image"),
+    "StableDiffusionControlNetInpaintPipeline": (INPAINT, "control_image"),
+    "StableDiffusionXLControlNetPipeline": (TEXT, "image"),
+    "StableDiffusionXLControlNetImg2ImgPipeline": (IMAGE, "control_image"),
+    "StableDiffusionXLControlNetInpaintPipeline": (INPAINT, "control_image"),
+}
+for name, (given, hint) in TAKES.items():
+    ZOO[name] = partial(controlled, getattr(pp, name), given, hint)
+    ZOO[f"{name}_two"] = partial(ZOO[name], two=True)

@@ -11,13 +11,14 @@ from ppdiffusers.pipelines.stable_diffusion.clip_image_project_model import CLIP
 from ppdiffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from ppdiffusers.pipelines.stable_diffusion_safe import StableDiffusionPipelineSafe as SafePipeline
 from ppdiffusers.pipelines.unclip.text_proj import UnCLIPTextProjModel
-from ppdiffusers.transformers import CLIPProcessor, CLIPVisionConfig
+from ppdiffusers.transformers import CLIPProcessor
 
 from .base import Tiny, family
 from .parts import (
     HIDDEN,
     SDXL,
     image,
+    image_config,
     image_encoder,
     image_processor,
     mask,
@@ -359,18 +360,9 @@ def AltDiffusionImg2ImgPipeline():
 
 @family
 def PaintByExamplePipeline():
-    config = CLIPVisionConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-        projection_dim=HIDDEN,
-    )
     parts = stable_diffusion(unet=unet(in_channels=9))
     del parts["text_encoder"], parts["tokenizer"]
-    pipe = pp.PaintByExamplePipeline(**parts, image_encoder=ready(PaintByExampleImageEncoder(config, HIDDEN)))
+    pipe = pp.PaintByExamplePipeline(**parts, image_encoder=ready(PaintByExampleImageEncoder(image_config(), HIDDEN)))
     given = {"image": image(), "mask_image": mask(), "example_image": image(seed=1)}
     return Tiny(pipe, {**given, "num_inference_steps": 2, "output_type": "np"}, UNET)
 

@@ -114,8 +114,8 @@ def text_encoder_with_projection(hidden=HIDDEN, **changes):
     return ready(CLIPTextModelWithProjection(text_config(hidden, **changes)))
 
 
-def image_encoder(hidden=HIDDEN, **changes):
-    """A CLIP image encoder for images of 32 px, which it sees as 16 patches."""
+def image_config(hidden=HIDDEN, **changes):
+    """A CLIP image encoder's config, for images of 32 px, which it sees as 16 patches."""
     settings = {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -125,7 +125,11 @@ def image_encoder(hidden=HIDDEN, **changes):
         "patch_size": 8,
         "projection_dim": hidden,
     }
-    return ready(CLIPVisionModelWithProjection(CLIPVisionConfig(**{**settings, **changes})))
+    return CLIPVisionConfig(**{**settings, **changes})
+
+
+def image_encoder(hidden=HIDDEN, **changes):
+    return ready(CLIPVisionModelWithProjection(image_config(hidden, **changes)))
 
 
 def image_processor(size=32):

@@ -41,7 +41,10 @@ from diffusers import (
 from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer
 
-HERE, WORK = Path(__file__).parent, Path(os.environ.get("EMOJI_WORK", "work"))
+HERE, WORK = Path(__file__).resolve().parent, Path(os.environ.get("EMOJI_WORK", "work"))
+sys.path.insert(0, str(HERE.parents[1]))
+import edges as edge  # noqa: E402  examples/edges.py
+
 MODEL, OUT, CHECKPOINT = WORK / "model", WORK / "controlnet", WORK / "controlnet.pt"
 DROPPED = 0.4  # share of captions replaced by ""
 UNTAUGHT = 0.35  # share of pictures of concepts that the UNet was not taught
@@ -82,16 +85,12 @@ def vary(picture, rng):
     return cv2.remap(picture, *maps, cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT, borderValue=(255, 255, 255))
 
 
-def canny(picture):
-    return cv2.Canny(cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY), 100, 200)
-
-
 def variations(known, other, pictures, vae, rng):
     """Without end: latents, edges, index of the caption."""
     while True:
         index = np.where(rng.random(ROUND) < UNTAUGHT, rng.choice(other, ROUND), rng.choice(known, ROUND))
         fresh = np.stack([vary(pictures[i], rng) for i in index])
-        edges = torch.from_numpy(np.stack([canny(picture) for picture in fresh]))[:, None].float() / 255
+        edges = torch.from_numpy(np.stack([edge.canny(picture) for picture in fresh]))[:, None].float()
         x = torch.from_numpy(fresh).permute(0, 3, 1, 2).float() / 127.5 - 1
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             z = torch.cat([vae.encode(part).latent_dist.mean for part in x.split(32)]).float()
@@ -225,7 +224,7 @@ class Trainer:
             requires_safety_checker=False,
         )
         pipe.set_progress_bar_config(disable=True)
-        edges = [Image.fromarray(canny(self.pictures[i])).convert("RGB") for i in self.unseen]
+        edges = [edge.as_picture(edge.canny(self.pictures[i])) for i in self.unseen]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             drawn = pipe(
                 [self.captions[i].replace("a cartoon of", "a flat drawing of") for i in self.unseen],
