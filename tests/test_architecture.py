@@ -24,6 +24,8 @@ ORDER = [
     ["evaluation.environment", "evaluation.layouts"],
     ["evaluation.benchmark", "evaluation.families"],
     ["evaluation"],
+    ["commands.bench", "commands.families"],
+    ["commands"],
     ["cli"],
     ["__init__", "__main__"],
 ]
@@ -41,7 +43,10 @@ def imported_rooms(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = inside[: len(inside) - (node.level - 1)]
-            yield ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            # "from .rooms import room" is an arrow to each room, not to the house
+            rooms = [f"{module}.{alias.name}" for alias in node.names if f"{module}.{alias.name}" in RANK]
+            yield from rooms or [module]
 
 
 @pytest.mark.parametrize("path", FILES, ids=room_of)
