@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Rewrite every generated requirements file from stack.in and test.in ("make lock"). Needs PyPI and a Python with venv; uv,
-# which resolves for Python 3.10 to 3.12 at once, is installed into a throwaway environment. Run the tests on both stacks after it.
+# Rewrite every generated requirements file from stack.in, test.in and ray.in ("make lock"). Needs PyPI and a Python with venv;
+# uv, which resolves for Python 3.10 to 3.12 at once, is installed into a throwaway environment. Run the tests on both stacks after.
 #
 # The stacks are resolved as PyPI stood on STACK_DATE: ppdiffusers 0.29.0 declares hardly any upper bounds, and what came out
 # later breaks it. Paddle 3 and the safetensors it asks for are younger, so they, and the test tools, are cut at TOOLS_DATE.
@@ -34,7 +34,7 @@ resolve() {
   shift
   (cd "$work" && venv/bin/uv pip compile "$name.in" --quiet --universal --python-version 3.10 --no-annotate --no-header "$@") |
     sed -E -e "s/ and (platform_machine|sys_platform|platform_python_implementation) [=!]= '[A-Za-z0-9_]+'//g" \
-      -e "s/ ; python_full_version < '3.13'$//" \
+      -e "s/ (;|and) python_full_version < '3.13'$//" \
       -e '/^ligo-segments==/d' -e 's/^opencv-python==/opencv-python-headless==/' | LC_ALL=C sort > "$work/$name.lock"
 }
 
@@ -65,3 +65,9 @@ cp "$work/shared" "$work/constraints"
 cp test.in "$work/test.in"
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
+
+# Ray goes on top of a stack and the test tools: it takes their versions as they are, and its file holds only what it adds.
+LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
+cp ray.in "$work/ray.in"
+resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
+LC_ALL=C comm -13 "$work/constraints" "$work/ray.lock" | emit ../requirements-ray.txt
