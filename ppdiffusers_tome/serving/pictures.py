@@ -1,0 +1,82 @@
+"""Pictures as bytes: PNG files that tell how they were made, and what clients send, decoded with care."""
+
+import base64
+import binascii
+import json
+from io import BytesIO
+
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
+
+from .._version import __version__
+from .errors import JobError
+from .jobs import Job
+
+ACCEPTED = ("PNG", "JPEG", "WEBP")
+
+
+def describe(job: Job, model: str, sampler: str) -> str:
+    """How a picture was made, as stable-diffusion-webui writes it under a picture and reads it back ("infotext")."""
+    facts = {
+        "Steps": job.steps,
+        "Sampler": sampler,
+        "CFG scale": job.guidance_scale,
+        "Seed": job.seed,
+        "Size": f"{job.width}x{job.height}",
+        "Model": _quoted(model),
+        **({} if job.strength is None else {"Denoising strength": job.strength}),
+        "Token merging ratio": job.ratio,
+        "Version": f"ppdiffusers_tome {__version__}",
+    }
+    negative = f"\nNegative prompt: {job.negative_prompt}" if job.negative_prompt else ""
+    return f"{job.prompt}{negative}\n{', '.join(f'{name}: {value}' for name, value in facts.items())}"
+
+
+def encode_png(image: Image.Image, job: Job, model: str, sampler: str) -> bytes:
+    """A PNG file with two text chunks: `parameters` (see `describe`), and `ppdiffusers_tome`, the same as JSON."""
+    chunks = PngImagePlugin.PngInfo()
+    chunks.add_text("parameters", describe(job, model, sampler))
+    ours = {**job.settings(), "model": model, "sampler": sampler, "version": __version__}
+    chunks.add_text("ppdiffusers_tome", json.dumps(ours))
+    file = BytesIO()
+    image.save(file, "PNG", pnginfo=chunks)
+    return file.getvalue()
+
+
+def decode_image(text: str, most_pixels: int) -> Image.Image:
+    """A picture that a client sent, as RGB; what is transparent becomes white.
+
+    Args:
+        text: a PNG, JPEG or WEBP file in base64, with or without "data:image/png;base64," before it. Nothing else is
+            read: no address, no file name.
+        most_pixels: largest width times height; a larger picture is refused by its header, before it is unpacked.
+
+    Raises:
+        JobError: it is no such picture, is broken or too large; the field is `image`.
+    """
+    start = text[:64]
+    encoded = text.partition(",")[2] if start.startswith("data:image/") and ";base64," in start else text
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise JobError("image", "it is not base64: send the bytes of a PNG, JPEG or WEBP file in base64") from None
+    try:
+        image = Image.open(BytesIO(data), formats=ACCEPTED)
+        if image.width * image.height > most_pixels:
+            raise JobError("image", f"{image.width}x{image.height} is too large: {most_pixels} pixels are allowed")
+        image.load()
+        opaque = Image.new("RGBA", image.size, "white")
+        opaque.alpha_composite(image.convert("RGBA"))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise JobError("image", f"it is too large: {most_pixels} pixels are allowed") from None
+    except UnidentifiedImageError:
+        raise JobError("image", f"it is none of {', '.join(ACCEPTED)}, or its header is broken") from None
+    except JobError:
+        raise
+    except Exception as error:  # Pillow's decoders raise nearly anything on broken files
+        raise JobError("image", f"it is broken: {type(error).__name__}") from error
+    return opaque.convert("RGB")
+
+
+def _quoted(value: str) -> str:
+    """As stable-diffusion-webui quotes a value that would end early at a comma, colon or line."""
+    return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value
