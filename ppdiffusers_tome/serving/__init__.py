@@ -1,1 +1,1 @@
-"""Serve an exported pipeline: requests become jobs, agreeing jobs are drawn together, one thread does all Paddle work."""
+"""Serve an exported pipeline: requests become jobs, agreeing jobs are drawn together, one thread does the drawing."""

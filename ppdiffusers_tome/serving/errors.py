@@ -1,4 +1,4 @@
-"""What can go wrong between a request and its picture, as types."""
+"""What can go wrong between a request and its picture, as types. All survive pickling, which Ray does to them."""
 
 from ..errors import ToMeConfigError, ToMeError
 
@@ -10,9 +10,16 @@ class JobError(ToMeConfigError):
         super().__init__(message)
         self.field = field
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.field, str(self))
+
 
 class AbandonedError(ToMeError, RuntimeError):
     """Nobody waits for these pictures any more, so drawing them was stopped between two steps."""
+
+
+class DrawingError(ToMeError, RuntimeError):
+    """The pipeline failed; the log of the server has the reason."""
 
 
 class UnavailableError(ToMeError, RuntimeError):
@@ -21,6 +28,9 @@ class UnavailableError(ToMeError, RuntimeError):
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple:
+        return type(self), (str(self), self.retry_after)
 
 
 class QueueFullError(UnavailableError):

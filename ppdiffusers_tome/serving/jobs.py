@@ -108,10 +108,12 @@ class Limits:
 
     def _check_texts(self, job: Job) -> None:
         for name in ("prompt", "negative_prompt"):
-            length = len(getattr(job, name))
-            if length > self.prompt_characters:
+            text = getattr(job, name)
+            if len(text) > self.prompt_characters:
                 most = f"at most {self.prompt_characters} are allowed"
-                raise JobError(name, f"{length} characters are too many: {most}")
+                raise JobError(name, f"{len(text)} characters are too many: {most}")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise JobError(name, "it holds half a surrogate pair, which is no character")
 
     def _check_image(self, job: Job) -> None:
         if (job.image is None) != (job.strength is None):
@@ -123,7 +125,5 @@ class Limits:
         if not 0 < job.strength <= 1:
             raise JobError("strength", f"{job.strength} is not allowed: it must be above 0 and at most 1")
         if int(job.steps * job.strength) < 1:
-            message = (
-                f"{job.strength} of {job.steps} steps is less than one step: it must be {1 / job.steps:.3g} or more"
-            )
+            message = f"{job.strength} of {job.steps} steps is less than one step, so nothing would be drawn"
             raise JobError("strength", message)

@@ -1,0 +1,116 @@
+"""A server in a thread, over an engine that draws nothing in no time unless told otherwise."""
+
+import socket
+import threading
+from contextlib import contextmanager
+from time import monotonic, sleep
+
+import httpx
+from PIL import Image
+
+from ppdiffusers_tome.serving.app import create_app
+from ppdiffusers_tome.serving.errors import AbandonedError
+from ppdiffusers_tome.serving.jobs import Limits
+from ppdiffusers_tome.serving.metrics import Metrics
+from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.server import DrainingServer
+from ppdiffusers_tome.serving.settings import Settings
+
+LIMITS = Limits(
+    sizes=((48, 64), (64, 64)), ratios=(0.5, 0.0), image_to_image=True, prompt_characters=100, images=3, steps=50
+)
+OPENAI = "/v1/images/generations"
+TEXT = "/sdapi/v1/txt2img"
+IMAGE = "/sdapi/v1/img2img"
+
+
+class FakeEngine:
+    """Draws one colour, which the seed decides; the subject of its tests is the queue and HTTP, not pictures."""
+
+    name, sampler = "fake", "DDIM"
+
+    def __init__(self):
+        self.calls = []  # the jobs of every call
+        self.steps_done = 0
+        self.gate = threading.Event()  # not set: every step waits for it
+        self.gate.set()
+        self.step_seconds = 0.0
+        self.started = threading.Semaphore(0)  # released at the beginning of every call
+
+    def batch_key(self, job):
+        return None if job.image else (job.height, job.width, job.steps, job.guidance_scale, job.ratio)
+
+    def generate(self, jobs, should_stop=None):
+        self.calls.append(list(jobs))
+        self.started.release()
+        for _ in range(jobs[0].steps):
+            while not self.gate.wait(0.01):
+                if should_stop():
+                    raise AbandonedError("gone")
+            sleep(self.step_seconds)
+            if should_stop():
+                raise AbandonedError("gone")
+            self.steps_done += 1
+        for job in jobs:
+            if "explode" in job.prompt:
+                raise RuntimeError("secret reason")
+        return [Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0)) for job in jobs]
+
+
+class Running:
+    """What tests ask of a running server."""
+
+    def __init__(self, queue, server, engine, metrics, port):
+        self.queue, self.server, self.engine, self.metrics, self.port = queue, server, engine, metrics, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def post(self, path, body=None, **rest):
+        return self.http.post(path, json=body, **rest) if body is not None else self.http.post(path, **rest)
+
+    def connect(self):
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def count(self, name, **labels):
+        return self.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
+
+    def requests(self, status):
+        """How many requests were answered so, over all endpoints."""
+        samples = [
+            s for m in self.metrics.registry.collect() if m.name == "ppdiffusers_tome_requests" for s in m.samples
+        ]
+        return sum(s.value for s in samples if s.name.endswith("_total") and s.labels["status"] == str(status))
+
+
+@contextmanager
+def serving(engine=None, limits=LIMITS, settings=None, load=None, name="fake", **queue_options):
+    """A server at a free port of 127.0.0.1, ready, and closed afterwards."""
+    engine = engine or FakeEngine()
+    metrics = Metrics()
+    queue = PictureQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
+    app = create_app(queue, settings or Settings(steps=2), metrics)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = DrainingServer(app, queue)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    queue.start()
+    thread.start()
+    running = Running(queue, server, engine, metrics, listener.getsockname()[1])
+    try:
+        until(lambda: server.started)
+        if load is None:
+            until(lambda: queue.state == "ready")
+        yield running
+    finally:
+        running.http.close()
+        server.should_exit = server.force_exit = True
+        queue.close()
+        thread.join()
+        listener.close()
+
+
+def until(condition, seconds=20):
+    """Wait until condition() is true; fail after so many seconds."""
+    end = monotonic() + seconds
+    while not condition():
+        assert monotonic() < end, "it did not come true"
+        sleep(0.005)

@@ -1,0 +1,145 @@
+"""The clients that people have: OpenAI's package and webuiapi talk to a real server."""
+
+import base64
+import io
+
+import openai
+import pytest
+import webuiapi
+from PIL import Image
+from serving_support import OPENAI, FakeEngine, serving
+
+from ppdiffusers_tome.serving.errors import QueueFullError
+from ppdiffusers_tome.serving.settings import Settings
+
+KEY = "correct-horse"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(settings=Settings(api_key=KEY, steps=2)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture
+def webui(server):
+    one = webuiapi.WebUIApi("127.0.0.1", server.port, username="anybody", password=KEY, steps=3)
+    yield one
+    one.session.close()
+
+
+def test_openai_draws(client):
+    ours = {"seed": 3, "steps": 4, "guidance_scale": 2.0, "negative_prompt": "red", "tome_ratio": 0.0}
+    answer = client.images.generate(
+        prompt="fox", n=2, size="64x48", response_format="b64_json", model="fake", user="me", extra_body=ours
+    )
+    pictures = [Image.open(io.BytesIO(base64.b64decode(one.b64_json))) for one in answer.data]
+    assert [picture.size for picture in pictures] == [(64, 48), (64, 48)]
+    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [3, 4]
+    assert [one.seed for one in answer.data] == [3, 4] and answer.size == "64x48" and answer.created > 0
+
+
+def test_openai_lists_models(client):
+    assert [one.id for one in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").owned_by == "ppdiffusers_tome"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("dall-e-3")
+
+
+def test_openai_errors(client, server):
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        client.images.generate(prompt="fox", size="1024x1024")
+    assert caught.value.param == "size" and "64x48" in caught.value.message
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        client.images.generate(prompt="fox", response_format="url")
+    assert caught.value.param == "response_format"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.images.generate(prompt="fox", model="dall-e-3")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.InternalServerError):
+        client.images.generate(prompt="explode")
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as wrong,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        wrong.images.generate(prompt="fox")
+
+
+def test_openai_comes_back_after_a_full_queue():
+    """The client waits as Retry-After says, and its second try is answered."""
+    with serving(FakeEngine()) as server:
+        accept, tries = server.queue._accept, []
+
+        def full_at_first(jobs):
+            tries.append(jobs)
+            if len(tries) == 1:
+                raise QueueFullError("full", retry_after=1)
+            return accept(jobs)
+
+        server.queue._accept = full_at_first
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=1) as client:
+            assert client.images.generate(prompt="fox").data
+        assert len(tries) == 2 and server.count("requests_total", endpoint=OPENAI, status="429") == 1
+
+
+def test_webui_starts_up(webui):
+    assert (webui.has_controlnet, webui.has_adetailer, webui.has_animatediff) == (False, False, False)
+    assert webui.get_scripts() == {"txt2img": [], "img2img": []}
+    assert webui.util_get_model_names() == ["fake"] and webui.util_get_sampler_names() == ["DDIM"]
+    assert webui.util_get_current_model() == "fake" and webui.util_get_scheduler_names() == ["automatic"]
+
+
+def test_webui_draws_from_text_as_it_comes(webui):
+    """All that webuiapi sends unasked, its sampler "Euler a" too, is taken; the answer says what really drew."""
+    answer = webui.txt2img(
+        prompt="fox", negative_prompt="red", seed=5, cfg_scale=2.5, width=64, height=48, batch_size=2
+    )
+    assert [picture.getpixel((0, 0))[0] for picture in answer.images] == [5, 6]
+    assert answer.info["all_seeds"] == [5, 6] and answer.info["sampler_name"] == "DDIM" and answer.info["steps"] == 3
+    assert answer.images[1].text["parameters"] == answer.info["infotexts"][1]
+    assert "Token merging ratio: 0.5" in answer.info["infotexts"][0]
+    assert answer.parameters["cfg_scale"] == 2.5
+
+
+def test_webui_draws_from_a_picture(webui, server):
+    start = Image.new("RGBA", (100, 90), (0, 0, 0, 0))
+    answer = webui.img2img(
+        images=[start], prompt="fox", width=64, height=64, override_settings={"token_merging_ratio": 0.0}
+    )
+    job = server.engine.calls[-1][0]
+    assert job.strength == 0.75 and job.ratio == 0 and job.image.size == (100, 90)
+    assert job.image.getpixel((0, 0)) == (255, 255, 255), "what is transparent becomes white"
+    assert answer.info["denoising_strength"] == 0.75 and answer.info["seed"] == job.seed
+    mask = Image.new("L", (100, 90))
+    with pytest.raises(RuntimeError, match="mask"):
+        webui.img2img(images=[start], mask_image=mask, width=64, height=64)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"width": 512, "height": 512}, "width"),
+        ({"sampler_name": "DPM++ 2M Karras"}, "sampler_name"),
+        ({"enable_hr": True}, "enable_hr"),
+        ({"script_name": "X/Y/Z plot", "script_args": [1]}, "script_name"),
+        ({"controlnet_units": [webuiapi.ControlNetUnit()]}, "alwayson_scripts"),
+    ],
+)
+def test_webui_is_told_what_is_not_there(webui, asked, field):
+    with pytest.raises(RuntimeError) as caught:
+        webui.txt2img(prompt="fox", **{"width": 64, "height": 48, "alwayson_scripts": {}, **asked})
+    assert caught.value.args[0] == 422 and field in caught.value.args[1]
+
+
+def test_webui_with_a_wrong_key(server):
+    wrong = webuiapi.WebUIApi("127.0.0.1", server.port, username="anybody", password="wrong")
+    with pytest.raises(RuntimeError) as caught:
+        wrong.txt2img(prompt="fox")
+    assert caught.value.args[0] == 401
+    wrong.session.close()

@@ -1,0 +1,502 @@
+"""Requests over HTTP, good and bad, with an engine that draws one colour: what is drawn, what is refused, and how."""
+
+import base64
+import io
+import json
+import pickle
+import zlib
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+from serving_support import IMAGE, LIMITS, OPENAI, TEXT, FakeEngine, serving, until
+
+from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.serving import errors
+from ppdiffusers_tome.serving.settings import Settings
+
+KEY = "correct-horse"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(capacity=3, settings=Settings(steps=2, body_bytes=200_000, body_seconds=0.5)) as running:
+        yield running
+
+
+def png(size=(30, 20), **options):
+    file = io.BytesIO()
+    Image.new("RGB", size, "red").save(file, options.pop("format", "PNG"), **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def bomb(side):
+    """A PNG whose header tells of side x side pixels: Pillow itself warns of the smaller, and raises at the larger."""
+    data = bytearray(base64.b64decode(png()))
+    data[16:24] = 2 * side.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return base64.b64encode(data).decode()
+
+
+def opened(encoded):
+    return Image.open(io.BytesIO(base64.b64decode(encoded)))
+
+
+# What is asked for is what is drawn
+
+
+def test_openai_request_becomes_jobs(server):
+    asked = {
+        "prompt": "fox",
+        "n": 3,
+        "size": "64x48",
+        "seed": 7,
+        "steps": 3,
+        "guidance_scale": 2,
+        "negative_prompt": "red",
+    }
+    answer = server.post(
+        OPENAI, {**asked, "tome_ratio": 0.0, "model": "fake", "user": "me", "response_format": "b64_json"}
+    )
+    assert answer.status_code == 200
+    body = answer.json()
+    assert [one["seed"] for one in body["data"]] == [7, 8, 9]
+    assert body["size"] == "64x48" and body["output_format"] == "png" and isinstance(body["created"], int)
+    jobs = server.engine.calls[-1]
+    assert [
+        (j.prompt, j.negative_prompt, j.width, j.height, j.steps, j.guidance_scale, j.ratio) for j in jobs
+    ] == 3 * [("fox", "red", 64, 48, 3, 2, 0.0)]
+    pictures = [opened(one["b64_json"]) for one in body["data"]]
+    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [7, 8, 9]
+
+
+def test_openai_defaults(server):
+    body = server.post(OPENAI, {"prompt": "fox", "size": "auto"}).json()
+    job = server.engine.calls[-1][0]
+    assert (job.width, job.height, job.ratio, job.steps, job.guidance_scale, job.negative_prompt) == (
+        64,
+        48,
+        0.5,
+        2,
+        7.5,
+        "",
+    )
+    assert body["data"][0]["seed"] == job.seed
+    seeds = {server.post(OPENAI, {"prompt": "fox"}).json()["data"][0]["seed"] for _ in range(3)}
+    assert len(seeds) == 3, "a missing seed is drawn"
+
+
+def test_webui_request_becomes_jobs(server):
+    asked = {
+        "prompt": "fox",
+        "batch_size": 1,
+        "n_iter": 2,
+        "width": 64,
+        "height": 64,
+        "seed": 7,
+        "steps": 3,
+        "cfg_scale": 2.5,
+    }
+    settings = {"token_merging_ratio": 0, "sd_model_checkpoint": "fake"}
+    body = server.post(
+        TEXT, {**asked, "negative_prompt": "red", "override_settings": settings, "sampler_name": "DDIM"}
+    ).json()
+    jobs = server.engine.calls[-1]
+    assert [(j.seed, j.width, j.height, j.steps, j.guidance_scale, j.ratio) for j in jobs] == [
+        (7, 64, 64, 3, 2.5, 0),
+        (8, 64, 64, 3, 2.5, 0),
+    ]
+    info = json.loads(body["info"])
+    assert info["all_seeds"] == [7, 8] and info["seed"] == 7 and info["sampler_name"] == "DDIM"
+    assert info["infotexts"][1].splitlines()[:2] == ["fox", "Negative prompt: red"]
+    assert "Seed: 8, Size: 64x64" in info["infotexts"][1] and "Token merging ratio: 0" in info["infotexts"][1]
+    assert body["parameters"]["cfg_scale"] == 2.5
+    assert [opened(one).getpixel((0, 0))[0] for one in body["images"]] == [7, 8]
+
+
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_image_to_image(server, kind, prefix):
+    body = server.post(
+        IMAGE, {"init_images": [prefix + png(format=kind)], "denoising_strength": 0.5, "seed": -1}
+    ).json()
+    job = server.engine.calls[-1][0]
+    assert job.image.mode == "RGB" and job.image.size == (30, 20) and job.strength == 0.5
+    assert json.loads(body["info"])["denoising_strength"] == 0.5
+
+
+def test_metadata_is_in_the_png(server):
+    prompt = "a fox, 狐, naïve"
+    body = server.post(OPENAI, {"prompt": prompt, "seed": 5, "steps": 4, "guidance_scale": 1.5}).json()
+    chunks = opened(body["data"][0]["b64_json"]).text
+    assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
+    ours = json.loads(chunks["ppdiffusers_tome"])
+    wanted = {
+        "prompt": prompt,
+        "seed": 5,
+        "steps": 4,
+        "guidance_scale": 1.5,
+        "width": 64,
+        "height": 48,
+        "tome_ratio": 0.5,
+    }
+    assert wanted.items() <= ours.items() and ours["model"] == "fake"
+
+
+def test_what_there_is(server):
+    models = server.http.get("/v1/models").json()
+    assert [one["id"] for one in models["data"]] == ["fake"] and models["data"][0]["sizes"] == ["64x48", "64x64"]
+    assert server.http.get("/v1/models/fake").json()["tome_ratios"] == [0.5, 0.0]
+    assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready"}
+    assert server.http.get("/sdapi/v1/samplers").json()[0]["name"] == "DDIM"
+    assert server.http.get("/sdapi/v1/options").json() == {"sd_model_checkpoint": "fake", "token_merging_ratio": 0.5}
+
+
+# What is refused, and which field is named
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "says"),
+    [
+        ({"prompt": None}, "prompt", "valid string"),
+        ({"prompt": 3}, "prompt", "valid string"),
+        ({"prompt": ["fox"]}, "prompt", "valid string"),
+        ({"prompt": "x" * 101}, "prompt", "at most 100"),
+        ({"negative_prompt": "x" * 101}, "negative_prompt", "at most 100"),
+        ({"n": 0}, "n", "1 to 3"),
+        ({"n": 4}, "n", "1 to 3"),
+        ({"n": 10**30}, "n", ""),
+        ({"n": "2"}, "n", "valid integer"),
+        ({"n": True}, "n", "valid integer"),
+        ({"n": 1.5}, "n", "valid integer"),
+        ({"steps": 0}, "steps", "1 to 50"),
+        ({"steps": 51}, "steps", "1 to 50"),
+        ({"seed": -1}, "seed", "0 to 4294967295"),
+        ({"seed": 2**32}, "seed", "0 to 4294967295"),
+        ({"seed": 2**32 - 1, "n": 2}, "seed", "0 to 4294967295"),
+        ({"guidance_scale": -0.5}, "guidance_scale", "0 to 30"),
+        ({"guidance_scale": 31}, "guidance_scale", "0 to 30"),
+        ({"size": "512x512"}, "size", "64x48, 64x64"),
+        ({"size": "48x64"}, "size", "64x48, 64x64"),
+        ({"size": "64 x 48"}, "size", "WIDTHxHEIGHT"),
+        ({"size": "９x９"}, "size", "WIDTHxHEIGHT"),
+        ({"size": "0" * 9999}, "size", "WIDTHxHEIGHT"),
+        ({"size": 64}, "size", "valid string"),
+        ({"tome_ratio": 0.25}, "tome_ratio", "0.5, 0.0"),
+        ({"response_format": "url"}, "response_format", "b64_json"),
+        ({"stream": True}, "stream", "False"),
+        ({"quality": "hd"}, "quality", "'auto', 'standard'"),
+        ({"style": "vivid"}, "style", "no value"),
+        ({"colour": "red"}, "colour", "not a field"),
+        ({"__class__": "x"}, "__class__", "not a field"),
+    ],
+)
+def test_openai_refusal_names_the_field(server, change, field, says):
+    answer = server.post(OPENAI, {"prompt": "fox", **change})
+    assert answer.status_code == 422
+    error = answer.json()["error"]
+    assert error["param"] == field and says in error["message"]
+    assert error["type"] == "invalid_request_error" and error["code"]
+
+
+@pytest.mark.parametrize(
+    "model", ["other", "../../etc/passwd", "/etc/passwd", "fake\x00", "C:\\x", "http://127.0.0.1/"]
+)
+def test_unknown_model(server, model):
+    answer = server.post(OPENAI, {"prompt": "fox", "model": model})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "model" and answer.json()["error"]["code"] == "model_not_found"
+    refused = server.post(TEXT, {"override_settings": {"sd_model_checkpoint": model}})
+    assert refused.status_code == 422
+    assert refused.json()["detail"][0]["loc"] == ["body", "override_settings", "sd_model_checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/other", "/v1/nothing", "/etc/passwd", "/docs"]
+)
+def test_unknown_path(server, path):
+    answer = server.http.get(path)
+    assert answer.status_code == 404 and "root:" not in answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_wrong_method(server):
+    assert server.http.get(OPENAI).status_code == 405
+    assert "detail" in server.http.get(TEXT).json()
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"steps": 51}, ["steps"]),
+        ({"cfg_scale": 31}, ["cfg_scale"]),
+        ({"batch_size": 4}, ["batch_size"]),
+        ({"batch_size": -1, "n_iter": -1}, ["batch_size"]),
+        ({"batch_size": 2, "n_iter": 2}, ["batch_size"]),
+        ({"width": 512, "height": 512}, ["width"]),
+        ({"width": 64, "height": 512}, ["height"]),
+        ({"seed": -2}, ["seed"]),
+        ({"sampler_name": "DPM++ 2M"}, ["sampler_name"]),
+        ({"sampler_index": "Heun"}, ["sampler_index"]),
+        ({"scheduler": "karras"}, ["scheduler"]),
+        ({"enable_hr": True}, ["enable_hr"]),
+        ({"restore_faces": True}, ["restore_faces"]),
+        ({"save_images": True}, ["save_images"]),
+        ({"styles": ["nice"]}, ["styles"]),
+        ({"eta": 0.5}, ["eta"]),
+        ({"script_name": "../x.py"}, ["script_name"]),
+        ({"alwayson_scripts": {"ControlNet": {"args": [{}]}}}, ["alwayson_scripts"]),
+        ({"override_settings": {"token_merging_ratio": 0.3}}, ["override_settings", "token_merging_ratio"]),
+        ({"override_settings": {"token_merging_ratio": "half"}}, ["override_settings", "token_merging_ratio"]),
+        ({"override_settings": {"token_merging_ratio": True}}, ["override_settings", "token_merging_ratio"]),
+        ({"override_settings": {"outdir_samples": "/tmp"}}, ["override_settings", "outdir_samples"]),
+        ({"override_settings": []}, ["override_settings"]),
+        ({"init_images": ["x"]}, ["init_images"]),
+        ({"colour": 1}, ["colour"]),
+        ({"n": 1}, ["n"]),
+    ],
+)
+def test_webui_refusal_names_the_field(server, change, where):
+    answer = server.post(TEXT, {"prompt": "fox", **change})
+    assert answer.status_code == 422
+    detail = answer.json()["detail"][0]
+    assert detail["loc"] == ["body", *where] and detail["msg"]
+
+
+GIF = io.BytesIO()
+Image.new("P", (4, 4)).save(GIF, "GIF")
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        ([], "exactly one"),
+        ([png(), png()], "exactly one"),
+        (["/etc/passwd"], "base64"),
+        (["file:///etc/passwd"], "base64"),
+        (["http://127.0.0.1:1/x.png"], "base64"),
+        (["data:image/svg+xml,<svg/>"], "base64"),
+        ([base64.b64encode(pickle.dumps({})).decode()], "none of PNG"),
+        ([base64.b64encode(GIF.getvalue()).decode()], "none of PNG"),
+        ([png()[:80] + "AAAA"], "broken"),
+        ([""], "none of PNG"),
+        ([png((5000, 5000))], "too large"),
+        ([bomb(12_000)], "too large"),
+        ([bomb(60_000)], "too large"),
+        ([None], "valid string"),
+    ],
+)
+def test_pictures_that_are_refused(server, images, says):
+    before = len(server.engine.calls)
+    answer = server.post(IMAGE, {"prompt": "fox", "init_images": images})
+    assert answer.status_code == 422, answer.text
+    detail = answer.json()["detail"][0]
+    assert detail["loc"][:2] == ["body", "init_images"] and says in detail["msg"]
+    assert len(server.engine.calls) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"mask": png()}, "mask"),
+        ({"resize_mode": 1}, "resize_mode"),
+        ({"denoising_strength": 0}, "denoising_strength"),
+        ({"denoising_strength": 1.1}, "denoising_strength"),
+        ({"denoising_strength": 0.3, "steps": 2}, "denoising_strength"),
+    ],
+)
+def test_image_to_image_refusals(server, change, field):
+    answer = server.post(IMAGE, {"init_images": [png()], **change})
+    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", field]
+
+
+def test_image_to_image_where_it_was_not_exported():
+    with serving(limits=replace(LIMITS, image_to_image=False)) as server:
+        answer = server.post(IMAGE, {"init_images": [png()]})
+        assert answer.status_code == 422 and "--img2img" in answer.json()["detail"][0]["msg"]
+
+
+# Bodies that are none
+
+
+@pytest.mark.parametrize("path", [OPENAI, TEXT])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"fox"',
+        b'{"prompt": "fox", "guidance_scale": NaN, "cfg_scale": NaN}',
+        b'{"prompt": "fox", "guidance_scale": Infinity, "cfg_scale": -Infinity}',
+        b'{"prompt": "fox", "guidance_scale": 1e999, "cfg_scale": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "fox", "\\ud800": 1}',
+        b'{"prompt": "fox", "seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 20_000,
+        b"\xff\xfe{}",
+        b"\x80\x04}.",
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_bodies_that_are_no_request(server, path, body):
+    answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 422), answer.text
+    told = answer.json()
+    assert told["error"]["message"] if path == OPENAI else told["detail"]
+    assert "Traceback" not in answer.text and "site-packages" not in answer.text
+
+
+def test_other_content_types(server):
+    for kind in (
+        "text/plain",
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+        "application/pickle",
+    ):
+        assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers={"Content-Type": kind}).status_code == 422
+
+
+def test_large_body_is_refused_by_its_header(server):
+    with server.connect() as client:
+        client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n".encode())
+        assert b" 413 " in client.recv(4096), "answered before any of the body came"
+
+
+def test_large_body_without_length_is_refused_before_it_ends(server):
+    sent = 0
+    with server.connect() as client:
+        client.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        client.settimeout(0.05)
+        answer = b""
+        while not answer and sent < 5_000_000:
+            client.sendall(b"c350\r\n" + 50_000 * b" " + b"\r\n")
+            sent += 50_000
+            try:
+                answer = client.recv(4096)
+            except TimeoutError:
+                continue
+    assert b" 413 " in answer and 200_000 < sent < 1_000_000
+
+
+def test_a_large_body_that_came_whole_still_gets_its_answer(server):
+    answer = server.post(OPENAI, {"prompt": 300_000 * "x"})
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_slow_body_is_given_up(server):
+    with server.connect() as client:
+        client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        assert b" 408 " in client.recv(4096)
+
+
+def test_slow_head_is_given_up(monkeypatch):
+    monkeypatch.setattr("ppdiffusers_tome.serving.server.HEAD_SECONDS", 0.2)
+    with serving() as server, server.connect() as silent, server.connect() as slow:
+        slow.sendall(b"POST /v1/images/gen")
+        assert slow.recv(100) == b"" and silent.recv(100) == b"", "closed without an answer"
+        until(lambda: not server.server.server_state.connections)
+        assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
+
+
+def test_garbage_instead_of_http(server):
+    with server.connect() as client:
+        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
+        assert b" 400 " in client.recv(4096)
+    with server.connect() as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + 70_000 * b"a")
+        assert b" 400 " in client.recv(4096), "a head without end"
+    assert server.http.get("/health").status_code == 200
+
+
+# Failures, metrics, keys
+
+
+def test_a_failing_pipeline_is_a_500_and_the_server_goes_on(server):
+    answer = server.post(OPENAI, {"prompt": "explode"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "drawing_failed" and "secret" not in answer.text
+    answer = server.post(TEXT, {"prompt": "explode"})
+    assert answer.status_code == 500 and "secret" not in answer.text and isinstance(answer.json()["detail"], str)
+    assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
+
+
+def test_a_mistake_of_ours_is_a_500_without_its_text():
+    class Broken(FakeEngine):
+        def generate(self, jobs, should_stop=None):
+            return ["no picture" for _ in jobs]
+
+    with serving(Broken()) as server:
+        answer = server.post(OPENAI, {"prompt": "fox"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+        assert server.http.get("/health").status_code == 200
+        assert server.requests(500) == 1
+
+
+def test_metrics():
+    with serving() as server:
+        server.post(OPENAI, {"prompt": "fox", "n": 2})
+        server.post(OPENAI, {"prompt": "fox", "n": 9})
+        server.http.get("/no/such/" + "x" * 100)
+        page = server.http.get("/metrics").text
+    assert f'ppdiffusers_tome_requests_total{{endpoint="{OPENAI}",status="200"}} 1.0' in page
+    assert f'ppdiffusers_tome_requests_total{{endpoint="{OPENAI}",status="422"}} 1.0' in page
+    assert 'ppdiffusers_tome_requests_total{endpoint="other",status="404"} 1.0' in page and "xxx" not in page
+    assert 'ppdiffusers_tome_pictures_total{outcome="drawn"} 2.0' in page
+    assert "ppdiffusers_tome_batch_pictures_sum 2.0" in page and "ppdiffusers_tome_ready 1.0" in page
+    assert "process_resident_memory_bytes" in page
+
+
+def test_key():
+    def basic(text):
+        return "Basic " + base64.b64encode(text.encode()).decode()
+
+    with serving(settings=Settings(api_key=KEY, steps=2)) as server:
+        for wrong in (
+            None,
+            "",
+            KEY,
+            "Bearer",
+            "Bearer wrong",
+            f"Bearer {KEY}x",
+            "Basic !!",
+            basic("me:wrong"),
+            f"Digest {KEY}",
+        ):
+            headers = {} if wrong is None else {"Authorization": wrong}
+            for path in (OPENAI, TEXT):
+                answer = server.post(path, {"prompt": "fox"}, headers=headers)
+                assert answer.status_code == 401, wrong
+                assert answer.headers["www-authenticate"].startswith("Bearer" if path == OPENAI else "Basic")
+            assert server.http.get("/metrics", headers=headers).status_code == 401
+            assert server.http.get("/openapi.json", headers=headers).status_code == 401
+        assert server.post(OPENAI, content=b"{", headers={"Authorization": "Bearer wrong"}).status_code == 401
+        assert server.engine.calls == []
+        assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+        for right in (f"Bearer {KEY}", f"bearer {KEY}", basic(f"anybody:{KEY}")):
+            for path in (OPENAI, TEXT):
+                assert server.post(path, {"prompt": "fox"}, headers={"Authorization": right}).status_code == 200
+        latin = server.http.build_request("GET", "/v1/models", headers={"Authorization": b"Bearer \xff\xfe"})
+        assert server.http.send(latin).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["", "with space", "schlüssel", "line\n"])
+def test_keys_that_are_refused(key):
+    with pytest.raises(ToMeConfigError, match="PPDIFFUSERS_TOME_API_KEY"):
+        Settings(api_key=key)
+
+
+def test_the_key_is_not_shown():
+    assert KEY not in repr(Settings(api_key=KEY))
+
+
+def test_errors_survive_pickling():
+    for error in (
+        errors.JobError("steps", "too many"),
+        errors.QueueFullError("full", 3),
+        errors.DrawingError("failed"),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

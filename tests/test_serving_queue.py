@@ -1,0 +1,268 @@
+"""The queue and its promises over HTTP: bounded, batched, given up when nobody waits, drained, never stuck."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+
+import httpx
+import pytest
+from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
+
+from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.settings import Settings
+
+
+def ask(server, seed=0, **changes):
+    return server.post(OPENAI, {"prompt": "fox", "seed": seed, **changes})
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as executor:
+        yield executor
+
+
+def block(server, pool, seed=99):
+    """Let one request reach the engine and stay there; returns its future."""
+    server.engine.gate.clear()
+    blocking = pool.submit(ask, server, seed, steps=1)
+    assert server.engine.started.acquire(timeout=10)
+    return blocking
+
+
+def waiting(server, pictures):
+    until(lambda: server.count("waiting_pictures") == pictures)
+
+
+def test_agreeing_jobs_are_drawn_together_and_others_apart(pool):
+    with serving(largest_batch=4) as server:
+        blocking = block(server, pool)
+        asked = [pool.submit(ask, server, seed) for seed in range(3)]
+        waiting(server, 3)
+        others = [
+            pool.submit(ask, server, 10, steps=3),
+            pool.submit(ask, server, 11, guidance_scale=2.0),
+            pool.submit(ask, server, 12, size="64x64"),
+            pool.submit(ask, server, 13, tome_ratio=0.0),
+        ]
+        waiting(server, 7)
+        late = [pool.submit(ask, server, seed) for seed in (20, 21)]
+        waiting(server, 9)
+        server.engine.gate.set()
+        everything = [blocking, *asked, *others, *late]
+        assert [one.result().status_code for one in everything] == 10 * [200]
+        sizes = [len(jobs) for jobs in server.engine.calls]
+        assert sizes == [1, 4, 1, 1, 1, 1, 1], "3 + 1 of the late ones, the others alone, the last late one"
+        assert {job.seed for job in server.engine.calls[1]} < {0, 1, 2, 20, 21}
+        for one, seed in zip(asked, range(3), strict=True):
+            assert one.result().json()["data"][0]["seed"] == seed
+        assert server.count("batch_pictures_sum") == 10 and server.count("pictures_total", outcome="drawn") == 10
+
+
+def test_the_oldest_job_waits_for_company_only_so_long(pool):
+    with serving(batch_wait=0.5) as server:
+        together = [pool.submit(ask, server, seed) for seed in range(2)]
+        [one.result() for one in together]
+        assert [len(jobs) for jobs in server.engine.calls] == [2]
+        ask(server)
+        assert [len(jobs) for jobs in server.engine.calls] == [2, 1]
+
+
+def test_a_full_queue_answers_429_at_once(pool):
+    with serving(capacity=3) as server:
+        blocking = block(server, pool)
+        accepted = [pool.submit(ask, server, seed) for seed in range(2)]
+        waiting(server, 2)
+        refused = ask(server, n=2)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        accepted.append(pool.submit(ask, server, 5))
+        waiting(server, 3)
+        answer = server.post(TEXT, {"prompt": "fox"})
+        assert answer.status_code == 429 and "detail" in answer.json() and "retry-after" in answer.headers
+        assert server.http.get("/ready").status_code == 200, "full is not broken"
+        server.engine.gate.set()
+        assert [one.result().status_code for one in (blocking, *accepted)] == 4 * [200]
+        assert ask(server).status_code == 200
+
+
+def test_one_request_must_fit_the_queue():
+    with pytest.raises(ToMeConfigError, match="3 pictures"):
+        PictureQueue(FakeEngine, "fake", LIMITS, capacity=2)
+    with pytest.raises(ToMeConfigError, match="largest_batch=0"):
+        PictureQueue(FakeEngine, "fake", LIMITS, largest_batch=0)
+
+
+def test_time_out_is_504_and_frees_the_engine(pool):
+    with serving(settings=Settings(request_seconds=0.3, steps=2)) as server:
+        blocking = block(server, pool)
+        behind = pool.submit(ask, server)
+        assert blocking.result().status_code == behind.result().status_code == 504
+        assert behind.result().json()["error"]["code"] == "timeout"
+        until(lambda: server.queue.is_idle)
+        assert server.count("pictures_total", outcome="abandoned") == 2
+        server.engine.gate.set()
+        assert ask(server).status_code == 200
+
+
+def hang_up(server, body=b'{"prompt": "fox", "steps": 50}'):
+    client = server.connect()
+    head = (
+        f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    client.sendall(head.encode() + body)
+    return client
+
+
+def test_a_client_that_hangs_up_while_waiting_frees_its_slot(pool):
+    with serving(capacity=3) as server:
+        blocking = block(server, pool)
+        clients = [hang_up(server) for _ in range(3)]
+        waiting(server, 3)
+        assert ask(server).status_code == 429
+        for client in clients:
+            client.close()
+        waiting(server, 0)
+        server.engine.gate.set()
+        assert blocking.result().status_code == 200 and ask(server).status_code == 200
+        assert len(server.engine.calls) == 2, "the three were never drawn"
+        assert server.requests(499) == 3 and server.count("pictures_total", outcome="abandoned") == 3
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_client_that_hangs_up_while_drawing_stops_it(how):
+    engine = FakeEngine()
+    engine.step_seconds = 0.05
+    with serving(engine) as server:
+        client = hang_up(server)
+        assert engine.started.acquire(timeout=10)
+        if how == "reset":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+        until(lambda: server.queue.is_idle)
+        assert engine.steps_done < 40, "of 50 steps"
+        assert server.requests(499) == 1 and server.count("pictures_total", outcome="abandoned") == 1
+
+
+def test_a_batch_goes_on_for_who_is_left(pool):
+    with serving() as server:
+        blocking = block(server, pool)
+        stays = pool.submit(ask, server, 1, steps=50)
+        waiting(server, 1)
+        leaves = hang_up(server)
+        waiting(server, 2)
+        server.engine.step_seconds = 0.01
+        server.engine.gate.set()
+        assert blocking.result().status_code == 200
+        assert server.engine.started.acquire(timeout=10)
+        leaves.close()
+        assert stays.result().status_code == 200 and len(server.engine.calls[1]) == 2
+        assert server.engine.steps_done == 51
+        assert server.count("pictures_total", outcome="abandoned") == 1
+
+
+def test_one_that_fails_does_not_fail_its_neighbours(pool):
+    with serving() as server:
+        blocking = block(server, pool)
+        asked = [
+            pool.submit(ask, server, seed, prompt=prompt) for seed, prompt in enumerate(("fox", "explode", "owl"))
+        ]
+        waiting(server, 3)
+        server.engine.gate.set()
+        assert [one.result().status_code for one in (blocking, *asked)] == [200, 200, 500, 200]
+        assert [len(jobs) for jobs in server.engine.calls] == [1, 3, 1, 1, 1]
+        assert server.count("pictures_total", outcome="failed") == 1
+
+
+def test_loading_is_503_until_it_is_done():
+    engine, may_load = FakeEngine(), threading.Event()
+
+    def load():
+        assert may_load.wait(20)
+        return engine
+
+    with serving(engine, load=load) as server:
+        for path in ("/ready", OPENAI):
+            answer = server.http.get(path) if path == "/ready" else ask(server)
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+        assert server.http.get("/health").status_code == 200
+        may_load.set()
+        until(lambda: server.http.get("/ready").status_code == 200)
+        assert ask(server).status_code == 200
+
+
+def test_a_model_that_does_not_load_ends_the_server():
+    def load():
+        raise OSError("no such model")
+
+    with serving(load=load) as server:
+        until(lambda: server.server.should_exit)
+        assert server.queue.state == "failed"
+
+
+def test_a_thread_that_dies_answers_everybody_and_ends_the_server(pool):
+    class Dying(FakeEngine):
+        def generate(self, jobs, should_stop=None):
+            super().generate(jobs, should_stop)
+            raise SystemExit
+
+    with serving(Dying()) as server:
+        blocking = block(server, pool)
+        behind = pool.submit(ask, server, 1)
+        waiting(server, 1)
+        server.engine.gate.set()
+        assert blocking.result().status_code == behind.result().status_code == 500
+        until(lambda: server.server.should_exit)
+
+
+def test_draining_finishes_what_was_accepted_and_refuses_the_rest(pool):
+    with serving() as server:
+        blocking = block(server, pool)
+        behind = pool.submit(ask, server, 1)
+        waiting(server, 1)
+        server.server.handle_exit(15, None)
+        until(lambda: server.queue.state == "draining")
+        for answer in (ask(server, 2), server.http.get("/ready"), server.post(TEXT, {})):
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+        assert server.http.get("/health").status_code == 200
+        server.engine.gate.set()
+        assert blocking.result().status_code == behind.result().status_code == 200
+        until(lambda: server.server.should_exit)
+        sleep(0.3)
+        with pytest.raises(httpx.TransportError):
+            ask(server)
+
+
+def test_a_second_signal_abandons_what_is_left(pool):
+    with serving() as server:
+        block(server, pool)
+        server.server.handle_exit(15, None)
+        server.server.handle_exit(15, None)
+        assert server.server.should_exit and server.server.force_exit
+
+
+def test_nothing_is_left_after_a_storm(pool):
+    """200 requests, half of them abandoned at once or refused: all slots are free, and the counts agree."""
+    engine = FakeEngine()
+    engine.step_seconds = 0.001
+    with serving(engine, capacity=8) as server:
+
+        def one(index):
+            if index % 2:
+                return ask(
+                    server, index, steps=1 + index % 3, prompt="explode" if index % 7 == 0 else "fox"
+                ).status_code
+            hang_up(server).close()
+            return None
+
+        statuses = list(pool.map(one, range(200)))
+        until(lambda: server.queue.is_idle)
+        until(lambda: sum(map(server.requests, (200, 429, 499, 500))) == 200)
+        for status in (200, 429, 500):
+            assert server.requests(status) >= statuses.count(status)
+        assert server.requests(499) > 0 and set(statuses) <= {None, 200, 429, 500}
+        outcomes = [server.count("pictures_total", outcome=name) for name in ("drawn", "abandoned", "failed")]
+        assert sum(outcomes) == 200 - server.requests(429)
+        assert ask(server).status_code == 200
