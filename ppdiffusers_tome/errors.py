@@ -17,5 +17,9 @@ class ToMePassError(ToMeError, RuntimeError):
     """A forward pass reached a merging layer with tensors that do not fit its token grid."""
 
 
+class ToMeExportError(ToMeError, RuntimeError):
+    """A pipeline cannot be exported, its program differs from the model, or an exported folder cannot be used."""
+
+
 class UnsupportedVersionError(ToMeError, RuntimeError):
     """An installed package has a version that is known or presumed to give wrong results."""

@@ -26,6 +26,7 @@ REASONS = {
     "LVDMUNet3DModel": "its blocks, its own kind, rearrange space and time between their layers",
     "STUNetModel": "its transformer blocks are its own kind, with an attention of their own",
     "Vid2VidSTUNet": "its transformer blocks are its own kind, with an attention of their own",
+    "ExportedUNet": "it runs exported programs: choose among their ratios by pipe.unet.ratio, or export again",
     "PaddleInferRuntimeModel": "it runs an exported program, and merging has to be in it when it is exported",
 }
 # Kind of UNet block: why nothing merges in a UNet2DConditionModel that is made of it.

@@ -72,11 +72,12 @@ def apply_tome(
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
     )
-    attach(target, common, _for_controlnets(common, controlnet))
+    attach(target, common, for_controlnets(common, controlnet))
     return target
 
 
-def _for_controlnets(common: ToMeConfig, controlnet: bool | float) -> ToMeConfig | None:
+def for_controlnets(common: ToMeConfig, controlnet: bool | float) -> ToMeConfig | None:
+    """The config of ControlNets beside the others' one, None to leave them plain; raises as `apply_tome` does."""
     if isinstance(controlnet, bool):
         return common if controlnet else None
     try:

@@ -1,14 +1,19 @@
 """What the tests share: tiny random models, pipelines over the bundled one, and ways to look into a pass or a plan."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
+from filelock import FileLock
 from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from ppdiffusers.models.attention_processor import AttnProcessor
+from zoo.parts import stable_diffusion
+from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
+from ppdiffusers_tome.inference import export_pipeline
 
 EMOJI_SD = Path(__file__).parents[1] / "examples" / "emoji_sd"
 TEXT = 7  # text tokens of the tiny models' inputs
@@ -112,14 +117,9 @@ class Recorder(AttnProcessor):
 
 def groups(plan, batch):
     """[B, N]: for each token the original position whose merged row it gets."""
-    kept = np.concatenate(
-        [
-            plan.dst_rows.numpy().reshape(batch, plan.dst),
-            plan.stay_rows.numpy().reshape(batch, plan.kept - plan.dst),
-        ],
-        axis=1,
-    )
-    return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, plan.tokens) % plan.tokens
+    rows = [rows for rows in (plan.dst_rows, plan.stay_rows) if rows is not None]
+    kept = np.concatenate([each.numpy().reshape(batch, -1) for each in rows], axis=1)
+    return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, -1) % int(plan.tokens)
 
 
 def load_bundled(cls=StableDiffusionPipeline):
@@ -163,3 +163,27 @@ def draw(pipe, prompt="a 3d render of fox", size=64, steps=2, seed=0, **settings
         **settings,
     )
     return out.images[0]
+
+
+@pytest.fixture(scope="session")
+def exported_folder(tmp_path_factory):
+    """A tiny pipeline, exported: 32×32 and 48×32 px (width × height), ratios 0.5 and 0, with the VAE's encoder.
+
+    Tests that change it must work on a copy: all processes of a run share it.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    folder = shared / "exported" / "tiny"
+    with FileLock(shared / "exported.lock"):
+        if not folder.exists():
+            sizes = [(32, 32), (32, 48)]
+            export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, image_to_image=True, progress=False)
+    return folder
+
+
+def tiny_pipeline(**changes):
+    """Text to image with one level, 32 px by default, random weights: exported in seconds."""
+    paddle.seed(0)
+    one_level = {"block_out_channels": (32,), "down_block_types": ("CrossAttnDownBlock2D",)}
+    small = unet_of_zoo(**one_level, up_block_types=("CrossAttnUpBlock2D",))
+    return StableDiffusionPipeline(**stable_diffusion(**{"unet": small, **changes}))

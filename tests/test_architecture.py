@@ -13,6 +13,7 @@ PACKAGE = Path(ppdiffusers_tome.__file__).parent
 ORDER = [
     ["_version", "errors"],
     ["compatibility", "config"],
+    ["positions"],
     ["matching"],
     ["merging", "levels"],
     ["models"],
@@ -21,10 +22,23 @@ ORDER = [
     ["macs"],
     ["summary"],
     ["mixin"],
+    ["inference.manifest", "inference.programs", "inference.runtime", "inference.loading"],
+    ["inference.request", "inference.tracing"],
+    ["inference.layout"],
+    ["inference.models"],
+    ["inference.export", "inference.pipeline"],
+    ["inference"],
+    ["serving.errors"],
+    ["serving.jobs", "serving.settings", "serving.metrics"],
+    ["serving.engine", "serving.pictures", "serving.service", "serving.refusals"],
+    ["serving.queue", "serving.gate", "serving.drawing", "serving.webui_request"],
+    ["serving.api_openai", "serving.api_webui", "serving.server"],
+    ["serving.app"],
+    ["serving"],
     ["evaluation.environment", "evaluation.layouts"],
     ["evaluation.benchmark", "evaluation.families"],
     ["evaluation"],
-    ["commands.bench", "commands.families"],
+    ["commands.bench", "commands.families", "commands.export", "commands.serve"],
     ["commands"],
     ["cli"],
     ["__init__", "__main__"],
@@ -70,5 +84,6 @@ def test_only_models_and_the_entrances_know_ppdiffusers():
     knowing = {
         room_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
     }
+    exporting = {f"inference.{room}" for room in ("loading", "request", "layout", "models", "export", "pipeline")}
     measuring = {"evaluation.benchmark", "evaluation.families", "evaluation.layouts"}
-    assert knowing == {"models", "mixin", "summary", "__init__", *measuring}
+    assert knowing == {"models", "mixin", "summary", "__init__", "serving.engine", *exporting, *measuring}

@@ -1,0 +1,154 @@
+"""A pipeline, with token merging in it, becomes a folder of Paddle Inference programs."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppdiffusers import DiffusionPipeline
+from tqdm.auto import tqdm
+
+from ..models import text_tokens, vae_factor
+from ..patch import attach, detach
+from . import programs
+from .layout import copy_parts, describe_export, share_weights
+from .manifest import Manifest, ProgramFile, Size
+from .programs import Traceable
+from .request import Request, check
+from .runtime import Runtime
+from .tracing import save
+
+
+def export_pipeline(
+    pipe: DiffusionPipeline,
+    folder: str | Path,
+    ratios: Iterable[float] | float | None = None,
+    sizes: Iterable[tuple[int, int]] | None = None,
+    *,
+    dynamic: bool = False,
+    image_to_image: bool = False,
+    controlnet: bool | float = True,
+    overwrite: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Manifest:
+    """Write a pipeline's models, with token merging inside, as Paddle Inference programs; the pipeline stays as it is.
+
+    The folder has the layout of ppdiffusers' `PaddleInfer…Pipeline` classes, which find the first size and ratio in
+    it, and `tome.json` beside it. Batch and text length are dynamic. Each program is loaded in a predictor and
+    compared with eager on random inputs and two batch sizes. Random dst are drawn once, from `seed`, and part of the
+    program: the same as in eager with that seed.
+
+    Args:
+        pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.
+        folder: must not exist or be empty, unless overwrite.
+        ratios: one or several, 0 for a plain program; the first is the default. A UNet program is written for each,
+            all sharing one file of weights. None: what is applied to the pipeline now.
+        sizes: (height, width) in pixels, a UNet program for each. None: what the UNet was made for.
+        dynamic: one UNet program for all heights and widths instead; needs Paddle 2.6 and use_rand=False.
+        image_to_image: write the VAE's encoder too, for image-to-image and inpainting.
+        controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
+        overwrite: replace an earlier export in folder, once the new one is complete.
+        progress: show a progress bar.
+        settings: `apply_tome`'s: max_downsample, sx, sy, use_rand, seed, merge_attn, merge_crossattn, merge_mlp.
+
+    Returns:
+        What was written to `tome.json`.
+
+    Raises:
+        ToMeConfigError: an argument is not allowed.
+        NoMergeableLayerError: there is nothing to merge by these settings.
+        ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
+            than 1e-5 of its largest output. After any error the folder is as it was.
+
+    Example:
+        >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
+    """
+    request = check(pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, settings)
+    with _complete_or_nothing(request.folder) as partial:
+        written: list[ProgramFile] = []
+        for task in tqdm(_tasks(request), desc="export", unit="program", disable=not progress):
+            written.append(_write(request, task, partial, written))
+        copy_parts(request, partial)
+        manifest = describe_export(request, partial, written)
+        manifest.save(partial)
+    return manifest
+
+
+@contextmanager
+def _complete_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder to write to, beside the one that it becomes when all is well; otherwise it goes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)  # mkdtemp's is private
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One program to write."""
+
+    model: str
+    folder: str
+    size: Size | None = None  # that it is bound to
+    ratio: float | None = None  # None: nothing merges in this model
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.model, *([f"at {self.size}"] if self.size else [])])
+
+
+def _tasks(request: Request) -> list[_Task]:
+    found: list[_Task] = []
+    for size in request.sizes or (None,):
+        for ratio in request.configs:
+            # ppdiffusers looks into "unet"; the others are ours alone.
+            folder = "_".join(["unet", *([str(size)] if size else []), f"{ratio:g}"]) if found else "unet"
+            found.append(_Task("unet", folder, size, ratio))
+    models = ["text_encoder", *(["text_encoder_2"] if request.is_xl else [])]
+    models += ["vae_decoder", *(["vae_encoder"] if request.image_to_image else [])]
+    return found + [_Task(model, model) for model in models]
+
+
+def _write(request: Request, task: _Task, folder: Path, written: list[ProgramFile]) -> ProgramFile:
+    """Save one program; one copy of one model is in memory at a time."""
+    factor = vae_factor(request.pipe)
+    # A dynamic program is compared at a size whose sides differ.
+    size = task.size or (request.sizes[0] if request.sizes else Size(32 * factor, 48 * factor))
+    fixed = {"height": size.height, "width": size.width}
+    fixed |= {"latent_height": size.height // factor, "latent_width": size.width // factor}
+    dims = {**fixed, "tokens": text_tokens(request.pipe)}
+    traceable = _traceable(request, task)
+    saved = save(traceable, folder / task.folder, fixed if task.size else {}, dims, task.label, Runtime().cores())
+    params = share_weights(saved.params, [folder / each.params for each in written if each.model == task.model])
+    program, params = (path.relative_to(folder) for path in (saved.program, params))
+    return ProgramFile(task.model, str(program), str(params), task.size, task.ratio, saved.parity, saved.onednn_parity)
+
+
+def _traceable(request: Request, task: _Task) -> Traceable:
+    pipe = request.pipe
+    if task.model == "vae_encoder":
+        return programs.vae_encoder(pipe.vae)
+    if task.model == "vae_decoder":
+        return programs.vae_decoder(pipe.vae)
+    if task.ratio is None:
+        return programs.text_encoder(getattr(pipe, task.model), request.is_xl)
+    traceable = programs.denoiser(pipe.unet, request.controlnet)
+    config, for_controlnet = request.configs[task.ratio]
+    detach(traceable.layer)  # what the copies brought along
+    if config is not None:
+        attach(traceable.layer.unet, config, None)
+    if for_controlnet is not None and request.controlnet is not None:
+        attach(traceable.layer.controlnet, for_controlnet, for_controlnet)
+    return traceable

@@ -1,0 +1,99 @@
+"""The parts of an exported folder that are no programs, and its description."""
+
+import inspect
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import paddle
+import ppdiffusers
+
+from .._version import __version__
+from ..models import vae_factor
+from .manifest import Manifest, ProgramFile, sha256
+from .programs import count_residuals
+from .request import Request
+
+RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # what ppdiffusers loads a program as
+# Where the config of each model lies, for ppdiffusers reads it beside a program.
+CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
+CONTROLNET_CONFIG = "controlnet"
+COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")
+
+
+def share_weights(params: Path, others: list[Path]) -> Path:
+    """The file to take weights from: `params`, or one of the others that is equal; then `params` is deleted."""
+    for other in dict.fromkeys(others):
+        if other.stat().st_size == params.stat().st_size and sha256(other) == sha256(params):
+            params.unlink()
+            return other
+    return params
+
+
+def copy_parts(request: Request, folder: Path) -> None:
+    """Write tokenizers and scheduler, the models' configs, and `model_index.json`."""
+    pipe = request.pipe
+    for name in COPIED:
+        part = vars(pipe).get(name)
+        if part is not None:
+            part.save_pretrained(str(folder / name))
+    for name, where in CONFIGS.items():
+        if name in pipe.config:
+            _write_json(folder / where / "config.json", _config(getattr(pipe, name)))
+    if request.controlnet is not None:
+        _write_json(folder / CONTROLNET_CONFIG / "config.json", _config(request.controlnet))
+    _write_json(folder / "model_index.json", _model_index(request, folder))
+
+
+def describe_export(request: Request, folder: Path, written: list[ProgramFile]) -> Manifest:
+    """The folder's manifest; every other file must be there already."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths
+    }
+    return Manifest(
+        name=Path(request.pipe.config.get("_name_or_path") or type(request.pipe).__name__).name,
+        pipeline=type(request.pipe).__name__,
+        sizes=request.sizes,
+        ratios=tuple(request.configs),
+        image_to_image=request.image_to_image,
+        residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
+        vae_factor=vae_factor(request.pipe),
+        merging={
+            f"{ratio:g}": [None if config is None else asdict(config) for config in pair]
+            for ratio, pair in request.configs.items()
+        },
+        versions={
+            "ppdiffusers_tome": __version__,
+            "paddle": paddle.__version__,
+            "ppdiffusers": ppdiffusers.__version__,
+        },
+        programs=tuple(written),
+        files=files,
+    )
+
+
+def _model_index(request: Request, folder: Path) -> dict[str, Any]:
+    """What `PaddleInfer…Pipeline.from_pretrained` reads: each part of its class, with its own class."""
+    known = request.pipe.config
+    reader = getattr(ppdiffusers, request.reader)
+    index = {"_class_name": request.reader, "_ppdiffusers_version": ppdiffusers.__version__}
+    for name, parameter in list(inspect.signature(reader.__init__).parameters.items())[1:]:
+        if name in COPIED and vars(request.pipe).get(name) is not None:
+            index[name] = list(known[name])
+        elif isinstance(parameter.default, bool):
+            index[name] = known.get(name, parameter.default) if name != "requires_safety_checker" else False
+        else:
+            index[name] = RUNTIME_MODEL if (folder / name).is_dir() else [None, None]
+    return index
+
+
+def _config(model: Any) -> dict[str, Any]:
+    config = model.config
+    return dict(config) if isinstance(config, dict) else config.to_dict()
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")

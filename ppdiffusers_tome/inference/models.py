@@ -1,0 +1,216 @@
+"""What stands for a UNet, ControlNet, text encoder or VAE in an ordinary pipeline, and runs exported programs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddlenlp.transformers.model_outputs import BaseModelOutputWithPooling
+from ppdiffusers import ControlNetModel
+from ppdiffusers.configuration_utils import FrozenDict
+from ppdiffusers.models.autoencoder_kl import AutoencoderKLOutput
+from ppdiffusers.models.unet_2d_condition import UNet2DConditionOutput
+from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
+
+from ..errors import ToMeConfigError
+from .manifest import Manifest, ProgramFile, Size, check_ratio
+from .runtime import Predictor
+
+Load = Callable[[ProgramFile], Predictor]
+
+
+class ExportedModel:
+    """Base class: what pipelines ask of any model. A program is loaded when it first runs, and then kept."""
+
+    dtype = paddle.float32  # of inputs and outputs, whatever precision it computes in
+
+    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load) -> None:
+        self.config = FrozenDict(config)
+        self._manifest = manifest
+        self._load = load
+        self._loaded: dict[ProgramFile, Predictor] = {}
+
+    def _predictor(self, program: ProgramFile) -> Predictor:
+        if program not in self._loaded:
+            self._loaded[program] = self._load(program)
+        return self._loaded[program]
+
+
+class ExportedTextEncoder(ExportedModel):
+    """A text encoder of Stable Diffusion or, with is_xl, of SDXL. Called as the original is."""
+
+    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, name: str, is_xl: bool) -> None:
+        super().__init__(config, manifest, load)
+        self._program = manifest.of(name)[0]
+        self._is_xl = is_xl
+
+    def __call__(
+        self,
+        input_ids: paddle.Tensor,  # [B, T] int64
+        attention_mask: paddle.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        _refuse("text encoder", attention_mask=attention_mask, **others)
+        if output_hidden_states and not self._is_xl:
+            raise ToMeConfigError(
+                "clip_skip is not there in an exported text encoder, which gives its last layer alone: leave it out."
+            )
+        first, second = self._predictor(self._program)(input_ids=input_ids)
+        if self._is_xl:
+            return _XLEmbeddings(second, first)
+        return BaseModelOutputWithPooling(last_hidden_state=first, pooler_output=second)
+
+
+class _XLEmbeddings(tuple):
+    """What SDXL reads: the pooled embedding, and of the hidden states the last but one."""
+
+    def __new__(cls, pooled: paddle.Tensor, hidden: paddle.Tensor) -> "_XLEmbeddings":
+        return super().__new__(cls, (pooled,))
+
+    def __init__(self, pooled: paddle.Tensor, hidden: paddle.Tensor) -> None:
+        self.hidden_states = _LastButOne(hidden)
+
+
+class _LastButOne:
+    def __init__(self, hidden: paddle.Tensor) -> None:
+        self._hidden = hidden
+
+    def __getitem__(self, index: int) -> paddle.Tensor:
+        if index != -2:
+            raise ToMeConfigError(
+                "clip_skip is not there in an exported text encoder, which gives its last but one layer: leave it out."
+            )
+        return self._hidden
+
+
+class ExportedVAE(ExportedModel):
+    """A VAE: its decoder, and its encoder where that was exported."""
+
+    def encode(self, x: paddle.Tensor, return_dict: bool = True) -> Any:
+        """The distribution of latents [B, 4, h, w] of pictures [B, 3, H, W] in -1 ... 1."""
+        programs = self._manifest.of("vae_encoder")
+        if not programs:
+            raise ToMeConfigError("the VAE's encoder was not exported: export with --img2img (image_to_image=True).")
+        mean, log_variance = self._predictor(programs[0])(sample=x)
+        distribution = DiagonalGaussianDistribution(paddle.concat([mean, log_variance], axis=1))
+        return AutoencoderKLOutput(latent_dist=distribution) if return_dict else (distribution,)
+
+    def decode(self, z: paddle.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
+        """Pictures [B, 3, H, W] in -1 ... 1 of latents [B, 4, h, w]; `generator` is not used, as in the original."""
+        (picture,) = self._predictor(self._manifest.of("vae_decoder")[0])(latent_sample=z)
+        return DecoderOutput(sample=picture) if return_dict else (picture,)
+
+
+class ExportedControlNet(ControlNetModel):
+    """A ControlNet that is part of the UNet's program: it hands on what it is given.
+
+    It is a ControlNetModel, for pipelines ask for that, without any layer or weight.
+    """
+
+    dtype = paddle.float32
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        nn.Layer.__init__(self)
+        self._internal_dict = FrozenDict(config)
+
+    def forward(
+        self,
+        sample: paddle.Tensor,
+        timestep: paddle.Tensor,
+        encoder_hidden_states: paddle.Tensor,
+        controlnet_cond: paddle.Tensor,
+        conditioning_scale: float = 1.0,
+        guess_mode: bool = False,
+        return_dict: bool = False,
+        **others: Any,
+    ) -> Any:
+        if guess_mode:
+            raise ToMeConfigError("guess_mode=True needs a ControlNet of its own; this one is fused with the UNet.")
+        _refuse("ControlNet", **{name: each for name, each in others.items() if name != "added_cond_kwargs"})
+        return (controlnet_cond, conditioning_scale), None
+
+
+class ExportedUNet(ExportedModel):
+    """A UNet, with or without a ControlNet in it: one program for each exported size and ratio."""
+
+    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float) -> None:
+        super().__init__(config, manifest, load)
+        self.ratio = ratio
+
+    @property
+    def ratio(self) -> float:
+        """The ratio to merge by, one of those that were exported; 0 is the plain program."""
+        return self._ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        check_ratio(ratio, self._manifest.ratios)
+        self._ratio = ratio
+
+    @contextmanager
+    def merging(self, ratio: float | None) -> Iterator[None]:
+        """Merge by another exported ratio for a while; None leaves it as it is."""
+        before = self.ratio
+        self.ratio = before if ratio is None else ratio
+        try:
+            yield
+        finally:
+            self.ratio = before
+
+    def __call__(
+        self,
+        sample: paddle.Tensor,  # [B, C, h, w]
+        timestep: Any,
+        encoder_hidden_states: paddle.Tensor,  # [B, T, D]
+        added_cond_kwargs: dict[str, paddle.Tensor] | None = None,
+        down_block_additional_residuals: Any = None,
+        mid_block_additional_residual: Any = None,
+        return_dict: bool = True,
+        **others: Any,
+    ) -> Any:
+        _refuse("UNet", **others)
+        if not paddle.is_tensor(timestep):
+            timestep = paddle.to_tensor([timestep])
+        if timestep.size != 1:
+            raise ToMeConfigError(f"timestep has {timestep.size} values: an exported UNet takes one for the batch.")
+        given = {
+            "sample": sample,
+            "timestep": timestep.reshape([1]).cast("float32"),
+            "encoder_hidden_states": encoder_hidden_states,
+            **(added_cond_kwargs or {}),
+            **self._control(down_block_additional_residuals),
+        }
+        factor = self._manifest.vae_factor
+        size = Size(sample.shape[2] * factor, sample.shape[3] * factor)
+        predictor = self._predictor(self._manifest.denoiser(size, self.ratio))
+        if unknown := set(given) - set(predictor.inputs):
+            raise ToMeConfigError(f"the exported UNet has no input {', '.join(sorted(unknown))}: leave it out.")
+        (prediction,) = predictor(**given)
+        return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
+
+    def _control(self, handed_on: Any) -> dict[str, paddle.Tensor]:
+        if not self._manifest.controlnet:
+            if handed_on is not None:
+                raise ToMeConfigError(
+                    "this UNet was exported without a ControlNet and takes no residuals: export with --controlnet DIR."
+                )
+            return {}
+        if handed_on is None:
+            raise ToMeConfigError(
+                "this UNet was exported with a ControlNet in it: load it as a ControlNet pipeline, such as "
+                f"{self._manifest.pipeline}."
+            )
+        image, scale = handed_on
+        return {
+            "controlnet_cond": image,
+            "controlnet_conditioning_scale": paddle.full([self._manifest.residuals], float(scale)),
+        }
+
+
+def _refuse(model: str, **others: Any) -> None:
+    """Raise ToMeConfigError where an input is given that exported programs do not have."""
+    given = [name for name, value in others.items() if value is not None and value is not True and value is not False]
+    if given:
+        raise ToMeConfigError(f"the exported {model} has no input {', '.join(given)}: leave it out.")
