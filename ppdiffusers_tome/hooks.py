@@ -19,9 +19,10 @@ from paddle import nn
 
 from .config import ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
-from .matching import Grid, MergePlan, count_removed, match_tokens
+from .matching import MergePlan, match_tokens
 from .merging import merge, unmerge
 from .models import is_chunked, token_grid
+from .positions import Grid, count_removed, is_zero
 
 CHUNKED = (
     "merge_mlp=True does not go together with chunked feed-forward layers (enable_forward_chunking(), "
@@ -63,7 +64,7 @@ class GridHook(ToMeHook):
     """Pre-hook of a transformer or its stem: read the token grid, and draw this pass's seed where none is given.
 
     What it notes is a few integers, which stay until the next pass: gradient checkpointing runs the blocks again, by
-    themselves, after the pass is over.
+    themselves, after the pass is over. In an export with dynamic height and width, two are tensors of its program.
     """
 
     def __init__(self, config: ToMeConfig) -> None:
@@ -76,9 +77,11 @@ class GridHook(ToMeHook):
         self._thread.grid = token_grid(grid_layer, _first(grid_layer, inputs))
 
     def grid(self, tokens: int) -> Grid:
-        """The grid of this thread's current pass, which must have so many tokens."""
+        """The grid of this thread's current pass, which must have so many tokens: -1 if it is dynamic."""
         grid: Grid | None = getattr(self._thread, "grid", None)
-        if grid is None or grid.tokens != tokens:
+        if grid is not None and grid.is_dynamic and tokens != -1:  # left behind by an export that is over
+            grid = None
+        if grid is None or (not grid.is_dynamic and grid.tokens != tokens):
             seen = "no feature map was seen" if grid is None else f"the feature map was {grid.h}×{grid.w}"
             raise ToMePassError(
                 f"a block got {tokens} tokens but {seen}: call it through its model, or remove_tome() first."
@@ -115,7 +118,7 @@ class CallHook(ToMeHook):
             return
         grid = self._grid_hook.grid(metric.shape[1])
         removed = count_removed(grid, self.config)
-        if removed:
+        if not is_zero(removed):
             random_key = self._grid_hook.random_key(self._index)
             call.plan = match_tokens(metric, grid, removed, self.config.sx, self.config.sy, random_key)
 

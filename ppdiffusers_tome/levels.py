@@ -2,7 +2,7 @@
 
 from paddle import nn
 
-from .matching import Grid
+from .positions import Grid
 
 
 def level_of(denoiser: nn.Layer, path: str) -> int:

@@ -8,9 +8,9 @@ from paddle import nn
 
 from .config import ToMeConfig
 from .levels import grid_at, level_of
-from .matching import Grid, count_dst, count_removed
 from .models import MergeableBlock, find_blocks
 from .patch import merging_layers
+from .positions import Grid, count_dst, count_removed
 
 
 def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:

@@ -3,28 +3,14 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import paddle
 
-from .config import ToMeConfig
 from .errors import ToMeConfigError
+from .positions import Count, Grid, computed_positions, constant_positions, count_dst, is_zero
 
 # Similarities that agree to within 2**-24, the resolution of float32 just below 1, are ties.
 _TIE = 2**24
-
-
-class Grid(NamedTuple):
-    """Height and width of a picture, counted in tokens; token n lies in row n // w, column n % w."""
-
-    h: int
-    w: int
-
-    @property
-    def tokens(self) -> int:
-        """N = h·w."""
-        return self.h * self.w
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,74 +21,30 @@ class MergePlan:
     tokens first, in the order of their positions, then the src tokens that stay, the one most like its dst first.
     Indices count rows of the flattened batch, so that one gather serves every image. With r = 0 the index tensors are
     empty.
+
+    Where height and width are dynamic, counts are tensors and the src tokens that stay count as dst: D is N - r.
     """
 
-    tokens: int  # N: tokens per image before merging
-    removed: int  # r: tokens per image that merge away
-    dst: int  # D: dst tokens per image
+    tokens: Count  # N: tokens per image before merging
+    removed: Count  # r: tokens per image that merge away
+    dst: Count  # D: dst tokens per image
     dst_rows: paddle.Tensor  # [B·D] int64: the input rows of the dst tokens
-    stay_rows: paddle.Tensor  # [B·(S-r)] int64: the input rows of the src tokens that stay
+    stay_rows: paddle.Tensor | None  # [B·(N-r-D)] int64: the input rows of the src tokens that stay; None if none does
     merged_rows: paddle.Tensor  # [B·r] int64: the input rows that merge away ...
     target_rows: paddle.Tensor  # [B·r, 1] int64: ... and which row of dst_rows each is added to
     weights: paddle.Tensor  # [B·D, 1] float32: 1 / how many tokens each dst token becomes the mean of
     source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
 
     @property
-    def kept(self) -> int:
+    def kept(self) -> Count:
         """N - r: tokens per image after merging."""
         return self.tokens - self.removed
-
-
-def count_dst(grid: Grid, sx: int, sy: int) -> int:
-    """How many dst tokens a grid has: one per whole sx×sy cell, none in a remainder at the right or bottom edge."""
-    return (grid.h // sy) * (grid.w // sx)
-
-
-def count_removed(grid: Grid, config: ToMeConfig) -> int:
-    """r: how many of a grid's tokens merge away under a config."""
-    return config.removed(grid.tokens, count_dst(grid, config.sx, config.sy))
-
-
-def choose_dst(
-    grid: Grid,
-    sx: int = 2,
-    sy: int = 2,
-    random_key: Sequence[int] | None = None,
-) -> np.ndarray:  # [D] int64, ascending
-    """Choose one dst token in each sx×sy cell of the grid.
-
-    Args:
-        grid: tokens along each axis.
-        sx, sy: width and height of a cell, in tokens.
-        random_key: whole numbers >= 0 that decide a random choice: the same key and grid give the same choice on every
-            machine. None chooses the first (top left) token of each cell.
-
-    Returns:
-        The positions of the dst tokens, D = (h // sy)·(w // sx). No global random state is read or advanced.
-
-    Source: tomesd draws the same distribution, from a generator that depends on what ran before.
-
-    Example:
-        >>> choose_dst(Grid(4, 6)).tolist()
-        [0, 2, 4, 12, 14, 16]
-    """
-    rows, columns = grid.h // sy, grid.w // sx
-    if random_key is None:
-        offset = np.zeros((rows, columns), dtype=np.int64)
-    else:
-        entropy = np.random.SeedSequence([*random_key, grid.h, grid.w])
-        # RandomState: NumPy promises never to change its streams (NEP 19).
-        stream = np.random.RandomState(np.random.MT19937(entropy))
-        offset = stream.randint(sx * sy, size=(rows, columns), dtype=np.int64)
-    y = np.arange(rows)[:, None] * sy + offset // sx
-    x = np.arange(columns)[None, :] * sx + offset % sx
-    return np.sort((y * grid.w + x).reshape(-1))
 
 
 def match_tokens(
     metric: paddle.Tensor,  # [B, N, C] floating point
     grid: Grid,  # h·w == N
-    removed: int,  # r, 0 <= r <= N - D
+    removed: Count,  # r, 0 <= r <= N - D
     sx: int = 2,
     sy: int = 2,
     random_key: Sequence[int] | None = None,
@@ -115,15 +57,18 @@ def match_tokens(
         metric: what similarity is computed from: the cosine of the angle between two tokens, in float32 whatever the
             dtype is. A token that holds NaN or infinity, or whose norm is 0 or overflows, has similarity 0 to every
             other. Nothing is differentiated through the choice.
-        grid: tokens along each axis.
-        removed: tokens per image to merge away, r.
+        grid: tokens along each axis. On a dynamic grid (`Grid.is_dynamic`) one program serves every size of two
+            tokens or more, whatever its remainders, also where nothing merges; `random_key` must then be None.
+        removed: tokens per image to merge away, r; on a dynamic grid a tensor made by `count_removed`.
         sx, sy, random_key: as in `choose_dst`.
 
     Returns:
         The plan. Ties, to within 2**-24 among pairs, go to the lowest index.
 
     Raises:
-        ToMeConfigError: metric is no [B, N, C] of floating point numbers, h·w is not N, or r is out of range.
+        ToMeConfigError: metric is no [B, N, C] of floating point numbers, h·w is not N, or r is out of range. On a
+            dynamic grid the last two are not looked at.
+        ToMePassError: dst is to be random on a dynamic grid.
 
     Source: Bolya & Hoffman 2023, arXiv:2303.17604, section 4. The result is that of tomesd 0.1.3 with use_rand=False,
     which leaves ties and NaN to chance.
@@ -132,18 +77,13 @@ def match_tokens(
         >>> match_tokens(paddle.randn([2, 24, 8]), Grid(4, 6), removed=12).kept
         12
     """
-    n, d, r = grid.tokens, count_dst(grid, sx, sy), removed
-    s = n - d
-    _check(metric, grid, r, d)
-    if r == 0:
+    n, r = grid.tokens, removed
+    _check(metric, grid, r, count_dst(grid, sx, sy))
+    if is_zero(r):
         none = paddle.zeros([0], dtype="int64")
-        return MergePlan(n, r, d, none, none, none, none, none.cast("float32"), none)
-    dst = choose_dst(grid, sx, sy, random_key)
-    src = np.setdiff1d(np.arange(n), dst, assume_unique=True)
-    slot = np.argsort(np.concatenate([dst, src]))  # where each position stands in dst | src
-    # Constants, also where arange would do: Paddle 2.6's arange switches a device that all threads share.
-    constants = (dst, src, slot, np.arange(d), np.arange(s))
-    dst_tokens, src_tokens, slot, count_d, count_s = (paddle.to_tensor(each, dtype="int64") for each in constants)
+        return MergePlan(n, r, count_dst(grid, sx, sy), none, none, none, none, none.cast("float32"), none)
+    positions = computed_positions if grid.is_dynamic else constant_positions
+    d, s, dst_tokens, src_tokens, slot, count_d, count_s = positions(grid, sx, sy, random_key)
 
     with paddle.no_grad(), _full_precision():
         best, similarity = _most_similar(metric, dst_tokens, src_tokens)  # [B, S] each
@@ -153,19 +93,29 @@ def match_tokens(
         rank = paddle.argsort(order, axis=1)  # [B, S]: the place of each src in that order
 
         batch = paddle.cumsum(paddle.ones_like(best[:, :1]), axis=0) - 1  # [B, 1]: 0, 1, ... B - 1
+        dst_rows = dst_tokens + batch * n
         by_rank = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
-        target_rows = (paddle.take_along_axis(best, order[:, :r], axis=1) + batch * d).reshape([-1, 1])
-        alone = paddle.ones_like((count_d + batch).reshape([-1, 1]), dtype="float32")
+        from_src = paddle.where(rank < r, best, rank + (d - r))  # [B, S]: the merged row that each src token gets
+        if grid.is_dynamic:
+            # Paddle's programs cannot gather by an empty index, so there is none: what stays counts as dst that
+            # nothing merges into, and where r is 0 one token merges into itself: the mean of two equals is the same.
+            dst, pairs, stay_rows = n - r, paddle.maximum(r, paddle.ones_like(r)), None
+            stay_first = paddle.gather(by_rank, (count_s + r) % s, axis=1)
+            dst_rows = paddle.concat([dst_rows, stay_first], axis=1)[:, :dst]
+        else:
+            dst, pairs = d, r
+            stay_rows = by_rank[:, r:].reshape([-1]) if r < s else None
+        target_rows = (paddle.take_along_axis(from_src, order[:, :pairs], axis=1) + batch * dst).reshape([-1, 1])
+        alone = paddle.ones_like(dst_rows.reshape([-1, 1]), dtype="float32")
         members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
-        from_src = paddle.where(rank < r, best, rank + (d - r))
         source = paddle.concat([count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
         return MergePlan(
             tokens=n,
             removed=r,
-            dst=d,
-            dst_rows=(dst_tokens + batch * n).reshape([-1]),
-            stay_rows=by_rank[:, r:].reshape([-1]),
-            merged_rows=by_rank[:, :r].reshape([-1]),
+            dst=dst,
+            dst_rows=dst_rows.reshape([-1]),
+            stay_rows=stay_rows,
+            merged_rows=by_rank[:, :pairs].reshape([-1]),
             target_rows=target_rows,
             weights=1.0 / members,
             source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
@@ -208,11 +158,13 @@ def _full_precision() -> AbstractContextManager:
     return paddle.amp.auto_cast(enable=False) if paddle.in_dynamic_mode() else nullcontext()
 
 
-def _check(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> None:
+def _check(metric: paddle.Tensor, grid: Grid, removed: Count, dst: Count) -> None:
     if metric.ndim != 3 or not paddle.is_floating_point(metric):
         raise ToMeConfigError(
             f"metric is {metric.dtype} of shape {list(metric.shape)}: it must be floating point of shape [B, N, C]."
         )
+    if grid.is_dynamic:  # the program that reads the grid off its input counts N and r from it
+        return
     if metric.shape[1] not in (grid.tokens, -1):
         raise ToMeConfigError(
             f"grid={grid.h}×{grid.w} has {grid.tokens} tokens but metric has shape {list(metric.shape)}: "

@@ -4,6 +4,7 @@ import paddle
 
 from .errors import ToMePassError
 from .matching import MergePlan, cast
+from .positions import Count, is_zero
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
@@ -32,7 +33,7 @@ def merge(
         [2, 12, 8]
     """
     _check("merge", x, plan.tokens)
-    if plan.removed == 0:
+    if is_zero(plan.removed):
         return x
     channels = x.shape[2]
     rows = x.reshape([-1, channels])
@@ -42,7 +43,7 @@ def merge(
         cast(_take(rows, plan.dst_rows), wide), plan.target_rows, cast(_take(rows, plan.merged_rows), wide)
     )
     means = cast(means * cast(plan.weights, wide), x.dtype).reshape([-1, plan.dst, channels])
-    if plan.kept == plan.dst:
+    if plan.stay_rows is None:
         return means
     return paddle.concat([means, _take(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1)
 
@@ -71,7 +72,7 @@ def unmerge(
         [2, 24, 8]
     """
     _check("unmerge", y, plan.kept)
-    if plan.removed == 0:
+    if is_zero(plan.removed):
         return y
     channels = y.shape[2]
     return _take(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
@@ -84,8 +85,8 @@ def _take(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
     return paddle.gather(rows, index)
 
 
-def _check(operation: str, x: paddle.Tensor, tokens: int) -> None:
-    if x.ndim != 3 or x.shape[1] not in (tokens, -1):
+def _check(operation: str, x: paddle.Tensor, tokens: Count) -> None:
+    if x.ndim != 3 or x.shape[1] not in (-1, tokens):  # in this order: -1 is not compared with a tensor
         raise ToMePassError(
             f"{operation} expects tokens of shape [B, {tokens}, C] but got {list(x.shape)}: "
             "was the plan made for another size?"

@@ -15,7 +15,7 @@ from ppdiffusers.pipelines.versatile_diffusion.modeling_text_unet import UNetFla
 
 from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
-from .matching import Grid
+from .positions import Grid
 
 LOOKED_FOR = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
 
@@ -148,8 +148,10 @@ def _stem(layer: nn.Layer) -> nn.Layer | None:
 def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
     """The grid of the tokens that a transformer makes of the input of its `grid_layer`.
 
+    Where x has no fixed height and width (an export with dynamic sizes), the program itself reads them off x.
+
     Raises:
-        ToMePassError: x is no feature map, or its height and width are not known (an export with dynamic sizes).
+        ToMePassError: x is no feature map.
     """
     if isinstance(grid_layer, ImagePositionalEmbeddings):  # [B, h·w] indices of a fixed grid, as in VQ-Diffusion
         return Grid(grid_layer.height, grid_layer.width)
@@ -158,11 +160,11 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
         )
     channels_last = getattr(grid_layer, "data_format", "NCHW") != "NCHW"
-    h, w = x.shape[1:3] if channels_last else x.shape[-2:]
+    h_axis, w_axis = (1, 2) if channels_last else (x.ndim - 2, x.ndim - 1)
+    h, w = x.shape[h_axis], x.shape[w_axis]
     if h < 0 or w < 0:
-        raise ToMePassError(
-            f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a fixed height and width."
-        )
+        shape = paddle.shape(x).cast("int64")
+        h, w = shape[h_axis], shape[w_axis]
     return _in_patches(grid_layer, Grid(h, w))
 
 

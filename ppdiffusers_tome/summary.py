@@ -7,9 +7,9 @@ from ppdiffusers import DiffusionPipeline
 
 from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
-from .matching import Grid, count_removed
 from .models import block_grid, denoisers, is_countable, latent_grid, text_tokens, vae_factor
 from .patch import chosen_blocks, config_of, merging_layers
+from .positions import Grid, count_removed
 
 
 @dataclass(frozen=True)

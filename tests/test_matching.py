@@ -4,55 +4,25 @@ import numpy as np
 import paddle
 import pytest
 from conftest import groups
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reference import dst_positions, roundtrip
+from reference import roundtrip
 
-from ppdiffusers_tome import Grid, ToMeConfigError, choose_dst, match_tokens, merge, unmerge
+from ppdiffusers_tome import (
+    Grid,
+    ToMeConfig,
+    ToMeConfigError,
+    ToMePassError,
+    choose_dst,
+    match_tokens,
+    merge,
+    unmerge,
+)
+from ppdiffusers_tome.positions import count_removed
 
 
 def tokens(batch, grid, channels, seed=0):
     return np.random.RandomState(seed).standard_normal((batch, grid.tokens, channels)).astype("float32")
-
-
-@pytest.mark.parametrize(
-    ("h", "w", "sx", "sy"), [(4, 6, 2, 2), (5, 7, 2, 2), (16, 17, 2, 3), (9, 11, 4, 3), (3, 2, 5, 7)]
-)
-def test_first_token_of_each_whole_cell_is_dst(h, w, sx, sy):
-    assert choose_dst(Grid(h, w), sx, sy).tolist() == dst_positions(h, w, sx, sy)
-
-
-@given(
-    h=st.integers(1, 23),
-    w=st.integers(1, 23),
-    sx=st.integers(1, 5),
-    sy=st.integers(1, 5),
-    key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 99)),
-)
-def test_random_dst_is_one_per_cell_and_always_the_same(h, w, sx, sy, key):
-    chosen = choose_dst(Grid(h, w), sx, sy, key)
-    cells = [(y // sy, x // sx) for y, x in (divmod(int(n), w) for n in chosen)]
-    assert sorted(cells) == [(i, j) for i in range(h // sy) for j in range(w // sx)]
-    assert chosen.tolist() == sorted(chosen.tolist())
-    assert chosen.tolist() == choose_dst(Grid(h, w), sx, sy, key).tolist()
-
-
-def test_random_dst_is_spread_over_the_cell_and_depends_on_the_whole_key():
-    grid = Grid(64, 64)
-    chosen = choose_dst(grid, random_key=(0, 0))
-    within = (chosen // 64 % 2) * 2 + chosen % 2
-    counts = np.bincount(within, minlength=4)  # 1024 draws of 4: 256 each, standard deviation 14
-    assert counts.min() > 256 - 5 * 14 and counts.max() < 256 + 5 * 14
-    others = [choose_dst(grid, random_key=key) for key in ((1, 0), (0, 1))]
-    assert all((other != chosen).any() for other in others)
-
-
-def test_random_dst_never_changes():
-    """A seed must give the same picture in every release: these numbers are recorded, not derived."""
-    assert choose_dst(Grid(4, 6), random_key=(0, 0)).tolist() == RECORDED
-
-
-RECORDED = [6, 9, 11, 14, 16, 19]
 
 
 def test_no_global_random_state_is_touched():
@@ -88,6 +58,29 @@ def test_plan_is_the_oracles(data):
         np.testing.assert_array_equal(groups(plan, batch), expected_groups)
     out = unmerge(merge(paddle.to_tensor(x), plan), plan).numpy()
     np.testing.assert_allclose(out, expected, atol=2e-6)  # a mean of up to N float32 of size 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_dynamic_grid_merges_as_the_known_one_does(data):
+    """Also where nothing merges, where no src token stays, and where cells leave remainders."""
+    sizes = {"h": 11, "w": 13, "sx": 4, "sy": 4, "B": 3}
+    h, w, sx, sy, batch = (data.draw(st.integers(1, most), name) for name, most in sizes.items())
+    assume(h * w > 1 and sx * sy > 1)
+    share = data.draw(st.sampled_from([0.01, 0.5, 1]), "share of the largest ratio")
+    config = ToMeConfig(ratio=share * (1 - 1 / (sx * sy)), sx=sx, sy=sy, use_rand=False)
+    known, dynamic = Grid(h, w), Grid(paddle.to_tensor(h), paddle.to_tensor(w))
+    x = paddle.to_tensor(tokens(batch, known, 5))
+    expected, plan = (match_tokens(x, grid, count_removed(grid, config), sx, sy) for grid in (known, dynamic))
+    merged = merge(x, plan)
+    assert merged.shape == [batch, expected.kept, 5]
+    np.testing.assert_array_equal(unmerge(merged, plan).numpy(), unmerge(merge(x, expected), expected).numpy())
+
+
+def test_random_dst_on_a_dynamic_grid_is_refused():
+    grid = Grid(paddle.to_tensor(8), paddle.to_tensor(8))
+    with pytest.raises(ToMePassError, match="use_rand=False"):
+        match_tokens(paddle.randn([1, 64, 3]), grid, paddle.to_tensor(32), random_key=(0, 0))
 
 
 def test_random_dst_merges_as_the_oracle_does():

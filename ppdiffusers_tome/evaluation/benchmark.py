@@ -12,8 +12,9 @@ from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_rando
 
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeError
-from ..matching import Grid, count_removed, match_tokens
+from ..matching import match_tokens
 from ..merging import merge, unmerge
+from ..positions import Grid, count_removed
 from .environment import describe_environment
 
 WARM_UP = 3

@@ -1,0 +1,156 @@
+"""Where the tokens of a grid stand: how many there are, and which of them are dst and which src.
+
+Counts are Python ints where height and width are known. In a program exported with dynamic height and width they are
+0-d int64 tensors of that program, and so is every count that follows from them.
+"""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import paddle
+
+from .config import ToMeConfig
+from .errors import ToMePassError
+
+Count: TypeAlias = int | paddle.Tensor
+
+
+def is_known(count: Count) -> bool:
+    """Whether a count is a number, and no tensor, whose value only the running program knows."""
+    return isinstance(count, Integral)
+
+
+def is_zero(count: Count) -> bool:
+    """Whether a count is known to be 0."""
+    return is_known(count) and count == 0
+
+
+class Grid(NamedTuple):
+    """Height and width of a picture, counted in tokens; token n lies in row n // w, column n % w."""
+
+    h: Count
+    w: Count
+
+    @property
+    def tokens(self) -> Count:
+        """N = h·w."""
+        return self.h * self.w
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether height and width are tensors: both are, or neither."""
+        return not is_known(self.h)
+
+
+class Positions(NamedTuple):
+    """Which positions of a grid are dst and which src, and where each stands in the sequence dst | src."""
+
+    d: Count  # how many are dst ...
+    s: Count  # ... and how many are src
+    dst: paddle.Tensor  # [D] int64, ascending
+    src: paddle.Tensor  # [S] int64, ascending
+    slot: paddle.Tensor  # [N] int64: where each position stands in dst | src
+    count_d: paddle.Tensor  # [D] int64: 0, 1, ... D - 1
+    count_s: paddle.Tensor  # [S] int64: 0, 1, ... S - 1
+
+
+def count_dst(grid: Grid, sx: int, sy: int) -> Count:
+    """How many dst tokens a grid has: one per whole sx×sy cell, none in a remainder at the right or bottom edge."""
+    return (grid.h // sy) * (grid.w // sx)
+
+
+def count_removed(grid: Grid, config: ToMeConfig) -> Count:
+    """r: how many of a grid's tokens merge away under a config; on a dynamic grid as on a known one."""
+    dst = count_dst(grid, config.sx, config.sy)
+    if not grid.is_dynamic:
+        return config.removed(grid.tokens, dst)
+    if config.ratio == 0:
+        return 0
+    # A tensor, because Paddle 2.6 rounds the numbers that stand in a program's operations to float32.
+    ratio = paddle.full([], config.ratio, dtype="float64")
+    wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio).cast("int64")
+    return paddle.minimum(wanted, grid.tokens - dst) * paddle.cast(dst > 0, "int64")
+
+
+def choose_dst(
+    grid: Grid,  # not dynamic
+    sx: int = 2,
+    sy: int = 2,
+    random_key: Sequence[int] | None = None,
+) -> np.ndarray:  # [D] int64, ascending
+    """Choose one dst token in each sx×sy cell of the grid.
+
+    Args:
+        grid: tokens along each axis.
+        sx, sy: width and height of a cell, in tokens.
+        random_key: whole numbers >= 0 that decide a random choice: the same key and grid give the same choice on every
+            machine. None chooses the first (top left) token of each cell.
+
+    Returns:
+        The positions of the dst tokens, D = (h // sy)·(w // sx). No global random state is read or advanced.
+
+    Source: tomesd draws the same distribution, from a generator that depends on what ran before.
+
+    Example:
+        >>> choose_dst(Grid(4, 6)).tolist()
+        [0, 2, 4, 12, 14, 16]
+    """
+    rows, columns = grid.h // sy, grid.w // sx
+    if random_key is None:
+        offset = np.zeros((rows, columns), dtype=np.int64)
+    else:
+        entropy = np.random.SeedSequence([*random_key, grid.h, grid.w])
+        # RandomState: NumPy promises never to change its streams (NEP 19).
+        stream = np.random.RandomState(np.random.MT19937(entropy))
+        offset = stream.randint(sx * sy, size=(rows, columns), dtype=np.int64)
+    y = np.arange(rows)[:, None] * sy + offset // sx
+    x = np.arange(columns)[None, :] * sx + offset % sx
+    return np.sort((y * grid.w + x).reshape(-1))
+
+
+def constant_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Positions:
+    """The positions on a known grid, chosen as `choose_dst` says: a program holds them as constants."""
+    dst = choose_dst(grid, sx, sy, random_key)
+    src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
+    slot = np.argsort(np.concatenate([dst, src]))
+    # Constants, also where arange would do: Paddle 2.6's arange switches a device that all threads share.
+    constants = (dst, src, slot, np.arange(len(dst)), np.arange(len(src)))
+    return Positions(len(dst), len(src), *(paddle.to_tensor(each, dtype="int64") for each in constants))
+
+
+def computed_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Positions:
+    """The positions on a dynamic grid, computed by the program: dst is the first (top left) token of each whole cell.
+
+    On a grid smaller than one cell the first token is dst all the same: nothing merges there (`count_removed` is 0),
+    but Paddle's kernels refuse tensors without elements. For the same reason a grid of one single token, which has no
+    src, is an error of Paddle's when the program runs.
+
+    Raises:
+        ToMePassError: dst is to be random. That choice is drawn by NumPy, so that it is the same on every machine, and
+            cannot be part of a program.
+    """
+    if random_key is not None:
+        raise ToMePassError(
+            "height and width are dynamic, as in an export with InputSpec([None, 4, None, None]), but the random "
+            "choice of dst needs them: export a fixed height and width, or merge with use_rand=False."
+        )
+    begins_cell = paddle.logical_and(_begins_cell(grid.h, sy).unsqueeze(1), _begins_cell(grid.w, sx)).reshape([-1])
+    place = _count_up(begins_cell)
+    is_dst = paddle.logical_or(begins_cell, place == 0).cast("int64")  # [N]
+    n, d = grid.tokens, is_dst.sum()
+    order = paddle.argsort((1 - is_dst) * n + place)  # [N]: dst | src; no two keys are equal, so any sort will do
+    s = n - d
+    return Positions(d, s, order[:d], order[d:], paddle.argsort(order), place[:d], place[:s])
+
+
+def _begins_cell(length: paddle.Tensor, cell: int) -> paddle.Tensor:
+    """[length] bool: whether a whole cell begins at each place along an axis."""
+    place = _count_up(paddle.ones([length]))
+    return paddle.logical_and(place % cell == 0, place + cell <= length)
+
+
+def _count_up(like: paddle.Tensor) -> paddle.Tensor:
+    """0, 1, 2, ... in int64, as many as `like` [L] has elements."""
+    return paddle.cumsum(paddle.ones_like(like, dtype="int64")) - 1
