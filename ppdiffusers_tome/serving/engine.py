@@ -6,9 +6,13 @@ from typing import Any
 
 import paddle
 from PIL import Image
-from ppdiffusers import StableDiffusionImg2ImgPipeline
+from ppdiffusers import StableDiffusionImg2ImgPipeline as FromImage
+from ppdiffusers import StableDiffusionPipeline as FromText
+from ppdiffusers import StableDiffusionXLImg2ImgPipeline as FromImageXL
+from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
 
 from ..errors import ToMeConfigError
+from ..inference import load_pipeline, read_manifest
 from .errors import AbandonedError
 from .jobs import Job
 
@@ -126,15 +130,19 @@ def load_engine(folder: Path, device: str = "cpu", threads: int | None = None) -
         device, threads: as for `inference.load_pipeline`.
 
     Raises:
-        ToMeError: the folder is no export, or was made by another version; from `inference`.
+        ToMeError: the folder is no export (from `inference`), or one of a ControlNet or an inpainting model.
     """
-    from ..inference import load_pipeline, read_manifest
-
     manifest = read_manifest(folder)
-    pipe = load_pipeline(folder, device=device, threads=threads)
+    if manifest.controlnet:
+        raise ToMeConfigError(f"{folder} has a ControlNet, which wants a picture in every step: it cannot be served")
+    is_xl = manifest.pipeline.startswith("StableDiffusionXL")
+    pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, device=device, threads=threads)
+    if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
+        raise ToMeConfigError(f"{folder} is a model for inpainting, which cannot be served")
     other = None
     if manifest.image_to_image:
-        other = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+        safety = {} if is_xl else {"requires_safety_checker": False}
+        other = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
     return Engine(pipe, other, manifest.name)
 
 

@@ -67,6 +67,7 @@ class PictureQueue:
         self._state: State = "loading"
         self._waiting: list[_Ticket] = []
         self._running: list[_Ticket] = []
+        self._running_since: float | None = None
         self._is_closed = False
         self._batch_seconds = 1.0  # of late, to tell how long a full queue takes
         self._engine: Engine | None = None
@@ -91,6 +92,11 @@ class PictureQueue:
     def is_idle(self) -> bool:
         """Whether no accepted job is left."""
         return not self._count_live() and not self._running
+
+    @property
+    def running_since(self) -> float | None:
+        """When the batch that is drawn now was begun, by time.monotonic(); None while nothing is drawn."""
+        return self._running_since
 
     async def submit(self, jobs: Sequence[Job]) -> list[Image]:
         """See `Service`."""
@@ -146,7 +152,7 @@ class PictureQueue:
             while batch := self._take():
                 self._draw(batch)
                 with self._changed:
-                    self._running = []
+                    self._running, self._running_since = [], None
         except BaseException:
             logger.exception("the thread that draws has ended")
             with self._changed:
@@ -165,7 +171,7 @@ class PictureQueue:
                     patience = batch[0].arrived + self._batch_wait - monotonic()
                     if not is_open or patience <= 0 or self._state == "draining":
                         self._waiting = [ticket for ticket in self._waiting if ticket not in batch]
-                        self._running = batch
+                        self._running, self._running_since = batch, monotonic()
                         return batch
                     self._changed.wait(patience)
                 elif self._is_closed:

@@ -52,10 +52,12 @@ def serve(queue: PictureQueue, app: FastAPI, host: str = "127.0.0.1", port: int 
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ToMeConfigError(f"port={port} is not allowed: it must be 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ToMeConfigError(f"host={host!r}, port={port}: cannot listen there: {error}") from error
 
 

@@ -1,0 +1,216 @@
+"""Real pictures from an exported model: what the engine draws, alone and in a batch, and the command that serves."""
+
+import base64
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import openai
+import paddle
+import pytest
+from PIL import Image
+from ppdiffusers import EulerAncestralDiscreteScheduler
+from serving_support import LIMITS, FakeEngine, until
+
+from ppdiffusers_tome import ToMeConfigError, ToMeError
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.inference import load_pipeline
+from ppdiffusers_tome.serving.app import create_app
+from ppdiffusers_tome.serving.engine import Engine, load_engine
+from ppdiffusers_tome.serving.errors import AbandonedError
+from ppdiffusers_tome.serving.jobs import Job
+from ppdiffusers_tome.serving.metrics import Metrics
+from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.server import ServerFailedError, serve
+from ppdiffusers_tome.serving.settings import KEY_VARIABLE, Settings
+
+JOB = Job("a 3d render of fox", height=32, width=48, ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
+JOBS = [JOB, replace(JOB, prompt="owl", seed=4, negative_prompt="red"), replace(JOB, prompt="", seed=2**32 - 1)]
+
+
+@pytest.fixture(scope="module")
+def engine(exported_folder):
+    return load_engine(exported_folder, threads=1)
+
+
+def pixels(image):
+    return np.asarray(image, dtype="int32")
+
+
+def difference(one, other):
+    """The largest, in steps of 1/255."""
+    return np.abs(pixels(one) - pixels(other)).max()
+
+
+def test_a_picture_does_not_depend_on_its_batch(engine):
+    together = engine.generate(JOBS)
+    alone = [engine.generate([job])[0] for job in JOBS]
+    assert [image.size for image in together] == 3 * [(48, 32)]
+    assert max(map(difference, together, alone)) <= 1, "rounding apart, which the batch's matmuls may change"
+    assert difference(alone[0], alone[1]) > 10
+
+
+def test_a_picture_is_the_pipelines_own(engine, exported_folder):
+    pipe = load_pipeline(exported_folder, threads=1)
+    pipe.set_progress_bar_config(disable=True)
+    paddle.seed(3)
+    own = pipe(JOB.prompt, height=32, width=48, num_inference_steps=3, guidance_scale=2.0, negative_prompt="").images[
+        0
+    ]
+    assert difference(engine.generate([JOB])[0], own) == 0
+
+
+def test_the_ratio_is_the_jobs(engine):
+    merged, plain = engine.generate([JOB])[0], engine.generate([replace(JOB, ratio=0)])[0]
+    assert difference(merged, plain) > 0
+    assert difference(engine.generate([JOB])[0], merged) == 0
+    with pytest.raises(ToMeConfigError, match=r"0\.25"):
+        engine.generate([replace(JOB, ratio=0.25)])
+    with pytest.raises(ToMeConfigError, match="64x64"):
+        engine.generate([replace(JOB, height=64, width=64)])
+
+
+def test_from_a_picture(engine):
+    start = Image.fromarray(np.random.RandomState(0).randint(0, 255, (50, 40, 4), dtype="uint8"), "RGBA")
+    job = replace(JOB, image=start, strength=0.7)
+    once, again = engine.generate([job])[0], engine.generate([job])[0]
+    assert once.size == (48, 32) and difference(once, again) == 0
+    assert difference(engine.generate([replace(job, image=start.rotate(180))])[0], once) > 0
+    assert difference(engine.generate([replace(job, seed=4)])[0], once) > 0
+    assert engine.batch_key(job) is None, "its noise is drawn for a whole batch at once"
+    with pytest.raises(ToMeConfigError, match="2 jobs"):
+        engine.generate([job, job])
+
+
+def test_jobs_that_disagree_are_not_drawn_together(engine):
+    for change in ({"steps": 2}, {"guidance_scale": 3.0}, {"ratio": 0}, {"height": 32, "width": 32}):
+        assert engine.batch_key(replace(JOB, **change)) != engine.batch_key(JOB)
+        with pytest.raises(ToMeConfigError, match="batch_key"):
+            engine.generate([JOB, replace(JOB, **change)])
+    assert engine.batch_key(replace(JOB, seed=9, prompt="x", negative_prompt="y")) == engine.batch_key(JOB)
+
+
+def test_a_sampler_that_draws_noise_is_not_batched(exported_folder):
+    pipe = load_pipeline(exported_folder, threads=1)
+    pipe.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
+    engine = Engine(pipe)
+    assert engine.batch_key(JOB) is None and engine.sampler == "EulerAncestralDiscrete"
+    assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0
+    with pytest.raises(ToMeConfigError, match="image-to-image"):
+        engine.generate([replace(JOB, image=Image.new("RGB", (8, 8)), strength=0.7)])
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_drawing_stops_at_the_next_step(engine, steps):
+    asked = []
+
+    def should_stop():
+        asked.append(None)
+        return len(asked) > steps
+
+    with pytest.raises(AbandonedError):
+        engine.generate([replace(JOB, steps=20)], should_stop)
+    assert len(asked) == steps + 1
+    assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0, "and goes on as if nothing had been"
+
+
+# The command
+
+
+def test_serve_as_people_run_it(exported_folder):
+    """Start, draw for OpenAI's client, then SIGTERM with one request running: it is answered, the next is refused."""
+    command = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "serve", "--model", str(exported_folder)]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--threads", "1", "--max-steps", "5000", "--batch", "1"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, KEY_VARIABLE: "secret", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        for line in process.stderr:
+            if found := re.search(r"listening at (http://127\.0\.0\.1:\d+)", line):
+                break
+        url = found[1]
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would fill
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200, seconds=60)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
+            ours = {"seed": 3, "steps": 3, "guidance_scale": 2.0}
+            model = client.models.list().data[0].id
+            answer = client.images.generate(prompt=JOB.prompt, size="48x32", n=2, model=model, extra_body=ours)
+            picture = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
+            assert json.loads(picture.text["ppdiffusers_tome"])["seed"] == 3
+            assert difference(load_engine(exported_folder, threads=1).generate([JOB])[0], picture) <= 1
+
+        answers = []
+        headers = {"Authorization": "Bearer secret"}
+
+        def ask(steps):
+            body = {"prompt": "fox", "steps": steps, "size": "32x32"}
+            answers.append(
+                httpx.post(f"{url}/v1/images/generations", json=body, headers=headers, timeout=60).status_code
+            )
+
+        def running():
+            page = httpx.get(f"{url}/metrics", headers=headers).text
+            return "ppdiffusers_tome_running_pictures 1.0" in page
+
+        running_one = threading.Thread(target=ask, args=(100,))
+        running_one.start()
+        until(running)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        ask(1)
+        running_one.join()
+        assert answers == [503, 200], "the one that came after the signal, then the one that was running"
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "512x512"], "--sizes 512x512 was not exported: there is 32x32, 48x32"),
+        (["--sizes", "big"], "WIDTHxHEIGHT"),
+        (["--max-steps", "0"], "steps=0 is not allowed"),
+        (["--timeout", "0"], "request_seconds=0.0 is not allowed"),
+        (["--queue", "2"], "4 pictures"),
+        (["--batch", "0"], "largest_batch=0"),
+        (["--port", "99999"], "port=99999"),
+        (["--host", "192.0.2.1"], "host='192.0.2.1'"),
+    ],
+)
+def test_options_that_are_not_allowed(exported_folder, options, message, capsys):
+    assert main(["serve", "--model", str(exported_folder), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_export(tmp_path, capsys):
+    assert main(["serve", "--model", str(tmp_path)]) == 2
+    assert "is no exported pipeline" in capsys.readouterr().err
+
+
+def test_an_empty_key_is_no_open_door(exported_folder, monkeypatch, capsys):
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    assert main(["serve", "--model", str(exported_folder)]) == 2
+    assert KEY_VARIABLE in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_load_is_an_error():
+    def load() -> FakeEngine:
+        raise ToMeError("broken program")
+
+    queue = PictureQueue(load, "fake", LIMITS, metrics=Metrics())
+    with pytest.raises(ServerFailedError, match="could not be loaded"):
+        serve(queue, create_app(queue, Settings(), queue.metrics), port=0)
