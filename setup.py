@@ -14,7 +14,8 @@ def read_version() -> str:
 
 
 EXAMPLES = ["scikit-image", "tqdm", "pillow"]
-TEST = [*EXAMPLES, "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"]
+SERVE = ["fastapi", "uvicorn", "prometheus_client"]
+TEST = [*EXAMPLES, *SERVE, "openai", "webuiapi", "psutil", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"]
 
 setup(
     name="ppdiffusers_tome",
@@ -57,6 +58,7 @@ setup(
         "cpu": ["paddlepaddle>=2.6.2"],
         "gpu": ["paddlepaddle-gpu>=2.6.2"],
         "examples": EXAMPLES,
+        "serve": SERVE,
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "pre-commit"],
     },
