@@ -1,0 +1,55 @@
+"""Ray for one command: somebody's cluster, or one of this machine's own that nobody else can reach."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+
+# Nothing is reported to Ray's makers. And Ray hides no GPU from processes that ask for none: --device decides.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+# After the package itself, which __init__ has imported: Ray and Paddle 2.6 go together in either order only if zlib's
+# own library was loaded before Paddle's copy of it. Paddle, then Ray, in a bare interpreter ends in inflateReset2.
+import ray
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError
+
+from ..errors import ToMeError
+
+# What a process that died, or its whole machine, looks like to who waits for it.
+DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, ObjectLostError)
+# Jobs and pictures pass through it, a few megabytes at a time; Ray's default is a third of the machine's memory.
+OBJECT_STORE_BYTES = 200 * 2**20
+
+
+class RayError(ToMeError, RuntimeError):
+    """Ray cannot be started or reached, or an engine cannot be started on it."""
+
+
+@contextmanager
+def ray_session(address: str | None, cpus: float, shows_logs: bool) -> Iterator[None]:
+    """Be connected to Ray.
+
+    Args:
+        address: of a cluster, as `ray.init` takes it; None: start Ray on this machine, at 127.0.0.1, and end it.
+        cpus: how many the work needs together; a Ray that is started here has that many, or the machine's if more.
+        shows_logs: whether what the actors print is printed here too.
+
+    Raises:
+        RayError: there is no Ray at that address, or it did not start.
+    """
+    own = {
+        "num_cpus": max(os.cpu_count() or 1, ceil(cpus)),
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }
+    try:
+        # "local": never a cluster that happens to run here
+        ray.init(address or "local", log_to_driver=shows_logs, logging_level="warning", **({} if address else own))
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise RayError(f"Ray at {address or 'this machine'} cannot be reached or started: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,380 @@
+"""Many prompts offline: what a file may hold, what is drawn with whom, and what is left after a run was killed."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from time import monotonic, sleep
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.serving import offline
+from ppdiffusers_tome.serving.engine import load_engine
+from ppdiffusers_tome.serving.jobs import Job, Limits
+from ppdiffusers_tome.serving.offline import Failure, OutputError, draw_batch, draw_here, generate, split
+from ppdiffusers_tome.serving.prompts import Defaults, Prompt, PromptFileError, read_prompts
+
+LIMITS = Limits(sizes=((32, 32), (32, 48)), ratios=(0.5, 0.0))
+DEFAULTS = Defaults(32, 32, 0.5, steps=2, guidance_scale=2.0, negative_prompt="grey", seed=10)
+
+
+def read(tmp_path, text, name="prompts.jsonl"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_prompts(path, DEFAULTS, LIMITS)
+
+
+# Files of prompts
+
+
+def test_a_line_of_text_is_a_prompt(tmp_path):
+    prompts = read(tmp_path, b"\xef\xbb\xbfa fox\r\n\n  an \xc3\xa9toile,\xe2\x80\xa8still one line \n", "prompts.txt")
+    first = Job("a fox", 32, 32, 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)
+    assert prompts == [Prompt(0, first), Prompt(1, replace(first, prompt="an étoile,\u2028still one line", seed=11))]
+
+
+def test_a_line_of_json_may_say_everything(tmp_path):
+    line = {"prompt": "a fox", "negative_prompt": "", "seed": 4, "steps": 9, "guidance_scale": 3, "size": "48x32"}
+    prompts = read(tmp_path, json.dumps({**line, "tome_ratio": 0, "name": "fox.1"}) + '\n{"prompt": ""}')
+    job = Job("a fox", height=32, width=48, ratio=0.0, seed=4, steps=9, guidance_scale=3.0)
+    assert prompts[0] == Prompt(0, job, "fox.1")
+    assert (prompts[1].job.seed, prompts[1].job.negative_prompt) == (11, "grey")
+
+
+def test_seeds_begin_again_after_the_largest(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a\nb")
+    assert [prompt.job.seed for prompt in read_prompts(path, replace(DEFAULTS, seed=2**32 - 1), LIMITS)] == [
+        2**32 - 1,
+        0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', "JSON: it cannot be read"),
+        ("[" * 100_000, "JSON: it cannot be read"),
+        ('{"prompt": "a", "seed": %s}' % ("9" * 5000), "JSON: it cannot be read: Exceeds the limit"),
+        ('["a"]', r"""JSON: '\["a"\]' is not allowed: a line must be an object"""),
+        ("{}", "prompt: it is missing"),
+        ('{"prompt": 3}', "prompt: 3 is not allowed: it must be str"),
+        ('{"prompt": "a", "prompt": "b"}', "prompt: it is given twice"),
+        ('{"prompt": "a", "promt": "b"}', "promt: there is no such field: there are prompt, negative_prompt, seed"),
+        ('{"prompt": "a\\ud800"}', "prompt: it holds half of a surrogate pair"),
+        ('{"prompt": "%s"}' % ("a" * 2001), "prompt: 2001 characters are too many"),
+        ('{"prompt": "a", "seed": true}', "seed: True is not allowed: it must be int"),
+        ('{"prompt": "a", "seed": 1.5}', "seed: 1.5 is not allowed: it must be int"),
+        ('{"prompt": "a", "seed": -1}', "seed: seed=-1 is not allowed"),
+        ('{"prompt": "a", "steps": 0}', "steps: steps=0 is not allowed"),
+        ('{"prompt": "a", "guidance_scale": NaN}', "guidance_scale: nan is not allowed"),
+        ('{"prompt": "a", "guidance_scale": 1%s}' % ("0" * 400), "guidance_scale: the number is too large"),
+        ('{"prompt": "a", "size": "64x64"}', "size: 64x64 was not exported: .* 32x32, 48x32"),
+        ('{"prompt": "a", "size": "big"}', "size: size='big' is not allowed"),
+        ('{"prompt": "a", "tome_ratio": 0.3}', "tome_ratio: ratio 0.3 was not exported"),
+        ('{"prompt": "a", "name": "../a"}', "name: '../a' is not allowed"),
+        ('{"prompt": "a", "name": ""}', "name: '' is not allowed"),
+    ],
+)
+def test_a_bad_line_is_named_by_number_and_field(tmp_path, line, message):
+    with pytest.raises(PromptFileError, match=rf"prompts.jsonl, line 3, {message}"):
+        read(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n{{"prompt": "good"}}')
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}', "line 2: it is not UTF-8, from byte 13 on"),
+        ("a.txt", b"\n \n", "a.txt holds no prompt"),
+        ("a.csv", b"a", "must end in .txt or .jsonl"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, text, message):
+    with pytest.raises(PromptFileError, match=message):
+        read(tmp_path, text, name)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(PromptFileError, match=r"none\.txt cannot be read: No such file"):
+        read_prompts(tmp_path / "none.txt", DEFAULTS, LIMITS)
+
+
+def test_the_files_name_tells_what_decides_the_picture():
+    prompt = Prompt(3, Job("a fox", 32, 32, 0.5, seed=1), "fox")
+    name = prompt.file_name("model")
+    assert name.startswith("000003-fox-") and name.endswith(".png")
+    changes = {
+        "prompt": "an owl",
+        "negative_prompt": "x",
+        "height": 48,
+        "width": 48,
+        "ratio": 0.0,
+        "seed": 2,
+        "steps": 3,
+    }
+    others = [replace(prompt, job=replace(prompt.job, **{key: value})) for key, value in changes.items()]
+    others.append(replace(prompt, job=replace(prompt.job, guidance_scale=1.0)))
+    names = {name, prompt.file_name("another model"), *(other.file_name("model") for other in others)}
+    assert len(names) == 2 + len(others)
+
+
+# Which are drawn together, and what is written
+
+
+class Painter:
+    """Draws one colour, which the seed decides; what says "explode" fails, and takes its batch with it."""
+
+    name, sampler = "painter", "DDIM"
+
+    def __init__(self, key="batched"):
+        self.batches = []
+        self.key = key
+
+    def batch_key(self, job):
+        return self.key
+
+    def generate(self, jobs, should_stop=None):
+        self.batches.append([job.seed for job in jobs])
+        if any("explode" in job.prompt for job in jobs):
+            raise RuntimeError("no such picture")
+        return [Image.new("RGB", (job.width, job.height), (job.seed, 0, 0)) for job in jobs]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tome.json").write_text("{}")
+    return folder
+
+
+def prompts_of(*texts, **changes):
+    return [Prompt(i, Job(text, 32, 32, 0.5, seed=i, **{"steps": 2, **changes})) for i, text in enumerate(texts)]
+
+
+def test_only_what_agrees_is_drawn_together_in_the_order_of_the_list():
+    prompts = prompts_of(*"abcdefg")
+    prompts[1] = replace(prompts[1], job=replace(prompts[1].job, steps=3))
+    prompts[4] = replace(prompts[4], job=replace(prompts[4].job, ratio=0.0))
+    assert [[p.index for p in batch] for batch in split(prompts, 2)] == [[0, 2], [1], [3, 5], [4], [6]]
+
+
+def test_what_is_there_is_not_drawn_again_and_a_changed_prompt_is(tmp_path, model):
+    out, painter = tmp_path / "new" / "out", Painter()
+    prompts = prompts_of(*"abcd")
+    assert str(generate(prompts, model, out, 2, draw_here(lambda: painter))).startswith("4 made, 0 skipped")
+    times = {path: path.stat().st_mtime_ns for path in out.glob("*.png")}
+    assert len(times) == 4
+    prompts[2] = replace(prompts[2], job=replace(prompts[2].job, prompt="changed"))
+    assert str(generate(prompts, model, out, 2, draw_here(lambda: painter))).startswith("1 made, 3 skipped")
+    assert painter.batches == [[0, 1], [2, 3], [2, 3]], "its batch is drawn whole, so that rounding is what it was"
+    assert {path: path.stat().st_mtime_ns for path in times} == times and len(list(out.glob("*.png"))) == 5
+    (model / "tome.json").write_text('{"exported": "again"}')
+    assert generate(prompts, model, out, 2, draw_here(lambda: painter)).made == 4
+
+
+def test_nothing_is_loaded_where_nothing_is_missing(tmp_path, model):
+    prompts = prompts_of("a")
+    generate(prompts, model, tmp_path / "out", 2, draw_here(Painter))
+    assert generate(prompts, model, tmp_path / "out", 2, draw_here(lambda: pytest.fail("loaded"))).skipped == 1
+
+
+def test_one_that_fails_takes_no_other_with_it(tmp_path, model):
+    painter = Painter()
+    summary = generate(prompts_of("a", "explode", "c"), model, tmp_path, 3, draw_here(lambda: painter))
+    assert (summary.made, painter.batches) == (2, [[0, 1, 2], [0], [1], [2]])
+    assert [(prompt.index, failure) for prompt, failure in summary.failures] == [
+        (1, Failure("RuntimeError: no such picture"))
+    ]
+
+
+def test_what_the_engine_must_draw_alone_is_drawn_alone():
+    painter = Painter(key=None)
+    assert [prompt.index for prompt, _ in draw_batch(painter, prompts_of("a", "b"))] == [0, 1]
+    assert painter.batches == [[0], [1]]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_file_that_is_not_on_the_disk_has_not_its_name(tmp_path, model, monkeypatch, call):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "fsync", full) if call == "fsync" else (offline.Path, "replace", full)))
+        with pytest.raises(OutputError, match=r"000000-.*png cannot be written: No space left on device"):
+            generate(prompts_of("a"), model, tmp_path / "out", 1, draw_here(Painter))
+    assert [path.name[:18] for path in (tmp_path / "out").glob("*png")] == [".unfinished-000000"]
+    assert generate(prompts_of("a"), model, tmp_path / "out", 1, draw_here(Painter)).made == 1
+    assert [path.name[:7] for path in (tmp_path / "out").glob("*png")] == ["000000-"], "the leftover is gone"
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, model):
+    def draw(batches):
+        with pytest.raises(OutputError, match="another run draws into"):
+            generate(prompts_of("a"), model, tmp_path, 1, draw_here(Painter))
+        yield from draw_here(Painter)(batches)
+
+    assert generate(prompts_of("a"), model, tmp_path, 1, draw).made == 1
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path, model):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file/out cannot be written to: Not a directory"):
+        generate(prompts_of("a"), model, tmp_path / "file" / "out", 1, draw_here(Painter))
+
+
+# The command, on an exported model
+
+
+def command(prompts, model, out, *options):
+    given = ["--prompts", prompts, "--model", model, "--out", out, "--threads", "1", "--guidance", "2", *options]
+    return ["generate", *map(str, given)]
+
+
+PYTHON_M = (sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome")
+
+
+def pictures(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.png")}
+
+
+def test_a_killed_run_goes_on_to_the_same_pictures(tmp_path, exported_folder, capsys):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ("fox", "owl", "cat", "dog", "bee")))
+    options = ["--batch", "2", "--steps", "60", "--negative", "red"]
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "ppdiffusers_tome",
+            *command(prompts, exported_folder, killed, *options),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = monotonic() + 120
+    while len(list(killed.glob("0*.png"))) < 2 and process.poll() is None and monotonic() < end:
+        sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended by itself"
+    before = {path: path.stat().st_mtime_ns for path in killed.glob("0*.png")}
+    assert 2 <= len(before) < 5
+    for path in before:
+        Image.open(io.BytesIO(path.read_bytes())).load()
+    (killed / ".unfinished-000004-half.png").write_bytes(b"\x89PNG")  # as if it had been killed while it wrote
+
+    assert main(command(prompts, exported_folder, killed, *options)) == 0
+    left = 5 - len(before)
+    assert f"{left} made, {len(before)} skipped (already there), 0 failed of 5" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert main(command(prompts, exported_folder, unbroken, *options)) == 0
+    assert pictures(killed) == pictures(unbroken) and len(pictures(killed)) == 5
+
+
+def test_a_picture_tells_how_it_was_made_and_depends_on_no_other(tmp_path, exported_folder):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "fox", "seed": 7, "name": "fox"},
+        {"prompt": "étoile", "size": "48x32", "tome_ratio": 0.0},
+        {"prompt": "owl", "negative_prompt": "red"},
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out"
+    assert main(command(prompts, exported_folder, out, "--steps", "2", "--batch", "3", "--seed", "40")) == 0
+    fox, star, owl = (Image.open(io.BytesIO(path.read_bytes())) for path in sorted(out.glob("0*.png")))
+    assert json.loads(star.text["ppdiffusers_tome"])["seed"] == 41 and star.size == (48, 32)
+    told, engine = json.loads(owl.text["ppdiffusers_tome"]), load_engine(exported_folder, threads=1)
+    assert told.items() >= {
+        "prompt": "owl", "negative_prompt": "red", "seed": 42, "steps": 2, "guidance_scale": 2.0,
+        "width": 32, "height": 32, "tome_ratio": 0.5, "model": engine.name,
+    }.items()  # fmt: skip
+    assert "Seed: 7" in fox.text["parameters"]
+    job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
+    alone = engine.generate([job])[0]
+    assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps: steps=0 is not allowed"),
+        (["--size", "64x64"], "--size: 64x64 was not exported"),
+        (["--ratio", "0.3"], "--ratio: ratio 0.3 was not exported"),
+        (["--guidance", "-1"], "--guidance: -1.0 is not allowed"),
+        (["--seed", "-1"], "--seed: seed=-1 is not allowed"),
+        (["--batch", "0"], "--batch 0 is not allowed"),
+        (["--ray", "--actors", "0"], "--actors 0 is not allowed"),
+    ],
+)
+def test_a_bad_option_is_told_before_anything_is_drawn(tmp_path, exported_folder, capsys, options, message):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox")
+    assert main(command(prompts, exported_folder, tmp_path / "out", *options)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_line_stops_the_run_before_anything_is_drawn(tmp_path, exported_folder, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "good"}\n{"prompt": "bad", "steps": "many"}')
+    assert main(command(prompts, exported_folder, tmp_path / "out")) == 2
+    assert "line 2, steps: 'many' is not allowed: it must be int" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_picture_is_told_in_the_exit_status(tmp_path, exported_folder, capsys, monkeypatch):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nexplode")
+    monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", lambda *options: Painter())
+    assert main(command(prompts, exported_folder, tmp_path / "out")) == 1
+    told = capsys.readouterr()
+    assert "1 made, 0 skipped (already there), 1 failed of 2" in told.out
+    assert "failed: picture 1 ('explode'): RuntimeError: no such picture" in told.err
+
+
+def test_interrupting_says_how_to_go_on(tmp_path, exported_folder, capsys, monkeypatch):
+    def interrupted(*options):
+        raise KeyboardInterrupt
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a")
+    monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", interrupted)
+    assert main(command(prompts, exported_folder, tmp_path / "out")) == 130
+    assert "run the same command again to go on" in capsys.readouterr().err
+
+
+def test_ray_is_asked_for_where_it_is_missing(tmp_path, exported_folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a")
+    assert main(command(prompts, exported_folder, tmp_path / "out", "--ray")) == 2
+    assert "pip install 'ppdiffusers_tome[ray]'" in capsys.readouterr().err
+
+
+def test_an_export_for_any_size_needs_to_be_told_sizes(exported_folder, capsys):
+    from ppdiffusers_tome.cli import _parser
+    from ppdiffusers_tome.commands.generate import _defaults
+    from ppdiffusers_tome.inference import read_manifest
+
+    dynamic = replace(read_manifest(exported_folder), sizes=())
+    options = _parser().parse_args(command("p.txt", exported_folder, "out"))
+    with pytest.raises(ToMeConfigError, match="--size 512x512 for one"):
+        _defaults(dynamic, options)
+    defaults, limits = _defaults(dynamic, replace_option(options, size="96x64,64x64"))
+    assert (defaults.height, defaults.width, limits.sizes) == (64, 96, ((64, 96), (64, 64)))
+    with pytest.raises(ToMeConfigError, match="--size 33x64 is not allowed: both must be multiples"):
+        _defaults(dynamic, replace_option(options, size="33x64"))
+
+
+def replace_option(options, **changes):
+    return type(options)(**{**vars(options), **changes})
