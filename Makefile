@@ -28,11 +28,11 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench lock wheel clean
+.PHONY: help venv demo test test-ray check format bench lock wheel clean
 
 help: ## this list
 	@echo 'make TARGET [STACK=paddle2|paddle3] [ARGS="..."] [PYTHON=python3.x]'
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
 
 # The stamps: an environment is up to date until the lock or the package's metadata change.
 $(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup.py ppdiffusers_tome/_version.py
@@ -48,6 +48,10 @@ $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
 	$(INSTALL) -r requirements-test.txt
 	@touch $@
 
+$(VENV)/.installed-ray: $(VENV)/.installed-test requirements-ray.txt
+	$(INSTALL) -r requirements-ray.txt
+	@touch $@
+
 venv: $(VENV)/.installed ## the virtual environment with the pinned stack and this package
 
 demo: $(VENV)/.installed ## generate pictures with the bundled model, plain and merged, into outputs/
@@ -55,6 +59,9 @@ demo: $(VENV)/.installed ## generate pictures with the bundled model, plain and 
 
 test: $(VENV)/.installed-test ## the test suite, in two processes of one thread each
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ARGS)
+
+test-ray: $(VENV)/.installed-ray ## the tests that start Ray, one after the other: a few minutes
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/test_ray.py $(ARGS)
 
 check: $(VENV)/.installed-test ## ruff, ruff format and mypy, changing nothing
 	$(PY) -m ruff check .

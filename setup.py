@@ -59,6 +59,7 @@ setup(
         "gpu": ["paddlepaddle-gpu>=2.6.2"],
         "examples": EXAMPLES,
         "serve": SERVE,
+        "ray": [*SERVE, "ray[serve]>=2.52,<2.53"],
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "pre-commit"],
     },

@@ -1,15 +1,21 @@
 """`serve`: an exported model over HTTP."""
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ToMeConfigError, ToMeError
 from ..inference import Manifest, parse_size, read_manifest
 from ..serving.jobs import Job, Limits
 from ..serving.settings import KEY_VARIABLE, Settings, key_from_environment
+
+if TYPE_CHECKING:
+    from ..serving.engine import Engine
 
 LIMITS = {field.name: field.default for field in fields(Limits)}
 DEFAULTS = {field.name: field.default for field in fields(Settings)}
@@ -42,6 +48,17 @@ def add(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--max-prompt", type=int, default=LIMITS["prompt_characters"], help="characters of a prompt")
     serve.add_argument("--max-body", type=int, default=DEFAULTS["body_bytes"], help="largest request, bytes")
     serve.add_argument("--max-pixels", type=int, default=LIMITS["image_pixels"], help="largest picture of a client")
+    ray = serve.add_argument_group("on several processes or machines, with Ray Serve (ppdiffusers_tome[ray])")
+    ray.add_argument(
+        "--ray", action="store_true", help="engines in processes of their own; those that die are replaced"
+    )
+    ray.add_argument("--replicas", type=int, default=1, help="how many engines; each loads the model")
+    ray.add_argument("--min-replicas", type=int, help="with --max-replicas, in place of --replicas: as the load wants")
+    ray.add_argument("--max-replicas", type=int, help="see --min-replicas")
+    ray.add_argument(
+        "--replica-cpus", type=float, help="what Ray sets aside for each; this machine's share if not given"
+    )
+    ray.add_argument("--ray-address", help="of a cluster; a Ray of this machine's own, at 127.0.0.1, if not given")
     serve.set_defaults(run=_serve)
 
 
@@ -53,7 +70,6 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
     except ImportError as error:
         raise ToMeError(f"{error}. Serving needs: pip install 'ppdiffusers_tome[serve]'") from error
     from ..serving.app import create_app
-    from ..serving.engine import Engine, load_engine
     from ..serving.metrics import Metrics
     from ..serving.queue import PictureQueue
     from ..serving.server import serve
@@ -69,18 +85,56 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
     )
     height, width = limits.sizes[0]
     first = Job("", height, width, limits.ratios[0], seed=0, steps=2, guidance_scale=settings.guidance_scale)
-
-    def load() -> Engine:
-        engine = load_engine(options.model, options.device, options.threads)
-        engine.generate([first])  # ready means: it has drawn a picture
-        return engine
-
-    metrics = Metrics()
-    queue = PictureQueue(load, manifest.name, limits, options.queue, options.batch, options.batch_wait, metrics)
+    load = partial(_load, options.model.resolve(), first, options.device)
     if settings.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: {options.host} may be reached from elsewhere and {KEY_VARIABLE} is not set", file=sys.stderr)
+    if options.ray:
+        _serve_on_ray(load, manifest.name, limits, settings, options)
+        return 0
+    metrics = Metrics()
+    load = partial(load, options.threads)
+    queue = PictureQueue(load, manifest.name, limits, options.queue, options.batch, options.batch_wait, metrics)
     serve(queue, create_app(queue, settings, metrics), options.host, options.port)
     return 0
+
+
+def _load(folder: Path, first: Job, device: str, threads: int | None) -> "Engine":
+    from ..serving.engine import load_engine
+
+    engine = load_engine(folder, device, threads)
+    engine.generate([first])  # ready means: it has drawn a picture
+    return engine
+
+
+def _serve_on_ray(
+    load: "Callable[[int], Engine]", name: str, limits: Limits, settings: Settings, options: argparse.Namespace
+) -> None:
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
+    from ..serving.cluster import deploy, serve_until_told
+    from ..serving.replicas import Cluster
+
+    smallest = options.replicas if options.min_replicas is None else options.min_replicas
+    largest = max(smallest, options.replicas) if options.max_replicas is None else options.max_replicas
+    cpus = options.replica_cpus
+    if cpus is None:
+        cpus = max(1.0, (os.cpu_count() or 1) / max(1, largest)) if options.ray_address is None else 1.0
+    cluster = Cluster(
+        min_replicas=smallest,
+        max_replicas=largest,
+        cpus=cpus,
+        gpus=1.0 if options.device.startswith("gpu") else 0.0,
+        largest_batch=options.batch,
+        batch_wait=options.batch_wait,
+        capacity=options.queue,
+        stuck_seconds=2 * options.timeout,
+        drain_seconds=options.timeout,
+    )
+    load = partial(load, options.threads or max(1, int(cpus)))
+    start = partial(deploy, load, name, limits, settings, cluster)
+    serve_until_told(start, options.ray_address, cluster, options.host, options.port)
 
 
 def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
