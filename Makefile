@@ -28,7 +28,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray check format bench lock wheel clean
+.PHONY: help venv demo test test-ray check format bench load lock wheel clean
 
 help: ## this list
 	@echo 'make TARGET [STACK=paddle2|paddle3] [ARGS="..."] [PYTHON=python3.x]'
@@ -74,6 +74,12 @@ format: $(VENV)/.installed-test ## let ruff fix and format what it can
 
 bench: $(VENV)/.installed ## time the merging operations
 	$(PY) -m ppdiffusers_tome bench ops $(ARGS)
+
+load: $(VENV)/.installed-test build/load/tome.json ## five minutes of good, bad and abandoned requests to a real server
+	$(PY) benchmarks/load.py --model build/load $(ARGS)
+
+build/load/tome.json: $(VENV)/.installed
+	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/load --overwrite --ratio 0.5 --img2img --sizes 64x64,128x128
 
 lock: ## resolve the stacks again: rewrites the requirements files
 	PYTHON="$(PYTHON)" requirements/lock.sh

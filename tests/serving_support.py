@@ -52,7 +52,7 @@ class FakeEngine:
                 raise AbandonedError("gone")
             self.steps_done += 1
         for job in jobs:
-            if "explode" in job.prompt:
+            if job.prompt in ("explode", f"explode at seed {job.seed}"):
                 raise RuntimeError("secret reason")
         return [Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0)) for job in jobs]
 

@@ -176,6 +176,16 @@ def test_one_that_fails_does_not_fail_its_neighbours(pool):
         assert server.count("pictures_total", outcome="failed") == 1
 
 
+def test_the_rest_of_a_request_that_failed_is_not_drawn():
+    engine = FakeEngine()
+    engine.step_seconds = 0.01
+    with serving(engine, largest_batch=1) as server:
+        assert ask(server, 7, n=3, steps=20, prompt="explode at seed 7").status_code == 500
+        until(lambda: server.queue.is_idle)
+        assert server.count("pictures_total", outcome="failed") == 1
+        assert server.count("pictures_total", outcome="abandoned") == 2
+
+
 def test_loading_is_503_until_it_is_done():
     engine, may_load = FakeEngine(), threading.Event()
 

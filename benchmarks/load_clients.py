@@ -1,0 +1,140 @@
+"""What the clients of load.py do, and how they judge what they get."""
+
+import base64
+import io
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+
+import httpx
+from PIL import Image
+
+DRAWING = ("openai", "txt2img", "img2img")
+KINDS = {"openai": 5, "txt2img": 3, "img2img": 1, "invalid": 4, "abandon": 4, "look": 1}  # and how often each
+OPENAI, TEXT, IMAGE = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
+INVALID = [  # path, JSON or bytes, the status that is right
+    (OPENAI, {"prompt": "fox", "n": 0}, 422),
+    (OPENAI, {"prompt": "fox", "size": "7x7"}, 422),
+    (OPENAI, {"prompt": 5}, 422),
+    (OPENAI, {"prompt": "fox", "seed": -1}, 422),
+    (OPENAI, {"prompt": "fox", "colour": "red"}, 422),
+    (OPENAI, {"prompt": "fox", "model": "../../etc/passwd"}, 404),
+    (OPENAI, {"prompt": "x" * 3000}, 422),
+    (OPENAI, b'{"prompt": "fox", "guidance_scale": NaN}', 422),
+    (OPENAI, b"{", 422),
+    (OPENAI, b"[" * 50_000, 400),
+    (OPENAI, b" " * 1_100_000, 413),
+    (TEXT, {"enable_hr": True}, 422),
+    (TEXT, {"sampler_name": "Heun"}, 422),
+    (IMAGE, {"init_images": ["/etc/passwd"]}, 422),
+    (IMAGE, {"init_images": [base64.b64encode(b"\x80\x04}.").decode()]}, 422),
+    ("/v1/nothing", {}, 404),
+]
+
+
+class Load:
+    """What all clients share: where the server is, what they saw, and what was wrong."""
+
+    def __init__(self, url: str, sizes: list[str], ratios: list[float]) -> None:
+        self.url, self.sizes, self.ratios = url, sizes, ratios
+        self.lock = threading.Lock()
+        self.answers: Counter = Counter()  # (kind, status)
+        self.abandoned = 0
+        self.seconds: dict[str, list[float]] = {}  # of answers with pictures, by kind
+        self.wrong: list[str] = []
+        start = io.BytesIO()
+        Image.linear_gradient("L").resize((96, 96)).save(start, "PNG")
+        self.start = base64.b64encode(start.getvalue()).decode()
+
+    def note(self, kind: str, status: int, seconds: float, problem: str | None) -> None:
+        with self.lock:
+            self.answers[kind, status] += 1
+            if status == 200:
+                self.seconds.setdefault(kind, []).append(seconds)
+            if problem:
+                self.wrong.append(f"{kind}: {problem}")
+
+    def client(self, seed: int, end: float) -> None:
+        """One client: request after request, of all kinds, until the end."""
+        rng = random.Random(seed)
+        # Shorter than the server keeps idle connections, or both would close and use one at the same moment.
+        with httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2)) as http:
+            while time.monotonic() < end:
+                kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+                try:
+                    if kind == "abandon":
+                        self.abandon(rng)
+                    elif kind == "invalid":
+                        self.send_invalid(http, rng)
+                    elif kind == "look":
+                        path = rng.choice(("/health", "/ready", "/v1/models", "/metrics"))
+                        self.judge(path, http.get(path), 200)
+                    else:
+                        self.draw(http, kind, rng)
+                except Exception as error:
+                    with self.lock:
+                        self.wrong.append(f"{kind}: no answer: {error!r}")
+
+    def judge(self, kind: str, answer: httpx.Response, right: int) -> None:
+        problem = f"{answer.status_code} in place of {right}: {answer.text[:200]}"
+        problem = None if answer.status_code == right else problem
+        self.note(kind, answer.status_code, answer.elapsed.total_seconds(), problem)
+
+    def send_invalid(self, http: httpx.Client, rng: random.Random) -> None:
+        path, body, right = rng.choice(INVALID)
+        given = {"content": body} if isinstance(body, bytes) else {"json": body}
+        self.judge("invalid", http.post(path, headers={"Content-Type": "application/json"}, **given), right)
+
+    def draw(self, http: httpx.Client, kind: str, rng: random.Random) -> None:
+        path, body = self.request(kind, rng)
+        answer = http.post(path, json=body)
+        problem = None
+        if answer.status_code == 200:
+            problem = self.compare(kind, body, answer.json())
+        elif answer.status_code != 429 or int(answer.headers.get("retry-after", 0)) < 1:
+            problem = f"{answer.status_code}: {answer.text[:200]}"
+        self.note(kind, answer.status_code, answer.elapsed.total_seconds(), problem)
+        if answer.status_code == 429:
+            time.sleep(rng.uniform(0.1, 1))  # sooner than told, to keep the queue full
+
+    def request(self, kind: str, rng: random.Random) -> tuple[str, dict]:
+        """A valid request of few steps, so that there are many."""
+        size, images = rng.choice(self.sizes), rng.choice((1, 1, 2))
+        width, height = map(int, size.split("x"))
+        common = {"prompt": "a 3d render of fox", "seed": rng.randrange(2**32 - 3), "steps": rng.choice((1, 2, 2, 4))}
+        if kind == "openai":
+            ours = {"guidance_scale": 2.0, "tome_ratio": rng.choice(self.ratios)}
+            return OPENAI, {**common, "size": size, "n": images, **ours}
+        body = {**common, "width": width, "height": height, "batch_size": images, "cfg_scale": 2.0}
+        if kind == "img2img":
+            return IMAGE, {**body, "steps": 4, "denoising_strength": 0.5, "init_images": [self.start]}
+        return TEXT, body
+
+    def compare(self, kind: str, body: dict, answer: dict) -> str | None:
+        """What is wrong with the pictures of an answer."""
+        images = [one["b64_json"] for one in answer["data"]] if kind == "openai" else answer["images"]
+        for index, encoded in enumerate(images):
+            picture = Image.open(io.BytesIO(base64.b64decode(encoded)))
+            picture.load()
+            told = json.loads(picture.text["ppdiffusers_tome"])
+            size = body.get("size") or f"{body['width']}x{body['height']}"
+            found = (f"{picture.width}x{picture.height}", told["seed"], told["steps"])
+            if found != (size, body["seed"] + index, body["steps"]):
+                return f"asked for {body}, got {found}"
+        return None if len(images) == body.get("n", body.get("batch_size")) else f"{len(images)} pictures for {body}"
+
+    def abandon(self, rng: random.Random) -> None:
+        """Hang up in the middle of the body, while waiting, or while the picture is drawn."""
+        path, body = self.request(rng.choice(("openai", "txt2img")), rng)
+        data = json.dumps({**body, "steps": 50}).encode()
+        sent = data[: rng.choice((len(data) // 2, len(data), len(data)))]
+        host, port = self.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+            client.sendall(head.encode() + sent)
+            time.sleep(rng.choice((0, rng.uniform(0, 0.3), rng.uniform(0, 3))))
+        with self.lock:
+            self.abandoned += 1
