@@ -86,13 +86,13 @@ def match_tokens(
     d, s, dst_tokens, src_tokens, slot, count_d, count_s = positions(grid, sx, sy, random_key)
 
     with paddle.no_grad(), _full_precision():
-        best, similarity = _most_similar(metric, dst_tokens, src_tokens)  # [B, S] each
+        batch = paddle.cumsum(paddle.ones_like(metric[:, :1, 0], dtype="int64"), axis=0) - 1  # [B, 1]: 0, 1, ... B - 1
+        best, similarity = _most_similar(metric, dst_tokens, src_tokens, batch, count_s)  # [B, S] each
         # No two keys are equal, so the order does not depend on whether a platform's sort is stable.
         key = paddle.round(similarity.cast("float64") * _TIE).cast("int64") * s - count_s
         order = paddle.argsort(key, axis=1, descending=True)  # [B, S]: src, best pair first
         rank = paddle.argsort(order, axis=1)  # [B, S]: the place of each src in that order
 
-        batch = paddle.cumsum(paddle.ones_like(best[:, :1]), axis=0) - 1  # [B, 1]: 0, 1, ... B - 1
         dst_rows = dst_tokens + batch * n
         by_rank = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
         from_src = paddle.where(rank < r, best, rank + (d - r))  # [B, S]: the merged row that each src token gets
@@ -126,12 +126,13 @@ def _most_similar(
     metric: paddle.Tensor,  # [B, N, C]
     dst: paddle.Tensor,  # [D] int64
     src: paddle.Tensor,  # [S] int64
+    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, ... B - 1
+    count_s: paddle.Tensor,  # [S] int64: 0, 1, ... S - 1
 ) -> tuple[paddle.Tensor, paddle.Tensor]:  # [B, S] int64, [B, S] float32
     """For each src token the dst token it resembles most, as an index into `dst`, and the cosine between the two."""
     metric = cast(metric.detach(), paddle.float32)
-    square = (metric * metric).sum(axis=-1)
-    usable = paddle.logical_and(paddle.isfinite(square), square > 0)
-    inverse = paddle.where(usable, paddle.rsqrt(square), paddle.zeros_like(square))  # [B, N]: 1 / norm, or 0
+    inverse = paddle.rsqrt((metric * metric).sum(axis=-1))  # [B, N]: 1 / norm; infinite where that is 0
+    inverse = paddle.where(paddle.isfinite(inverse), inverse, paddle.zeros_like(inverse))
 
     to = paddle.gather(metric, dst, axis=1)
     to = paddle.where(paddle.isfinite(to), to, paddle.zeros_like(to)) * paddle.gather(inverse, dst, axis=1).unsqueeze(
@@ -139,11 +140,13 @@ def _most_similar(
     )
     scores = paddle.matmul(paddle.gather(metric, src, axis=1), to, transpose_y=True)  # [B, S, D]: cosine · norm of src
     best = paddle.argmax(scores, axis=-1)
-    similarity = paddle.take_along_axis(scores, best.unsqueeze(-1), axis=-1).squeeze(-1)
+    none = paddle.zeros_like(best)
+    # Not by take_along_axis, which copies all scores first.
+    similarity = paddle.gather_nd(scores, paddle.stack([batch + none, count_s + none, best], axis=-1))
     from_inverse = paddle.gather(inverse, src, axis=1)
-    resembles = from_inverse > 0  # NaN in a src token is in its own row of scores alone
+    resembles = from_inverse.cast("bool")  # NaN in a src token is in its own row of scores alone
     return (
-        paddle.where(resembles, best, paddle.zeros_like(best)),
+        paddle.where(resembles, best, none),
         paddle.where(resembles, similarity * from_inverse, paddle.zeros_like(similarity)),
     )
 
