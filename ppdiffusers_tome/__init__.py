@@ -9,7 +9,14 @@ import zlib  # noqa: F401 - before Paddle 2.6, whose own copy of zlib's symbols 
 from ._version import __version__
 from .compatibility import check_paddle_version, check_ppdiffusers_version
 from .config import ToMeConfig
-from .errors import NoMergeableLayerError, ToMeConfigError, ToMeError, ToMePassError, UnsupportedVersionError
+from .errors import (
+    NoMergeableLayerError,
+    ToMeConfigError,
+    ToMeError,
+    ToMeExportError,
+    ToMePassError,
+    UnsupportedVersionError,
+)
 
 try:
     import paddle
@@ -40,6 +47,7 @@ __all__ = [
     "ToMeConfig",
     "ToMeConfigError",
     "ToMeError",
+    "ToMeExportError",
     "ToMeMixin",
     "ToMePassError",
     "ToMeSummary",

@@ -121,7 +121,8 @@ def read_manifest(folder: str | Path, verify: bool = False) -> Manifest:
 
     Args:
         folder: what `export_pipeline` wrote.
-        verify: also compare every file's SHA-256 with the one written down; without it, only sizes.
+        verify: compare also the weights with the SHA-256 written down, which takes seconds for each GB; all other files
+            always are, for Paddle crashes on a damaged program. The size is compared of every file.
 
     Raises:
         ToMeExportError: the folder was not exported by this package, is damaged, or newer than this package.
@@ -149,7 +150,7 @@ def read_manifest(folder: str | Path, verify: bool = False) -> Manifest:
     for name, expected in manifest.files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != expected["bytes"]:
             raise ToMeExportError(f"{folder / name} is missing or cut short: export or copy the folder again.")
-        if verify and sha256(folder / name) != expected["sha256"]:
+        if (verify or not name.endswith(".pdiparams")) and sha256(folder / name) != expected["sha256"]:
             raise ToMeExportError(f"{folder / name} is not what was exported: export or copy the folder again.")
     return manifest
 

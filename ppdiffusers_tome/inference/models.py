@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
@@ -88,6 +89,10 @@ class _LastButOne:
 class ExportedVAE(ExportedModel):
     """A VAE: its decoder, and its encoder where that was exported."""
 
+    def to(self, dtype: Any) -> "ExportedVAE":
+        """Does nothing: SDXL's pipelines lift the VAE to float32 and back, and programs take and give float32."""
+        return self
+
     def encode(self, x: paddle.Tensor, return_dict: bool = True) -> Any:
         """The distribution of latents [B, 4, h, w] of pictures [B, 3, H, W] in -1 ... 1."""
         programs = self._manifest.of("vae_encoder")
@@ -138,6 +143,9 @@ class ExportedUNet(ExportedModel):
     def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float) -> None:
         super().__init__(config, manifest, load)
         self.ratio = ratio
+        # SDXL's pipelines ask for the width of this layer.
+        width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
+        self.add_embedding = SimpleNamespace(linear_1=width)
 
     @property
     def ratio(self) -> float:

@@ -41,7 +41,7 @@ def load_pipeline(
         cls: class of ppdiffusers to load it as; None: the class that was exported.
         ratio: to merge by, one of the exported; None: the first of them.
         device, threads, onednn, tensorrt, precision: as in `Runtime`.
-        verify: compare all files with the hashes in `tome.json` first.
+        verify: compare also the weights with the hashes in `tome.json`, as `read_manifest` does.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists what there is).

@@ -77,11 +77,9 @@ def save(
 
 def distance(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     """The largest |found - wanted| over the largest |wanted|, over all outputs; NaN where one holds NaN."""
-    worst = 0.0
-    for one, other in zip(found, wanted, strict=True):
-        relative = float(np.abs(one - other).max() / max(np.abs(other).max(), np.finfo("float32").tiny))
-        worst = relative if not relative <= worst else worst
-    return worst
+    pairs = zip(found, wanted, strict=True)
+    tiny = np.finfo("float32").tiny
+    return float(np.max([np.abs(one - other).max() / max(np.abs(other).max(), tiny) for one, other in pairs]))
 
 
 def _closest(fast: Predictor, exact: Predictor, tries: list[dict[str, paddle.Tensor]]) -> float:

@@ -1,0 +1,382 @@
+"""Running an exported folder: an ordinary pipeline that draws what eager draws, and refuses what it has not."""
+
+import json
+import shutil
+from unittest import mock
+
+import numpy as np
+import paddle
+import ppdiffusers
+import pytest
+from conftest import tiny_pipeline
+from paddle import inference
+from ppdiffusers import (
+    EulerDiscreteScheduler,
+    PaddleInferRuntimeModel,
+    PaddleInferStableDiffusionPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
+)
+from zoo.parts import SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
+
+from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
+from ppdiffusers_tome.inference import Runtime, export_pipeline, load_pipeline, read_manifest
+from ppdiffusers_tome.inference import runtime as runtime_module
+from ppdiffusers_tome.inference.manifest import sha256
+from ppdiffusers_tome.inference.runtime import SHAPES, Predictor
+
+PADDLE2 = paddle.__version__.startswith("2.")
+NEAR = 2e-5  # pictures in 0 ... 1, two steps, oneDNN's rounding
+ONE_LEVEL = {
+    "block_out_channels": (32,),
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "up_block_types": ("CrossAttnUpBlock2D",),
+}
+ONE_DEPTH = {"transformer_layers_per_block": 1, "attention_head_dim": 2}
+
+
+def draw(pipe, **settings):
+    """A picture from seed 0, as a float array."""
+    pipe.set_progress_bar_config(disable=True)
+    paddle.seed(0)
+    given = {"prompt": "a 3d render of fox", "num_inference_steps": 2, "output_type": "np", **settings}
+    return pipe(**given).images[0]
+
+
+def load(folder, **settings):
+    return load_pipeline(folder, threads=1, **settings)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return tiny_pipeline()
+
+
+@pytest.fixture(scope="module")
+def _exported(exported_folder):
+    return load(exported_folder)
+
+
+@pytest.fixture
+def exported(_exported):
+    _exported.unet.ratio = 0.5
+    return _exported
+
+
+# The same picture as eager
+
+
+@pytest.mark.parametrize("size", [{"height": 32, "width": 32}, {"height": 32, "width": 48}, {}])
+@pytest.mark.parametrize("ratio", [0.5, 0])
+def test_draws_what_eager_draws(exported, eager, ratio, size):
+    exported.unet.ratio = ratio
+    with eager.tome(ratio=ratio):
+        merged = draw(eager, **size)
+    np.testing.assert_allclose(draw(exported, **size), merged, atol=NEAR)
+    with eager.tome(ratio=0 if ratio else 0.5):
+        assert np.abs(merged - draw(eager, **size)).max() > 100 * NEAR
+
+
+def test_batches_and_guidance(exported, eager):
+    given = {"prompt": ["a fox", "a red apple", "a fish"], "negative_prompt": ["blue"] * 3, "guidance_scale": 3.0}
+    with eager.tome(ratio=0.5):
+        several = draw(eager, **given)
+    np.testing.assert_allclose(draw(exported, **given), several, atol=NEAR)
+
+
+def test_schedulers_callbacks_and_progress_are_ordinary(exported, eager, capfd):
+    steps = []
+
+    def note(pipe, step, timestep, kwargs):
+        steps.append((step, list(kwargs["latents"].shape)))
+        return kwargs
+
+    before = exported.scheduler
+    exported.scheduler = EulerDiscreteScheduler.from_config(before.config)
+    try:
+        found = draw(exported, callback_on_step_end=note)
+        exported.set_progress_bar_config(disable=False)
+        exported("a fox", num_inference_steps=2, output_type="latent")
+    finally:
+        exported.scheduler = before
+    assert steps == [(0, [1, 4, 16, 16]), (1, [1, 4, 16, 16])]
+    assert "2/2" in capfd.readouterr().err
+    ddim, eager.scheduler = eager.scheduler, EulerDiscreteScheduler.from_config(before.config)
+    try:
+        with eager.tome(ratio=0.5):
+            np.testing.assert_allclose(found, draw(eager), atol=NEAR)
+    finally:
+        eager.scheduler = ddim
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (StableDiffusionImg2ImgPipeline, {"strength": 1.0}),
+        (StableDiffusionInpaintPipeline, {"mask_image": mask(), "height": 32, "width": 32}),
+    ],
+)
+def test_other_pipelines_over_the_same_programs(exported, eager, cls, settings, exported_folder):
+    given = {"image": image(), **settings}
+    pipe = cls(**exported.components, requires_safety_checker=False)
+    with eager.tome(ratio=0.5):
+        expected = draw(cls(**eager.components, requires_safety_checker=False), **given)
+    np.testing.assert_allclose(draw(pipe, **given), expected, atol=NEAR)
+    np.testing.assert_allclose(draw(load(exported_folder, cls=cls), **given), expected, atol=NEAR)
+
+
+def test_controlnet_is_fused_with_the_unet(tmp_path):
+    parts = stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL))
+    pipe = StableDiffusionControlNetPipeline(**parts)
+    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, progress=False)
+    assert manifest.residuals == 3 and manifest.merging["0.5"][1]["ratio"] == 0.25
+    exported = load(tmp_path / "out")
+    for settings in (
+        {"image": image()},
+        {"image": image(seed=1)},
+        {"image": image(), "controlnet_conditioning_scale": 0.3, "control_guidance_end": 0.5},
+    ):
+        with pipe.tome(ratio=0.5, controlnet=0.25):
+            expected = draw(pipe, **settings)
+        np.testing.assert_allclose(draw(exported, **settings), expected, atol=NEAR)
+    with pytest.raises(ToMeConfigError, match="guess_mode"):
+        draw(exported, image=image(), guess_mode=True)
+    with pytest.raises(ToMeConfigError, match="StableDiffusionControlNetPipeline"):
+        draw(load(tmp_path / "out", cls=ppdiffusers.StableDiffusionPipeline))
+    with pytest.raises(ToMeConfigError, match="--img2img"):
+        exported.vae.encode(paddle.zeros([1, 3, 32, 32]))
+
+
+def xl_parts(pipe):
+    """What ppdiffusers' pipelines over SDXL have in common."""
+    return {name: each for name, each in pipe.components.items() if name not in ("image_encoder", "feature_extractor")}
+
+
+def test_sdxl_with_its_further_inputs(tmp_path):
+    pipe = StableDiffusionXLPipeline(**sdxl(unet=unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH})))
+    export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], image_to_image=True, progress=False)
+    exported = load(tmp_path / "out")
+    with pipe.tome(ratio=0.5):
+        np.testing.assert_allclose(draw(exported), draw(pipe), atol=NEAR)
+        given = {"image": image(), "strength": 1.0}
+        expected = draw(StableDiffusionXLImg2ImgPipeline(**xl_parts(pipe)), **given)
+    found = draw(StableDiffusionXLImg2ImgPipeline(**xl_parts(exported)), **given)
+    np.testing.assert_allclose(found, expected, atol=NEAR)
+    with pytest.raises(ToMeConfigError, match="clip_skip"):
+        draw(exported, clip_skip=1)
+
+
+def test_an_inpainting_model_with_nine_channels(tmp_path):
+    pipe = StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(**ONE_LEVEL, in_channels=9)))
+    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], progress=False)
+    assert manifest.image_to_image
+    given = {"image": image(), "mask_image": mask(), "height": 32, "width": 32}
+    with pipe.tome(ratio=0.5):
+        np.testing.assert_allclose(draw(load(tmp_path / "out"), **given), draw(pipe, **given), atol=NEAR)
+
+
+@pytest.mark.skipif(not PADDLE2, reason="Paddle 3 cannot export UNets with dynamic height and width")
+def test_one_dynamic_program_for_all_sizes(eager, tmp_path):
+    settings = {"dynamic": True, "use_rand": False, "progress": False}
+    assert export_pipeline(eager, tmp_path / "out", 0.5, **settings).dynamic
+    exported = load(tmp_path / "out")
+    for height, width in ((32, 32), (48, 64)):
+        with eager.tome(ratio=0.5, use_rand=False):
+            expected = draw(eager, height=height, width=width)
+        np.testing.assert_allclose(draw(exported, height=height, width=width), expected, atol=NEAR)
+
+
+@pytest.mark.skipif(PADDLE2, reason="ppdiffusers calls predictor.run([tensors]), which crashes on Paddle 2.6's CPU")
+def test_the_pipeline_class_of_ppdiffusers_loads_the_folder(exported_folder, eager, monkeypatch):
+    def on_the_cpu():
+        config = inference.Config()
+        config.disable_gpu()
+        config.disable_mkldnn()
+        return config
+
+    index = json.loads((exported_folder / "model_index.json").read_text())
+    parts = {
+        # Its own from_pretrained looks for inference.pdmodel, which Paddle 3 does not write.
+        name: PaddleInferRuntimeModel.from_pretrained(
+            str(exported_folder / name), model_file_name="inference.json", infer_configs=on_the_cpu()
+        )
+        for name, kind in index.items()
+        if kind == ["ppdiffusers", "PaddleInferRuntimeModel"]
+    }
+    others = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"))
+    pipe = PaddleInferStableDiffusionPipeline(**parts, **others, tokenizer=eager.tokenizer, scheduler=eager.scheduler)
+    # It takes every VAE for Stable Diffusion's own.
+    pipe.post_init(eager.vae.config.scaling_factor, eager.vae_scale_factor)
+    monkeypatch.setattr(paddle.device, "synchronize", lambda: None)  # it calls that on CPUs too, where it raises
+    with eager.tome(ratio=0.5):
+        expected = draw(eager)
+    np.testing.assert_allclose(draw(pipe, height=32, width=32, parse_prompt_type="raw"), expected, atol=NEAR)
+
+
+# What it refuses
+
+
+def test_sizes_and_ratios_that_were_not_exported(exported):
+    with pytest.raises(ToMeConfigError, match=r"size=64x32 .* there is 32x32, 48x32"):
+        draw(exported, height=32, width=64)
+    with pytest.raises(ToMeConfigError, match=r"ratio=0.25 was not exported: there is 0.5, 0\."):
+        exported.unet.ratio = 0.25
+    with pytest.raises(ToMeConfigError, match=r"ratio=0\.75"), exported.unet.merging(0.75):
+        pass
+    assert exported.unet.ratio == 0.5
+    with exported.unet.merging(0.0):
+        assert exported.unet.ratio == 0
+    assert exported.unet.ratio == 0.5
+
+
+def test_load_refuses_a_ratio_at_once(exported_folder):
+    with pytest.raises(ToMeConfigError, match=r"ratio=0\.3"):
+        load(exported_folder, ratio=0.3)
+    assert load(exported_folder, ratio=0).unet.ratio == 0
+
+
+def test_apply_tome_says_where_the_ratio_is_chosen(exported):
+    with pytest.raises(NoMergeableLayerError, match=r"pipe\.unet\.ratio"):
+        exported.apply_tome(ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_skip": 1}, "clip_skip"),
+        ({"cross_attention_kwargs": {"gligen": {}}}, "cross_attention_kwargs"),
+    ],
+)
+def test_inputs_that_programs_do_not_have(exported, settings, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        draw(exported, **settings)
+
+
+def test_unet_by_itself(exported):
+    sample, text = paddle.zeros([1, 4, 16, 16]), paddle.zeros([1, 24, 32])
+    out = exported.unet(sample, 10, encoder_hidden_states=text)
+    assert out.sample.shape == [1, 4, 16, 16]
+    with pytest.raises(ToMeConfigError, match="no input text_embeds"):
+        exported.unet(sample, 10, encoder_hidden_states=text, added_cond_kwargs={"text_embeds": text})
+    with pytest.raises(ToMeConfigError, match="without a ControlNet"):
+        exported.unet(sample, 10, encoder_hidden_states=text, down_block_additional_residuals=[sample])
+    with pytest.raises(ToMeConfigError, match="2 values"):
+        exported.unet(sample, paddle.to_tensor([1, 2]), encoder_hidden_states=text)
+
+
+def test_folders_that_are_no_exports(tmp_path, exported_folder):
+    with pytest.raises(ToMeExportError, match="no exported pipeline"):
+        load(tmp_path)
+    with pytest.raises(ToMeConfigError, match=r"needs a controlnet"):
+        load(exported_folder, cls=StableDiffusionControlNetPipeline)
+
+
+def test_a_folder_names_no_class_outside_ppdiffusers(exported_folder, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(exported_folder, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    text = json.dumps({**index, "tokenizer": ["subprocess", "Popen"]}, indent=2, sort_keys=True)
+    (folder / "model_index.json").write_text(text)
+    manifest = json.loads((folder / "tome.json").read_text())
+    manifest["files"]["model_index.json"] = {
+        "bytes": len(text),
+        "sha256": sha256(folder / "model_index.json"),
+    }
+    (folder / "tome.json").write_text(json.dumps(manifest))
+    with pytest.raises(ToMeExportError, match="subprocess"):
+        load(folder)
+
+
+# The machine's settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"device": "cpu:1"}, "device='cpu:1'"),
+        ({"threads": 0}, "threads=0"),
+        ({"threads": True}, "threads=True"),
+        ({"precision": "int8"}, "precision='int8'"),
+        ({"precision": "fp16"}, "need device='gpu'"),
+        ({"tensorrt": True}, "need device='gpu'"),
+        ({"tensorrt": "yes"}, "tensorrt='yes'"),
+    ],
+)
+def test_runtime_refuses(settings, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        Runtime(**settings)
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="about builds without CUDA")
+def test_a_gpu_needs_a_build_with_cuda():
+    with pytest.raises(ToMeConfigError, match="paddlepaddle-gpu"):
+        Runtime(device="gpu")
+
+
+def test_onednn_is_on_where_it_is_right(exported_folder, monkeypatch):
+    asked = []
+
+    class Noted(Predictor):
+        def __init__(self, program, params, runtime, tensorrt=False):
+            asked.append(runtime.onednn)
+            super().__init__(program, params, runtime, tensorrt)
+
+    monkeypatch.setattr("ppdiffusers_tome.inference.pipeline.Predictor", Noted)
+    draw(load(exported_folder))
+    assert asked == 3 * [PADDLE2]  # text encoder, UNet, decoder
+    asked.clear()
+    draw(load(exported_folder, onednn=False))
+    assert asked == 3 * [False]
+    if not PADDLE2:
+        with pytest.raises(ToMeConfigError, match="onednn=True is not allowed"):
+            draw(load(exported_folder, onednn=True))
+
+
+@pytest.mark.skipif(not PADDLE2, reason="only .pdmodel programs are compared with oneDNN")
+def test_onednn_stays_off_where_the_export_found_it_wrong(exported_folder, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(exported_folder, folder)
+    manifest = json.loads((folder / "tome.json").read_text())
+    for program in manifest["programs"]:
+        program["onednn_parity"]["batch 2"] = 0.01
+    (folder / "tome.json").write_text(json.dumps(manifest))
+    with mock.patch.object(inference.Config, "enable_mkldnn", side_effect=AssertionError):
+        draw(load(folder))
+
+
+def test_threads_default_to_the_cores():
+    with mock.patch("os.sched_getaffinity", return_value=set(range(7))):
+        assert Runtime().cores() == 7
+        assert Runtime(threads=3).cores() == 3
+
+
+@pytest.mark.parametrize("tensorrt", [False, "tune", True])
+def test_gpu_settings_call_what_paddle_has(tensorrt, tmp_path, monkeypatch):
+    """Not run on a GPU: the calls exist under these names, in the order of ppdiffusers' deploy/."""
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    config = mock.create_autospec(inference.Config, instance=True)
+    runtime = Runtime(device="gpu:1", tensorrt=tensorrt, precision="fp16")
+    if tensorrt is True:
+        with pytest.raises(ToMeExportError, match='tensorrt="tune"'):
+            runtime_module._for_gpu(config, runtime, tmp_path)
+        (tmp_path / SHAPES).write_text("")
+    runtime_module._for_gpu(config, runtime, tmp_path)
+    config.enable_use_gpu.assert_called_with(2000, 1, inference.PrecisionType.Half)
+    assert config.collect_shape_range_info.called == (tensorrt == "tune")
+    assert config.enable_tensorrt_engine.called == config.enable_tuned_tensorrt_dynamic_shape.called
+    assert config.enable_tensorrt_engine.called == (tensorrt is True)
+
+
+@pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
+def test_programs_of_paddle_3_are_refused_by_paddle_2(tmp_path):
+    with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
+        Predictor(tmp_path / "inference.json", tmp_path / "inference.pdiparams", Runtime())
+
+
+def test_manifest_is_told_by_the_pipeline(exported_folder):
+    manifest = read_manifest(exported_folder)
+    assert load(exported_folder).unet.config.sample_size * manifest.vae_factor == manifest.sizes[0].height
