@@ -97,7 +97,7 @@ def deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Sett
         EngineReplica,
         **scale,
         max_ongoing_requests=cluster.ongoing,
-        max_queued_requests=cluster.capacity,
+        max_queued_requests=cluster.accepted,
         ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
         health_check_period_s=cluster.health_seconds,
         health_check_timeout_s=max(30.0, cluster.health_seconds),
@@ -111,7 +111,7 @@ def deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Sett
 
     def build() -> FastAPI:  # in the app's replica
         metrics = Metrics()
-        return create_app(ClusterService(name, sampler, limits, metrics), settings, metrics)
+        return create_app(ClusterService(name, sampler, limits, metrics, cluster.accepted), settings, metrics)
 
     app = serve.deployment(
         serve.ingress(build)(),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -74,6 +75,11 @@ class Cluster:
         """Jobs that one engine holds: a batch that is drawn, and the next."""
         return 2 * self.largest_batch
 
+    @property
+    def accepted(self) -> int:
+        """Jobs that may be under way at once: what the engines hold, and what waits for them."""
+        return self.capacity + self.max_replicas * self.ongoing
+
 
 class EngineReplica:
     """One engine in a process of its own, behind the queue that the server of one process has too."""
@@ -104,7 +110,11 @@ class EngineReplica:
         return [asyncio.ensure_future(self._draw(job)) for job in jobs]
 
     async def _draw(self, job: Job) -> Image:
-        return (await self._queue.submit([job]))[0]
+        try:
+            return (await self._queue.submit([job]))[0]
+        except NotReadyError:  # it has been ready: the thread that draws has ended
+            logger.error("this engine has failed and ends, so that another takes its place at once")
+            os._exit(1)  # being quick to refuse, it would get most of the jobs until a health check
 
     async def sampler(self) -> str:
         return self._queue.sampler
@@ -128,14 +138,17 @@ class ClusterService:
         name, sampler: of the model, as `Service` has them.
         limits: which jobs are taken.
         metrics: counts pictures; waiting ones are those that were sent and have not come back.
+        accepted: how many may be under way. Ray Serve's own bound counts what it has not yet given to an engine, idle
+            or not, so that it would refuse a burst before the engines have anything to do.
     """
 
     # The app is there only while engines are: it is deployed after them, and ended before them. In between Ray Serve
     # replaces those that die, and jobs wait for it.
     state: State = "ready"
 
-    def __init__(self, name: str, sampler: str, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, name: str, sampler: str, limits: Limits, metrics: Metrics, accepted: int) -> None:
         self.name, self.sampler, self.limits, self.metrics = name, sampler, limits, metrics
+        self._accepted = accepted
         self._engines: DeploymentHandle = serve.get_deployment_handle(EngineReplica.__name__, ENGINES)
         self._under_way = 0
         self._seconds = 1.0  # that a picture took of late, to tell how long a full queue takes
@@ -144,16 +157,22 @@ class ClusterService:
 
     async def submit(self, jobs: Sequence[Job]) -> list[Image]:
         """See `Service`."""
+        if self._under_way + len(jobs) > self._accepted:
+            raise QueueFullError(f"{self._under_way} pictures are under way, of {self._accepted}", self._retry_after())
+        self._under_way += len(jobs)
         tasks = [asyncio.ensure_future(self._draw(job)) for job in jobs]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
+            self._under_way -= len(jobs)
+
+    def _retry_after(self) -> int:
+        return min(60, max(1, ceil(self._seconds)))
 
     async def _draw(self, job: Job) -> Image:
         start = monotonic()
-        self._under_way += 1
         outcome = "failed"
         try:
             image = await self._draw_somewhere(job)
@@ -164,7 +183,6 @@ class ClusterService:
             outcome = "abandoned"
             raise
         finally:
-            self._under_way -= 1
             self.metrics.pictures.labels(outcome).inc()
 
     async def _draw_somewhere(self, job: Job) -> Image:
@@ -178,8 +196,7 @@ class ClusterService:
                 raise
             except BackPressureError:
                 if not lost:
-                    retry_after = min(60, max(1, ceil(self._seconds)))
-                    raise QueueFullError("as many pictures wait as the engines take", retry_after) from None
+                    raise QueueFullError("as many pictures wait as the engines take", self._retry_after()) from None
                 await asyncio.sleep(RETRY_SECONDS)  # it was accepted, so it is not refused now
             except DeploymentUnavailableError:
                 raise NotReadyError("no engine could be started; Ray's logs have the reason", retry_after=30) from None
