@@ -38,8 +38,12 @@ ORDER = [
     ["serving.offline", "serving.replicas"],
     ["serving.actors", "serving.cluster"],
     ["serving"],
-    ["evaluation.environment", "evaluation.layouts"],
-    ["evaluation.benchmark", "evaluation.families"],
+    ["evaluation.environment", "evaluation.layouts", "evaluation.free_merge", "evaluation.inference_cases"],
+    ["evaluation.torch_worker"],
+    ["evaluation.benchmark", "evaluation.families", "evaluation.torch_arm"],
+    ["evaluation.inference_arms"],
+    ["evaluation.inference_report"],
+    ["evaluation.inference"],
     ["evaluation"],
     ["commands.bench", "commands.families", "commands.export", "commands.generate", "commands.serve"],
     ["commands"],
@@ -88,5 +92,5 @@ def test_only_models_and_the_entrances_know_ppdiffusers():
         room_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
     }
     exporting = {f"inference.{room}" for room in ("loading", "request", "layout", "models", "export", "pipeline")}
-    measuring = {"evaluation.benchmark", "evaluation.families", "evaluation.layouts"}
+    measuring = {f"evaluation.{room}" for room in ("benchmark", "families", "inference_cases", "layouts")}
     assert knowing == {"models", "mixin", "summary", "__init__", "serving.engine", *exporting, *measuring}
