@@ -44,7 +44,7 @@ def start_server(model: Path, log: Path, threads: int) -> tuple[subprocess.Popen
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(r"listening at (http://\S+)", log.read_text())
-        if found and httpx.get(f"{found[1]}/ready").status_code == 200:
+        if found and httpx.get(f"{found[1]}/ready", timeout=120).status_code == 200:
             return process, found[1]
         time.sleep(0.5)
     process.kill()

@@ -22,6 +22,7 @@ from serving_support import LIMITS, FakeEngine, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands.serve import warm_ups
 from ppdiffusers_tome.inference import load_pipeline
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.engine import Engine, load_engine
@@ -141,7 +142,7 @@ def test_serve_as_people_run_it(exported_folder):
                 break
         url = found[1]
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would fill
-        until(lambda: httpx.get(f"{url}/ready").status_code == 200, seconds=60)
+        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, seconds=120)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             ours = {"seed": 3, "steps": 3, "guidance_scale": 2.0}
             model = client.models.list().data[0].id
@@ -160,14 +161,14 @@ def test_serve_as_people_run_it(exported_folder):
             )
 
         def running():
-            page = httpx.get(f"{url}/metrics", headers=headers).text
+            page = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
             return "ppdiffusers_tome_running_pictures 1.0" in page
 
         running_one = threading.Thread(target=ask, args=(100,))
         running_one.start()
         until(running)
         process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503)
         ask(1)
         running_one.join()
         assert answers == [503, 200], "the one that came after the signal, then the one that was running"
@@ -184,6 +185,8 @@ def test_serve_as_people_run_it(exported_folder):
         (["--sizes", "512x512"], "--sizes 512x512 was not exported: there is 32x32, 48x32"),
         (["--sizes", "big"], "WIDTHxHEIGHT"),
         (["--max-steps", "0"], "steps=0 is not allowed"),
+        (["--max-steps", "10"], "steps=20 is not allowed: it must be 1 to 10"),
+        (["--guidance-scale", "31"], "31.0 is not allowed"),
         (["--timeout", "0"], "request_seconds=0.0 is not allowed"),
         (["--queue", "2"], "4 pictures"),
         (["--batch", "0"], "largest_batch=0"),
@@ -214,3 +217,13 @@ def test_a_model_that_does_not_load_is_an_error():
     queue = PictureQueue(load, "fake", LIMITS, metrics=Metrics())
     with pytest.raises(ServerFailedError, match="could not be loaded"):
         serve(queue, create_app(queue, Settings(), queue.metrics), port=0)
+
+
+def test_every_program_is_used_before_the_server_is_ready():
+    jobs = warm_ups(LIMITS, 2.0)
+    used = {(job.height, job.width, job.ratio) for job in jobs}
+    assert used == {(48, 64, 0.5), (48, 64, 0.0), (64, 64, 0.5), (64, 64, 0.0)}
+    assert [job.image is not None for job in jobs] == [False, False, False, False, True]
+    assert len(warm_ups(replace(LIMITS, image_to_image=False), 2.0)) == 4
+    for job in jobs:
+        LIMITS.check(job)

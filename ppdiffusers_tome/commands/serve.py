@@ -4,10 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from ..errors import ToMeConfigError, ToMeError
 from ..inference import Manifest, parse_size, read_manifest
@@ -83,9 +85,9 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
         steps=options.steps,
         guidance_scale=options.guidance_scale,
     )
-    height, width = limits.sizes[0]
-    first = Job("", height, width, limits.ratios[0], seed=0, steps=2, guidance_scale=settings.guidance_scale)
-    load = partial(_load, options.model.resolve(), first, options.device)
+    warm_up = warm_ups(limits, settings.guidance_scale)
+    limits.check(replace(warm_up[0], steps=settings.steps))  # or requests that leave them out would all be refused
+    load = partial(_load, options.model.resolve(), warm_up, options.device)
     if settings.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: {options.host} may be reached from elsewhere and {KEY_VARIABLE} is not set", file=sys.stderr)
     if options.ray:
@@ -98,12 +100,29 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
     return 0
 
 
-def _load(folder: Path, first: Job, device: str, threads: int | None) -> "Engine":
+def _load(folder: Path, warm_up: Sequence[Job], device: str, threads: int | None) -> "Engine":
     from ..serving.engine import load_engine
 
     engine = load_engine(folder, device, threads)
-    engine.generate([first])  # ready means: it has drawn a picture
+    for job in warm_up:  # ready means: it has drawn
+        engine.generate([job])
     return engine
+
+
+def warm_ups(limits: Limits, guidance_scale: float) -> list[Job]:
+    """One small job for each program of the model.
+
+    A predictor is made when it is first used, and Paddle holds Python's lock for seconds meanwhile, in which nobody
+    would be answered: let that be before the server is ready.
+    """
+    jobs = [
+        Job("", height, width, ratio, seed=0, steps=2, guidance_scale=guidance_scale)
+        for height, width in limits.sizes
+        for ratio in limits.ratios
+    ]
+    if limits.image_to_image:
+        jobs.append(replace(jobs[0], image=Image.new("RGB", (8, 8)), strength=1.0))
+    return jobs
 
 
 def _serve_on_ray(
