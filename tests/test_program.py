@@ -1,0 +1,199 @@
+"""The exported programs keep the rules of the tensor code: read, traced back to constants and shapes, and judged.
+
+Programs that break each rule are exported too, so that a rule that finds nothing is known to look.
+"""
+
+from collections import Counter
+
+import paddle
+import pytest
+from paddle.static import InputSpec
+from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
+from program_reader import Variable, read_program
+from program_rules import EXPANDED, IN_PLACE, WAITS, ZEROS, broken_rules
+
+from ppdiffusers_tome import ToMeConfig, match_tokens, merge, unmerge
+from ppdiffusers_tome.inference import read_manifest
+from ppdiffusers_tome.positions import Grid, count_dst, count_removed
+
+CHANNELS = 32  # of tiny_pipeline's one level
+MERGING = {"argsort": 2, "scatter_nd_add": 2, "gather": 8}  # a block's, at least: matching, merging, unmerging
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def programs(exported_folder):
+    """The UNet's programs by size and ratio."""
+    manifest = read_manifest(exported_folder)
+    return {
+        (each.size, each.ratio): read_program(exported_folder / each.program) for each in manifest.of("unet")
+    }, manifest.vae_factor
+
+
+def test_merging_keeps_the_rules(programs):
+    by_size_and_ratio, factor = programs
+    assert {ratio for _, ratio in by_size_and_ratio} == {0.5, 0}
+    for (size, ratio), program in by_size_and_ratio.items():
+        grid = Grid(size.height // factor, size.width // factor)
+        n, d, r = grid.tokens, count_dst(grid, 2, 2), count_removed(grid, ToMeConfig(ratio=0.5))
+        assert CHANNELS not in (n, d, n - d, r, n - r, n - d - r)  # or an index could be taken for an expanded one
+        assert any(out.dtype == "float32" and out.shape == (-1, n, CHANNELS) for op in program for out in op.outputs)
+        assert list(map(str, broken_rules(program, CHANNELS))) == [], (size, ratio)
+
+
+def test_merging_is_what_was_read(programs):
+    by_size_and_ratio, _ = programs
+    for size in {size for size, _ in by_size_and_ratio}:
+        plain, merging = (Counter(op.name for op in by_size_and_ratio[size, ratio]) for ratio in (0, 0.5))
+        added = merging - plain
+        assert {name: added[name] // BLOCKS >= least for name, least in MERGING.items()} == dict.fromkeys(
+            MERGING, True
+        )
+
+
+# Programs that break a rule: tokens [B, N, C] on a grid of 6×8, of which R merge away
+
+B, H, W, C, R = 2, 6, 8, 19, 16
+N = H * W
+
+
+class Broken(paddle.nn.Layer):
+    """Tokens [B, N, C] and, for each of N tokens, a row [B, N] → something.
+
+    Both are returned too, for Paddle exports no layer that leaves an input unused.
+    """
+
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x, rows):
+        return self.compute(x, rows), x * 2.0, rows * 2
+
+
+def built_in_merge(x, rows):
+    """ppdiffusers' own."""
+    matched = bipartite_soft_matching_random2d(x, W, H, 2, 2, R, no_rand=True)
+    return matched[0](x)
+
+
+def unmerge_as_built_in(x, rows):
+    """ppdiffusers' and tomesd's, which Paddle exports only out of place."""
+    index = rows.unsqueeze(-1).expand([B, N, C])
+    return paddle.put_along_axis(paddle.zeros([B, N, C]), index, x, axis=1)
+
+
+def sum_into_zeros_like(x, rows):
+    return paddle.scatter_nd_add(paddle.zeros_like(x).reshape([-1, C]), rows.reshape([-1, 1]), x.reshape([-1, C]))
+
+
+def sum_into_expanded_zeros(x, rows):
+    zeros = paddle.full([1, 1], 0.0).astype("float64").expand([B * N, C]).astype("float32")
+    return paddle.scatter(zeros, rows.reshape([-1]), x.reshape([-1, C]), overwrite=False)
+
+
+def sum_into_nothing(x, rows):
+    return paddle.scatter_nd(rows.reshape([-1, 1]), x.reshape([-1, C]), [B * N, C])
+
+
+def sum_into_zero_times_it(x, rows):
+    return paddle.index_add((x * 0.0).reshape([-1, C]), rows.reshape([-1]), 0, x.reshape([-1, C]))
+
+
+def find_rows(x, rows):
+    return paddle.gather(x.reshape([-1, C]), paddle.nonzero(rows.reshape([-1]) > 0).reshape([-1]))
+
+
+def mask_rows(x, rows):
+    return paddle.masked_select(x, x > 0)
+
+
+def as_many_as_a_row_says(x, rows):
+    return x[:, : rows.max()]
+
+
+def branch(x, rows):
+    return paddle.static.nn.cond(rows.sum() > 0, lambda: x * 2.0, lambda: x)
+
+
+def loop(x, rows):
+    return paddle.static.nn.while_loop(lambda each: each.sum() < 9, lambda each: [each + 1.0], [x])[0]
+
+
+def expanded_index(x, rows):
+    return paddle.take_along_axis(x, rows.unsqueeze(-1).expand([B, N, C]), axis=1)
+
+
+def index_that_paddle_expands(x, rows):
+    return paddle.take_along_axis(x, rows.unsqueeze(-1), axis=1)
+
+
+def index_over_all_elements(x, rows):
+    index = rows.unsqueeze(-1) * C + paddle.arange(C, dtype="int64")
+    return paddle.gather(x.reshape([-1]), index.reshape([-1]))
+
+
+def assigned_slice(x, rows):
+    y = x * 2.0
+    y[:, 0] = 0.0
+    return y
+
+
+# Paddle 2's branches and loops write to variables of the program around them.
+WAITS_IN_FLOW = {WAITS, IN_PLACE} if paddle.__version__.startswith("2.") else {WAITS}
+
+BROKEN = {
+    built_in_merge: {EXPANDED},
+    unmerge_as_built_in: {ZEROS, EXPANDED},
+    sum_into_zeros_like: {ZEROS},
+    sum_into_expanded_zeros: {ZEROS},
+    sum_into_nothing: {ZEROS},
+    sum_into_zero_times_it: {ZEROS},
+    find_rows: {WAITS},
+    mask_rows: {WAITS},
+    as_many_as_a_row_says: {WAITS},
+    branch: WAITS_IN_FLOW,
+    loop: WAITS_IN_FLOW,
+    expanded_index: {EXPANDED},
+    index_that_paddle_expands: {EXPANDED},
+    index_over_all_elements: {EXPANDED},
+    assigned_slice: {IN_PLACE},
+}
+
+
+def merge_and_unmerge(x, rows):
+    plan = match_tokens(x, Grid(H, W), R)
+    return unmerge(merge(x, plan), plan)
+
+
+def sum_into_ones(x, rows):
+    return paddle.scatter_nd_add(paddle.ones_like(x).reshape([-1, C]), rows.reshape([-1, 1]), x.reshape([-1, C]))
+
+
+def as_many_as_its_shape_says(x, rows):
+    return x[:, : paddle.shape(x)[1] // 2]
+
+
+KEPT = [merge_and_unmerge, sum_into_ones, as_many_as_its_shape_says]
+
+
+@pytest.mark.filterwarnings("ignore")  # Paddle's tracer warns of what Paddle and ppdiffusers themselves do
+@pytest.mark.parametrize(
+    ("compute", "rules"),
+    [*BROKEN.items(), *((compute, set()) for compute in KEPT)],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_each_rule_finds_what_breaks_it(compute, rules, tmp_path):
+    spec = [InputSpec([None, N, C], "float32", "x"), InputSpec([None, N], "int64", "rows")]
+    paddle.jit.save(paddle.jit.to_static(Broken(compute), input_spec=spec, full_graph=True), str(tmp_path / "layer"))
+    path = next(path for path in tmp_path.iterdir() if path.suffix in (".json", ".pdmodel"))
+    program = read_program(path)
+    assert Variable("x", "float32", (-1, N, C)) in {
+        Variable(op.attributes.get("name", out.name), out.dtype, out.shape) for op in program for out in op.outputs
+    } | {each for op in program for each in op.inputs}
+    assert {each.rule for each in broken_rules(program, C)} == rules
+
+
+def test_what_is_no_program_is_not_read(tmp_path):
+    with pytest.raises(ValueError, match=r"unet\.pdiparams is no program: it must end in \.pdmodel or \.json"):
+        read_program(tmp_path / "unet.pdiparams")
