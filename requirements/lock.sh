@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rewrite every generated requirements file from stack.in, test.in and ray.in ("make lock"). Needs PyPI and a Python with venv;
+# Rewrite every generated requirements file from the *.in files beside it ("make lock"). Needs PyPI and a Python with venv;
 # uv, which resolves for Python 3.10 to 3.12 at once, is installed into a throwaway environment. Run the tests on both stacks after.
 #
 # The stacks are resolved as PyPI stood on STACK_DATE: ppdiffusers 0.29.0 declares hardly any upper bounds, and what came out
@@ -62,12 +62,13 @@ own paddle3 | emit ../requirements-paddle3.txt
 own gpu | emit ../requirements-gpu.txt
 
 cp "$work/shared" "$work/constraints"
-cp test.in "$work/test.in"
+cp serve.in test.in ray.in "$work"
+resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
+LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../requirements-serve.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
 
 # Ray goes on top of a stack and the test tools: it takes their versions as they are, and its file holds only what it adds.
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
-cp ray.in "$work/ray.in"
 resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/constraints" "$work/ray.lock" | emit ../requirements-ray.txt

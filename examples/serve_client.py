@@ -1,0 +1,64 @@
+"""Ask a running server for pictures, in OpenAI's words and in those of stable-diffusion-webui.
+
+python -m ppdiffusers_tome serve --model build/emoji --port 8000 &
+python examples/serve_client.py "a 3d render of fox" --ratio 0.5
+python examples/serve_client.py "a 3d render of wolf" --image examples/emoji_sd/fox.png    (exported with --img2img)
+
+Nothing of this package is needed here; docs/serving.md has the same with curl and with the openai and webuiapi packages.
+"""
+
+import argparse
+import base64
+import os
+import sys
+from pathlib import Path
+
+import requests
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("prompt")
+    add("--url", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
+    add("--image", type=Path, help="start from this picture")
+    add("--ratio", type=float, help="share of tokens to merge, one that was exported")
+    add("--steps", type=int, default=20)
+    add("--guidance", type=float, default=2.0)
+    add("--seed", type=int, help="default: the server draws one")
+    add("--output", type=Path, default=Path("outputs/served.png"))
+    args = parser.parse_args(argv)
+    key = os.environ.get("PPDIFFUSERS_TOME_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    path, body = from_image(args) if args.image else from_text(args)
+    answer = requests.post(args.url + path, json=body, headers=headers, timeout=600)
+    if not answer.ok:
+        print(f"{answer.status_code}: {answer.text}", file=sys.stderr)
+        return 1
+    found = answer.json()
+    picture = found["images"][0] if args.image else found["data"][0]["b64_json"]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_bytes(base64.b64decode(picture))
+    print(f"wrote {args.output}" + ("" if args.image else f", seed {found['data'][0]['seed']}"))
+    return 0
+
+
+def from_text(args):
+    """OpenAI's request, with the fields that this server adds."""
+    body = {"prompt": args.prompt, "steps": args.steps, "guidance_scale": args.guidance}
+    more = {"seed": args.seed, "tome_ratio": args.ratio}
+    return "/v1/images/generations", body | {name: value for name, value in more.items() if value is not None}
+
+
+def from_image(args):
+    """stable-diffusion-webui's request."""
+    image = base64.b64encode(args.image.read_bytes()).decode()
+    body = {"prompt": args.prompt, "init_images": [image], "steps": args.steps, "cfg_scale": args.guidance}
+    body["seed"] = -1 if args.seed is None else args.seed
+    if args.ratio is not None:
+        body["override_settings"] = {"token_merging_ratio": args.ratio}
+    return "/sdapi/v1/img2img", body
+
+
+if __name__ == "__main__":
+    sys.exit(main())
