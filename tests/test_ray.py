@@ -364,14 +364,6 @@ def test_sigterm_finishes_what_was_accepted_and_leaves_no_process(server):
     assert not alive
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_command(tmp_path, exported_folder):
-    """Not a folder that says it is broken: that is told before Ray is started."""
-    done = subprocess.run(
-        [*PYTHON_M, "serve", "--ray", "--model", str(tmp_path), "--port", "0"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "has no tome.json" in done.stderr
-
-
 # Offline
 
 ANIMALS = ("fox", "owl", "cat", "dog", "bee", "ant", "cow", "hen")
@@ -380,7 +372,7 @@ ANIMALS = ("fox", "owl", "cat", "dog", "bee", "ant", "cow", "hen")
 def test_an_actor_that_is_killed_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ANIMALS))
-    given = ["--prompts", prompts, "--model", exported_folder, "--steps", "200", "--batch", "2", "--threads", "1"]
+    given = ["--prompts", prompts, "--model", exported_folder, "--steps", "100", "--batch", "2", "--threads", "1"]
     command = [*PYTHON_M, "generate", *map(str, given), "--out"]
     process = psutil.Popen([*command, str(tmp_path / "ray"), "--ray"], stdout=subprocess.PIPE, text=True)
     try:
@@ -389,7 +381,8 @@ def test_an_actor_that_is_killed_is_replaced_and_no_prompt_lost(tmp_path, export
         actors[0].kill()
         printed, _ = process.communicate(timeout=300)
     finally:
-        process.kill()
+        if process.poll() is None:
+            process.kill()
     assert process.returncode == 0 and "8 made, 0 skipped (already there), 0 failed of 8" in printed
     subprocess.run([*command, str(tmp_path / "here")], check=True)
     here, there = ({path.name: path.read_bytes() for path in (tmp_path / d).glob("*.png")} for d in ("here", "ray"))
@@ -418,7 +411,7 @@ def load():
     raise OSError("no such model")
 
 prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "c"])]
-with ray_session(None, 1, shows_logs=False):
+with ray_session(None, 1, 0, shows_logs=False):
     drawn = {p.index: d.reason if isinstance(d, Failure) else "png"
              for p, d in draw_on_actors(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
     try:

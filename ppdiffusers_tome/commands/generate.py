@@ -84,7 +84,8 @@ def _drawer(options: argparse.Namespace, model: Path) -> Iterator[Drawer]:
 
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.actors)
     gpus = 1.0 if options.device.startswith("gpu") else 0.0
-    with ray_session(options.ray_address, options.actors * threads, shows_logs=False):
+    actors = options.actors
+    with ray_session(options.ray_address, actors * threads, actors * gpus, shows_logs=False):
         yield draw_on_actors(partial(load_engine, model, options.device, threads), options.actors, threads, gpus)
 
 

@@ -48,14 +48,14 @@ def serve_until_told(start: Callable[[], None], address: str | None, cluster: Cl
             raise KeyboardInterrupt
         told.set()
 
-    with ray_session(address, cluster.max_replicas * cluster.cpus, shows_logs=True):
+    engines = cluster.max_replicas
+    with ray_session(address, engines * cluster.cpus, engines * cluster.gpus, shows_logs=True):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, tell)
         try:
             serve.start(http_options={"host": host, "port": port})
             start()
-            engines = f"{cluster.min_replicas} to {cluster.max_replicas} engines"
-            print(f"serving at http://{host}:{port} with {engines}", flush=True)
+            print(f"serving at http://{host}:{port} with {cluster.min_replicas} to {engines} engines", flush=True)
             told.wait()
             print("finishing what was accepted", flush=True)
         except RuntimeError as error:

@@ -27,16 +27,17 @@ class RayError(ToMeError, RuntimeError):
 
 
 @contextmanager
-def ray_session(address: str | None, cpus: float, shows_logs: bool) -> Iterator[None]:
+def ray_session(address: str | None, cpus: float, gpus: float, shows_logs: bool) -> Iterator[None]:
     """Be connected to Ray.
 
     Args:
         address: of a cluster, as `ray.init` takes it; None: start Ray on this machine, at 127.0.0.1, and end it.
         cpus: how many the work needs together; a Ray that is started here has that many, or the machine's if more.
+        gpus: how many the work needs together.
         shows_logs: whether what the actors print is printed here too.
 
     Raises:
-        RayError: there is no Ray at that address, or it did not start.
+        RayError: there is no Ray at that address, it did not start, or this machine has not so many GPUs.
     """
     own = {
         "num_cpus": max(os.cpu_count() or 1, ceil(cpus)),
@@ -50,6 +51,9 @@ def ray_session(address: str | None, cpus: float, shows_logs: bool) -> Iterator[
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise RayError(f"Ray at {address or 'this machine'} cannot be reached or started: {error}") from error
     try:
+        found = ray.cluster_resources().get("GPU", 0)
+        if address is None and gpus > found:  # Ray would wait for them for ever
+            raise RayError(f"{gpus:g} GPUs are needed, one for each engine, and this machine has {found:g}")
         yield
     finally:
         ray.shutdown()
