@@ -67,7 +67,16 @@ def test_edge_distances_are_those_of_the_committed_result(readme):
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "README_zh.md", "CONTRIBUTING.md", "examples/README.md", "docs/api.md", "docs/ppdiffusers.md"],
+    [
+        "README.md",
+        "README_zh.md",
+        "CONTRIBUTING.md",
+        "examples/README.md",
+        "docs/api.md",
+        "docs/inference.md",
+        "docs/ppdiffusers.md",
+        "docs/serving.md",
+    ],
 )
 def test_links_lead_somewhere(document):
     path = ROOT / document

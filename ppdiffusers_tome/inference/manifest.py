@@ -121,8 +121,8 @@ def read_manifest(folder: str | Path, verify: bool = False) -> Manifest:
 
     Args:
         folder: what `export_pipeline` wrote.
-        verify: compare also the weights with the SHA-256 written down, which takes seconds for each GB; all other files
-            always are, for Paddle crashes on a damaged program. The size is compared of every file.
+        verify: compare also the weights with the SHA-256 written down, which takes seconds for each GB. All other
+            files always are, for Paddle crashes on a damaged program; of weights the size is.
 
     Raises:
         ToMeExportError: the folder was not exported by this package, is damaged, or newer than this package.

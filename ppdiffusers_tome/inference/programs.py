@@ -110,7 +110,7 @@ class _Denoiser(nn.Layer):
     def __init__(self, unet: nn.Layer, controlnet: nn.Layer | None = None) -> None:
         super().__init__()
         self.unet = unet
-        self.controlnet = controlnet
+        self.controlnet: Any = controlnet
 
     def _predict(self, sample: Any, timestep: Any, text: Any, added: Any, **residuals: Any) -> paddle.Tensor:
         given = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
@@ -129,6 +129,8 @@ class _Denoiser(nn.Layer):
 
 
 class Denoiser(_Denoiser):
+    """Stable Diffusion's UNet."""
+
     def forward(
         self, sample: paddle.Tensor, timestep: paddle.Tensor, encoder_hidden_states: paddle.Tensor
     ) -> paddle.Tensor:
@@ -136,6 +138,8 @@ class Denoiser(_Denoiser):
 
 
 class DenoiserXL(_Denoiser):
+    """SDXL's UNet."""
+
     def forward(
         self,
         sample: paddle.Tensor,
@@ -149,6 +153,8 @@ class DenoiserXL(_Denoiser):
 
 
 class ControlledDenoiser(_Denoiser):
+    """Stable Diffusion's UNet with a ControlNet."""
+
     def forward(
         self,
         sample: paddle.Tensor,
@@ -162,6 +168,8 @@ class ControlledDenoiser(_Denoiser):
 
 
 class ControlledDenoiserXL(_Denoiser):
+    """SDXL's UNet with a ControlNet."""
+
     def forward(
         self,
         sample: paddle.Tensor,
