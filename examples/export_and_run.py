@@ -32,10 +32,10 @@ def main(argv=None) -> None:
     add("--output", type=Path, default=Path("outputs"), help="folder to write to")
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # eager Paddle reads it when it is imported
+    from ppdiffusers import DiffusionPipeline
     from sheet import make_sheet, metadata
 
     import ppdiffusers_tome  # noqa: F401 - gives pipelines their apply_tome
-    from ppdiffusers import DiffusionPipeline
     from ppdiffusers_tome import ToMeError
     from ppdiffusers_tome.inference import load_pipeline, read_manifest
 

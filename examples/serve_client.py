@@ -4,7 +4,7 @@ python -m ppdiffusers_tome serve --model build/emoji --port 8000 &
 python examples/serve_client.py "a 3d render of fox" --ratio 0.5
 python examples/serve_client.py "a 3d render of wolf" --image examples/emoji_sd/fox.png    (exported with --img2img)
 
-Nothing of this package is needed here; docs/serving.md has the same with curl and with the openai and webuiapi packages.
+Nothing of this package is needed here; docs/serving.md has the same with curl and with openai and webuiapi.
 """
 
 import argparse
