@@ -224,11 +224,6 @@ def test_sizes_and_ratios_that_were_not_exported(exported):
         draw(exported, height=32, width=64)
     with pytest.raises(ToMeConfigError, match=r"ratio=0.25 was not exported: there is 0.5, 0\."):
         exported.unet.ratio = 0.25
-    with pytest.raises(ToMeConfigError, match=r"ratio=0\.75"), exported.unet.merging(0.75):
-        pass
-    assert exported.unet.ratio == 0.5
-    with exported.unet.merging(0.0):
-        assert exported.unet.ratio == 0
     assert exported.unet.ratio == 0.5
 
 

@@ -72,11 +72,6 @@ class Manifest:
         return self.residuals > 0
 
     @property
-    def is_pir(self) -> bool:
-        """Whether the programs are Paddle 3's `.json`."""
-        return self.programs[0].program.endswith(".json")
-
-    @property
     def dynamic(self) -> bool:
         """Whether the denoiser runs at any height and width."""
         return not self.sizes

@@ -1,7 +1,6 @@
 """What stands for a UNet, ControlNet, text encoder or VAE in an ordinary pipeline, and runs exported programs."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,16 +155,6 @@ class ExportedUNet(ExportedModel):
     def ratio(self, ratio: float) -> None:
         check_ratio(ratio, self._manifest.ratios)
         self._ratio = ratio
-
-    @contextmanager
-    def merging(self, ratio: float | None) -> Iterator[None]:
-        """Merge by another exported ratio for a while; None leaves it as it is."""
-        before = self.ratio
-        self.ratio = before if ratio is None else ratio
-        try:
-            yield
-        finally:
-            self.ratio = before
 
     def __call__(
         self,
