@@ -22,6 +22,7 @@ ORDER = [
     ["macs"],
     ["summary"],
     ["mixin"],
+    ["inference.layers"],
     ["inference.manifest", "inference.programs", "inference.runtime", "inference.loading"],
     ["inference.request", "inference.tracing"],
     ["inference.layout"],

@@ -14,7 +14,7 @@ import paddle
 from paddle import nn
 
 from ..config import ToMeConfig
-from ..inference.programs import Traceable, denoiser
+from ..inference.programs import denoiser
 from ..inference.runtime import Predictor, Runtime
 from ..inference.tracing import ONEDNN_TOLERANCE, save
 from ..patch import attach
@@ -63,7 +63,14 @@ def open_arms(
             start = time.perf_counter()
             dims = {"latent_height": case.latent, "latent_width": case.latent}
             sizes = {**dims, "tokens": case.text}
-            saved = save(_traceable(model), folder / kind.replace(" ", "_"), dims, sizes, f"{kind} UNet", how.threads)
+            saved = save(
+                denoiser(model, None, is_size_known=True),
+                folder / kind.replace(" ", "_"),
+                dims,
+                sizes,
+                f"{kind} UNet",
+                how.threads,
+            )
             onednn = bool(saved.onednn_parity) and max(saved.onednn_parity.values()) <= ONEDNN_TOLERANCE
             predictor = Predictor(saved.program, saved.params, Runtime(threads=how.threads, onednn=onednn))
             arms.append(_timed(f"{PREDICTOR} {kind}", partial(_predict, predictor, given)))
@@ -86,17 +93,6 @@ def _merged_copies(unet: nn.Layer, config: ToMeConfig, case: InferenceCase) -> I
     cut = copy.deepcopy(unet)
     attach_free_merge(cut, config, Grid(case.latent, case.latent))
     yield FREE, cut
-
-
-def _traceable(model: nn.Layer) -> Traceable:
-    """The program that an export writes, traced without translating Python, which takes nine tenths of the time.
-
-    Height and width are fixed here, and then no branch of ppdiffusers' depends on a tensor.
-    """
-    traceable = denoiser(model, None)
-    predict = traceable.layer._predict
-    traceable.layer._predict = paddle.jit.not_to_static(lambda *given, **more: predict(*given, **more))
-    return traceable
 
 
 def _timed(name: str, run: Callable[[], np.ndarray]) -> Arm:

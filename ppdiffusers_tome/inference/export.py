@@ -144,7 +144,7 @@ def _traceable(request: Request, task: _Task) -> Traceable:
         return programs.vae_decoder(pipe.vae)
     if task.ratio is None:
         return programs.text_encoder(getattr(pipe, task.model), request.is_xl)
-    traceable = programs.denoiser(pipe.unet, request.controlnet)
+    traceable = programs.denoiser(pipe.unet, request.controlnet, task.size is not None)
     config, for_controlnet = request.configs[task.ratio]
     detach(traceable.layer)  # what the copies brought along
     if config is not None:

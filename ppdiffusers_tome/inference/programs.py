@@ -1,4 +1,4 @@
-"""What is traced: a layer around each of a pipeline's models that takes its inputs by name.
+"""What is traced: the layers of `layers.py`, with the inputs that they take.
 
 The names of programs and inputs, and the order of outputs, are those that ppdiffusers' `PaddleInfer…Pipeline` classes
 read. What our own `load_pipeline` needs beyond that comes after what they look at.
@@ -7,12 +7,23 @@ read. What our own `load_pipeline` needs beyond that comes after what they look 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import paddle
 from paddle import nn
 from paddle.static import InputSpec
+
+from .layers import (
+    ControlledDenoiser,
+    ControlledDenoiserXL,
+    Denoiser,
+    DenoiserXL,
+    Fused,
+    TextEncoder,
+    TextEncoderXL,
+    VaeDecoder,
+    VaeEncoder,
+)
 
 # The draws are parity's inputs: the scales that models meet, where rounding is what it is in use.
 Draw = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
@@ -57,135 +68,7 @@ class Traceable:
     inputs: tuple[Input, ...]
 
 
-class TextEncoder(nn.Layer):
-    """Stable Diffusion's: the last hidden state [B, T, D], and the pooled one [B, D]."""
-
-    def __init__(self, model: nn.Layer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
-        out = self.model(input_ids, return_dict=True)
-        return out[0], out[1]
-
-
-class TextEncoderXL(TextEncoder):
-    """SDXL's two: the last but one hidden state [B, T, D], and the pooled one, in the second projected, [B, D]."""
-
-    def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
-        out = self.model(input_ids, output_hidden_states=True, return_dict=True)
-        # Where there is no projection the first output is the last hidden state, and SDXL takes it for the pooled one.
-        return out.hidden_states[-2], out[0]
-
-
-class VaeEncoder(nn.Layer):
-    """The mode of the latent distribution, [B, 4, h, w], and its log variance."""
-
-    def __init__(self, model: nn.Layer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, sample: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
-        distribution = self.model.encode(sample).latent_dist
-        return distribution.mode(), distribution.logvar
-
-
-class VaeDecoder(nn.Layer):
-    """A picture in -1 ... 1, [B, 3, H, W]."""
-
-    def __init__(self, model: nn.Layer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, latent_sample: paddle.Tensor) -> paddle.Tensor:
-        return self.model.decode(latent_sample, return_dict=False)[0]
-
-
-class _Denoiser(nn.Layer):
-    """The UNet's prediction [B, C, h, w], with a ControlNet inside where there is one; and the same for SDXL.
-
-    Each variant has a forward of its own, for `paddle.jit` exports no `*args`.
-    """
-
-    def __init__(self, unet: nn.Layer, controlnet: nn.Layer | None = None) -> None:
-        super().__init__()
-        self.unet = unet
-        self.controlnet: Any = controlnet
-
-    def _predict(self, sample: Any, timestep: Any, text: Any, added: Any, **residuals: Any) -> paddle.Tensor:
-        given = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
-        return self.unet(sample, timestep, **given, **residuals)[0]
-
-    def _control(self, sample: Any, timestep: Any, text: Any, added: Any, image: Any, scale: Any) -> paddle.Tensor:
-        given = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
-        down, mid = self.controlnet(sample, timestep, controlnet_cond=image, **given)
-        # One scale for each residual, as ppdiffusers hands over.
-        down = [residual * scale[i] for i, residual in enumerate(down)]
-        residuals = {
-            "down_block_additional_residuals": down,
-            "mid_block_additional_residual": mid * scale[len(down)],
-        }
-        return self._predict(sample, timestep, text, added, **residuals)
-
-
-class Denoiser(_Denoiser):
-    """Stable Diffusion's UNet."""
-
-    def forward(
-        self, sample: paddle.Tensor, timestep: paddle.Tensor, encoder_hidden_states: paddle.Tensor
-    ) -> paddle.Tensor:
-        return self._predict(sample, timestep, encoder_hidden_states, None)
-
-
-class DenoiserXL(_Denoiser):
-    """SDXL's UNet."""
-
-    def forward(
-        self,
-        sample: paddle.Tensor,
-        timestep: paddle.Tensor,
-        encoder_hidden_states: paddle.Tensor,
-        text_embeds: paddle.Tensor,
-        time_ids: paddle.Tensor,
-    ) -> paddle.Tensor:
-        added = {"text_embeds": text_embeds, "time_ids": time_ids}
-        return self._predict(sample, timestep, encoder_hidden_states, added)
-
-
-class ControlledDenoiser(_Denoiser):
-    """Stable Diffusion's UNet with a ControlNet."""
-
-    def forward(
-        self,
-        sample: paddle.Tensor,
-        timestep: paddle.Tensor,
-        encoder_hidden_states: paddle.Tensor,
-        controlnet_cond: paddle.Tensor,
-        controlnet_conditioning_scale: paddle.Tensor,
-    ) -> paddle.Tensor:
-        text, scale = encoder_hidden_states, controlnet_conditioning_scale
-        return self._control(sample, timestep, text, None, controlnet_cond, scale)
-
-
-class ControlledDenoiserXL(_Denoiser):
-    """SDXL's UNet with a ControlNet."""
-
-    def forward(
-        self,
-        sample: paddle.Tensor,
-        timestep: paddle.Tensor,
-        encoder_hidden_states: paddle.Tensor,
-        text_embeds: paddle.Tensor,
-        time_ids: paddle.Tensor,
-        controlnet_cond: paddle.Tensor,
-        controlnet_conditioning_scale: paddle.Tensor,
-    ) -> paddle.Tensor:
-        added = {"text_embeds": text_embeds, "time_ids": time_ids}
-        text, scale = encoder_hidden_states, controlnet_conditioning_scale
-        return self._control(sample, timestep, text, added, controlnet_cond, scale)
-
-
-def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
+def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -> Traceable:
     """The UNet of Stable Diffusion or SDXL, fused with a ControlNet where one is given. Works on copies."""
     config, batch = unet.config, "batch"
     inputs = [
@@ -203,10 +86,13 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
             Input("controlnet_conditioning_scale", (count_residuals(controlnet),), _from_zero_to_one),
         ]
         controlnet = _working_copy(controlnet)
-    kinds: dict[tuple[bool, bool], type[_Denoiser]]
+    kinds: dict[tuple[bool, bool], type[Fused]]
     kinds = {(False, False): Denoiser, (True, False): DenoiserXL}
     kinds |= {(False, True): ControlledDenoiser, (True, True): ControlledDenoiserXL}
-    return _ready(kinds[is_xl, controlnet is not None](_working_copy(unet), controlnet), *inputs)
+    layer = kinds[is_xl, controlnet is not None](_working_copy(unet), controlnet)
+    if is_size_known:
+        layer.record_directly()
+    return _ready(layer, *inputs)
 
 
 def count_residuals(controlnet: nn.Layer) -> int:
