@@ -82,3 +82,26 @@ def test_links_lead_somewhere(document):
     path = ROOT / document
     for link in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
         assert link.startswith("http") or (path.parent / link).exists(), link
+
+
+def test_predictor_figures_are_those_of_the_committed_result():
+    text = (ROOT / "docs" / "inference.md").read_text(encoding="utf-8")
+    for case in json.loads((ROOT / "benchmarks" / "results" / "inference.json").read_text())["cases"]:
+        row = next(line for line in text.splitlines() if line.startswith(f"| {case['case']['name']} "))
+        times = {name: f"{each['median']:.0f}" for name, each in case["milliseconds"].items()}
+        for backend, kinds in (("eager", "plain|ToMe|free"), ("predictor", "plain|ToMe|free"), ("torch", "plain|ToMe")):
+            assert " / ".join(times[f"{backend} {kind}"] for kind in kinds.split("|")) in row
+        ratios = [case["speed-up"][name] for name in ("eager free", "predictor ToMe", "predictor free")]
+        ratios += [case["times faster than"][name]["predictor ToMe"] for name in ("eager plain", "torch ToMe")]
+        assert " | ".join(f"{each['median']:.2f}×" for each in ratios) in row
+
+
+def test_load_figures_are_those_of_the_committed_result():
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    result = json.loads((ROOT / "benchmarks" / "results" / "load.json").read_text())
+    assert result["violations"] == []
+    assert f"{result['requests']:,} requests, {result['abandoned']['by clients']} of them abandoned" in text
+    for kind, seconds in result["seconds to pictures"].items():
+        assert f"| {kind} | {seconds['p50']:.1f} | {seconds['p95']:.1f} |" in text
+    memory = result["memory, MiB"]
+    assert f"{memory['second quarter']} MiB in the second quarter, {memory['last quarter']} in the last" in text
