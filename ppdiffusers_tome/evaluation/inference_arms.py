@@ -16,7 +16,7 @@ from paddle import nn
 from ..config import ToMeConfig
 from ..inference.programs import denoiser
 from ..inference.runtime import Predictor, Runtime
-from ..inference.tracing import ONEDNN_TOLERANCE, save
+from ..inference.tracing import right_for_onednn, save
 from ..patch import attach
 from ..positions import Grid
 from .free_merge import attach_free_merge
@@ -71,7 +71,7 @@ def open_arms(
                 f"{kind} UNet",
                 how.threads,
             )
-            onednn = bool(saved.onednn_parity) and max(saved.onednn_parity.values()) <= ONEDNN_TOLERANCE
+            onednn = right_for_onednn(saved.onednn_parity)
             predictor = Predictor(saved.program, saved.params, Runtime(threads=how.threads, onednn=onednn))
             arms.append(_timed(f"{PREDICTOR} {kind}", partial(_predict, predictor, given)))
             notes["onednn"][kind] = onednn

@@ -15,7 +15,7 @@ from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
 from .manifest import Manifest, ProgramFile, read_manifest
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE, Load
 from .runtime import Predictor, Runtime
-from .tracing import ONEDNN_TOLERANCE
+from .tracing import right_for_onednn
 
 
 def load_pipeline(
@@ -57,7 +57,8 @@ def load_pipeline(
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
 
     def load(program: ProgramFile) -> Predictor:
-        fast = right_for_onednn(program) if runtime.onednn is None and runtime.gpu is None else runtime.onednn
+        is_open = runtime.onednn is None and runtime.gpu is None
+        fast = right_for_onednn(program.onednn_parity) if is_open else runtime.onednn
         return Predictor(
             folder / program.program, folder / program.params, replace(runtime, onednn=fast), program.model == "unet"
         )
@@ -80,11 +81,6 @@ def load_pipeline(
         elif isinstance(parameter.default, bool):
             taken[name] = index.get(name, parameter.default if name != "requires_safety_checker" else False)
     return cls(**taken)
-
-
-def right_for_onednn(program: ProgramFile) -> bool:
-    """Whether oneDNN can run a program, and the export found that it does so rightly."""
-    return bool(program.onednn_parity) and max(program.onednn_parity.values()) <= ONEDNN_TOLERANCE
 
 
 def _exported(folder: Path, manifest: Manifest, load: Load, ratio: float) -> dict[str, Any]:

@@ -81,6 +81,11 @@ def save(
     return Saved(program, params, parity, onednn)
 
 
+def right_for_onednn(onednn_parity: Mapping[str, float]) -> bool:
+    """Whether oneDNN can run a program, and was found to do so rightly, by the distances that `save` measured."""
+    return bool(onednn_parity) and max(onednn_parity.values()) <= ONEDNN_TOLERANCE
+
+
 def distance(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
     """The largest |found - wanted| over the largest |wanted|, over all outputs; NaN where one holds NaN."""
     pairs = zip(found, wanted, strict=True)
