@@ -1,0 +1,1 @@
+"""How far merged pictures are from plain ones, and how that is shown."""

@@ -1,0 +1,1 @@
+"""Time and memory: arms of merging and attention against each other, in turns."""
