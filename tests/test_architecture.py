@@ -45,7 +45,7 @@ ORDER = [
     ["evaluation.inference_arms"],
     ["evaluation.inference_report"],
     ["evaluation.inference"],
-    ["evaluation.speed.original", "evaluation.speed.architectures", "evaluation.speed.memory", "evaluation.speed.shares"],
+    [f"evaluation.speed.{name}" for name in ("original", "architectures", "memory", "shares")],
     ["evaluation.speed.subjects"],
     ["evaluation.speed.arms"],
     ["evaluation.speed.worker"],
