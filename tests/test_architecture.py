@@ -57,6 +57,7 @@ ORDER = [
     ["evaluation.quality.torch_files", "evaluation.quality.settings", "evaluation.quality.sheets"],
     ["evaluation.quality.efficientnet", "evaluation.quality.perceptual"],
     ["evaluation.quality.distances", "evaluation.quality.merge_maps", "evaluation.quality.plots"],
+    ["evaluation.quality.engines"],
     ["evaluation.quality.drawing"],
     ["evaluation.quality.measuring"],
     ["evaluation.quality.report"],
