@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,12 +16,12 @@ from ..._version import __version__
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...inference import export_pipeline, read_manifest
 from ...inference.loading import load_for_export
-from ...serving.engine import Engine, load_engine
+from ...serving.engine import load_engine
 from ...serving.jobs import LARGEST_SEED, Job
 from ...serving.offline import Drawer, draw_here, draw_identified
 from ...serving.prompts import Prompt
 from .engines import TorchEngine, load_eager, without_ratio
-from .settings import OTHER_SEEDS, PLAIN, Setting
+from .settings import Setting
 
 PLAN = "plan.json"
 BACKENDS = ("predictor", "eager")
@@ -130,21 +130,23 @@ def _is_exported(folder: Path, plan: Plan, ratios: Sequence[float]) -> bool:
 
 
 @contextmanager
-def open_drawer(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> Iterator[Drawer]:
-    """A drawer in this process for one setting."""
-    if setting.framework != "Paddle":
-        if plan.torch_python is None:
-            raise ToMeConfigError(f"{setting.name} is drawn in PyTorch: name an interpreter that has it.")
-        engine = TorchEngine(plan.torch_python, plan.model, setting.config, plan.threads)
-        try:
-            yield draw_here(lambda: engine)
-        finally:
-            engine.close()
-    else:
-        yield draw_here(loader(plan, setting, exported))
+def open_torch(plan: Plan, setting: Setting) -> Iterator[tuple[Drawer, dict[str, Any]]]:
+    """A drawer for a setting of PyTorch, whose process runs as long as the context, and that process's versions.
+
+    Raises:
+        ToMeConfigError: the plan names no interpreter.
+        ToMeError: PyTorch's process fails.
+    """
+    if plan.torch_python is None:
+        raise ToMeConfigError(f"{setting.name} is drawn in PyTorch: name an interpreter that has it (--torch-python).")
+    engine = TorchEngine(plan.torch_python, plan.model, setting.config, plan.threads)
+    try:
+        yield draw_here(lambda: engine), engine.about
+    finally:
+        engine.close()
 
 
-def loader(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> Callable[[], Engine]:
+def loader(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> "partial[Any]":
     """What loads the engine that draws a setting of Paddle, also in another process."""
     if plan.backend == "predictor":
         return partial(load_engine, exported[setting], "cpu", plan.threads)
@@ -172,21 +174,20 @@ def folder_of(setting: Setting, out: Path) -> Path:
     return out / "pictures" / setting.name
 
 
-def read_pictures(folder: Path) -> np.ndarray:
-    """All pictures of a folder, in the order of their names: uint8 [N, H, W, 3].
+def picture_paths(folder: Path) -> list[Path]:
+    """The PNG files of a folder in the order of their names, without those that are being written.
 
     Raises:
-        ToMeConfigError: there are none, or they differ in size.
+        ToMeConfigError: there are none.
     """
     paths = sorted(path for path in folder.glob("*.png") if not path.name.startswith("."))
-    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
-    sizes = {picture.shape[:2] for picture in pictures}
-    if len(sizes) != 1:
-        found = "no PNG files" if not sizes else f"pictures of {len(sizes)} sizes"
-        raise ToMeConfigError(f"{folder} has {found}: it must hold pictures of one size.")
-    return np.stack(pictures)
+    if not paths:
+        raise ToMeConfigError(f"{folder} has no PNG files: it must hold the pictures to measure.")
+    return paths
 
 
-def always_drawn(settings: Sequence[Setting]) -> list[Setting]:
-    """The settings with plain pictures, and those of other seeds, before them."""
-    return [PLAIN, OTHER_SEEDS, *settings]
+def read_pictures(paths: Sequence[Path], size: int) -> np.ndarray:
+    """Pictures as uint8 [N, size, size, 3]; those of another size are resized."""
+    pictures = [Image.open(path).convert("RGB") for path in paths]
+    resized = [each if each.size == (size, size) else each.resize((size, size), Image.LANCZOS) for each in pictures]
+    return np.stack([np.asarray(each) for each in resized])
