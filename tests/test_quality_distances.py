@@ -86,7 +86,7 @@ def test_kid_is_the_loops():
 
 
 def test_kid_is_unbiased():
-    """Over many pairs of samples of one distribution its mean is 0, within four standard errors; the biased sum's is not."""
+    """Over many pairs of samples of one distribution its mean is 0, within four standard errors."""
     values = [kid(normal(2 * i, 8, 4), normal(2 * i + 1, 8, 4), subsets=1, size=8).mean for i in range(800)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(len(values))
     assert min(values) < 0 < max(values)
@@ -108,7 +108,7 @@ def test_kid_repeats_by_its_seed():
 
 
 def test_frechet_of_gaussians_with_a_known_distance():
-    """Samples whose mean and covariance are exact: what is whitened has covariance 1, what is scaled then the square of that."""
+    """Samples with exact moments: what is whitened has covariance 1, what is then scaled the scale's square."""
     d = 7
     white = np.linalg.qr(normal(0, 60, d) - normal(0, 60, d).mean(axis=0))[0] * np.sqrt(59)
     shift, scale = np.arange(d) / 3, np.arange(1, d + 1) / 2

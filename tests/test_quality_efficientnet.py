@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 in Paddle computes what the PyTorch package does: recorded, and live where PyTorch is installed."""
+"""EfficientNet-Lite0 in Paddle computes what the PyTorch package does: recorded, and live where PyTorch is."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_live_it_is_that_of_pytorch(network, monkeypatch):
 
 
 def test_it_knows_photographs(network):
-    """ImageNet's classes: 285 Egyptian cat, 967 espresso, 540 oboe, 657 missile."""
+    """ImageNet's classes: 285 Egyptian cat, 967 espresso."""
     assert network.logits(data.chelsea()[None]).argmax() == 285
     assert network.logits(data.coffee()[None]).argmax() == 967
 

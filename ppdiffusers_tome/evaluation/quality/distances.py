@@ -37,7 +37,7 @@ def ssim(
     a: np.ndarray,  # [H, W, 3] uint8, H and W at least 7
     b: np.ndarray,  # the same shape
 ) -> float:
-    """Structural similarity (Wang et al. 2004), 1 for equal pictures: the mean over colours, in windows of 7×7 px as scikit-image has it."""
+    """Structural similarity (Wang et al. 2004), 1 for equal pictures: in windows of 7×7 px, the mean over colours."""
     _check_pair(a, b)
     if min(a.shape[:2]) < SMALLEST_FOR_SSIM:
         raise ToMeConfigError(f"pictures of {a.shape[0]}×{a.shape[1]} px: SSIM needs {SMALLEST_FOR_SSIM} px each way.")
@@ -62,12 +62,13 @@ def kid(
 ) -> KID:
     """Kernel distance between the sets behind two samples: the unbiased squared MMD under the kernel (x·y/D + 1)³.
 
-    Unbiased means that the expected value is 0 for two samples of one distribution, whatever their size, so it can be negative.
+    Unbiased means that the expected value is 0 for two samples of one distribution, whatever their size, so it can be
+    negative.
 
     Args:
         subsets: from how many random pairs of subsets the mean is taken.
-        size: members of a subset, drawn without repetition, 2 to min(N, M). None: half of the smaller set and at most 1000, so
-            that subsets differ and `std` says something.
+        size: members of a subset, drawn without repetition, 2 to min(N, M). None: half of the smaller set and at most
+            1000, so that subsets differ and `std` says something.
         seed: of the draws.
 
     Raises:
@@ -107,20 +108,23 @@ def frechet(
 ) -> float:
     """Squared Fréchet distance between the Gaussians with the two samples' means and covariances.
 
-    |μx − μy|² + tr(Σx + Σy − 2 (Σx Σy)^½), the formula behind FID (Heusel et al. 2017, arXiv:1706.08500). It is FID only in
-    Inception's features: in others' call it by theirs. The trace of the root is the sum of the singular values of the product of the
-    centred samples, so no covariance is formed and no matrix root is taken, and covariances without full rank do no harm.
+    |μx − μy|² + tr(Σx + Σy − 2 (Σx Σy)^½), the formula behind FID (Heusel et al. 2017, arXiv:1706.08500). It is FID
+    only in Inception's features: in others' call it by theirs. The trace of the root is the sum of the singular values
+    of the product of the centred samples, so no covariance is formed and no matrix root is taken, and covariances
+    without full rank do no harm.
 
-    Small samples are biased upwards, the more so below D members, where they cannot show every direction: compare values only
-    between samples of equal size, and see what two halves of one set give.
+    Small samples are biased upwards, the more so below D members, where they cannot show every direction: compare
+    values only between samples of equal size, and see what two halves of one set give.
 
     Raises:
         ToMeConfigError: the features do not match, or a set has fewer than two members.
     """
     x, y = _check_sets(x, y)
-    # Σx = Aᵀ A with A [N, D]; the root's trace is the nuclear norm of A Bᵀ, or of what QR leaves of both, at most D × D
+    # Σx = Aᵀ A with A [N, D]. The trace of the root is the nuclear norm of A Bᵀ, or of what QR leaves of both: R, at
+    # most D × D, of each.
     a, b = ((s - s.mean(axis=0)) / np.sqrt(len(s) - 1) for s in (x, y))
-    shared = np.linalg.norm(np.linalg.qr(a, mode="r") @ np.linalg.qr(b, mode="r").T, ord="nuc")
+    (_, of_a), (_, of_b) = np.linalg.qr(a), np.linalg.qr(b)
+    shared = np.linalg.svd(of_a @ of_b.T, compute_uv=False).sum()
     moved = ((x.mean(axis=0) - y.mean(axis=0)) ** 2).sum()
     return max(float(moved + (a**2).sum() + (b**2).sum() - 2 * shared), 0.0)
 
@@ -128,8 +132,8 @@ def frechet(
 def inception_fid(folder_a: str | Path, folder_b: str | Path) -> float:
     """FID proper, in Inception's features, between the pictures of two folders, by the package torch-fidelity.
 
-    Not run by this project: it needs PyTorch, and downloads Inception's weights (90 MB) when it is first called. For values that others'
-    tables can be held to, give it as many pictures as they used, usually 5,000 to 50,000.
+    Not run by this project: it needs PyTorch, and downloads Inception's weights (90 MB) when it is first called. For
+    values that others' tables can be held to, give it as many pictures as they used, usually 5,000 to 50,000.
 
     Raises:
         MissingInceptionError: torch-fidelity is not installed.

