@@ -118,8 +118,10 @@ def slower_than_unmerged(cases: Sequence[Case]) -> list[tuple[Case, Arm, str, Sp
 
 
 def slower_lines(cases: Sequence[Case]) -> list[str]:
-    """That list as Markdown, or that there is none."""
+    """That list as Markdown, or that there is none; no lines where no merged arm was measured."""
     found = slower_than_unmerged(cases)
+    if not any(arm.is_measured for _, arm in merged_arms(cases)):
+        return []
     if not found:
         return ["None: no merged arm took longer than the same attention without merging."]
     return [

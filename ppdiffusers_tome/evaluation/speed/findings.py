@@ -12,7 +12,7 @@ Found = tuple[Case, Arm, Spread]
 
 def findings(cases: Sequence[Case]) -> list[str]:
     """At most ten sentences, of which those are left out that the results say nothing on."""
-    sentences = (_gain, _by_size, _efficient, _losses, _limit, _memory, _built_in, _torch, _predictor, _parity)
+    sentences = (_gain, _by_size, _efficient, _losses, _limit, _memory, _others, _predictor, _parity)
     return [f"- {sentence}" for each in sentences for sentence in each(cases)]
 
 
@@ -59,22 +59,19 @@ def _by_size(cases: Sequence[Case]) -> Iterator[str]:
 def _efficient(cases: Sequence[Case]) -> Iterator[str]:
     against_plain = _ratios(cases, (BOTH,), Case.speed_up)
     alone = _ratios(cases, (BOTH,), lambda case, arm: case.times_faster(arm, case.unmerged(arm)))
+    against = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.find(EFFICIENT, arm.backend)))
+    told = []
     if alone and against_plain:
-        yield (
-            f"ToMe with memory-efficient attention: {_range(alone)} against that attention alone, "
-            f"{_range(against_plain)} against plain."
-        )
-    lost = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.find(EFFICIENT, arm.backend)))
-    beaten = [each for each in lost if each[2].median < 1]
-    if beaten:
-        yield (
-            f"Memory-efficient attention without merging is faster than ToMe in plain attention in {len(beaten)} of "
-            f"{len(lost)} arms."
-        )
+        told.append(f"ToMe in it {_range(alone)} against it alone and {_range(against_plain)} against plain attention")
+    if against:
+        beaten = sum(each.median < 1 for _, _, each in against)
+        told.append(f"without merging it is faster than ToMe in plain attention in {beaten} of {len(against)} arms")
+    if told:
+        yield f"Memory-efficient attention: {'; '.join(told)}."
 
 
 def _losses(cases: Sequence[Case]) -> Iterator[str]:
-    merged = _ratios(cases, (TOME, BOTH), lambda case, arm: case.times_faster(arm, case.unmerged(arm)))
+    merged = [arm for _, arm in merged_arms(cases) if arm.is_measured]
     slower = slower_than_unmerged(cases)
     if slower:
         case, arm, loses_to, ratio = min(slower, key=lambda each: each[3].median)
@@ -94,7 +91,7 @@ def _limit(cases: Sequence[Case]) -> Iterator[str]:
         reached = sum(each.median <= TARGET for _, _, each in found)
         case, arm, worst = max(found, key=lambda each: each[2].median)
         yield (
-            f"Within {TARGET:.0%} of the free-merge limit: {reached} of {len(found)} merged arms; furthest is "
+            f"Within {100 * TARGET:g} % of the free-merge limit: {reached} of {len(found)} merged arms; furthest is "
             f"{_where(case, arm)}: {100 * worst.median:+.1f} %."
         )
 
@@ -107,42 +104,36 @@ def _memory(cases: Sequence[Case]) -> Iterator[str]:
         if other and arm.peak_memory_bytes and other.peak_memory_bytes
     ]
     fits = {
-        case.name
-        for case, arm, _ in pairs
-        if arm.is_measured and any(a.status == OUT_OF_MEMORY and a.arm == PLAIN for a in case.arms)
+        case.name for case, arm, _ in pairs if arm.is_measured and _is_out_of_memory(case.find(PLAIN, arm.backend))
     }
     told = []
     if counted:
         most, case, arm = max(counted, key=lambda each: each[0])
         least = min(each[0] for each in counted)
-        told.append(f"peak memory changes by {-100 * least:+.0f} to {-100 * most:+.0f} %, most in {_where(case, arm)}")
+        changes = f"{-100 * least:+.0f} to {-100 * most:+.0f} %"
+        told.append(f"peak {changes} against the same attention without merging, most saved in {_where(case, arm)}")
     if fits:
         told.append(f"merged arms fit where plain does not: {'; '.join(sorted(fits))}")
     if told:
         yield f"Memory: {'; '.join(told)}."
 
 
-def _built_in(cases: Sequence[Case]) -> Iterator[str]:
-    found = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.same_merge(arm, BUILT_IN)))
-    if found:
-        slower = sum(each.median < 1 for _, _, each in found)
-        yield f"Against ppdiffusers' built-in ToMe: {_range(found)} as fast; slower in {slower} of {len(found)}."
+def _is_out_of_memory(arm: Arm | None) -> bool:
+    return arm is not None and arm.status == OUT_OF_MEMORY
 
 
-def _torch(cases: Sequence[Case]) -> Iterator[str]:
+def _others(cases: Sequence[Case]) -> Iterator[str]:
+    built_in = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.same_merge(arm, BUILT_IN)))
+    tomesd = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.same_merge(arm, TOME, TORCH)))
     told = []
-    for backend in (EAGER, PREDICTOR):
-        found = [
-            each
-            for each in _ratios(
-                cases, (TOME,), lambda case, arm: case.times_faster(arm, case.same_merge(arm, TOME, TORCH))
-            )
-            if each[1].backend == backend
-        ]
-        if found:
-            told.append(f"{backend} {_range(found)}")
+    for other, of_it in (("ppdiffusers' built-in ToMe", built_in), ("tomesd on PyTorch", tomesd)):
+        for backend in (EAGER, PREDICTOR):
+            found = [each for each in of_it if each[1].backend == backend]
+            if found:
+                slower = sum(each.median < 1 for _, _, each in found)
+                told.append(f"{other}, {backend}, {_range(found)} (slower in {slower} of {len(found)})")
     if told:
-        yield f"ToMe against tomesd on PyTorch: {', '.join(told)} as fast."
+        yield f"Times faster than {'; '.join(told)}."
 
 
 def _predictor(cases: Sequence[Case]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Speed results as pictures: each function returns a figure, or None where the results do not hold what it shows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
 
-from .results import BOTH, BUILT_IN, EAGER, EFFICIENT, LIMIT, PLAIN, PREDICTOR, TOME, Arm, Case, Spread, spread
+from .results import BOTH, BUILT_IN, EAGER, EFFICIENT, LIMIT, OURS, PLAIN, PREDICTOR, TOME, Arm, Case, Spread, spread
 
 TARGET = 0.03  # distance from the free-merge limit that is aimed for
 # Okabe and Ito's palette: told apart by colour-blind readers too
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
-RATIO_COLOURS = (SKY, BLUE, GREEN, ORANGE, RED, PURPLE, "#999999", BLACK)
+ORANGE, SKY, GREEN, BLUE, RED = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LINES = {TOME: "-", BOTH: "--"}
+SHORT_NAMES = {TOME: "ToMe", BOTH: "ToMe + memory-efficient", BUILT_IN: "built-in ToMe", LIMIT: "free-merge limit"}
 STYLE = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -46,37 +44,49 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def speed_up_against_size(cases: Sequence[Case], backend: str) -> Figure | None:
-    """Times faster than plain over picture size: colour is the ratio, line the arm, marker the batch.
+    """Times faster than plain over picture size, a panel each for ToMe and for ToMe + memory-efficient attention.
 
-    At most three ratios are drawn: those nearest to 0.25, 0.5 and 0.75. None where no line would have two sizes.
+    Colour is the ratio, marker the batch. At most three ratios are drawn, those nearest to 0.25, 0.5 and 0.75, and of
+    several levels the shallowest. None where no line would have two sizes.
     """
     merged = [
         (case, arm, speed_up)
         for case in cases
         for arm in case.arms
-        if arm.arm in LINES and arm.backend == backend and (speed_up := case.speed_up(arm))
+        if arm.arm in OURS and arm.backend == backend and (speed_up := case.speed_up(arm))
     ]
+    level = _shallowest(arm for _, arm, _ in merged)
     ratios = _three({arm.ratio for _, arm, _ in merged})
-    batches = sorted({case.batch for case, _, _ in merged})
-    lines: dict[tuple, list[tuple[int, Spread]]] = {}
+    lines: dict[str, dict[tuple[float, int], dict[int, float]]] = {}
     for case, arm, speed_up in merged:
-        if arm.ratio in ratios:
-            lines.setdefault((arm.arm, arm.max_downsample, arm.ratio, case.batch), []).append((case.size, speed_up))
-    if not any(len({size for size, _ in points}) > 1 for points in lines.values()):
+        if arm.ratio in ratios and arm.max_downsample == level:
+            points = lines.setdefault(arm.arm, {}).setdefault((arm.ratio, case.batch), {})
+            points[case.size] = speed_up.median
+    if not any(len(points) > 1 for of_arm in lines.values() for points in of_arm.values()):
         return None
+    batches = sorted({batch for of_arm in lines.values() for _, batch in of_arm})
+    colours = dict(zip(ratios, (SKY, BLUE, RED), strict=False))
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(4.6)
-        for (name, level, ratio, batch), points in sorted(lines.items(), key=str):
-            sizes, found = zip(*sorted(points), strict=True)
-            label = f"{_plain_name(name)} {ratio:g}{_level(level)}" + (f", batch {batch}" if len(batches) > 1 else "")
-            colour = RATIO_COLOURS[(1, 2, 4)[ratios.index(ratio)]]
-            marker = MARKERS[batches.index(batch) % len(MARKERS)]
-            _spread_line(axes, sizes, found, label, color=colour, linestyle=LINES[name], marker=marker)
-        axes.axhline(1, color="#666666", linewidth=1)
-        axes.set_xticks(sorted({case.size for case, _, _ in merged}))
-        axes.set(xlabel="picture size (px, square)", ylabel="times faster than plain")
-        axes.set_title(f"Speed-up against size, {_subject(cases[0])}, {backend}", loc="left", fontsize=11.5)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+        figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
+        panels = figure.subplots(1, len(lines), squeeze=False, sharey=True)[0]
+        for panel, (name, of_arm) in zip(panels, lines.items(), strict=True):
+            for (ratio, batch), points in sorted(of_arm.items()):
+                marker = MARKERS[batches.index(batch) % len(MARKERS)]
+                panel.plot(
+                    *zip(*sorted(points.items()), strict=True), color=colours[ratio], marker=marker, markersize=5
+                )
+            panel.axhline(1, color="#666666", linewidth=1)
+            panel.set_xticks(sorted({case.size for case, _, _ in merged}))
+            panel.set_xlabel("picture size (px, square)")
+            panel.set_title(SHORT_NAMES[name], fontsize=11)
+        panels[0].set_ylabel("times faster than plain")
+        figure.suptitle(f"Speed-up against size, {_subject(cases[0])}, {backend}", fontsize=11.5, x=0.02, ha="left")
+        keys = [Line2D([], [], color=colours[ratio], label=f"ratio {ratio:g}") for ratio in ratios]
+        keys += [
+            Line2D([], [], color="#666666", linestyle="", marker=MARKERS[nth % len(MARKERS)], label=f"batch {batch}")
+            for nth, batch in enumerate(batches)
+        ]
+        figure.legend(handles=keys, loc="outside lower center", ncols=6)
     return figure
 
 
@@ -85,7 +95,7 @@ def time_and_memory_against_ratio(case: Case, backend: str) -> Figure | None:
 
     None where nothing was measured at two ratios or more.
     """
-    level = max((arm.max_downsample for arm in case.arms if arm.arm == TOME and arm.max_downsample), default=None)
+    level = _shallowest(arm for arm in case.arms if arm.arm == TOME)
     starts = {TOME: PLAIN, LIMIT: PLAIN, BUILT_IN: PLAIN, BOTH: EFFICIENT}
     looks = {TOME: (BLUE, "-", "o"), LIMIT: ("#777777", ":", ""), BUILT_IN: (RED, "-", "s"), BOTH: (GREEN, "--", "^")}
     curves: dict[str, list[Arm]] = {}
@@ -109,10 +119,9 @@ def time_and_memory_against_ratio(case: Case, backend: str) -> Figure | None:
         panels = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
         for name, arms in curves.items():
             colour, line, marker = looks[name]
-            label = {TOME: "ToMe", LIMIT: "free-merge limit", BUILT_IN: "built-in ToMe", BOTH: "ToMe + sliced"}[name]
             look = {"color": colour, "linestyle": line, "marker": marker}
             ratios = [arm.ratio for arm in arms]
-            _spread_line(panels[0], ratios, [spread(arm.seconds) for arm in arms], label, **look)
+            _spread_line(panels[0], ratios, [spread(arm.seconds) for arm in arms], SHORT_NAMES[name], **look)
             if has_memory and name != LIMIT:
                 counted = [(arm.ratio, arm.peak_memory_bytes / 1e9) for arm in arms if arm.peak_memory_bytes]
                 panels[1].plot(*zip(*counted, strict=True), markersize=5, **look) if counted else None
@@ -125,78 +134,89 @@ def time_and_memory_against_ratio(case: Case, backend: str) -> Figure | None:
 
 
 def distance_from_limit(cases: Sequence[Case]) -> Figure | None:
-    """Bars: how much longer than the free-merge limit each case takes at each ratio, with the target as a line."""
-    found: dict[str, dict[float, Spread]] = {}
+    """Bars: how much longer than the free-merge limit each case takes at each ratio, with the target as a line.
+
+    A panel for each backend.
+    """
+    found: dict[str, dict[str, dict[float, Spread]]] = {}
     for case in cases:
         for arm in case.arms:
-            distance = case.distance(arm) if arm.arm in LINES else None
+            distance = case.distance(arm) if arm.arm in OURS else None
             if distance:
-                sliced = "\nsliced" if arm.arm == BOTH else ""
-                place = f"{case.size} px, batch {case.batch}\n{arm.backend}{_level(arm.max_downsample)}{sliced}"
-                found.setdefault(place, {})[arm.ratio] = distance
+                below = ("\nsliced" if arm.arm == BOTH else "") + _level(arm.max_downsample)
+                place = case.shape.replace(", ", "\n") + below
+                found.setdefault(arm.backend, {}).setdefault(place, {})[arm.ratio] = distance
     if not found:
         return None
-    ratios = sorted({ratio for bars in found.values() for ratio in bars})
+    ratios = sorted({ratio for places in found.values() for bars in places.values() for ratio in bars})
+    thick = 0.8 / len(ratios)
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(4.4)
-        thick = 0.8 / len(ratios)
-        for nth, ratio in enumerate(ratios):
-            bars = [(place, each[ratio]) for place, each in enumerate(found.values()) if ratio in each]
-            at = [place + (nth - (len(ratios) - 1) / 2) * thick for place, _ in bars]
-            heights = [100 * each.median for _, each in bars]
-            errors = [
-                [100 * (each.median - each.low) for _, each in bars],
-                [100 * (each.high - each.median) for _, each in bars],
-            ]
-            colour = RATIO_COLOURS[nth % len(RATIO_COLOURS)]
-            axes.bar(at, heights, thick * 0.92, yerr=errors, color=colour, label=f"{ratio:g}",
-                     error_kw={"linewidth": 0.8, "ecolor": "#444444"})  # fmt: skip
-        axes.axhline(100 * TARGET, color=RED, linewidth=1.2, linestyle="--", label=f"target, {TARGET:.0%}")
-        axes.axhline(0, color="#666666", linewidth=1)
-        axes.grid(axis="x", visible=False)
-        axes.set_xticks(range(len(found)), list(found), fontsize=10 if len(found) < 6 else 8)
-        axes.set_ylabel("time above the free-merge limit (%)")
-        axes.set_title(f"Distance from the limit, {_subject(cases[0])}", loc="left", fontsize=11.5)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title="ratio")
+        figure = Figure(figsize=(WIDTH, 1.2 + 2.8 * len(found)), layout="constrained")
+        panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+        for panel, (backend, places) in zip(panels, found.items(), strict=True):
+            for nth, ratio in enumerate(ratios):
+                bars = {place: each[ratio] for place, each in enumerate(places.values()) if ratio in each}
+                colour = mpl.colormaps["viridis"](0.9 - 0.8 * nth / max(len(ratios) - 1, 1))
+                at = [place + (nth - (len(ratios) - 1) / 2) * thick for place in bars]
+                _bars(panel, at, list(bars.values()), thick * 0.92, 100, color=colour, label=f"{ratio:g}")
+            panel.axhline(100 * TARGET, color=RED, linewidth=1.2, linestyle="--", label=f"target, {100 * TARGET:g} %")
+            panel.axhline(0, color="#666666", linewidth=1)
+            panel.grid(axis="x", visible=False)
+            panel.set_xticks(range(len(places)), list(places), fontsize=10 if len(places) <= 8 else 7)
+            panel.set_title(backend, fontsize=11)
+        figure.supylabel("time above the free-merge limit (%)", fontsize=11)
+        figure.suptitle(f"Distance from the limit, {_subject(cases[0])}", fontsize=11.5, x=0.02, ha="left")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", title="ratio")
     return figure
 
 
 def eager_against_predictor(cases: Sequence[Case], ratio: float = 0.5) -> Figure | None:
-    """Bars: times faster than eager plain; eager and predictor, each plain and merged at `ratio`."""
-    wanted = [(EAGER, TOME, SKY), (PREDICTOR, PLAIN, ORANGE), (PREDICTOR, TOME, RED)]
-    rows: list[tuple[Case, list[Spread | None]]] = []
-    for case in cases:
-        reference = case.find(PLAIN, EAGER)
-        if reference is None or case.find(PLAIN, PREDICTOR) is None:
-            continue
-        arms = [next((a for a in case.arms if (a.arm, a.backend) == (name, backend) and a.ratio in (0, ratio)), None)
-                for backend, name, _ in wanted]  # fmt: skip
-        rows.append((case, [case.times_faster(arm, reference) if arm else None for arm in arms]))
-    if not any(speed for _, speeds in rows for speed in speeds):
+    """Bars: times faster than eager plain; ToMe in eager, and the predictor plain and with ToMe, at `ratio`.
+
+    None where no case has plain arms in both backends.
+    """
+    both = [case for case in cases if case.find(PLAIN, EAGER) and case.find(PLAIN, PREDICTOR)]
+    level = _shallowest(arm for case in both for arm in case.arms if arm.arm == TOME)
+    drawn = [
+        (EAGER, TOME, f"eager, ToMe {ratio:g}", SKY),
+        (PREDICTOR, PLAIN, "predictor, plain", ORANGE),
+        (PREDICTOR, TOME, f"predictor, ToMe {ratio:g}", RED),
+    ]
+    bars: dict[str, dict[int, Spread]] = {}
+    for place, case in enumerate(both):
+        for backend, name, label, _ in drawn:
+            arm = case.find(name, backend, ratio, level)
+            faster = case.times_faster(arm, case.find(PLAIN, EAGER)) if arm else None
+            if faster:
+                bars.setdefault(label, {})[place] = faster
+    if not bars:
         return None
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(4.2)
-        for nth, (backend, name, colour) in enumerate(wanted):
-            bars = [(place + (nth - 1) * 0.27, speeds[nth]) for place, (_, speeds) in enumerate(rows) if speeds[nth]]
-            heights = [each.median for _, each in bars if each]
-            errors = [[each.median - each.low for _, each in bars if each],
-                      [each.high - each.median for _, each in bars if each]]  # fmt: skip
-            label = f"{backend}, {_plain_name(name)}" + (f" {ratio:g}" if name == TOME else "")
-            drawn = axes.bar([at for at, _ in bars], heights, 0.25, yerr=errors, color=colour, label=label,
-                             error_kw={"linewidth": 0.8, "ecolor": "#444444"})  # fmt: skip
-            axes.bar_label(drawn, fmt="%.2f×", fontsize=9, padding=2)
+        figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for nth, (_, _, label, colour) in enumerate(drawn):
+            found = bars.get(label, {})
+            at = [place + (nth - 1) * 0.28 for place in found]
+            _bars(axes, at, list(found.values()), 0.26, 1, color=colour, label=label)
+            for x, faster in zip(at, found.values(), strict=True):
+                axes.text(x, faster.high, f"{faster.median:.2f}", ha="center", va="bottom", fontsize=8)
         axes.axhline(1, color="#666666", linewidth=1)
         axes.grid(axis="x", visible=False)
-        axes.set_xticks(range(len(rows)), [case.shape.replace(", ", "\n") for case, _ in rows], fontsize=10)
+        axes.set_xticks(range(len(both)), [case.shape.replace(", ", "\n") for case in both], fontsize=10)
         axes.set_ylabel("times faster than eager, plain")
         axes.set_title(f"Eager and predictor, {_subject(cases[0])}", loc="left", fontsize=11.5)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots()
+def _bars(axes: Axes, at: Sequence[float], found: Sequence[Spread], width: float, scale: float, **look: Any) -> None:
+    """Medians as bars, quartiles as error bars."""
+    heights = [scale * each.median for each in found]
+    errors = [
+        [scale * (each.median - each.low) for each in found],
+        [scale * (each.high - each.median) for each in found],
+    ]
+    axes.bar(at, heights, width, yerr=errors, error_kw={"linewidth": 0.8, "ecolor": "#444444"}, **look)
 
 
 def _spread_line(axes: Axes, xs: Sequence[float], ys: Sequence[Spread], label: str, **look: Any) -> None:
@@ -213,9 +233,10 @@ def _subject(case: Case) -> str:
     return case.name.rsplit(f", {case.shape}", 1)[0]
 
 
-def _plain_name(arm: str) -> str:
-    return {PLAIN: "plain", TOME: "ToMe", BOTH: "ToMe + sliced"}[arm]
+def _shallowest(arms: Iterable[Arm]) -> int | None:
+    """The first of the levels that were asked for; None, the model's own, comes before all others."""
+    return min((arm.max_downsample for arm in arms), key=lambda level: level or 0, default=None)
 
 
 def _level(max_downsample: int | None) -> str:
-    return "" if max_downsample is None else f", level ≤ {max_downsample}"
+    return "" if max_downsample is None else f"\nlevel ≤ {max_downsample}"

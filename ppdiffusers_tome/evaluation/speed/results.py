@@ -157,13 +157,15 @@ class Result:
     command: str
     commit: str
     environment: dict[str, Any]
+    rounds: int
+    threads: int
     cases: tuple[Case, ...]
 
     @property
     def machine(self) -> tuple:
         """What must be equal for seconds to be put side by side."""
-        names = ("machine", "device", "paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "threads")
-        return tuple(str(self.environment.get(name)) for name in names)
+        names = ("machine", "device", "paddlepaddle", "paddlepaddle-gpu", "ppdiffusers")
+        return self.threads, *(str(self.environment.get(name)) for name in names)
 
 
 def parse(data: dict[str, Any], source: Path | str) -> Result:
@@ -182,12 +184,13 @@ def parse(data: dict[str, Any], source: Path | str) -> Result:
         )
     try:
         cases = tuple(_case(each) for each in data["cases"])
-        result = Result(Path(source), data["command"], data["commit"], data["environment"], cases)
+        known = {name: data[name] for name in ("command", "commit", "environment", "rounds", "threads")}
+        result = Result(path=Path(source), cases=cases, **known)
     except (KeyError, TypeError) as error:
         raise ToMeConfigError(f"{source}: not a whole speed result, {error!r}: measure it again.") from error
     for case in cases:
         for arm in case.arms:
-            rounds = data["rounds"] if arm.is_measured else 0
+            rounds = result.rounds if arm.is_measured else 0
             if len(arm.seconds) != rounds or any(taken <= 0 for taken in arm.seconds):
                 raise ToMeConfigError(
                     f"{source}: {case.name}: {arm.name} is {arm.status!r} and has seconds={list(arm.seconds)!r}: "

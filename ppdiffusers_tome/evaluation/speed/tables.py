@@ -20,7 +20,7 @@ Each ratio of times is taken within rounds, in which all arms of a case take tur
 square brackets. Per cents in round brackets are time or memory saved against plain in the same backend, negative where
 more is needed. The free-merge limit computes over as few tokens without choosing or moving any: what it draws is
 wrong, and no merging can be faster. Memory is the peak of Paddle's own counter in one pass, weights included.
-Machines are shared and noisy: read ratios, not seconds. Merging is lossy: how far pictures change is another report."""
+Machines are shared and noisy: read ratios, not seconds. Merging is lossy: how far pictures change, evaluate tells."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ def write_report(files: Sequence[Path], output: Path | None) -> str:
     lines = ["# Speed and memory", "", *findings([case for result in results for case in result.cases]), ""]
     lines += [INTRODUCTION, ""]
     if skipped:
-        lines += ["Not in this report, for they are no speed results: "]
+        lines += ["Not in this report, for they are no speed results:"]
         lines += [", ".join(f"{_link(file, output)} ({kind})" for file, kind in skipped) + ".", ""]
     for group in groups:
         shown = [name for name in figures if name.startswith(f"speed_{group.slug}_")] if output else []
@@ -126,7 +126,7 @@ def _section(group: Group, output: Path | None, shown: Sequence[str]) -> list[st
         lines += _backend_section(group.cases, backend, has_theirs=nth == 0)
     tables = {
         "Slower than without merging": details.slower_lines(group.cases),
-        f"Distance from the free-merge limit (target: {plots.TARGET:.0%} or less)": details.distances(group.cases),
+        f"Distance from the free-merge limit, target {100 * plots.TARGET:g} %": details.distances(group.cases),
         "Share of the merging blocks' time": details.shares(group.cases),
         "Against ppdiffusers' built-in ToMe": details.built_in(group.cases),
         "Against PyTorch with diffusers and tomesd": details.torch(group.cases),
@@ -173,6 +173,8 @@ def _by_batch(
     lines = []
     for size in sorted({case.size for case in cases}):
         of_size = [case for case in cases if case.size == size]
+        if len(of_size) == 1:
+            continue  # the table by ratio says it all
         words = " / ".join(f"{ratio:g}" for ratio in ratios)
         lines += [f"### Time by batch, {size} px, ratio {words}, {backend}{level_words(level)}", ""]
         lines += [*layouts.by_batch(of_size, backend, ratios, level), ""]
@@ -191,7 +193,8 @@ def _sources(group: Group, output: Path | None) -> list[str]:
         )
         versions = ", ".join([*paddle, f"Python {about.get('python')}"])
         lines.append(
-            f"- {_link(result.path, output)}: {machine}; {versions}; commit {result.commit}; `{result.command}`"
+            f"- {_link(result.path, output)}: {machine}; {versions}; commit {result.commit}; "
+            f"{result.rounds} rounds; `{result.command}`"
         )
     return lines
 
