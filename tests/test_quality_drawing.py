@@ -54,7 +54,7 @@ def test_pictures_that_failed_are_said_and_the_rest_is_kept(tmp_path):
             yield batch[0], Failure("no such picture")
             yield batch[1], b"png"
 
-    with pytest.raises(ToMeError, match="1 pictures of 0.5 failed, the first of 'a fox': no such picture"):
+    with pytest.raises(ToMeError, match=r"1 pictures of 0\.5 failed, the first of 'a fox': no such picture"):
         draw(PLAN, HALF, tmp_path, drawer, batch=2)
     assert len(picture_paths(folder_of(HALF, tmp_path))) == 1
     draw(PLAN, HALF, tmp_path, lambda batches: [(batches[0][0], b"png")], batch=2)
@@ -98,7 +98,7 @@ def test_folders_without_pictures_are_refused(tmp_path):
 
 def test_pytorch_needs_an_interpreter():
     setting = study((0.5,), (), tomesd=(0.5,))[1]
-    with pytest.raises(ToMeConfigError, match="name an interpreter"), drawing.open_torch(PLAN, setting):
+    with pytest.raises(ToMeConfigError, match="name an interpreter"), drawing.open_torch(PLAN, setting, {}):
         pass
 
 

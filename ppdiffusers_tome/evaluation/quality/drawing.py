@@ -21,7 +21,7 @@ from ...serving.jobs import LARGEST_SEED, Job
 from ...serving.offline import Drawer, draw_here, draw_identified
 from ...serving.prompts import Prompt
 from .engines import TorchEngine, load_eager, without_ratio
-from .settings import Setting
+from .settings import PLAIN, Setting
 
 PLAN = "plan.json"
 BACKENDS = ("predictor", "eager")
@@ -130,7 +130,7 @@ def _is_exported(folder: Path, plan: Plan, ratios: Sequence[float]) -> bool:
 
 
 @contextmanager
-def open_torch(plan: Plan, setting: Setting) -> Iterator[tuple[Drawer, dict[str, Any]]]:
+def open_torch(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> Iterator[tuple[Drawer, dict[str, Any]]]:
     """A drawer for a setting of PyTorch, whose process runs as long as the context, and that process's versions.
 
     Raises:
@@ -139,7 +139,7 @@ def open_torch(plan: Plan, setting: Setting) -> Iterator[tuple[Drawer, dict[str,
     """
     if plan.torch_python is None:
         raise ToMeConfigError(f"{setting.name} is drawn in PyTorch: name an interpreter that has it (--torch-python).")
-    engine = TorchEngine(plan.torch_python, plan.model, setting.config, plan.threads)
+    engine = TorchEngine(plan.torch_python, plan.model, setting.config, plan.threads, exported.get(PLAIN))
     try:
         yield draw_here(lambda: engine), engine.about
     finally:

@@ -15,6 +15,7 @@ from ppdiffusers.models.unet_2d_condition import UNet2DConditionOutput
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
+from ...inference import load_pipeline
 from ...inference.loading import load_for_export
 from ...serving.engine import Engine
 from ...serving.jobs import Job
@@ -84,13 +85,16 @@ class TorchEngine(Engine):
         model: folder of a StableDiffusionPipeline.
         config: what tomesd is told; it has no seed, and draws its random dst anew in every pass.
         threads: that PyTorch computes with.
+        exported: a folder whose programs do the rest, for one that was exported from `model`; None: the models themselves.
 
     Raises:
         ToMeError: PyTorch's process fails.
         ToMeConfigError: the pipeline is not a StableDiffusionPipeline.
     """
 
-    def __init__(self, python: str, model: str, config: ToMeConfig, threads: int) -> None:
+    def __init__(
+        self, python: str, model: str, config: ToMeConfig, threads: int, exported: Path | None = None
+    ) -> None:
         pipe = load_for_export(model, safety_checker=False)
         if type(pipe) is not StableDiffusionPipeline:
             raise ToMeConfigError(
@@ -102,7 +106,8 @@ class TorchEngine(Engine):
         self._arm = TorchArm(python, Path(self._folder.name), pipe.unet, threads, merging)
         self.about = self._arm.about
         stand_in = TorchUNet(pipe.unet, self._arm)
-        others = {name: part for name, part in pipe.components.items() if name != "unet"}
+        rest = pipe if exported is None else load_pipeline(exported, threads=threads)
+        others = {name: part for name, part in rest.components.items() if name != "unet"}
         torch_pipe = StableDiffusionPipeline(unet=stand_in, **others, requires_safety_checker=False)
         super().__init__(torch_pipe, name=f"{model} in PyTorch")
 

@@ -71,7 +71,7 @@ def evaluate(
     about_torch = None
     for setting in tqdm(everything, desc="settings", unit="setting", disable=None):
         if setting.group == TOMESD:
-            with open_torch(plan, setting) as (drawer, about_torch):
+            with open_torch(plan, setting, exported) as (drawer, about_torch):
                 draw(plan, setting, out, drawer, batch)
         else:
             draw(plan, setting, out, make_drawer(loader(plan, setting, exported)), batch)
