@@ -1,4 +1,4 @@
-"""A whole evaluation on a tiny model: every number is there, known differences are seen, a second run draws nothing."""
+"""A whole evaluation on a tiny model: every number is there, known differences are seen, nothing is drawn twice."""
 
 import json
 

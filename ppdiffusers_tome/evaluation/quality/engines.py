@@ -85,7 +85,7 @@ class TorchEngine(Engine):
         model: folder of a StableDiffusionPipeline.
         config: what tomesd is told; it has no seed, and draws its random dst anew in every pass.
         threads: that PyTorch computes with.
-        exported: a folder whose programs do the rest, for one that was exported from `model`; None: the models themselves.
+        exported: a folder exported from `model`, whose programs do the rest; None: the models themselves.
 
     Raises:
         ToMeError: PyTorch's process fails.

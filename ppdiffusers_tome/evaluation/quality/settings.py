@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 
-RATIOS = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)
+RATIOS = (0.1, 0.25, 0.5, 0.75)
 ABLATIONS = ("use_rand", "max_downsample", "layers")
 TOMESD = "tomesd"
 LAYERS = (("merge_crossattn",), ("merge_mlp",), ("merge_crossattn", "merge_mlp"))
