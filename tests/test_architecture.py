@@ -58,6 +58,7 @@ ORDER = [
     ["evaluation.speed"],
     ["evaluation.quality.torch_files", "evaluation.quality.settings", "evaluation.quality.sheets"],
     ["evaluation.quality.efficientnet", "evaluation.quality.perceptual"],
+    ["evaluation.quality.recording", "evaluation.quality.findings"],
     ["evaluation.quality.distances", "evaluation.quality.merge_maps", "evaluation.quality.plots"],
     ["evaluation.quality.engines"],
     ["evaluation.quality.drawing"],
