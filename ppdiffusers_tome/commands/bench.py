@@ -1,27 +1,37 @@
-"""`bench`: time things."""
+"""`bench`: time models and operations, and report what was timed."""
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeConfigError
 from ..evaluation.benchmark import OpsCase, format_ops, time_ops
-from ..evaluation.inference import measure_all
-from ..evaluation.inference_cases import Measurement, cases
-from ..evaluation.inference_report import format_inference
+from ..evaluation.environment import usable_cores
+from ..evaluation.speed.architectures import ARCHITECTURES
+from ..evaluation.speed.cases import ARMS, BACKENDS, DTYPES, EAGER, SCOPES, TORCH, ArmPlan, Case, plan_arms
+from ..evaluation.speed.runner import Settings, measure_all
+from ..evaluation.speed.summary import format_result
 from ..evaluation.torch_arm import why_not
+
+BUNDLED = Path("examples/emoji_sd")
+QUICK = {"ratio": [0.5], "max_downsample": [None], "rounds": 2, "warm_up": 1, "backend": list(BACKENDS)}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add `bench` and what it times to the command line."""
-    bench = commands.add_parser("bench", help="time things").add_subparsers(dest="what", required=True)
-    ops = bench.add_parser(
+    """Add `bench` and what belongs to it to the command line."""
+    about = "Time a UNet, one of its blocks or a pipeline: plain, merged, and what merging is measured against."
+    bench = commands.add_parser(
+        "bench", help="time things", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    _add_options(bench)
+    bench.set_defaults(run=_speed)
+    others = bench.add_subparsers(dest="what")
+    ops = others.add_parser(
         "ops",
         help="merge, unmerge and plan against the functions that ppdiffusers ships",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -31,68 +41,108 @@ def add(commands: argparse._SubParsersAction) -> None:
     ops.add_argument("--repeats", type=int, default=20, help="timed rounds")
     ops.add_argument("--output", type=Path, help="write the result, with machine and versions, to this JSON file")
     ops.set_defaults(run=_ops)
-    inference = bench.add_parser(
-        "inference",
-        help="a UNet's pass: eager, Paddle Inference, PyTorch + tomesd; plain, merged and at the free-merge limit",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    report = others.add_parser("report", help="tables and plots of what `bench` wrote")
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result files")
+    report.add_argument("--output", type=Path, metavar="DIR", help="write the report and its plots here")
+    report.add_argument("--compare", type=Path, metavar="OLD", help="an older result file: print what became slower")
+    report.set_defaults(run=_report)
+
+
+def _add_options(bench: argparse.ArgumentParser) -> None:
+    what = bench.add_argument_group("what is timed; several values are measured each with each")
+    model = what.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="a pipeline's folder")
+    model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help="a UNet of random weights")
+    what.add_argument("--scope", choices=SCOPES, default="unet", help="of the model")
+    what.add_argument("--size", type=int, nargs="+", default=[512], help="px, of square pictures")
+    what.add_argument("--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, pictures of a pipeline")
+    what.add_argument("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75")
+    what.add_argument(
+        "--max-downsample", type=int, nargs="+", default=[None], help="deepest levels; none: the first with attention"
     )
-    inference.add_argument("--cases", nargs="+", help="some of tiny, emoji-32, emoji-64, sd15-top-64", default=None)
-    inference.add_argument("--quick", action="store_true", help="the tiny case in 3 rounds: shows that all works")
-    inference.add_argument("--model", type=Path, default=Path("examples/emoji_sd"), help="the bundled model's folder")
-    inference.add_argument("--ratio", type=float, default=0.5, help="share of tokens to merge")
-    inference.add_argument("--rounds", type=int, default=9, help="timed rounds")
-    inference.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every arm")
-    inference.add_argument(
-        "--torch-python", help="interpreter that has torch, diffusers and tomesd; else not measured"
-    )
-    inference.add_argument("--json", type=Path, help="write the result, with machine and versions, to this file")
-    inference.set_defaults(run=_inference)
+    what.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs")
+    what.add_argument("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="Paddle's")
+    what.add_argument("--arms", choices=ARMS, nargs="+", help="what is compared; none: all")
+    what.add_argument("--steps", type=int, default=20, help="of a pipeline")
+    what.add_argument("--guidance", type=float, default=7.5, help="of a pipeline")
+    how = bench.add_argument_group("how")
+    how.add_argument("--rounds", type=int, default=5, help="timed passes of each arm, taking turns")
+    how.add_argument("--warm-up", type=int, default=1, help="passes of each arm before")
+    how.add_argument("--threads", type=int, default=usable_cores(), help="of every arm")
+    how.add_argument("--memory-limit", type=float, metavar="GB", help="for weights and a pass; none: what there is")
+    how.add_argument("--torch-python", help="interpreter with torch, diffusers and tomesd; none: this one")
+    how.add_argument("--quick", action="store_true", help="tiny models in 2 rounds: shows that all works")
+    how.add_argument("--output", type=Path, default=Path("outputs/bench.json"), help="the result's file")
+    how.add_argument("--restart", action="store_true", help="do not go on with a run that was killed")
+
+
+def _speed(options: argparse.Namespace, given: Sequence[str]) -> int:
+    if options.quick:
+        vars(options).update(QUICK)
+    if options.output.is_dir():
+        raise ToMeConfigError(f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json.")
+    wanted = options.arms or list(ARMS)
+    python, without_torch = _torch(options) if TORCH in wanted else (None, None)
+    settings = Settings(options.rounds, options.warm_up, options.threads, options.memory_limit, python)
+    planned: list[tuple[Case, list[ArmPlan]]] = []
+    for case in _cases(options):
+        case.check()
+        arms = plan_arms(case, wanted, options.backend, options.ratio, options.max_downsample, without_torch)
+        planned.append((case, arms))
+    command = shlex.join(["python", "-m", "ppdiffusers_tome", *given])
+    print(format_result(measure_all(planned, settings, options.output, command, options.restart)))
+    print(f"written to {options.output}")
+    return 0
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    if options.quick:
+        bundled = [Case(str(BUNDLED), size=128)] if BUNDLED.is_dir() else []
+        return [Case("tiny", size=128), *bundled]
+    # A folder that has an architecture's name is told from it by its path.
+    model = options.architecture if options.model is None else str(options.model)
+    model = f"./{model}" if options.model is not None and model in ARCHITECTURES else model
+    drawing = {"steps": options.steps, "guidance": options.guidance} if options.scope == "pipeline" else {}
+    return [
+        Case(model, options.scope, size, batch, dtype, **drawing)
+        for dtype, size, batch in product(options.dtype, options.size, options.batch)
+    ]
+
+
+def _torch(options: argparse.Namespace) -> tuple[str, str | None]:
+    """The interpreter for the backend PyTorch, and why it is of no use; an error where it was asked for."""
+    python = options.torch_python or sys.executable
+    reason = why_not(python)
+    if reason and (options.torch_python or options.arms):
+        raise ToMeConfigError(f"--torch-python {python} is of no use: {reason}")
+    return python, reason
+
+
+def _report(options: argparse.Namespace, given: Sequence[str]) -> int:
+    from ..evaluation.speed.compare import compare
+    from ..evaluation.speed.tables import write_report
+
+    if options.compare:
+        old = _read(options.compare)
+        for file in options.files:
+            print(compare(old, _read(file)))
+        return 0
+    print(write_report(options.files, options.output))
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ToMeConfigError(f"{path} is no result file: {error}") from None
 
 
 def _ops(options: argparse.Namespace, given: Sequence[str]) -> int:
     case = OpsCase(options.batch, options.height, options.width, options.channels, options.ratio)
     result = {"command": shlex.join(["python", "-m", "ppdiffusers_tome", *given]), **time_ops(case, options.repeats)}
     print(format_ops(result))
-    _write(options.output, result)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def _inference(options: argparse.Namespace, given: Sequence[str]) -> int:
-    if options.threads >= 1 and os.environ.get("OMP_NUM_THREADS") != str(options.threads):
-        # Eager Paddle reads it once, when it is imported, and that has happened.
-        again = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", *given]
-        return subprocess.run(again, env={**os.environ, "OMP_NUM_THREADS": str(options.threads)}).returncode
-    known = cases(options.model)
-    names = options.cases or (["tiny"] if options.quick else [name for name in known if name != "tiny"])
-    if unknown := [name for name in names if name not in known]:
-        raise ToMeConfigError(f"--cases {unknown[0]} is not allowed: it must be some of {', '.join(known)}.")
-    if options.torch_python and (reason := why_not(options.torch_python)):
-        raise ToMeConfigError(f"--torch-python {options.torch_python} is of no use: {reason}")
-    rounds = 3 if options.quick else options.rounds
-    how = Measurement(options.ratio, rounds, options.threads, options.torch_python or sys.executable)
-    command = shlex.join(["python", "-m", "ppdiffusers_tome", *given])
-    result = {"command": command, "commit": _commit(), **measure_all([known[name] for name in names], how)}
-    print(format_inference(result))
-    _write(options.json, result)
-    return 0
-
-
-def _commit() -> str:
-    """The checkout's commit, with "+" where tracked files of the package differ from it; "none" outside of one."""
-    package = Path(__file__).parents[1]
-    found: list[str] = []
-    for question in ("rev-parse --short HEAD", "status --porcelain -uno -- ."):
-        try:
-            done = subprocess.run(["git", *question.split()], cwd=package, capture_output=True, text=True)
-        except OSError:
-            return "none"
-        if done.returncode:
-            return "none"
-        found.append(done.stdout.strip())
-    return found[0] + ("+" if found[1] else "")
-
-
-def _write(path: Path | None, result: dict[str, Any]) -> None:
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,9 @@
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import paddle
@@ -11,16 +13,52 @@ from .._version import __version__
 
 
 def describe_environment() -> dict[str, Any]:
-    """Machine, device, threads and versions, ready for JSON."""
+    """Machine, memory, device, threads and versions, ready for JSON."""
     return {
         "machine": _processor(),
         "cores": os.cpu_count(),
+        "usable cores": usable_cores(),
+        "memory_gb": _memory_gb(),
         "threads": os.environ.get("OMP_NUM_THREADS", "1 (OMP_NUM_THREADS is not set)"),
-        "device": paddle.get_device(),
+        "device": _device(),
         "python": platform.python_version(),
         "ppdiffusers_tome": __version__,
         **{name: _version(name) for name in ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy")},
     }
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def commit() -> str:
+    """The checkout's commit, with "+" where tracked files of the package differ from it; "none" outside of one."""
+    package = Path(__file__).parents[1]
+    found: list[str] = []
+    for question in ("rev-parse --short HEAD", "status --porcelain -uno -- ."):
+        try:
+            done = subprocess.run(["git", *question.split()], cwd=package, capture_output=True, text=True)
+        except OSError:
+            return "none"
+        if done.returncode:
+            return "none"
+        found.append(done.stdout.strip())
+    return found[0] + ("+" if found[1] else "")
+
+
+def _device() -> str:
+    """Paddle's name of the device, and the GPU's own."""
+    device = paddle.get_device()
+    return device if device == "cpu" else f"{device}: {paddle.device.cuda.get_device_name()}"
+
+
+def _memory_gb() -> float | None:
+    """The machine's memory in 10⁹ bytes; None where the system does not tell."""
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 def _processor() -> str:

@@ -36,14 +36,13 @@ def torch_weights(model: nn.Layer) -> dict[str, np.ndarray]:
 
 
 class TorchArm:
-    """A worker process with one model, plain and merged by tomesd. Use as a context: leaving it ends the process.
+    """A worker process with one model, in which tomesd merges when asked. A context: leaving it ends the process.
 
     Args:
         python: the interpreter.
         folder: where weights, inputs and outputs are exchanged.
         unet: a UNet2DConditionModel without merging.
         threads: that PyTorch computes with.
-        merging: tomesd's arguments.
 
     Raises:
         ToMeError: the process ended, or says what went wrong.
@@ -55,7 +54,6 @@ class TorchArm:
         folder: Path,
         unet: nn.Layer,
         threads: int,
-        merging: Mapping[str, Any],
     ) -> None:
         self._inputs, self._output = folder / "inputs.npz", folder / "output.npy"
         weights = folder / "weights.npz"
@@ -69,7 +67,7 @@ class TorchArm:
         )
         try:
             config = {name: value for name, value in dict(unet.config).items() if not name.startswith("_")}
-            asked = {"threads": threads, "config": config, "weights": str(weights), "merging": dict(merging)}
+            asked = {"threads": threads, "config": config, "weights": str(weights)}
             self.about = self._ask(do="load", **asked)
         except BaseException:
             self.close()
@@ -83,17 +81,22 @@ class TorchArm:
         self.close()
 
     def take(self, inputs: Mapping[str, np.ndarray]) -> None:
-        """Run on these from now on: "sample", "timestep" and "text"."""
+        """Run on these from now on: "sample", "timestep", "encoder_hidden_states"; SDXL's others too."""
         np.savez(self._inputs, **inputs)
         self._ask(do="take", inputs=str(self._inputs))
 
-    def seconds(self, model: str) -> float:
-        """Time one pass of "plain" or "tomesd"."""
-        return float(self._ask(do="run", model=model)["seconds"])
+    @property
+    def process(self) -> int:
+        """The worker's process number."""
+        return self._process.pid
 
-    def output(self, model: str) -> np.ndarray:
-        """What one pass predicts."""
-        self._ask(do="run", model=model, output=str(self._output))
+    def seconds(self, merging: Mapping[str, Any] | None) -> float:
+        """Time one pass, merged by tomesd with these arguments; None merges nothing."""
+        return float(self._ask(do="run", merging=merging)["seconds"])
+
+    def output(self, merging: Mapping[str, Any] | None) -> np.ndarray:
+        """What one pass predicts; merging as in `seconds`."""
+        self._ask(do="run", merging=merging, output=str(self._output))
         return np.load(self._output)
 
     def close(self) -> None:

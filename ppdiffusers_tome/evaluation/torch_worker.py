@@ -5,7 +5,6 @@ in a read and uses no processor. Requests: `load`, `take` and `run`; the end of 
 "error" tells what went wrong.
 """
 
-import copy
 import inspect
 import json
 import os
@@ -18,12 +17,11 @@ from typing import Any
 
 
 class Models:
-    """A plain UNet and its copy that tomesd merges in, with the inputs of their runs."""
+    """A UNet in which tomesd merges where it is asked, with the inputs of its runs."""
 
-    def load(self, threads: int, config: dict[str, Any], weights: str, merging: dict[str, Any]) -> dict[str, Any]:
-        """Build both from a config and a NumPy archive of weights."""
+    def load(self, threads: int, config: dict[str, Any], weights: str) -> dict[str, Any]:
+        """Build it from a config and a NumPy archive of weights."""
         import numpy as np
-        import tomesd
         import torch
         from diffusers import UNet2DConditionModel
 
@@ -32,40 +30,52 @@ class Models:
         unet = UNet2DConditionModel(**{name: value for name, value in config.items() if name in known}).eval()
         with np.load(weights) as arrays:
             unet.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files}, strict=True)
-        merged = copy.deepcopy(unet)
-        tomesd.apply_patch(merged, **merging)
-        blocks = [layer for layer in merged.modules() if type(layer).__name__ == "ToMeBlock"]
-        for block in blocks:  # read by tomesd's copy of an old forward; newer diffusers may lack them
-            for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
-                if not hasattr(block, name):
-                    setattr(block, name, False)
-        self._torch, self._models = torch, {"plain": unet, "tomesd": merged}
+        self._torch, self._unet, self._merging = torch, unet, None
         return {
-            "blocks": len(blocks),
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "diffusers", "tomesd")},
         }
 
     def take(self, inputs: str) -> dict[str, Any]:
-        """Read the inputs of the runs to come from a NumPy archive; by position, for tomesd does not see keywords."""
+        """Read the inputs of the runs to come from a NumPy archive."""
         import numpy as np
 
         with np.load(inputs) as arrays:
-            self._inputs = [self._torch.from_numpy(arrays[name]) for name in ("sample", "timestep", "text")]
+            self._inputs = {name: self._torch.from_numpy(arrays[name]) for name in arrays.files}
         return {}
 
-    def run(self, model: str, output: str | None = None) -> dict[str, Any]:
-        """One pass; the seconds it took, and its output as a NumPy file if a path is given."""
+    def run(self, merging: dict[str, Any] | None, output: str | None = None) -> dict[str, Any]:
+        """One pass, merged as asked; the seconds it took, and its output as a NumPy file if a path is given."""
+        self._merge(merging)
+        given = dict(self._inputs)
+        # By position, for tomesd does not see keywords.
+        positional = [given.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
         with self._torch.inference_mode():
             start = time.perf_counter()
-            out = self._models[model](*self._inputs).sample
+            out = self._unet(*positional, added_cond_kwargs=given or None).sample
             seconds = time.perf_counter() - start
         if output:
             import numpy as np
 
             np.save(output, out.numpy())
         return {"seconds": seconds}
+
+    def _merge(self, merging: dict[str, Any] | None) -> None:
+        if merging == self._merging:
+            return
+        import tomesd
+
+        tomesd.remove_patch(self._unet)
+        self._merging = None
+        if merging is not None:
+            tomesd.apply_patch(self._unet, **merging)
+            for block in self._unet.modules():  # read by tomesd's copy of an old forward; newer diffusers may lack them
+                if type(block).__name__ == "ToMeBlock":
+                    for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
+                        if not hasattr(block, name):
+                            setattr(block, name, False)
+        self._merging = merging
 
 
 def main() -> None:

@@ -1,0 +1,215 @@
+"""Runs a measurement: a worker process per case, started again where it dies, and one result file at the end."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ToMeConfigError
+from ..environment import commit, describe_environment
+from . import worker
+from .cases import ArmPlan, Case
+from .memory import is_out_of_memory
+from .partial import Found, Partial
+from .progress import Progress
+
+FORMAT = 1
+PACKAGE = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How cases are measured.
+
+    Args:
+        rounds: timed passes of each arm.
+        warm_up: passes of each arm before, the first of which tells its memory.
+        threads: of every backend.
+        memory_limit_gb: 10⁹ bytes for weights and one pass on the CPU; None: what the machine has.
+        torch_python: interpreter of the backend PyTorch; None where it is not measured.
+    """
+
+    rounds: int = 5
+    warm_up: int = 1
+    threads: int = 1
+    memory_limit_gb: float | None = None
+    torch_python: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "warm_up", "threads"):
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ToMeConfigError(f"--{option} {getattr(self, name)} is not allowed: it must be 1 or more.")
+        if self.memory_limit_gb is not None and not self.memory_limit_gb > 0:
+            raise ToMeConfigError(
+                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be more than 0 GB, or left out."
+            )
+
+
+Cases = Sequence[tuple[Case, Sequence[ArmPlan]]]
+
+
+def measure_all(cases: Cases, settings: Settings, output: Path, command: str, restart: bool = False) -> dict[str, Any]:
+    """Measure cases one after the other and write the result.
+
+    Args:
+        cases: each with its arms, of which those with a reason are not measured.
+        settings: how.
+        output: JSON file that is written at the end. Until then everything that was measured stands in the file
+            `output` + ".partial.jsonl", and a run of the same plan goes on from there.
+        command: for the result.
+        restart: begin again.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ToMeConfigError: there is a partial file of another plan.
+    """
+    plan = {
+        "format": FORMAT,
+        "cases": [{**case.describe(), "arms": [asdict(arm) for arm in arms]} for case, arms in cases],
+        "settings": asdict(settings),
+        "versions": _versions(),
+        "sources": _digest(),
+    }
+    about = {"commit": commit(), "command": command}
+    partial = Partial(output.with_name(output.name + ".partial.jsonl"), plan, about, restart)
+    passes = 1 + settings.warm_up + settings.rounds
+    with Progress([passes * sum(not arm.reason for arm in arms) for _, arms in cases]) as progress:
+        for index, (case, arms) in enumerate(cases):
+            progress.enter(index, case.label)
+            _measure(index, case, [arm for arm in arms if not arm.reason], settings, partial, progress)
+    result = {
+        "kind": "speed",
+        "format": FORMAT,
+        "command": partial.about["command"],
+        "commit": partial.about["commit"],
+        "environment": {**describe_environment(), "threads": str(settings.threads)},
+        **{name: getattr(settings, name) for name in ("rounds", "warm_up", "threads")},
+        "cases": [_case(*each, partial.case(index), settings) for index, each in enumerate(cases)],
+    }
+    _write(output, result)
+    partial.remove()
+    return result
+
+
+def _measure(
+    index: int, case: Case, arms: list[ArmPlan], settings: Settings, partial: Partial, progress: Progress
+) -> None:
+    """Run workers until every arm has every round or has failed."""
+    found = partial.case(index)
+    while not found.is_done and any(arm.label not in found.failed for arm in arms):
+        request = {
+            "case": case.describe(),
+            "arms": [arm.describe() for arm in arms if arm.label not in found.failed],
+            "rounds": [turn for turn in range(settings.rounds) if turn not in found.rounds],
+            "warm_up": settings.warm_up,
+            "threads": settings.threads,
+            "memory_limit": settings.memory_limit_gb and int(settings.memory_limit_gb * 1e9),
+            "torch_python": settings.torch_python,
+            "failed": list(found.failed),
+            "checked": list(found.parity),
+            "weighed": list(found.memory),
+            "shared": list(found.shares),
+        }
+        at = {"arm": None, "what": "starting"}
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", worker.__name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
+                text=True,
+            )
+            assert process.stdin and process.stdout
+            try:
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.close()
+                for line in process.stdout:
+                    event = json.loads(line)
+                    if event["event"] == "begin":
+                        at = event
+                    progress.see(event)
+                    partial.note(index, event)
+                status = process.wait()
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+            if status:
+                errors.seek(0)
+                _died(index, at, status, errors.read(), arms, partial)
+            else:
+                partial.note(index, {"event": "done"})
+
+
+def _died(
+    index: int, at: dict[str, Any], status: int, errors: str, arms: list[ArmPlan], partial: Partial
+) -> None:
+    """Note what the worker was at when it ended; where it was at no arm in particular, no arm can be measured."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    last = next((line for line in reversed(lines) if "Error" in line or "what()" in line), lines[-1] if lines else "")
+    ended = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    is_memory = status == -signal.SIGKILL or is_out_of_memory(errors)
+    failure = {
+        "event": "failed",
+        "status": "out of memory" if is_memory else "error",
+        "reason": f"the process ended {ended} at {at['what']}{': ' + last[:300] if last else ''}",
+    }
+    left = [arm.label for arm in arms if arm.label not in partial.case(index).failed]
+    for label in [at["arm"]] if at["arm"] else left:
+        partial.note(index, {**failure, "arm": label})
+
+
+def _case(case: Case, arms: Sequence[ArmPlan], found: Found, settings: Settings) -> dict[str, Any]:
+    return {
+        **case.describe(),
+        "latent": list(case.architecture.latent(case.size)),
+        "tokens": case.architecture.first_grid(case.size).tokens,
+        "memory_limit_gb": settings.memory_limit_gb,
+        "arms": [_arm(case, arm, found) for arm in arms],
+    }
+
+
+def _arm(case: Case, arm: ArmPlan, found: Found) -> dict[str, Any]:
+    failure = {"status": "not measured", "reason": arm.reason} if arm.reason else found.failed.get(arm.label)
+    label = arm.label
+    return {
+        **arm.describe(),
+        "attention": arm.attention,
+        "kept": case.kept(arm.config),
+        **(failure or {"status": "measured", "reason": None}),
+        "seconds": [] if failure else found.seconds(label),
+        "parity": found.parity.get(label),
+        "peak_memory_bytes": found.memory.get(label),
+        "macs": found.macs.get(label),
+        "shares": found.shares.get(label),
+    }
+
+
+def _versions() -> dict[str, str]:
+    described = describe_environment()
+    return {name: described[name] for name in ("python", "paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "machine")}
+
+
+def _digest() -> str:
+    """Of the sources that are measured: a run that goes on must not mix two of them."""
+    files = sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "inference").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(beside, path)
