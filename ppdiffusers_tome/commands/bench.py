@@ -55,7 +55,9 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help="a UNet of random weights")
     what.add_argument("--scope", choices=SCOPES, default="unet", help="of the model")
     what.add_argument("--size", type=int, nargs="+", default=[512], help="px, of square pictures")
-    what.add_argument("--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, pictures of a pipeline")
+    what.add_argument(
+        "--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, pictures of a pipeline"
+    )
     what.add_argument("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75")
     what.add_argument(
         "--max-downsample", type=int, nargs="+", default=[None], help="deepest levels; none: the first with attention"
@@ -80,7 +82,9 @@ def _speed(options: argparse.Namespace, given: Sequence[str]) -> int:
     if options.quick:
         vars(options).update(QUICK)
     if options.output.is_dir():
-        raise ToMeConfigError(f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json.")
+        raise ToMeConfigError(
+            f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json."
+        )
     wanted = options.arms or list(ARMS)
     python, without_torch = _torch(options) if TORCH in wanted else (None, None)
     settings = Settings(options.rounds, options.warm_up, options.threads, options.memory_limit, python)
