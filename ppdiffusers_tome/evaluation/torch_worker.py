@@ -71,9 +71,7 @@ class Models:
         self._merging = None
         if merging is not None:
             tomesd.apply_patch(self._unet, **merging)
-            for (
-                block
-            ) in self._unet.modules():  # read by tomesd's copy of an old forward; newer diffusers may lack them
+            for block in self._unet.modules():  # tomesd's copy of an old forward reads what newer diffusers may lack
                 if type(block).__name__ == "ToMeBlock":
                     for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
                         if not hasattr(block, name):
