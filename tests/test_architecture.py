@@ -50,18 +50,24 @@ ORDER = [
     ["evaluation.speed.arms"],
     ["evaluation.speed.worker"],
     ["evaluation.speed.runner"],
-    ["evaluation.speed.compare"],
-    ["evaluation.speed.plots"],
+    ["evaluation.speed.results"],
+    ["evaluation.speed.compare", "evaluation.speed.plots", "evaluation.speed.markdown"],
+    ["evaluation.speed.details", "evaluation.speed.original_layouts"],
+    ["evaluation.speed.findings"],
     ["evaluation.speed.tables"],
     ["evaluation.speed"],
     ["evaluation.quality.torch_files", "evaluation.quality.settings", "evaluation.quality.sheets"],
     ["evaluation.quality.efficientnet", "evaluation.quality.perceptual"],
+    ["evaluation.quality.recording", "evaluation.quality.findings"],
     ["evaluation.quality.distances", "evaluation.quality.merge_maps", "evaluation.quality.plots"],
+    ["evaluation.quality.engines"],
     ["evaluation.quality.drawing"],
-    ["evaluation.quality.measuring"],
+    ["evaluation.quality.prompts", "evaluation.quality.timing", "evaluation.quality.measuring"],
     ["evaluation.quality.report"],
+    ["evaluation.quality.evaluation"],
     ["evaluation.quality"],
     ["evaluation"],
+    ["commands.drawers"],
     [f"commands.{name}" for name in ("bench", "evaluate", "families", "export", "generate", "serve")],
     ["commands"],
     ["cli"],
@@ -109,5 +115,7 @@ def test_only_models_and_the_entrances_know_ppdiffusers():
         room_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
     }
     exporting = {f"inference.{room}" for room in ("loading", "request", "layout", "models", "export", "pipeline")}
-    measuring = {f"evaluation.{room}" for room in ("benchmark", "families", "inference_cases", "layouts")}
+    measuring = {
+        f"evaluation.{room}" for room in ("benchmark", "families", "inference_cases", "layouts", "quality.engines")
+    }
     assert knowing == {"models", "mixin", "summary", "__init__", "serving.engine", *exporting, *measuring}

@@ -1,20 +1,19 @@
 """`generate`: many pictures from a file of prompts."""
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ..errors import ToMeConfigError, ToMeError
+from ..errors import ToMeConfigError
 from ..inference.manifest import Manifest, parse_size, read_manifest
 from ..serving.engine import load_engine
 from ..serving.errors import JobError
 from ..serving.jobs import Limits
-from ..serving.offline import Drawer, draw_here, generate
+from ..serving.offline import generate
 from ..serving.prompts import Defaults, read_prompts
+from .drawers import add_options, open_drawers, threads
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended, as shells have it
 # What the options call a job's fields.
@@ -43,23 +42,20 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--negative", default="", help="negative prompt")
     command.add_argument("--batch", type=int, default=4, help="most pictures in one pipeline call")
     command.add_argument("--device", default="cpu", help="cpu or gpu")
-    command.add_argument("--threads", type=int, help="CPU threads; all cores if not given, divided among the actors")
-    ray = command.add_argument_group("on several processes or machines (pip install 'ppdiffusers_tome[ray]')")
-    ray.add_argument("--ray", action="store_true", help="draw on Ray actors; one that dies is replaced")
-    ray.add_argument("--actors", type=int, default=2, help="how many; each loads the model")
-    ray.add_argument("--ray-address", help="of a cluster; a Ray of this machine's own if not given")
+    add_options(command)
     command.set_defaults(run=_generate)
 
 
 def _generate(options: argparse.Namespace, given: Sequence[str]) -> int:
-    for name in ("batch", "actors"):
-        if getattr(options, name) < 1:
-            raise ToMeConfigError(f"--{name} {getattr(options, name)} is not allowed: it must be 1 or more")
+    if options.batch < 1:
+        raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
+    load_threads = threads(options)
     model = options.model.resolve()
     defaults, limits = _defaults(read_manifest(model), options)
     prompts = read_prompts(options.prompts, defaults, limits)
     try:
-        with _drawer(options, model) as draw:
+        with open_drawers(options, gpu=options.device.startswith("gpu")) as make_drawer:
+            draw = make_drawer(partial(load_engine, model, options.device, load_threads))
             summary = generate(prompts, model, options.out, options.batch, draw)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)
@@ -68,25 +64,6 @@ def _generate(options: argparse.Namespace, given: Sequence[str]) -> int:
         print(f"failed: picture {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
     print(f"{summary} of {len(prompts)}, in {options.out}")
     return 1 if summary.failures else 0
-
-
-@contextmanager
-def _drawer(options: argparse.Namespace, model: Path) -> Iterator[Drawer]:
-    if not options.ray:
-        yield draw_here(partial(load_engine, model, options.device, options.threads))
-        return
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
-    from ..serving.actors import draw_on_actors
-    from ..serving.ray_session import ray_session
-
-    threads = options.threads or max(1, (os.cpu_count() or 1) // options.actors)
-    gpus = 1.0 if options.device.startswith("gpu") else 0.0
-    actors = options.actors
-    with ray_session(options.ray_address, actors * threads, actors * gpus, shows_logs=False):
-        yield draw_on_actors(partial(load_engine, model, options.device, threads), options.actors, threads, gpus)
 
 
 def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults, Limits]:

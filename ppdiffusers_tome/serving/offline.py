@@ -62,8 +62,12 @@ def generate(prompts: Sequence[Prompt], model: Path, output: Path, batch: int, d
     Raises:
         OutputError: a file cannot be written, or another run has the folder.
     """
-    manifest = sha256(model / MANIFEST)
-    paths = {prompt: output / prompt.file_name(manifest) for prompt in prompts}
+    return draw_identified(prompts, sha256(model / MANIFEST), output, batch, draw)
+
+
+def draw_identified(prompts: Sequence[Prompt], identity: str, output: Path, batch: int, draw: Drawer) -> Summary:
+    """`generate` for whatever draws: `identity` is a hash of it, and part of the pictures' names."""
+    paths = {prompt: output / prompt.file_name(identity) for prompt in prompts}
     summary = Summary()
     with _folder(output):
         missing = {prompt for prompt, path in paths.items() if not path.exists()}

@@ -1,0 +1,50 @@
+"""Where pictures are drawn, here or on Ray: the options that commands share, and what they stand for."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..errors import ToMeConfigError, ToMeError
+from ..serving.engine import Engine
+from ..serving.offline import Drawer, draw_here
+
+MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # from what loads an engine, in whatever process it is wanted
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options that `open_drawers` reads."""
+    command.add_argument("--threads", type=int, help="CPU threads; all cores if not given, divided among the actors")
+    ray = command.add_argument_group("on several processes or machines (pip install 'ppdiffusers_tome[ray]')")
+    ray.add_argument("--ray", action="store_true", help="draw on Ray actors; one that dies is replaced")
+    ray.add_argument("--actors", type=int, default=2, help="how many; each loads the model")
+    ray.add_argument("--ray-address", help="of a cluster; a Ray of this machine's own if not given")
+
+
+def threads(options: argparse.Namespace) -> int | None:
+    """Threads of each process that draws; None for all cores."""
+    if options.actors < 1:
+        raise ToMeConfigError(f"--actors {options.actors} is not allowed: it must be 1 or more")
+    return options.threads or (max(1, (os.cpu_count() or 1) // options.actors) if options.ray else None)
+
+
+@contextmanager
+def open_drawers(options: argparse.Namespace, gpu: bool) -> Iterator[MakeDrawer]:
+    """What makes drawers; Ray, where it is asked for, runs as long as the context.
+
+    Raises:
+        ToMeError: Ray is asked for and not installed.
+    """
+    if not options.ray:
+        yield draw_here
+        return
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
+    from ..serving.actors import draw_on_actors
+    from ..serving.ray_session import ray_session
+
+    each, gpus = threads(options) or 1, 1.0 if gpu else 0.0
+    with ray_session(options.ray_address, options.actors * each, options.actors * gpus, shows_logs=False):
+        yield lambda load: draw_on_actors(load, options.actors, each, gpus)

