@@ -30,7 +30,8 @@ class Models:
         unet = UNet2DConditionModel(**{name: value for name, value in config.items() if name in known}).eval()
         with np.load(weights) as arrays:
             unet.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files}, strict=True)
-        self._torch, self._unet, self._merging = torch, unet, None
+        self._torch, self._unet = torch, unet
+        self._merging: dict[str, Any] | None = None
         return {
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
@@ -70,7 +71,7 @@ class Models:
         self._merging = None
         if merging is not None:
             tomesd.apply_patch(self._unet, **merging)
-            for block in self._unet.modules():  # read by tomesd's copy of an old forward; newer diffusers may lack them
+            for block in self._unet.modules():  # tomesd's copy of an old forward reads what newer diffusers may lack
                 if type(block).__name__ == "ToMeBlock":
                     for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
                         if not hasattr(block, name):

@@ -1,4 +1,4 @@
-"""Parity before timing: what each arm computes is compared with its definition, and an arm that differs is not timed."""
+"""Parity before timing: each arm is compared with its definition, and one that differs is not timed."""
 
 from collections.abc import Callable, Iterable
 

@@ -22,6 +22,7 @@ from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .subjects import PARITY_STEPS, PipelineSubject, Subject, as_array
 from .ways import attention, merging, put_on
 
+Load = Callable[[], Callable[[bool], Any]]  # loads a program, whose passes may be short ones of a pipeline
 SHARE_OF_MEMORY = 4  # predictors stay loaded while they take no more than 1/4 of what is available
 
 
@@ -78,11 +79,12 @@ class PredictorArm(Arm):
     """
 
     def __init__(
-        self, subject: Subject, plan: ArmPlan, limit: int | None, export: Callable[[ArmPlan], Any], keep: bool
+        self, subject: Subject, plan: ArmPlan, limit: int | None, export: Callable[[ArmPlan], Load], keep: bool
     ) -> None:
         super().__init__(subject, plan, limit)
-        self._export, self._keep, self._loaded = export, keep, None
-        self._load: Callable[[], Callable[[bool], Any]] | None = None
+        self._export, self._keep = export, keep
+        self._load: Load | None = None
+        self._loaded: Callable[[bool], Any] | None = None
 
     @contextmanager
     def ready(self, output: bool = False) -> Iterator[Callable[[], Any]]:
@@ -100,7 +102,7 @@ class PredictorArm(Arm):
         peak = peak_bytes(lambda: run(True))
         return None if peak is None else peak - before
 
-    def _loader(self) -> Callable[[], Callable[[bool], Any]]:
+    def _loader(self) -> Load:
         if self._load is None:
             self._load = self._export(self._plan)
         return self._load
@@ -191,7 +193,7 @@ class Arms:
             self.take(self._seed)
         return PyTorchArm(self._subject, plan, self._limit, self._worker)
 
-    def _export(self, plan: ArmPlan) -> Callable[[], Callable[[bool], Any]]:
+    def _export(self, plan: ArmPlan) -> Load:
         subject = self._subject
         traceable = subject.traceable()
         model = getattr(traceable.layer, "unet", traceable.layer)
@@ -210,17 +212,18 @@ class Arms:
 
         return load
 
-    def _export_pipeline(self, plan: ArmPlan) -> Callable[[], Callable[[bool], Any]]:
+    def _export_pipeline(self, plan: ArmPlan) -> Load:
         subject = self._subject
         assert isinstance(subject, PipelineSubject)
         folder = self._folder / plan.label.replace(" ", "_")
-        size, settings = subject.case.size, {"use_rand": False, "max_downsample": plan.max_downsample}
-        export_pipeline(subject.pipe, folder, plan.ratio, [(size, size)], progress=False, **settings)
+        settings: dict[str, Any] = {"use_rand": False, "max_downsample": plan.max_downsample}
+        sizes = [(subject.case.size, subject.case.size)]
+        export_pipeline(subject.pipe, folder, plan.ratio, sizes, progress=False, **settings)
 
         def load() -> Callable[[bool], Any]:
             pipe = load_pipeline(folder, threads=self._threads)
             pipe.set_progress_bar_config(disable=True)
-            return lambda output: subject.draw(pipe, PARITY_STEPS if output else subject.case.steps)
+            return lambda output: subject.draw(pipe, PARITY_STEPS if output else subject.steps)
 
         return load
 

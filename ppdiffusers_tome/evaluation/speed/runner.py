@@ -152,9 +152,7 @@ def _measure(
                 partial.note(index, {"event": "done"})
 
 
-def _died(
-    index: int, at: dict[str, Any], status: int, errors: str, arms: list[ArmPlan], partial: Partial
-) -> None:
+def _died(index: int, at: dict[str, Any], status: int, errors: str, arms: list[ArmPlan], partial: Partial) -> None:
     """Note what the worker was at when it ended; where it was at no arm in particular, no arm can be measured."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if "Error" in line or "what()" in line), lines[-1] if lines else "")

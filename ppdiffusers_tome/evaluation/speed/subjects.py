@@ -65,7 +65,9 @@ class Subject(ABC):
             matching: whether the matching's own product counts.
         """
         total = count_macs(self.denoiser, self.latent, self._text)
-        for found in chosen_blocks(self.denoiser, config) if config else ():
+        if config is None:
+            return total * self._rows
+        for found in chosen_blocks(self.denoiser, config):
             total -= saved_macs(found, config, self.latent, self._text)
             grid = block_grid(found, self.latent)
             if not matching and count_removed(grid, config):
@@ -152,10 +154,15 @@ class PipelineSubject(Subject):
         self.inputs = {"latents": paddle.to_tensor(noise, dtype=self.case.dtype)}
 
     def run(self) -> np.ndarray:
-        return self.draw(self.pipe, self.case.steps or PARITY_STEPS)
+        return self.draw(self.pipe, self.steps)
 
     def output(self) -> np.ndarray:
         return self.draw(self.pipe, PARITY_STEPS)
+
+    @property
+    def steps(self) -> int:
+        """Of what is timed."""
+        return self.case.steps or PARITY_STEPS
 
     def draw(self, pipe: DiffusionPipeline, steps: int) -> np.ndarray:
         """Pictures [B, H, W, 3] in 0 … 1, by this or another pipeline over the same weights."""

@@ -1,4 +1,4 @@
-"""The ways to compute a model: how its tokens merge and how its attention is computed, put on and taken off exactly."""
+"""Ways to compute a model: how tokens merge and how attention is computed, put on and taken off exactly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -99,7 +99,7 @@ def take_turn(index: int, plans: list[ArmPlan], arms: Any, attempts: Attempts, s
     seconds: dict[str, float] = {}
     for plan in order:
         time.sleep(settle)
-        taken = attempts.make(plan, f"round {index + 1}", lambda plan=plan: arms[plan].seconds())
+        taken = attempts.make(plan, f"round {index + 1}", arms[plan].seconds)
         if taken is not None:
             seconds[plan.label] = taken
     return seconds
