@@ -1,11 +1,15 @@
 """Merge maps: the groups are the oracle's, drawn where they are; recording changes nothing and leaves nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import paddle
 import pytest
 import reference
 from conftest import draw, inputs, make_unet, run, traces
 from PIL import Image
+from test_transformers import draw as draw_latents
+from zoo.transformers import sd3
 
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.evaluation.quality import merge_maps
@@ -92,6 +96,30 @@ def test_recording_notes_every_block_and_step_and_leaves_nothing():
     assert {each.grid for each in recorded if each.step == 1} == {Grid(12, 16), Grid(6, 8)}
     run(unet)
     assert len(recorded) == 2 * len(summary.blocks), "nothing is noted afterwards"
+
+
+def test_recording_knows_blocks_that_are_called_by_keyword():
+    model = sd3()
+    model.apply_tome(ratio=0.5)
+    merged, before = draw_latents(sd3, model), traces(model)
+    with record_plans(model) as recorded:
+        assert np.array_equal(draw_latents(sd3, model), merged)
+    assert traces(model) == before
+    assert {each.path for each in recorded} == {block.path for block in model.tome_summary().blocks}
+    assert {len(np.unique(groups(each.plan, each.grid))) for each in recorded} == {32}  # of 8×8
+
+
+def test_a_strip_has_a_row_for_each_block_of_each_denoiser():
+    model = make_unet()
+    model.apply_tome(ratio=0.5)
+    with record_plans(model) as recorded:
+        run(model)
+    picture = np.full((16, 16, 3), 200, np.uint8)
+    one = merge_maps.merge_map_strip(picture, recorded, pictures=2, size=96)
+    other = [replace(each, denoiser="controlnet") for each in recorded]
+    two = merge_maps.merge_map_strip(picture, [*other, *recorded], pictures=2, size=96)
+    saved = len(recorded) * (96 + 4) - (two.height - one.height)
+    assert saved in (0, 16, 32, 48), "but for lines of the legend, which are longer on the wider sheet"
 
 
 def test_recording_ends_with_an_exception_too():

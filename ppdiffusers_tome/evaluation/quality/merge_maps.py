@@ -19,8 +19,9 @@ from .sheets import make_sheet, save_png
 
 LEGEND = (
     "One outline colour: one group of merged tokens, filled with its mean colour; the dot is its dst. Without an "
-    "outline: tokens that stay alone. Conditional half of the guided batch, over the finished picture."
+    "outline: tokens that stay alone. Drawn over the finished picture."
 )
+GUIDED = " With guidance there are two passes: this is the conditional one."
 
 
 def draw_merge_map(
@@ -121,13 +122,21 @@ def merge_map_strip(
     if missing := [step for step in chosen if not blocks or any(step not in found for found in blocks.values())]:
         raise ToMeConfigError(f"steps={missing} were not recorded in every block: there are {last + 1} steps.")
     rows = []
-    for (_, path), found in blocks.items():
+    several = len({denoiser for denoiser, _ in blocks}) > 1
+    for (denoiser, path), found in blocks.items():
         plans, first = [found[step] for step in chosen], found[chosen[0]]
         maps = [merge_map(picture, each, conditional_index(each.plan, pictures, index), size) for each in plans]
         caption = f"level {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{first.plan.kept} stay"
-        rows.append((_short(path), caption, maps))
+        rows.append((_short(path), f"{denoiser}\n{caption}" if several else caption, maps))
     side = max(max(image.shape[:2]) for _, _, maps in rows for image in maps)
-    return make_sheet(rows, [f"step {step + 1} of {last + 1}" for step in chosen], side, LEGEND)
+    return make_sheet(
+        rows, [f"step {step + 1} of {last + 1}" for step in chosen], side, _legend(recorded[0], pictures)
+    )
+
+
+def _legend(recorded: RecordedPlan, pictures: int = 1) -> str:
+    is_guided = conditional_index(recorded.plan, pictures) > 0
+    return LEGEND + (GUIDED if is_guided else "")
 
 
 def _short(path: str) -> str:
@@ -156,13 +165,14 @@ def write_merge_maps(
     with record_plans(target) as recorded:
         picture = draw()
     strip = merge_map_strip(picture, recorded, size=size // 2)
-    of_first = [each for each in recorded if each.path == recorded[0].path]
+    first = (recorded[0].denoiser, recorded[0].path)
+    of_first = [each for each in recorded if (each.denoiser, each.path) == first]
     middle = of_first[(len(of_first) - 1) // 2]
     drawn = merge_map(picture, middle, conditional_index(middle.plan), size)
     height, width = drawn.shape[:2]
     beside = Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
     title = f"step {middle.step + 1} of {len(of_first)}: {middle.plan.tokens} tokens, {middle.plan.kept} after merging"
-    pair = make_sheet([("", "", [beside, drawn])], ["the merged picture", title], max(height, width), LEGEND)
+    pair = make_sheet([("", "", [beside, drawn])], ["the merged picture", title], max(height, width), _legend(middle))
     return [
         save_png(pair, output / "merge_map.png", **fields),
         save_png(strip, output / "merge_map_steps.png", **fields),

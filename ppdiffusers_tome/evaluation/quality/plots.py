@@ -1,6 +1,7 @@
 """Plots of a quality result: distance against ratio and against time, and the ablations. Colours of Okabe and Ito."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .findings import (
     PAIRS,
     RANDOM,
     TO_OTHERS,
+    TO_REAL,
     TOMESD,
     Setting,
     lines,
@@ -149,9 +151,15 @@ def describe(setting: Setting) -> str:
     }[setting["group"]]
 
 
+def has_sets(result: dict[str, Any], to: str) -> bool:
+    """Whether a setting on one of the lines was compared with those pictures."""
+    return any(each["set"].get(to) for settings in lines(result).values() for each in settings)
+
+
 PLOTS: dict[str, tuple[Callable[[dict[str, Any]], Figure], Callable[[dict[str, Any]], Any]]] = {
     "quality_pairs.png": (plot_pairs, lines),
-    "quality_sets.png": (plot_sets, lambda result: any(s["set"].get(TO_OTHERS) for s in result["settings"])),
+    "quality_sets.png": (plot_sets, partial(has_sets, to=TO_OTHERS)),
+    "quality_sets_real.png": (partial(plot_sets, to=TO_REAL), partial(has_sets, to=TO_REAL)),
     "quality_time.png": (plot_time, lambda result: any(time_share(s) is not None for s in result["settings"])),
     "quality_ablations.png": (plot_ablations, lambda result: len(ablations(result)) > 1),
 }

@@ -33,7 +33,8 @@ GROUPS = {
 }
 PLOTS = {
     "quality_pairs.png": "Distance from the plain picture of the same noise; bands from quartile to quartile",
-    "quality_sets.png": "Distance between sets of pictures; dashed: what plain and blurred pictures have",
+    "quality_sets.png": "Distance from plain pictures with other seeds; dashed: what plain and blurred pictures have",
+    "quality_sets_real.png": "Distance from real pictures; dashed: what plain, real and blurred pictures have",
     "quality_time.png": "Distance from the plain picture against measured time; the figures are ratios",
     "quality_ablations.png": "What merges, at ratio 0.5; bars are medians, lines go from quartile to quartile",
 }
