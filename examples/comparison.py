@@ -12,7 +12,6 @@ import numpy as np
 
 # The first import of Pillow; it has to come before Paddle: Paddle 2.6 brings a zlib along that breaks its PNGs.
 from options import TRAINED_AT, steps_for
-from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 
 @dataclass
@@ -100,11 +99,10 @@ def compare(
 
 def likeness(plain, merged) -> tuple[float, float]:
     """PSNR in dB, infinite for equal pictures, and SSIM; means over the pairs."""
+    from ppdiffusers_tome.evaluation.quality.distances import psnr, ssim
+
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain, merged, strict=True)]
-    with np.errstate(divide="ignore"):
-        psnr = [peak_signal_noise_ratio(a, b, data_range=255) for a, b in pairs]
-    ssim = [structural_similarity(a, b, data_range=255, channel_axis=-1) for a, b in pairs]
-    return float(np.mean(psnr)), float(np.mean(ssim))
+    return float(np.mean([psnr(*pair) for pair in pairs])), float(np.mean([ssim(*pair) for pair in pairs]))
 
 
 def print_table(figures: list[dict]) -> None:

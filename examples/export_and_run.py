@@ -33,7 +33,6 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # eager Paddle reads it when it is imported
     from ppdiffusers import DiffusionPipeline
-    from sheet import make_sheet, metadata
 
     import ppdiffusers_tome  # noqa: F401 - gives pipelines their apply_tome
     from ppdiffusers_tome import ToMeError

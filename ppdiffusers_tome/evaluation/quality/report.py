@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ...errors import ToMeConfigError
+from .drawing import picture_paths
 from .findings import (
     RANDOM,
     TO_OTHERS,
@@ -61,7 +62,8 @@ def write_report(
     Args:
         result: a quality result, as `evaluate` writes it.
         output: the folder; made where there is none.
-        pictures: folder of NAME/NNNN.png for plain and the settings of group "ratio", numbered from 0000.
+        pictures: folder with one folder of PNG files, in the order of the prompts, for plain and each setting of group
+            "ratio".
         result_file: where the result was read from; the page links to it.
         merge_maps: pictures to show as merge maps, from `merge_maps.write_merge_maps`; linked where they lie.
 
@@ -193,14 +195,13 @@ def _pictures(result: dict[str, Any], output: Path, pictures: Path) -> list[str]
 
 
 def _read(pictures: Path, name: str, number: int) -> np.ndarray:
-    path = pictures / name / f"{number:04d}.png"
-    try:
-        with Image.open(path) as image:
-            return np.array(image.convert("RGB"))
-    except OSError as error:
+    paths = picture_paths(pictures / name)
+    if number >= len(paths):
         raise ToMeConfigError(
-            f"{path} cannot be shown ({error}): give the folder `evaluate` wrote, or none."
-        ) from None
+            f"{pictures / name} has {len(paths)} pictures: give the folder `evaluate` wrote, or none."
+        )
+    with Image.open(paths[number]) as image:
+        return np.array(image.convert("RGB"))
 
 
 def _figure(path: Path, caption: str, output: Path) -> str:
