@@ -247,7 +247,12 @@ def test_no_speed_result_is_an_error_and_writes_nothing(write, tmp_path):
         (result([], format=7), r"format=7 is not known, only 1"),
         ("{not json", r"no result can be read"),
         ({"kind": "speed", "format": 1}, r"not a whole speed result, KeyError\('cases'\)"),
-        (result([case([arm("plain", [1.0, 2.0])])]), r"plain, eager is 'measured' and has seconds=\[1.0, 2.0\]: 3 of"),
+        (
+            result([case([arm("plain", [1.0, 2.0, 3.0]), arm("tome", [1.0, 2.0], ratio=0.5)])]),
+            r"ToMe 0.5, eager is 'measured' and has seconds=\[1.0, 2.0\]: 3 of them",
+        ),
+        (result([case([arm("plain", [])])]), r"seconds=\[\]: a number of them"),
+        (result([case([arm("plain", PLAIN), arm("tome", PLAIN, ratio=0.5, status="error")])]), r"is 'error' and has"),
         (result([case([arm("plain", [1.0, 0.0, 2.0])])]), r"each above 0"),
     ],
 )

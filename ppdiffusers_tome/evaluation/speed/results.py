@@ -172,7 +172,7 @@ def parse(data: dict[str, Any], source: Path | str) -> Result:
     """A result out of its JSON.
 
     Raises:
-        ToMeConfigError: it is of another kind or format, lacks something, or an arm's rounds are not its case's.
+        ToMeConfigError: it is of another kind or format, lacks something, or an arm missed a round.
     """
     if data.get("kind") != KIND:
         raise ToMeConfigError(
@@ -189,12 +189,17 @@ def parse(data: dict[str, Any], source: Path | str) -> Result:
     except (KeyError, TypeError) as error:
         raise ToMeConfigError(f"{source}: not a whole speed result, {error!r}: measure it again.") from error
     for case in cases:
+        rounds = max((len(arm.seconds) for arm in case.arms), default=0)
         for arm in case.arms:
-            rounds = result.rounds if arm.is_measured else 0
-            if len(arm.seconds) != rounds or any(taken <= 0 for taken in arm.seconds):
+            wanted = rounds if arm.is_measured else 0
+            if (
+                len(arm.seconds) != wanted
+                or any(taken <= 0 for taken in arm.seconds)
+                or (arm.is_measured and not rounds)
+            ):
                 raise ToMeConfigError(
                     f"{source}: {case.name}: {arm.name} is {arm.status!r} and has seconds={list(arm.seconds)!r}: "
-                    f"{rounds} of them, each above 0, are needed. Measure it again."
+                    f"{wanted or 'a number'} of them, each above 0, go with its case. Measure it again."
                 )
     return result
 

@@ -22,6 +22,17 @@ more is needed. The free-merge limit computes over as few tokens without choosin
 wrong, and no merging can be faster. Memory is the peak of Paddle's own counter in one pass, weights included.
 Machines are shared and noisy: read ratios, not seconds. Merging is lossy: how far pictures change, evaluate tells."""
 
+PACKAGES = (
+    "paddlepaddle",
+    "paddlepaddle-gpu",
+    "ppdiffusers",
+    "ppdiffusers_tome",
+    "numpy",
+    "torch",
+    "diffusers",
+    "tomesd",
+)
+
 
 @dataclass
 class Group:
@@ -48,14 +59,14 @@ def write_report(files: Sequence[Path], output: Path | None) -> str:
     """
     results, skipped = read(files)
     groups = _groups(results)
-    figures = {name: figure for group in groups for name, figure in _figures(group)}
+    figures = {name: figure for group in groups for name, figure in _figures(group)} if output else {}
     lines = ["# Speed and memory", "", *findings([case for result in results for case in result.cases]), ""]
     lines += [INTRODUCTION, ""]
     if skipped:
         lines += ["Not in this report, for they are no speed results:"]
         lines += [", ".join(f"{_link(file, output)} ({kind})" for file, kind in skipped) + ".", ""]
     for group in groups:
-        shown = [name for name in figures if name.startswith(f"speed_{group.slug}_")] if output else []
+        shown = [name for name in figures if name.startswith(f"speed_{group.slug}_")]
         lines += _section(group, output, shown)
     text = "\n".join([*lines, *layouts.originals()]).rstrip() + "\n"
     if output:
@@ -186,12 +197,12 @@ def _sources(group: Group, output: Path | None) -> list[str]:
     lines = []
     for result in group.results:
         about = result.environment
-        paddle = [f"{name} {about[name]}" for name in ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy")
-                  if about.get(name, "not installed") != "not installed"]  # fmt: skip
-        machine = (
-            f"{about.get('machine')}, {about.get('device')}, {about.get('threads')} of {about.get('cores')} threads"
-        )
-        versions = ", ".join([*paddle, f"Python {about.get('python')}"])
+        packages = [
+            f"{name} {about[name]}" for name in PACKAGES if about.get(name, "not installed") != "not installed"
+        ]
+        cores = f"threads: {result.threads}, cores: {about.get('cores')}"
+        machine = f"{about.get('machine')}, {about.get('device')}, {cores}"
+        versions = ", ".join([*packages, f"Python {about.get('python')}"])
         lines.append(
             f"- {_link(result.path, output)}: {machine}; {versions}; commit {result.commit}; "
             f"{result.rounds} rounds; `{result.command}`"
