@@ -89,6 +89,7 @@ class Case:
     batch: int
     dtype: str
     steps: int | None
+    guidance: float | None
     tokens: int
     memory_limit_gb: float | None
     arms: tuple[Arm, ...]
@@ -96,7 +97,16 @@ class Case:
     @property
     def identity(self) -> tuple:
         """What stays the same when the case is measured again."""
-        return self.model, self.scope, self.size, self.batch, self.dtype, self.steps, self.memory_limit_gb
+        return (
+            self.model,
+            self.scope,
+            self.size,
+            self.batch,
+            self.dtype,
+            self.steps,
+            self.guidance,
+            self.memory_limit_gb,
+        )
 
     @property
     def shape(self) -> str:
@@ -209,7 +219,8 @@ def _case(data: dict[str, Any]) -> Case:
         Arm(**{name: each[name] for name in Arm.__dataclass_fields__} | {"seconds": tuple(each["seconds"])})
         for each in data["arms"]
     )
-    return Case(**{name: data[name] for name in Case.__dataclass_fields__ if name != "arms"}, arms=arms)
+    known = {name: data[name] for name in Case.__dataclass_fields__ if name not in ("arms", "guidance")}
+    return Case(**known, guidance=data.get("guidance"), arms=arms)
 
 
 def read(files: Iterable[Path]) -> tuple[list[Result], list[tuple[Path, str]]]:
