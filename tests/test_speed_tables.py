@@ -211,8 +211,22 @@ def test_models_and_machines_are_not_mixed(write):
     headings = re.findall("^## (.*)", write_report(files, None), re.M)
     assert headings[:5] == [
         "sd15, one UNet pass, float32", "sd15, one top-level block, float32", "sdxl, one UNet pass, float32",
-        "sd15, one UNet pass, float32", "sd15, one UNet pass, float32",
+        "sd15, one UNet pass, float32, b.json", "sd15, one UNet pass, float32, c.json",
     ]  # fmt: skip
+
+
+def test_what_was_measured_twice_stands_in_two_sections(write):
+    files = [write(result([whole_case()]), name) for name in ("a.json", "b.json")]
+    headings = re.findall("^## (.*)", write_report(files, None), re.M)
+    assert headings[:2] == ["sd15, one UNet pass, float32", "sd15, one UNet pass, float32, b.json"]
+
+
+def test_what_was_not_measured_is_told_with_its_reason(write):
+    absent = arm("plain", [], backend="PyTorch", status="not measured", reason="no torch here")
+    report = write_report([write(result([case([arm("plain", PLAIN), absent])]))], None)
+    assert "### Not measured\n\n- not measured: no torch here: plain, PyTorch\n" in report
+    assert "### Against PyTorch" not in report
+    assert "### Slower" not in report  # nothing was merged
 
 
 def test_levels_are_tables_of_their_own(write):
@@ -247,7 +261,12 @@ def test_no_speed_result_is_an_error_and_writes_nothing(write, tmp_path):
         (result([], format=7), r"format=7 is not known, only 1"),
         ("{not json", r"no result can be read"),
         ({"kind": "speed", "format": 1}, r"not a whole speed result, KeyError\('cases'\)"),
-        (result([case([arm("plain", [1.0, 2.0])])]), r"plain, eager is 'measured' and has seconds=\[1.0, 2.0\]: 3 of"),
+        (
+            result([case([arm("plain", [1.0, 2.0, 3.0]), arm("tome", [1.0, 2.0], ratio=0.5)])]),
+            r"ToMe 0.5, eager is 'measured' and has seconds=\[1.0, 2.0\]: 3 of them",
+        ),
+        (result([case([arm("plain", [])])]), r"seconds=\[\]: a number of them"),
+        (result([case([arm("plain", PLAIN), arm("tome", PLAIN, ratio=0.5, status="error")])]), r"is 'error' and has"),
         (result([case([arm("plain", [1.0, 0.0, 2.0])])]), r"each above 0"),
     ],
 )

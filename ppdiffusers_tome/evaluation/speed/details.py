@@ -65,7 +65,7 @@ def torch(cases: Sequence[Case]) -> list[str]:
     rows = []
     for case in cases:
         for arm in case.arms:
-            if arm.backend != TORCH or arm.arm not in (PLAIN, TOME):
+            if arm.backend != TORCH or not arm.is_measured:
                 continue
             ours = [case.same_merge(arm, arm.arm, backend) for backend in (EAGER, PREDICTOR)]
             faster = [times_spread(case.times_faster(mine, arm)) if mine else NOTHING for mine in ours]
@@ -103,6 +103,16 @@ def every_figure(cases: Sequence[Case]) -> list[str]:
             rows.append([case.shape, arm.name, tokens, *timed, memory_cell(arm), macs, _parity(arm)])
     header = ["case", "arm", "tokens", "s, median and quartiles", "times faster than plain"]
     return table([*header, "peak memory, GB", "GMACs a pass", "parity"], rows)
+
+
+def not_measured(cases: Sequence[Case]) -> list[str]:
+    """Each reason for which arms were not measured, with the arms."""
+    reasons: dict[str, dict[str, None]] = {}  # an ordered set of names
+    for case in cases:
+        for arm in case.arms:
+            if not arm.is_measured:
+                reasons.setdefault(f"{arm.status}: {arm.reason or 'no reason given'}", {})[arm.name] = None
+    return [f"- {reason}: {'; '.join(names)}" for reason, names in reasons.items()]
 
 
 def slower_than_unmerged(cases: Sequence[Case]) -> list[tuple[Case, Arm, str, Spread]]:

@@ -22,8 +22,8 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def seconds(value: float) -> str:
-    """Three to four digits, no unit: "0.0123", "0.456", "1.23", "45.6", "789"."""
+def short(value: float) -> str:
+    """Seconds or GB: three to four digits, no unit: "0.0123", "0.456", "1.23", "45.6", "789"."""
     digits = 4 if value < 0.1 else 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f}"
 
@@ -48,7 +48,7 @@ def time_cell(arm: Arm | None) -> str:
     if arm is None:
         return NOTHING
     if arm.is_measured:
-        return seconds(spread(arm.seconds).median)
+        return short(spread(arm.seconds).median)
     return {OUT_OF_MEMORY: "OOM", "error": "error"}.get(arm.status, NOTHING)
 
 
@@ -56,7 +56,7 @@ def memory_cell(arm: Arm | None) -> str:
     """Peak memory in GB; "OOM", "error" or nothing."""
     if arm is None or not arm.is_measured:
         return time_cell(arm)
-    return NOTHING if arm.peak_memory_bytes is None else f"{arm.peak_memory_bytes / 1e9:.2f}"
+    return NOTHING if arm.peak_memory_bytes is None else short(arm.peak_memory_bytes / 1e9)
 
 
 def merged_arms(cases: Sequence[Case], backend: str | None = None) -> list[tuple[Case, Arm]]:

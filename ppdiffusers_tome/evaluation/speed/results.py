@@ -89,6 +89,7 @@ class Case:
     batch: int
     dtype: str
     steps: int | None
+    guidance: float | None
     tokens: int
     memory_limit_gb: float | None
     arms: tuple[Arm, ...]
@@ -96,7 +97,16 @@ class Case:
     @property
     def identity(self) -> tuple:
         """What stays the same when the case is measured again."""
-        return self.model, self.scope, self.size, self.batch, self.dtype, self.steps, self.memory_limit_gb
+        return (
+            self.model,
+            self.scope,
+            self.size,
+            self.batch,
+            self.dtype,
+            self.steps,
+            self.guidance,
+            self.memory_limit_gb,
+        )
 
     @property
     def shape(self) -> str:
@@ -172,7 +182,7 @@ def parse(data: dict[str, Any], source: Path | str) -> Result:
     """A result out of its JSON.
 
     Raises:
-        ToMeConfigError: it is of another kind or format, lacks something, or an arm's rounds are not its case's.
+        ToMeConfigError: it is of another kind or format, lacks something, or an arm missed a round.
     """
     if data.get("kind") != KIND:
         raise ToMeConfigError(
@@ -189,12 +199,17 @@ def parse(data: dict[str, Any], source: Path | str) -> Result:
     except (KeyError, TypeError) as error:
         raise ToMeConfigError(f"{source}: not a whole speed result, {error!r}: measure it again.") from error
     for case in cases:
+        rounds = max((len(arm.seconds) for arm in case.arms), default=0)
         for arm in case.arms:
-            rounds = result.rounds if arm.is_measured else 0
-            if len(arm.seconds) != rounds or any(taken <= 0 for taken in arm.seconds):
+            wanted = rounds if arm.is_measured else 0
+            if (
+                len(arm.seconds) != wanted
+                or any(taken <= 0 for taken in arm.seconds)
+                or (arm.is_measured and not rounds)
+            ):
                 raise ToMeConfigError(
                     f"{source}: {case.name}: {arm.name} is {arm.status!r} and has seconds={list(arm.seconds)!r}: "
-                    f"{rounds} of them, each above 0, are needed. Measure it again."
+                    f"{wanted or 'a number'} of them, each above 0, go with its case. Measure it again."
                 )
     return result
 
@@ -204,7 +219,8 @@ def _case(data: dict[str, Any]) -> Case:
         Arm(**{name: each[name] for name in Arm.__dataclass_fields__} | {"seconds": tuple(each["seconds"])})
         for each in data["arms"]
     )
-    return Case(**{name: data[name] for name in Case.__dataclass_fields__ if name != "arms"}, arms=arms)
+    known = {name: data[name] for name in Case.__dataclass_fields__ if name not in ("arms", "guidance")}
+    return Case(**known, guidance=data.get("guidance"), arms=arms)
 
 
 def read(files: Iterable[Path]) -> tuple[list[Result], list[tuple[Path, str]]]:

@@ -1,6 +1,7 @@
 """The report on speed and memory: Markdown in the layout of the original tables, with plots."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,17 @@ square brackets. Per cents in round brackets are time or memory saved against pl
 more is needed. The free-merge limit computes over as few tokens without choosing or moving any: what it draws is
 wrong, and no merging can be faster. Memory is the peak of Paddle's own counter in one pass, weights included.
 Machines are shared and noisy: read ratios, not seconds. Merging is lossy: how far pictures change, evaluate tells."""
+
+PACKAGES = (
+    "paddlepaddle",
+    "paddlepaddle-gpu",
+    "ppdiffusers",
+    "ppdiffusers_tome",
+    "numpy",
+    "torch",
+    "diffusers",
+    "tomesd",
+)
 
 
 @dataclass
@@ -48,14 +60,14 @@ def write_report(files: Sequence[Path], output: Path | None) -> str:
     """
     results, skipped = read(files)
     groups = _groups(results)
-    figures = {name: figure for group in groups for name, figure in _figures(group)}
+    figures = {name: figure for group in groups for name, figure in _figures(group)} if output else {}
     lines = ["# Speed and memory", "", *findings([case for result in results for case in result.cases]), ""]
     lines += [INTRODUCTION, ""]
     if skipped:
         lines += ["Not in this report, for they are no speed results:"]
         lines += [", ".join(f"{_link(file, output)} ({kind})" for file, kind in skipped) + ".", ""]
     for group in groups:
-        shown = [name for name in figures if name.startswith(f"speed_{group.slug}_")] if output else []
+        shown = [name for name in figures if name.startswith(f"speed_{group.slug}_")]
         lines += _section(group, output, shown)
     text = "\n".join([*lines, *layouts.originals()]).rstrip() + "\n"
     if output:
@@ -68,12 +80,16 @@ def write_report(files: Sequence[Path], output: Path | None) -> str:
 
 def _groups(results: Sequence[Result]) -> list[Group]:
     groups: dict[tuple, Group] = {}
+    repeats: Counter[tuple] = Counter()
     for result in results:
         for case in result.cases:
-            key = (case.model, case.scope, case.dtype, case.steps, result.machine)
+            kind: tuple = (case.model, case.scope, case.dtype, case.steps, case.guidance, result.machine)
+            key = (kind, repeats[kind, case.identity])  # what was measured twice stands in two sections
+            repeats[kind, case.identity] += 1
             if key not in groups:
-                steps = f", {case.steps} steps" if case.steps else ""
-                title = f"{case.model}, {SCOPES.get(case.scope, case.scope)}, {case.dtype}{steps}"
+                title = _title(case)
+                if any(group.title == title for group in groups.values()):
+                    title += f", {result.path.name}"
                 groups[key] = Group(title, _slug(case, len(groups) + 1))
             group = groups[key]
             group.cases.append(case)
@@ -82,6 +98,12 @@ def _groups(results: Sequence[Result]) -> list[Group]:
     for group in groups.values():
         group.cases.sort(key=lambda case: (case.size, case.batch, case.memory_limit_gb or 0))
     return list(groups.values())
+
+
+def _title(case: Case) -> str:
+    steps = f", {case.steps} steps" if case.steps else ""
+    guidance = f", guidance {case.guidance:g}" if case.guidance is not None else ""
+    return f"{case.model}, {SCOPES.get(case.scope, case.scope)}, {case.dtype}{steps}{guidance}"
 
 
 def _slug(case: Case, number: int) -> str:
@@ -131,6 +153,7 @@ def _section(group: Group, output: Path | None, shown: Sequence[str]) -> list[st
         "Against ppdiffusers' built-in ToMe": details.built_in(group.cases),
         "Against PyTorch with diffusers and tomesd": details.torch(group.cases),
         "Predictor against eager": details.predictor(group.cases),
+        "Not measured": details.not_measured(group.cases),
     }
     for heading, rows in tables.items():
         lines += [f"### {heading}", "", *rows, ""] if rows else []
@@ -141,8 +164,9 @@ def _section(group: Group, output: Path | None, shown: Sequence[str]) -> list[st
 
 
 def _backend_section(cases: Sequence[Case], backend: str, has_theirs: bool) -> list[str]:
+    cases = [case for case in cases if any(arm.backend == backend for arm in case.arms)]
     merged = merged_arms(cases, backend)
-    lines = []
+    lines: list[str] = []
     sizes = {case.size for case in cases}
     for level in sorted({arm.max_downsample for _, arm in merged}, key=lambda level: level or 0) or [None]:
         ratios = {arm.ratio for _, arm in merged if arm.max_downsample == level} or {0.5}
@@ -186,12 +210,12 @@ def _sources(group: Group, output: Path | None) -> list[str]:
     lines = []
     for result in group.results:
         about = result.environment
-        paddle = [f"{name} {about[name]}" for name in ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy")
-                  if about.get(name, "not installed") != "not installed"]  # fmt: skip
-        machine = (
-            f"{about.get('machine')}, {about.get('device')}, {about.get('threads')} of {about.get('cores')} threads"
-        )
-        versions = ", ".join([*paddle, f"Python {about.get('python')}"])
+        packages = [
+            f"{name} {about[name]}" for name in PACKAGES if about.get(name, "not installed") != "not installed"
+        ]
+        cores = f"threads: {result.threads}, cores: {about.get('cores')}"
+        machine = f"{about.get('machine')}, {about.get('device')}, {cores}"
+        versions = ", ".join([*packages, f"Python {about.get('python')}"])
         lines.append(
             f"- {_link(result.path, output)}: {machine}; {versions}; commit {result.commit}; "
             f"{result.rounds} rounds; `{result.command}`"
