@@ -56,6 +56,7 @@ ORDER = [
     ["evaluation.speed.findings"],
     ["evaluation.speed.tables"],
     ["evaluation.speed"],
+    ["evaluation.quality.compiled"],
     ["evaluation.quality.torch_files", "evaluation.quality.settings", "evaluation.quality.sheets"],
     ["evaluation.quality.efficientnet", "evaluation.quality.perceptual"],
     ["evaluation.quality.recording", "evaluation.quality.findings"],

@@ -98,7 +98,7 @@ def _evaluate(options: argparse.Namespace, given: Sequence[str]) -> int:
     path = options.json or options.out / "quality.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(_written(result, options.report or options.out, options.out))
+    print(_written(result, path, options.report or options.out, options.out))
     return 0
 
 
@@ -107,11 +107,14 @@ def _report(options: argparse.Namespace, given: Sequence[str]) -> int:
         result = json.loads(options.file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ToMeConfigError(f"{options.file} cannot be read: {error}") from error
-    print(_written(result, options.output, options.pictures))
+    print(_written(result, options.file, options.output, options.pictures))
     return 0
 
 
-def _written(result: dict[str, Any], output: Path, pictures: Path | None) -> str:
+def _written(result: dict[str, Any], file: Path, output: Path, out: Path | None) -> str:
+    """Write the report, with sheets and merge maps where the folder of an evaluation is there; its Markdown."""
+    from ..evaluation.quality.evaluation import draw_merge_maps
     from ..evaluation.quality.report import write_report
 
-    return write_report(result, output, pictures)
+    maps = [] if out is None else draw_merge_maps(result, output)
+    return write_report(result, output, None if out is None else out / "pictures", file, maps)

@@ -15,6 +15,8 @@ from paddle import nn
 from PIL import Image
 
 from ...errors import ToMeConfigError
+from ...inference.programs import Input
+from .compiled import compile_network
 from .torch_files import read_state_dict, weights_of
 
 SIZE = 224  # px that the network was trained at
@@ -46,9 +48,10 @@ class EfficientNetLite0:
     """
 
     def __init__(self) -> None:
-        self.network = _Network()
-        self.network.set_state_dict(_state_for(self.network))
-        self.network.eval()
+        network = _Network()
+        network.set_state_dict(_state_for(network))
+        network.eval()
+        self._run = compile_network(network, (Input("pictures", ("batch", 3, SIZE, SIZE)),), {}, "EfficientNet-Lite0")
 
     @staticmethod
     def version() -> str:
@@ -68,21 +71,23 @@ class EfficientNetLite0:
         Raises:
             ToMeConfigError: not a batch of pictures.
         """
-        return self._through(self.network.pooled, pictures, batch, FEATURES)
+        return self._through(pictures, batch)[0]
 
     def logits(self, pictures: np.ndarray, batch: int = 32) -> np.ndarray:
         """Scores of the 1000 classes of ImageNet, [B, 1000] float32, in the usual order (277 is the red fox)."""
-        return self._through(self.network, pictures, batch, 1000)
+        return self._through(pictures, batch)[1]
 
-    @paddle.no_grad()
-    def _through(self, network, pictures: np.ndarray, batch: int, width: int) -> np.ndarray:  # type: ignore[no-untyped-def]
+    def _through(self, pictures: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
         if pictures.ndim != 4 or pictures.shape[-1] != 3 or pictures.dtype != np.uint8:
             raise ToMeConfigError(f"pictures are uint8 [B, H, W, 3], not {pictures.dtype} {list(pictures.shape)}.")
-        parts = [network(_prepared(pictures[i : i + batch])).numpy() for i in range(0, len(pictures), batch)]
-        return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
+        if not len(pictures):
+            return np.zeros((0, FEATURES), np.float32), np.zeros((0, 1000), np.float32)
+        parts = [self._run(pictures=_prepared(pictures[i : i + batch])) for i in range(0, len(pictures), batch)]
+        pooled, logits = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return pooled, logits
 
 
-def _prepared(pictures: np.ndarray) -> paddle.Tensor:
+def _prepared(pictures: np.ndarray) -> np.ndarray:
     """[B, H, W, 3] uint8 → [B, 3, 224, 224] float32: the whole picture, bicubic, (x − 127) / 128.
 
     That is Google's scale for these networks (MEAN_RGB and STDDEV_RGB in efficientnet_lite_builder.py). The package's
@@ -92,7 +97,7 @@ def _prepared(pictures: np.ndarray) -> paddle.Tensor:
     if pictures.shape[1:3] != (SIZE, SIZE):
         resized = [Image.fromarray(picture).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for picture in pictures]
         pictures = np.stack([np.asarray(picture) for picture in resized])
-    return paddle.to_tensor((pictures.transpose(0, 3, 1, 2).astype(np.float32) - 127) / 128)
+    return (pictures.transpose(0, 3, 1, 2).astype(np.float32) - 127) / 128
 
 
 def _convolution(c_in: int, c_out: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Layer]:
@@ -119,7 +124,10 @@ class _Block(nn.Layer):
 
 
 class _Network(nn.Layer):
-    """[B, 3, 224, 224] → [B, 1000]; its layers are defined in the order in which the file of weights has them."""
+    """[B, 3, 224, 224] → pooled features [B, 1280] and logits [B, 1000].
+
+    Its layers are defined in the order in which the file of weights has them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,11 +140,9 @@ class _Network(nn.Layer):
         self.head = nn.Sequential(*_convolution(widths[-1], FEATURES), nn.ReLU6())
         self.classifier = nn.Linear(FEATURES, 1000)
 
-    def pooled(self, x: paddle.Tensor) -> paddle.Tensor:  # [B, 1280]
-        return self.head(self.blocks(self.stem(x))).mean(axis=[2, 3])
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        return self.classifier(self.pooled(x))
+    def forward(self, pictures: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        pooled = self.head(self.blocks(self.stem(pictures))).mean(axis=[2, 3])
+        return pooled, self.classifier(pooled)
 
 
 def _state_for(network: nn.Layer) -> dict[str, np.ndarray]:

@@ -1,21 +1,26 @@
 """A whole evaluation: draw, measure, time, and one result that says all of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm.auto import tqdm
 
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference.loading import load_for_export
 from ...models import find_blocks
 from ...serving.engine import Engine
+from ...serving.jobs import Job
 from ...serving.offline import Drawer
 from ..environment import commit, describe_environment
 from .distances import inception_fid
 from .drawing import Plan, check_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
+from .engines import EagerEngine
 from .measuring import Measurer, measure
+from .merge_maps import write_merge_maps
 from .settings import OTHER_SEEDS, PLAIN, TOMESD, Setting
 from .timing import time_settings
 
@@ -119,6 +124,32 @@ def evaluate(
             for setting in settings
         ],
     }
+
+
+def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
+    """Draw a result's first prompt once more in eager mode, and write which tokens were merged into which.
+
+    Args:
+        result: what `evaluate` returned; its setting nearest to ratio 0.5 among the plain ratios is drawn.
+        output: folder for the PNG files.
+
+    Returns:
+        The files; none where no ratio was evaluated.
+
+    Raises:
+        ToMeExportError: the model cannot be loaded.
+    """
+    ratios = [each["config"]["ratio"] for each in result["settings"] if each["group"] == "ratio"]
+    if not ratios:
+        return []
+    ratio = min(ratios, key=lambda each: abs(each - 0.5))
+    pipe = load_for_export(result["model"], safety_checker=False)
+    given = result["prompts"][0]
+    job = Job(given["prompt"], result["size"], result["size"], ratio, given["seed"], "", result["steps"])
+    job = replace(job, guidance_scale=result["guidance"])
+    engine = EagerEngine(pipe, ToMeConfig(), result["model"])
+    facts = {"prompt": job.prompt, "seed": job.seed, "ratio": ratio, "steps": job.steps, "model": result["model"]}
+    return write_merge_maps(pipe, lambda: np.asarray(engine.generate([job])[0]), output, **facts)
 
 
 def _time(

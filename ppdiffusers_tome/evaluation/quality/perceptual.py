@@ -14,6 +14,8 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ...errors import ToMeConfigError
+from ...inference.programs import Input
+from .compiled import compile_network
 from .torch_files import read_state_dict, weights_of
 
 PACKAGE, FILE = "stlpips_pytorch", "weights/vST0.0/alex_shift_tolerant.pth"
@@ -44,24 +46,17 @@ class ShiftTolerantLPIPS:
     """
 
     def __init__(self) -> None:
-        state = read_state_dict(weights_of(PACKAGE, FILE))
-        self.network = _Features()
-        self.network.set_state_dict(
-            {
-                f"convolutions.{i}.{kind}": state[f"{name}.{kind}"]
-                for i, (*_, name) in enumerate(CONVOLUTIONS)
-                for kind in ("weight", "bias")
-            }
-        )
-        self.network.eval()
-        self.weights = [paddle.to_tensor(state[f"lin{i}.model.1.weight"]) for i in range(len(CONVOLUTIONS))]
+        network = _Distance()
+        network.set_state_dict(_state())
+        network.eval()
+        pair = (Input("a", ("batch", 3, "height", "width")), Input("b", ("batch", 3, "height", "width")))
+        self._run = compile_network(network, pair, {"height": 40, "width": 32}, "ST-LPIPS")
 
     @staticmethod
     def version() -> str:
         """Which weights these are: the version of the package that carries them."""
         return version(PACKAGE)
 
-    @paddle.no_grad()
     def distance(
         self,
         a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least 21
@@ -85,27 +80,47 @@ class ShiftTolerantLPIPS:
             )
         if min(a.shape[1:3]) < SMALLEST:
             raise ToMeConfigError(f"pictures of {a.shape[1]}×{a.shape[2]} px: ST-LPIPS needs {SMALLEST} px each way.")
-        parts = [self._distance(a[i : i + batch], b[i : i + batch]) for i in range(0, len(a), batch)]
+        chunks = [slice(i, i + batch) for i in range(0, len(a), batch)]
+        parts = [self._run(a=_scaled(a[chunk]), b=_scaled(b[chunk]))[0] for chunk in chunks]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
-    def _distance(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        total = paddle.zeros([len(a)])
-        for weight, of_a, of_b in zip(self.weights, self.network(_scaled(a)), self.network(_scaled(b)), strict=True):
-            difference = (_unit(of_a) - _unit(of_b)) ** 2
-            total += F.conv2d(difference, weight).mean(axis=[1, 2, 3])
-        return total.numpy()
+
+def _state() -> dict[str, np.ndarray]:
+    """The file's weights under the names of `_Distance`."""
+    given = read_state_dict(weights_of(PACKAGE, FILE))
+    state = {f"linear.{i}.weight": given[f"lin{i}.model.1.weight"] for i in range(len(CONVOLUTIONS))}
+    for i, (*_, name) in enumerate(CONVOLUTIONS):
+        for kind in ("weight", "bias"):
+            state[f"features.convolutions.{i}.{kind}"] = given[f"{name}.{kind}"]
+    return state
 
 
-def _scaled(pictures: np.ndarray) -> paddle.Tensor:
+def _scaled(pictures: np.ndarray) -> np.ndarray:
     """[B, H, W, 3] uint8 → [B, 3, H, W] float32, in LPIPS' scale."""
     x = pictures.astype(np.float32) / 127.5 - 1
     x = (x - np.array(SHIFT, np.float32)) / np.array(SCALE, np.float32)
-    return paddle.to_tensor(x.transpose(0, 3, 1, 2))
+    return x.transpose(0, 3, 1, 2)
 
 
 def _unit(x: paddle.Tensor) -> paddle.Tensor:
     """[B, C, H, W]: every position's channels divided by their length."""
     return x / ((x**2).sum(axis=1, keepdim=True).sqrt() + EPSILON)
+
+
+class _Distance(nn.Layer):
+    """Two batches [B, 3, H, W] → [B]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = _Features()
+        self.linear = nn.LayerList(nn.Conv2D(c_out, 1, 1, bias_attr=False) for _, c_out, *_ in CONVOLUTIONS)
+
+    def forward(self, a: paddle.Tensor, b: paddle.Tensor) -> paddle.Tensor:
+        parts = [
+            linear((_unit(of_a) - _unit(of_b)) ** 2).mean(axis=[1, 2, 3])
+            for linear, of_a, of_b in zip(self.linear, self.features(a), self.features(b))  # noqa: B905 - Paddle 2.6
+        ]
+        return paddle.add_n(parts)
 
 
 class _Features(nn.Layer):
