@@ -22,6 +22,7 @@ from .progress import Progress
 
 FORMAT = 1
 PACKAGE = Path(__file__).parents[2]
+WORKER = [sys.executable, "-W", "ignore", "-m", worker.__name__]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _measure(
         at = {"arm": None, "what": "starting"}
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", worker.__name__],
+                WORKER,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
