@@ -8,14 +8,17 @@ Every line is a JSON object with "event", and with "arm", the label of an arm, w
     round: `index`, and `seconds` of every arm that did not fail.
 """
 
+import ctypes
 import gc
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from .cases import EAGER, LIMIT, PREDICTOR, PYTORCH, TOME, ArmPlan, Case, arms_f
 from .memory import is_out_of_memory, limited, offer_to_the_system
 from .subjects import Subject, open_subject
 
+PR_SET_PDEATHSIG = 1  # of Linux
 SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after the work of another process
 Tell = Callable[..., None]
 
@@ -66,8 +70,8 @@ def measure(request: dict[str, Any], tell: Tell) -> None:
 
     Args:
         request: `case` and `arms` as their `describe` has them; `rounds`, the indices of those to time; `warm_up`;
-            `threads`; `memory_limit` in bytes or None; `torch_python`; and what is known from before, as labels of
-            arms: `failed`, `checked`, `weighed`, `shared`.
+            `threads`; `memory_limit` in bytes or None; `torch_python`; a `folder` to work in; and what is known from
+            before, as labels of arms: `failed`, `checked`, `weighed`, `shared`.
         tell: is called with an event's name and its fields.
     """
     case, plans = Case(**request["case"]), list(arms_from(request["arms"]))
@@ -76,8 +80,8 @@ def measure(request: dict[str, Any], tell: Tell) -> None:
         subject = open_subject(case)
     tell("about", **_about(subject, plans))
     predictors = sum(plan.backend == PREDICTOR for plan in plans)
-    limit, python = request["memory_limit"], request["torch_python"]
-    with Arms(subject, limit, request["threads"], python, predictors) as arms:
+    given = (request[name] for name in ("memory_limit", "threads", "torch_python"))
+    with Arms(subject, *given, predictors, Path(request["folder"])) as arms:
         attempts = Attempts(arms, set(request["failed"]), tell)
         unchecked = [plan for plan in attempts.left(plans) if plan.label not in request["checked"]]
         _check(case, unchecked, arms, attempts, tell)
@@ -132,10 +136,6 @@ def _warm_up(plan: ArmPlan, request: dict[str, Any], arms: Arms, attempts: Attem
 
 
 def _shares(subject: Subject, plan: ArmPlan, arms: Arms) -> dict[str, Any]:
-    if find_spec(f"{__package__}.shares") is None:
-        return {"shares": None}
-    from .shares import measure_shares
-
     with arms[plan].ready() as run:
         return {"shares": measure_shares(subject.denoiser, run)}
 
@@ -144,6 +144,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print does not get between the answers
     offer_to_the_system()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # do not go on when the parent is killed
 
     def tell(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}), file=answers, flush=True)
