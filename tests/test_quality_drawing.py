@@ -103,20 +103,21 @@ def test_pytorch_needs_an_interpreter():
 
 
 class FakeArm:
-    """Adds 1, or 2 where tomesd is asked."""
+    """Adds nothing, or the ratio where tomesd is asked."""
 
     def take(self, inputs):
         self.inputs = inputs
 
-    def output(self, model):
-        return self.inputs["sample"] + {"plain": 1, "tomesd": 2}[model]
+    def output(self, merging):
+        assert merging is None or merging["use_rand"] is False
+        return self.inputs["sample"] + (0 if merging is None else merging["ratio"])
 
 
 def test_a_unet_in_pytorch_is_asked_by_ratio(pipe):
-    unet, sample = TorchUNet(pipe.unet, FakeArm()), paddle.zeros([2, 4, 8, 8])
+    unet, sample = TorchUNet(pipe.unet, FakeArm(), {"use_rand": False}), paddle.zeros([2, 4, 8, 8])
     text = paddle.zeros([2, 7, 8])
-    assert float(unet(sample, paddle.to_tensor(5), text).sample.max()) == 1
+    assert float(unet(sample, paddle.to_tensor(5), text).sample.max()) == 0
     unet.ratio = 0.5
-    assert float(unet(sample, 5, text, return_dict=False)[0].max()) == 2
+    assert float(unet(sample, 5, text, return_dict=False)[0].max()) == 0.5
     with pytest.raises(ToMeConfigError, match="is not given class_labels"):
         unet(sample, 5, text, class_labels=text)

@@ -10,7 +10,7 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.evaluation.quality import evaluation
 from ppdiffusers_tome.evaluation.quality.drawing import Plan, folder_of
-from ppdiffusers_tome.evaluation.quality.evaluation import evaluate, levels_of
+from ppdiffusers_tome.evaluation.quality.evaluation import evaluate, read_model
 from ppdiffusers_tome.evaluation.quality.measuring import Measurer
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Setting, study
 from ppdiffusers_tome.evaluation.quality.timing import time_settings
@@ -82,8 +82,8 @@ def test_a_picture_that_is_missing_is_noticed(evaluated, tmp_path):
         Measurer(evaluated, 32).pairs(lacking)
 
 
-def test_levels_are_those_with_attention(model):
-    assert levels_of(str(model)) == [1]
+def test_a_model_tells_its_levels_and_scheduler(model):
+    assert read_model(str(model)) == ([1], "DDIMScheduler")
 
 
 @pytest.mark.parametrize(
@@ -136,4 +136,4 @@ def test_nothing_is_timed_without_rounds(monkeypatch):
 def test_pictures_of_another_plan_are_not_mixed_in(evaluated, model):
     plan = Plan(str(model), (("a bear", 0),), 32, steps=2, guidance=2.0, backend="eager")
     with pytest.raises(ToMeConfigError, match="choose another folder"):
-        evaluate(plan, study((0.25,), ()), evaluated, draw_here)
+        evaluate(plan, study((0.25,), ()), "DDIMScheduler", evaluated, draw_here)

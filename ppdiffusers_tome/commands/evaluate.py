@@ -58,7 +58,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _evaluate(options: argparse.Namespace, given: Sequence[str]) -> int:
     # Late: it imports all that measures, and the command line is asked for other things too.
-    from ..evaluation.quality.evaluation import evaluate, levels_of
+    from ..evaluation.quality.evaluation import evaluate, read_model
 
     if options.quick:
         vars(options).update(QUICK)
@@ -80,12 +80,13 @@ def _evaluate(options: argparse.Namespace, given: Sequence[str]) -> int:
         threads=threads(options) or len(os.sched_getaffinity(0)),
         torch_python=options.torch_python,
     )
-    levels = levels_of(options.model) if "max_downsample" in options.ablations else (1,)
-    settings = study(options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio)
+    model = read_model(options.model)
+    settings = study(options.ratio, options.ablations, options.ablation_ratio, model.levels, options.tomesd_ratio)
     with open_drawers(options, gpu=False) as make_drawer:
         result = evaluate(
             plan,
             settings,
+            model.scheduler,
             options.out,
             make_drawer,
             batch=options.batch,

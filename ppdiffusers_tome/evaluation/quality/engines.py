@@ -1,7 +1,7 @@
 """Who draws: exported programs, the pipeline itself in eager mode, or a UNet in PyTorch that tomesd merges in."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,14 +50,21 @@ def load_eager(model: str, config: ToMeConfig) -> EagerEngine:
 
 
 class TorchUNet:
-    """Stands for a UNet in a pipeline of ppdiffusers and asks PyTorch; merged by tomesd where `ratio` is not 0."""
+    """Stands for a UNet in a pipeline of ppdiffusers and asks PyTorch.
+
+    Args:
+        unet: the model, for its config.
+        arm: PyTorch's process, which has the same model.
+        merging: what tomesd is told, without the ratio; with `ratio` 0 it is not asked.
+    """
 
     dtype = paddle.float32
 
-    def __init__(self, unet: Any, arm: TorchArm) -> None:
+    def __init__(self, unet: Any, arm: TorchArm, merging: Mapping[str, Any]) -> None:
         self.config = unet.config
         self.ratio = 0.0
         self._arm = arm
+        self._merging = merging
 
     def __call__(
         self,
@@ -70,8 +77,10 @@ class TorchUNet:
         if given := [name for name, value in others.items() if value is not None]:
             raise ToMeConfigError(f"PyTorch's UNet is not given {', '.join(given)}: leave it out.")
         at = np.array([float(timestep)], dtype="float32")
-        self._arm.take({"sample": sample.numpy(), "timestep": at, "text": encoder_hidden_states.numpy()})
-        prediction = paddle.to_tensor(self._arm.output("tomesd" if self.ratio else "plain"))
+        text = encoder_hidden_states.numpy()
+        self._arm.take({"sample": sample.numpy(), "timestep": at, "encoder_hidden_states": text})
+        merging = {**self._merging, "ratio": self.ratio} if self.ratio else None
+        prediction = paddle.to_tensor(self._arm.output(merging))
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
 
 
@@ -101,11 +110,11 @@ class TorchEngine(Engine):
                 f"{model} is a {type(pipe).__name__}: tomesd is compared on StableDiffusionPipeline."
             )
         self._folder = tempfile.TemporaryDirectory(prefix="torch_engine_")
-        merging = {key: value for key, value in asdict(config).items() if key not in ("seed", "max_downsample")}
-        merging["max_downsample"] = config.max_downsample or 1
-        self._arm = TorchArm(python, Path(self._folder.name), pipe.unet, threads, merging)
+        self._arm = TorchArm(python, Path(self._folder.name), pipe.unet, threads)
         self.about = self._arm.about
-        stand_in = TorchUNet(pipe.unet, self._arm)
+        merging = {key: value for key, value in asdict(config).items() if key not in ("ratio", "seed")}
+        merging["max_downsample"] = config.max_downsample or 1
+        stand_in = TorchUNet(pipe.unet, self._arm, merging)
         rest = pipe if exported is None else load_pipeline(exported, threads=threads)
         others = {name: part for name, part in rest.components.items() if name != "unet"}
         torch_pipe = StableDiffusionPipeline(unet=stand_in, **others, requires_safety_checker=False)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
@@ -22,18 +22,33 @@ from .timing import time_settings
 FORMAT = 1
 
 
-def levels_of(model: str) -> list[int]:
-    """At which levels a pipeline's UNet has blocks that can merge, the shallowest first.
+class ModelFacts(NamedTuple):
+    """What an evaluation wants to know of a pipeline."""
+
+    levels: list[int]  # at which its UNet has blocks that can merge, the shallowest first
+    scheduler: str  # its class
+
+
+def read_model(model: str) -> ModelFacts:
+    """Load a pipeline from a folder or the hub, and tell of it.
 
     Raises:
-        ToMeExportError: the pipeline cannot be loaded.
+        ToMeExportError: it cannot be loaded.
+        ToMeConfigError: it has no UNet.
     """
-    return sorted({found.level for found in find_blocks(load_for_export(model, safety_checker=False).unet)})
+    pipe = load_for_export(model, safety_checker=False)
+    if "unet" not in pipe.components:
+        raise ToMeConfigError(
+            f"{model} is a {type(pipe).__name__}, which has no UNet: its pictures are not evaluated."
+        )
+    levels = sorted({found.level for found in find_blocks(pipe.unet)})
+    return ModelFacts(levels, type(pipe.scheduler).__name__)
 
 
 def evaluate(
     plan: Plan,
     settings: Sequence[Setting],
+    scheduler: str,
     out: Path,
     make_drawer: Callable[[Callable[[], Engine]], Drawer],
     batch: int = 4,
@@ -46,6 +61,7 @@ def evaluate(
     Args:
         plan: what is drawn.
         settings: what is compared with plain; see `settings.study`.
+        scheduler: the model's, for the record.
         out: folder for pictures, programs and what was measured of them.
         make_drawer: `offline.draw_here`, or one that draws elsewhere.
         batch: most pictures in one pipeline call.
@@ -83,6 +99,7 @@ def evaluate(
         "commit": commit(),
         "environment": describe_environment(),
         **{key: value for key, value in asdict(plan).items() if key not in ("prompts", "torch_python")},
+        "scheduler": scheduler,
         "torch": about_torch,
         "prompts": [{"prompt": text, "seed": seed} for text, seed in plan.prompts],
         "features": measurer.versions,
