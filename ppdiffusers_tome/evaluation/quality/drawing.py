@@ -189,5 +189,7 @@ def picture_paths(folder: Path) -> list[Path]:
 def read_pictures(paths: Sequence[Path], size: int) -> np.ndarray:
     """Pictures as uint8 [N, size, size, 3]; those of another size are resized."""
     pictures = [Image.open(path).convert("RGB") for path in paths]
-    resized = [each if each.size == (size, size) else each.resize((size, size), Image.Resampling.LANCZOS) for each in pictures]
+    resized = [
+        each if each.size == (size, size) else each.resize((size, size), Image.Resampling.LANCZOS) for each in pictures
+    ]
     return np.stack([np.asarray(each) for each in resized])

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,7 @@ def _measure(
     index: int, case: Case, arms: list[ArmPlan], settings: Settings, partial: Partial, progress: Progress
 ) -> None:
     """Run workers until every arm has every round or has failed."""
+    folder = partial.path.with_name(f".{partial.path.name}.work")  # beside it, so that a next run finds and clears it
     found = partial.case(index)
     while not found.is_done and any(arm.label not in found.failed for arm in arms):
         request = {
@@ -120,8 +122,11 @@ def _measure(
             "checked": list(found.parity),
             "weighed": list(found.memory),
             "shared": list(found.shares),
+            "folder": str(folder),
         }
-        at = {"arm": None, "what": "starting"}
+        at: dict[str, Any] = {"arm": None, "what": "starting"}
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             process = subprocess.Popen(
                 WORKER,
@@ -143,6 +148,7 @@ def _measure(
                     partial.note(index, event)
                 status = process.wait()
             finally:
+                shutil.rmtree(folder, ignore_errors=True)
                 process.kill()
                 process.wait()
                 process.stdout.close()

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from .agreement import agree
 from .arms import Arms
 from .cases import EAGER, LIMIT, PREDICTOR, PYTORCH, TOME, ArmPlan, Case, arms_from
 from .memory import is_out_of_memory, limited, offer_to_the_system
+from .shares import measure_shares
 from .subjects import Subject, open_subject
 
 PR_SET_PDEATHSIG = 1  # of Linux
@@ -93,7 +93,8 @@ def measure(request: dict[str, Any], tell: Tell) -> None:
             tell("round", index=index, seconds=seconds)
         for plan in attempts.left(plans):
             if plan.backend == EAGER and plan.arm == TOME and plan.label not in request["shared"]:
-                tell("shares", arm=plan.label, **_shares(subject, plan, arms))
+                with arms[plan].ready() as run:
+                    tell("shares", arm=plan.label, shares=measure_shares(subject.denoiser, run))
 
 
 def take_turn(index: int, plans: list[ArmPlan], arms: Any, attempts: Attempts, settle: float) -> dict[str, float]:
@@ -133,11 +134,6 @@ def _warm_up(plan: ArmPlan, request: dict[str, Any], arms: Arms, attempts: Attem
                 tell("weighed", arm=plan.label, peak_memory_bytes=weighed[0])
         else:
             attempts.make(plan, "warm-up", lambda: arms[plan].output())
-
-
-def _shares(subject: Subject, plan: ArmPlan, arms: Arms) -> dict[str, Any]:
-    with arms[plan].ready() as run:
-        return {"shares": measure_shares(subject.denoiser, run)}
 
 
 def main() -> None:
