@@ -49,7 +49,7 @@ def test_folder_is_read():
 
 
 def test_folder_that_has_no_unet_is_told(tmp_path):
-    with pytest.raises(ToMeConfigError, match="must be a pipeline's folder with unet/config.json"):
+    with pytest.raises(ToMeConfigError, match=r"must be a pipeline's folder with unet/config\.json"):
         read_architecture(tmp_path)
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text(json.dumps({"_class_name": "UNet3DConditionModel"}))

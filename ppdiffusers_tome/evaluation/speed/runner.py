@@ -148,10 +148,10 @@ def _measure(
                     partial.note(index, event)
                 status = process.wait()
             finally:
-                shutil.rmtree(folder, ignore_errors=True)
                 process.kill()
                 process.wait()
                 process.stdout.close()
+                shutil.rmtree(folder, ignore_errors=True)
             if status:
                 errors.seek(0)
                 _died(index, at, status, errors.read(), arms, partial)
