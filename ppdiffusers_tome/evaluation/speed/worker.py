@@ -50,7 +50,8 @@ class Attempts:
             return action()
         except Exception as error:
             status = "out of memory" if is_out_of_memory(error) else "error"
-            self.fail(plan, status, f"{what}: {type(error).__name__}: {gist(error)}")
+            told = next((line for line in str(error).splitlines() if is_out_of_memory(line)), gist(error))
+            self.fail(plan, status, f"{what}: {type(error).__name__}: {told.strip()}")
         self._arms.drop(plan)
         gc.collect()  # what the failed pass had allocated hangs on cycles of frames
         return None
