@@ -81,8 +81,8 @@ def measure(request: dict[str, Any], tell: Tell) -> None:
         subject = open_subject(case)
     tell("about", **_about(subject, plans))
     predictors = sum(plan.backend == PREDICTOR for plan in plans)
-    given = (request[name] for name in ("memory_limit", "threads", "torch_python"))
-    with Arms(subject, *given, predictors, Path(request["folder"])) as arms:
+    limit, python, folder = request["memory_limit"], request["torch_python"], Path(request["folder"])
+    with Arms(subject, limit, request["threads"], python, predictors, folder) as arms:
         attempts = Attempts(arms, set(request["failed"]), tell)
         unchecked = [plan for plan in attempts.left(plans) if plan.label not in request["checked"]]
         _check(case, unchecked, arms, attempts, tell)
