@@ -39,16 +39,15 @@ ORDER = [
     ["serving.offline", "serving.replicas"],
     ["serving.actors", "serving.cluster"],
     ["serving"],
-    ["evaluation.environment", "evaluation.layouts", "evaluation.free_merge", "evaluation.inference_cases"],
+    ["evaluation.environment", "evaluation.layouts", "evaluation.free_merge"],
     ["evaluation.torch_worker"],
     ["evaluation.benchmark", "evaluation.families", "evaluation.torch_arm"],
-    ["evaluation.inference_arms"],
-    ["evaluation.inference_report"],
-    ["evaluation.inference"],
     [f"evaluation.speed.{name}" for name in ("original", "architectures", "memory", "shares")],
+    ["evaluation.speed.cases"],
     ["evaluation.speed.subjects"],
-    ["evaluation.speed.arms"],
-    ["evaluation.speed.worker"],
+    ["evaluation.speed.ways"],
+    ["evaluation.speed.arms", "evaluation.speed.agreement"],
+    ["evaluation.speed.worker", "evaluation.speed.partial", "evaluation.speed.progress", "evaluation.speed.summary"],
     ["evaluation.speed.runner"],
     ["evaluation.speed.results"],
     ["evaluation.speed.compare", "evaluation.speed.plots", "evaluation.speed.markdown"],
@@ -116,7 +115,6 @@ def test_only_models_and_the_entrances_know_ppdiffusers():
         room_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
     }
     exporting = {f"inference.{room}" for room in ("loading", "request", "layout", "models", "export", "pipeline")}
-    measuring = {
-        f"evaluation.{room}" for room in ("benchmark", "families", "inference_cases", "layouts", "quality.engines")
-    }
+    measuring = {f"evaluation.{room}" for room in ("benchmark", "families", "layouts", "quality.engines")}
+    measuring |= {f"evaluation.speed.{room}" for room in ("architectures", "subjects", "ways")}
     assert knowing == {"models", "mixin", "summary", "__init__", "serving.engine", *exporting, *measuring}

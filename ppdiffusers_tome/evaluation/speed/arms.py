@@ -1,10 +1,9 @@
 """The arms: one model computed in several ways, each put on for its pass and taken off again."""
 
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,20 @@ class Arms:
         threads: of predictors and of PyTorch; eager Paddle took its own from OMP_NUM_THREADS.
         torch_python: interpreter for the backend PyTorch.
         predictors: how many there will be.
+        folder: for programs and what is exchanged with PyTorch; exists.
     """
 
     def __init__(
-        self, subject: Subject, limit: int | None, threads: int, torch_python: str | None, predictors: int
+        self,
+        subject: Subject,
+        limit: int | None,
+        threads: int,
+        torch_python: str | None,
+        predictors: int,
+        folder: Path,
     ) -> None:
         self._subject, self._limit, self._threads, self._python = subject, limit, threads, torch_python
+        self._folder = folder
         self._keep = predictors * subject.weights * SHARE_OF_MEMORY <= available_bytes()
         self._made: dict[ArmPlan, Arm] = {}
         self._weights: list[Path] = []
@@ -155,13 +162,11 @@ class Arms:
         self._seed = 0
 
     def __enter__(self) -> "Arms":
-        with ExitStack() as stack:
-            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_")))
-            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        if self._worker:
+            self._worker.close()
 
     def take(self, seed: int) -> None:
         """Draw the inputs of the passes to come, of all arms."""
@@ -187,9 +192,7 @@ class Arms:
             return PredictorArm(self._subject, plan, self._limit, export, self._keep)
         if self._worker is None:
             assert self._python
-            self._worker = self._stack.enter_context(
-                TorchArm(self._python, self._folder, self._subject.denoiser, self._threads)
-            )
+            self._worker = TorchArm(self._python, self._folder, self._subject.denoiser, self._threads)
             self.take(self._seed)
         return PyTorchArm(self._subject, plan, self._limit, self._worker)
 

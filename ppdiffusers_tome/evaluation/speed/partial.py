@@ -26,7 +26,7 @@ class Found:
 
     def take(self, event: dict[str, Any]) -> None:
         """Note what a line of the worker says."""
-        kind, arm = event["event"], event.get("arm")
+        kind, arm = event["event"], event.get("arm", "")
         if kind == "about":
             self.macs |= event["macs"]
         elif kind == "round":

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from .progress import Progress
 
 FORMAT = 1
 PACKAGE = Path(__file__).parents[2]
+WORKER = [sys.executable, "-W", "ignore", "-m", worker.__name__]
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def _measure(
     index: int, case: Case, arms: list[ArmPlan], settings: Settings, partial: Partial, progress: Progress
 ) -> None:
     """Run workers until every arm has every round or has failed."""
+    folder = partial.path.with_name(f".{partial.path.name}.work")  # beside it, so that a next run finds and clears it
     found = partial.case(index)
     while not found.is_done and any(arm.label not in found.failed for arm in arms):
         request = {
@@ -119,11 +122,14 @@ def _measure(
             "checked": list(found.parity),
             "weighed": list(found.memory),
             "shared": list(found.shares),
+            "folder": str(folder),
         }
-        at = {"arm": None, "what": "starting"}
+        at: dict[str, Any] = {"arm": None, "what": "starting"}
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", worker.__name__],
+                WORKER,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -145,6 +151,7 @@ def _measure(
                 process.kill()
                 process.wait()
                 process.stdout.close()
+                shutil.rmtree(folder, ignore_errors=True)
             if status:
                 errors.seek(0)
                 _died(index, at, status, errors.read(), arms, partial)

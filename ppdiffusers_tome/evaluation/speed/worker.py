@@ -8,14 +8,16 @@ Every line is a JSON object with "event", and with "arm", the label of an arm, w
     round: `index`, and `seconds` of every arm that did not fail.
 """
 
+import ctypes
 import gc
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,10 @@ from .agreement import agree
 from .arms import Arms
 from .cases import EAGER, LIMIT, PREDICTOR, PYTORCH, TOME, ArmPlan, Case, arms_from
 from .memory import is_out_of_memory, limited, offer_to_the_system
+from .shares import measure_shares
 from .subjects import Subject, open_subject
 
+PR_SET_PDEATHSIG = 1  # of Linux
 SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after the work of another process
 Tell = Callable[..., None]
 
@@ -46,7 +50,8 @@ class Attempts:
             return action()
         except Exception as error:
             status = "out of memory" if is_out_of_memory(error) else "error"
-            self.fail(plan, status, f"{what}: {type(error).__name__}: {gist(error)}")
+            told = next((line for line in str(error).splitlines() if is_out_of_memory(line)), gist(error))
+            self.fail(plan, status, f"{what}: {type(error).__name__}: {told.strip()}")
         self._arms.drop(plan)
         gc.collect()  # what the failed pass had allocated hangs on cycles of frames
         return None
@@ -66,8 +71,8 @@ def measure(request: dict[str, Any], tell: Tell) -> None:
 
     Args:
         request: `case` and `arms` as their `describe` has them; `rounds`, the indices of those to time; `warm_up`;
-            `threads`; `memory_limit` in bytes or None; `torch_python`; and what is known from before, as labels of
-            arms: `failed`, `checked`, `weighed`, `shared`.
+            `threads`; `memory_limit` in bytes or None; `torch_python`; a `folder` to work in; and what is known from
+            before, as labels of arms: `failed`, `checked`, `weighed`, `shared`.
         tell: is called with an event's name and its fields.
     """
     case, plans = Case(**request["case"]), list(arms_from(request["arms"]))
@@ -76,8 +81,8 @@ def measure(request: dict[str, Any], tell: Tell) -> None:
         subject = open_subject(case)
     tell("about", **_about(subject, plans))
     predictors = sum(plan.backend == PREDICTOR for plan in plans)
-    limit, python = request["memory_limit"], request["torch_python"]
-    with Arms(subject, limit, request["threads"], python, predictors) as arms:
+    limit, python, folder = request["memory_limit"], request["torch_python"], Path(request["folder"])
+    with Arms(subject, limit, request["threads"], python, predictors, folder) as arms:
         attempts = Attempts(arms, set(request["failed"]), tell)
         unchecked = [plan for plan in attempts.left(plans) if plan.label not in request["checked"]]
         _check(case, unchecked, arms, attempts, tell)
@@ -89,7 +94,8 @@ def measure(request: dict[str, Any], tell: Tell) -> None:
             tell("round", index=index, seconds=seconds)
         for plan in attempts.left(plans):
             if plan.backend == EAGER and plan.arm == TOME and plan.label not in request["shared"]:
-                tell("shares", arm=plan.label, **_shares(subject, plan, arms))
+                with arms[plan].ready() as run:
+                    tell("shares", arm=plan.label, shares=measure_shares(subject.denoiser, run))
 
 
 def take_turn(index: int, plans: list[ArmPlan], arms: Any, attempts: Attempts, settle: float) -> dict[str, float]:
@@ -131,19 +137,11 @@ def _warm_up(plan: ArmPlan, request: dict[str, Any], arms: Arms, attempts: Attem
             attempts.make(plan, "warm-up", lambda: arms[plan].output())
 
 
-def _shares(subject: Subject, plan: ArmPlan, arms: Arms) -> dict[str, Any]:
-    if find_spec(f"{__package__}.shares") is None:
-        return {"shares": None}
-    from .shares import measure_shares
-
-    with arms[plan].ready() as run:
-        return {"shares": measure_shares(subject.denoiser, run)}
-
-
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print does not get between the answers
     offer_to_the_system()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # do not go on when the parent is killed
 
     def tell(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}), file=answers, flush=True)

@@ -1,0 +1,64 @@
+"""The architectures that `bench` builds are the published ones."""
+
+import json
+import math
+
+import paddle
+import pytest
+from conftest import EMOJI_SD
+
+from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES, architecture_of, read_architecture
+from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.positions import Grid
+
+# Parameters of the published UNets: model cards and `sum(p.numel())` in diffusers.
+PARAMETERS = {"sd15": 859_520_964, "sd21": 865_910_724, "sdxl": 2_567_463_684, "bk-sdm-tiny": 323_384_964}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_as_many_as_published(name):
+    with paddle.LazyGuard():  # shapes without memory
+        unet = ARCHITECTURES[name].build()
+    assert sum(math.prod(parameter.shape) for parameter in unet.parameters()) == PARAMETERS[name]
+    assert min(found.level for found in find_blocks(unet)) == ARCHITECTURES[name].first_level
+
+
+@pytest.mark.parametrize(("name", "channels", "heads"), [("sd15", 320, 8), ("sd21", 320, 5), ("sdxl", 640, 10)])
+def test_one_level_has_the_first_block_of_the_whole(name, channels, heads):
+    architecture = ARCHITECTURES[name]
+    with paddle.LazyGuard():
+        whole, alone = architecture.build(), architecture.build_one_level()
+    level = architecture.first_level
+    theirs = next(found.block for found in find_blocks(whole) if found.level == level)
+    ours = find_blocks(alone)[0].block
+    assert [list(p.shape) for p in ours.parameters()] == [list(p.shape) for p in theirs.parameters()]
+    assert ours.attn1.heads == theirs.attn1.heads == heads and ours.norm1.weight.shape[0] == channels
+
+
+def test_grids():
+    assert ARCHITECTURES["sd15"].first_grid(512) == Grid(64, 64)
+    assert ARCHITECTURES["sdxl"].latent(1024) == Grid(128, 128)
+    assert ARCHITECTURES["sdxl"].first_grid(1024) == Grid(64, 64)
+
+
+def test_folder_is_read():
+    bundled = architecture_of(str(EMOJI_SD))
+    assert bundled.factor == 4 and bundled.first_grid(128) == Grid(32, 32)
+    assert bundled.config["cross_attention_dim"] == 192 and bundled.text == 24
+
+
+def test_folder_that_has_no_unet_is_told(tmp_path):
+    with pytest.raises(ToMeConfigError, match=r"must be a pipeline's folder with unet/config\.json"):
+        read_architecture(tmp_path)
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text(json.dumps({"_class_name": "UNet3DConditionModel"}))
+    with pytest.raises(ToMeConfigError, match="its UNet is a UNet3DConditionModel"):
+        read_architecture(tmp_path)
+
+
+def test_unet_without_attention_is_told():
+    plain = ARCHITECTURES["tiny"]
+    plain = type(plain)("a UNet", {**plain.config, "down_block_types": ("DownBlock2D",)})
+    with pytest.raises(ToMeConfigError, match="a UNet has no CrossAttnDownBlock2D"):
+        _ = plain.first_level

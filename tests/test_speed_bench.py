@@ -1,0 +1,69 @@
+"""`bench`, from the command line to the file."""
+
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from ppdiffusers_tome.cli import main
+
+TINY = ["bench", "--architecture", "tiny", "--size", "128", "--threads", "1"]
+
+
+def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
+    out = tmp_path / "new" / "speed.json"
+    options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "limit", "--output", str(out)]
+    assert main(options) == 0
+    printed, result = capsys.readouterr().out, json.loads(out.read_text())
+    assert "tiny, unet, 128 px, batch 2, float32: 256 tokens" in printed and "eager tome 0.5" in printed
+    assert result["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
+    (case,) = result["cases"]
+    assert [(arm["arm"], arm["status"]) for arm in case["arms"]] == [
+        ("plain", "measured"), ("tome", "measured"), ("limit", "measured"),
+    ]  # fmt: skip
+    plain, tome, limit = case["arms"]
+    assert all(len(arm["seconds"]) == 2 and min(arm["seconds"]) > 0 for arm in case["arms"])
+    assert tome["parity"]["against"] == "eager built-in 0.5" and tome["parity"]["difference"] < 1e-5
+    assert limit["peak_memory_bytes"] <= tome["peak_memory_bytes"] < plain["peak_memory_bytes"]
+    assert limit["macs"] < tome["macs"] < plain["macs"]
+    assert set(tome["shares"]) == {"matching", "merge", "unmerge"} and limit["shares"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0 is not allowed"),
+        (["--threads", "0"], "--threads 0 is not allowed"),
+        (["--memory-limit", "0"], "--memory-limit 0 is not allowed"),
+        (["--size", "130"], "--size 130 is not allowed"),
+        (["--dtype", "float32", "float16"], "--dtype float16 is not allowed on the CPU"),
+        (["--ratio", "0.5", "0.9"], "ratio=0.9 is not allowed"),
+        (["--max-downsample", "3"], "max_downsample=3 is not allowed"),
+        (["--scope", "pipeline"], "needs --model FOLDER"),
+        (["--torch-python", "nowhere", "--arms", "torch"], "--torch-python nowhere is of no use: "),
+    ],
+)
+def test_bad_option_is_told_in_one_line_before_anything_is_measured(options, message, capsys, tmp_path):
+    arms = [] if "--arms" in options else ["--arms", "plain", "tome"]
+    assert main([*TINY, *arms, "--output", str(tmp_path / "speed.json"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_model_that_is_no_folder_is_told(capsys):
+    assert main(["bench", "--model", "nowhere", "--arms", "plain"]) == 2
+    assert "--model nowhere is not allowed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("torch") is not None, reason="this interpreter has torch")
+def test_torch_that_is_asked_for_and_not_there_is_told(capsys):
+    assert main([*TINY, "--arms", "torch"]) == 2
+    assert f"--torch-python {sys.executable} is of no use" in capsys.readouterr().err
+
+
+def test_report_of_what_is_no_result_is_told(tmp_path, capsys):
+    absent = tmp_path / "old.json"
+    assert main(["bench", "report", str(absent), "--compare", str(absent)]) == 2
+    assert f"{absent} is no result file" in capsys.readouterr().err

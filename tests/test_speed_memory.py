@@ -1,0 +1,96 @@
+"""Peak memory is exact to the byte, and a limit is one."""
+
+import subprocess
+import sys
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdiffusers_tome.evaluation.speed.memory import (
+    available_bytes,
+    current_bytes,
+    is_out_of_memory,
+    limited,
+    peak_bytes,
+    weights_bytes,
+)
+
+MB = 1_000_000
+
+
+def allocate(*megabytes):
+    """Hold so many at once, then let go of them."""
+    held = [paddle.empty([each * MB], dtype="int8") for each in megabytes]
+    return len(held)
+
+
+@pytest.mark.parametrize("before", [0, 40])
+def test_peak_is_that_of_the_pass_alone(before):
+    allocate(before + 1)  # an earlier peak, which Paddle 2.6 cannot forget
+    kept = paddle.empty([3 * MB], dtype="int8")
+    now = current_bytes()
+
+    def run():
+        allocate(5, 2)
+        allocate(6)
+
+    assert peak_bytes(run) - now == 7 * MB
+    assert peak_bytes(lambda: allocate(1)) - now == 1 * MB
+    assert current_bytes() == now and kept is not None
+
+
+def test_weights_are_counted_in_their_dtype():
+    layer = paddle.nn.Linear(5, 7)
+    assert weights_bytes(layer) == 4 * (5 * 7 + 7)
+    assert weights_bytes(layer.to(dtype="bfloat16")) == 2 * (5 * 7 + 7)
+
+
+def test_limit_is_paddle_memory_error_and_ends_with_its_context():
+    with limited(64 * MB, 0):
+        allocate(32)
+        with pytest.raises(MemoryError) as error:
+            allocate(320)
+    assert is_out_of_memory(error.value)
+    allocate(320)
+
+
+def test_weights_are_part_of_the_limit():
+    with limited(200 * MB, 150 * MB):
+        allocate(20)
+        with pytest.raises(MemoryError):
+            allocate(120)
+
+
+def test_without_a_limit_there_is_what_the_machine_has():
+    with limited(None, 0):
+        allocate(64)
+        with pytest.raises(MemoryError):
+            paddle.empty([2 * available_bytes()], dtype="int8")
+
+
+def test_other_process_is_limited_and_may_have_ended():
+    code = "import sys; sys.stdin.readline(); bytearray(300_000_000)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with limited(100 * MB, 0, process.pid):
+        _, errors = process.communicate("go\n")
+    assert "MemoryError" in errors and process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("(ResourceExhausted) Fail to alloc memory of 4 size"), True),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", True),
+        (ValueError("shapes differ"), False),
+        ("Segmentation fault", False),
+    ],
+)
+def test_which_errors_are_of_memory(error, is_memory):
+    assert is_out_of_memory(error) is is_memory
+
+
+def test_what_is_measured_is_what_numpy_shares_nothing_with():
+    assert peak_bytes(lambda: np.zeros(10 * MB)) == current_bytes()

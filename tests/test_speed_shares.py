@@ -1,0 +1,117 @@
+"""Shares of a block's time: of hooks and layers that take known times on a clock of our own, and in real passes."""
+
+import paddle
+import pytest
+from conftest import make_unet, run, traces
+from zoo.noise import noise
+from zoo.transformers import HIDDEN, sd3
+
+from ppdiffusers_tome import hooks
+from ppdiffusers_tome.errors import ToMeConfigError
+from ppdiffusers_tome.evaluation.speed import shares
+from ppdiffusers_tome.evaluation.speed.shares import measure_shares
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only where a test says so: `clock.takes(owner, name, seconds)`."""
+
+    class Clock:
+        now = 0.0
+
+        def takes(self, owner, name, seconds):
+            function = getattr(owner, name)
+
+            def slow(*args, **kwargs):
+                self.now += seconds
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, slow)
+
+    clock = Clock()
+    monkeypatch.setattr(shares, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def blocks(unet):
+    return [layer for layer in unet.sublayers() if type(layer).__name__ == "BasicTransformerBlock"]
+
+
+def test_shares_are_parts_of_the_time_of_the_blocks_that_merge(unet, clock):
+    unet.apply_tome(ratio=0.5, merge_mlp=True)
+    clock.takes(hooks, "match_tokens", 5.0)
+    clock.takes(hooks, "merge", 2.0)  # twice in a block: before attention and before the feed-forward layers
+    clock.takes(hooks, "unmerge", 1.0)
+    for block in blocks(unet):
+        clock.takes(block.attn1, "forward", 3.0)
+        clock.takes(block.norm2, "forward", 6.0)
+    clock.takes(unet.conv_out, "forward", 100.0)
+    # 5 + 2·2 + 2·1 + 3 + 6 = 20 in each block; level 2 does not merge, nor is it part of the whole
+    assert measure_shares(unet, lambda: run(unet)) == {"matching": 5 / 20, "merge": 4 / 20, "unmerge": 2 / 20}
+
+
+def test_a_joint_attention_is_timed_where_its_norm_merges(clock):
+    model = sd3().apply_tome(ratio=0.5)
+    clock.takes(hooks, "match_tokens", 4.0)
+    clock.takes(hooks, "merge", 2.0)
+    clock.takes(hooks, "unmerge", 1.0)
+    for block in model.transformer_blocks:
+        clock.takes(block.attn, "forward", 3.0)
+    text = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN), "pooled_projections": noise(2, 2 * HIDDEN)}
+
+    def run_sd3():
+        model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text)
+
+    assert measure_shares(model, run_sd3) == {"matching": 0.4, "merge": 0.2, "unmerge": 0.1}
+
+
+def test_shares_of_a_real_pass(unet):
+    unet.apply_tome(ratio=0.5)
+    run(unet)
+    found = measure_shares(unet, lambda: run(unet))
+    assert list(found) == ["matching", "merge", "unmerge"]
+    assert all(share > 0 for share in found.values())
+    assert sum(found.values()) < 1
+
+
+def test_the_pass_is_the_same_and_leaves_no_trace(unet):
+    unet.apply_tome(ratio=0.5)
+    before, merged, measured = traces(unet), run(unet), []
+    measure_shares(unet, lambda: measured.append(run(unet)))
+    assert (measured[0] == merged).all()
+    assert traces(unet) == before
+
+
+def test_an_error_of_the_pass_leaves_no_trace(unet):
+    unet.apply_tome(ratio=0.5)
+    before = traces(unet)
+    with pytest.raises(ZeroDivisionError):
+        measure_shares(unet, lambda: 1 / 0)
+    assert traces(unet) == before
+
+
+def test_merging_that_ends_within_the_pass_does_not_come_back(unet):
+    before = traces(unet)
+    unet.apply_tome(ratio=0.5)
+
+    def run_and_remove():
+        run(unet)
+        unet.remove_tome()
+
+    measure_shares(unet, run_and_remove)
+    assert traces(unet) == before
+
+
+def test_without_merging_there_are_no_shares(unet):
+    with pytest.raises(ToMeConfigError, match=r"UNet2DConditionModel has no merging attached: call apply_tome\(\)"):
+        measure_shares(unet, lambda: run(unet))
+
+
+@pytest.mark.parametrize("ratio", [0, 1e-9])
+def test_where_nothing_merges_there_are_no_shares(ratio):
+    unet = make_unet()
+    unet.apply_tome(ratio=ratio)
+    before = traces(unet)
+    with pytest.raises(ToMeConfigError, match="no block of UNet2DConditionModel merged tokens in the pass"):
+        measure_shares(unet, lambda: run(unet))
+    assert traces(unet) == before
