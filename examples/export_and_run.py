@@ -36,6 +36,7 @@ def main(argv=None) -> None:
 
     import ppdiffusers_tome  # noqa: F401 - gives pipelines their apply_tome
     from ppdiffusers_tome import ToMeError
+    from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, metadata
     from ppdiffusers_tome.inference import load_pipeline, read_manifest
 
     try:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm.auto import tqdm
 
-from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference.loading import load_for_export
 from ...models import find_blocks
@@ -18,7 +17,6 @@ from ...serving.offline import Drawer
 from ..environment import commit, describe_environment
 from .distances import inception_fid
 from .drawing import Plan, check_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
-from .engines import EagerEngine
 from .measuring import Measurer, measure
 from .merge_maps import write_merge_maps
 from .settings import OTHER_SEEDS, PLAIN, TOMESD, Setting
@@ -147,9 +145,9 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
     given = result["prompts"][0]
     job = Job(given["prompt"], result["size"], result["size"], ratio, given["seed"], "", result["steps"])
     job = replace(job, guidance_scale=result["guidance"])
-    engine = EagerEngine(pipe, ToMeConfig(), result["model"])
     facts = {"prompt": job.prompt, "seed": job.seed, "ratio": ratio, "steps": job.steps, "model": result["model"]}
-    return write_merge_maps(pipe, lambda: np.asarray(engine.generate([job])[0]), output, **facts)
+    with pipe.tome(ratio=ratio):
+        return write_merge_maps(pipe, lambda: np.asarray(Engine(pipe).generate([job])[0]), output, **facts)
 
 
 def _time(
