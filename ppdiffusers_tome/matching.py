@@ -139,6 +139,7 @@ def _most_similar(
         -1
     )
     scores = paddle.matmul(paddle.gather(metric, src, axis=1), to, transpose_y=True)  # [B, S, D]: cosine · norm of src
+    # Measured, and not faster in both eager and oneDNN: argmax in two stages, src in chunks, max pooling with indices.
     best = paddle.argmax(scores, axis=-1)
     none = paddle.zeros_like(best)
     # Not by take_along_axis, which copies all scores first.

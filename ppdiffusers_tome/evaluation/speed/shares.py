@@ -63,13 +63,13 @@ class _Clock:
         self._block: dict[str, float] = {}  # parts of the block that is running
         self._began = 0.0
 
-    def call(self, hook: Callable[..., Any], *args: Any) -> Any:
+    def call(self, hook: Any, *args: Any) -> Any:
         """Call a hook and note when."""
         if isinstance(hook, FinishHook):  # blocks do not stand in one another
             if "merge" in self._block:
                 self.blocks += _now() - self._began
-                for part, seconds in self._block.items():
-                    self.parts[part] += seconds
+                for name, seconds in self._block.items():
+                    self.parts[name] += seconds
             self._block = {}
             return hook(*args)
         began = _now()
@@ -86,7 +86,7 @@ class _Clock:
 class _TimedHook(ToMeHook):
     """Stands in a hook's place."""
 
-    def __init__(self, hook: ToMeHook, clock: _Clock) -> None:
+    def __init__(self, hook: Any, clock: _Clock) -> None:
         self.hook = hook
         self._clock = clock
 
