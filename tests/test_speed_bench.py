@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from speed_results import arm, case, result
 
 from ppdiffusers_tome.cli import main
 
@@ -61,6 +62,15 @@ def test_model_that_is_no_folder_is_told(capsys):
 def test_torch_that_is_asked_for_and_not_there_is_told(capsys):
     assert main([*TINY, "--arms", "torch"]) == 2
     assert f"--torch-python {sys.executable} is of no use" in capsys.readouterr().err
+
+
+def test_what_became_slower_is_told_by_the_exit_status_too(tmp_path, capsys):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [2.0] * 3, ratio=0.5)])])))
+    new.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [3.0] * 3, ratio=0.5)])])))
+    assert main(["bench", "report", str(old), "--compare", str(old)]) == 0
+    assert main(["bench", "report", str(new), "--compare", str(old)]) == 1
+    assert "slower" in capsys.readouterr().out
 
 
 def test_report_of_what_is_no_result_is_told(tmp_path, capsys):

@@ -123,14 +123,13 @@ def _torch(options: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _report(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from ..evaluation.speed.compare import compare
+    from ..evaluation.speed.compare import compare, is_slower
     from ..evaluation.speed.tables import write_report
 
     if options.compare:
-        old = _read(options.compare)
-        for file in options.files:
-            print(compare(old, _read(file)))
-        return 0
+        old, results = _read(options.compare), [_read(file) for file in options.files]
+        print("\n".join(compare(old, new) for new in results))
+        return int(any(is_slower(old, new) for new in results))
     print(write_report(options.files, options.output))
     return 0
 
