@@ -16,6 +16,7 @@ from time import monotonic
 import httpx
 import psutil
 import pytest
+from conftest import tiny_pipeline
 from serving_support import OPENAI, until
 
 from ppdiffusers_tome import ToMeConfigError
@@ -428,3 +429,19 @@ def test_a_prompt_that_kills_actors_is_given_up_and_so_is_a_model_that_does_not_
     start = drawn.pop("start")
     assert drawn == {"0": "png", "1": "3 actors died while they drew it", "2": "png"}
     assert "3 actors in a row could not load the model" in start and "no such model" in start
+
+
+def test_an_evaluation_on_actors_draws_what_one_process_draws(tmp_path):
+    model = tmp_path / "model"
+    tiny_pipeline().save_pretrained(str(model))
+    (model / "prompts.txt").write_text("a fox\nan owl\n")
+    options = ["--model", str(model), "--backend", "eager", "--ratio", "0.5", "--ablations", "--count", "4"]
+    options += ["--batch", "2", "--size", "32", "--steps", "1", "--rounds", "0", "--threads", "1"]
+    command = [*PYTHON_M, "evaluate", *options, "--out"]
+    subprocess.run([*command, "ray", "--ray", "--actors", "2"], check=True, cwd=tmp_path)
+    subprocess.run([*command, "here"], check=True, cwd=tmp_path)
+    drawn = [
+        {path.name: path.read_bytes() for path in (tmp_path / out / "pictures").rglob("*.png")}
+        for out in ("ray", "here")
+    ]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 3 * 4

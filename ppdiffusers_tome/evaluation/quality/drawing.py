@@ -111,7 +111,7 @@ def export_settings(plan: Plan, settings: Sequence[Setting], out: Path) -> dict[
             groups.setdefault(without_ratio(setting.config), []).append(setting)
     found: dict[Setting, Path] = {}
     for config, members in groups.items():
-        folder = out / "programs" / (config.describe().partition(", ")[2].replace(", ", "_") or "defaults")
+        folder = out.resolve() / "programs" / (config.describe().partition(", ")[2].replace(", ", "_") or "defaults")
         ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
         if not _is_exported(folder, plan, ratios):
             others = {key: value for key, value in asdict(config).items() if key != "ratio"}
@@ -147,10 +147,11 @@ def open_torch(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> I
 
 
 def loader(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> "partial[Any]":
-    """What loads the engine that draws a setting of Paddle, also in another process."""
+    """What loads the engine that draws a setting of Paddle, also in a process that works in another folder."""
     if plan.backend == "predictor":
         return partial(load_engine, exported[setting], "cpu", plan.threads)
-    return partial(load_eager, plan.model, without_ratio(setting.config))
+    model = Path(plan.model)
+    return partial(load_eager, str(model.resolve() if model.is_dir() else model), without_ratio(setting.config))
 
 
 def draw(plan: Plan, setting: Setting, out: Path, drawer: Drawer, batch: int) -> None:
