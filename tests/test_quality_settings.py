@@ -26,12 +26,11 @@ def test_every_setting_differs_from_the_defaults_in_one_thing():
     assert groups == ["ratio"] * 2 + ["max_downsample"] * 2 + ["layers"] * 3 + ["use_rand"] * 2
 
 
-def test_tomesd_draws_with_random_and_fixed_dst():
+def test_tomesd_draws_by_its_defaults():
     found = study((0.5,), ablations=(), tomesd=(0.5,))
     assert [(s.name, s.framework, s.config.use_rand) for s in found] == [
         ("0.5", "Paddle", True),
         ("0.5-tomesd", "PyTorch", True),
-        ("0.5-tomesd-fixed", "PyTorch", False),
     ]
 
 
