@@ -141,8 +141,8 @@ def _apart(x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
 
 
 def _listed(measured: Measured) -> dict[str, list[float | None]]:
-    """For JSON, which has no infinity: None for the PSNR of equal pictures."""
+    """For JSON, which has no infinity: None for the PSNR of equal pictures. Five decimals tell all there is."""
     return {
-        name: [float(value) if math.isfinite(value) else None for value in getattr(measured, name)]
+        name: [round(float(value), 5) if math.isfinite(value) else None for value in getattr(measured, name)]
         for name in ("psnr", "ssim", "perceptual")
     }
