@@ -42,6 +42,7 @@ ORDER = [
     ["evaluation.environment", "evaluation.layouts", "evaluation.free_merge"],
     ["evaluation.torch_worker"],
     ["evaluation.benchmark", "evaluation.families", "evaluation.torch_arm"],
+    ["evaluation.speed.names"],
     [f"evaluation.speed.{name}" for name in ("original", "architectures", "memory", "shares")],
     ["evaluation.speed.cases"],
     ["evaluation.speed.subjects"],

@@ -13,7 +13,8 @@ from ..errors import ToMeConfigError
 from ..evaluation.benchmark import OpsCase, format_ops, time_ops
 from ..evaluation.environment import usable_cores
 from ..evaluation.speed.architectures import ARCHITECTURES
-from ..evaluation.speed.cases import ARMS, BACKENDS, DTYPES, EAGER, SCOPES, TORCH, ArmPlan, Case, plan_arms
+from ..evaluation.speed.cases import ARMS, BACKENDS, DTYPES, SCOPES, TORCH, ArmPlan, Case, plan_arms
+from ..evaluation.speed.names import EAGER
 from ..evaluation.speed.runner import Settings, measure_all
 from ..evaluation.speed.summary import format_result
 from ..evaluation.torch_arm import why_not

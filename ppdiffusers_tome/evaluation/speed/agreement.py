@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from ...inference.tracing import ONEDNN_TOLERANCE, distance
-from .cases import BOTH, BUILT_IN, EAGER, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME, ArmPlan, Case
+from .cases import ArmPlan, Case
+from .names import BOTH, BUILT_IN, EAGER, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
 
 # Two dst may be equally similar to within rounding, and two programs then choose differently with nothing wrong in
 # either. So an arm must agree on one of several draws of the inputs.

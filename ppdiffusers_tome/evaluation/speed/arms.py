@@ -16,8 +16,9 @@ from ...inference.runtime import Predictor, Runtime
 from ...inference.tracing import right_for_onednn, save
 from ...patch import chosen_blocks
 from ..torch_arm import TorchArm
-from .cases import EAGER, PYTORCH, ArmPlan
+from .cases import ArmPlan
 from .memory import available_bytes, current_bytes, limited, peak_bytes
+from .names import EAGER, PYTORCH
 from .subjects import PARITY_STEPS, PipelineSubject, Subject, as_array
 from .ways import attention, merging, put_on
 

@@ -11,13 +11,12 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...positions import count_removed
 from .architectures import Architecture, architecture_of
+from .names import BOTH, BUILT_IN, EAGER, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
 
 SCOPES = ("unet", "block", "pipeline")
 DTYPES = ("float32", "float16", "bfloat16")
-PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
-BUILT_IN, LIMIT, TORCH = "built-in", "limit", "torch"
+TORCH = "torch"  # asks for the backend PYTORCH
 ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, TORCH)
-EAGER, PREDICTOR, PYTORCH = "eager", "predictor", "PyTorch"
 BACKENDS = (EAGER, PREDICTOR)
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...errors import ToMeConfigError
-from .results import BUILT_IN, EAGER, LIMIT, OUT_OF_MEMORY, PLAIN, TORCH, Arm, Case, Result, Spread, parse, spread
+from .names import BUILT_IN, EAGER, ERROR, LIMIT, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, PYTORCH
+from .results import Arm, Case, Result, Spread, parse, spread
 
 THRESHOLD = 0.05
 Verdict = Literal["slower", "faster", "within the noise", "the same", "appeared", "vanished", "no reference"]
@@ -31,7 +32,7 @@ class Change:
     @property
     def counts(self) -> bool:
         """Whether it is ours to keep fast: neither PyTorch, nor ppdiffusers' own merging, nor the limit."""
-        return self.arm.backend != TORCH and self.arm.arm not in (BUILT_IN, LIMIT)
+        return self.arm.backend != PYTORCH and self.arm.arm not in (BUILT_IN, LIMIT)
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = THRESHOLD) -> str:
@@ -106,11 +107,11 @@ def _changes(old: Result, new: Result, threshold: float) -> Iterator[Change]:
 
 def _judge(old_case: Case, old: Arm, case: Case, arm: Arm, threshold: float) -> tuple[Verdict, str]:
     if old.is_measured and not arm.is_measured:
-        failed = arm.status in (OUT_OF_MEMORY, "error")
+        failed = arm.status in (OUT_OF_MEMORY, ERROR)
         return "slower" if failed else "vanished", f"was measured, now {arm.status}{_reason(arm)}"
     if not old.is_measured:
-        verdict: Verdict = "faster" if arm.is_measured and old.status != "not measured" else "the same"
-        verdict = "appeared" if arm.is_measured and old.status == "not measured" else verdict
+        verdict: Verdict = "faster" if arm.is_measured and old.status != NOT_MEASURED else "the same"
+        verdict = "appeared" if arm.is_measured and old.status == NOT_MEASURED else verdict
         return verdict, f"was {old.status}, now {arm.status}"
     if (arm.arm, arm.backend) == (PLAIN, EAGER):
         return "the same", "what the others are measured by"

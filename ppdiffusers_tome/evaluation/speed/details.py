@@ -3,24 +3,9 @@
 from collections.abc import Sequence
 
 from .markdown import NOTHING, level_words, memory_cell, merged_arms, table, time_cell, times, times_spread
+from .names import BOTH, BUILT_IN, EAGER, MEASURED, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
 from .plots import TARGET
-from .results import (
-    ARM_NAMES,
-    BOTH,
-    BUILT_IN,
-    EAGER,
-    EFFICIENT,
-    MEASURED,
-    OURS,
-    PLAIN,
-    PREDICTOR,
-    TOME,
-    TORCH,
-    Arm,
-    Case,
-    Spread,
-    spread,
-)
+from .results import ARM_NAMES, OURS, Arm, Case, Spread, spread
 
 
 def distances(cases: Sequence[Case]) -> list[str]:
@@ -65,11 +50,11 @@ def torch(cases: Sequence[Case]) -> list[str]:
     rows = []
     for case in cases:
         for arm in case.arms:
-            if arm.backend != TORCH or not arm.is_measured:
+            if arm.backend != PYTORCH or not arm.is_measured:
                 continue
             ours = [case.same_merge(arm, arm.arm, backend) for backend in (EAGER, PREDICTOR)]
             faster = [times_spread(case.times_faster(mine, arm)) if mine else NOTHING for mine in ours]
-            name = arm.name.removesuffix(f", {TORCH}")
+            name = arm.name.removesuffix(f", {PYTORCH}")
             rows.append(
                 [case.shape, name, time_cell(arm), time_cell(ours[0]), faster[0], time_cell(ours[1]), faster[1]]
             )
@@ -82,7 +67,7 @@ def predictor(cases: Sequence[Case]) -> list[str]:
     rows = []
     for case in cases:
         for arm in case.arms:
-            if arm.backend != PREDICTOR or arm.arm not in (PLAIN, EFFICIENT, *OURS):
+            if arm.backend != PREDICTOR or arm.arm not in (PLAIN, MEMORY_EFFICIENT, *OURS):
                 continue
             eager = case.same_merge(arm, arm.arm, EAGER)
             faster = times_spread(case.times_faster(arm, eager))
@@ -120,7 +105,7 @@ def slower_than_unmerged(cases: Sequence[Case]) -> list[tuple[Case, Arm, str, Sp
     and the ratio of times, which is below 1."""
     found = []
     for case, arm in merged_arms(cases):
-        for name in (PLAIN, EFFICIENT) if arm.arm == BOTH else (PLAIN,):
+        for name in (PLAIN, MEMORY_EFFICIENT) if arm.arm == BOTH else (PLAIN,):
             ratio = case.times_faster(arm, case.find(name, arm.backend))
             if ratio and ratio.median < 1:
                 found.append((case, arm, ARM_NAMES[name], ratio))

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .details import slower_than_unmerged
 from .markdown import merged_arms, nearest
+from .names import BOTH, BUILT_IN, EAGER, MEMORY_EFFICIENT, OUT_OF_MEMORY, PLAIN, PREDICTOR, PYTORCH, TOME
 from .plots import TARGET
-from .results import BOTH, BUILT_IN, EAGER, EFFICIENT, OUT_OF_MEMORY, PLAIN, PREDICTOR, TOME, TORCH, Arm, Case, Spread
+from .results import Arm, Case, Spread
 
 Found = tuple[Case, Arm, Spread]
 
@@ -59,7 +60,9 @@ def _by_size(cases: Sequence[Case]) -> Iterator[str]:
 def _efficient(cases: Sequence[Case]) -> Iterator[str]:
     against_plain = _ratios(cases, (BOTH,), Case.speed_up)
     alone = _ratios(cases, (BOTH,), lambda case, arm: case.times_faster(arm, case.unmerged(arm)))
-    against = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.find(EFFICIENT, arm.backend)))
+    against = _ratios(
+        cases, (TOME,), lambda case, arm: case.times_faster(arm, case.find(MEMORY_EFFICIENT, arm.backend))
+    )
     told = []
     if alone and against_plain:
         told.append(f"ToMe in it {_range(alone)} against it alone and {_range(against_plain)} against plain attention")
@@ -124,7 +127,7 @@ def _is_out_of_memory(arm: Arm | None) -> bool:
 
 def _others(cases: Sequence[Case]) -> Iterator[str]:
     built_in = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.same_merge(arm, BUILT_IN)))
-    tomesd = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.same_merge(arm, TOME, TORCH)))
+    tomesd = _ratios(cases, (TOME,), lambda case, arm: case.times_faster(arm, case.same_merge(arm, TOME, PYTORCH)))
     told = []
     for other, of_it in (("ppdiffusers' built-in ToMe", built_in), ("tomesd on PyTorch", tomesd)):
         for backend in (EAGER, PREDICTOR):

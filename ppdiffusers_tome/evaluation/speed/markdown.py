@@ -3,7 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from .results import OURS, OUT_OF_MEMORY, TORCH, Arm, Case, Spread, spread
+from .names import ERROR, OUT_OF_MEMORY, PYTORCH
+from .results import OURS, Arm, Case, Spread, spread
 
 NOTHING = "–"
 
@@ -49,7 +50,7 @@ def time_cell(arm: Arm | None) -> str:
         return NOTHING
     if arm.is_measured:
         return short(spread(arm.seconds).median)
-    return {OUT_OF_MEMORY: "OOM", "error": "error"}.get(arm.status, NOTHING)
+    return {OUT_OF_MEMORY: "OOM", ERROR: "error"}.get(arm.status, NOTHING)
 
 
 def memory_cell(arm: Arm | None) -> str:
@@ -65,7 +66,7 @@ def merged_arms(cases: Sequence[Case], backend: str | None = None) -> list[tuple
         (case, arm)
         for case in cases
         for arm in case.arms
-        if arm.arm in OURS and (arm.backend == backend if backend else arm.backend != TORCH)
+        if arm.arm in OURS and (arm.backend == backend if backend else arm.backend != PYTORCH)
     ]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from .markdown import NOTHING, anchor, memory_cell, saved, table, time_cell, times, unit
+from .names import BOTH, LIMIT, MEMORY_EFFICIENT, PLAIN, TOME
 from .original import (
     DIFFUSERS,
     DIFFUSERS_ROWS,
@@ -13,9 +14,14 @@ from .original import (
     Document,
     Seconds,
 )
-from .results import BOTH, EFFICIENT, LIMIT, PLAIN, TOME, Arm, Case
+from .results import Arm, Case
 
-COLUMNS = {PLAIN: "plain", TOME: "ToMe", EFFICIENT: "memory-efficient attention", BOTH: "ToMe + memory-efficient"}
+COLUMNS = {
+    PLAIN: "plain",
+    TOME: "ToMe",
+    MEMORY_EFFICIENT: "memory-efficient attention",
+    BOTH: "ToMe + memory-efficient",
+}
 
 
 def by_size_and_batch(cases: Sequence[Case], backend: str, ratio: float, level: int | None) -> list[str]:
@@ -68,7 +74,7 @@ def by_batch(cases: Sequence[Case], backend: str, ratios: Sequence[float], level
 
     rows = []
     for case in cases:
-        unmerged = [time_cell(case.find(name, backend)) for name in (PLAIN, EFFICIENT)]
+        unmerged = [time_cell(case.find(name, backend)) for name in (PLAIN, MEMORY_EFFICIENT)]
         batch = case.shape.removeprefix(f"{case.size} px, batch ")
         rows.append([batch, unmerged[0], cells(case, TOME), unmerged[1], cells(case, BOTH)])
     return table(["batch", *COLUMNS.values()], rows)
@@ -96,7 +102,7 @@ def by_ratio(case: Case, backend: str, level: int | None) -> list[str]:
     theirs = {row.ratio: row for row in TOMESD_ROWS} if case.size == 512 else {}
     rows = []
     for ratio in [0.0, *ratios]:
-        names = (TOME, BOTH, LIMIT) if ratio else (PLAIN, EFFICIENT, LIMIT)
+        names = (TOME, BOTH, LIMIT) if ratio else (PLAIN, MEMORY_EFFICIENT, LIMIT)
         arms = [case.find(name, backend, ratio, level) for name in names]
         original = theirs.get(ratio)
         beside = [NOTHING, NOTHING]

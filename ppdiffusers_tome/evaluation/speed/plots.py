@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from .results import BOTH, BUILT_IN, EAGER, EFFICIENT, LIMIT, OURS, PLAIN, PREDICTOR, TOME, Arm, Case, Spread, spread
+from .names import BOTH, BUILT_IN, EAGER, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, TOME
+from .results import OURS, Arm, Case, Spread, spread
 
 TARGET = 0.03  # distance from the free-merge limit that is aimed for
 # Okabe and Ito's palette: told apart by colour-blind readers too
@@ -96,7 +97,7 @@ def time_and_memory_against_ratio(case: Case, backend: str) -> Figure | None:
     None where nothing was measured at two ratios or more.
     """
     level = _shallowest(arm for arm in case.arms if arm.arm == TOME)
-    starts = {TOME: PLAIN, LIMIT: PLAIN, BUILT_IN: PLAIN, BOTH: EFFICIENT}
+    starts = {TOME: PLAIN, LIMIT: PLAIN, BUILT_IN: PLAIN, BOTH: MEMORY_EFFICIENT}
     looks = {TOME: (BLUE, "-", "o"), LIMIT: ("#777777", ":", ""), BUILT_IN: (RED, "-", "s"), BOTH: (GREEN, "--", "^")}
     curves: dict[str, list[Arm]] = {}
     for name in starts:

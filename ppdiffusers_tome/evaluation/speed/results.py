@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import ToMeConfigError
+from .names import BOTH, BUILT_IN, FORMAT, KIND, LIMIT, MEASURED, MEMORY_EFFICIENT, PLAIN, PYTORCH, TOME
 
-KIND, FORMAT = "speed", 1
-MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
-PLAIN, EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT = "plain", "memory-efficient", "tome", "both", "built-in", "limit"
-EAGER, PREDICTOR, TORCH = "eager", "predictor", "PyTorch"
 OURS = (TOME, BOTH)  # the arms that merge by this package; in PyTorch it is tomesd that merges
-ARM_NAMES = {PLAIN: "plain", EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"} | {
+ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"} | {
     BUILT_IN: "ppdiffusers' built-in ToMe",
     LIMIT: "free-merge limit",
 }
@@ -72,8 +69,8 @@ class Arm:
     @property
     def name(self) -> str:
         """In words: "ToMe 0.5, eager"."""
-        merging = "tomesd" if self.backend == TORCH and self.arm == TOME else ARM_NAMES.get(self.arm, self.arm)
-        ratio = "" if self.arm in (PLAIN, EFFICIENT) else f" {self.ratio:g}"
+        merging = "tomesd" if self.backend == PYTORCH and self.arm == TOME else ARM_NAMES.get(self.arm, self.arm)
+        ratio = "" if self.arm in (PLAIN, MEMORY_EFFICIENT) else f" {self.ratio:g}"
         level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
         sliced = f", {self.attention}" if self.arm == LIMIT and self.attention != "plain" else ""
         return f"{merging}{ratio}{level}{sliced}, {self.backend}"
@@ -125,7 +122,9 @@ class Case:
         """The arm of that name; ratio and level are asked for only of arms that merge."""
         for each in self.arms:
             same = each.arm == arm and each.backend == backend
-            if same and (arm in (PLAIN, EFFICIENT) or (each.ratio, each.max_downsample) == (ratio, max_downsample)):
+            if same and (
+                arm in (PLAIN, MEMORY_EFFICIENT) or (each.ratio, each.max_downsample) == (ratio, max_downsample)
+            ):
                 return each
         return None
 
@@ -140,7 +139,7 @@ class Case:
 
     def unmerged(self, arm: Arm) -> Arm | None:
         """What computes as `arm` does but merges nothing: plain, or memory-efficient attention alone."""
-        return self.find(EFFICIENT if arm.arm == BOTH else PLAIN, arm.backend)
+        return self.find(MEMORY_EFFICIENT if arm.arm == BOTH else PLAIN, arm.backend)
 
     def times_faster(self, arm: Arm, other: Arm | None) -> Spread | None:
         """`other`'s time over `arm`'s; None unless both were measured."""

@@ -18,10 +18,10 @@ from ..environment import commit, describe_environment
 from . import worker
 from .cases import ArmPlan, Case
 from .memory import is_out_of_memory
+from .names import ERROR, FORMAT, KIND, MEASURED, NOT_MEASURED, OUT_OF_MEMORY
 from .partial import Found, Partial
 from .progress import Progress
 
-FORMAT = 1
 PACKAGE = Path(__file__).parents[2]
 WORKER = [sys.executable, "-W", "ignore", "-m", worker.__name__]
 
@@ -90,7 +90,7 @@ def measure_all(cases: Cases, settings: Settings, output: Path, command: str, re
             progress.enter(index, case.label)
             _measure(index, case, [arm for arm in arms if not arm.reason], settings, partial, progress)
     result = {
-        "kind": "speed",
+        "kind": KIND,
         "format": FORMAT,
         "command": partial.about["command"],
         "commit": partial.about["commit"],
@@ -167,7 +167,7 @@ def _died(index: int, at: dict[str, Any], status: int, errors: str, arms: list[A
     is_memory = status == -signal.SIGKILL or is_out_of_memory(errors)
     failure = {
         "event": "failed",
-        "status": "out of memory" if is_memory else "error",
+        "status": OUT_OF_MEMORY if is_memory else ERROR,
         "reason": f"the process ended {ended} at {at['what']}{': ' + last[:300] if last else ''}",
     }
     left = [arm.label for arm in arms if arm.label not in partial.case(index).failed]
@@ -186,13 +186,13 @@ def _case(case: Case, arms: Sequence[ArmPlan], found: Found, settings: Settings)
 
 
 def _arm(case: Case, arm: ArmPlan, found: Found) -> dict[str, Any]:
-    failure = {"status": "not measured", "reason": arm.reason} if arm.reason else found.failed.get(arm.label)
+    failure = {"status": NOT_MEASURED, "reason": arm.reason} if arm.reason else found.failed.get(arm.label)
     label = arm.label
     return {
         **arm.describe(),
         "attention": arm.attention,
         "kept": case.kept(arm.config),
-        **(failure or {"status": "measured", "reason": None}),
+        **(failure or {"status": MEASURED, "reason": None}),
         "seconds": [] if failure else found.seconds(label),
         "parity": found.parity.get(label),
         "peak_memory_bytes": found.memory.get(label),

@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from .names import MEASURED, PLAIN
+
 
 def format_result(result: dict[str, Any]) -> str:
     """Medians, speed-ups against plain of the same backend, and peak memory, a line per arm."""
@@ -13,11 +15,11 @@ def format_result(result: dict[str, Any]) -> str:
 def _case_lines(case: dict[str, Any]) -> Iterator[str]:
     yield "{model}, {scope}, {size} px, batch {batch}, {dtype}: {tokens} tokens".format(**case)
     yield f"  {'arm':<34}{'kept':>7}{'seconds':>10}{'speed-up':>10}{'peak MB':>9}"
-    plains = {arm["backend"]: arm["seconds"] for arm in case["arms"] if arm["arm"] == "plain"}
+    plains = {arm["backend"]: arm["seconds"] for arm in case["arms"] if arm["arm"] == PLAIN}
     for arm in case["arms"]:
         level = f" to level {arm['max_downsample']}" if arm["max_downsample"] else ""
         name = f"{arm['backend']} {arm['arm']}" + (f" {arm['ratio']:g}{level}" if arm["ratio"] else "")
-        if arm["status"] != "measured":
+        if arm["status"] != MEASURED:
             yield f"  {name:<34}{arm['kept']:>7}  {arm['status']}: {arm['reason']}"
             continue
         plain = plains.get(arm["backend"]) or []

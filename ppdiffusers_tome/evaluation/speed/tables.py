@@ -13,8 +13,9 @@ from . import details, plots
 from . import original_layouts as layouts
 from .findings import findings
 from .markdown import level_words, merged_arms, nearest
+from .names import EAGER, PREDICTOR, PYTORCH
 from .original import DIFFUSERS, PPDIFFUSERS, TOMESD
-from .results import EAGER, PREDICTOR, SCOPES, TORCH, Case, Result, read
+from .results import SCOPES, Case, Result, read
 
 INTRODUCTION = """\
 Each ratio of times is taken within rounds, in which all arms of a case take turns; shown are medians, and quartiles in
@@ -138,12 +139,12 @@ def _fullest(cases: Sequence[Case], backend: str) -> Case:
 
 def _backends(cases: Sequence[Case]) -> list[str]:
     measured = {arm.backend for case in cases for arm in case.arms}
-    return [backend for backend in (EAGER, PREDICTOR, TORCH) if backend in measured]
+    return [backend for backend in (EAGER, PREDICTOR, PYTORCH) if backend in measured]
 
 
 def _section(group: Group, output: Path | None, shown: Sequence[str]) -> list[str]:
     lines = [f"## {group.title}", "", *_sources(group, output), ""]
-    own_backends = [backend for backend in _backends(group.cases) if backend != TORCH]
+    own_backends = [backend for backend in _backends(group.cases) if backend != PYTORCH]
     for nth, backend in enumerate(own_backends):
         lines += _backend_section(group.cases, backend, has_theirs=nth == 0)
     tables = {

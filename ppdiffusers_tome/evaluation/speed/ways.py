@@ -10,7 +10,8 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 from ...models import find_blocks
 from ...patch import attach, chosen_blocks, detach
 from ..free_merge import attach_free_merge
-from .cases import BUILT_IN, LIMIT, ArmPlan
+from .cases import ArmPlan
+from .names import BUILT_IN, LIMIT
 from .subjects import Subject
 
 

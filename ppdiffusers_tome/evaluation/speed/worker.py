@@ -25,8 +25,9 @@ import numpy as np
 from ...inference.runtime import gist
 from .agreement import agree
 from .arms import Arms
-from .cases import EAGER, LIMIT, PREDICTOR, PYTORCH, TOME, ArmPlan, Case, arms_from
+from .cases import ArmPlan, Case, arms_from
 from .memory import is_out_of_memory, limited, offer_to_the_system
+from .names import EAGER, ERROR, LIMIT, OUT_OF_MEMORY, PREDICTOR, PYTORCH, TOME
 from .shares import measure_shares
 from .subjects import Subject, open_subject
 
@@ -49,7 +50,7 @@ class Attempts:
         try:
             return action()
         except Exception as error:
-            status = "out of memory" if is_out_of_memory(error) else "error"
+            status = OUT_OF_MEMORY if is_out_of_memory(error) else ERROR
             told = next((line for line in str(error).splitlines() if is_out_of_memory(line)), gist(error))
             self.fail(plan, status, f"{what}: {type(error).__name__}: {told.strip()}")
         self._arms.drop(plan)
@@ -124,7 +125,7 @@ def _check(case: Case, plans: list[ArmPlan], arms: Arms, attempts: Attempts, tel
     for plan, found in parity.items():
         tell("checked", arm=plan.label, parity=found)
     for plan, reason in wrong.items():
-        attempts.fail(plan, "error", f"not timed, for {reason}")
+        attempts.fail(plan, ERROR, f"not timed, for {reason}")
 
 
 def _warm_up(plan: ArmPlan, request: dict[str, Any], arms: Arms, attempts: Attempts, tell: Tell) -> None:
