@@ -39,6 +39,11 @@ PLOTS = {
     "quality_time.png": "Distance from the plain picture against measured time; the figures are ratios",
     "quality_ablations.png": "What merges, at ratio 0.5; bars are medians, lines go from quartile to quartile",
 }
+MAPS = {
+    "merge_map.png": "Which tokens were merged into which, in the first block that merges, halfway through the steps: "
+    "one outline is one group, filled with its mean colour, the dot its dst",
+    "merge_map_steps.png": "The same in every block that merges, at the first step, halfway and at the last",
+}
 CALIBRATION = """\
 PSNR, SSIM and the perceptual distance (ST-LPIPS) compare each picture with the plain one of the same prompt and noise.
 The set distances, KID and Fréchet distance, compare all pictures with a set of others, in features of
@@ -90,8 +95,7 @@ def write_report(
     parts += ["## Plots", *(_figure(path, PLOTS[path.name], output) for path in plots)] if plots else []
     parts += ["## Pictures", *shown] if shown else []
     if merge_maps:
-        about = "Which tokens were merged into which: one outline colour is one group, filled with its mean colour."
-        parts += ["## Merge maps", about, *(_figure(path, f"Merge map: {path.stem}", output) for path in merge_maps)]
+        parts += ["## Merge maps", *(_figure(path, MAPS.get(path.name, path.stem), output) for path in merge_maps)]
     text = "\n\n".join(parts) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     (output / "quality.md").write_text(text, encoding="utf-8")
