@@ -73,6 +73,16 @@ def test_what_became_slower_is_told_by_the_exit_status_too(tmp_path, capsys):
     assert "slower" in capsys.readouterr().out
 
 
+def test_report_is_printed_and_written_with_its_plots(tmp_path, capsys):
+    file, out = tmp_path / "new.json", tmp_path / "report"
+    arms = [arm("plain", [4.0] * 3), arm("tome", [2.0] * 3, ratio=0.5), arm("limit", [1.9] * 3, ratio=0.5)]
+    file.write_text(json.dumps(result([case(arms), case(arms, size=768)])))
+    assert main(["bench", "report", str(file), "--output", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip() == (out / "speed.md").read_text().strip() and "speed.md" in printed.err
+    assert list(out.glob("*.png"))
+
+
 def test_report_of_what_is_no_result_is_told(tmp_path, capsys):
     absent = tmp_path / "old.json"
     assert main(["bench", "report", str(absent), "--compare", str(absent)]) == 2

@@ -44,7 +44,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     ops.set_defaults(run=_ops)
     report = others.add_parser("report", help="tables and plots of what `bench` wrote")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result files")
-    report.add_argument("--output", type=Path, metavar="DIR", help="write the report and its plots here")
+    report.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=Path("outputs"),
+        help="folder for speed.md and its plots (default: outputs)",
+    )
     report.add_argument("--compare", type=Path, metavar="OLD", help="an older result file: print what became slower")
     report.set_defaults(run=_report)
 
@@ -132,6 +138,7 @@ def _report(options: argparse.Namespace, given: Sequence[str]) -> int:
         print("\n".join(compare(old, new) for new in results))
         return int(any(is_slower(old, new) for new in results))
     print(write_report(options.files, options.output))
+    print(f"written to {options.output / 'speed.md'}", file=sys.stderr)
     return 0
 
 
