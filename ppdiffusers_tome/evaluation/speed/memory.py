@@ -15,6 +15,7 @@ import paddle
 from paddle import nn
 from paddle.base import core
 
+PIECE = 1 << 30  # bytes of ballast at a time: Linux refuses one allocation of more than there is, not several
 RESERVE = 256 << 20  # bytes that are left to the rest of the machine where no limit is given
 OUT_OF_MEMORY = ("ResourceExhausted", "Out of memory", "out of memory", "bad_alloc", "allocate memory", "MemoryError")
 
@@ -35,13 +36,15 @@ def peak_bytes(run: Callable[[], Any]) -> int | None:
     Returns:
         Bytes by Paddle's counter; None on a GPU of Paddle 2.6 whose memory has no room for the ballast.
     """
-    ballast, offset = None, 0
+    ballast: list[paddle.Tensor] = []
+    offset = 0
     if (reset := getattr(core, f"{_device()}_memory_stat_reset_peak_value", None)) is not None:
         reset("Allocated", _index())
     elif (gap := _counter("peak_value") - current_bytes()) > 0:
         before = current_bytes()
         try:
-            ballast = paddle.empty([gap], dtype="int8")
+            for start in range(0, gap, PIECE):
+                ballast.append(paddle.empty([min(PIECE, gap - start)], dtype="int8"))
         except MemoryError:
             return None
         offset = current_bytes() - before
