@@ -7,7 +7,9 @@ from importlib.util import find_spec
 import pytest
 from speed_results import arm, case, result
 
+from ppdiffusers_tome import ToMeError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.evaluation.torch_arm import versions_of
 
 TINY = ["bench", "--architecture", "tiny", "--size", "128", "--threads", "1"]
 
@@ -87,3 +89,13 @@ def test_report_of_what_is_no_result_is_told(tmp_path, capsys):
     absent = tmp_path / "old.json"
     assert main(["bench", "report", str(absent), "--compare", str(absent)]) == 2
     assert f"{absent} is no result file" in capsys.readouterr().err
+
+
+def test_versions_of_pytorch_are_asked_of_its_interpreter(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"torch": "9.9", "diffusers": "8.8", "tomesd": "7.7"}\'\n')
+    python.chmod(0o755)
+    assert versions_of(str(python)) == {"torch": "9.9", "diffusers": "8.8", "tomesd": "7.7"}
+    python.write_text("#!/bin/sh\necho no such package >&2\nexit 1\n")
+    with pytest.raises(ToMeError, match="has not all of torch, diffusers, tomesd: no such package"):
+        versions_of(str(python))

@@ -94,7 +94,8 @@ def _speed(options: argparse.Namespace, given: Sequence[str]) -> int:
         )
     wanted = options.arms or list(ARMS)
     python, without_torch = _torch(options) if TORCH in wanted else (None, None)
-    settings = Settings(options.rounds, options.warm_up, options.threads, options.memory_limit, python)
+    usable = None if without_torch else python
+    settings = Settings(options.rounds, options.warm_up, options.threads, options.memory_limit, usable)
     planned: list[tuple[Case, list[ArmPlan]]] = []
     for case in _cases(options):
         case.check()

@@ -14,7 +14,8 @@ from paddle import nn
 from ..errors import ToMeError
 from . import torch_worker
 
-LOOK = "import torch, diffusers, tomesd"
+PACKAGES = ("torch", "diffusers", "tomesd")
+LOOK = f"import {', '.join(PACKAGES)}"
 
 
 def why_not(python: str) -> str | None:
@@ -26,6 +27,19 @@ def why_not(python: str) -> str | None:
     if done.returncode == 0:
         return None
     return f"{python}: {(done.stderr.strip().splitlines() or [f'exit status {done.returncode}'])[-1]}"
+
+
+def versions_of(python: str) -> dict[str, str]:
+    """Versions of an interpreter's torch, diffusers and tomesd.
+
+    Raises:
+        ToMeError: it cannot tell them; `why_not` says why.
+    """
+    ask = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {PACKAGES!r}}}))"
+    done = subprocess.run([python, "-W", "ignore", "-c", ask], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise ToMeError(f"{python} has not all of {', '.join(PACKAGES)}: {done.stderr.strip()[-200:]}")
+    return json.loads(done.stdout)
 
 
 def torch_weights(model: nn.Layer) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import ToMeConfigError
 from ..environment import commit, describe_environment
+from ..torch_arm import versions_of
 from . import worker
 from .cases import ArmPlan, Case
 from .memory import is_out_of_memory
@@ -94,7 +95,7 @@ def measure_all(cases: Cases, settings: Settings, output: Path, command: str, re
         "format": FORMAT,
         "command": partial.about["command"],
         "commit": partial.about["commit"],
-        "environment": {**describe_environment(), "threads": str(settings.threads)},
+        "environment": {**describe_environment(), "threads": str(settings.threads), **_torch(settings)},
         **{name: getattr(settings, name) for name in ("rounds", "warm_up", "threads")},
         "cases": [_case(*each, partial.case(index), settings) for index, each in enumerate(cases)],
     }
@@ -199,6 +200,10 @@ def _arm(case: Case, arm: ArmPlan, found: Found) -> dict[str, Any]:
         "macs": found.macs.get(label),
         "shares": found.shares.get(label),
     }
+
+
+def _torch(settings: Settings) -> dict[str, str]:
+    return versions_of(settings.torch_python) if settings.torch_python else {}
 
 
 def _versions() -> dict[str, str]:
