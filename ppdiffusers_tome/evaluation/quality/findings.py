@@ -84,14 +84,14 @@ def summarize(result: dict[str, Any]) -> list[str]:
     if half := at_ratio(random, 0.5):
         low, middle, high = quartiles(half["pairs"]["perceptual"])
         said.append(
-            f"At ratio 0.5 the median picture is at a perceptual distance of {middle:.3f} (quartiles {low:.3f} to "
-            f"{high:.3f}) from the plain one of the same noise; PSNR {median(half, 'psnr'):.1f} dB, SSIM "
+            f"At ratio 0.5 the median picture is at a perceptual distance of {middle:.4f} (quartiles {low:.4f} to "
+            f"{high:.4f}) from the plain one of the same noise; PSNR {median(half, 'psnr'):.1f} dB, SSIM "
             f"{median(half, 'ssim'):.3f}."
         )
         if seeds := (result["calibration"].get(OTHER_SEEDS) or {}).get("pairs"):
             other = quartiles(seeds["perceptual"])[1]
             said.append(
-                f"Another seed of the same prompt is at {other:.3f}: merging half the tokens moves a picture "
+                f"Another seed of the same prompt is at {other:.4f}: merging half the tokens moves a picture "
                 f"{middle / other:.0%} as far as another seed does."
             )
     if len(random) > 1:
@@ -107,7 +107,7 @@ def summarize(result: dict[str, Any]) -> list[str]:
         said.append(f"A picture at 0.5 took {abs(1 - share):.0%} {verb} time than a plain one, on this machine.")
     if pairs := [(t, r) for t in by_line.get(TOMESD, []) if (r := at_ratio(random, ratio_of(t)))]:
         each = ", ".join(
-            f"{ratio_of(t):g}: {median(t, 'perceptual'):.3f} against {median(r, 'perceptual'):.3f}" for t, r in pairs
+            f"{ratio_of(t):g}: {median(t, 'perceptual'):.4f} against {median(r, 'perceptual'):.4f}" for t, r in pairs
         )
         said.append(f"tomesd on PyTorch with the same weights, perceptual distance against ours, by ratio: {each}.")
     said.append(
@@ -123,8 +123,8 @@ def _growth(random: list[Setting]) -> str:
     least, where = min(steps)
     first, last = random[0], random[-1]
     return (
-        f"The median perceptual distance goes from {median(first, 'perceptual'):.3f} at ratio {ratio_of(first):g} to "
-        f"{median(last, 'perceptual'):.3f} at {ratio_of(last):g}; from one ratio to the next at least {least:.0%} "
+        f"The median perceptual distance goes from {median(first, 'perceptual'):.4f} at ratio {ratio_of(first):g} to "
+        f"{median(last, 'perceptual'):.4f} at {ratio_of(last):g}; from one ratio to the next at least {least:.0%} "
         f"of the pictures come no nearer to plain (fewest from {where})."
     )
 
@@ -158,6 +158,6 @@ def _layers(result: dict[str, Any], half: Setting) -> str:
         return ""
     most, least = max(found), min(found)
     return (
-        f"Among other layers and levels at 0.5, {least[1]} is nearest to plain ({least[0]:.3f}) and {most[1]} "
-        f"furthest ({most[0]:.3f}); the default has {median(half, 'perceptual'):.3f}."
+        f"Among other layers and levels at 0.5, {least[1]} is nearest to plain ({least[0]:.4f}) and {most[1]} "
+        f"furthest ({most[0]:.4f}); the default has {median(half, 'perceptual'):.4f}."
     )

@@ -107,11 +107,12 @@ def _drawn(result: dict[str, Any], result_file: Path | None, output: Path) -> st
     seeds = [each["seed"] for each in result["prompts"]]
     versions = {key: value for key, value in result["environment"].items() if key != "machine"}
     where = [result["environment"]["machine"], *(f"{key} {value}" for key, value in versions.items())]
+    distinct = len({each["prompt"] for each in result["prompts"]})
     features = ", ".join(f"{name} {version}" for name, version in result["features"].items())
     facts = {
         "Model": f"{result['model']}, {result['size']} px, {result['steps']} steps of {result['scheduler']}, "
         f"guidance {result['guidance']:g}",
-        "Pictures": f"{len(seeds)} for each setting, one for each prompt, seeds {min(seeds)} to {max(seeds)}; a "
+        "Pictures": f"{len(seeds)} for each setting, of {distinct} prompts, seeds {min(seeds)} to {max(seeds)}; a "
         "picture has the same noise in every setting",
         "Measured with": features,
         "Command": f"`{result['command']}`",
@@ -151,7 +152,7 @@ def _pairs(pairs: dict[str, Sequence[float | None]] | None) -> list[str]:
     if pairs is None:
         return ["—"] * 3
     cells = []
-    for measure, digits in (("psnr", 1), ("ssim", 3), ("perceptual", 3)):
+    for measure, digits in (("psnr", 1), ("ssim", 3), ("perceptual", 4)):
         low, middle, high = (f"{value:.{digits}f}".replace("inf", "∞") for value in quartiles(pairs[measure]))
         cells.append(f"{middle} ({low}–{high})")
     return cells
@@ -190,7 +191,7 @@ def _pictures(result: dict[str, Any], output: Path, pictures: Path) -> list[str]
         distances = half["pairs"]["perceptual"]
         order = sorted(range(count), key=distances.__getitem__)
         chosen = {"nearest": order[0], "median": order[(count - 1) // 2], "furthest": order[-1]}
-        titles = [f"{why} ({distances[n]:.3f}): {result['prompts'][n]['prompt']}" for why, n in chosen.items()]
+        titles = [f"{why} ({distances[n]:.4f}): {result['prompts'][n]['prompt']}" for why, n in chosen.items()]
         path = sheet("quality_examples.png", list(chosen.values()), titles, GAIN)
         told = f"Of all {count} pictures the nearest to plain at ratio 0.5, the median and the furthest, by the "
         told += f"perceptual distance alone. Below each: the difference from plain, {GAIN} times enlarged."
