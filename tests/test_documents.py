@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import statistics
 from importlib.metadata import requires, version
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 
 import ppdiffusers_tome
 from ppdiffusers_tome import config, matching, merging
+from ppdiffusers_tome.evaluation.speed.results import read
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
 
 
@@ -39,16 +42,78 @@ def test_paddle_is_an_extra_and_never_both():
     assert always and not [each for each in always if each.startswith("paddlepaddle")]
 
 
+def unet_rows():
+    """Stable Diffusion 1.5's UNet: figures of plain, then of each ratio, as cells; attention plain, then sliced."""
+    (case,) = speed("sd15_unet")
+    for plain, merged in (("plain", "tome"), ("memory-efficient", "both")):
+        arms = [case.find(plain, "eager"), *(case.find(merged, "eager", ratio) for ratio in (0.25, 0.5, 0.75))]
+        for arm in arms:
+            faster = case.times_faster(arm, arms[0]).median
+            seconds, memory = statistics.median(arm.seconds), arm.peak_memory_bytes / 1e9
+            yield f"| {seconds:.1f} | {faster:.2f}× | {memory:.1f} |"
+
+
+def picture_rows():
+    """Whole pictures of the bundled model: size and batch, then plain's and ToMe's seconds and their ratio."""
+    for case in speed("emoji_pipeline_128"):
+        cells = []
+        for backend in ("eager", "predictor"):
+            plain, merged = case.find("plain", backend), case.find("tome", backend, 0.5)
+            seconds = [statistics.median(arm.seconds) for arm in (plain, merged)]
+            cells += [f"{seconds[0]:.1f}", f"{seconds[1]:.1f}", f"{case.times_faster(merged, plain).median:.2f}×"]
+        yield f"| {case.size} px | {case.batch} | {' | '.join(cells)} |"
+
+
+def quality_rows():
+    """Each ratio of the quality result, then what another seed has."""
+    result = json.loads((RESULTS / "quality.json").read_text())
+    ratios = [each for each in result["settings"] if each["group"] == "ratio"]
+    for each in ratios:
+        yield quality_row(f"{each['config']['ratio']:g}", each["pairs"], each["set"]["to plain, other seeds"])
+    other = result["calibration"]["plain, other seeds"]
+    yield quality_row("", other["pairs"], other["set"])
+
+
+def quality_row(name, pairs, apart):
+    psnr, ssim, perceptual = (statistics.median(pairs[measure]) for measure in ("psnr", "ssim", "perceptual"))
+    kid = apart["kid"]
+    return (
+        f"{name} | {psnr:.1f} | {ssim:.3f} | {perceptual:.4f} | {1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f} |"
+    )
+
+
+def said_in_words():
+    """Figures of the paragraphs on where merging does not help, and on tomesd."""
+    small = speed("emoji_unet")[0]
+    for backend in ("eager", "predictor"):
+        yield f"{small.speed_up(small.find('tome', backend, 0.5)).median:.2f}×"
+    for case, digits in ((speed("sd15_unet")[0], 2), (speed("sd15_block")[-1], 1)):
+        merged = case.find("tome", "eager", 0.5)
+        yield f"{case.speed_up(merged).median:.{digits}f}×"
+        yield f"{case.find('plain', 'eager').macs / merged.macs:.{digits}f}×"
+    torch = small.times_faster(small.find("tome", "PyTorch", 0.5), small.find("tome", "eager", 0.5))
+    yield f"{torch.median:.1f}"
+    result = json.loads((RESULTS / "quality.json").read_text())
+    for name in ("0.5-tomesd", "0.5"):
+        setting = next(each for each in result["settings"] if each["name"] == name)
+        yield f"{statistics.median(setting['pairs']['perceptual']):.4f}"
+    cases = speed("emoji_unet") + speed("sd15_block")
+    distances = [case.distance(arm) for case in cases for arm in case.arms if arm.arm == "tome"]
+    reached = [each.median <= 0.03 for each in distances if each is not None]
+    yield f"{sum(reached)} of {len(reached)}"
+
+
+def speed(name):
+    return read([RESULTS / f"{name}.json"])[0][0].cases
+
+
 @pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
 def test_figures_are_those_of_the_committed_results(readme):
     text = (ROOT / readme).read_text(encoding="utf-8")
     for row in json.loads((ROOT / "benchmarks" / "ops.json").read_text())["milliseconds"].values():
         assert f"| {row['ours']:.2f} | {row['built-in']:.2f} | {row['times faster']:.1f}× |" in text
-    for size in (128, 256):
-        for row in json.loads((ROOT / "benchmarks" / f"text_to_image_{size}.json").read_text())["rows"]:
-            assert f"| {row['seconds']:.1f} |" in text
-            if row["row"] != "plain":
-                assert f"| {row['MACs saved']:.1%} | {row['seconds']:.1f} | {row['speed-up']:.2f}× |" in text
+    for row in (*unet_rows(), *picture_rows(), *quality_rows(), *said_in_words()):
+        assert row in text, row
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
@@ -72,7 +137,11 @@ def test_edge_distances_are_those_of_the_committed_result(readme):
         "README_zh.md",
         "CONTRIBUTING.md",
         "examples/README.md",
+        "benchmarks/README.md",
+        "benchmarks/quality.md",
+        "benchmarks/speed.md",
         "docs/api.md",
+        "docs/evaluation.md",
         "docs/inference.md",
         "docs/ppdiffusers.md",
         "docs/serving.md",
@@ -86,15 +155,20 @@ def test_links_lead_somewhere(document):
 
 def test_predictor_figures_are_those_of_the_committed_result():
     text = (ROOT / "docs" / "inference.md").read_text(encoding="utf-8")
-    for case in json.loads((ROOT / "benchmarks" / "results" / "inference.json").read_text())["cases"]:
-        row = next(line for line in text.splitlines() if line.startswith(f"| {case['case']['name']} "))
-        times = {name: f"{each['median']:.0f}" for name, each in case["milliseconds"].items()}
-        kinds = ("plain", "ToMe", "free merge")
-        for backend, its_kinds in (("eager", kinds), ("predictor", kinds), ("PyTorch", kinds[:2])):
-            assert " / ".join(times[f"{backend} {kind}"] for kind in its_kinds) in row
-        ratios = [case["speed-up"][name] for name in ("eager free merge", "predictor ToMe", "predictor free merge")]
-        ratios += [case["times faster than"][name]["predictor ToMe"] for name in ("eager plain", "PyTorch ToMe")]
-        assert " | ".join(f"{each['median']:.2f}×" for each in ratios) in row
+    for row in predictor_rows():
+        assert row in text
+
+
+def predictor_rows():
+    """One pass of the bundled UNet by each backend: plain's, ToMe's and the limit's milliseconds, and ratios."""
+    for case in speed("emoji_unet"):
+        for backend, kinds in (("eager", 3), ("predictor", 3), ("PyTorch", 2)):
+            arms = [case.find("plain", backend), case.find("tome", backend, 0.5), case.find("limit", backend, 0.5)]
+            cells = [f"{1e3 * statistics.median(arm.seconds):.0f}" for arm in arms[:kinds]] + ["–"] * (3 - kinds)
+            cells.append(f"{case.speed_up(arms[1]).median:.2f}×")
+            cells.append(f"{case.speed_up(arms[2]).median:.2f}×" if arms[2] else "–")
+            cells.append(f"{case.times_faster(case.find('tome', 'predictor', 0.5), arms[0]).median:.2f}×")
+            yield f"| {case.size} px | {backend} | {' | '.join(cells)} |"
 
 
 def test_load_figures_are_those_of_the_committed_result():

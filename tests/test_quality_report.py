@@ -55,7 +55,7 @@ def test_says_what_was_drawn(result, written):
     text, _ = written
     for fact in (
         "examples/emoji_sd, 32 px, 20 steps of DDIMScheduler, guidance 2",
-        "12 for each setting, one for each prompt, seeds 100 to 111",
+        "12 for each setting, of 12 prompts, seeds 100 to 111",
         "`python -m ppdiffusers_tome evaluate --quick`",
         "`0123456789abcdef`",
         "Some CPU, threads 1, paddlepaddle 2.6.2",
@@ -74,7 +74,7 @@ def test_table_by_ratio_has_the_results_figures(result, written):
         low, middle, high = np.percentile(each["pairs"]["psnr"], [25, 50, 75])
         assert row[2] == f"{middle:.1f} ({low:.1f}–{high:.1f})"
         low, middle, high = np.percentile(each["pairs"]["perceptual"], [25, 50, 75])
-        assert row[4] == f"{middle:.3f} ({low:.3f}–{high:.3f})"
+        assert row[4] == f"{middle:.4f} ({low:.4f}–{high:.4f})"
         assert row[5] == f"{1000 * each['set'][to]['kid']['mean']:.2f} ± 2.00"
         assert row[6] == f"{each['set'][to]['frechet']:.1f}"
     assert rows[2][7] == "1.70 s, -15%"
@@ -145,7 +145,7 @@ def test_summary_is_short_and_follows_the_figures(result):
     half = next(each for each in result["settings"] if each["name"] == "0.5")
     middle = np.median(half["pairs"]["perceptual"])
     other = np.median(result["calibration"]["plain, other seeds"]["pairs"]["perceptual"])
-    assert f"distance of {middle:.3f}" in text and f"moves a picture {middle / other:.0%} as far" in text
+    assert f"distance of {middle:.4f}" in text and f"moves a picture {middle / other:.0%} as far" in text
     assert "ratio 0.1 cannot be told" not in text and "ratio 0.1, 0.25 cannot be told from plain pictures" in text
     assert "0.5, 0.75 can." in text and "cannot rank ratios" in text
     assert "15% less time" in text
