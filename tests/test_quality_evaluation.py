@@ -1,10 +1,12 @@
 """A whole evaluation on a tiny model: every number is there, known differences are seen, nothing is drawn twice."""
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from conftest import tiny_pipeline
+from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
@@ -106,6 +108,14 @@ def test_what_cannot_be_evaluated_is_said_before_anything_is_drawn(model, tmp_pa
     assert main([*common, *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(find_spec("torch_fidelity") is not None, reason="this interpreter has torch-fidelity")
+def test_fid_that_cannot_be_computed_is_said_before_anything_is_drawn(model, tmp_path, capsys):
+    Image.new("RGB", (32, 32)).save(tmp_path / "real.png")
+    arguments = ["--ablations", "--features", "inception", "--real", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["evaluate", "--model", str(model), *arguments]) == 2
+    assert "pip install torch-fidelity" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 class Clock:

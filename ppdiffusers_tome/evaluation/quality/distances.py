@@ -2,7 +2,7 @@
 
 import importlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from skimage.filters import gaussian
@@ -129,6 +129,18 @@ def frechet(
     return max(float(moved + (a**2).sum() + (b**2).sum() - 2 * shared), 0.0)
 
 
+def find_inception() -> tuple[Any, Any]:
+    """The modules torch_fidelity and torch.
+
+    Raises:
+        MissingInceptionError: one of them is not installed.
+    """
+    try:
+        return importlib.import_module("torch_fidelity"), importlib.import_module("torch")
+    except ImportError as error:
+        raise MissingInceptionError(f"{error}. FID needs PyTorch and: pip install torch-fidelity") from error
+
+
 def inception_fid(folder_a: str | Path, folder_b: str | Path) -> float:
     """FID proper, in Inception's features, between the pictures of two folders, by the package torch-fidelity.
 
@@ -142,10 +154,7 @@ def inception_fid(folder_a: str | Path, folder_b: str | Path) -> float:
     for folder in (folder_a, folder_b):
         if not Path(folder).is_dir():
             raise ToMeConfigError(f"{folder} is not a folder.")
-    try:
-        torch_fidelity, torch = importlib.import_module("torch_fidelity"), importlib.import_module("torch")
-    except ImportError as error:
-        raise MissingInceptionError(f"{error}. FID needs PyTorch and: pip install torch-fidelity") from error
+    torch_fidelity, torch = find_inception()
     found = torch_fidelity.calculate_metrics(
         input1=str(folder_a), input2=str(folder_b), fid=True, cuda=torch.cuda.is_available(), verbose=False
     )

@@ -15,7 +15,7 @@ from ...serving.engine import Engine
 from ...serving.jobs import Job
 from ...serving.offline import Drawer
 from ..environment import commit, describe_environment
-from .distances import inception_fid
+from .distances import find_inception, inception_fid
 from .drawing import Plan, check_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
 from .measuring import Measurer, measure
 from .merge_maps import write_merge_maps
@@ -83,7 +83,9 @@ def evaluate(
         picture_paths(real)
     elif with_inception:
         raise ToMeConfigError("FID is a distance to real pictures: name their folder with --real.")
-    measurer = Measurer(out, plan.size)  # before anything is drawn: it may lack packages
+    if with_inception:  # before anything is drawn: packages may be missing
+        find_inception()
+    measurer = Measurer(out, plan.size)
     check_folder(plan, out)
     everything = [PLAIN, OTHER_SEEDS, *settings]
     exported = export_settings(plan, everything, out) if plan.backend == "predictor" else {}
