@@ -55,7 +55,7 @@ def unet_rows():
 
 def picture_rows():
     """Whole pictures of the bundled model: size and batch, then plain's and ToMe's seconds and their ratio."""
-    for case in speed("emoji_pipeline_128"):
+    for case in speed("emoji_pipeline_128") + speed("emoji_pipeline_256"):
         cells = []
         for backend in ("eager", "predictor"):
             plain, merged = case.find("plain", backend), case.find("tome", backend, 0.5)
