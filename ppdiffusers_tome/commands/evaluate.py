@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeConfigError
+from ..evaluation.environment import usable_cores
 from ..evaluation.quality.drawing import BACKENDS, Plan
 from ..evaluation.quality.prompts import choose, read_texts
 from ..evaluation.quality.settings import ABLATIONS, RATIOS, study
@@ -77,7 +77,7 @@ def _evaluate(options: argparse.Namespace, given: Sequence[str]) -> int:
         steps=options.steps,
         guidance=options.guidance,
         backend=options.backend,
-        threads=threads(options) or len(os.sched_getaffinity(0)),
+        threads=threads(options) or usable_cores(),
         torch_python=options.torch_python,
     )
     model = read_model(options.model)
