@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from time import monotonic
 
@@ -16,7 +16,7 @@ from .engine import Engine
 from .errors import AbandonedError, DrainingError, DrawingError, NotReadyError, QueueFullError
 from .jobs import Job, Limits
 from .metrics import Metrics
-from .service import State
+from .service import Progress, State
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class PictureQueue:
         self._waiting: list[_Ticket] = []
         self._running: list[_Ticket] = []
         self._running_since: float | None = None
+        self._reserved = 0  # places for images whose start image is being decoded
         self._is_closed = False
         self._batch_seconds = 1.0  # of late, to tell how long a full queue takes
         self._engine: Engine | None = None
@@ -91,16 +92,35 @@ class PictureQueue:
     @property
     def is_idle(self) -> bool:
         """Whether no accepted job is left."""
-        return not self._count_live() and not self._running
+        return not self._count_live() and not self._running and not self._reserved
 
     @property
     def running_since(self) -> float | None:
         """When the batch that is drawn now was begun, by time.monotonic(); None while nothing is drawn."""
         return self._running_since
 
-    async def submit(self, jobs: Sequence[Job]) -> list[Image]:
+    @property
+    def trouble(self) -> str | None:
         """See `Service`."""
-        futures = self._accept(jobs)
+        return "the model could not be loaded, or drawing has ended" if self._state == "failed" else None
+
+    def progress(self) -> Progress:
+        """See `Service`."""
+        since = self._running_since
+        seconds = 0.0 if since is None else monotonic() - since
+        return Progress(len(self._running), self._count_live(), seconds=seconds)
+
+    async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
+        """See `Service`."""
+        self._reserve(len(jobs))
+        try:
+            if load_image is not None:
+                image = await asyncio.to_thread(load_image)
+                jobs = [replace(job, image=image) for job in jobs]
+        finally:
+            with self._changed:
+                self._reserved -= len(jobs)
+        futures = self._enqueue(jobs)
         try:
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:
@@ -124,20 +144,27 @@ class PictureQueue:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _accept(self, jobs: Sequence[Job]) -> "list[Future[Image]]":
-        tickets = [_Ticket(job) for job in jobs]
+    def _reserve(self, images: int) -> None:
+        """Hold places for so many images while the image that they start from is decoded."""
         with self._changed:
             if self._state == "draining":
                 raise DrainingError("the server is shutting down", retry_after=10)
             if self._state != "ready":
                 raise NotReadyError(f"the server is not ready: {self._state}", retry_after=5)
             self._forget_abandoned()
-            if len(self._waiting) + len(tickets) > self._capacity:
+            if len(self._waiting) + self._reserved + images > self._capacity:
                 batches = ceil(len(self._waiting) / self._largest_batch)
                 retry_after = min(60, max(1, ceil(batches * self._batch_seconds)))
                 raise QueueFullError(
                     f"{len(self._waiting)} pictures wait, and the queue holds {self._capacity}", retry_after
                 )
+            self._reserved += images
+
+    def _enqueue(self, jobs: Sequence[Job]) -> "list[Future[Image]]":
+        tickets = [_Ticket(job) for job in jobs]
+        with self._changed:
+            if self._state == "failed" or self._is_closed:
+                raise NotReadyError(f"the server is not ready: {self._state}", retry_after=5)
             self._waiting += tickets
             self._changed.notify_all()
         return [ticket.future for ticket in tickets]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from time import monotonic, sleep
 
@@ -20,7 +20,7 @@ from .jobs import Job, Limits
 from .metrics import Metrics
 from .queue import PictureQueue
 from .ray_session import DEATHS
-from .service import State
+from .service import Progress, State
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +155,26 @@ class ClusterService:
         metrics.waiting.set_function(lambda: self._under_way)
         metrics.ready.set(1)
 
-    async def submit(self, jobs: Sequence[Job]) -> list[Image]:
+    @property
+    def trouble(self) -> str | None:
+        """See `Service`: engines that fail are replaced."""
+        return None
+
+    def progress(self) -> Progress:
+        """See `Service`; the engines' steps are not known here."""
+        return Progress(waiting=self._under_way)
+
+    async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
         """See `Service`."""
         if self._under_way + len(jobs) > self._accepted:
             raise QueueFullError(f"{self._under_way} pictures are under way, of {self._accepted}", self._retry_after())
         self._under_way += len(jobs)
-        tasks = [asyncio.ensure_future(self._draw(job)) for job in jobs]
+        tasks: list[asyncio.Task[Image]] = []
         try:
+            if load_image is not None:
+                image = await asyncio.to_thread(load_image)
+                jobs = [replace(job, image=image) for job in jobs]
+            tasks = [asyncio.ensure_future(self._draw(job)) for job in jobs]
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:

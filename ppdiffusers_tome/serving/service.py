@@ -1,6 +1,7 @@
 """What the HTTP side asks of whoever draws: this process (queue.py) or a cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from PIL.Image import Image
@@ -8,6 +9,23 @@ from PIL.Image import Image
 from .jobs import Job, Limits
 
 State = Literal["loading", "ready", "draining", "failed"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a service is with what it has accepted.
+
+    Args:
+        running, waiting: images in the pipeline, and images that wait for it.
+        step, steps: of the pipeline call that runs; 0 of 0 where nothing runs, or where its steps are not known here.
+        seconds: since that call began.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    step: int = 0
+    steps: int = 0
+    seconds: float = 0.0
 
 
 class Service(Protocol):
@@ -29,13 +47,26 @@ class Service(Protocol):
     def state(self) -> State:
         """Only "ready" takes jobs; "failed" is for good."""
 
-    async def submit(self, jobs: Sequence[Job]) -> list[Image]:
+    @property
+    def trouble(self) -> str | None:
+        """Why the process should be replaced, in words; None while it works."""
+
+    def progress(self) -> Progress:
+        """How far it is."""
+
+    async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
         """Draw all jobs or none. Cancelling the call abandons them, so that they take no place and no time any more.
+
+        Args:
+            jobs: of one request; without their image where `load_image` is given.
+            load_image: decodes the image that all jobs start from. It is called once, in a thread of its own, after
+                the jobs have got their places and before they are drawn.
 
         Returns:
             RGB pictures, in the order of the jobs.
 
         Raises:
             QueueFullError, NotReadyError, DrainingError: not now; the jobs were not accepted.
+            JobError: from `load_image`.
             DrawingError: the pipeline failed on one of the jobs.
         """
