@@ -171,7 +171,8 @@ class PatientProtocol(H11Protocol):
     """HTTP/1.1 with what no setting of uvicorn gives.
 
     - A time limit for a request's head, which uvicorn waits for without end, and for a client to read its answer.
-    - Where there are too many connections, the one that has been idle longest makes room, rather than a 503 for all.
+    - Where there are too many connections, the one that has been idle longest makes room, rather than a 503 for all;
+      first those that have sent no request at all.
     - A 400, not a traceback in the log, for a Content-Length of so many digits that int() refuses it (h11 before
       0.15), and the end of the connection for a broken body whose request was answered already.
     """
@@ -182,7 +183,7 @@ class PatientProtocol(H11Protocol):
         if len(self.connections) + 1 >= (self.limit_concurrency or CONNECTIONS):
             idle = [other for other in self.connections if isinstance(other, PatientProtocol) and other._is_idle]
             if idle:
-                oldest = min(idle, key=lambda other: other._since)
+                oldest = min(idle, key=lambda other: (other.cycle is not None, other._since))
                 oldest.transport.abort()
                 self.connections.discard(oldest)  # so that it does not count until its loss is reported
         super().connection_made(transport)
