@@ -174,7 +174,7 @@ class PatientProtocol(H11Protocol):
     - Where there are too many connections, the one that has been idle longest makes room, rather than a 503 for all;
       first those that have sent no request at all.
     - A 400, not a traceback in the log, for a Content-Length of so many digits that int() refuses it (h11 before
-      0.15), and the end of the connection for a broken body whose request was answered already.
+      0.15), and for a body that breaks while its request is being answered.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -193,7 +193,14 @@ class PatientProtocol(H11Protocol):
             super().handle_events()
         except ValueError:
             self.send_400_response("Invalid HTTP request received.")
-        except LocalProtocolError:  # from uvicorn's own 400, where an answer was sent before the body was read
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # the broken part may be its body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except LocalProtocolError:  # it has an answer already
             self.transport.close()
 
     @property
