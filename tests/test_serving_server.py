@@ -18,7 +18,7 @@ import pytest
 from serving_support import OPENAI, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.serving.server import CONNECTIONS, RepetitionFilter, connection_limits
+from ppdiffusers_tome.serving.server import CONNECTIONS, connection_limits, is_news
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 OPENAPI = HEALTH.replace(b"health", b"openapi.json")  # the longest answer
@@ -169,14 +169,13 @@ def test_the_log_says_a_thing_once_a_minute(monkeypatch):
     def record(message, level=logging.WARNING, error=None):
         return logging.LogRecord("x", level, "x", 1, message, (), error and (type(error), error, None))
 
-    repetition = RepetitionFilter()
-    shown = ["full", "full", "else", "full"], [True, False, True, False]
-    assert [repetition.filter(record(message)) for message in shown[0]] == shown[1]
-    assert all(repetition.filter(record("full", logging.INFO)) for _ in range(2))
-    assert repetition.filter(record("failed", logging.ERROR, OSError("one")))
-    assert repetition.filter(record("failed", logging.ERROR, OSError("other")))
+    monkeypatch.setattr("ppdiffusers_tome.serving.server.LAST_LOGGED", {})
+    assert [is_news(record(message)) for message in ("full", "full", "else", "full")] == [True, False, True, False]
+    assert all(is_news(record("full", logging.INFO)) for _ in range(2))
+    assert is_news(record("failed", logging.ERROR, OSError("one")))
+    assert is_news(record("failed", logging.ERROR, OSError("other")))
     monkeypatch.setattr("ppdiffusers_tome.serving.server.REPEAT_SECONDS", 0)
-    assert repetition.filter(record("full"))
+    assert is_news(record("full"))
 
 
 def test_too_few_files(monkeypatch):

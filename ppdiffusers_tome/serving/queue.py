@@ -178,28 +178,23 @@ class PictureQueue:
     def _seconds_until_taken(self, images: int) -> float:
         """How long until so many of the waiting images are in the pipeline, by what a step has taken of late."""
         running, waiting = self.progress(), self._waiting
-        seconds = 0.0
-        if self._running:
-            pace = self._step_seconds(self._running[0].job, len(self._running))
-            if pace is None:
-                pace = running.seconds / max(1, running.step)
-            seconds = pace * (running.steps - running.step)
-        while waiting:
-            batch, _ = self._gather(waiting)
+        if running.step:
+            pace = running.seconds / running.step
+            self._pace.setdefault(_kind(self._running[0].job, running.running), pace)
+        else:
+            pace = self._step_seconds(self._running) if running.running else 0.0
+        seconds = pace * (running.steps - running.step)
+        while waiting and images > len(batch := self._gather(waiting)[0]):
             images -= len(batch)
-            if images <= 0:
-                break
-            seconds += (self._step_seconds(batch[0].job, len(batch)) or 0.0) * _steps(batch[0].job)
+            seconds += self._step_seconds(batch) * _steps(batch[0].job)
             waiting = [ticket for ticket in waiting if ticket not in batch]
         return seconds
 
-    def _step_seconds(self, job: Job, images: int) -> float | None:
-        """Seconds for a step of so many such jobs, as measured or else by pixels from another; None: none was yet."""
-        kind = _kind(job, images)
-        if kind in self._pace or not self._pace:
-            return self._pace.get(kind)
-        other = next(reversed(self._pace))
-        return self._pace[other] * prod(kind[:3]) / prod(other[:3])
+    def _step_seconds(self, batch: list[_Ticket]) -> float:
+        """What a step of a batch takes: as measured, or else by pixels from another that was; 0 where none was."""
+        kind = _kind(batch[0].job, len(batch))
+        measured = kind if kind in self._pace else next(reversed(self._pace), kind)
+        return self._pace.get(measured, 0.0) * prod(kind[:3]) / prod(measured[:3])
 
     def _enqueue(self, jobs: Sequence[Job]) -> "list[Future[Image]]":
         tickets = [_Ticket(job) for job in jobs]

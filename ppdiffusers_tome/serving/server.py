@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+from math import inf
 from time import monotonic
 from types import FrameType
 
@@ -24,6 +25,7 @@ SPARE_FILES = 32  # for what is not a connection, beyond what is open when the s
 HEAD_SECONDS = 10.0  # for a request's first line and headers
 SEND_SECONDS = 30.0  # without one more byte of an answer sent
 REPEAT_SECONDS = 60.0  # until the log repeats itself
+LAST_LOGGED: dict[str, float] = {}  # when, by text; these are few
 
 
 class ServerFailedError(ToMeError, RuntimeError):
@@ -41,7 +43,7 @@ def serve(queue: PictureQueue, app: FastAPI, host: str = "127.0.0.1", port: int 
         queue: not yet started; it loads its engine while the server already answers /health and /ready.
         app: from `create_app`, over that queue.
         host, port: where to listen; port 0 for one that is free, which the log shows.
-        seconds: longest time from the first signal to the end.
+        seconds: most time from the first signal to the end.
 
     Raises:
         ServerFailedError: see there.
@@ -50,9 +52,8 @@ def serve(queue: PictureQueue, app: FastAPI, host: str = "127.0.0.1", port: int 
     server = DrainingServer(app, queue, seconds)
     listener = _listen(host, port)
     logger.info("listening at http://%s:%d", *listener.getsockname()[:2])
-    logs, repetition = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")], RepetitionFilter()
-    for log in logs:
-        log.addFilter(repetition)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(is_news)
     queue.start()
     try:
         server.run(sockets=[listener])
@@ -63,8 +64,6 @@ def serve(queue: PictureQueue, app: FastAPI, host: str = "127.0.0.1", port: int 
             logging.shutdown()
             os._exit(1 if is_drawing else 0)
         listener.close()
-        for log in logs:
-            log.removeFilter(repetition)
     if failure is not None:
         raise ServerFailedError(f"the model could not be loaded, or drawing has ended: {failure}") from failure
 
@@ -85,30 +84,20 @@ def connection_limits() -> tuple[int, int]:
     Raises:
         ToMeConfigError: the limit leaves no room for 8 connections.
     """
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
-    if files != resource.RLIM_INFINITY and files < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-        files = wanted
-    files = FILES if files == resource.RLIM_INFINITY else min(FILES, files)
-    at_once = files // 16
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)  # soft and hard
+    files, most = (FILES if limit == resource.RLIM_INFINITY else min(FILES, limit) for limit in limits)
+    if files < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    at_once = most // 16
     # asyncio accepts so many in each turn of its loop, and it takes four turns until one that is cut off is closed.
-    connections = min(CONNECTIONS, files - len(os.listdir("/dev/fd")) - SPARE_FILES - 4 * at_once)
+    connections = min(CONNECTIONS, most - len(os.listdir("/dev/fd")) - SPARE_FILES - 4 * at_once)
     if connections < 8:
-        raise ToMeConfigError(
-            f"this process may open {files} files, which is too few: raise the limit (ulimit -n 1024)"
-        )
+        raise ToMeConfigError(f"this process may open {most} files, which is too few: set ulimit -n 1024")
     return connections, at_once
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends when the queue is idle after a signal, or when it has failed, and then without raising the signal again.
-
-    Args:
-        app: answers.
-        queue: draws.
-        seconds: from a signal to the end, at most.
-    """
+    """Ends when the queue is idle or `seconds` are over after a signal, and when the queue has failed."""
 
     def __init__(self, app: FastAPI, queue: PictureQueue, seconds: float = 120) -> None:
         connections, at_once = connection_limits()
@@ -217,17 +206,12 @@ class PatientProtocol(H11Protocol):
         return monotonic() - self._since > (SEND_SECONDS if unsent else HEAD_SECONDS)
 
 
-class RepetitionFilter(logging.Filter):
-    """Drops a warning or an error that was logged a minute ago or less, so that nobody can fill the disk with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.WARNING:
-            return True
-        text = f"{record.getMessage()} {record.exc_info and record.exc_info[1]!r}"
-        now = monotonic()
-        self._last = {other: time for other, time in self._last.items() if now - time < REPEAT_SECONDS}
-        return self._last.setdefault(text, now) == now
+def is_news(record: logging.LogRecord) -> bool:
+    """For loggers: drops a warning or an error that was logged less than a minute ago, before it fills the disk."""
+    if record.levelno < logging.WARNING:
+        return True
+    text, now = f"{record.getMessage()} {record.exc_info and record.exc_info[1]!r}", monotonic()
+    is_first = now - LAST_LOGGED.get(text, -inf) >= REPEAT_SECONDS
+    if is_first:
+        LAST_LOGGED[text] = now
+    return is_first
