@@ -14,6 +14,7 @@ answer would go beyond that tolerance with 700 answers.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import re
@@ -50,8 +51,9 @@ def start_server(model: Path, log: Path, threads: int) -> tuple[subprocess.Popen
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(r"listening at (http://\S+)", log.read_text())
-        if found and httpx.get(f"{found[1]}/ready", timeout=120).status_code == 200:
-            return process, found[1]
+        with contextlib.suppress(httpx.ConnectError):  # it may have ended since
+            if found and httpx.get(f"{found[1]}/ready", timeout=120).status_code == 200:
+                return process, found[1]
         time.sleep(0.5)
     process.kill()
     raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
@@ -166,7 +168,10 @@ def judge(load: Load, memory: list[int], page: dict[tuple[str, str], float], cou
         "requests": sent,
         "abandoned": {"by clients": load.abandoned, "status 499 of the server": hung_up},
         "answers": {f"{kind} {status}": count for (kind, status), count in sorted(load.answers.items())},
-        "seconds to the answer": {kind: percentiles(values) for kind, values in sorted(load.seconds.items())},
+        "seconds to pictures": {kind: percentiles(load.seconds[kind]) for kind in DRAWING if kind in load.seconds},
+        "seconds to other answers": {
+            kind: percentiles(load.seconds[kind]) for kind in sorted({*load.seconds} - {*DRAWING})
+        },
         "pictures": {what: total(page, "pictures_total", label=what) for what in ("drawn", "abandoned", "failed")},
         "pictures per call": round(total(page, "batch_pictures_sum") / calls, 2),
         "memory, MiB": {
