@@ -36,7 +36,7 @@ class FiniteImageProcessor(VaeImageProcessor):
     """ppdiffusers' own, except that it raises DrawingError on NaN and infinity, which are black and white as uint8."""
 
     def postprocess(self, image: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not paddle.isfinite(image).all():
+        if not paddle.isfinite(image.cast("float32")).all():
             raise DrawingError("an image has values that are not finite: the weights are damaged, or overflow")
         return super().postprocess(image, *args, **kwargs)
 
