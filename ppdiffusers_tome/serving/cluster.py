@@ -79,21 +79,16 @@ class Cluster:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be {least} or more")
 
     @property
-    def ongoing(self) -> int:
-        """Jobs that one engine holds: a batch that is drawn, and the next."""
-        return 2 * self.largest_batch
-
-    @property
     def accepted(self) -> int:
-        """Jobs that may be under way at once: what the engines hold, and what waits for them."""
-        return self.capacity + self.max_replicas * self.ongoing
+        """Images that may be under way at once: the two batches that each engine holds, and what waits for them."""
+        return self.capacity + self.max_replicas * 2 * self.largest_batch
 
 
 class EngineReplica:
     """One engine in a process of its own, behind the queue that the server of one process has too."""
 
     def __init__(self, load: Callable[[], Engine], name: str, limits: Limits, cluster: Cluster) -> None:
-        # The app bounds what is under way, and Ray Serve gives each engine `ongoing` of it: this queue is never full.
+        # `ClusterService` bounds what is under way, so this queue is never full.
         self._queue = PictureQueue(load, name, limits, cluster.accepted, cluster.largest_batch, cluster.batch_wait)
         self._stuck_seconds = 2 * cluster.request_seconds
         self._queue.start()
@@ -300,20 +295,12 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Set
         "graceful_shutdown_wait_loop_s": 0.5,
         "logging_config": LoggingConfig(enable_access_log=False),
     }
-    scale: dict[str, Any] = {"num_replicas": cluster.min_replicas}
-    if cluster.max_replicas > cluster.min_replicas:
-        scale = {
-            "autoscaling_config": {
-                "min_replicas": cluster.min_replicas,
-                "max_replicas": cluster.max_replicas,
-                "target_ongoing_requests": cluster.largest_batch,
-            }
-        }
+    scale = {name: getattr(cluster, name) for name in ("min_replicas", "max_replicas")}
     engines = serve.deployment(
         EngineReplica,
-        **scale,
         **common,
-        max_ongoing_requests=cluster.ongoing,
+        autoscaling_config={**scale, "target_ongoing_requests": cluster.largest_batch},
+        max_ongoing_requests=2 * cluster.largest_batch,
         ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
         health_check_timeout_s=30.0,
         max_constructor_retry_count=3,
