@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]  # the warnings are Ray's
 
+from ray import cloudpickle  # noqa: E402
 from ray.cluster_utils import Cluster as Nodes  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError  # noqa: E402
 from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
@@ -122,7 +123,8 @@ def test_a_job_that_kills_engines_is_given_up(service):
 
 @pytest.mark.parametrize("error", [DrawingError("not finite"), NotReadyError("failed", retry_after=7)])
 def test_what_an_engine_raises_arrives_as_it_was_and_is_not_its_death(service, error):
-    made = service(RayTaskError("draw", "a traceback", error).as_instanceof_cause(), "never asked")
+    sent = cloudpickle.loads(cloudpickle.dumps(RayTaskError("draw", "a traceback", error)))
+    made = service(sent.as_instanceof_cause(), "never asked")
     with pytest.raises(type(error)) as raised:
         asyncio.run(made.submit([JOB]))
     assert (type(raised.value), str(raised.value)) == (type(error), str(error))
@@ -556,6 +558,7 @@ def test_a_node_that_is_lost_takes_no_prompt_with_it(nodes, exported_folder, tmp
 POISON = """
 import os, json, sys
 from PIL import Image
+from ppdiffusers_tome.serving.errors import DrawingError
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.prompts import Prompt
 from ppdiffusers_tome.serving.offline import Failure
@@ -569,15 +572,19 @@ class Engine:
     def generate(self, jobs, should_stop=None):
         if any("die" in job.prompt for job in jobs):
             os._exit(1)
+        if any("black" in job.prompt for job in jobs):
+            raise DrawingError("not finite")
         return [Image.new("RGB", (8, 8)) for job in jobs]
 
 def load():
     raise OSError("no such model")
 
-def crash():
+def crash(log=sys.argv[1]):
+    with open(log, "a") as file:
+        file.write("x")
     os._exit(1)
 
-prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "c"])]
+prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
     drawn = {p.index: d.reason if isinstance(d, Failure) else "png"
              for p, d in draw_on_actors(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
@@ -590,13 +597,15 @@ print("RESULT", json.dumps(drawn))
 """
 
 
-def test_a_prompt_that_kills_actors_is_given_up_and_so_is_a_model_that_does_not_load():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", POISON], capture_output=True, text=True)
+def test_a_prompt_that_kills_actors_is_given_up_and_so_is_a_model_that_does_not_load(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", POISON, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True)
     drawn = json.loads(done.stdout.partition("RESULT ")[2])
     load, crash = drawn.pop("load"), drawn.pop("crash")
-    assert drawn == {"0": "png", "1": "3 actors died while they drew it", "2": "png"}
+    assert drawn == {"0": "png", "1": "3 actors died while they drew it", "2": "DrawingError: not finite"}
     assert load == "no actor could load the model, in 3 attempts each: no such model"
-    assert crash.startswith("no actor could load the model, in 3 attempts each: The actor died unexpectedly")
+    assert crash.startswith("no actor could load the model, in 3 attempts each: The actor")
+    assert (tmp_path / "log").read_text() == "xxx"
 
 
 def test_an_evaluation_on_actors_draws_what_one_process_draws(tmp_path):

@@ -39,7 +39,7 @@ from .settings import Settings
 logger = logging.getLogger(__name__)
 
 HTTP, ENGINES = "ppdiffusers_tome-http", "ppdiffusers_tome-engines"  # Ray Serve's applications
-HTTP_REQUESTS = 1000  # at once, in the app; `Cluster.accepted` bounds how many images are under way
+HTTP_REQUESTS = 1000  # at once, in the app, besides those whose images are under way
 ATTEMPTS = 3  # engines that one job may lose before it counts as the cause
 HEALTH_SECONDS = 2.0  # between two health checks of a replica
 END_SECONDS = 30.0  # for Ray Serve to end a replica that has finished
@@ -320,7 +320,7 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Set
         serve.ingress(build)(App),
         **common,
         num_replicas=1,
-        max_ongoing_requests=HTTP_REQUESTS,
+        max_ongoing_requests=HTTP_REQUESTS + cluster.accepted,
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
     )
     serve.run(app.bind(), name=HTTP, route_prefix="/")
