@@ -102,11 +102,11 @@ build/reference/.complete:
 	build/reference-venv/bin/python benchmarks/reference_pictures.py build/reference
 	@touch $@
 
-load: $(VENV)/.installed-test build/load/tome.json ## five minutes of good, bad and abandoned requests to a real server
+load: $(VENV)/.installed-test build/load/tome.json ## five minutes of good, bad, abandoned, idle and non-reading clients against a real server
 	$(PY) benchmarks/load.py --model build/load $(ARGS)
 
 build/load/tome.json: $(VENV)/.installed
-	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/load --overwrite --ratio 0.5 --img2img --sizes 64x64,128x128
+	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/load --overwrite --ratio 0.5 0 --img2img --sizes 64x64,128x128
 
 lock: ## resolve the stacks again: rewrites the requirements files
 	PYTHON="$(PYTHON)" requirements/lock.sh

@@ -1,17 +1,20 @@
-"""Put a real server under load: valid, invalid and abandoned requests at once, from many clients.
+"""Put a real server under load: valid, invalid and abandoned requests, idle connections and clients that read nothing.
 
 python benchmarks/load.py --model build/load --seconds 300
 
 Exit status 1, with the reasons, where a request gets no answer or a wrong one, a picture is not what was asked for,
-the server's counts differ from the clients', its memory grows, its log holds a traceback, or SIGTERM ends it badly.
+the server's counts differ from the clients', its memory grows, its log holds a traceback, or SIGTERM does not end it
+in time while an image is drawn and a client reads nothing. Before the load, one client alone measures what an image
+takes at each exported size and ratio.
 
-Memory: the first quarter of the time is warm-up (programs are loaded, oneDNN prepares for each new batch size).
-Then the last quarter's median may lie MEMORY_TOLERANCE above the second quarter's: what the allocators of
-Paddle and glibc keep back moves by some MiB. A server that kept one picture of 128x128 (48 KiB) for each answer would
-go beyond that tolerance with 700 answers.
+Memory: before the load each program draws at each batch size, which oneDNN prepares for, and the first quarter of the
+time does not count. Then the last quarter's median may lie MEMORY_TOLERANCE above the second quarter's: what the
+allocators of Paddle and glibc keep back moves by some MiB. A server that kept one picture of 128x128 (48 KiB) for each
+answer would go beyond that tolerance with 700 answers.
 """
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -22,18 +25,21 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
-from load_clients import DRAWING, Load
+from load_clients import DRAWING, OPENAI, UNCOUNTED, Load
 
 from ppdiffusers_tome.evaluation.environment import describe_environment
 
 MIB = 2**20
 MEMORY_TOLERANCE = 32 * MIB
+TIMEOUT = 120.0  # seconds for a request, and from SIGTERM to the end
 # So short a queue that 16 clients fill it, and so small a body that a client's 1.1 MB are too much.
-SERVE = ["--port", "0", "--queue", "12", "--batch", "4", "--max-body", "1000000"]
+SERVE = ["--port", "0", "--queue", "12", "--batch", "4", "--max-body", "1000000", "--timeout", f"{TIMEOUT:g}"]
+STEPS = 20  # of the images that are timed
 
 
 def start_server(model: Path, log: Path, threads: int) -> tuple[subprocess.Popen, str]:
@@ -51,16 +57,41 @@ def start_server(model: Path, log: Path, threads: int) -> tuple[subprocess.Popen
     raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
 
 
+def time_images(url: str, sizes: list[str], ratios: list[float], images: int) -> dict[str, dict[str, float]]:
+    """What an image takes, one after the other, at each size and ratio; then a call of each batch size."""
+    measured = {}
+    with httpx.Client(base_url=url, timeout=600) as http:
+
+        def draw(size: str, ratio: float, steps: int, n: int) -> float:
+            body = {"prompt": "a 3d render of fox", "guidance_scale": 2.0, "seed": 1, "steps": steps, "n": n}
+            answer = http.post(OPENAI, json={**body, "size": size, "tome_ratio": ratio}).raise_for_status()
+            return answer.elapsed.total_seconds()
+
+        for size, ratio in itertools.product(sizes, ratios):
+            seconds = statistics.median(draw(size, ratio, STEPS, 1) for _ in range(images))
+            measured[f"{size}, ratio {ratio:g}"] = {
+                "seconds an image": round(seconds, 3),
+                "images an hour": round(3600 / seconds),
+            }
+        for size, ratio, batch in itertools.product(sizes, ratios, (2, 3, 4)):
+            draw(size, ratio, 1, batch)
+    return measured
+
+
 def run(process: subprocess.Popen, url: str, options: argparse.Namespace) -> dict:
     """All clients at once; then what they saw, against what the server counted."""
     model = httpx.get(f"{url}/v1/models").json()["data"][0]
     if not model["image_to_image"]:
         raise SystemExit(f"{options.model} was exported without --img2img")
+    alone = time_images(url, model["sizes"], model["tome_ratios"], options.images)
     load = Load(url, model["sizes"], model["tome_ratios"])
-    before = total(read_metrics(url), "requests_total")
+    before = count_requests(read_metrics(url))
     own = 1  # requests of our own for /metrics; a page does not count itself
     end = time.monotonic() + options.seconds
     clients = [threading.Thread(target=load.client, args=(seed, end)) for seed in range(options.clients)]
+    clients += [
+        threading.Thread(target=each, args=(end,)) for each in (load.idle, load.read_nothing, load.send_garbage)
+    ]
     for client in clients:
         client.start()
     memory = []
@@ -71,7 +102,36 @@ def run(process: subprocess.Popen, url: str, options: argparse.Namespace) -> dic
     while total(page := read_metrics(url), "waiting_pictures", "running_pictures") and time.monotonic() < idle_by:
         own += 1
         time.sleep(0.5)
-    return judge(load, memory, page, total(page, "requests_total") - before - own)
+    result = judge(load, memory, page, count_requests(page) - before - own)
+    result["violations"] += end_server(process, load)
+    return {f"alone, {STEPS} steps": alone, **result}
+
+
+def end_server(process: subprocess.Popen, load: Load) -> list[str]:
+    """What is wrong with the end by SIGTERM, while an image is drawn and a client reads nothing."""
+    threading.Thread(target=load.read_nothing, args=(time.monotonic() + 2 * TIMEOUT,), daemon=True).start()
+    body = {"prompt": "a 3d render of fox", "steps": 50, "size": load.sizes[-1]}
+    with ThreadPoolExecutor() as pool:
+        drawing = pool.submit(httpx.post, load.url + OPENAI, json=body, timeout=2 * TIMEOUT)
+        while not total(read_metrics(load.url), "running_pictures"):
+            time.sleep(0.05)
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        try:
+            status = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return [f"it still runs {TIMEOUT:g} s after SIGTERM"]
+        violations = [f"exit status {status} after SIGTERM"] if status else []
+        if drawing.exception() or drawing.result().status_code != 200:
+            violations.append(f"the image that was drawn when SIGTERM came: {drawing}")
+    print(f"SIGTERM: ended after {time.monotonic() - start:.1f} s")
+    return violations
+
+
+def count_requests(page: dict[tuple[str, str], float]) -> float:
+    """The answered requests of clients that count them."""
+    return total(page, "requests_total") - sum(total(page, "requests_total", label=label) for label in UNCOUNTED)
 
 
 def read_metrics(url: str) -> dict[tuple[str, str], float]:
@@ -106,7 +166,7 @@ def judge(load: Load, memory: list[int], page: dict[tuple[str, str], float], cou
         "requests": sent,
         "abandoned": {"by clients": load.abandoned, "status 499 of the server": hung_up},
         "answers": {f"{kind} {status}": count for (kind, status), count in sorted(load.answers.items())},
-        "seconds to pictures": {kind: percentiles(load.seconds[kind]) for kind in DRAWING if kind in load.seconds},
+        "seconds to the answer": {kind: percentiles(values) for kind, values in sorted(load.seconds.items())},
         "pictures": {what: total(page, "pictures_total", label=what) for what in ("drawn", "abandoned", "failed")},
         "pictures per call": round(total(page, "batch_pictures_sum") / calls, 2),
         "memory, MiB": {
@@ -137,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="exported with --img2img")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--images", type=int, default=3, help="to time alone, at each size and ratio")
     parser.add_argument("--threads", type=int, default=1, help="of the server's predictors")
     parser.add_argument("--output", type=Path, help="write the result, with machine and versions, to this JSON file")
     options = parser.parse_args(argv)
@@ -145,9 +206,6 @@ def main(argv: list[str] | None = None) -> int:
         process, url = start_server(options.model, log, options.threads)
         try:
             result = run(process, url, options)
-            process.send_signal(signal.SIGTERM)
-            if status := process.wait(60):
-                result["violations"].append(f"exit status {status} after SIGTERM")
         finally:
             process.kill()
         _, _, traceback = log.read_text().partition("Traceback")

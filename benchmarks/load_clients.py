@@ -1,6 +1,7 @@
 """What the clients of load.py do, and how they judge what they get."""
 
 import base64
+import contextlib
 import io
 import json
 import random
@@ -13,8 +14,19 @@ import httpx
 from PIL import Image
 
 DRAWING = ("openai", "txt2img", "img2img")
+# Requests that the clients cannot count: those of clients that read no answers.
+UNCOUNTED = ('endpoint="other"', 'endpoint="/openapi.json"')
 KINDS = {"openai": 5, "txt2img": 3, "img2img": 1, "invalid": 4, "abandon": 4, "look": 1}  # and how often each
 OPENAI, TEXT, IMAGE = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
+
+
+def png(width: int, height: int) -> str:
+    """A gradient, in base64."""
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((width, height)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 INVALID = [  # path, JSON or bytes, the status that is right
     (OPENAI, {"prompt": "fox", "n": 0}, 422),
     (OPENAI, {"prompt": "fox", "size": "7x7"}, 422),
@@ -31,7 +43,10 @@ INVALID = [  # path, JSON or bytes, the status that is right
     (TEXT, {"sampler_name": "Heun"}, 422),
     (IMAGE, {"init_images": ["/etc/passwd"]}, 422),
     (IMAGE, {"init_images": [base64.b64encode(b"\x80\x04}.").decode()]}, 422),
-    ("/v1/nothing", {}, 404),
+    (IMAGE, {"init_images": 300_000 * [0]}, 422),
+    (IMAGE, {"init_images": [png(1, 2**22)], "width": 64, "height": 64}, 422),
+    (TEXT, b'{"prompt": "fox", "batch_size": %s}' % (3000 * b"9"), 422),
+    (TEXT, b'{"prompt": "%s"}' % (900_000 * b"x"), 422),
 ]
 
 
@@ -45,14 +60,12 @@ class Load:
         self.abandoned = 0
         self.seconds: dict[str, list[float]] = {}  # of answers with pictures, by kind
         self.wrong: list[str] = []
-        start = io.BytesIO()
-        Image.linear_gradient("L").resize((96, 96)).save(start, "PNG")
-        self.start = base64.b64encode(start.getvalue()).decode()
+        self.start = png(96, 96)
 
     def note(self, kind: str, status: int, seconds: float, problem: str | None) -> None:
         with self.lock:
             self.answers[kind, status] += 1
-            if status == 200:
+            if status == 200 or kind == "invalid":
                 self.seconds.setdefault(kind, []).append(seconds)
             if problem:
                 self.wrong.append(f"{kind}: {problem}")
@@ -126,14 +139,59 @@ class Load:
                 return f"asked for {body}, got {found}"
         return None if len(images) == body.get("n", body.get("batch_size")) else f"{len(images)} pictures for {body}"
 
+    def connect(self) -> socket.socket:
+        """A connection without a request."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+    def idle(self, end: float, connections: int = 600) -> None:
+        """Keep more connections open than the server takes, half of them with half a head, until the end."""
+        while time.monotonic() < end:
+            try:
+                with contextlib.ExitStack() as clients:
+                    for index in range(connections):
+                        client = clients.enter_context(self.connect())
+                        if index % 2:
+                            client.sendall(b"POST /v1/images/gen")
+                    time.sleep(3)
+            except ConnectionError:  # the server may cut any of them
+                pass
+            except OSError as error:
+                with self.lock:
+                    self.wrong.append(f"idle: the server takes no connection: {error!r}")
+
+    def read_nothing(self, end: float) -> None:
+        """Send 40,000 requests at once, and read no answer, until the server closes the connection or the end."""
+        while time.monotonic() < end:
+            with self.connect() as client, contextlib.suppress(ConnectionError, TimeoutError):
+                client.sendall(40_000 * b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+                while time.monotonic() < end:
+                    client.sendall(b"\r\n")  # fails once the server has closed the connection
+                    time.sleep(1)
+
+    def send_garbage(self, end: float) -> None:
+        """Heads and bodies that are no HTTP, one after the other; the server answers 400 and closes the connection."""
+        head = b"POST /openapi.json HTTP/1.1\r\nHost: x\r\n"
+        garbage = [b"\x16\x03\x01\r\n\r\n", head + b"Content-Length: " + 5_000 * b"9" + b"\r\n\r\n"]
+        garbage.append(head + b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n")
+        while time.monotonic() < end:
+            for data in garbage:
+                with self.connect() as client, contextlib.suppress(ConnectionError):
+                    client.sendall(data)
+                    answer = client.recv(4096)
+                    if not answer.startswith(b"HTTP/1.1 4"):
+                        with self.lock:
+                            self.wrong.append(f"garbage: {answer[:200]!r} for {data[:100]!r}")
+            time.sleep(0.5)
+
     def abandon(self, rng: random.Random) -> None:
         """Hang up in the middle of the body, while waiting, or while the picture is drawn."""
         path, body = self.request(rng.choice(("openai", "txt2img")), rng)
         data = json.dumps({**body, "steps": 50}).encode()
         sent = data[: rng.choice((len(data) // 2, len(data), len(data)))]
-        host, port = self.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=30) as client:
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        with self.connect() as client:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(data)}\r\n\r\n"
             client.sendall(head.encode() + sent)
             time.sleep(rng.choice((0, rng.uniform(0, 0.3), rng.uniform(0, 3))))
         with self.lock:

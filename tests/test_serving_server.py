@@ -1,0 +1,263 @@
+"""Connections and signals: clients that send nothing, read nothing or send nonsense, and the end of the process."""
+
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from time import monotonic
+
+import httpx
+import pytest
+from serving_support import OPENAI, serving, until
+
+from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.serving.server import CONNECTIONS, connection_limits, is_news
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+OPENAPI = HEALTH.replace(b"health", b"openapi.json")  # the longest answer
+
+
+@pytest.fixture
+def log(caplog):
+    """What the server and asyncio log; uvicorn's loggers do not propagate."""
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "uvicorn.access")]
+    with serving():  # configures them
+        pass
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    caplog.clear()
+    yield caplog
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+
+
+@contextmanager
+def reading_nothing(server):
+    """A client that has pipelined 40,000 requests and reads no answer, so that the server can send no more."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", server.port))
+    sending = threading.Thread(target=send, args=(client, 40_000 * OPENAPI))
+    sending.start()
+    connections = server.server.server_state.connections
+    until(lambda: any(connection.flow.write_paused for connection in list(connections)))
+    with client:
+        yield
+    sending.join()
+
+
+def send(client, data):
+    with suppress(OSError):
+        client.sendall(data)
+
+
+def is_closed(client):
+    client.settimeout(10)
+    try:
+        while client.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_the_end_does_not_wait_for_a_client_that_reads_nothing():
+    with serving(seconds=5) as server, reading_nothing(server):
+        start = monotonic()
+        server.server.handle_exit(signal.SIGTERM, None)
+        server.thread.join(10)
+        assert not server.thread.is_alive() and monotonic() - start < 5
+        assert not server.server.server_state.connections and not server.server.server_state.tasks
+
+
+def test_the_end_waits_for_a_client_that_reads_slowly():
+    """All of an answer that is larger than what the system's buffers hold, after the signal."""
+    with serving(seconds=60) as server, server.connect() as client:
+        page = server.http.get("/openapi.json").content
+        requests = OPENAPI * (5_000_000 // len(page))
+        sending = threading.Thread(target=client.sendall, args=(requests,))
+        sending.start()
+        until(lambda: server.server.server_state.total_requests > 100)
+        server.server.handle_exit(signal.SIGTERM, None)
+        answer = b""
+        while data := client.recv(100_000):
+            answer += data
+        sending.join()
+        assert answer.endswith(page) and answer.count(b"HTTP/1.1 200") > 100
+
+
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr("ppdiffusers_tome.serving.server.SEND_SECONDS", 0.5)
+    with serving() as server, reading_nothing(server):
+        until(lambda: not server.server.server_state.connections)
+        assert server.http.get("/health").status_code == 200
+
+
+def test_a_thousand_idle_connections_are_no_burden(log):
+    with serving() as server, ExitStack() as clients:
+        server.http.get("/health")
+        idle = [clients.enter_context(server.connect()) for _ in range(1000)]
+        for _ in range(3):
+            answer = httpx.post(f"{server.url}{OPENAI}", json={"prompt": "fox"}, timeout=5)
+            assert answer.status_code == 200
+        assert len(server.server.server_state.connections) <= CONNECTIONS
+        assert is_closed(idle[0]), "the oldest made room"
+        idle[-1].sendall(HEALTH)
+        assert b" 200 " in idle[-1].recv(100)
+    assert not [record for record in log.records if record.levelno >= logging.WARNING]
+
+
+def test_what_is_under_way_is_not_cut_off_for_new_connections(monkeypatch):
+    monkeypatch.setattr("ppdiffusers_tome.serving.server.connection_limits", lambda: (3, 100))
+    with serving() as server, ExitStack() as clients:
+        server.engine.gate.clear()
+        body = b'{"prompt": "fox"}'
+        head = f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        asking = [clients.enter_context(server.connect()) for _ in range(3)]
+        for client in asking:
+            client.sendall(head.encode() + body)
+        until(lambda: server.queue.progress().running + server.queue.progress().waiting == 3)
+        for _ in range(10):
+            other = clients.enter_context(server.connect())
+        other.sendall(HEALTH)
+        assert b" 503 " in other.recv(100), "every connection has a request under way"
+        server.engine.gate.set()
+        assert all(b" 200 " in client.recv(100) for client in asking)
+
+
+@pytest.mark.parametrize("digits", [5_000, 4_000, 30])
+@pytest.mark.parametrize("before", [b"", HEALTH])
+def test_a_content_length_of_many_digits(log, digits, before):
+    with serving() as server, server.connect() as client:
+        client.sendall(before + b"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nContent-Length: ")
+        client.sendall(digits * b"9" + b"\r\n\r\n{")
+        answer = b""
+        while b" 400 " not in answer and b" 413 " not in answer:
+            answer += client.recv(4096)
+        assert server.http.get("/health").status_code == 200
+    assert not [record for record in log.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("path", [OPENAI, "/no/such"])
+@pytest.mark.parametrize("sent", [b"", b"1\r\nx\r\n"])
+def test_a_body_that_breaks(log, path, sent):
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with serving() as server:
+        with server.connect() as client:
+            client.sendall(head + sent + b"no chunk\r\n\r\n")
+            assert b" 400 " in client.recv(4096)
+            assert is_closed(client)
+        with server.connect() as client:
+            client.sendall(b"POST /no/such HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + sent)
+            assert b" 404 " in client.recv(4096)
+            client.sendall(b"no chunk\r\n\r\n")
+            assert is_closed(client)
+        until(lambda: not server.server.server_state.tasks)
+        assert server.http.get("/health").status_code == 200
+    assert not [record for record in log.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+def test_the_log_says_a_thing_once_a_minute(monkeypatch):
+    def record(message, level=logging.WARNING, error=None):
+        return logging.LogRecord("x", level, "x", 1, message, (), error and (type(error), error, None))
+
+    monkeypatch.setattr("ppdiffusers_tome.serving.server.LAST_LOGGED", {})
+    assert [is_news(record(message)) for message in ("full", "full", "else", "full")] == [True, False, True, False]
+    assert all(is_news(record("full", logging.INFO)) for _ in range(2))
+    assert is_news(record("failed", logging.ERROR, OSError("one")))
+    assert is_news(record("failed", logging.ERROR, OSError("other")))
+    monkeypatch.setattr("ppdiffusers_tome.serving.server.REPEAT_SECONDS", 0)
+    assert is_news(record("full"))
+
+
+def test_too_few_files(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ToMeConfigError, match="may open 64 files, which is too few"):
+        connection_limits()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert connection_limits() == (CONNECTIONS, 256)
+
+
+# Processes of their own
+
+SERVER = """
+import resource, sys, threading
+from serving_support import LIMITS, FakeEngine
+from ppdiffusers_tome.serving.app import create_app
+from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.server import serve
+from ppdiffusers_tome.serving.settings import Settings
+
+class Stuck(FakeEngine):
+    def generate(self, jobs, should_stop=None):
+        if jobs[0].prompt == "stuck":
+            threading.Event().wait()
+        return super().generate(jobs, should_stop)
+
+if files := int(sys.argv[1]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+queue = PictureQueue(Stuck, "fake", LIMITS)
+serve(queue, create_app(queue, Settings(), queue.metrics), port=0, seconds=float(sys.argv[2]))
+"""
+
+
+@contextmanager
+def process(tmp_path, files=0, seconds=60):
+    """A server in a process: Popen, its address, its log."""
+    path = tmp_path / "log"
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+    with path.open("w") as output:
+        running = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SERVER, str(files), str(seconds)],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+    try:
+        until(lambda: "listening at" in path.read_text() or running.poll() is not None, seconds=100)
+        url = re.search(r"listening at (http://\S+)", path.read_text())[1]
+        until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200)
+        yield running, url, path
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_few_descriptors_and_many_connections(tmp_path):
+    with process(tmp_path, files=256) as (server, url, log), ExitStack() as clients:
+        port = httpx.URL(url).port
+        for _ in range(600):
+            clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        start = monotonic()
+        while monotonic() < start + 3:
+            assert httpx.get(f"{url}/health", timeout=2).status_code == 200
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+        text = re.sub(r".*GET /(health|ready).*\n", "", log.read_text())
+        assert "SIGINT: finishing" in text and "SIGTERM" not in text, "the signal that came"
+        assert len(text) < 2000, text[:2000]
+
+
+def test_a_call_that_does_not_end_does_not_keep_the_process(tmp_path):
+    with process(tmp_path, seconds=3) as (server, url, log):
+        asking = threading.Thread(target=ask, args=(url,))
+        asking.start()
+        until(lambda: "running_pictures 1.0" in httpx.get(f"{url}/metrics").text)
+        start = monotonic()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 1 and monotonic() - start < 5
+        asking.join()
+        assert "ending the process while the model is drawing" in log.read_text()
+
+
+def ask(url):
+    with pytest.raises(httpx.HTTPError):
+        httpx.post(f"{url}{OPENAI}", json={"prompt": "stuck"}, timeout=60)
