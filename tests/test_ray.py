@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic
 
 import httpx
 import psutil
 import pytest
 from conftest import tiny_pipeline
-from serving_support import OPENAI, until
+from serving_support import OPENAI, FakeEngine, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.serving.errors import DrainingError, DrawingError, NotReadyError, QueueFullError
@@ -233,25 +234,48 @@ def test_who_hangs_up_or_is_refused_in_part_abandons_all_of_it(service):
     assert made._engines.cancelled == 1
 
 
-def test_an_engine_that_hangs_or_has_failed_is_not_healthy():
+def test_an_engine_in_trouble_is_not_healthy():
     class Queue:
-        trouble, running_since = None, None
+        trouble = None
 
         def close(self):
             pass
 
     replica = object.__new__(EngineReplica)
-    replica._queue, replica._stuck_seconds = Queue(), 60
-    replica.check_health()
-    replica._queue.running_since = monotonic() - 59
-    replica.check_health()
-    replica._queue.running_since = monotonic() - 61
-    with pytest.raises(DrawingError, match="more than 60 s"):
-        replica.check_health()
     replica._queue = Queue()
-    replica._queue.trouble = "drawing has ended"
-    with pytest.raises(DrawingError, match="drawing has ended"):
+    replica.check_health()
+    replica._queue.trouble = "one pipeline call runs for 61 s"
+    with pytest.raises(DrawingError, match="one pipeline call runs for 61 s"):
         replica.check_health()
+
+
+def test_an_engine_is_stuck_after_twice_the_time_of_a_request():
+    engine = FakeEngine()
+    replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(request_seconds=0.2))
+    engine.gate.clear()
+
+    async def hang():
+        drawing = asyncio.ensure_future(replica.draw(JOB))
+        await asyncio.sleep(0.2)
+        replica.check_health()
+        await asyncio.sleep(0.4)
+        with pytest.raises(DrawingError, match="one pipeline call runs"):
+            replica.check_health()
+        drawing.cancel()
+        await asyncio.wait([drawing])
+
+    asyncio.run(hang())
+
+
+def test_jobs_gather_in_the_engine_and_are_drawn_together():
+    engine = FakeEngine()
+    replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(batch_wait=5, largest_batch=3))
+
+    async def ask():
+        return await asyncio.gather(*[replica.draw(replace(JOB, seed=seed)) for seed in range(3)])
+
+    assert len(asyncio.run(ask())) == 3
+    assert [len(call) for call in engine.calls] == [3]
 
 
 def test_an_engine_that_has_failed_ends_before_it_refuses_all_that_comes(monkeypatch):

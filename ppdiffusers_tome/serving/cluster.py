@@ -89,8 +89,10 @@ class EngineReplica:
 
     def __init__(self, load: Callable[[], Engine], name: str, limits: Limits, cluster: Cluster) -> None:
         # `ClusterService` bounds what is under way, so this queue is never full.
-        self._queue = PictureQueue(load, name, limits, cluster.accepted, cluster.largest_batch, cluster.batch_wait)
-        self._stuck_seconds = 2 * cluster.request_seconds
+        most, stuck_seconds = cluster.largest_batch, 2 * cluster.request_seconds
+        self._queue = PictureQueue(
+            load, name, limits, cluster.accepted, most, cluster.batch_wait, stuck_seconds=stuck_seconds
+        )
         self._queue.start()
         while self._queue.state == "loading":
             sleep(0.05)
@@ -109,11 +111,8 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Ray Serve asks every few seconds, and replaces a replica that raises."""
-        if self._queue.trouble is not None:
-            raise DrawingError(f"{self._queue.trouble}; the log of this replica has the reason")
-        since = self._queue.running_since
-        if since is not None and monotonic() - since > self._stuck_seconds:
-            raise DrawingError(f"one batch has been drawn for more than {self._stuck_seconds:g} s")
+        if trouble := self._queue.trouble:
+            raise DrawingError(f"{trouble}; the log of this replica has the reason")
 
     def __del__(self) -> None:
         self._queue.close()
