@@ -36,7 +36,7 @@ ORDER = [
     ["serving.api_openai", "serving.api_webui", "serving.server"],
     ["serving.app"],
     ["serving.prompts", "serving.ray_session"],
-    ["serving.offline", "serving.replicas"],
+    ["serving.offline"],
     ["serving.actors", "serving.cluster"],
     ["serving"],
     ["evaluation.environment", "evaluation.layouts", "evaluation.free_merge"],

@@ -11,18 +11,20 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic
 
 import httpx
 import psutil
 import pytest
 from conftest import tiny_pipeline
-from serving_support import OPENAI, until
+from serving_support import OPENAI, FakeEngine, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.serving.errors import DrawingError, NotReadyError, QueueFullError
+from ppdiffusers_tome.serving.errors import DrainingError, DrawingError, NotReadyError, QueueFullError
 from ppdiffusers_tome.serving.jobs import Job, Limits
 from ppdiffusers_tome.serving.metrics import Metrics
+from ppdiffusers_tome.serving.service import Progress
 from ppdiffusers_tome.serving.settings import KEY_VARIABLE
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
@@ -32,11 +34,13 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]  # the warnings are Ray's
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError  # noqa: E402
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError  # noqa: E402
+from ray import cloudpickle  # noqa: E402
+from ray.cluster_utils import Cluster as Nodes  # noqa: E402
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError  # noqa: E402
+from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
 
-from ppdiffusers_tome.serving import replicas  # noqa: E402
-from ppdiffusers_tome.serving.replicas import ATTEMPTS, Cluster, ClusterService, EngineReplica  # noqa: E402
+from ppdiffusers_tome.serving import cluster  # noqa: E402
+from ppdiffusers_tome.serving.cluster import ATTEMPTS, Cluster, ClusterService, EngineReplica  # noqa: E402
 
 LIMITS = Limits(sizes=((32, 32),), ratios=(0.5,))
 JOB = Job("fox", 32, 32, 0.5, seed=0)
@@ -48,10 +52,14 @@ LOST = (ActorDiedError(), ActorUnavailableError("gone", b"0" * 16))
 
 
 class Answers:
-    """Stands for Ray's handle: gives out, or raises, what it is told, and counts."""
+    """Stands for Ray's handle: gives out, or raises, what it is told, and counts.
+
+    A number is a job that takes so many seconds in an engine, of which there are two.
+    """
 
     def __init__(self, *answers):
         self.answers, self.calls, self.cancelled = list(answers), 0, 0
+        self.engines = asyncio.Semaphore(2)
 
     @property
     def draw(self):
@@ -67,11 +75,15 @@ class _Answer:
         self.answers, self.answer = answers, answer
 
     def __await__(self):
-        if self.answer is None:
-            yield from asyncio.sleep(60).__await__()
+        if isinstance(self.answer, float):
+            yield from self._work().__await__()
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+    async def _work(self):
+        async with self.answers.engines:
+            await asyncio.sleep(self.answer)
 
     def cancel(self):
         self.answers.cancelled += 1
@@ -79,15 +91,18 @@ class _Answer:
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(replicas.serve, "get_deployment_handle", lambda *names: None)
-    monkeypatch.setattr(replicas, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(cluster.serve, "get_deployment_handle", lambda *names: None)
 
-    def make(*answers):
-        made = ClusterService("model", "DDIM", LIMITS, Metrics(), accepted=2)
+    def make(*answers, **options):
+        made = ClusterService("model", "DDIM", LIMITS, Metrics(), Cluster(**{**TWO_AT_ONCE, **options}))
         made._engines = Answers(*answers)
         return made
 
     return make
+
+
+TWO_AT_ONCE = {"capacity": 1, "largest_batch": 1, "request_seconds": 60}  # three accepted, one of them in the pipeline
+NEVER = 3600.0
 
 
 def pictures(service, outcome):
@@ -107,28 +122,95 @@ def test_a_job_that_kills_engines_is_given_up(service):
     assert (made._engines.calls, pictures(made, "failed")) == (ATTEMPTS, 1)
 
 
-def test_a_full_queue_refuses_what_is_new_and_not_what_was_accepted(service):
-    full = BackPressureError(num_queued_requests=4, max_queued_requests=4)
-    with pytest.raises(QueueFullError) as refused:
-        asyncio.run(service(full).submit([JOB]))
-    assert refused.value.retry_after >= 1
-    assert asyncio.run(service(LOST[0], full, full, "picture").submit([JOB])) == ["picture"]
+@pytest.mark.parametrize("error", [DrawingError("not finite"), NotReadyError("failed", retry_after=7)])
+def test_what_an_engine_raises_arrives_as_it_was_and_is_not_its_death(service, error):
+    sent = cloudpickle.loads(cloudpickle.dumps(RayTaskError("draw", "a traceback", error)))
+    made = service(sent.as_instanceof_cause(), "never asked")
+    with pytest.raises(type(error)) as raised:
+        asyncio.run(made.submit([JOB]))
+    assert (type(raised.value), str(raised.value)) == (type(error), str(error))
+    assert vars(raised.value) == vars(error)
+    assert (made._engines.calls, pictures(made, "failed")) == (1, 1)
 
 
 def test_no_more_is_accepted_than_may_be_under_way(service):
     async def ask(made):
         drawing = asyncio.ensure_future(made.submit([JOB]))
         await asyncio.sleep(0.01)
-        with pytest.raises(QueueFullError, match="1 pictures are under way, of 2"):
-            await made.submit([JOB, JOB])
-        assert await made.submit([JOB]) == ["picture"]
+        with pytest.raises(QueueFullError, match="1 images are under way, of 3"):
+            await made.submit([JOB] * 3)
+        assert await made.submit([JOB] * 2) == ["a", "b"]
         drawing.cancel()
         await asyncio.wait([drawing])
-        assert await made.submit([JOB, JOB]) == ["a", "b"]
+        assert await made.submit([JOB] * 3) == ["c", "d", "e"]
 
-    made = service(None, "picture", "a", "b")
+    made = service(NEVER, *"abcde")
     asyncio.run(ask(made))
-    assert made._engines.calls == 4
+    assert made._engines.calls == 6
+
+
+def test_retry_after_is_how_long_it_takes_until_all_that_is_under_way_is_drawn(service):
+    async def ask(made):
+        await made.submit([JOB] * 8)
+        start = monotonic()
+        drawing = asyncio.ensure_future(made.submit([JOB] * 20))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError) as refused:
+            await made.submit([JOB])
+        await drawing
+        return refused.value.retry_after, monotonic() - start
+
+    made = service(*[0.4] * 28, min_replicas=2, max_replicas=2, capacity=16)
+    promised, took = asyncio.run(ask(made))
+    assert 0.7 * took <= promised <= 1.5 * took, (promised, took)
+
+
+def test_progress_counts_what_is_under_way_and_since_when(service):
+    async def ask(made):
+        assert made.progress() == Progress()
+        drawing = asyncio.ensure_future(made.submit([JOB] * 2))
+        await asyncio.sleep(0.2)
+        progress = made.progress()
+        drawing.cancel()
+        await asyncio.wait([drawing])
+        assert made.progress() == Progress()
+        return progress
+
+    progress = asyncio.run(ask(service(NEVER, NEVER)))
+    assert (progress.running, progress.waiting, progress.step, progress.steps) == (1, 1, 0, 0)
+    assert 0.2 <= progress.seconds < 10
+
+
+def test_trouble_is_that_no_engine_finishes_anything(service):
+    async def ask(made):
+        drawing = asyncio.ensure_future(made.submit([JOB]))
+        await asyncio.sleep(0.1)
+        before, now = made.trouble, monotonic()
+        monkeypatch.setattr(cluster, "monotonic", lambda: now + 121)
+        after = made.trouble
+        drawing.cancel()
+        await asyncio.wait([drawing])
+        return before, after, made.trouble
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        before, after, idle = asyncio.run(ask(service(NEVER)))
+    assert before is None and idle is None
+    assert after == "1 images are under way, and no engine has finished one for 121 s"
+
+
+def test_a_service_that_drains_finishes_what_it_has_and_refuses_the_rest(service):
+    async def ask(made):
+        drawing = asyncio.ensure_future(made.submit([JOB]))
+        await asyncio.sleep(0)
+        draining = asyncio.ensure_future(made.drain())
+        await asyncio.sleep(0.05)
+        with pytest.raises(DrainingError):
+            await made.submit([JOB])
+        assert made.state == "draining" and not draining.done()
+        await draining
+        assert drawing.done()
+
+    asyncio.run(ask(service(0.3)))
 
 
 def test_without_engines_nothing_is_accepted(service):
@@ -143,34 +225,57 @@ def test_who_hangs_up_or_is_refused_in_part_abandons_all_of_it(service):
         drawing.cancel()
         await asyncio.wait([drawing])
 
-    made = service(None, None)
+    made = service(NEVER, NEVER)
     asyncio.run(hang_up(made))
     assert (made._engines.cancelled, pictures(made, "abandoned")) == (2, 2)
-    made = service(None, BackPressureError(num_queued_requests=4, max_queued_requests=4))
-    with pytest.raises(QueueFullError):
+    made = service(NEVER, DeploymentUnavailableError("engines"))
+    with pytest.raises(NotReadyError):
         asyncio.run(made.submit([JOB, JOB]))
     assert made._engines.cancelled == 1
 
 
-def test_an_engine_that_hangs_or_has_failed_is_not_healthy():
+def test_an_engine_in_trouble_is_not_healthy():
     class Queue:
-        state, running_since = "ready", None
+        trouble = None
 
         def close(self):
             pass
 
     replica = object.__new__(EngineReplica)
-    replica._queue, replica._stuck_seconds = Queue(), 60
-    replica.check_health()
-    replica._queue.running_since = monotonic() - 59
-    replica.check_health()
-    replica._queue.running_since = monotonic() - 61
-    with pytest.raises(DrawingError, match="more than 60 s"):
-        replica.check_health()
     replica._queue = Queue()
-    replica._queue.state = "failed"
-    with pytest.raises(DrawingError, match="thread that draws has ended"):
+    replica.check_health()
+    replica._queue.trouble = "one pipeline call runs for 61 s"
+    with pytest.raises(DrawingError, match="one pipeline call runs for 61 s"):
         replica.check_health()
+
+
+def test_an_engine_is_stuck_after_twice_the_time_of_a_request():
+    engine = FakeEngine()
+    replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(request_seconds=0.2))
+    engine.gate.clear()
+
+    async def hang():
+        drawing = asyncio.ensure_future(replica.draw(JOB))
+        await asyncio.sleep(0.2)
+        replica.check_health()
+        await asyncio.sleep(0.4)
+        with pytest.raises(DrawingError, match="one pipeline call runs"):
+            replica.check_health()
+        drawing.cancel()
+        await asyncio.wait([drawing])
+
+    asyncio.run(hang())
+
+
+def test_jobs_gather_in_the_engine_and_are_drawn_together():
+    engine = FakeEngine()
+    replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(batch_wait=5, largest_batch=3))
+
+    async def ask():
+        return await asyncio.gather(*[replica.draw(replace(JOB, seed=seed)) for seed in range(3)])
+
+    assert len(asyncio.run(ask())) == 3
+    assert [len(call) for call in engine.calls] == [3]
 
 
 def test_an_engine_that_has_failed_ends_before_it_refuses_all_that_comes(monkeypatch):
@@ -189,19 +294,20 @@ def test_an_engine_that_has_failed_ends_before_it_refuses_all_that_comes(monkeyp
 
     replica = object.__new__(EngineReplica)
     replica._queue = Queue()
-    monkeypatch.setattr(replicas.os, "_exit", end)
+    monkeypatch.setattr(cluster.os, "_exit", end)
     with pytest.raises(Ended):
-        asyncio.run(replica._draw(JOB))
+        asyncio.run(replica.draw(JOB))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"min_replicas": 0}, "min_replicas=0"),
-        ({"min_replicas": 3, "max_replicas": 2}, "it must be min_replicas=3 or more"),
+        ({"min_replicas": 3, "max_replicas": 2}, "it must be 3 or more"),
         ({"cpus": 0}, "cpus=0"),
-        ({"gpus": -1}, "gpus=-1 is not allowed: it must not be negative"),
+        ({"gpus": -1}, "gpus=-1 is not allowed: it must be 0 or more"),
         ({"capacity": 0}, "capacity=0"),
+        ({"batch_wait": float("nan")}, "batch_wait=nan"),
     ],
 )
 def test_cluster_is_checked(options, message):
@@ -223,14 +329,7 @@ class Server:
 
     def named(self, name):
         """Processes of Ray's whose title holds a name, by process id."""
-        found = {}
-        for child in self.process.children(recursive=True):
-            try:
-                if name in " ".join(child.cmdline()):
-                    found[child.pid] = child
-            except psutil.NoSuchProcess:
-                continue
-        return found
+        return {each.pid: each for each in with_children(self.process) if name in title(each)}
 
     def count(self, name, **labels):
         wanted = ",".join(f'{key}="{value}"' for key, value in labels.items())
@@ -238,8 +337,23 @@ class Server:
         found = re.search(pattern, self.http.get("/metrics").text, re.M)
         return float(found[1])
 
+    def under_way(self):
+        return self.count("waiting_pictures") + self.count("running_pictures")
+
     def wait_for_engines(self, replaced=()):
         until(lambda: len(set(self.named("EngineReplica")) - set(replaced)) == 2, seconds=120)
+
+
+def with_children(process):
+    return [process, *process.children(recursive=True)]
+
+
+def title(process):
+    """The command line, which Ray replaces by what the process does; nothing where it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @contextmanager
@@ -263,13 +377,13 @@ def data(answer):
     return [each["b64_json"] for each in answer.json()["data"]]
 
 
-@pytest.fixture(scope="module")
-def server(exported_folder, tmp_path_factory):
+@contextmanager
+def serving_on_ray(folder, log, *options):
+    """`serve --ray` with two engines of two images a batch."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("ray") / "log"
-    options = ["--replicas", "2", "--replica-cpus", "0.5", "--batch", "2", "--queue", "4", "--max-steps", "1000"]
-    command = [*PYTHON_M, "serve", "--ray", "--model", str(exported_folder), "--port", str(port), *options]
+    options = ["--replicas", "2", "--batch", "2", "--queue", "4", "--max-steps", "1000", *options]
+    command = [*PYTHON_M, "serve", "--ray", "--model", str(folder), "--port", str(port), *options]
     with log.open("w") as file:
         process = psutil.Popen(command, stdout=file, stderr=file, env={**os.environ, KEY_VARIABLE: "secret"})
     running = Server(process, port, log)
@@ -284,6 +398,12 @@ def server(exported_folder, tmp_path_factory):
             if each.is_running():
                 each.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(exported_folder, tmp_path_factory):
+    with serving_on_ray(exported_folder, tmp_path_factory.mktemp("ray") / "log", "--replica-cpus", "0.5") as running:
+        yield running
 
 
 def test_the_app_is_the_same(server):
@@ -311,9 +431,9 @@ def test_an_engine_that_is_killed_under_load_is_replaced_and_no_picture_lost(ser
     alone = data(server.draw(seed=3, steps=100))
     server.wait_for_engines()
     before = server.named("EngineReplica")
-    # As many as two engines and the queue take: what the dead one had must wait for a place.
+    # As many as two engines and the queue take.
     with crowd(server, [{"seed": seed, "steps": 100} for seed in range(12)]) as answers:
-        until(lambda: server.count("waiting_pictures") == 12)
+        until(lambda: any(answers), seconds=120)  # both have work
         victim = next(iter(before))
         os.kill(victim, signal.SIGKILL)
     assert [answer.status_code for answer in answers] == [200] * 12
@@ -321,7 +441,7 @@ def test_an_engine_that_is_killed_under_load_is_replaced_and_no_picture_lost(ser
     assert data(server.draw(seed=3, steps=100)) == alone
     assert "an engine died, and a job with it (1 of 3 times)" in server.log.read_text()
     server.wait_for_engines(replaced=[victim])
-    assert server.count("waiting_pictures") == 0
+    assert server.under_way() == 0
 
 
 def test_a_full_queue_is_told_and_every_request_answered(server):
@@ -346,7 +466,7 @@ def test_a_client_that_hangs_up_frees_its_place(server):
 def test_an_app_that_is_killed_answers_with_an_error_and_comes_back(server):
     (victim,) = server.named("ppdiffusers_tome-http")
     with crowd(server, [{"seed": seed, "steps": 100} for seed in range(4)]) as answers:
-        until(lambda: server.count("waiting_pictures") == 4)
+        until(lambda: server.under_way() == 4)
         os.kill(victim, signal.SIGKILL)
     assert {answer.status_code for answer in answers} <= {500, 502, 503}
     until(lambda: server.http.get("/ready").status_code == 200, seconds=120)
@@ -357,8 +477,12 @@ def test_sigterm_finishes_what_was_accepted_and_leaves_no_process(server):
     server.wait_for_engines()
     everything = server.process.children(recursive=True)
     with crowd(server, [{"seed": seed, "steps": 100} for seed in range(6)]) as answers:
-        until(lambda: server.count("waiting_pictures") == 6)
+        until(lambda: server.under_way() == 6)
         server.process.send_signal(signal.SIGTERM)
+        late = httpx.Response(0)
+        while late.status_code != 503:  # until the signal has arrived
+            late = server.draw(steps=1)
+    assert int(late.headers["Retry-After"]) >= 1
     assert [answer.status_code for answer in answers] == [200] * 6
     assert server.process.wait(120) == 0, server.log.read_text()
     _, alive = psutil.wait_procs(everything, timeout=30)
@@ -370,17 +494,17 @@ def test_sigterm_finishes_what_was_accepted_and_leaves_no_process(server):
 ANIMALS = ("fox", "owl", "cat", "dog", "bee", "ant", "cow", "hen")
 
 
-def test_an_actor_that_is_killed_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
+def generate_on_ray_and_here(folder, tmp_path, kill, *options):
+    """Draw eight prompts on Ray, where `kill` is called after the first images, and in one process: the same bytes."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ANIMALS))
-    given = ["--prompts", prompts, "--model", exported_folder, "--steps", "100", "--batch", "2", "--threads", "1"]
-    command = [*PYTHON_M, "generate", *map(str, given), "--out"]
-    process = psutil.Popen([*command, str(tmp_path / "ray"), "--ray"], stdout=subprocess.PIPE, text=True)
+    given = ["--prompts", prompts, "--model", folder, "--steps", "50", "--batch", "2", "--threads", "1", "--out"]
+    command = [*PYTHON_M, "generate", *map(str, given)]
+    process = psutil.Popen([*command, str(tmp_path / "ray"), "--ray", *options], stdout=subprocess.PIPE, text=True)
     try:
-        until(lambda: len(list((tmp_path / "ray").glob("0*.png"))) >= 2, seconds=300)
-        actors = [each for each in process.children(recursive=True) if "EngineActor.draw" in " ".join(each.cmdline())]
-        actors[0].kill()
-        printed, _ = process.communicate(timeout=300)
+        until(lambda: len(list((tmp_path / "ray").glob("0*.png"))) >= 2 or process.poll() is not None, seconds=200)
+        kill(process)
+        printed, _ = process.communicate(timeout=200)
     finally:
         if process.poll() is None:
             process.kill()
@@ -390,9 +514,75 @@ def test_an_actor_that_is_killed_is_replaced_and_no_prompt_lost(tmp_path, export
     assert here == there and len(here) == 8
 
 
+def test_an_actor_that_is_killed_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
+    def kill(process):
+        next(each for each in with_children(process) if "EngineActor.draw" in title(each)).kill()
+
+    generate_on_ray_and_here(exported_folder, tmp_path, kill)
+
+
+# Several machines, as far as one machine can play them: each node has a raylet, workers and an object store of its own
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_timeout_ms": 1000}
+
+
+@pytest.fixture
+def nodes():
+    """Three nodes: a head without room for engines, and two with room for one each."""
+    nodes = Nodes(True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False, "_system_config": QUICK})
+    try:
+        for _ in range(2):
+            nodes.add_node(**NODE)
+        yield nodes
+    finally:
+        nodes.shutdown()
+
+
+def processes_of(node):
+    return with_children(psutil.Process(node.all_processes["raylet"][0].process.pid))
+
+
+def runs(node, name):
+    return any(name in title(each) for each in processes_of(node))
+
+
+def test_a_node_that_is_lost_takes_no_request_with_it(nodes, exported_folder, tmp_path):
+    first, second = nodes.worker_nodes
+    with serving_on_ray(exported_folder, tmp_path / "log", "--ray-address", nodes.address) as server:
+        assert runs(nodes.head_node, "ppdiffusers_tome-http")
+        assert runs(first, "EngineReplica") and runs(second, "EngineReplica")
+        bodies = [{"seed": seed, "steps": 100} for seed in range(12)]
+        with crowd(server, bodies) as answers:
+            until(lambda: any(answers), seconds=120)  # both engines have work
+            nodes.remove_node(first, allow_graceful=False)  # with no room for another engine
+        drawn = [data(answer) for answer in answers]
+        third = nodes.add_node(**NODE)
+        until(lambda: runs(third, "EngineReplica"), seconds=60)
+        with crowd(server, bodies) as answers:
+            until(lambda: any(answers), seconds=120)
+            frozen = processes_of(second)  # as if its network were cut: its connections stay open
+            for each in frozen:
+                each.suspend()
+        assert [data(answer) for answer in answers] == drawn
+        for each in frozen:
+            each.kill()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(120) == 0, server.log.read_text()
+
+
+def test_a_node_that_is_lost_takes_no_prompt_with_it(nodes, exported_folder, tmp_path):
+    def kill(process):
+        node = next(node for node in nodes.worker_nodes if runs(node, "EngineActor.draw"))
+        nodes.remove_node(node, allow_graceful=False)
+
+    generate_on_ray_and_here(exported_folder, tmp_path, kill, "--ray-address", nodes.address)
+
+
 POISON = """
 import os, json, sys
 from PIL import Image
+from ppdiffusers_tome.serving.errors import DrawingError
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.prompts import Prompt
 from ppdiffusers_tome.serving.offline import Failure
@@ -406,29 +596,40 @@ class Engine:
     def generate(self, jobs, should_stop=None):
         if any("die" in job.prompt for job in jobs):
             os._exit(1)
+        if any("black" in job.prompt for job in jobs):
+            raise DrawingError("not finite")
         return [Image.new("RGB", (8, 8)) for job in jobs]
 
 def load():
     raise OSError("no such model")
 
-prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "c"])]
+def crash(log=sys.argv[1]):
+    with open(log, "a") as file:
+        file.write("x")
+    os._exit(1)
+
+prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
     drawn = {p.index: d.reason if isinstance(d, Failure) else "png"
              for p, d in draw_on_actors(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
-    try:
-        list(draw_on_actors(load, 1)([prompts[:1]]))
-    except ActorStartError as error:
-        drawn["start"] = str(error)
+    for broken in (load, crash):
+        try:
+            list(draw_on_actors(broken, 1)([prompts[:1]]))
+        except ActorStartError as error:
+            drawn[broken.__name__] = str(error)
 print("RESULT", json.dumps(drawn))
 """
 
 
-def test_a_prompt_that_kills_actors_is_given_up_and_so_is_a_model_that_does_not_load():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", POISON], capture_output=True, text=True)
+def test_a_prompt_that_kills_actors_is_given_up_and_so_is_a_model_that_does_not_load(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", POISON, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True)
     drawn = json.loads(done.stdout.partition("RESULT ")[2])
-    start = drawn.pop("start")
-    assert drawn == {"0": "png", "1": "3 actors died while they drew it", "2": "png"}
-    assert "3 actors in a row could not load the model" in start and "no such model" in start
+    load, crash = drawn.pop("load"), drawn.pop("crash")
+    assert drawn == {"0": "png", "1": "3 actors died while they drew it", "2": "DrawingError: not finite"}
+    assert load == "no actor could load the model, in 3 attempts each: no such model"
+    assert crash.startswith("no actor could load the model, in 3 attempts each: The actor")
+    assert (tmp_path / "log").read_text() == "xxx"
 
 
 def test_an_evaluation_on_actors_draws_what_one_process_draws(tmp_path):

@@ -146,8 +146,7 @@ def _serve_on_ray(
         import ray  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
-    from ..serving.cluster import deploy, serve_until_told
-    from ..serving.replicas import Cluster
+    from ..serving.cluster import Cluster, serve_on_ray
 
     smallest = options.replicas if options.min_replicas is None else options.min_replicas
     largest = max(smallest, options.replicas) if options.max_replicas is None else options.max_replicas
@@ -162,12 +161,10 @@ def _serve_on_ray(
         largest_batch=options.batch,
         batch_wait=options.batch_wait,
         capacity=options.queue,
-        stuck_seconds=2 * options.timeout,
-        drain_seconds=options.timeout,
+        request_seconds=options.timeout,
     )
     load = partial(load, options.threads or max(1, int(cpus)))
-    start = partial(deploy, load, name, limits, settings, cluster)
-    serve_until_told(start, options.ray_address, cluster, options.host, options.port)
+    serve_on_ray(load, name, limits, settings, cluster, options.ray_address, options.host, options.port)
 
 
 def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:

@@ -16,10 +16,9 @@ from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, Ray
 
 from ..errors import ToMeError
 
-# What a process that died, or its whole machine, looks like to who waits for it.
+# What a process that died, or its whole machine, looks like to its caller.
 DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, ObjectLostError)
-# Jobs and pictures pass through it, a few megabytes at a time; Ray's default is a third of the machine's memory.
-OBJECT_STORE_BYTES = 200 * 2**20
+OBJECT_STORE_BYTES = 200 * 2**20  # jobs and images pass through it; Ray's default is a third of the machine's memory
 
 
 class RayError(ToMeError, RuntimeError):
@@ -31,9 +30,9 @@ def ray_session(address: str | None, cpus: float, gpus: float, shows_logs: bool)
     """Be connected to Ray.
 
     Args:
-        address: of a cluster, as `ray.init` takes it; None: start Ray on this machine, at 127.0.0.1, and end it.
-        cpus: how many the work needs together; a Ray that is started here has that many, or the machine's if more.
-        gpus: how many the work needs together.
+        address: of a cluster that this machine is a node of, as `ray.init` takes it; None: start Ray on this machine,
+            at 127.0.0.1, and end it.
+        cpus, gpus: how many the work needs together. A Ray that is started here has so many CPUs at least.
         shows_logs: whether what the actors print is printed here too.
 
     Raises:
