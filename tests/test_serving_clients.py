@@ -74,15 +74,15 @@ def test_openai_errors(client, server):
 def test_openai_comes_back_after_a_full_queue():
     """The client waits as Retry-After says, and its second try is answered."""
     with serving(FakeEngine()) as server:
-        accept, tries = server.queue._accept, []
+        reserve, tries = server.queue._reserve, []
 
-        def full_at_first(jobs):
-            tries.append(jobs)
+        def full_at_first(images):
+            tries.append(images)
             if len(tries) == 1:
                 raise QueueFullError("full", retry_after=1)
-            return accept(jobs)
+            return reserve(images)
 
-        server.queue._accept = full_at_first
+        server.queue._reserve = full_at_first
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=1) as client:
             assert client.images.generate(prompt="fox").data
         assert len(tries) == 2 and server.count("requests_total", endpoint=OPENAI, status="429") == 1
@@ -113,7 +113,7 @@ def test_webui_draws_from_a_picture(webui, server):
         images=[start], prompt="fox", width=64, height=64, override_settings={"token_merging_ratio": 0.0}
     )
     job = server.engine.calls[-1][0]
-    assert job.strength == 0.75 and job.ratio == 0 and job.image.size == (100, 90)
+    assert job.strength == 0.75 and job.ratio == 0 and job.image.size == (64, 64)
     assert job.image.getpixel((0, 0)) == (255, 255, 255), "what is transparent becomes white"
     assert answer.info["denoising_strength"] == 0.75 and answer.info["seed"] == job.seed
     mask = Image.new("L", (100, 90))
