@@ -187,7 +187,7 @@ def test_what_there_is(server):
         ({"size": 64}, "size", "valid string"),
         ({"tome_ratio": 0.25}, "tome_ratio", "0.5, 0.0"),
         ({"response_format": "url"}, "response_format", "b64_json"),
-        ({"stream": True}, "stream", "False"),
+        ({"stream": True}, "stream", "false"),
         ({"quality": "hd"}, "quality", "'auto' or 'standard'"),
         ({"style": "vivid"}, "style", "None"),
         ({"colour": "red"}, "colour", "no such field"),

@@ -3,11 +3,12 @@
 Bounds are in the schema. Those that depend on the export and the command line are put there by `narrow`, once.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from .jobs import LARGEST_SEED, Limits
 from .service import State
@@ -22,7 +23,15 @@ class Strict(BaseModel):
 Request = TypeVar("Request", bound=Strict)
 
 
-def one_of(kind: type, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
+# JSON has one type of number: 3.0 is an integer there, while true and "3" are none.
+Integer = Annotated[int, BeforeValidator(lambda value: int(value) if _is_whole(value) else value)]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def one_of(kind: Any, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
     """The type of an optional value that must be among the choices, which may change; `reason` says why."""
 
     def check(value: Any) -> Any:
@@ -34,24 +43,29 @@ def one_of(kind: type, choices: Callable[[], Sequence[Any]], reason: str) -> Any
     return Annotated[kind, AfterValidator(check), extra] | None
 
 
+def only(kind: Any, *values: Any) -> Any:
+    """The type of a field that can say so alone: its other values ask for what is not here."""
+    return one_of(kind, lambda: values, f"only {' or '.join(map(json.dumps, values))} is supported")
+
+
 def bounds(limits: Limits) -> dict[str, Any]:
     """The types of a job's fields, by the field's name."""
     sizes = ", ".join(f"{width}x{height}" for height, width in limits.sizes)
     text = Annotated[str, Field(max_length=limits.prompt_characters)]
 
-    def exported(kind: type, choices: Sequence[Any], listed: str) -> Any:
+    def exported(kind: Any, choices: Sequence[Any], listed: str) -> Any:
         return one_of(kind, lambda: choices, f"only what was exported can be drawn: {listed}")
 
     return {
         "prompt": text,
         "negative_prompt": text | None,
-        "images": Annotated[int, Field(ge=1, le=limits.images)] | None,
-        "height": exported(int, sorted({height for height, _ in limits.sizes}), sizes),
-        "width": exported(int, sorted({width for _, width in limits.sizes}), sizes),
+        "images": Annotated[Integer, Field(ge=1, le=limits.images)] | None,
+        "height": exported(Integer, sorted({height for height, _ in limits.sizes}), sizes),
+        "width": exported(Integer, sorted({width for _, width in limits.sizes}), sizes),
         "size": exported(str, ["auto", *sizes.split(", ")], sizes),
         "ratio": exported(float, limits.ratios, ", ".join(map(str, limits.ratios))),
-        "seed": Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None,
-        "steps": Annotated[int, Field(ge=1, le=limits.steps)] | None,
+        "seed": Annotated[Integer, Field(ge=0, le=LARGEST_SEED)] | None,
+        "steps": Annotated[Integer, Field(ge=1, le=limits.steps)] | None,
         "guidance_scale": Annotated[float, Field(ge=0, le=limits.guidance_scale)] | None,
         "strength": Annotated[float, Field(gt=0, le=1)] | None,
     }
@@ -82,12 +96,12 @@ class ImageRequest(Strict):
     # OpenAI's fields of which this server has one way only.
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto"] | None = None
-    output_compression: Literal[100] | None = None
+    output_compression: only(Integer, 100) = None  # type: ignore[valid-type]
     output_format: Literal["png"] | None = None
-    partial_images: Literal[0] | None = None
+    partial_images: only(Integer, 0) = None  # type: ignore[valid-type]
     quality: Literal["auto", "standard"] | None = None
     response_format: Literal["b64_json"] | None = Field(None, description="no url, because no image is kept")
-    stream: Literal[False] | None = None
+    stream: only(bool, False) = None  # type: ignore[valid-type]
     style: None = None
 
 
@@ -130,21 +144,18 @@ class OpenAIErrorResponse(BaseModel):
 
 
 # stable-diffusion-webui. Fields of features that are not here are accepted where they say that the feature is off.
-_ZERO = Annotated[float, Field(ge=0, le=0)] | None
-_ONE = Annotated[float, Field(ge=1, le=1)] | None
+_EMPTY = Field(max_length=0)
 _TEXT = Annotated[str, Field(max_length=10_000)] | None
 OFF: dict[str, Any] = {
-    "alwayson_scripts": Annotated[dict[str, Any], Field(max_length=0)] | None,
-    "comments": Annotated[dict[str, Any], Field(max_length=0)] | None,
-    "eta": Annotated[float, Field(ge=0, le=1, multiple_of=1)] | None,  # webuiapi always sends 1; no sampler takes it
-    **dict.fromkeys(("enable_hr", "restore_faces", "tiling"), Literal[False] | None),
-    **dict.fromkeys(("include_init_images", "save_images"), Literal[False] | None),
-    **dict.fromkeys(("send_images", "override_settings_restore_afterwards"), Literal[True] | None),
-    **dict.fromkeys(("mask", "refiner_checkpoint", "script_name"), Literal[""] | None),
-    **dict.fromkeys(("script_args", "styles"), Annotated[list[Any], Field(max_length=0)] | None),
-    **dict.fromkeys(("firstphase_width", "firstphase_height", "resize_mode", "subseed_strength"), _ZERO),
-    **dict.fromkeys(("s_churn", "s_min_uncond", "s_tmax", "s_tmin"), _ZERO),
-    **dict.fromkeys(("initial_noise_multiplier", "s_noise"), _ONE),
+    **dict.fromkeys(("alwayson_scripts", "comments"), Annotated[dict[str, Any], _EMPTY] | None),
+    **dict.fromkeys(("mask", "refiner_checkpoint", "script_name"), only(str, "")),
+    **dict.fromkeys(("script_args", "styles"), Annotated[list[Any], _EMPTY] | None),
+    **dict.fromkeys(("enable_hr", "restore_faces", "tiling", "include_init_images", "save_images"), only(bool, False)),
+    **dict.fromkeys(("send_images", "override_settings_restore_afterwards"), only(bool, True)),
+    **dict.fromkeys(("firstphase_width", "firstphase_height", "resize_mode", "subseed_strength"), only(float, 0)),
+    **dict.fromkeys(("s_churn", "s_min_uncond", "s_tmax", "s_tmin"), only(float, 0)),
+    **dict.fromkeys(("initial_noise_multiplier", "s_noise"), only(float, 1)),
+    "eta": only(float, 0, 1),  # webuiapi always sends 1; no sampler here takes it
     # Settings of features that are off, and of files that are never written. Clients send them always.
     **dict.fromkeys(("do_not_save_samples", "do_not_save_grid", "disable_extra_networks"), bool | None),
     **dict.fromkeys(("hr_upscaler", "hr_checkpoint_name", "hr_sampler_name", "hr_scheduler"), _TEXT),
@@ -162,7 +173,7 @@ class Options(Strict):
 
     sd_model_checkpoint: str | None = None
     token_merging_ratio: float | None = None
-    CLIP_stop_at_last_layers: Literal[1] | None = None
+    CLIP_stop_at_last_layers: only(Integer, 1) = None  # type: ignore[valid-type]
 
 
 class TextRequest(Strict):

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from .protocol import OpenAIError, OpenAIErrorResponse, WebuiErrorResponse
 
@@ -73,6 +74,9 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if not isinstance(error, Refusal):  # from FastAPI itself: no such path or method
         error = Refusal(error.status_code, error.detail, headers=error.headers)
+    if error.status_code == 405:  # Starlette names the methods of the path's first route alone
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
+        error.headers = {"Allow": ", ".join(sorted({name for route in routes for name in route.methods}))}
     return error.respond(request.url.path)
 
 
