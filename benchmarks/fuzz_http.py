@@ -88,7 +88,9 @@ def find(command: list[str], *flags: str) -> list[str]:
             server.send_signal(signal.SIGTERM)
             ended = server.wait(60)
         findings = [f"schemathesis: exit status {status}"] if status else []
-        findings += [] if ready.status_code == 200 else [f"/ready answers {ready.status_code} afterwards: {ready.text}"]
+        findings += (
+            [] if ready.status_code == 200 else [f"/ready answers {ready.status_code} afterwards: {ready.text}"]
+        )
         findings += [f"SIGTERM: exit status {ended}"] if ended else []
         findings += ["the log has a traceback:\n" + log.read_text()[-5000:]] if "Traceback" in log.read_text() else []
         return findings

@@ -50,7 +50,7 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
         **{NAMES[name]: types[name] for name in ("guidance_scale", "strength")},
         **{"batch_size": types["images"], "n_iter": types["images"], "override_settings": NewOptions | None},
         **{"sampler_name": sampler, "sampler_index": sampler},
-        "seed": Annotated[protocol.Integer, Field(ge=-1, le=LARGEST_SEED)] | None,
+        "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
     }
     FromText, FromImage = narrow(protocol.TextRequest, fields), narrow(protocol.ImageToImageRequest, fields)
     refused = partial(responses, protocol.WebuiErrorResponse, 408, 413, 415, 422)

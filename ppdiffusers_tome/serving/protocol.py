@@ -23,12 +23,12 @@ class Strict(BaseModel):
 Request = TypeVar("Request", bound=Strict)
 
 
-# JSON has one type of number: 3.0 is an integer there, while true and "3" are none.
-Integer = Annotated[int, BeforeValidator(lambda value: int(value) if _is_whole(value) else value)]
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
+WHOLE = BeforeValidator(_whole)  # 3.0 is an integer in JSON, while true and "3" are not
+Integer = Annotated[int, WHOLE]
 
 
 def one_of(kind: Any, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
@@ -59,13 +59,13 @@ def bounds(limits: Limits) -> dict[str, Any]:
     return {
         "prompt": text,
         "negative_prompt": text | None,
-        "images": Annotated[Integer, Field(ge=1, le=limits.images)] | None,
+        "images": Annotated[int, Field(ge=1, le=limits.images), WHOLE] | None,
         "height": exported(Integer, sorted({height for height, _ in limits.sizes}), sizes),
         "width": exported(Integer, sorted({width for _, width in limits.sizes}), sizes),
         "size": exported(str, ["auto", *sizes.split(", ")], sizes),
         "ratio": exported(float, limits.ratios, ", ".join(map(str, limits.ratios))),
-        "seed": Annotated[Integer, Field(ge=0, le=LARGEST_SEED)] | None,
-        "steps": Annotated[Integer, Field(ge=1, le=limits.steps)] | None,
+        "seed": Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE] | None,
+        "steps": Annotated[int, Field(ge=1, le=limits.steps), WHOLE] | None,
         "guidance_scale": Annotated[float, Field(ge=0, le=limits.guidance_scale)] | None,
         "strength": Annotated[float, Field(gt=0, le=1)] | None,
     }
