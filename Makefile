@@ -28,7 +28,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray check format bench bench-speed bench-quality load lock wheel clean
+.PHONY: help venv demo test test-ray check format bench bench-speed bench-quality load fuzz lock wheel clean
 
 help: ## this list
 	@echo 'make TARGET [STACK=paddle2|paddle3] [ARGS="..."] [PYTHON=python3.x]'
@@ -104,6 +104,15 @@ build/reference/.complete:
 
 load: $(VENV)/.installed-test build/load/tome.json ## five minutes of good, bad, abandoned, idle and non-reading clients against a real server
 	$(PY) benchmarks/load.py --model build/load $(ARGS)
+
+# schemathesis is not among the locked packages: it has an environment of its own and reaches the server over HTTP.
+fuzz: $(VENV)/.installed-test build/load/tome.json build/fuzz-venv/.complete ## hostile requests and damaged files: a few minutes
+	build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python $(PY) $(ARGS)
+
+build/fuzz-venv/.complete:
+	$(PYTHON) -m venv build/fuzz-venv
+	build/fuzz-venv/bin/pip install --quiet schemathesis==4.32.5
+	@touch $@
 
 build/load/tome.json: $(VENV)/.installed
 	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/load --overwrite --ratio 0.5 0 --img2img --sizes 64x64,128x128

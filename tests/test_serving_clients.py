@@ -2,12 +2,15 @@
 
 import base64
 import io
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 
 import openai
 import pytest
 import webuiapi
 from PIL import Image
-from serving_support import OPENAI, FakeEngine, serving
+from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 
 from ppdiffusers_tome.serving.errors import QueueFullError
 from ppdiffusers_tome.serving.settings import Settings
@@ -74,15 +77,15 @@ def test_openai_errors(client, server):
 def test_openai_comes_back_after_a_full_queue():
     """The client waits as Retry-After says, and its second try is answered."""
     with serving(FakeEngine()) as server:
-        accept, tries = server.queue._accept, []
+        reserve, tries = server.queue._reserve, []
 
-        def full_at_first(jobs):
-            tries.append(jobs)
+        def full_at_first(images):
+            tries.append(images)
             if len(tries) == 1:
                 raise QueueFullError("full", retry_after=1)
-            return accept(jobs)
+            return reserve(images)
 
-        server.queue._accept = full_at_first
+        server.queue._reserve = full_at_first
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=1) as client:
             assert client.images.generate(prompt="fox").data
         assert len(tries) == 2 and server.count("requests_total", endpoint=OPENAI, status="429") == 1
@@ -113,7 +116,7 @@ def test_webui_draws_from_a_picture(webui, server):
         images=[start], prompt="fox", width=64, height=64, override_settings={"token_merging_ratio": 0.0}
     )
     job = server.engine.calls[-1][0]
-    assert job.strength == 0.75 and job.ratio == 0 and job.image.size == (100, 90)
+    assert job.strength == 0.75 and job.ratio == 0 and job.image.size == (64, 64)
     assert job.image.getpixel((0, 0)) == (255, 255, 255), "what is transparent becomes white"
     assert answer.info["denoising_strength"] == 0.75 and answer.info["seed"] == job.seed
     mask = Image.new("L", (100, 90))
@@ -135,6 +138,74 @@ def test_webui_is_told_what_is_not_there(webui, asked, field):
     with pytest.raises(RuntimeError) as caught:
         webui.txt2img(prompt="fox", **{"width": 64, "height": 48, "alwayson_scripts": {}, **asked})
     assert caught.value.args[0] == 422 and field in caught.value.args[1]
+
+
+@pytest.mark.parametrize("name", ["DDIM", "ddim", "k_ddim", "Euler a"])
+def test_webui_samplers_by_name(webui, name):
+    assert webui.txt2img(width=64, height=48, sampler_name=name).info["sampler_name"] == "DDIM"
+
+
+def test_webui_default_size(webui):
+    """512x512, which webuiapi always sends: drawn where it was exported, else the exported sizes are named."""
+    with pytest.raises(RuntimeError, match="64x48, 64x64"):
+        webui.txt2img(prompt="fox")
+    with serving(limits=replace(LIMITS, sizes=((64, 64), (512, 512)))) as server:
+        other = webuiapi.WebUIApi("127.0.0.1", server.port, steps=1)
+        assert other.txt2img(prompt="fox").image.size == (512, 512)
+        other.session.close()
+
+
+def test_webui_options(webui, server):
+    assert webui.get_options() == {
+        "sd_model_checkpoint": "fake",
+        "token_merging_ratio": 0.5,
+        "CLIP_stop_at_last_layers": 1,
+    }
+    webui.set_options(webui.get_options())
+    webui.util_set_model("fake")
+    webui.set_options({"token_merging_ratio": 0.0})
+    try:
+        webui.txt2img(width=64, height=48, override_settings={"CLIP_stop_at_last_layers": 1})
+        assert server.engine.calls[-1][0].ratio == 0 and webui.get_options()["token_merging_ratio"] == 0
+        webui.txt2img(width=64, height=48, override_settings={"token_merging_ratio": 0.5})
+        assert server.engine.calls[-1][0].ratio == 0.5
+        for name, value in (("token_merging_ratio", 0.3), ("CLIP_stop_at_last_layers", 2), ("outdir_samples", "/")):
+            assert webui.set_options({name: value})["detail"][0]["loc"] == ["body", name]
+    finally:
+        webui.set_options({"token_merging_ratio": 0.5})
+
+
+def test_webui_sees_progress_and_interrupts(webui, server):
+    """Those who interrupt get an empty answer, and those who are interrupted an error: no half-drawn image."""
+    webui.util_wait_for_ready(check_interval=0.01)
+    before = server.engine.steps_done
+    server.engine.gate.clear()
+    with ThreadPoolExecutor(3) as pool:
+
+        def ask(seed, steps):
+            one = webuiapi.WebUIApi("127.0.0.1", server.port, username="anybody", password=KEY)
+            with closing(one.session):
+                return one.txt2img(width=64, height=48, seed=seed, steps=steps)
+
+        drawn = []
+        for seed in range(3):  # different steps, so that each is drawn alone
+            drawn.append(pool.submit(ask, seed, seed + 3))
+            until(lambda: webui.get_progress()["state"]["job_count"] == len(drawn))
+        progress = webui.get_progress()
+        assert 0 < progress["progress"] < 1 and progress["current_image"] is None
+        assert webui.skip() == {}
+        with pytest.raises(RuntimeError, match="interrupted"):
+            drawn[0].result(10)
+        assert not drawn[1].done() and not drawn[2].done()
+        assert webui.interrupt() == {}
+        for one in drawn[1:]:
+            with pytest.raises(RuntimeError, match="interrupted") as caught:
+                one.result(10)
+            assert caught.value.args[0] == 409
+    server.engine.gate.set()
+    webui.util_wait_for_ready(check_interval=0.01)
+    assert server.engine.steps_done == before, "they ended at the next step"
+    assert webui.txt2img(width=64, height=48).info["steps"] == 3, "the server goes on"
 
 
 def test_webui_with_a_wrong_key(server):

@@ -5,8 +5,12 @@ import io
 import json
 import pickle
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from time import monotonic
 
+import numpy as np
+import psutil
 import pytest
 from PIL import Image
 from serving_support import IMAGE, LIMITS, OPENAI, TEXT, FakeEngine, serving, until
@@ -16,6 +20,8 @@ from ppdiffusers_tome.serving import errors
 from ppdiffusers_tome.serving.settings import Settings
 
 KEY = "correct-horse"
+JSON_HEADER = {"Content-Type": "application/json"}
+JSON = "Content-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +42,13 @@ def bomb(side):
     data[16:24] = 2 * side.to_bytes(4, "big")
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
     return base64.b64encode(data).decode()
+
+
+def many_scans():
+    """A progressive JPEG of 4 KB whose last scan comes 1,000 times: each costs a pass over all of the image."""
+    data = base64.b64decode(png((2000, 2000), format="JPEG", progressive=True))
+    last = data.rindex(b"\xff\xda")
+    return base64.b64encode(data[:last] + 1000 * data[last:-2] + data[-2:]).decode()
 
 
 def opened(encoded):
@@ -121,7 +134,7 @@ def test_image_to_image(server, kind, prefix):
         IMAGE, {"init_images": [prefix + png(format=kind)], "denoising_strength": 0.5, "seed": -1}
     ).json()
     job = server.engine.calls[-1][0]
-    assert job.image.mode == "RGB" and job.image.size == (30, 20) and job.strength == 0.5
+    assert job.image.mode == "RGB" and job.image.size == (64, 48) and job.strength == 0.5
     assert json.loads(body["info"])["denoising_strength"] == 0.5
 
 
@@ -143,13 +156,16 @@ def test_metadata_is_in_the_png(server):
     assert wanted.items() <= ours.items() and ours["model"] == "fake"
 
 
+OPTIONS = {"sd_model_checkpoint": "fake", "token_merging_ratio": 0.5, "CLIP_stop_at_last_layers": 1}
+
+
 def test_what_there_is(server):
     models = server.http.get("/v1/models").json()
     assert [one["id"] for one in models["data"]] == ["fake"] and models["data"][0]["sizes"] == ["64x48", "64x64"]
     assert server.http.get("/v1/models/fake").json()["tome_ratios"] == [0.5, 0.0]
     assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready"}
     assert server.http.get("/sdapi/v1/samplers").json()[0]["name"] == "DDIM"
-    assert server.http.get("/sdapi/v1/options").json() == {"sd_model_checkpoint": "fake", "token_merging_ratio": 0.5}
+    assert server.http.get("/sdapi/v1/options").json() == OPTIONS
 
 
 # What is refused, and which field is named
@@ -163,32 +179,31 @@ def test_what_there_is(server):
         ({"prompt": ["fox"]}, "prompt", "valid string"),
         ({"prompt": "x" * 101}, "prompt", "at most 100"),
         ({"negative_prompt": "x" * 101}, "negative_prompt", "at most 100"),
-        ({"n": 0}, "n", "1 to 3"),
-        ({"n": 4}, "n", "1 to 3"),
+        ({"n": 0}, "n", "equal to 1"),
+        ({"n": 4}, "n", "equal to 3"),
         ({"n": 10**30}, "n", ""),
         ({"n": "2"}, "n", "valid integer"),
         ({"n": True}, "n", "valid integer"),
         ({"n": 1.5}, "n", "valid integer"),
-        ({"steps": 0}, "steps", "1 to 50"),
-        ({"steps": 51}, "steps", "1 to 50"),
-        ({"seed": -1}, "seed", "0 to 4294967295"),
-        ({"seed": 2**32}, "seed", "0 to 4294967295"),
-        ({"seed": 2**32 - 1, "n": 2}, "seed", "0 to 4294967295"),
-        ({"guidance_scale": -0.5}, "guidance_scale", "0 to 30"),
-        ({"guidance_scale": 31}, "guidance_scale", "0 to 30"),
+        ({"steps": 0}, "steps", "equal to 1"),
+        ({"steps": 51}, "steps", "equal to 50"),
+        ({"seed": -1}, "seed", "equal to 0"),
+        ({"seed": 2**32}, "seed", "equal to 4294967295"),
+        ({"guidance_scale": -0.5}, "guidance_scale", "equal to 0"),
+        ({"guidance_scale": 31}, "guidance_scale", "equal to 30"),
         ({"size": "512x512"}, "size", "64x48, 64x64"),
         ({"size": "48x64"}, "size", "64x48, 64x64"),
-        ({"size": "64 x 48"}, "size", "WIDTHxHEIGHT"),
-        ({"size": "９x９"}, "size", "WIDTHxHEIGHT"),
-        ({"size": "0" * 9999}, "size", "WIDTHxHEIGHT"),
+        ({"size": "64 x 48"}, "size", "64x48, 64x64"),
+        ({"size": "９x９"}, "size", "64x48, 64x64"),
+        ({"size": "0" * 9999}, "size", "64x48, 64x64"),
         ({"size": 64}, "size", "valid string"),
         ({"tome_ratio": 0.25}, "tome_ratio", "0.5, 0.0"),
         ({"response_format": "url"}, "response_format", "b64_json"),
-        ({"stream": True}, "stream", "False"),
-        ({"quality": "hd"}, "quality", "'auto', 'standard'"),
-        ({"style": "vivid"}, "style", "no value"),
-        ({"colour": "red"}, "colour", "not a field"),
-        ({"__class__": "x"}, "__class__", "not a field"),
+        ({"stream": True}, "stream", "false"),
+        ({"quality": "hd"}, "quality", "'auto' or 'standard'"),
+        ({"style": "vivid"}, "style", "None"),
+        ({"colour": "red"}, "colour", "no such field"),
+        ({"__class__": "x"}, "__class__", "no such field"),
     ],
 )
 def test_openai_refusal_names_the_field(server, change, field, says):
@@ -196,6 +211,7 @@ def test_openai_refusal_names_the_field(server, change, field, says):
     assert answer.status_code == 422
     error = answer.json()["error"]
     assert error["param"] == field and says in error["message"]
+    assert error["message"].startswith(f"{field}: "), "OpenAI's client shows the message alone"
     assert error["type"] == "invalid_request_error" and error["code"]
 
 
@@ -270,8 +286,8 @@ Image.new("P", (4, 4)).save(GIF, "GIF")
 @pytest.mark.parametrize(
     ("images", "says"),
     [
-        ([], "exactly one"),
-        ([png(), png()], "exactly one"),
+        ([], "at least 1 item"),
+        ([png(), png()], "at most 1 item"),
         (["/etc/passwd"], "base64"),
         (["file:///etc/passwd"], "base64"),
         (["http://127.0.0.1:1/x.png"], "base64"),
@@ -283,6 +299,10 @@ Image.new("P", (4, 4)).save(GIF, "GIF")
         ([png((5000, 5000))], "too large"),
         ([bomb(12_000)], "too large"),
         ([bomb(60_000)], "too large"),
+        ([png((1, 2**22))], "1x4194304 is too large or too narrow"),
+        ([png((8193, 512))], "sides of 8192"),
+        ([png((64, 1025))], "1:16"),
+        ([many_scans()], "more than 100 scans"),
         ([None], "valid string"),
     ],
 )
@@ -316,6 +336,69 @@ def test_image_to_image_where_it_was_not_exported():
         assert answer.status_code == 422 and "--img2img" in answer.json()["detail"][0]["msg"]
 
 
+def test_no_image_is_decoded_before_there_is_room():
+    with serving(limits=replace(LIMITS, images=1), capacity=1) as server:
+        server.engine.gate.clear()
+        with ThreadPoolExecutor(2) as pool:
+            drawn = [pool.submit(server.post, TEXT, {"prompt": "runs"})]
+            assert server.engine.started.acquire(timeout=20)
+            drawn.append(pool.submit(server.post, TEXT, {"prompt": "waits"}))
+            until(lambda: server.queue.progress().waiting == 1)
+            assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 429
+            server.engine.gate.set()
+            assert [one.result().status_code for one in drawn] == [200, 200]
+        assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 422
+
+
+def rotated(image):
+    """As a camera stores an image that is to be turned by 90 degrees: orientation 6."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return {"image": image.transpose(Image.Transpose.ROTATE_90), "format": "JPEG", "exif": exif, "quality": 95}
+
+
+def halves(left, right, mode="RGB", size=(64, 48)):
+    image = Image.new(mode, size, left)
+    image.paste(right, (size[0] // 2, 0, *size))
+    return image
+
+
+PALETTE = halves((200, 10, 30), (0, 0, 0)).quantize(2)
+GRAY_16 = Image.fromarray(np.repeat([[0x4000, 0xC000]], 48, 0).repeat(32, 1).astype(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("options", "left", "right"),
+    [
+        ({"image": halves((200, 10, 30), (0, 99, 0)), "format": "PNG"}, (200, 10, 30), (0, 99, 0)),
+        ({"image": GRAY_16, "format": "PNG"}, (64, 64, 64), (191, 191, 191)),
+        ({"image": halves(64, 191, "L"), "format": "PNG"}, (64, 64, 64), (191, 191, 191)),
+        ({"image": halves(0, 1, "1"), "format": "PNG"}, (0, 0, 0), (255, 255, 255)),
+        ({"image": halves((64, 255), (0, 0), "LA"), "format": "PNG"}, (64, 64, 64), (255, 255, 255)),
+        (
+            {"image": halves((9, 8, 7, 255), (9, 8, 7, 0), "RGBA"), "format": "WEBP", "lossless": True},
+            (9, 8, 7),
+            3 * (255,),
+        ),
+        ({"image": PALETTE, "format": "PNG"}, (200, 10, 30), (0, 0, 0)),
+        ({"image": PALETTE, "format": "PNG", "transparency": PALETTE.getpixel((63, 0))}, (200, 10, 30), 3 * (255,)),
+        ({"image": halves((0, 255, 255, 0), (0, 0, 0, 255), "CMYK"), "format": "JPEG"}, (255, 0, 0), (0, 0, 0)),
+        (rotated(halves((200, 10, 30), (0, 99, 0))), (200, 10, 30), (0, 99, 0)),
+    ],
+    ids=["RGB", "16 bits", "L", "1 bit", "LA", "RGBA", "palette", "palette, transparent", "CMYK", "EXIF"],
+)
+def test_all_kinds_of_images_are_read_as_they_look(server, options, left, right):
+    file = io.BytesIO()
+    options = dict(options)
+    options.pop("image").save(file, **options)
+    encoded = base64.b64encode(file.getvalue()).decode()
+    assert server.post(IMAGE, {"init_images": [encoded], "width": 64, "height": 48}).status_code == 200
+    image = server.engine.calls[-1][0].image
+    assert image.mode == "RGB" and image.size == (64, 48)
+    for x, color in ((8, left), (56, right)):
+        assert image.getpixel((x, 24)) == pytest.approx(color, abs=3)
+
+
 # Bodies that are none
 
 
@@ -343,20 +426,70 @@ def test_image_to_image_where_it_was_not_exported():
 )
 def test_bodies_that_are_no_request(server, path, body):
     answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code in (400, 422), answer.text
+    assert answer.status_code in (400, 413, 422), answer.text
     told = answer.json()
     assert told["error"]["message"] if path == OPENAI else told["detail"]
     assert "Traceback" not in answer.text and "site-packages" not in answer.text
 
 
+SIZE = 16 * 2**20 - 100
+
+
+@pytest.mark.parametrize(
+    ("start", "unit", "end"),
+    [
+        (b'{"init_images": [', b"0,", b"0]}"),
+        (b"[", b"[],", b"[]]"),
+        (b"", b'{"a":', b""),
+        (b'{"seed": ', b"9", b"}"),
+        (b'{"\xf0\x9f\x98\x80', b"a", b'": 1}'),
+        (b'{"prompt": "', b"\\u00e9", b'"}'),
+        (b'{"init_images": ["', b"AAAA", b'"]}'),
+        (b'{"styles": [' + 19_000 * b'"x",' + b'"', b"a", b'"]}'),
+    ],
+    ids=["zeros", "lists", "deep", "digits", "key", "escapes", "base64", "values"],
+)
+def test_a_large_body_costs_little(start, unit, end):
+    """16 MiB three times at once; it was 75 s without /health, and 7 GB, for one of zeros."""
+    body = start + (SIZE - len(start) - len(end)) // len(unit) * unit + end
+    process, slowest, peak = psutil.Process(), 0.0, 0
+    with serving() as server, ThreadPoolExecutor(3) as pool:
+        before = process.memory_info().rss
+        begin = monotonic()
+        headers = {"Content-Type": "application/json"}
+        answers = [pool.submit(server.post, IMAGE, content=body, headers=headers) for _ in range(3)]
+        while not all(answer.done() for answer in answers):
+            asked = monotonic()
+            assert server.http.get("/health").status_code == 200
+            slowest, peak = max(slowest, monotonic() - asked), max(peak, process.memory_info().rss)
+        assert {answer.result().status_code for answer in answers} <= {400, 413, 422}
+        assert all(len(answer.result().content) < 500 for answer in answers)
+    assert monotonic() - begin < 6 and slowest < 2 and peak - before < 3 * 300 * 2**20
+
+
+@pytest.mark.parametrize("field", ["batch_size", "n_iter", "steps", "seed", "width", "cfg_scale", "subseed"])
+def test_numbers_of_3000_digits(server, field):
+    answer = server.post(TEXT, content=b'{"%s": %s}' % (field.encode(), b"9" * 3000), headers=JSON_HEADER)
+    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", field]
+
+
+@pytest.mark.parametrize("length", ["9" * 4000, "²"])
+def test_lengths_that_are_no_number(server, caplog, length):
+    with server.connect() as client:
+        client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
+        assert client.recv(4096).split()[1] in (b"400", b"413")
+    assert "Traceback" not in caplog.text
+
+
 def test_other_content_types(server):
+    assert server.post(OPENAI, content=b'{"prompt": "fox"}').status_code == 415, "none at all"
     for kind in (
         "text/plain",
         "multipart/form-data; boundary=x",
         "application/x-www-form-urlencoded",
         "application/pickle",
     ):
-        assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers={"Content-Type": kind}).status_code == 422
+        assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers={"Content-Type": kind}).status_code == 415
 
 
 def test_large_body_is_refused_by_its_header(server):
@@ -368,7 +501,7 @@ def test_large_body_is_refused_by_its_header(server):
 def test_large_body_without_length_is_refused_before_it_ends(server):
     sent = 0
     with server.connect() as client:
-        client.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        client.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode())
         client.settimeout(0.05)
         answer = b""
         while not answer and sent < 5_000_000:
@@ -388,7 +521,7 @@ def test_a_large_body_that_came_whole_still_gets_its_answer(server):
 
 def test_slow_body_is_given_up(server):
     with server.connect() as client:
-        client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: 100\r\n\r\n{{".encode())
         assert b" 408 " in client.recv(4096)
 
 
@@ -409,6 +542,109 @@ def test_garbage_instead_of_http(server):
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + 70_000 * b"a")
         assert b" 400 " in client.recv(4096), "a head without end"
     assert server.http.get("/health").status_code == 200
+
+
+# Web pages elsewhere
+
+
+def test_names_of_the_server(server):
+    for host in ("localhost", "127.0.0.1:80", "[::1]:80", "x"):
+        assert server.http.get("/health", headers={"Host": host}).status_code == 200
+    for host in ("evil.example", "127.0.0.1.evil.example", ""):
+        assert server.http.get("/v1/models", headers={"Host": host}).status_code == 400
+    with serving(settings=Settings(api_key=KEY)) as other:
+        headers = {"Host": "any.example", "Authorization": f"Bearer {KEY}"}
+        assert other.http.get("/v1/models", headers=headers).status_code == 200, "whoever has the key may come"
+
+
+def preflight(server, origin):
+    headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    return server.http.options(OPENAI, headers=headers)
+
+
+def test_a_web_page_elsewhere_cannot_draw(server):
+    page = {"Origin": "https://evil.example"}
+    assert preflight(server, page["Origin"]).status_code == 405
+    for path in (OPENAI, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
+        answer = server.post(path, {"prompt": "fox"}, headers=page)
+        assert answer.status_code == 403 and "--allow-origin" in answer.text
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_web_pages_that_are_allowed():
+    with serving(settings=Settings(steps=2, api_key=KEY, origins=("https://good.example",))) as server:
+        allowed = preflight(server, "https://good.example")
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://good.example"
+        assert preflight(server, "https://evil.example").status_code == 400
+        for origin, status in (("https://good.example", 200), ("https://evil.example", 403)):
+            headers = {"Origin": origin, "Authorization": f"Bearer {KEY}"}
+            assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("wrong", [{"hosts": ("a*",)}, {"hosts": ("http://a",)}, {"origins": ("a.example",)}])
+def test_hosts_and_origins_that_are_refused(wrong):
+    with pytest.raises(ToMeConfigError, match="is not allowed: it must be like"):
+        Settings(**wrong)
+
+
+# The schema
+
+
+def test_the_schema_says_what_the_server_does():
+    with serving(settings=Settings(api_key=KEY)) as server:
+        schema = server.http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
+    models, paths = schema["components"]["schemas"], schema["paths"]
+    for name in ("ImageRequest", "TextRequest", "ImageToImageRequest"):
+        assert models[name]["additionalProperties"] is False
+        for field, kinds in models[name]["properties"].items():
+            for kind in kinds.get("anyOf", [kinds]):
+                bounded = {"maxLength", "maxItems", "maxProperties", "maximum", "enum", "$ref"} & set(kind)
+                assert bounded or kind["type"] in ("boolean", "null", "number") or field == "init_images"
+    assert models["ImageRequest"]["properties"]["steps"]["anyOf"][0] == {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 50,
+    }
+    assert models["TextRequest"]["properties"]["sampler_name"]["anyOf"][0]["enum"][2:] == ["DDIM", "ddim", "k_ddim"]
+    wanted = {"200", "400", "401", "403", "408", "413", "415", "422", "429", "500", "503", "504"}
+    for path, more in ((OPENAI, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
+        operation = paths[path]["post"]
+        assert set(operation["responses"]) == wanted | more
+        assert operation["security"] == [{"HTTPBearer": []}, {"HTTPBasic": []}]
+        assert all("schema" in one["content"]["application/json"] for one in operation["responses"].values())
+    assert "security" not in paths["/health"]["get"]
+    with serving() as server:
+        assert "securitySchemes" not in server.http.get("/openapi.json").json()["components"]
+
+
+def test_what_json_schema_calls_an_integer_is_one(server):
+    assert server.post(OPENAI, {"prompt": "fox", "n": 2.0, "output_compression": 100.0}).status_code == 200
+    assert server.post(OPENAI, {"prompt": "fox", "stream": 0}).status_code == 422
+    assert server.post(OPENAI, {"prompt": "fox", "partial_images": False}).status_code == 422
+
+
+def test_seeds_count_on_past_the_largest(server):
+    body = server.post(OPENAI, {"prompt": "fox", "seed": 2**32 - 1, "n": 2}).json()
+    assert [one["seed"] for one in body["data"]] == [2**32 - 1, 0]
+
+
+def test_methods(server):
+    assert server.http.request("OPTIONS", "/sdapi/v1/options").headers["allow"] == "GET, POST"
+    for path in ("/health", "/ready"):
+        answer = server.http.head(path)
+        assert answer.status_code == 200 and answer.content == b""
+
+
+def test_health_tells_trouble():
+    with serving() as server:
+        server.queue._state = "failed"
+        answer = server.http.get("/health")
+        assert answer.status_code == 503 and answer.json() == {"state": "failed", "trouble": server.queue.trouble}
+        assert server.http.head("/health").status_code == 503
 
 
 # Failures, metrics, keys

@@ -52,6 +52,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--max-steps", type=int, default=LIMITS["steps"], help="most steps")
     serve.add_argument("--max-prompt", type=int, default=LIMITS["prompt_characters"], help="characters of a prompt")
     serve.add_argument("--max-body", type=int, default=DEFAULTS["body_bytes"], help="largest request, bytes")
+    serve.add_argument("--allow-host", action="append", default=[], help="further name of this server, without a key")
+    serve.add_argument("--allow-origin", action="append", default=[], help="https://... of web pages that may draw")
     serve.add_argument("--max-pixels", type=int, default=LIMITS["image_pixels"], help="largest picture of a client")
     ray = serve.add_argument_group("on several processes or machines, with Ray Serve (ppdiffusers_tome[ray])")
     ray.add_argument(
@@ -87,6 +89,8 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
         body_bytes=options.max_body,
         steps=options.steps,
         guidance_scale=options.guidance_scale,
+        hosts=(options.host, *options.allow_host),
+        origins=tuple(options.allow_origin),
     )
     warm_up = warm_ups(limits, settings.guidance_scale)
     limits.check(replace(warm_up[0], steps=settings.steps))  # or requests that leave them out would all be refused

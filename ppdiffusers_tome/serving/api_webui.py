@@ -1,55 +1,123 @@
-"""The interface of stable-diffusion-webui ("A1111"): POST /sdapi/v1/txt2img, img2img, and what clients ask first."""
+"""The interface of stable-diffusion-webui ("A1111"): txt2img, img2img, and what its clients ask around them."""
 
-import asyncio
 import base64
 import json
 import time
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
+from pydantic import Field
 
 from .._version import __version__
-from .drawing import choose_seed, draw
-from .errors import JobError
-from .jobs import Job, Limits
-from .pictures import decode_image, describe
-from .refusals import Refusal, refuse_job
+from . import protocol
+from .drawing import Drawing
+from .gate import JsonRoute
+from .jobs import LARGEST_SEED, Job
+from .pictures import describe, load_image
+from .protocol import narrow
+from .refusals import responses
 from .service import Service
 from .settings import Settings
-from .webui_request import ImageRequest, TextRequest, check_rest
 
 NAMES = {
     "images": "batch_size",
+    "size": "height",  # of a width that was exported with another
     "guidance_scale": "cfg_scale",
     "ratio": "override_settings.token_merging_ratio",
     "image": "init_images",
     "strength": "denoising_strength",
 }
+# What webuiapi sends where its user did not choose. It cannot be told from a choice; `info` says what really drew.
+DEFAULT_SAMPLERS = ("", "Euler a")
 
 
-def add_routes(app: FastAPI, service: Service, settings: Settings) -> None:
-    """Add the interface to the app."""
-    router = APIRouter(prefix="/sdapi/v1")
+def make_router(service: Service, settings: Settings) -> APIRouter:
+    """The interface, for the app to include."""
+    router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
+    limits, types = service.limits, protocol.bounds(service.limits)
+    drawing = Drawing(service, settings, NAMES)
+    model = protocol.one_of(str, lambda: [service.name], f"this server has one model: {service.name}")
+    sampler = protocol.one_of(
+        str,
+        lambda: [*DEFAULT_SAMPLERS, service.sampler, *_aliases(service.sampler)],
+        "the exported scheduler draws, which the request cannot change: see /sdapi/v1/samplers",
+    )
+    NewOptions = narrow(protocol.Options, {"sd_model_checkpoint": model, "token_merging_ratio": types["ratio"]})
+    fields = {
+        **protocol.OFF,
+        **{name: types[name] for name in ("prompt", "negative_prompt", "width", "height", "steps")},
+        **{NAMES[name]: types[name] for name in ("guidance_scale", "strength")},
+        **{"batch_size": types["images"], "n_iter": types["images"], "override_settings": NewOptions | None},
+        **{"sampler_name": sampler, "sampler_index": sampler},
+        "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
+    }
+    FromText, FromImage = narrow(protocol.TextRequest, fields), narrow(protocol.ImageToImageRequest, fields)
+    refused = partial(responses, protocol.WebuiErrorResponse, 408, 413, 415, 422)
+    options = protocol.Options(sd_model_checkpoint=service.name, token_merging_ratio=limits.ratios[0])
+    options.CLIP_stop_at_last_layers = 1
 
-    @router.post("/txt2img")
-    async def text_to_image(asked: TextRequest, request: Request) -> dict[str, Any]:
-        return await answer(request, asked, to_jobs(asked, service, settings))
+    @router.post("/txt2img", responses=refused(409, 429, 500, 503, 504))
+    async def text_to_image(body: FromText, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
+        return await answer(request, body)
 
-    @router.post("/img2img")
-    async def image_to_image(asked: ImageRequest, request: Request) -> dict[str, Any]:
-        if len(asked.init_images) != 1:
-            raise Refusal(422, "exactly one picture is supported", "init_images", "unsupported_value")
-        try:
-            image = await asyncio.to_thread(decode_image, asked.init_images[0], service.limits.image_pixels)
-        except JobError as error:
-            raise refuse_job(error, NAMES) from None
-        return await answer(request, asked, to_jobs(asked, service, settings, image))
+    @router.post("/img2img", responses=refused(409, 429, 500, 503, 504))
+    async def image_to_image(body: FromImage, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
+        return await answer(request, body)
 
-    async def answer(request: Request, asked: TextRequest, jobs: list[Job]) -> dict[str, Any]:
-        files = await draw(request, service, settings, jobs, _names(jobs[0], service.limits))
-        echoed = asked.model_dump(include=set(TextRequest.model_fields))
-        images = [base64.b64encode(file).decode() for file in files]
-        return {"images": images, "parameters": echoed, "info": json.dumps(_info(asked, jobs, service))}
+    async def answer(request: Request, asked: protocol.TextRequest) -> protocol.WebuiResponse:
+        load, strength = None, None
+        if isinstance(asked, protocol.ImageToImageRequest):
+            strength = 0.75 if asked.denoising_strength is None else asked.denoising_strength
+            size = asked.width or limits.sizes[0][1], asked.height or limits.sizes[0][0]
+            load = partial(load_image, asked.init_images[0], size, limits)
+        given = asked.override_settings and asked.override_settings.token_merging_ratio
+        jobs = drawing.make_jobs(
+            (asked.batch_size or 1) * (asked.n_iter or 1),
+            None if asked.seed == -1 else asked.seed,
+            **{name: getattr(asked, name) for name in ("prompt", "negative_prompt", "width", "height", "steps")},
+            guidance_scale=asked.cfg_scale,
+            ratio=options.token_merging_ratio if given is None else given,
+            strength=strength,
+        )
+        files = await drawing.draw(request, jobs, load)
+        echoed = asked.model_dump(include=set(protocol.TextRequest.model_fields))
+        texts = [base64.b64encode(file).decode() for file in files]
+        info = json.dumps(_info(asked, jobs, service))
+        return protocol.WebuiResponse(images=texts, parameters=echoed, info=info)
+
+    @router.post("/interrupt")
+    async def interrupt() -> dict[str, Any]:
+        """End all requests of this interface that are under way."""
+        drawing.interrupt()
+        return {}
+
+    @router.post("/skip")
+    async def skip() -> dict[str, Any]:
+        """End the oldest request of this interface that is under way."""
+        drawing.interrupt(1)
+        return {}
+
+    @router.get("/progress")
+    async def show_progress() -> protocol.ProgressResponse:
+        """How far the pipeline call that runs now is; images of the other interface count too."""
+        now = service.progress()
+        share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
+        state = {"skipped": False, "interrupted": False, "job": "", "job_timestamp": "", "job_no": 0}
+        state |= {"job_count": now.running + now.waiting, "sampling_step": now.step, "sampling_steps": now.steps}
+        eta = now.seconds * (1 / share - 1) if share else 0.0
+        return protocol.ProgressResponse(progress=share, eta_relative=eta, state=state)
+
+    @router.get("/options")
+    async def show_options() -> protocol.Options:
+        return options
+
+    @router.post("/options", responses=refused())
+    async def set_options(body: NewOptions) -> None:  # type: ignore[valid-type]
+        """Set the ratio of requests that name none; the rest can only be confirmed."""
+        asked: protocol.Options = body
+        if asked.token_merging_ratio is not None:
+            options.token_merging_ratio = asked.token_merging_ratio
 
     @router.get("/scripts")
     async def list_scripts() -> dict[str, list[str]]:
@@ -57,94 +125,45 @@ def add_routes(app: FastAPI, service: Service, settings: Settings) -> None:
 
     @router.get("/samplers")
     async def list_samplers() -> list[dict[str, Any]]:
-        return [{"name": service.sampler, "aliases": [], "options": {}}]
+        return [{"name": service.sampler, "aliases": _aliases(service.sampler), "options": {}}]
 
     @router.get("/schedulers")
-    async def list_schedulers() -> list[dict[str, Any]]:
+    async def list_schedulers() -> list[dict[str, str]]:
         return [{"name": "automatic", "label": "Automatic"}]
 
     @router.get("/sd-models")
-    async def list_models() -> list[dict[str, Any]]:
+    async def list_models() -> list[dict[str, str | None]]:
         no_file = {"hash": None, "sha256": None, "filename": "", "config": None}
         return [{"title": service.name, "model_name": service.name, **no_file}]
 
-    @router.get("/options")
-    async def list_options() -> dict[str, Any]:
-        return {"sd_model_checkpoint": service.name, "token_merging_ratio": service.limits.ratios[0]}
-
-    app.include_router(router)
+    return router
 
 
-def to_jobs(asked: TextRequest, service: Service, settings: Settings, image: Any | None = None) -> list[Job]:
-    """The pictures of a request, not yet checked but for their number."""
-    check_rest(asked, service)
-    limits = service.limits
-    images = asked.batch_size * asked.n_iter if asked.batch_size > 0 else asked.batch_size
-    try:
-        limits.check_count(images)
-    except JobError as error:
-        raise refuse_job(error, NAMES) from None
-    ratio = (asked.override_settings or {}).get("token_merging_ratio")
-    if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float)):
-        raise Refusal(422, "it must be a number", NAMES["ratio"], "invalid_value")
-    strength = 0.75 if asked.denoising_strength is None else asked.denoising_strength
-    seed = choose_seed(images) if asked.seed is None or asked.seed == -1 else asked.seed
-    return [
-        Job(
-            prompt=asked.prompt,
-            negative_prompt=asked.negative_prompt or "",
-            height=limits.sizes[0][0] if asked.height is None else asked.height,
-            width=limits.sizes[0][1] if asked.width is None else asked.width,
-            ratio=limits.ratios[0] if ratio is None else ratio,
-            seed=seed + index,
-            steps=settings.steps if asked.steps is None else asked.steps,
-            guidance_scale=settings.guidance_scale if asked.cfg_scale is None else asked.cfg_scale,
-            image=image,
-            strength=None if image is None else strength,
-        )
-        for index in range(images)
-    ]
+def _aliases(sampler: str) -> list[str]:
+    """As stable-diffusion-webui abbreviates: "dpmpp_2m" and "k_dpmpp_2m" for "DPM++ 2M"."""
+    short = sampler.lower().replace("++", "pp").replace(" ", "_")
+    return [short, f"k_{short}"]
 
 
-def _names(job: Job, limits: Limits) -> dict[str, str]:
-    """What this interface calls a job's fields; a size that was not exported is the width's fault, or the height's."""
-    is_width_known = any(job.width == width for _, width in limits.sizes)
-    return {**NAMES, "size": "height" if is_width_known else "width"}
-
-
-def _info(asked: TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
+def _info(asked: protocol.TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
     """What stable-diffusion-webui writes into `info`; the sampler is the one that drew."""
-    first = jobs[0]
-    strength = {} if first.strength is None else {"denoising_strength": first.strength}
+    first, seeds = jobs[0], [job.seed for job in jobs]
+    settings = {
+        name: value for name, value in first.settings().items() if name not in ("guidance_scale", "tome_ratio")
+    }
+    strength = settings.pop("strength", None)
     return {
-        "prompt": first.prompt,
-        "all_prompts": [job.prompt for job in jobs],
-        "negative_prompt": first.negative_prompt,
-        "all_negative_prompts": [job.negative_prompt for job in jobs],
-        "seed": first.seed,
-        "all_seeds": [job.seed for job in jobs],
-        "subseed": first.seed,
-        "all_subseeds": [job.seed for job in jobs],
-        "subseed_strength": 0,
-        "width": first.width,
-        "height": first.height,
-        "sampler_name": service.sampler,
-        "cfg_scale": first.guidance_scale,
-        "steps": first.steps,
-        "batch_size": asked.batch_size,
-        "restore_faces": False,
-        "face_restoration_model": None,
-        "sd_model_name": service.name,
-        "sd_model_hash": None,
-        "seed_resize_from_w": 0,
-        "seed_resize_from_h": 0,
-        **strength,
+        **settings,
+        **({} if strength is None else {"denoising_strength": strength}),
+        **{"all_prompts": [job.prompt for job in jobs], "all_negative_prompts": [job.negative_prompt for job in jobs]},
+        **{"all_seeds": seeds, "subseed": first.seed, "all_subseeds": seeds, "subseed_strength": 0},
+        **{"sampler_name": service.sampler, "cfg_scale": first.guidance_scale, "batch_size": asked.batch_size or 1},
+        **{"restore_faces": False, "face_restoration_model": None, "seed_resize_from_w": 0, "seed_resize_from_h": 0},
+        **{"sd_model_name": service.name, "sd_model_hash": None, "clip_skip": 1, "styles": []},
         "extra_generation_params": {"Token merging ratio": first.ratio},
         "index_of_first_image": 0,
         "infotexts": [describe(job, service.name, service.sampler) for job in jobs],
-        "styles": [],
         "job_timestamp": time.strftime("%Y%m%d%H%M%S"),
-        "clip_skip": 1,
         "is_using_inpainting_conditioning": False,
         "version": f"ppdiffusers_tome {__version__}",
     }

@@ -1,13 +1,18 @@
 """The HTTP application, over any service that draws: this process or a cluster."""
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Response, Security
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .._version import __version__
 from . import api_openai, api_webui, refusals
-from .gate import Gate
+from .gate import BASIC, BEARER, Gate
 from .metrics import Metrics
+from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
 from .service import Service
 from .settings import Settings
 
@@ -18,33 +23,61 @@ def create_app(service: Service, settings: Settings, metrics: Metrics) -> FastAP
     Args:
         service: draws the jobs; its state is what /ready tells.
         settings: time-outs, sizes and the key.
-        metrics: what /metrics shows; requests are counted here, pictures where they are drawn.
+        metrics: what /metrics shows; requests are counted here, images where they are drawn.
 
     Returns:
         An ASGI application. It reads no file and keeps nothing of a request beyond its answer.
     """
     # No pages of documentation: they would load scripts from elsewhere. /openapi.json describes the interface.
     app = FastAPI(title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, settings=settings, metrics=metrics)
     refusals.install(app)
-    api_openai.add_routes(app, service, settings)
-    api_webui.add_routes(app, service, settings)
-
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        """Whether the process is worth keeping: 503 once the model failed for good."""
-        return JSONResponse({"state": service.state}, 503 if service.state == "failed" else 200)
-
-    @app.get("/ready")
-    async def ready() -> JSONResponse:
-        """Whether requests are taken: 503 while loading and shutting down."""
-        is_ready = service.state == "ready"
-        return JSONResponse(
-            {"state": service.state}, 200 if is_ready else 503, {} if is_ready else {"Retry-After": "5"}
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("Authorization", "Content-Type"),
+            expose_headers=("Retry-After",),
         )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts, www_redirect=False)
+    app.add_middleware(Gate, settings=settings, metrics=metrics)
 
-    @app.get("/metrics")
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
+    async def health(response: Response) -> Health:
+        """Whether the process is worth keeping: 503, and the trouble, where it should be replaced."""
+        trouble = service.trouble
+        response.status_code = 503 if trouble else 200
+        return Health(state=service.state, trouble=trouble)
+
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", responses={503: {"model": Health}}, response_model_exclude_none=True)
+    async def ready(response: Response) -> Health:
+        """Whether requests are taken: 503 while loading and shutting down."""
+        if service.state != "ready":
+            response.status_code = 503
+            response.headers["Retry-After"] = "5"
+        return Health(state=service.state, trouble=service.trouble)
+
+    others = APIRouter()
+
+    @others.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
+        """Prometheus' counters."""
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
+    key = [Security(BEARER), Security(BASIC)] if settings.api_key is not None else []
+    statuses = (400, 401, 403) if key else (400, 403)
+    errors = [(others, OpenAIErrorResponse), (api_openai.make_router(service, settings), OpenAIErrorResponse)]
+    for router, model in [*errors, (api_webui.make_router(service, settings), WebuiErrorResponse)]:
+        app.include_router(router, dependencies=key, responses=refusals.responses(model, *statuses))
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = describe()
+        if service.state == "loading":  # the sampler is not yet known
+            app.openapi_schema = None
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
     return app

@@ -1,13 +1,16 @@
-"""What every request passes before it is parsed: the key, the size and pace of its body, and the counters."""
+"""What every request passes before its fields are read: key, origin, size, pace and form of its body, counters."""
 
 import asyncio
-import base64
-import binascii
-import hmac
 import logging
+import secrets
+from collections.abc import Awaitable, Callable
 from time import monotonic
+from typing import Any
 
-from starlette.datastructures import Headers
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBasic, HTTPBearer
+from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .metrics import Metrics
@@ -15,14 +18,18 @@ from .refusals import Refusal
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
+BEARER = HTTPBearer(auto_error=False, description="the API key")
+BASIC = HTTPBasic(auto_error=False, description="any user, and the API key as password, as webuiapi sends it")
 OPEN = ("/health", "/ready")  # what a load balancer asks, without a key
 ENDPOINTS = frozenset(
     (*OPEN, "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
 )
+LARGEST_LENGTH = 15  # digits of a Content-Length; Python itself reads no more than 4,300
+MOST_SEPARATORS = 20_000  # of JSON: no request has that many values, and millions of them cost seconds and gigabytes
 
 
 class Gate:
-    """ASGI middleware: 401 without the key, 413 and 408 while the body comes in, one count for each answer."""
+    """ASGI middleware: 401, 403 and 413 by the head, 413 and 408 while the body comes in; counts every answer."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -36,19 +43,16 @@ class Gate:
         endpoint = path if path in ENDPOINTS else "other"  # few labels, whatever clients ask for
         is_counted = False
 
-        def count(status: int) -> None:
-            nonlocal is_counted
-            is_counted = True
-            self._metrics.requests.labels(endpoint, str(status)).inc()
-            self._metrics.request_seconds.labels(endpoint).observe(monotonic() - start)
-
         async def counted(message: Message) -> None:
+            nonlocal is_counted
             if message["type"] == "http.response.start":
-                count(message["status"])
+                is_counted = True
+                self._metrics.requests.labels(endpoint, str(message["status"])).inc()
+                self._metrics.request_seconds.labels(endpoint).observe(monotonic() - start)
             await send(message)
 
         try:
-            refusal = self._refuse(scope)
+            refusal = await self._refuse(Request(scope))
             if refusal is None:
                 await self._app(scope, _Body(receive, self._settings), counted)
             else:
@@ -61,15 +65,19 @@ class Gate:
             message = "internal error; the log of the server has the reason"
             await Refusal(500, message, code="internal_error").respond(path)(scope, receive, counted)
 
-    def _refuse(self, scope: Scope) -> Refusal | None:
-        headers = Headers(scope=scope)
+    async def _refuse(self, request: Request) -> Refusal | None:
+        path, is_preflight = request.url.path, request.method == "OPTIONS"  # which a browser sends without a key
         key = self._settings.api_key
-        if key is not None and scope["path"] not in OPEN and not _has_key(headers.get("authorization", ""), key):
-            is_basic = scope["path"].startswith("/sdapi/")
-            challenge = {"WWW-Authenticate": 'Basic realm="ppdiffusers_tome"' if is_basic else "Bearer"}
+        if key is not None and path not in OPEN and not is_preflight and not await _has_key(request, key):
+            scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"
+            challenge = {"WWW-Authenticate": scheme}
             return Refusal(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._settings.body_bytes:
+        origin = request.headers.get("origin")
+        if request.method == "POST" and origin is not None and not {origin, "*"} & {*self._settings.origins}:
+            message = f"a web page of {origin[:100]!r} may not draw here: start the server with --allow-origin"
+            return Refusal(403, message, code="origin_not_allowed")
+        length = request.headers.get("content-length", "0")
+        if len(length) > LARGEST_LENGTH or int(length) > self._settings.body_bytes:
             return _too_large(self._settings)
         return None
 
@@ -99,19 +107,51 @@ class _Body:
         return message
 
 
+class JsonRoute(APIRoute):
+    """A route whose body must be sent as JSON, which a web page elsewhere cannot do, and is parsed in a thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json if self.body_field else handle
+
+
+class _JsonRequest(Request):
+    async def body(self) -> bytes:
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refusal(
+                415, "the body must be sent as Content-Type: application/json", code="unsupported_media_type"
+            )
+        return await super().body()
+
+    async def json(self) -> Any:
+        return await asyncio.to_thread(_parse, await self.body())
+
+
+def _parse(body: bytes) -> Any:
+    if sum(map(body.count, (b",", b":", b"[", b"{"))) > MOST_SEPARATORS:
+        raise Refusal(
+            413, f"the body has more than {MOST_SEPARATORS} commas, colons and brackets", code="too_many_values"
+        )
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
 def _too_large(settings: Settings) -> Refusal:
     return Refusal(413, f"the body is larger than {settings.body_bytes} bytes", code="body_too_large")
 
 
-def _has_key(authorization: str, key: str) -> bool:
-    """Whether the header is "Bearer KEY" or, as webuiapi sends it, "Basic base64(anybody:KEY)"; in constant time."""
-    scheme, _, credentials = authorization.partition(" ")
-    given = credentials.strip().encode("latin-1")
-    if scheme.lower() == "basic":
-        try:
-            given = base64.b64decode(given, validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            given = b""
-    elif scheme.lower() != "bearer":
-        given = b""
-    return hmac.compare_digest(given, key.encode("ascii"))
+async def _has_key(request: Request, key: str) -> bool:
+    """Whether the request has the key as FastAPI's schemes read it; compared in constant time."""
+    try:
+        token, login = await BEARER(request), await BASIC(request)
+    except HTTPException:  # "Basic" that is not base64
+        return False
+    given = token.credentials if token else login.password if login else ""
+    return secrets.compare_digest(given.encode(), key.encode())

@@ -23,7 +23,7 @@ class Job:
         seed: 0 to 2**32 - 1; the same job draws the same picture, whatever it is drawn together with.
         steps: denoising steps.
         guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt does nothing.
-        image: start from this picture, resized to height and width, instead of from noise.
+        image: RGB, start from it instead of from noise; it may come later than the rest, see `Service.submit`.
         strength: share of the steps that are done on the image, 0 < strength <= 1; None where there is no image.
     """
 
@@ -58,7 +58,8 @@ class Limits:
         images: most pictures of one request.
         steps: most denoising steps.
         guidance_scale: largest weight of the guidance.
-        image_pixels: most pixels (width times height) of a picture that a client sends.
+        image_pixels, image_side, image_aspect: of an image that a client sends, the most pixels (width times height),
+            the longest side, and how many times the shorter side it may be.
 
     Raises:
         ToMeConfigError: a limit is not positive, or there is no size or no ratio.
@@ -72,11 +73,13 @@ class Limits:
     steps: int = 100
     guidance_scale: float = 30.0
     image_pixels: int = 2**22
+    image_side: int = 8192
+    image_aspect: float = 16.0
 
     def __post_init__(self) -> None:
         if not self.sizes or not self.ratios:
             raise ToMeConfigError(f"sizes={self.sizes!r}, ratios={self.ratios!r}: a server needs one of each at least")
-        for name in ("prompt_characters", "images", "steps", "guidance_scale", "image_pixels"):
+        for name in ("prompt_characters", "images", "steps", "guidance_scale", "image_pixels", "image_side"):
             if not getattr(self, name) > 0:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive")
 
@@ -116,9 +119,7 @@ class Limits:
                 raise JobError(name, "it holds half a surrogate pair, which is no character")
 
     def _check_image(self, job: Job) -> None:
-        if (job.image is None) != (job.strength is None):
-            raise JobError("strength", "an image and a strength come together, or neither")
-        if job.image is None or job.strength is None:
+        if job.strength is None:
             return
         if not self.image_to_image:
             raise JobError("image", "image to image was not exported: export the model with --img2img")

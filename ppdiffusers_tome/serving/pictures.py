@@ -1,17 +1,18 @@
 """Pictures as bytes: PNG files that tell how they were made, and what clients send, decoded with care."""
 
 import base64
-import binascii
 import json
 from io import BytesIO
 
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
 from .errors import JobError
-from .jobs import Job
+from .jobs import Job, Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
+MOST_SCANS = 100  # of a JPEG; progressive ones have about ten
 
 
 def describe(job: Job, model: str, sampler: str) -> str:
@@ -42,39 +43,59 @@ def encode_png(image: Image.Image, job: Job, model: str, sampler: str) -> bytes:
     return file.getvalue()
 
 
-def decode_image(text: str, most_pixels: int) -> Image.Image:
-    """A picture that a client sent, as RGB; what is transparent becomes white.
+def load_image(text: str, size: tuple[int, int], limits: Limits) -> Image.Image:
+    """An image that a client sent, upright and resized, as RGB; what is transparent becomes white.
 
     Args:
         text: a PNG, JPEG or WEBP file in base64, with or without "data:image/png;base64," before it. Nothing else is
             read: no address, no file name.
-        most_pixels: largest width times height; a larger picture is refused by its header, before it is unpacked.
+        size: (width, height) of the result.
+        limits: of pixels, sides and aspect; an image beyond them is refused by its header, before it is unpacked.
 
     Raises:
-        JobError: it is no such picture, is broken or too large; the field is `image`.
+        JobError: it is no such image, is broken or too large; the field is `image`.
     """
     start = text[:64]
     encoded = text.partition(",")[2] if start.startswith("data:image/") and ";base64," in start else text
     try:
         data = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise JobError("image", "it is not base64: send the bytes of a PNG, JPEG or WEBP file in base64") from None
     try:
         image = Image.open(BytesIO(data), formats=ACCEPTED)
-        if image.width * image.height > most_pixels:
-            raise JobError("image", f"{image.width}x{image.height} is too large: {most_pixels} pixels are allowed")
-        image.load()
-        opaque = Image.new("RGBA", image.size, "white")
-        opaque.alpha_composite(image.convert("RGBA"))
+        _check_header(image, data, limits)
+        ImageOps.exif_transpose(image, in_place=True)
+        return _flattened(image).resize(size, Image.Resampling.LANCZOS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise JobError("image", f"it is too large: {most_pixels} pixels are allowed") from None
+        raise JobError("image", f"it is too large: {limits.image_pixels} pixels are allowed") from None
     except UnidentifiedImageError:
         raise JobError("image", f"it is none of {', '.join(ACCEPTED)}, or its header is broken") from None
     except JobError:
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything on broken files
         raise JobError("image", f"it is broken: {type(error).__name__}") from error
-    return opaque.convert("RGB")
+
+
+def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:
+    short, long = sorted(image.size)
+    if short * long > limits.image_pixels or long > limits.image_side or long > limits.image_aspect * short:
+        allowed = (
+            f"{limits.image_pixels} pixels, sides of {limits.image_side} and 1:{limits.image_aspect:g} are allowed"
+        )
+        raise JobError("image", f"{image.width}x{image.height} is too large or too narrow: {allowed}")
+    if image.format == "JPEG" and data.count(b"\xff\xda") > MOST_SCANS:
+        raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which takes as long as an image")
+
+
+def _flattened(image: Image.Image) -> Image.Image:
+    """RGB of 8 bits, over white."""
+    if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would cut off at 255
+        image = Image.fromarray(np.round(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return white.convert("RGB")
 
 
 def _quoted(value: str) -> str:

@@ -1,22 +1,22 @@
 """How a request is refused: one exception, written in the shape that the clients of each interface expect."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
-from .errors import JobError, QueueFullError, UnavailableError
+from .protocol import OpenAIError, OpenAIErrorResponse, WebuiErrorResponse
 
 CLIENT_GONE = 499  # nginx' number: nobody reads this answer, it is for the counters
 OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refusal(HTTPException):
-    """An answer that is no picture.
+    """An answer that is no image.
 
     Args:
         status: HTTP status.
@@ -34,68 +34,58 @@ class Refusal(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers or {}))
-        self.field = field
-        self.code = code
+        # OpenAI's client shows the message alone, so that it must name the field.
+        super().__init__(status, f"{field}: {message}" if field else message, dict(headers or {}))
+        self.field, self.code = field, code
 
-    def respond(self, path: str) -> Response:
+    def respond(self, path: str) -> JSONResponse:
         """The answer in the words of the interface that the path belongs to."""
+        body: WebuiErrorResponse | OpenAIErrorResponse
         if path.startswith("/sdapi/"):
-            body = {"detail": self._fastapi_detail()}
+            path_to = ["body", *(self.field or "").split(".")]
+            fault: dict[str, str | list[str]] = {
+                "loc": path_to,
+                "msg": self.detail,
+                "type": self.code or "value_error",
+            }
+            body = WebuiErrorResponse(detail=[fault] if self.field else self.detail)
         else:
-            kind = OPENAI_TYPES.get(
-                self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error"
-            )
-            body = {"error": {"message": self.detail, "type": kind, "param": self.field, "code": self.code}}
-        # ASCII: a field's name may hold half a surrogate pair, which UTF-8 cannot carry.
-        return Response(json.dumps(body), self.status_code, self.headers, "application/json")
-
-    def _fastapi_detail(self) -> Any:
-        """A list of one for a field, as FastAPI and stable-diffusion-webui write it, else the message."""
-        if self.field is None:
-            return self.detail
-        return [{"loc": ["body", *self.field.split(".")], "msg": self.detail, "type": self.code or "value_error"}]
-
-
-def refuse_job(error: JobError, names: Mapping[str, str]) -> Refusal:
-    """422 for a job that is not allowed; names tells what the interface calls a job's fields, where it differs."""
-    return Refusal(422, str(error), names.get(error.field, error.field), "invalid_value")
-
-
-def refuse_for_now(error: UnavailableError) -> Refusal:
-    """429 for a full queue and 503 for a server that starts or stops, both with Retry-After."""
-    headers = {"Retry-After": str(error.retry_after)}
-    if isinstance(error, QueueFullError):
-        return Refusal(429, str(error), code="queue_full", headers=headers)
-    return Refusal(503, str(error), code="unavailable", headers=headers)
+            other = "invalid_request_error" if self.status_code < 500 else "server_error"
+            kind = OPENAI_TYPES.get(self.status_code, other)
+            error = OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
+            body = OpenAIErrorResponse(error=error)
+        return JSONResponse(body.model_dump(), self.status_code, self.headers)
 
 
 def install(app: FastAPI) -> None:
     """Answer what the app refuses as a Refusal."""
-    app.add_exception_handler(Refusal, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(RequestValidationError, _answer)
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI schema: these statuses have such a body."""
+    return {status: {"model": model} for status in statuses}
+
+
+async def _answer(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
-        refusal = _of_validation(error)
-    elif isinstance(error, Refusal):
-        refusal = error
-    else:  # from FastAPI itself: no such path, method or JSON
-        assert isinstance(error, HTTPException)
-        refusal = Refusal(error.status_code, str(error.detail), headers=error.headers)
-    return refusal.respond(request.url.path)
+        error = _of_validation(error)
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, Refusal):  # from FastAPI itself: no such path or method
+        error = Refusal(error.status_code, error.detail, headers=error.headers)
+    if error.status_code == 405:  # Starlette names the methods of the path's first route alone
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
+        error.headers = {"Allow": ", ".join(sorted({name for route in routes for name in route.methods}))}
+    return error.respond(request.url.path)
 
 
 def _of_validation(error: RequestValidationError) -> Refusal:
     """The first of pydantic's complaints, without the value: it may be long, secret or not JSON."""
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return Refusal(422, "the body is not JSON", code="invalid_json")
-    field = ".".join(str(part) for part in first["loc"] if part != "body")
+    field = ".".join(str(part) for part in first["loc"][1:] if part != "nullable")[:100]
     if first["type"] == "extra_forbidden":
-        return Refusal(422, f"{field} is not a field of this request", field, "unknown_parameter")
+        return Refusal(422, "there is no such field in this request", field, "unknown_parameter")
     if not field:
-        return Refusal(422, "the body must be a JSON object, sent as application/json", code="invalid_json")
-    return Refusal(422, f"{field}: {first['msg'].removeprefix('Value error, ')}", field, "invalid_value")
+        return Refusal(422, "the body must be a JSON object", code="invalid_json")
+    return Refusal(422, first["msg"].removeprefix("Value error, "), field, "invalid_value")

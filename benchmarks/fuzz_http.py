@@ -1,0 +1,115 @@
+"""Check a real server against its own /openapi.json, with schemathesis and all of its checks.
+
+build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python .venv/bin/python
+
+First the server of `--model`, with a few bodies for each endpoint; then the same HTTP side over an engine that draws
+blank images in no time, with thousands (fuzz_blank_server.py). Exit status 1 where an answer is not what the schema
+says (status, body, headers), where a request that the schema allows is refused or one that it forbids is accepted, or
+where the server's log has a traceback.
+
+This file is also the module of hooks that schemathesis loads: JSON Schema cannot say that a text is an image, nor that
+two fields contradict each other, so bodies that are meant to be accepted get such fields right here.
+"""
+
+import argparse
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import requests
+import schemathesis
+from schemathesis.generation import GenerationMode
+
+KEY = "fuzz"
+# Drawing is not the subject: one size, few steps, and a queue that is never full.
+SERVE = ["--port", "0", "--sizes", "64x64", "--max-steps", "2", "--steps", "1", "--max-images", "2", "--queue", "1000"]
+
+
+@schemathesis.hook
+def before_call(context, case, kwargs):
+    """Let a body that the schema allows be one that can be drawn."""
+    body = case.body
+    if case.meta is None or case.meta.generation.mode != GenerationMode.POSITIVE or not isinstance(body, dict):
+        return
+    if "init_images" in body:
+        body["init_images"] = [png()]
+    if (body.get("n_iter") or 1) * (body.get("batch_size") or 1) > 2:
+        body["n_iter"] = 1
+    if int((body.get("denoising_strength") or 1) * (body.get("steps") or 1)) < 1:
+        body["denoising_strength"] = 1.0
+
+
+def png() -> str:
+    """A gray image of 2x2 pixels, in base64."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = chunk(b"IHDR", bytes([0, 0, 0, 2, 0, 0, 0, 2, 8, 0, 0, 0, 0]))
+    file = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(2 * b"\0\x80\x80")) + chunk(b"IEND", b"")
+    return base64.b64encode(file).decode()
+
+
+def start_server(command: list[str], log: Path) -> tuple[subprocess.Popen, str]:
+    """The server as people run it; returns once it is ready."""
+    with log.open("w") as file:
+        environment = {**os.environ, "PPDIFFUSERS_TOME_API_KEY": KEY}
+        server = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and server.poll() is None:
+        address = re.search(r"listening at (http://\S+)", log.read_text())
+        if address and requests.get(f"{address[1]}/ready", timeout=120).status_code == 200:
+            return server, address[1]
+        time.sleep(0.5)
+    server.kill()
+    raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
+
+
+def find(command: list[str], *flags: str) -> list[str]:
+    """What is wrong with the server that the command starts, in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        server, url = start_server(command, log)
+        try:
+            schema = [f"{url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", "--checks", "all"]
+            output = ["--continue-on-failure", "--generation-database", "none", "--no-color"]
+            run = [str(Path(sys.executable).parent / "schemathesis"), "run", *schema, *output, *flags]
+            environment = {**os.environ, "SCHEMATHESIS_HOOKS": "fuzz_http", "PYTHONPATH": str(Path(__file__).parent)}
+            status = subprocess.run(run, env=environment, cwd=folder).returncode
+            ready = requests.get(f"{url}/ready", timeout=60)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            ended = server.wait(60)
+        findings = [f"schemathesis: exit status {status}"] if status else []
+        findings += (
+            [] if ready.status_code == 200 else [f"/ready answers {ready.status_code} afterwards: {ready.text}"]
+        )
+        findings += [f"SIGTERM: exit status {ended}"] if ended else []
+        findings += ["the log has a traceback:\n" + log.read_text()[-5000:]] if "Traceback" in log.read_text() else []
+        return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="what the command export wrote, for 64x64 and with --img2img")
+    parser.add_argument("--server-python", default=sys.executable, help="the interpreter that has ppdiffusers_tome")
+    parser.add_argument("--examples", default="25", help="most bodies for one endpoint and phase")
+    parser.add_argument("--seed", default="1")
+    options = parser.parse_args()
+    real = [options.server_python, "-m", "ppdiffusers_tome", "serve", "--model", options.model, *SERVE]
+    blank = [options.server_python, str(Path(__file__).with_name("fuzz_blank_server.py"))]
+    findings = find(real, "--phases", "fuzzing", "--max-examples", "4", "--seed", options.seed)
+    findings += find(blank, "--max-examples", options.examples, "--seed", options.seed)
+    print("\n".join(findings) or "nothing found")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""What clients send and receive, as pydantic models: OpenAI's images and stable-diffusion-webui ("A1111").
+
+Bounds are in the schema. Those that depend on the export and the command line are put there by `narrow`, once.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+from .jobs import LARGEST_SEED, Limits
+from .service import State
+
+
+class Strict(BaseModel):
+    """Numbers must be numbers, and a field that does not exist is refused, not ignored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+Request = TypeVar("Request", bound=Strict)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)  # 3.0 is an integer in JSON, while true and "3" are not
+Integer = Annotated[int, WHOLE]
+
+
+def one_of(kind: Any, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
+    """The type of an optional value that must be among the choices, which may change; `reason` says why."""
+
+    def check(value: Any) -> Any:
+        if value not in choices():
+            raise ValueError(reason)
+        return value
+
+    extra = Field(json_schema_extra=lambda schema: schema.update(enum=list(choices())))
+    return Annotated[kind, AfterValidator(check), extra] | None
+
+
+def only(kind: Any, *values: Any) -> Any:
+    """The type of a field that can say so alone: its other values ask for what is not here."""
+    return one_of(kind, lambda: values, f"only {' or '.join(map(json.dumps, values))} is supported")
+
+
+def bounds(limits: Limits) -> dict[str, Any]:
+    """The types of a job's fields, by the field's name."""
+    sizes = ", ".join(f"{width}x{height}" for height, width in limits.sizes)
+    text = Annotated[str, Field(max_length=limits.prompt_characters)]
+
+    def exported(kind: Any, choices: Sequence[Any], listed: str) -> Any:
+        return one_of(kind, lambda: choices, f"only what was exported can be drawn: {listed}")
+
+    return {
+        "prompt": text,
+        "negative_prompt": text | None,
+        "images": Annotated[int, Field(ge=1, le=limits.images), WHOLE] | None,
+        "height": exported(Integer, sorted({height for height, _ in limits.sizes}), sizes),
+        "width": exported(Integer, sorted({width for _, width in limits.sizes}), sizes),
+        "size": exported(str, ["auto", *sizes.split(", ")], sizes),
+        "ratio": exported(float, limits.ratios, ", ".join(map(str, limits.ratios))),
+        "seed": Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE] | None,
+        "steps": Annotated[int, Field(ge=1, le=limits.steps), WHOLE] | None,
+        "guidance_scale": Annotated[float, Field(ge=0, le=limits.guidance_scale)] | None,
+        "strength": Annotated[float, Field(gt=0, le=1)] | None,
+    }
+
+
+def narrow(model: type[Request], types: Mapping[str, Any]) -> type[Request]:
+    """The model with other types of its fields, which keep default and description; new fields are optional."""
+    fields = {name: (kind, copy(model.model_fields.get(name, Field(None)))) for name, kind in types.items()}
+    return create_model(model.__name__, __base__=model, **fields)  # type: ignore[call-overload]
+
+
+# OpenAI
+
+
+class ImageRequest(Strict):
+    """What to draw."""
+
+    prompt: str
+    model: str | None = Field(None, max_length=500, description="the name that GET /v1/models lists")
+    n: int | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
+    size: str | None = Field(None, description='"WIDTHxHEIGHT" in pixels; "auto" or absent: the first exported')
+    seed: int | None = Field(None, description="drawn at random and reported if absent")
+    steps: int | None = Field(None, description="denoising steps")
+    guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; up to 1: none")
+    negative_prompt: str | None = Field(None, description="what not to draw")
+    tome_ratio: float | None = Field(None, description="share of tokens to merge away, an exported ratio")
+    user: str | None = Field(None, max_length=500, description="accepted and not used")
+    # OpenAI's fields of which this server has one way only.
+    background: Literal["auto", "opaque"] | None = None
+    moderation: Literal["auto"] | None = None
+    output_compression: only(Integer, 100) = None  # type: ignore[valid-type]
+    output_format: Literal["png"] | None = None
+    partial_images: only(Integer, 0) = None  # type: ignore[valid-type]
+    quality: Literal["auto", "standard"] | None = None
+    response_format: Literal["b64_json"] | None = Field(None, description="no url, because no image is kept")
+    stream: only(bool, False) = None  # type: ignore[valid-type]
+    style: None = None
+
+
+class Image(BaseModel):
+    b64_json: str
+    seed: int
+
+
+class ImagesResponse(BaseModel):
+    created: int
+    data: list[Image]
+    output_format: Literal["png"] = "png"
+    size: str
+
+
+class ModelResponse(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ppdiffusers_tome"
+    sizes: list[str]
+    tome_ratios: list[float]
+    image_to_image: bool
+
+
+class ModelsResponse(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelResponse]
+
+
+class OpenAIError(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorResponse(BaseModel):
+    error: OpenAIError
+
+
+# stable-diffusion-webui. Fields of features that are not here are accepted where they say that the feature is off.
+_EMPTY = Field(max_length=0)
+_TEXT = Annotated[str, Field(max_length=10_000)] | None
+OFF: dict[str, Any] = {
+    **dict.fromkeys(("alwayson_scripts", "comments"), Annotated[dict[str, Any], _EMPTY] | None),
+    **dict.fromkeys(("mask", "refiner_checkpoint", "script_name"), only(str, "")),
+    **dict.fromkeys(("script_args", "styles"), Annotated[list[Any], _EMPTY] | None),
+    **dict.fromkeys(("enable_hr", "restore_faces", "tiling", "include_init_images", "save_images"), only(bool, False)),
+    **dict.fromkeys(("send_images", "override_settings_restore_afterwards"), only(bool, True)),
+    **dict.fromkeys(("firstphase_width", "firstphase_height", "resize_mode", "subseed_strength"), only(float, 0)),
+    **dict.fromkeys(("s_churn", "s_min_uncond", "s_tmax", "s_tmin"), only(float, 0)),
+    **dict.fromkeys(("initial_noise_multiplier", "s_noise"), only(float, 1)),
+    "eta": only(float, 0, 1),  # webuiapi always sends 1; no sampler here takes it
+    # Settings of features that are off, and of files that are never written. Clients send them always.
+    **dict.fromkeys(("do_not_save_samples", "do_not_save_grid", "disable_extra_networks"), bool | None),
+    **dict.fromkeys(("hr_upscaler", "hr_checkpoint_name", "hr_sampler_name", "hr_scheduler"), _TEXT),
+    **dict.fromkeys(("hr_prompt", "hr_negative_prompt"), _TEXT),
+    **dict.fromkeys(("hr_scale", "hr_second_pass_steps", "hr_resize_x", "hr_resize_y"), float | None),
+    **dict.fromkeys(("mask_blur", "mask_blur_x", "mask_blur_y", "inpainting_fill"), float | None),
+    **dict.fromkeys(("inpaint_full_res_padding", "inpainting_mask_invert", "image_cfg_scale"), float | None),
+    **dict.fromkeys(("subseed", "seed_resize_from_h", "seed_resize_from_w", "refiner_switch_at"), float | None),
+    "inpaint_full_res": bool | None,
+}
+
+
+class Options(Strict):
+    """Settings of the server, or of one request."""
+
+    sd_model_checkpoint: str | None = None
+    token_merging_ratio: float | None = None
+    CLIP_stop_at_last_layers: only(Integer, 1) = None  # type: ignore[valid-type]
+
+
+class TextRequest(Strict):
+    """What to draw."""
+
+    prompt: str = ""
+    negative_prompt: str | None = None
+    seed: int | None = Field(None, description="-1 or absent: drawn at random and reported")
+    batch_size: int | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
+    n_iter: int | None = Field(None, description="batch_size times this many images are drawn")
+    steps: int | None = None
+    cfg_scale: float | None = None
+    width: int | None = None
+    height: int | None = None
+    sampler_name: str | None = None
+    sampler_index: str | None = None
+    scheduler: Literal["", "automatic", "Automatic"] | None = None
+    override_settings: Options | None = None
+    denoising_strength: float | None = None
+
+
+class ImageToImageRequest(TextRequest):
+    """What to draw from an image, which is resized to width and height."""
+
+    init_images: list[str] = Field(
+        min_length=1, max_length=1, description="one PNG, JPEG or WEBP file in base64, or as a data URL"
+    )
+
+
+class WebuiResponse(BaseModel):
+    images: list[str]
+    parameters: dict[str, Any]
+    info: str
+
+
+class ProgressResponse(BaseModel):
+    progress: float
+    eta_relative: float
+    state: dict[str, Any]
+    current_image: None = None
+    textinfo: None = None
+
+
+class WebuiErrorResponse(BaseModel):
+    """A message, or where it is a field's fault a list of one, as FastAPI writes it."""
+
+    detail: str | list[dict[str, str | list[str]]]
+
+
+class Health(BaseModel):
+    state: State
+    trouble: str | None = None
