@@ -16,7 +16,7 @@ from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
 from .layout import copy_parts, describe_export, share_weights
-from .manifest import Manifest, ProgramFile, Size
+from .manifest import Manifest, ProgramFile, Size, list_programs
 from .programs import Traceable
 from .request import Request, check
 from .runtime import Runtime
@@ -111,14 +111,11 @@ class _Task:
 
 def _tasks(request: Request) -> list[_Task]:
     found: list[_Task] = []
-    for size in request.sizes or (None,):
-        for ratio in request.configs:
-            # ppdiffusers looks into "unet"; the others are ours alone.
-            folder = "_".join(["unet", *([str(size)] if size else []), f"{ratio:g}"]) if found else "unet"
-            found.append(_Task("unet", folder, size, ratio))
-    models = ["text_encoder", *(["text_encoder_2"] if request.is_xl else [])]
-    models += ["vae_decoder", *(["vae_encoder"] if request.image_to_image else [])]
-    return found + [_Task(model, model) for model in models]
+    for model, size, ratio in list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image):
+        # ppdiffusers looks into "unet"; the others are ours alone.
+        folder = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])])
+        found.append(_Task(model, folder if found else "unet", size, ratio))
+    return found
 
 
 def _write(request: Request, task: _Task, folder: Path, written: list[ProgramFile]) -> ProgramFile:
