@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,19 @@ def test_what_is_there_is_not_drawn_again_and_a_changed_prompt_is(tmp_path, mode
     assert generate(prompts, model, out, 2, draw_here(lambda: painter)).made == 4
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda png: b"", lambda png: png[:-1], lambda png: b"?" + png[1:], lambda png: b"fox"]
+)
+def test_a_file_that_is_no_whole_png_is_drawn_again(tmp_path, model, damage):
+    out, prompts = tmp_path / "out", prompts_of("a", "b")
+    generate(prompts, model, out, 2, draw_here(Painter))
+    whole = pictures(out)
+    path = out / min(whole)
+    path.write_bytes(damage(whole[path.name]))
+    assert str(generate(prompts, model, out, 2, draw_here(Painter))).startswith("1 made, 1 skipped")
+    assert pictures(out) == whole
+
+
 def test_nothing_is_loaded_where_nothing_is_missing(tmp_path, model):
     prompts = prompts_of("a")
     generate(prompts, model, tmp_path / "out", 2, draw_here(Painter))
@@ -360,6 +374,22 @@ def test_a_failed_picture_is_told_in_the_exit_status(tmp_path, exported_folder, 
     told = capsys.readouterr()
     assert "1 made, 0 skipped (already there), 1 failed of 2" in told.out
     assert "failed: picture 1 ('explode'): RuntimeError: no such picture" in told.err
+
+
+def test_damaged_weights_draw_nothing_verified_or_not(tmp_path, exported_folder, capsys):
+    prompts, folder = tmp_path / "prompts.txt", tmp_path / "copy"
+    prompts.write_text("a\nb")
+    shutil.copytree(exported_folder, folder)
+    weights = folder / "vae_decoder" / "inference.pdiparams"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4] + np.float32("nan").tobytes())  # the last of the last parameter
+    given = command(prompts, folder, tmp_path / "out", "--steps", "2")
+    assert main(given) == 2
+    assert "vae_decoder/inference.pdiparams is not what was exported" in capsys.readouterr().err
+    assert not pictures(tmp_path / "out")
+    assert main([*given, "--no-verify"]) == 1
+    assert "0 made, 0 skipped (already there), 2 failed of 2" in capsys.readouterr().out
+    assert not pictures(tmp_path / "out")
 
 
 def test_interrupting_says_how_to_go_on(tmp_path, exported_folder, capsys, monkeypatch):
