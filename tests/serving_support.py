@@ -43,12 +43,12 @@ class FakeEngine:
     def generate(self, jobs, should_stop=None):
         self.calls.append(list(jobs))
         self.started.release()
-        for _ in range(jobs[0].steps):
+        for step in range(jobs[0].steps):
             while not self.gate.wait(0.01):
-                if should_stop():
+                if should_stop(step, jobs[0].steps):
                     raise AbandonedError("gone")
             sleep(self.step_seconds)
-            if should_stop():
+            if should_stop(step + 1, jobs[0].steps):
                 raise AbandonedError("gone")
             self.steps_done += 1
         for job in jobs:
@@ -60,8 +60,9 @@ class FakeEngine:
 class Running:
     """What tests ask of a running server."""
 
-    def __init__(self, queue, server, engine, metrics, port):
+    def __init__(self, queue, server, engine, metrics, port, thread):
         self.queue, self.server, self.engine, self.metrics, self.port = queue, server, engine, metrics, port
+        self.thread = thread
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
@@ -83,18 +84,19 @@ class Running:
 
 
 @contextmanager
-def serving(engine=None, limits=LIMITS, settings=None, load=None, name="fake", **queue_options):
+def serving(engine=None, limits=LIMITS, settings=None, load=None, name="fake", seconds=120, **queue_options):
     """A server at a free port of 127.0.0.1, ready, and closed afterwards."""
     engine = engine or FakeEngine()
     metrics = Metrics()
     queue = PictureQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
     app = create_app(queue, settings or Settings(steps=2), metrics)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = DrainingServer(app, queue)
+    port = listener.getsockname()[1]  # now: a server whose model fails at once closes it
+    server = DrainingServer(app, queue, seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     queue.start()
     thread.start()
-    running = Running(queue, server, engine, metrics, listener.getsockname()[1])
+    running = Running(queue, server, engine, metrics, port, thread)
     try:
         until(lambda: server.started)
         if load is None:

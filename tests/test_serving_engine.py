@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import os
+import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,15 +22,17 @@ from PIL import Image
 from ppdiffusers import EulerAncestralDiscreteScheduler
 from serving_support import LIMITS, FakeEngine, until
 
-from ppdiffusers_tome import ToMeConfigError, ToMeError
+from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import warm_ups
-from ppdiffusers_tome.inference import load_pipeline
+from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.engine import Engine, load_engine
-from ppdiffusers_tome.serving.errors import AbandonedError
+from ppdiffusers_tome.serving.errors import AbandonedError, DrawingError
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.metrics import Metrics
+from ppdiffusers_tome.serving.offline import draw_batch
+from ppdiffusers_tome.serving.prompts import Prompt
 from ppdiffusers_tome.serving.queue import PictureQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
 from ppdiffusers_tome.serving.settings import KEY_VARIABLE, Settings
@@ -79,8 +83,8 @@ def test_the_ratio_is_the_jobs(engine):
         engine.generate([replace(JOB, height=64, width=64)])
 
 
-def test_from_a_picture(engine):
-    start = Image.fromarray(np.random.RandomState(0).randint(0, 255, (50, 40, 4), dtype="uint8"), "RGBA")
+def test_from_an_image(engine):
+    start = Image.fromarray(np.random.RandomState(0).randint(0, 255, (32, 48, 3), dtype="uint8"))
     job = replace(JOB, image=start, strength=0.7)
     once, again = engine.generate([job])[0], engine.generate([job])[0]
     assert once.size == (48, 32) and difference(once, again) == 0
@@ -89,6 +93,9 @@ def test_from_a_picture(engine):
     assert engine.batch_key(job) is None, "its noise is drawn for a whole batch at once"
     with pytest.raises(ToMeConfigError, match="2 jobs"):
         engine.generate([job, job])
+    for wrong in (start.resize((1, 50_000)), start.convert("RGBA"), start.rotate(90, expand=True)):
+        with pytest.raises(ToMeConfigError, match="it must be RGB, 48x32"):
+            engine.generate([replace(job, image=wrong)])
 
 
 def test_jobs_that_disagree_are_not_drawn_together(engine):
@@ -113,14 +120,68 @@ def test_a_sampler_that_draws_noise_is_not_batched(exported_folder):
 def test_drawing_stops_at_the_next_step(engine, steps):
     asked = []
 
-    def should_stop():
-        asked.append(None)
+    def should_stop(*step):
+        asked.append(step)
         return len(asked) > steps
 
     with pytest.raises(AbandonedError):
         engine.generate([replace(JOB, steps=20)], should_stop)
-    assert len(asked) == steps + 1
+    assert asked == [(), (1, 20), (2, 20)][: steps + 1]
     assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0, "and goes on as if nothing had been"
+
+
+@pytest.fixture
+def damaged_folder(exported_folder, tmp_path):
+    """The export, in which one number of the decoder's weights is NaN."""
+    folder = shutil.copytree(exported_folder, tmp_path / "damaged")
+    (params,) = {program.params for program in read_manifest(folder).of("vae_decoder")}
+    with (folder / params).open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(np.float32("nan").tobytes())
+    return folder
+
+
+def test_damaged_weights_are_refused_or_draw_nothing(damaged_folder):
+    with pytest.raises(ToMeExportError, match="is not what was exported"):
+        load_engine(damaged_folder, threads=1)
+    engine = load_engine(damaged_folder, threads=1, verify=False)
+    start = Image.new("RGB", (48, 32))
+    for job in (JOB, replace(JOB, image=start, strength=0.7)):
+        with pytest.raises(DrawingError, match="not finite"):
+            engine.generate([job])
+    [(_, failure)] = draw_batch(engine, [Prompt(0, JOB)])
+    assert "not finite" in failure.reason
+
+
+def test_the_server_does_not_start_with_damaged_weights(damaged_folder, capsys):
+    serve = ["serve", "--model", str(damaged_folder), "--port", "0", "--threads", "1"]
+    assert main(serve) == 2
+    assert "is not what was exported" in capsys.readouterr().err
+    assert main([*serve, "--no-verify"]) == 2
+    assert "an image has values that are not finite" in capsys.readouterr().err, "from the first warm-up image"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_an_image_that_is_not_finite_fails_alone(engine, monkeypatch, value):
+    pipe = engine._text_to_image
+    bad = []
+    decode = pipe.vae.decode
+
+    def decode_and_spoil(latents, **kwargs):
+        image = decode(latents, **kwargs)[0].numpy()
+        if not bad:
+            bad.append(latents[0])
+        for row, latent in enumerate(latents):
+            if float((latent - bad[0]).abs().max()) < 1e-2:
+                image[row, 0, 5, 5] = value
+        return (paddle.to_tensor(image),)
+
+    monkeypatch.setattr(pipe.vae, "decode", decode_and_spoil)
+    with pytest.raises(DrawingError, match="not finite"):
+        engine.generate([JOBS[1]])
+    drawn = [file for _, file in draw_batch(engine, [Prompt(index, job) for index, job in enumerate(JOBS)])]
+    assert [isinstance(file, bytes) for file in drawn] == [True, False, True]
+    assert str(pickle.loads(pickle.dumps(DrawingError("x")))) == "x", "Ray sends it from process to process"
 
 
 # The command
@@ -190,6 +251,18 @@ def test_serve_as_people_run_it(exported_folder):
         (["--timeout", "0"], "request_seconds=0.0 is not allowed"),
         (["--queue", "2"], "4 pictures"),
         (["--batch", "0"], "largest_batch=0"),
+        (["--batch-wait", "nan"], "batch_wait=nan is not allowed"),
+        (["--batch-wait", "inf"], "batch_wait=inf is not allowed"),
+        (["--batch-wait", "-0.1"], "batch_wait=-0.1 is not allowed"),
+        (["--batch-wait", "1e300"], "batch_wait=1e+300 is not allowed"),
+        (["--timeout", "nan"], "nan is not allowed"),
+        (["--timeout", "inf"], "inf is not allowed"),
+        (["--threads", "0"], "threads=0 is not allowed: it must be 1 to 1024"),
+        (["--threads", "-1"], "threads=-1 is not allowed"),
+        (["--threads", "1000000000"], "threads=1000000000 is not allowed"),
+        (["--device", "tpu"], "device='tpu' is not allowed"),
+        (["--device", "gpu:x"], "device='gpu:x' is not allowed"),
+        (["--host", "a" * 100], "cannot listen there"),
         (["--port", "99999"], "port=99999"),
         (["--host", "192.0.2.1"], "host='192.0.2.1'"),
     ],
@@ -215,7 +288,7 @@ def test_a_model_that_does_not_load_is_an_error():
         raise ToMeError("broken program")
 
     queue = PictureQueue(load, "fake", LIMITS, metrics=Metrics())
-    with pytest.raises(ServerFailedError, match="could not be loaded"):
+    with pytest.raises(ServerFailedError, match="could not be loaded, or drawing has ended: broken program"):
         serve(queue, create_app(queue, Settings(), queue.metrics), port=0)
 
 
@@ -223,7 +296,7 @@ def test_every_program_is_used_before_the_server_is_ready():
     jobs = warm_ups(LIMITS, 2.0)
     used = {(job.height, job.width, job.ratio) for job in jobs}
     assert used == {(48, 64, 0.5), (48, 64, 0.0), (64, 64, 0.5), (64, 64, 0.0)}
-    assert [job.image is not None for job in jobs] == [False, False, False, False, True]
+    assert [job.image and job.image.size for job in jobs] == [None, None, None, None, (64, 48)]
     assert len(warm_ups(replace(LIMITS, image_to_image=False), 2.0)) == 4
     for job in jobs:
         LIMITS.check(job)

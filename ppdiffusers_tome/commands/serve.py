@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from ..errors import ToMeConfigError, ToMeError
-from ..inference import Manifest, parse_size, read_manifest
+from ..inference import Manifest, Runtime, parse_size, read_manifest
 from ..serving.jobs import Job, Limits
 from ..serving.settings import KEY_VARIABLE, Settings, key_from_environment
 
@@ -34,6 +34,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--model", type=Path, required=True, help="folder that the command export wrote")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of this machine's")
     serve.add_argument("--port", type=int, default=8000, help="0 for one that is free")
+    serve.add_argument(
+        "--no-verify", dest="verify", action="store_false", help="do not compare the weights with their hashes"
+    )
     serve.add_argument("--device", default="cpu", help="cpu or gpu")
     serve.add_argument("--threads", type=int, help="CPU threads; all cores if not given")
     serve.add_argument(
@@ -87,7 +90,9 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
     )
     warm_up = warm_ups(limits, settings.guidance_scale)
     limits.check(replace(warm_up[0], steps=settings.steps))  # or requests that leave them out would all be refused
-    load = partial(_load, options.model.resolve(), warm_up, options.device)
+    # Raises here what it would where the model is loaded; only a machine of a Ray cluster knows what GPU it has.
+    Runtime("cpu" if options.ray_address else options.device, options.threads)
+    load = partial(_load, options.model.resolve(), warm_up, options.device, options.verify)
     if settings.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: {options.host} may be reached from elsewhere and {KEY_VARIABLE} is not set", file=sys.stderr)
     if options.ray:
@@ -95,15 +100,24 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     metrics = Metrics()
     load = partial(load, options.threads)
-    queue = PictureQueue(load, manifest.name, limits, options.queue, options.batch, options.batch_wait, metrics)
-    serve(queue, create_app(queue, settings, metrics), options.host, options.port)
+    queue = PictureQueue(
+        load,
+        manifest.name,
+        limits,
+        options.queue,
+        options.batch,
+        options.batch_wait,
+        metrics,
+        stuck_seconds=2 * options.timeout,
+    )
+    serve(queue, create_app(queue, settings, metrics), options.host, options.port, settings.request_seconds)
     return 0
 
 
-def _load(folder: Path, warm_up: Sequence[Job], device: str, threads: int | None) -> "Engine":
+def _load(folder: Path, warm_up: Sequence[Job], device: str, verify: bool, threads: int | None) -> "Engine":
     from ..serving.engine import load_engine
 
-    engine = load_engine(folder, device, threads)
+    engine = load_engine(folder, device, threads, verify)
     for job in warm_up:  # ready means: it has drawn
         engine.generate([job])
     return engine
@@ -121,7 +135,7 @@ def warm_ups(limits: Limits, guidance_scale: float) -> list[Job]:
         for ratio in limits.ratios
     ]
     if limits.image_to_image:
-        jobs.append(replace(jobs[0], image=Image.new("RGB", (8, 8)), strength=1.0))
+        jobs.append(replace(jobs[0], image=Image.new("RGB", (jobs[0].width, jobs[0].height)), strength=1.0))
     return jobs
 
 

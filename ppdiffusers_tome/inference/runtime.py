@@ -13,6 +13,7 @@ from paddle import inference
 from ..errors import ToMeConfigError, ToMeExportError
 
 SHAPES = "shape_range_info.pbtxt"  # what tensorrt="tune" writes beside a program, as ppdiffusers' deploy/ does
+MOST_THREADS = 1024  # of one predictor
 PRECISIONS = {"fp32": "Float32", "fp16": "Half", "bf16": "Bfloat16"}
 # What ppdiffusers' deploy/ takes out of every diffusion model on a GPU.
 GPU_PASSES_OFF = (
@@ -31,7 +32,7 @@ class Runtime:
 
     Args:
         device: "cpu", "gpu" or "gpu:1".
-        threads: of one predictor on the CPU; None: as many as the machine has cores.
+        threads: of one predictor on the CPU, 1 to 1024; None: as many as the machine has cores.
         onednn: oneDNN's kernels on the CPU, several times faster. None: on for `.pdmodel` programs whose export found
             it right, off for Paddle 3's `.json`, with which it crashes (Paddle #77340) or is inaccurate.
         tensorrt: run the UNet by TensorRT (GPU): "tune" notes the shapes that a first picture meets, True uses them.
@@ -53,8 +54,9 @@ class Runtime:
         kind, _, index = str(self.device).partition(":")
         if kind not in ("cpu", "gpu") or (index and not (kind == "gpu" and index.isdecimal())):
             raise ToMeConfigError(f'device={self.device!r} is not allowed: it must be "cpu", "gpu" or "gpu:N".')
-        if self.threads is not None and (isinstance(self.threads, bool) or not self.threads >= 1):
-            raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 or more, or None.")
+        is_count = isinstance(self.threads, int) and not isinstance(self.threads, bool)
+        if self.threads is not None and not (is_count and 1 <= self.threads <= MOST_THREADS):
+            raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MOST_THREADS}, or None.")
         if self.precision not in PRECISIONS:
             raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
         if self.tensorrt not in (True, False, "tune"):

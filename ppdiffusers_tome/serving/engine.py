@@ -10,10 +10,11 @@ from ppdiffusers import StableDiffusionImg2ImgPipeline as FromImage
 from ppdiffusers import StableDiffusionPipeline as FromText
 from ppdiffusers import StableDiffusionXLImg2ImgPipeline as FromImageXL
 from ppdiffusers import StableDiffusionXLPipeline as FromTextXL
+from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
-from .errors import AbandonedError
+from .errors import AbandonedError, DrawingError
 from .jobs import Job
 
 # Schedulers whose steps draw no noise. What the others draw comes from one generator for the whole batch, so that a
@@ -29,6 +30,15 @@ DETERMINISTIC = {
     "PNDMScheduler": "PLMS",
     "UniPCMultistepScheduler": "UniPC",
 }
+
+
+class FiniteImageProcessor(VaeImageProcessor):
+    """ppdiffusers' own, except that it raises DrawingError on NaN and infinity, which are black and white as uint8."""
+
+    def postprocess(self, image: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not paddle.isfinite(image).all():
+            raise DrawingError("an image has values that are not finite: the weights are damaged, or overflow")
+        return super().postprocess(image, *args, **kwargs)
 
 
 class Engine:
@@ -49,6 +59,7 @@ class Engine:
         for pipe in (text_to_image, image_to_image):
             if pipe is not None:
                 pipe.set_progress_bar_config(disable=True)
+                pipe.image_processor = FiniteImageProcessor.from_config(pipe.image_processor.config)
 
     def batch_key(self, job: Job) -> Hashable | None:
         """Jobs of equal keys may be drawn in one call; None: this job must be drawn alone.
@@ -60,21 +71,23 @@ class Engine:
             return None
         return job.height, job.width, job.steps, job.guidance_scale, job.ratio
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[[], bool] | None = None) -> list[Image.Image]:
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
         """Draw the jobs in one pipeline call.
 
         Args:
             jobs: one, or several of equal `batch_key`.
-            should_stop: asked before the first and after every step; where it says True, drawing ends.
+            should_stop: called before the first step, and after each with the number of steps that are done and of
+                all steps; where it returns True, drawing ends.
 
         Returns:
             RGB pictures, in the order of the jobs. Each is the picture that `paddle.seed(seed); pipe(prompt)` draws,
             up to rounding: every job's noise comes from its own seed.
 
         Raises:
-            AbandonedError: should_stop said so.
-            ToMeConfigError: jobs that cannot be drawn together, an image without an image-to-image pipeline, or a
-                size or ratio that was not exported.
+            AbandonedError: should_stop returned True.
+            DrawingError: an image is not finite.
+            ToMeConfigError: jobs that cannot be drawn together, an image without an image-to-image pipeline, one that
+                is not RGB or not of the job's size, or a size or ratio that was not exported.
         """
         first = jobs[0]
         key = self.batch_key(first)
@@ -98,10 +111,14 @@ class Engine:
     def _from_image(self, job: Job, common: dict[str, Any]) -> list[Image.Image]:
         if self._image_to_image is None or job.image is None:
             raise ToMeConfigError(f"{self.name} has no image-to-image pipeline: export it with --img2img")
+        if job.image.mode != "RGB" or job.image.size != (job.width, job.height):
+            size = f"{job.image.width}x{job.image.height}"
+            raise ToMeConfigError(
+                f"a {job.image.mode} image of {size} is not allowed: it must be RGB, {job.width}x{job.height}"
+            )
         self._image_to_image.unet.ratio = job.ratio
-        image = job.image.convert("RGB").resize((job.width, job.height), Image.Resampling.LANCZOS)
         paddle.seed(job.seed)
-        return list(self._image_to_image(**common, image=image, strength=job.strength).images)
+        return list(self._image_to_image(**common, image=job.image, strength=job.strength).images)
 
     def _noise(self, job: Job) -> paddle.Tensor:
         """[1, C, height / f, width / f]: the noise that the pipeline itself would draw after paddle.seed(seed)."""
@@ -122,21 +139,23 @@ class Engine:
         return DETERMINISTIC.get(name, name.removesuffix("Scheduler"))
 
 
-def load_engine(folder: Path, device: str = "cpu", threads: int | None = None) -> Engine:
+def load_engine(folder: Path, device: str = "cpu", threads: int | None = None, verify: bool = True) -> Engine:
     """Load an exported folder, image to image too where it was exported.
 
     Args:
         folder: what `export_pipeline` wrote.
         device, threads: as for `inference.load_pipeline`.
+        verify: compare the weights with their hashes, which takes seconds for each GB.
 
     Raises:
-        ToMeError: the folder is no export (from `inference`), or one of a ControlNet or an inpainting model.
+        ToMeError: the folder is no export or is damaged (from `inference`), or is one of a ControlNet or an
+            inpainting model.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, verify=verify)
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which wants a picture in every step: it cannot be served")
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")
-    pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, device=device, threads=threads)
+    pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, device=device, threads=threads, verify=False)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is a model for inpainting, which cannot be served")
     other = None
@@ -146,9 +165,9 @@ def load_engine(folder: Path, device: str = "cpu", threads: int | None = None) -
     return Engine(pipe, other, manifest.name)
 
 
-def _stopper(should_stop: Callable[[], bool]) -> Callable[..., dict[str, Any]]:
+def _stopper(should_stop: Callable[..., bool]) -> Callable[..., dict[str, Any]]:
     def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if should_stop():
+        if should_stop(step + 1, pipe.num_timesteps):
             raise AbandonedError(f"drawing stopped after step {step + 1}")
         return tensors
 

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf, prod
 from time import monotonic
 
 from PIL.Image import Image
 
-from ..errors import ToMeConfigError
+from ..errors import ToMeConfigError, ToMeError
 from .engine import Engine
 from .errors import AbandonedError, DrainingError, DrawingError, NotReadyError, QueueFullError
 from .jobs import Job, Limits
@@ -19,6 +19,8 @@ from .metrics import Metrics
 from .service import Progress, State
 
 logger = logging.getLogger(__name__)
+LONGEST_WAIT = 60.0  # seconds for a batch to fill
+FAILURES = 5  # failed images in a row after which the model counts as broken
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +41,12 @@ class PictureQueue:
         limits: which jobs are taken.
         capacity: how many pictures may wait; those being drawn do not count.
         largest_batch: most pictures in one pipeline call.
-        batch_wait: seconds that the oldest job waits for others to be drawn with. One that has waited that long
-            already, because another batch was being drawn, does not wait again.
+        batch_wait: seconds, 0 to 60, that the oldest job waits for others to be drawn with. One that has waited that
+            long already, because another batch was being drawn, does not wait again.
+        stuck_seconds: a pipeline call that takes longer is trouble.
 
     Raises:
-        ToMeConfigError: a number is not positive, or one request may ask for more pictures than may wait.
+        ToMeConfigError: a number is not allowed, or one request may ask for more pictures than may wait.
     """
 
     def __init__(
@@ -55,22 +58,30 @@ class PictureQueue:
         largest_batch: int = 4,
         batch_wait: float = 0.02,
         metrics: Metrics | None = None,
+        stuck_seconds: float = 600.0,
     ) -> None:
-        if largest_batch < 1 or batch_wait < 0:
-            raise ToMeConfigError(f"{largest_batch=}, {batch_wait=}: at least 1 and at least 0 seconds are allowed")
+        if largest_batch < 1 or not 0 <= batch_wait <= LONGEST_WAIT:
+            raise ToMeConfigError(
+                f"{largest_batch=}, {batch_wait=} is not allowed: they must be 1 or more, and 0 to {LONGEST_WAIT:g} s"
+            )
+        if not 0 < stuck_seconds < inf:
+            raise ToMeConfigError(f"{stuck_seconds=} is not allowed: it must be positive and finite")
         if capacity < limits.images:
             raise ToMeConfigError(f"{capacity=} is not allowed: one request may ask for {limits.images} pictures")
         self.name, self.limits, self.metrics = name, limits, metrics or Metrics()
         self._load, self._capacity = load, capacity
-        self._largest_batch, self._batch_wait = largest_batch, batch_wait
+        self._largest_batch, self._batch_wait, self._stuck_seconds = largest_batch, batch_wait, stuck_seconds
         self._changed = threading.Condition()  # guards all that follows
         self._state: State = "loading"
         self._waiting: list[_Ticket] = []
         self._running: list[_Ticket] = []
         self._running_since: float | None = None
+        self._step = 0, 0  # done, and of all, in the call that runs
         self._reserved = 0  # places for images whose start image is being decoded
         self._is_closed = False
-        self._batch_seconds = 1.0  # of late, to tell how long a full queue takes
+        self._pace: dict[tuple[float, ...], float] = {}  # seconds for a step, by _kind; the last measured is the last
+        self._failures = 0  # in a row
+        self.failure: BaseException | None = None  # why the state is "failed"
         self._engine: Engine | None = None
         self._thread = threading.Thread(target=self._work, name="pictures")
         self.metrics.waiting.set_function(lambda: self._count_live())
@@ -102,13 +113,18 @@ class PictureQueue:
     @property
     def trouble(self) -> str | None:
         """See `Service`."""
-        return "the model could not be loaded, or drawing has ended" if self._state == "failed" else None
+        if self._state == "failed":
+            return "the model could not be loaded, or drawing has ended"
+        if (seconds := self.progress().seconds) > self._stuck_seconds:
+            return f"one pipeline call runs for {seconds:.0f} s"
+        return f"the last {self._failures} images failed" if self._failures >= FAILURES else None
 
     def progress(self) -> Progress:
         """See `Service`."""
-        since = self._running_since
-        seconds = 0.0 if since is None else monotonic() - since
-        return Progress(len(self._running), self._count_live(), seconds=seconds)
+        with self._changed:
+            if self._running_since is None:
+                return Progress(waiting=self._count_live())
+            return Progress(len(self._running), self._count_live(), *self._step, monotonic() - self._running_since)
 
     async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
         """See `Service`."""
@@ -133,8 +149,8 @@ class PictureQueue:
             if self._state != "failed":
                 self._state = "draining"
 
-    def close(self) -> None:
-        """Abandon what is left, at the next step, and wait for the thread to end."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Abandon what is left, at the next step, and wait for the thread; returns whether it ended in time."""
         with self._changed:
             self.drain()
             self._is_closed = True
@@ -142,7 +158,8 @@ class PictureQueue:
                 ticket.future.cancel()
             self._changed.notify_all()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _reserve(self, images: int) -> None:
         """Hold places for so many images while the image that they start from is decoded."""
@@ -152,13 +169,37 @@ class PictureQueue:
             if self._state != "ready":
                 raise NotReadyError(f"the server is not ready: {self._state}", retry_after=5)
             self._forget_abandoned()
-            if len(self._waiting) + self._reserved + images > self._capacity:
-                batches = ceil(len(self._waiting) / self._largest_batch)
-                retry_after = min(60, max(1, ceil(batches * self._batch_seconds)))
-                raise QueueFullError(
-                    f"{len(self._waiting)} pictures wait, and the queue holds {self._capacity}", retry_after
-                )
+            missing = len(self._waiting) + self._reserved + images - self._capacity
+            if missing > 0:
+                message = f"{len(self._waiting)} pictures wait, and the queue holds {self._capacity}"
+                raise QueueFullError(message, max(1, ceil(self._seconds_until_taken(missing))))
             self._reserved += images
+
+    def _seconds_until_taken(self, images: int) -> float:
+        """How long until so many of the waiting images are in the pipeline, by what a step has taken of late."""
+        running, waiting = self.progress(), self._waiting
+        seconds = 0.0
+        if self._running:
+            pace = self._step_seconds(self._running[0].job, len(self._running))
+            if pace is None:
+                pace = running.seconds / max(1, running.step)
+            seconds = pace * (running.steps - running.step)
+        while waiting:
+            batch, _ = self._gather(waiting)
+            images -= len(batch)
+            if images <= 0:
+                break
+            seconds += (self._step_seconds(batch[0].job, len(batch)) or 0.0) * _steps(batch[0].job)
+            waiting = [ticket for ticket in waiting if ticket not in batch]
+        return seconds
+
+    def _step_seconds(self, job: Job, images: int) -> float | None:
+        """Seconds for a step of so many such jobs, as measured or else by pixels from another; None: none was yet."""
+        kind = _kind(job, images)
+        if kind in self._pace or not self._pace:
+            return self._pace.get(kind)
+        other = next(reversed(self._pace))
+        return self._pace[other] * prod(kind[:3]) / prod(other[:3])
 
     def _enqueue(self, jobs: Sequence[Job]) -> "list[Future[Image]]":
         tickets = [_Ticket(job) for job in jobs]
@@ -180,12 +221,12 @@ class PictureQueue:
                 self._draw(batch)
                 with self._changed:
                     self._running, self._running_since = [], None
-        except BaseException:
-            logger.exception("the thread that draws has ended")
+        except BaseException as error:
+            logger.error("the thread that draws has ended: %s", error, exc_info=not isinstance(error, ToMeError))
             with self._changed:
-                self._state = "failed"
+                self._state, self.failure = "failed", error
                 for ticket in (*self._waiting, *self._running):
-                    _fail(ticket)
+                    _fail(ticket, error)
                 self._waiting, self._running = [], []
 
     def _take(self) -> list[_Ticket]:
@@ -194,11 +235,11 @@ class PictureQueue:
             while True:
                 self._forget_abandoned()
                 if self._waiting:
-                    batch, is_open = self._gather()
+                    batch, is_open = self._gather(self._waiting)
                     patience = batch[0].arrived + self._batch_wait - monotonic()
                     if not is_open or patience <= 0 or self._state == "draining":
                         self._waiting = [ticket for ticket in self._waiting if ticket not in batch]
-                        self._running, self._running_since = batch, monotonic()
+                        self._running = batch
                         return batch
                     self._changed.wait(patience)
                 elif self._is_closed:
@@ -206,14 +247,14 @@ class PictureQueue:
                 else:
                     self._changed.wait()
 
-    def _gather(self) -> tuple[list[_Ticket], bool]:
+    def _gather(self, waiting: list[_Ticket]) -> tuple[list[_Ticket], bool]:
         """The oldest job and those that may be drawn with it, and whether more could be."""
         assert self._engine is not None
-        oldest = self._waiting[0]
+        oldest = waiting[0]
         key = self._engine.batch_key(oldest.job)
         if key is None:
             return [oldest], False
-        agreeing = [ticket for ticket in self._waiting if self._engine.batch_key(ticket.job) == key]
+        agreeing = [ticket for ticket in waiting if self._engine.batch_key(ticket.job) == key]
         return agreeing[: self._largest_batch], len(agreeing) < self._largest_batch
 
     def _draw(self, batch: list[_Ticket]) -> None:
@@ -223,24 +264,34 @@ class PictureQueue:
         self.metrics.pictures.labels("abandoned").inc(len(batch) - len(live))
         if not live:
             return
-        start = monotonic()
+        job = live[0].job
+
+        def should_stop(step: int = 0, steps: int = _steps(job)) -> bool:
+            self._step = step, steps
+            return all(ticket.future.cancelled() for ticket in live)
+
+        with self._changed:
+            self._step, self._running_since = (0, _steps(job)), monotonic()
+        start = self._running_since
         try:
-            images = self._engine.generate(
-                [ticket.job for ticket in live], lambda: all(ticket.future.cancelled() for ticket in live)
-            )
+            images = self._engine.generate([ticket.job for ticket in live], should_stop)
         except AbandonedError:
             self.metrics.pictures.labels("abandoned").inc(len(live))
-        except Exception:
+        except Exception as error:
             logger.exception("drawing %d pictures failed", len(live))
             if len(live) > 1:
                 for ticket in live:
                     self._draw([ticket])
             else:
+                self._failures += 1
                 self.metrics.pictures.labels("failed").inc()
-                _fail(live[0])
+                _fail(live[0], error)
         else:
-            seconds = monotonic() - start
-            self._batch_seconds += 0.2 * (seconds - self._batch_seconds)
+            seconds, kind = monotonic() - start, _kind(job, len(live))
+            with self._changed:
+                self._failures = 0
+                pace = seconds / max(1, self._step[1])
+                self._pace[kind] = pace + 0.5 * (self._pace.pop(kind, pace) - pace)
             self.metrics.batch_seconds.observe(seconds)
             self.metrics.batch_pictures.observe(len(live))
             for ticket, image in zip(live, images, strict=True):
@@ -260,6 +311,17 @@ class PictureQueue:
         self._waiting = live
 
 
-def _fail(ticket: _Ticket) -> None:
+def _fail(ticket: _Ticket, error: BaseException) -> None:
+    if not isinstance(error, DrawingError):  # what others say may be secret
+        error = DrawingError("drawing failed; the log of the server has the reason")
     if not ticket.future.done() and ticket.future.set_running_or_notify_cancel():
-        ticket.future.set_exception(DrawingError("drawing failed; the log of the server has the reason"))
+        ticket.future.set_exception(error)
+
+
+def _steps(job: Job) -> int:
+    return job.steps if job.strength is None else int(job.steps * job.strength)
+
+
+def _kind(job: Job, images: int) -> tuple[float, ...]:
+    """What decides how long a step takes: images, their height and width, the ratio, and whether there is guidance."""
+    return images, job.height, job.width, job.ratio, job.guidance_scale > 1
