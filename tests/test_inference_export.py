@@ -122,7 +122,7 @@ def test_failing_overwrite_keeps_the_earlier_export(exported_folder, tiny, tmp_p
 
     folder = tmp_path / "out"
     shutil.copytree(exported_folder, folder)
-    monkeypatch.setattr(export_module, "_tasks", lambda _: [])
+    monkeypatch.setattr(export_module, "list_programs", lambda *_: [])
     monkeypatch.setattr(export_module, "copy_parts", full)
     with pytest.raises(OSError, match="No space left"):
         export(tiny, folder, 0.5, overwrite=True)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeAlias
@@ -81,11 +81,7 @@ class FileFacts(TypedDict):
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Manifest:
-    """What `export_pipeline` writes and `load_pipeline` reads.
-
-    Raises:
-        pydantic.ValidationError: a field is missing, unknown, of the wrong type or out of range, or two disagree.
-    """
+    """What `export_pipeline` writes and `load_pipeline` reads; pydantic refuses what is wrong or does not agree."""
 
     format: Literal[1]  # of tome.json
     name: str  # of the model: its folder's name
@@ -102,22 +98,19 @@ class Manifest:
     files: dict[InnerPath, FileFacts]
 
     def __post_init__(self) -> None:
-        if self.pipeline not in READERS:
-            raise ValueError(f"pipeline {self.pipeline!r:.60} is none of {', '.join(READERS)}")
-        if ("ControlNet" in self.pipeline) != self.controlnet:
-            raise ValueError(f"residuals {self.residuals} do not go with {self.pipeline}")
-        if any(side % self.vae_factor for size in self.sizes for side in size):
-            raise ValueError(f"vae_factor {self.vae_factor} does not divide the sizes")
-        if list(self.merging) != [f"{ratio:g}" for ratio in self.ratios]:
-            raise ValueError("merging does not go with ratios")
-        is_xl = "XL" in self.pipeline
-        if [(each.model, each.size, each.ratio) for each in self.programs] != list_programs(
-            self.sizes, self.ratios, is_xl, self.image_to_image
-        ):
-            raise ValueError("programs do not go with sizes, ratios and image_to_image")
-        needed = {path for each in self.programs for path in (each.program, each.params)} | {"model_index.json"}
-        if missing := needed - set(self.files):
-            raise ValueError(f"files lacks {', '.join(sorted(missing))}")
+        planned = list_programs(self.sizes, self.ratios, "XL" in self.pipeline, self.image_to_image)
+        paths = {path for each in self.programs for path in (each.program, each.params)}
+        agree = {
+            "pipeline": self.pipeline in READERS,
+            "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
+            "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
+            "merging": list(self.merging) == [f"{ratio:g}" for ratio in self.ratios],
+            "programs": [(each.model, each.size, each.ratio) for each in self.programs] == planned,
+            "files": {*paths, "model_index.json"} <= set(self.files),
+        }
+        for name, does in agree.items():
+            if not does:
+                raise ValueError(f"{name} is unknown or does not go with the other fields")
 
     @property
     def controlnet(self) -> bool:
@@ -155,16 +148,13 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-_ADAPTER = TypeAdapter(Manifest)
-
-
 def list_programs(
-    sizes: Iterable[Size], ratios: Iterable[float], is_xl: bool, image_to_image: bool
+    sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool
 ) -> list[tuple[str, Size | None, float | None]]:
     """Model, size and ratio of each program of an export, in their order."""
     models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
     models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
-    unets = [("unet", size, ratio) for size in tuple(sizes) or (None,) for ratio in ratios]
+    unets = [("unet", size, ratio) for size in sizes or (None,) for ratio in ratios]
     return [*unets, *((model, None, None) for model in models)]
 
 
@@ -196,7 +186,7 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
             "python -m ppdiffusers_tome export --model DIR --output OUT."
         )
     try:
-        manifest = _ADAPTER.validate_json(path.read_bytes())
+        manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
         for name, facts in manifest.files.items():
             file = Path(os.path.realpath(folder / name, strict=True))
             if not file.is_relative_to(folder.resolve()):
