@@ -52,6 +52,7 @@ setup(
         "paddlenlp>=2.8.1",
         "numpy<2",
         "packaging",
+        "pydantic>=2.9,<3",
         "huggingface_hub<0.26",
         "aistudio-sdk<0.3",
     ],

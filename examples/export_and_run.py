@@ -55,7 +55,7 @@ def main(argv=None) -> None:
         arms["eager"] = DiffusionPipeline.from_pretrained(str(source), paddle_dtype=paddle.float32)
         with_settings = manifest.merging[f"{ratio:g}"][0]
         if with_settings is not None:
-            arms["eager"].apply_tome(**with_settings)
+            arms["eager"].apply_tome(**vars(with_settings))
     pictures, seconds = draw(arms, args, size)
     rows = [(name, f"{statistics.median(seconds[name]):.2f} s", pictures[name]) for name in arms]
     args.output.mkdir(parents=True, exist_ok=True)

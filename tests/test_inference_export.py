@@ -16,7 +16,7 @@ from ppdiffusers import (
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from zoo.parts import controlnet, stable_diffusion, unet
 
-from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
+from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.inference import Size, export_pipeline, parse_size, read_manifest
 from ppdiffusers_tome.inference import export as export_module
@@ -43,8 +43,8 @@ def test_manifest_tells_what_is_there(exported_folder):
     assert manifest.ratios == (0.5, 0.0)
     assert manifest.pipeline == "StableDiffusionPipeline"
     assert manifest.image_to_image and not manifest.controlnet
-    assert manifest.merging["0"] == [None, None]
-    assert manifest.merging["0.5"][0]["ratio"] == 0.5
+    assert manifest.merging["0"] == (None, None)
+    assert manifest.merging["0.5"][0] == ToMeConfig(ratio=0.5)
     assert manifest.versions["paddle"] == paddle.__version__
     assert [each.program.split("/")[0] for each in manifest.of("unet")] == [
         "unet",
@@ -95,7 +95,7 @@ def test_pipeline_stays_as_it_is_and_its_own_merging_is_exported(tiny, tmp_path)
         )
         np.testing.assert_array_equal(drawn, again)
         assert manifest.ratios == (0.25,)
-        assert manifest.merging["0.25"][0]["use_rand"] is False
+        assert manifest.merging["0.25"][0].use_rand is False
     finally:
         tiny.remove_tome()
 
@@ -122,7 +122,7 @@ def test_failing_overwrite_keeps_the_earlier_export(exported_folder, tiny, tmp_p
 
     folder = tmp_path / "out"
     shutil.copytree(exported_folder, folder)
-    monkeypatch.setattr(export_module, "_tasks", lambda _: [])
+    monkeypatch.setattr(export_module, "list_programs", lambda *_: [])
     monkeypatch.setattr(export_module, "copy_parts", full)
     with pytest.raises(OSError, match="No space left"):
         export(tiny, folder, 0.5, overwrite=True)
@@ -250,7 +250,7 @@ def test_command_exports_a_folder(tiny, tmp_path, capsys):
     assert main([*command, "--sizes", "32x32", "--seed", "7"]) == 0
     manifest = read_manifest(tmp_path / "out", verify=True)
     assert manifest.sizes == (Size(32, 32),) and not manifest.image_to_image
-    assert manifest.merging["0.5"][0]["seed"] == 7
+    assert manifest.merging["0.5"][0].seed == 7
     printed = capsys.readouterr().out
     assert "unet/inference." in printed and "sizes 32x32, ratios 0.5" in printed
     assert main(command) == 2  # it is there already

@@ -132,7 +132,7 @@ def test_controlnet_is_fused_with_the_unet(tmp_path):
     parts = stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL))
     pipe = StableDiffusionControlNetPipeline(**parts)
     manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, progress=False)
-    assert manifest.residuals == 3 and manifest.merging["0.5"][1]["ratio"] == 0.25
+    assert manifest.residuals == 3 and manifest.merging["0.5"][1].ratio == 0.25
     exported = load(tmp_path / "out")
     for settings in (
         {"image": image()},

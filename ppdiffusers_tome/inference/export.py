@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
 from .layout import copy_parts, describe_export, share_weights
-from .manifest import Manifest, ProgramFile, Size
+from .manifest import Manifest, ProgramFile, Size, list_programs
 from .programs import Traceable
 from .request import Request, check
 from .runtime import Runtime
@@ -71,8 +70,9 @@ def export_pipeline(
     request = check(pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, settings)
     with _complete_or_nothing(request.folder) as partial:
         written: list[ProgramFile] = []
-        for task in tqdm(_tasks(request), desc="export", unit="program", disable=not progress):
-            written.append(_write(request, task, partial, written))
+        planned = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
+        for model, size, ratio in tqdm(planned, desc="export", unit="program", disable=not progress):
+            written.append(_write(request, model, size, ratio, partial, written))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
         manifest.save(partial)
@@ -95,57 +95,37 @@ def _complete_or_nothing(folder: Path) -> Iterator[Path]:
         raise
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One program to write."""
-
-    model: str
-    folder: str
-    size: Size | None = None  # that it is bound to
-    ratio: float | None = None  # None: nothing merges in this model
-
-    @property
-    def label(self) -> str:
-        return " ".join([self.model, *([f"at {self.size}"] if self.size else [])])
-
-
-def _tasks(request: Request) -> list[_Task]:
-    found: list[_Task] = []
-    for size in request.sizes or (None,):
-        for ratio in request.configs:
-            # ppdiffusers looks into "unet"; the others are ours alone.
-            folder = "_".join(["unet", *([str(size)] if size else []), f"{ratio:g}"]) if found else "unet"
-            found.append(_Task("unet", folder, size, ratio))
-    models = ["text_encoder", *(["text_encoder_2"] if request.is_xl else [])]
-    models += ["vae_decoder", *(["vae_encoder"] if request.image_to_image else [])]
-    return found + [_Task(model, model) for model in models]
-
-
-def _write(request: Request, task: _Task, folder: Path, written: list[ProgramFile]) -> ProgramFile:
-    """Save one program; one copy of one model is in memory at a time."""
+def _write(
+    request: Request, model: str, size: Size | None, ratio: float | None, folder: Path, written: list[ProgramFile]
+) -> ProgramFile:
+    """Save one program, at any size where `size` is None; one copy of one model is in memory at a time."""
     factor = vae_factor(request.pipe)
     # A dynamic program is compared at a size whose sides differ.
-    size = task.size or (request.sizes[0] if request.sizes else Size(32 * factor, 48 * factor))
-    fixed = {"height": size.height, "width": size.width}
-    fixed |= {"latent_height": size.height // factor, "latent_width": size.width // factor}
+    shown = size or (request.sizes[0] if request.sizes else Size(32 * factor, 48 * factor))
+    fixed = {"height": shown.height, "width": shown.width}
+    fixed |= {"latent_height": shown.height // factor, "latent_width": shown.width // factor}
     dims = {**fixed, "tokens": text_tokens(request.pipe)}
-    traceable = _traceable(request, task)
-    saved = save(traceable, folder / task.folder, fixed if task.size else {}, dims, task.label, Runtime().cores())
-    params = share_weights(saved.params, [folder / each.params for each in written if each.model == task.model])
+    traceable = _traceable(request, model, size, ratio)
+    label = f"{model} at {size}" if size else model
+    # ppdiffusers looks into "unet"; the others are ours alone.
+    parts = [model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])]
+    into = folder / ("_".join(parts) if written else "unet")
+    saved = save(traceable, into, fixed if size else {}, dims, label, Runtime().cores())
+    params = share_weights(saved.params, [folder / each.params for each in written if each.model == model])
     program, params = (path.relative_to(folder) for path in (saved.program, params))
-    return ProgramFile(task.model, str(program), str(params), task.size, task.ratio, saved.parity, saved.onednn_parity)
+    return ProgramFile(model, str(program), str(params), size, ratio, saved.parity, saved.onednn_parity)
 
 
-def _traceable(request: Request, task: _Task) -> Traceable:
+def _traceable(request: Request, model: str, size: Size | None, ratio: float | None) -> Traceable:
     pipe = request.pipe
-    if task.model == "vae_encoder":
+    if model == "vae_encoder":
         return programs.vae_encoder(pipe.vae)
-    if task.model == "vae_decoder":
+    if model == "vae_decoder":
         return programs.vae_decoder(pipe.vae)
-    if task.ratio is None:
-        return programs.text_encoder(getattr(pipe, task.model), request.is_xl)
-    traceable = programs.denoiser(pipe.unet, request.controlnet, task.size is not None)
-    config, for_controlnet = request.configs[task.ratio]
+    if ratio is None:
+        return programs.text_encoder(getattr(pipe, model), request.is_xl)
+    traceable = programs.denoiser(pipe.unet, request.controlnet, size is not None)
+    config, for_controlnet = request.configs[ratio]
     detach(traceable.layer)  # what the copies brought along
     if config is not None:
         attach(traceable.layer.unet, config, None)

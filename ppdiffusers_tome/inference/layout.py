@@ -3,7 +3,6 @@
 import filecmp
 import inspect
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import ppdiffusers
 
 from .._version import __version__
 from ..models import vae_factor
-from .manifest import Manifest, ProgramFile, sha256
+from .manifest import FileFacts, Manifest, ProgramFile, sha256
 from .programs import count_residuals
 from .request import Request
 
@@ -51,9 +50,11 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
     """The folder's manifest; every other file must be there already."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths
+        path.relative_to(folder).as_posix(): FileFacts(bytes=path.stat().st_size, sha256=sha256(path))
+        for path in paths
     }
     return Manifest(
+        format=1,
         name=Path(request.pipe.config.get("_name_or_path") or type(request.pipe).__name__).name,
         pipeline=type(request.pipe).__name__,
         sizes=request.sizes,
@@ -61,10 +62,7 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
         image_to_image=request.image_to_image,
         residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
         vae_factor=vae_factor(request.pipe),
-        merging={
-            f"{ratio:g}": [None if config is None else asdict(config) for config in pair]
-            for ratio, pair in request.configs.items()
-        },
+        merging={f"{ratio:g}": pair for ratio, pair in request.configs.items()},
         versions={
             "ppdiffusers_tome": __version__,
             "paddle": paddle.__version__,

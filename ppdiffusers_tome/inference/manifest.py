@@ -2,22 +2,45 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
+from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict
+
+from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 
 MANIFEST = "tome.json"
-FORMAT = 1  # of this file; another number is refused
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+# ppdiffusers' pipelines that can be exported: its class that reads the folder without and with a VAE encoder.
+READERS = {
+    "StableDiffusionPipeline": ("PaddleInferStableDiffusionPipeline", "PaddleInferStableDiffusionMegaPipeline"),
+    "StableDiffusionImg2ImgPipeline": (None, "PaddleInferStableDiffusionImg2ImgPipeline"),
+    "StableDiffusionInpaintPipeline": (None, "PaddleInferStableDiffusionInpaintPipeline"),
+    "StableDiffusionControlNetPipeline": 2 * ("PaddleInferStableDiffusionControlNetPipeline",),
+    "StableDiffusionXLPipeline": ("PaddleInferStableDiffusionXLPipeline", "PaddleInferStableDiffusionXLMegaPipeline"),
+    "StableDiffusionXLImg2ImgPipeline": (None, "PaddleInferStableDiffusionXLImg2ImgPipeline"),
+}
+
+Side: TypeAlias = Annotated[int, Field(ge=1, le=99_999)]
+Ratio: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Distance: TypeAlias = Annotated[float, AllowInfNan(True)]
+# A path inside the folder: no component is empty or begins with a dot.
+_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+InnerPath: TypeAlias = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME}){{0,9}}$")]
 
 
 class Size(NamedTuple):
-    """Height and width of a picture in pixels, in ppdiffusers' order; written "WIDTHxHEIGHT", as everybody does."""
+    """Height and width of an image in pixels, in ppdiffusers' order; written "WIDTHxHEIGHT", as everybody does."""
 
-    height: int
-    width: int
+    height: Side
+    width: Side
 
     def __str__(self) -> str:
         return f"{self.width}x{self.height}"
@@ -29,42 +52,65 @@ def parse_size(text: str) -> Size:
     Raises:
         ToMeConfigError: the text is no such thing.
     """
-    width, _, height = text.lower().partition("x")
-    if not (width.isdecimal() and height.isdecimal() and int(width) and int(height)):
-        raise ToMeConfigError(f"size={text!r} is not allowed: it must be WIDTHxHEIGHT in pixels, such as 512x768.")
-    return Size(int(height), int(width))
+    sides = re.fullmatch("([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", str(text).lower())
+    if sides is None:
+        raise ToMeConfigError(f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT in pixels, such as 512x768.")
+    return Size(int(sides[2]), int(sides[1]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ProgramFile:
     """One program of an exported folder, whose weights it may share with others."""
 
     model: str  # "unet", "text_encoder", "vae_decoder", ...
-    program: str  # path in the folder: "unet/inference.pdmodel", on Paddle 3 ".json"
-    params: str  # path in the folder: "unet/inference.pdiparams"
+    program: InnerPath  # "unet/inference.pdmodel", on Paddle 3 ".json"
+    params: InnerPath  # "unet/inference.pdiparams"
     size: Size | None = None  # the one it runs at; None: any
-    ratio: float | None = None  # by which it merges, 0 for a plain denoiser; None where there is nothing to merge
+    ratio: Ratio | None = None  # by which it merges, 0 for a plain denoiser; None where there is nothing to merge
     # Largest |program - eager| over the largest |eager|, by batch size, with the kernels that eager has and oneDNN's.
     parity: dict[str, float] = field(default_factory=dict, hash=False)
-    onednn_parity: dict[str, float] = field(default_factory=dict, hash=False)
+    onednn_parity: dict[str, Distance] = field(default_factory=dict, hash=False)
 
 
-@dataclass(frozen=True)
+class FileFacts(TypedDict):
+    """How a file is recognized."""
+
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class Manifest:
-    """What `export_pipeline` writes and `load_pipeline` reads."""
+    """What `export_pipeline` writes and `load_pipeline` reads; pydantic refuses what is wrong or does not agree."""
 
+    format: Literal[1]  # of tome.json
     name: str  # of the model: its folder's name
     pipeline: str  # the class in ppdiffusers that it came from and is loaded as, e.g. "StableDiffusionPipeline"
     sizes: tuple[Size, ...]  # in the order they were asked for; () where height and width are dynamic
-    ratios: tuple[float, ...]  # the first is the default
+    ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
     image_to_image: bool  # whether the VAE's encoder is there
-    residuals: int  # residuals of the ControlNet that is fused with the UNet, the mid block's included; 0 without one
-    vae_factor: int  # image pixels per latent pixel, along each side
-    # By ratio: the ToMeConfig of the UNet and that of the ControlNet, None where it is plain or there is none.
-    merging: dict[str, list[dict[str, Any] | None]]
+    residuals: Annotated[int, Field(ge=0)]  # of the ControlNet fused with the UNet, with the mid block's; 0: no such
+    vae_factor: Side  # image pixels per latent pixel, along each side
+    # By ratio: how the UNet merges and how the ControlNet does, None where it is plain or there is none.
+    merging: dict[str, tuple[ToMeConfig | None, ToMeConfig | None]]
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
-    files: dict[str, dict[str, Any]]  # path: {"bytes": ..., "sha256": ...}
+    files: dict[InnerPath, FileFacts]
+
+    def __post_init__(self) -> None:
+        planned = list_programs(self.sizes, self.ratios, "XL" in self.pipeline, self.image_to_image)
+        paths = {path for each in self.programs for path in (each.program, each.params)}
+        agree = {
+            "pipeline": self.pipeline in READERS,
+            "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
+            "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
+            "merging": list(self.merging) == [f"{ratio:g}" for ratio in self.ratios],
+            "programs": [(each.model, each.size, each.ratio) for each in self.programs] == planned,
+            "files": {*paths, "model_index.json"} <= set(self.files),
+        }
+        for name, does in agree.items():
+            if not does:
+                raise ValueError(f"{name} is unknown or does not go with the other fields")
 
     @property
     def controlnet(self) -> bool:
@@ -98,8 +144,18 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write `tome.json` into a folder."""
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, ensure_ascii=False)
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def list_programs(
+    sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool
+) -> list[tuple[str, Size | None, float | None]]:
+    """Model, size and ratio of each program of an export, in their order."""
+    models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
+    models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
+    unets = [("unet", size, ratio) for size in sizes or (None,) for ratio in ratios]
+    return [*unets, *((model, None, None) for model in models)]
 
 
 def check_ratio(ratio: float, ratios: Iterable[float]) -> None:
@@ -111,13 +167,13 @@ def check_ratio(ratio: float, ratios: Iterable[float]) -> None:
         )
 
 
-def read_manifest(folder: str | Path, verify: bool = False) -> Manifest:
-    """Read an exported folder's `tome.json`.
+def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
+    """Read an exported folder's `tome.json`, and check that its files are there.
 
     Args:
         folder: what `export_pipeline` wrote.
-        verify: compare also the weights with the SHA-256 written down, which takes seconds for each GB. All other
-            files always are, for Paddle crashes on a damaged program; of weights the size is.
+        verify: True compares the SHA-256 of all files, which takes seconds for each GB; False of all but the weights,
+            because Paddle crashes on a damaged program; None compares sizes alone.
 
     Raises:
         ToMeExportError: the folder was not exported by this package, is damaged, or newer than this package.
@@ -130,24 +186,30 @@ def read_manifest(folder: str | Path, verify: bool = False) -> Manifest:
             "python -m ppdiffusers_tome export --model DIR --output OUT."
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found = data.pop("format")
-        if found != FORMAT:
-            raise ToMeExportError(f"{path} has format {found}, this package reads {FORMAT}: export the model again.")
-        data["sizes"] = tuple(Size(*each) for each in data["sizes"])
-        data["ratios"] = tuple(data["ratios"])
-        data["programs"] = tuple(
-            ProgramFile(**{**each, "size": each["size"] and Size(*each["size"])}) for each in data["programs"]
-        )
-        manifest = Manifest(**data)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ToMeExportError(f"{path} is damaged ({error}): export the model again.") from error
-    for name, expected in manifest.files.items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != expected["bytes"]:
-            raise ToMeExportError(f"{folder / name} is missing or cut short: export or copy the folder again.")
-        if (verify or not name.endswith(".pdiparams")) and sha256(folder / name) != expected["sha256"]:
-            raise ToMeExportError(f"{folder / name} is not what was exported: export or copy the folder again.")
+        manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
+        for name, facts in manifest.files.items():
+            file = Path(os.path.realpath(folder / name, strict=True))
+            if not file.is_relative_to(folder.resolve()):
+                raise ToMeExportError(f"{folder / name} is a link out of {folder}: put the file itself there.")
+            if file.stat().st_size != facts["bytes"]:
+                raise ToMeExportError(f"{folder / name} is cut short: export or copy the folder again.")
+            is_hashed = verify if name.endswith(".pdiparams") else verify is not None
+            if is_hashed and sha256(file) != facts["sha256"]:
+                raise ToMeExportError(f"{folder / name} is not what was exported: export or copy the folder again.")
+    except ValidationError as error:
+        reason = f"{path} is damaged, or of another version of this package ({first_error(error)})"
+        raise ToMeExportError(f"{reason}: export the model again.") from error
+    except OSError as error:
+        raise ToMeExportError(f"{folder} cannot be read ({error}): export or copy it again.") from error
     return manifest
+
+
+def first_error(error: ValidationError) -> str:
+    """The first thing that pydantic found wrong, in a line: field, reason and value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
+    value = "" if first["type"] in ("json_invalid", "missing", "value_error") else f", not {first['input']!r:.60}"
+    return f"{where}{first['msg'].removeprefix('Value error, ')}{value}"
 
 
 def sha256(path: Path) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ToMeConfigError, ToMeError, ToMeExportError
 from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
-from .manifest import Manifest, ProgramFile, read_manifest
+from .manifest import MANIFEST, Manifest, ProgramFile, read_manifest
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE, Load
 from .runtime import Predictor, Runtime
 from .tracing import right_for_onednn
@@ -28,7 +28,7 @@ def load_pipeline(
     onednn: bool | None = None,
     tensorrt: bool | str = False,
     precision: str = "fp32",
-    verify: bool = False,
+    verify: bool = True,
 ) -> DiffusionPipeline:
     """Load an exported folder as an ordinary pipeline: same call, schedulers, callbacks and progress bar.
 
@@ -41,7 +41,8 @@ def load_pipeline(
         cls: class of ppdiffusers to load it as; None: the class that was exported.
         ratio: to merge by, one of the exported; None: the first of them.
         device, threads, onednn, tensorrt, precision: as in `Runtime`.
-        verify: compare also the weights with the hashes in `tome.json`, as `read_manifest` does.
+        verify: compare the weights with the hashes in `tome.json`, which takes seconds for each GB. All other files
+            are compared in any case. Damaged weights that were not compared draw black images or end the process.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists what there is).
@@ -53,8 +54,6 @@ def load_pipeline(
     folder = Path(folder)
     runtime = Runtime(device, threads, onednn, tensorrt, precision)
     manifest = read_manifest(folder, verify)
-    cls = cls or getattr(ppdiffusers, manifest.pipeline)
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
 
     def load(program: ProgramFile) -> Predictor:
         is_open = runtime.onednn is None and runtime.gpu is None
@@ -63,8 +62,20 @@ def load_pipeline(
             folder / program.program, folder / program.params, replace(runtime, onednn=fast), program.model == "unet"
         )
 
-    ratio = manifest.ratios[0] if ratio is None else ratio
-    parts: dict[str, Any] = _exported(folder, manifest, load, ratio)
+    try:
+        return _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio)
+    except ToMeError:
+        raise
+    except Exception as error:  # whatever ppdiffusers and paddlenlp raise on configs that they do not understand
+        reason = f"{type(error).__name__}: {error}"
+        raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
+
+
+def _assemble(
+    folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: float | None
+) -> DiffusionPipeline:
+    index = _read_json(folder / "model_index.json")
+    parts: dict[str, Any] = _exported(folder, manifest, load, manifest.ratios[0] if ratio is None else ratio)
     for name in COPIED:
         if (folder / name).is_dir():
             parts[name] = _copied(folder, name, index)
@@ -80,12 +91,16 @@ def load_pipeline(
             taken[name] = None
         elif isinstance(parameter.default, bool):
             taken[name] = index.get(name, parameter.default if name != "requires_safety_checker" else False)
-    return cls(**taken)
+    pipe = cls(**taken)
+    if getattr(pipe, "vae_scale_factor", manifest.vae_factor) != manifest.vae_factor:
+        raise ToMeExportError(f"{folder / MANIFEST} is damaged: vae_factor is not {pipe.vae_scale_factor}, the VAE's.")
+    return pipe
 
 
 def _exported(folder: Path, manifest: Manifest, load: Load, ratio: float) -> dict[str, Any]:
     """The parts that are programs, under their names in ordinary pipelines."""
-    configs = {name: _read_config(folder / where) for name, where in CONFIGS.items() if (folder / where).is_dir()}
+    paths = {name: folder / where / "config.json" for name, where in CONFIGS.items()}
+    configs = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
     if manifest.sizes and manifest.sizes[0].height == manifest.sizes[0].width:
         configs["unet"]["sample_size"] = manifest.sizes[0].height // manifest.vae_factor  # the size without height=
     encoders = [name for name in ("text_encoder", "text_encoder_2") if name in configs]
@@ -95,12 +110,12 @@ def _exported(folder: Path, manifest: Manifest, load: Load, ratio: float) -> dic
     parts["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio)
     parts["vae"] = ExportedVAE(configs["vae"], manifest, load)
     if manifest.controlnet:
-        parts["controlnet"] = ExportedControlNet(_read_config(folder / CONTROLNET_CONFIG))
+        parts["controlnet"] = ExportedControlNet(_read_json(folder / CONTROLNET_CONFIG / "config.json"))
     return parts
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _copied(folder: Path, name: str, index: dict[str, Any]) -> Any:

@@ -14,17 +14,7 @@ from ..errors import ToMeConfigError, ToMeExportError
 from ..mixin import for_controlnets
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
-from .manifest import MANIFEST, Size
-
-# ppdiffusers' pipelines that can be exported: its class that reads the folder without and with a VAE encoder.
-READERS = {
-    "StableDiffusionPipeline": ("PaddleInferStableDiffusionPipeline", "PaddleInferStableDiffusionMegaPipeline"),
-    "StableDiffusionImg2ImgPipeline": (None, "PaddleInferStableDiffusionImg2ImgPipeline"),
-    "StableDiffusionInpaintPipeline": (None, "PaddleInferStableDiffusionInpaintPipeline"),
-    "StableDiffusionControlNetPipeline": 2 * ("PaddleInferStableDiffusionControlNetPipeline",),
-    "StableDiffusionXLPipeline": ("PaddleInferStableDiffusionXLPipeline", "PaddleInferStableDiffusionXLMegaPipeline"),
-    "StableDiffusionXLImg2ImgPipeline": (None, "PaddleInferStableDiffusionXLImg2ImgPipeline"),
-}
+from .manifest import MANIFEST, READERS, Size
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .prompts import Prompt
 
 UNFINISHED = ".unfinished-"  # how the names of files begin that are being written
 LOCK = ".ppdiffusers_tome.lock"
+PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def draw_identified(prompts: Sequence[Prompt], identity: str, output: Path, batc
     paths = {prompt: output / prompt.file_name(identity) for prompt in prompts}
     summary = Summary()
     with _folder(output):
-        missing = {prompt for prompt, path in paths.items() if not path.exists()}
+        missing = {prompt for prompt, path in paths.items() if not _is_whole_png(path)}
         summary.skipped = len(prompts) - len(missing)
         # The whole list decides who is drawn with whom, and a batch is drawn whole if one of its pictures is missing:
         # rounding depends on the size of the batch, and so would the last bits of pictures that a killed run left out.
@@ -146,6 +147,17 @@ def write(path: Path, content: bytes) -> None:
             os.close(folder)
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}. What was drawn before is kept.") from error
+
+
+def _is_whole_png(path: Path) -> bool:
+    """Whether a file begins and ends as PNG files do; one that was cut short, by whatever, does not."""
+    try:
+        with path.open("rb") as file:
+            signature = file.read(len(PNG_START))
+            file.seek(-len(PNG_END), os.SEEK_END)
+            return signature == PNG_START and file.read() == PNG_END
+    except OSError:  # not there, or too short to seek
+        return False
 
 
 @contextmanager

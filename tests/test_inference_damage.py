@@ -1,0 +1,185 @@
+"""Damaged exports: whatever is wrong with a file, loading ends in one clear error, or nothing was lost."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppdiffusers_tome import ToMeExportError
+from ppdiffusers_tome.inference import load_pipeline, read_manifest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import fuzz_files
+
+
+@pytest.fixture
+def copy(exported_folder, tmp_path):
+    """A copy of the export that a test may damage."""
+    return Path(shutil.copytree(exported_folder, tmp_path / "copy"))
+
+
+def edit(path, change):
+    """Change a JSON file; the change may return another value in its place."""
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(change(data) or data))
+
+
+def set_to(*keys_and_value):
+    """What sets data[key][key]… to a value."""
+    *keys, last, value = keys_and_value
+
+    def change(data):
+        for key in keys:
+            data = data[key]
+        data[last] = value
+
+    return change
+
+
+def test_seeded_damages_of_tome_json(exported_folder, tmp_path):
+    """What is read without a complaint holds the same as before, apart from notes that decide nothing."""
+    whole = read_manifest(exported_folder)
+    folder = tmp_path / "copy"
+    shutil.copytree(exported_folder, folder, copy_function=os.link)
+    refused = 0
+    for number, path, kind, damaged in fuzz_files.cases(exported_folder, 400, seed=0):
+        if path.name != "tome.json":
+            continue
+        (folder / path).unlink(missing_ok=True)
+        if damaged is not None:
+            (folder / path).write_bytes(damaged)
+        try:
+            manifest = read_manifest(folder, verify=True)
+        except ToMeExportError as error:
+            assert str(folder) in str(error) and len(str(error)) < 2000 and "\n" not in str(error)
+            refused += 1
+        else:
+            assert manifest.programs == whole.programs or "parity" in str(damaged), f"damage {number}, {kind}"
+            assert (manifest.sizes, manifest.ratios) == (whole.sizes, whole.ratios)
+    assert refused > 120, "of 200"
+
+
+def test_seeded_damages_of_the_other_files(exported_folder, tmp_path):
+    paths = set()
+    for number, path, kind, damaged in fuzz_files.cases(exported_folder, 90, seed=1):
+        if path.name != "tome.json":
+            fuzz_files.write_case(exported_folder, path, damaged, tmp_path / "case")
+            assert fuzz_files.load(tmp_path / "case") == "refused", f"damage {number}, {kind} of {path}"
+            shutil.rmtree(tmp_path / "case")
+            paths.add(path)
+    assert len(paths) > 20, "all files"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_to("format", 2), "another version of this package .format: Input should be 1, not 2"),
+        (set_to("unknown", 1), "unknown: Unexpected keyword argument, not 1"),
+        (lambda data: data.pop("vae_factor") and None, "vae_factor: Field required"),
+        (set_to("image_to_image", "yes"), "image_to_image: Input should be a valid boolean, not 'yes'"),
+        (set_to("ratios", 0, float("nan")), "ratios.0: Input should be a finite number, not nan"),
+        (set_to("ratios", 0, 1.5), "ratios.0: Input should be less than 1, not 1.5"),
+        (set_to("ratios", []), "ratios: Tuple should have at least 1 item"),
+        (set_to("sizes", 0, [32]), "sizes.0.width: Missing required argument"),
+        (set_to("sizes", 0, 0, 10**30), "sizes.0.0: Input should be less than or equal to 99999"),
+        (set_to("programs", 0, "size", [32, 48]), "programs is unknown or does not go with the other"),
+        (set_to("programs", 0, "ratio", 0.25), "programs is unknown or does not go with the other"),
+        (set_to("programs", 0, "program", "unet/no.pdmodel"), "files is unknown or does not go with the other"),
+        (set_to("programs", 0, "program", "../unet/inference.pdmodel"), "programs.0.program: String should match"),
+        (
+            set_to("programs", 0, "parity", "batch 1", float("nan")),
+            "programs.0.parity.batch 1: .* finite number",
+        ),
+        (set_to("merging", {}), "merging is unknown or does not"),
+        (set_to("merging", "0.5", 0, "sx", 0), "sx=0 is not allowed: it must be a whole number"),
+        (set_to("pipeline", "Popen"), "pipeline is unknown or does not"),
+        (set_to("residuals", 13), "residuals is unknown or does not"),
+        (set_to("vae_factor", 5), "vae_factor is unknown or does not"),
+        (set_to("files", "unet/config.json", {"bytes": 1}), "files.unet/config.json.sha256: Field required"),
+        (set_to("files", "../x", {"bytes": 1, "sha256": "0" * 64}), "files.../x.*: String should match pattern"),
+        (set_to("files", "/etc/passwd", {"bytes": 1, "sha256": "0" * 64}), "files./etc/passwd.*: String should match"),
+        (set_to("files", "unet/.", {"bytes": 1, "sha256": "0" * 64}), "files.unet/..*: String should match"),
+        (lambda data: [data], "Input should be a dictionary or an instance of Manifest|Input should be an object"),
+    ],
+)
+def test_tome_json_is_refused_by_field(copy, change, message):
+    edit(copy / "tome.json", change)
+    with pytest.raises(ToMeExportError, match=message):
+        read_manifest(copy)
+
+
+def test_a_factor_that_is_not_the_models_is_refused_when_it_is_loaded(copy):
+    edit(copy / "tome.json", set_to("vae_factor", 4))
+    with pytest.raises(ToMeExportError, match="vae_factor is not 2, the VAE's"):
+        load_pipeline(copy)
+
+
+def test_links_out_of_the_folder_and_in_circles_are_refused(copy, tmp_path):
+    path = copy / "unet" / "config.json"
+    outside = path.replace(tmp_path / "config.json")
+    path.symlink_to(outside)
+    with pytest.raises(ToMeExportError, match=r"unet/config.json is a link out of"):
+        read_manifest(copy)
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(ToMeExportError, match="Too many levels of symbolic links"):
+        read_manifest(copy)
+    path.unlink()
+    outside.replace(copy / "kept.json")
+    path.symlink_to(copy / "kept.json")
+    assert read_manifest(copy, verify=True) == read_manifest(copy)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("name", [None, "vae_decoder/config.json", "tokenizer/merges.txt"])
+def test_all_but_the_weights_is_verified_whatever_is_asked_for(copy, verify, name):
+    path = copy / (name or read_manifest(copy).programs[0].program)
+    path.write_bytes(fuzz_files.flip(path.read_bytes(), fuzz_files.Random(0)))
+    assert read_manifest(copy), "the sizes are right"
+    with pytest.raises(ToMeExportError, match=rf"{path.name} is not what was exported"):
+        load_pipeline(copy, verify=verify)
+
+
+def test_weights_are_verified_unless_it_is_switched_off(copy):
+    weights = copy / "unet" / "inference.pdiparams"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(ToMeExportError, match=r"unet/inference.pdiparams is not what was exported"):
+        load_pipeline(copy)
+    load_pipeline(copy, verify=False)
+
+
+def test_each_file_is_hashed_once(exported_folder, monkeypatch):
+    hashed = []
+    real = read_manifest.__globals__["sha256"]
+    monkeypatch.setitem(read_manifest.__globals__, "sha256", lambda path: hashed.append(path) or real(path))
+    read_manifest(exported_folder)
+    assert not hashed
+    load_pipeline(exported_folder)
+    assert len(hashed) == len(set(hashed)) == len(read_manifest(exported_folder).files)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model_index.json", "[]", "TypeError"),
+        ("model_index.json", "{}", "KeyError: 'tokenizer'"),
+        ("model_index.json", "\udcff", "UnicodeDecodeError"),
+        ("unet/config.json", "[" * 100_000, "RecursionError"),
+        ("vae_decoder/config.json", "{", "JSONDecodeError"),
+        ("text_encoder/config.json", "null", "TypeError"),
+        ("tokenizer/tokenizer_config.json", "[", "JSONDecodeError"),
+        ("scheduler/scheduler_config.json", '{"num_train_timesteps": "many"}', "TypeError|ValueError"),
+    ],
+)
+def test_what_has_its_hash_and_makes_no_sense_is_refused(copy, name, content, message):
+    """As if somebody had edited an export and its tome.json by hand."""
+    data = content.encode(errors="surrogateescape")
+    (copy / name).write_bytes(data)
+    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit(copy / "tome.json", set_to("files", name, facts))
+    with pytest.raises(ToMeExportError, match=rf"copy cannot be loaded \(({message})"):
+        load_pipeline(copy)
