@@ -14,9 +14,9 @@ from ...models import find_blocks
 from ...serving.engine import Engine
 from ...serving.jobs import Job
 from ...serving.offline import Drawer
-from ..environment import commit, describe_environment
+from ..environment import describe_environment
 from .distances import find_inception, inception_fid
-from .drawing import Plan, check_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
+from .drawing import Plan, claim_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
 from .measuring import Measurer, measure
 from .merge_maps import write_merge_maps
 from .settings import OTHER_SEEDS, PLAIN, TOMESD, Setting
@@ -76,7 +76,7 @@ def evaluate(
         The result, ready for JSON: what was drawn, "calibration" and "settings", as docs/evaluation.md describes.
 
     Raises:
-        ToMeConfigError: an argument is not allowed, or the folder has another plan's pictures.
+        ToMeConfigError: an argument is not allowed, or the folder has images of another plan or of other sources.
         ToMeError: a package or an interpreter is missing, or pictures could not be drawn.
     """
     if real is not None:
@@ -86,7 +86,7 @@ def evaluate(
     if with_inception:  # before anything is drawn: packages may be missing
         find_inception()
     measurer = Measurer(out, plan.size)
-    check_folder(plan, out)
+    drawn_by = claim_folder(plan, out)
     everything = [PLAIN, OTHER_SEEDS, *settings]
     exported = export_settings(plan, everything, out) if plan.backend == "predictor" else {}
     about_torch = None
@@ -101,7 +101,7 @@ def evaluate(
     return {
         "kind": "quality",
         "format": FORMAT,
-        "commit": commit(),
+        "commit": drawn_by,
         "environment": describe_environment(),
         **{key: value for key, value in asdict(plan).items() if key not in ("prompts", "torch_python")},
         "scheduler": scheduler,

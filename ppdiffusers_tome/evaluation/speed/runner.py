@@ -1,6 +1,5 @@
 """Runs a measurement: a worker process per case, started again where it dies, and one result file at the end."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ToMeConfigError
-from ..environment import commit, describe_environment
+from ..environment import commit, describe_environment, sources, versions
 from ..torch_arm import versions_of
 from . import worker
 from .cases import ArmPlan, Case
@@ -23,7 +22,6 @@ from .names import ERROR, FORMAT, KIND, MEASURED, NOT_MEASURED, OUT_OF_MEMORY
 from .partial import Found, Partial
 from .progress import Progress
 
-PACKAGE = Path(__file__).parents[2]
 WORKER = [sys.executable, "-W", "ignore", "-m", worker.__name__]
 
 
@@ -80,8 +78,9 @@ def measure_all(cases: Cases, settings: Settings, output: Path, command: str, re
         "format": FORMAT,
         "cases": [{**case.describe(), "arms": [asdict(arm) for arm in arms]} for case, arms in cases],
         "settings": asdict(settings),
-        "versions": _versions(),
-        "sources": _digest(),
+        "versions": versions(),
+        "machine": describe_environment()["machine"],
+        "sources": sources(),
     }
     about = {"commit": commit(), "command": command}
     partial = Partial(output.with_name(output.name + ".partial.jsonl"), plan, about, restart)
@@ -204,17 +203,6 @@ def _arm(case: Case, arm: ArmPlan, found: Found) -> dict[str, Any]:
 
 def _torch(settings: Settings) -> dict[str, str]:
     return versions_of(settings.torch_python) if settings.torch_python else {}
-
-
-def _versions() -> dict[str, str]:
-    described = describe_environment()
-    return {name: described[name] for name in ("python", "paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "machine")}
-
-
-def _digest() -> str:
-    """Of the sources that are measured: a run that goes on must not mix two of them."""
-    files = sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "inference").glob("*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
