@@ -92,7 +92,10 @@ def test_sources_are_all_modules(module, tmp_path, monkeypatch):
     assert environment.sources.__wrapped__() != before
 
 
-@pytest.mark.parametrize("change", [{"backend": "torch"}, {"size": 0}, {"steps": 0}, {"threads": 0}, {"prompts": ()}])
+@pytest.mark.parametrize(
+    "change",
+    [{"backend": "torch"}, {"size": 0}, {"steps": 0}, {"threads": 0}, {"prompts": ()}, {"guidance": float("nan")}],
+)
 def test_plans_that_cannot_be_drawn_are_refused(change):
     with pytest.raises(ToMeConfigError):
         replace(PLAN, **change)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -56,6 +57,8 @@ class Plan:
         for name in ("size", "steps", "threads"):
             if getattr(self, name) < 1:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be 1 or more.")
+        if not math.isfinite(self.guidance):
+            raise ToMeConfigError(f"guidance={self.guidance!r} is not allowed: it must be a finite number.")
         if not self.prompts:
             raise ToMeConfigError("there are no prompts: give one at least.")
 

@@ -44,13 +44,14 @@ class Settings:
     torch_python: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "warm_up", "threads"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise ToMeConfigError(f"--{option} {getattr(self, name)} is not allowed: it must be 1 or more.")
-        if self.memory_limit_gb is not None and not self.memory_limit_gb > 0:
+        for name, most in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= most:
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
+        if self.memory_limit_gb is not None and not 0 < self.memory_limit_gb <= 10**6:
             raise ToMeConfigError(
-                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be more than 0 GB, or left out."
+                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be above 0 and at most 1,000,000 GB, "
+                "or left out."
             )
 
 
