@@ -94,7 +94,7 @@ class GridHook(ToMeHook):
 
 
 class ConfigHook(ToMeHook):
-    """Pre-hook of a transformer block: hold the config it merges by. At ratio 0 it is the only hook, and does nothing."""
+    """Pre-hook of a transformer block that holds its config and does nothing: at ratio 0 the only hook."""
 
     def __init__(self, config: ToMeConfig) -> None:
         self.config = config

@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import shutil
 import statistics
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 import ppdiffusers_tome
 from ppdiffusers_tome import config, matching, merging
+from ppdiffusers_tome.evaluation.quality import report
+from ppdiffusers_tome.evaluation.speed import tables
 from ppdiffusers_tome.evaluation.speed.results import read
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +117,17 @@ def test_figures_are_those_of_the_committed_results(readme):
         assert f"| {row['ours']:.2f} | {row['built-in']:.2f} | {row['times faster']:.1f}× |" in text
     for row in (*unet_rows(), *picture_rows(), *quality_rows(), *said_in_words()):
         assert row in text, row
+
+
+def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
+    """Line by line, so that no report changes unseen; the sheets' images alone are not made again."""
+    shutil.copytree(RESULTS, tmp_path / "results")
+    monkeypatch.setattr(tables.plots, "save", lambda figure, path: None)
+    speed = tables.write_report(sorted((tmp_path / "results").glob("*.json")), tmp_path)
+    assert speed == (ROOT / "benchmarks" / "speed.md").read_text(encoding="utf-8")
+    file = tmp_path / "results" / "quality.json"
+    quality = report.write_report(json.loads(file.read_text()), tmp_path, None, file)
+    assert (ROOT / "benchmarks" / "quality.md").read_text(encoding="utf-8").startswith(quality)
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])

@@ -124,7 +124,9 @@ def test_partial_file_of_another_plan_is_kept_unless_asked(tmp_path, stub, monke
     asked = stub()
     partial = tmp_path / "new" / "speed.json.partial.jsonl"
     Partial(partial, {"format": 1, "cases": "others"}, {}, restart=False)
-    with pytest.raises(ToMeConfigError, match=r"began with another cases, settings, versions, machine, sources: .* pass --restart"):
+    with pytest.raises(
+        ToMeConfigError, match=r"began with another cases, settings, versions, machine, sources: .* pass --restart"
+    ):
         measure(tmp_path)
     assert "others" in partial.read_text()
     measure(tmp_path, restart=True)

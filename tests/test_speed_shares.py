@@ -106,7 +106,9 @@ def test_merging_that_ends_within_the_pass_does_not_come_back(unet):
 def test_without_merging_there_are_no_shares(unet, how):
     if how == "ratio 0":
         unet.apply_tome(ratio=0)
-    with pytest.raises(ToMeConfigError, match=r"UNet2DConditionModel has no merging attached: call apply_tome\(ratio="):
+    with pytest.raises(
+        ToMeConfigError, match=r"UNet2DConditionModel has no merging attached: call apply_tome\(ratio="
+    ):
         measure_shares(unet, lambda: run(unet))
 
 

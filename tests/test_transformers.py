@@ -168,7 +168,7 @@ def test_latents_need_not_be_square(make, h, w, stay):
 
 
 def test_fewer_codes_than_the_grid_has():
-    """VQ-Diffusion's transformer also takes the first of its grid's 64 codes alone; then no rows and columns are known."""
+    """VQ-Diffusion's transformer also takes fewer codes than the 64 of its grid."""
     model = ZOO["VQDiffusionPipeline"]().pipe.transformer
     text, timestep = noise(BATCH, TEXT, HIDDEN, seed=1), TIMESTEP[0]
 

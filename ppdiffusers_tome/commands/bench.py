@@ -53,7 +53,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="folder for speed.md and its plots (default: outputs)",
     )
     report.add_argument(
-        "--compare", type=Path, metavar="OLD", help="an older result file: print what became slower; exit status 1 if any"
+        "--compare",
+        type=Path,
+        metavar="OLD",
+        help="an older result file: print what became slower; exit status 1 if any",
     )
     report.set_defaults(run=_report)
 
@@ -83,7 +86,9 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     how.add_argument("--threads", type=int, default=usable_cores(), help="of every arm")
     how.add_argument("--memory-limit", type=float, metavar="GB", help="for weights and a pass; none: what there is")
     how.add_argument("--torch-python", help="interpreter with torch, diffusers and tomesd; none: this one")
-    how.add_argument("--quick", action="store_true", help="other defaults, a tiny model in 2 rounds: shows that all works")
+    how.add_argument(
+        "--quick", action="store_true", help="other defaults, a tiny model in 2 rounds: shows that all works"
+    )
     how.add_argument("--output", type=Path, default=Path("outputs/bench.json"), help="the result's file")
     how.add_argument("--restart", action="store_true", help="do not go on with a run that was killed")
 

@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def sources() -> str:
-    """Hash of all modules of the package, this one included: a run that was killed goes on with equal sources alone."""
+    """Hash of all modules of the package, this one included: a killed run goes on with equal sources alone."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{file.relative_to(PACKAGE).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())

@@ -17,6 +17,7 @@ from ...serving.offline import Drawer
 from ..environment import describe_environment
 from .distances import find_inception, inception_fid
 from .drawing import Plan, claim_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
+from .findings import default_setting, ratio_of
 from .measuring import Measurer, measure
 from .merge_maps import write_merge_maps
 from .settings import OTHER_SEEDS, PLAIN, TOMESD, Setting
@@ -130,7 +131,7 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
     """Draw a result's first prompt once more in eager mode, and write which tokens were merged into which.
 
     Args:
-        result: what `evaluate` returned; its setting nearest to ratio 0.5 among the plain ratios is drawn.
+        result: what `evaluate` returned; its `findings.default_setting` is drawn.
         output: folder for the PNG files.
 
     Returns:
@@ -139,10 +140,10 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
     Raises:
         ToMeExportError: the model cannot be loaded.
     """
-    ratios = [each["config"]["ratio"] for each in result["settings"] if each["group"] == "ratio"]
-    if not ratios:
+    default = default_setting(result)
+    if default is None:
         return []
-    ratio = min(ratios, key=lambda each: abs(each - 0.5))
+    ratio = ratio_of(default)
     pipe = load_for_export(result["model"], safety_checker=False)
     given = result["prompts"][0]
     job = Job(given["prompt"], result["size"], result["size"], ratio, given["seed"], "", result["steps"])

@@ -50,8 +50,8 @@ class Settings:
                 raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
         if self.memory_limit_gb is not None and not 0 < self.memory_limit_gb <= 10**6:
             raise ToMeConfigError(
-                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be above 0 and at most 1,000,000 GB, "
-                "or left out."
+                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be above 0 and at most 1,000,000 "
+                "GB, or left out."
             )
 
 
