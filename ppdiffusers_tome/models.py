@@ -87,6 +87,17 @@ def components(target: Any) -> dict[str, nn.Layer]:
     return {name: part for name, part in parts(target).items() if isinstance(part, nn.Layer)}
 
 
+def half_on_cpu(target: Any) -> list[str]:
+    """The `components` whose weights lie on the CPU in a dtype that Paddle's CPU kernels lack, each with its dtype."""
+    found = []
+    for name, component in components(target).items():
+        for parameter in component.parameters():
+            if parameter.dtype in (paddle.float16, paddle.bfloat16) and parameter.place.is_cpu_place():
+                found.append(f"{label(name, component)} in {str(parameter.dtype).rpartition('.')[2]}")
+                break
+    return found
+
+
 def denoisers(target: Any) -> dict[str, nn.Layer]:
     """The models of a pipeline (or within a model) that have blocks to merge, by name: UNets, ControlNets, DiTs.
 

@@ -7,9 +7,12 @@ import shutil
 import statistics
 from importlib.metadata import requires, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import paddle
 import pytest
+from conftest import tiny_pipeline
+from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
 from ppdiffusers_tome import config, matching, merging
@@ -33,6 +36,18 @@ def test_examples_of_the_docstrings(module):
 def test_examples_of_the_api_document():
     found = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
     assert found.attempted > 3 and found.failed == 0
+
+
+def test_first_lines_of_the_readme_choose_a_dtype_that_the_device_has(monkeypatch):
+    pipe = tiny_pipeline()
+    asked = []
+    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *a, **given: asked.append(given) or pipe)
+    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *a: SimpleNamespace(images=["an image"]))
+    lines = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL).group(1)
+    for device, dtype in (("cpu", paddle.float32), ("gpu:0", paddle.float16)):
+        monkeypatch.setattr(paddle, "get_device", lambda device=device: device)
+        exec(lines, {})
+        assert asked.pop() == {"paddle_dtype": dtype} and pipe.tome_summary().blocks
 
 
 def test_version_is_said_once():

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import paddle
 import pytest
-from conftest import EMOJI_SD, Recorder, draw, load_bundled, make_unet, run
+from conftest import EMOJI_SD, Recorder, draw, load_bundled, make_unet, run, tiny_pipeline
 from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
@@ -13,10 +13,33 @@ from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeMixin, patch
+from ppdiffusers_tome.inference import export_pipeline
 
 
 def ratios(target):
     return [config and config.ratio for _, config in patch.attached(target)]
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_weights_that_the_cpu_cannot_compute_with(half, recwarn, tmp_path):
+    """A warning, because they may move to a GPU later; an export is of float32 in any case."""
+    pipe = tiny_pipeline()
+    pipe.text_encoder.to(dtype=half)
+    pipe.apply_tome(ratio=0).remove_tome()
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match=rf"has text_encoder \(CLIPTextModel\) in {half}, .*paddle_dtype=paddle.float32"
+    ):
+        pipe.apply_tome(ratio=0.5)
+    assert pipe.unet.tome_summary().blocks
+    pipe.unet.to(dtype=half)
+    with pytest.warns(UserWarning, match=rf"has UNet2DConditionModel in {half}, .* or move to a GPU") as warned:
+        pipe.unet.apply_tome(ratio=0.5)
+    assert warned[0].filename == __file__
+    with pytest.raises(RuntimeError, match=rf"CPU.* {half}\) of kernel"):
+        pipe("a fox", height=32, width=32, num_inference_steps=1)
+    (unet, *_) = export_pipeline(pipe, tmp_path / "export", progress=False).programs
+    assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
 
 
 def test_every_way_in_merges_alike(pipe):
