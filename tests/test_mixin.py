@@ -10,9 +10,11 @@ from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
+from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeMixin, patch
+from ppdiffusers_tome.evaluation.quality.recording import record_plans
 from ppdiffusers_tome.inference import export_pipeline
 
 
@@ -265,3 +267,32 @@ def test_pipeline_with_nothing_to_merge_names_its_models(pipe):
     )  # fmt: skip
     with pytest.raises(NoMergeableLayerError, match=r"found none in unet \(UNet2DModel\)"):
         DDPMPipeline(unet, DDPMScheduler()).apply_tome()
+
+
+def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe):
+    """A pipeline rounds no array to 8 bits, as a PIL image is: what docs/api.md says of near-equal inputs."""
+    y, x = np.mgrid[0:64, 0:64] / 64
+    waves = np.stack(
+        [0.5 + 0.4 * np.sin(7 * x + 3 * y), 0.5 + 0.4 * np.cos(5 * y - 2 * x), 0.2 + 0.6 * x * y], axis=-1
+    )
+    given = {"strength": 0.5, "num_inference_steps": 4, "guidance_scale": 2.0, "output_type": "np"}
+
+    def redraw(image):
+        paddle.seed(0)
+        return image_pipe("a 3d render of fox", image=image[None].astype("float32"), **given).images[0]
+
+    inputs = waves, np.round(255 * waves) / 255
+    plain, merged, pairs = [redraw(image) for image in inputs], [], []
+    with image_pipe.tome(ratio=0.5):
+        for image in inputs:
+            with record_plans(image_pipe) as recorded:
+                merged.append(redraw(image))
+            plans = [each.plan for each in recorded]
+            targets = [plan.dst_rows.numpy()[plan.target_rows.numpy()[:, 0]] for plan in plans]
+            pairs.append(
+                [set(zip(p.merged_rows.tolist(), t, strict=True)) for p, t in zip(plans, targets, strict=True)]
+            )
+    different = [len(exact - rounded) / len(exact) for exact, rounded in zip(*pairs, strict=True)]
+    assert 0 < max(different) < 0.1
+    apart = [peak_signal_noise_ratio(*images, data_range=1) for images in (plain, merged)]
+    assert 35 < apart[1] < apart[0]

@@ -118,10 +118,7 @@ def theirs_by_size(sizes: set[int]) -> list[str]:
         return [f"They measured no picture of this size; {_link(DIFFUSERS)}."]
     cells = [
         [row.gpu, str(row.size), str(row.batch), _theirs(row.plain)]
-        + [
-            _theirs(taken) + (f" ({change(taken / row.plain, 2)})" if OOM not in (taken, row.plain) else "")
-            for taken in (row.tome, row.both)
-        ]
+        + [_theirs(taken, row.plain) for taken in (row.tome, row.both)]
         for row in rows
     ]
     header = ["GPU, theirs", "size, px", "batch", "plain", "ToMe", "ToMe + xFormers"]
@@ -190,5 +187,8 @@ def _memory_change(arm: Arm, plain: Arm | None) -> str:
     return f" ({change(arm.peak_memory_bytes / base)})" if base and arm.peak_memory_bytes else ""
 
 
-def _theirs(taken: Seconds) -> str:
-    return taken if isinstance(taken, str) else f"{taken:g}"
+def _theirs(taken: Seconds, plain: Seconds = OOM) -> str:
+    """Seconds, with their change against plain's where both are there."""
+    if isinstance(taken, str):
+        return taken
+    return f"{taken:g}" + ("" if isinstance(plain, str) else f" ({change(taken / plain, 2)})")
