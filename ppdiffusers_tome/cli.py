@@ -12,7 +12,7 @@ COMMANDS = (bench, evaluate, families, export, generate, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 for an argument that is not allowed."""
+    """Run one command; returns the exit status: 0, 1 for a file that cannot be used, 2 for an argument not allowed."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     try:
@@ -20,6 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ToMeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

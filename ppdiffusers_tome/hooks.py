@@ -93,11 +93,21 @@ class GridHook(ToMeHook):
         return (self._thread.seed, block) if self.config.use_rand else None
 
 
-class CallHook(ToMeHook):
+class ConfigHook(ToMeHook):
+    """Pre-hook of a transformer block that holds its config and does nothing: at ratio 0 the only hook."""
+
+    def __init__(self, config: ToMeConfig) -> None:
+        self.config = config
+
+    def __call__(self, block: nn.Layer, inputs: tuple) -> Any:
+        return None
+
+
+class CallHook(ConfigHook):
     """Pre-hook of a transformer block: open the call that all hooks of the block share."""
 
     def __init__(self, config: ToMeConfig, grid_hook: GridHook, index: int) -> None:
-        self.config = config
+        super().__init__(config)
         self._grid_hook = grid_hook
         self._index = index
         self._thread = _PerThread()

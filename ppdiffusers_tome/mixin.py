@@ -1,5 +1,6 @@
 """What users call: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from ppdiffusers import DiffusionPipeline, ModelMixin
 
 from .config import ToMeConfig
 from .errors import ToMeConfigError
+from .models import half_on_cpu
 from .patch import attach, attached, detach, restore
 from .summary import ToMeSummary, summarize
 
@@ -56,6 +58,9 @@ def apply_tome(
         ToMeConfigError: an argument is not allowed (the message names it), or target is no pipeline or model.
         NoMergeableLayerError: the target has no layer that these settings merge. After any error it is as it was.
 
+    Warns:
+        UserWarning: weights lie on the CPU in float16 or bfloat16, in which it cannot compute.
+
     Source: Bolya & Hoffman 2023, arXiv:2303.17604; names as in tomesd.
 
     Example:
@@ -72,6 +77,12 @@ def apply_tome(
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
     )
+    if common.ratio and (half := half_on_cpu(target)):
+        warnings.warn(
+            f"the CPU has {', '.join(half)}, and Paddle has no such kernels for it, merged or plain: load with "
+            "from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",
+            stacklevel=2,
+        )
     attach(target, common, for_controlnets(common, controlnet))
     return target
 

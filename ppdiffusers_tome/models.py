@@ -87,6 +87,17 @@ def components(target: Any) -> dict[str, nn.Layer]:
     return {name: part for name, part in parts(target).items() if isinstance(part, nn.Layer)}
 
 
+def half_on_cpu(target: Any) -> list[str]:
+    """The `components` whose weights lie on the CPU in a dtype that Paddle's CPU kernels lack, each with its dtype."""
+    found = []
+    for name, component in components(target).items():
+        for parameter in component.parameters():
+            if parameter.dtype in (paddle.float16, paddle.bfloat16) and parameter.place.is_cpu_place():
+                found.append(f"{label(name, component)} in {str(parameter.dtype).rpartition('.')[2]}")
+                break
+    return found
+
+
 def denoisers(target: Any) -> dict[str, nn.Layer]:
     """The models of a pipeline (or within a model) that have blocks to merge, by name: UNets, ControlNets, DiTs.
 
@@ -151,10 +162,16 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
     Where x has no fixed height and width (an export with dynamic sizes), the program itself reads them off x.
 
     Raises:
-        ToMePassError: x is no feature map.
+        ToMePassError: x is no feature map, or has fewer indices than its grid.
     """
     if isinstance(grid_layer, ImagePositionalEmbeddings):  # [B, h·w] indices of a fixed grid, as in VQ-Diffusion
-        return Grid(grid_layer.height, grid_layer.width)
+        grid = Grid(grid_layer.height, grid_layer.width)
+        if x.shape[-1] not in (grid.tokens, -1):
+            raise ToMePassError(
+                f"{type(grid_layer).__name__} got {x.shape[-1]} indices, and its grid of {grid.h}×{grid.w} has "
+                f"{grid.tokens}: merging needs the whole grid. Pass all indices, or remove_tome() first."
+            )
+        return grid
     if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W]: its F frames are then taken for images
         raise ToMePassError(
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."

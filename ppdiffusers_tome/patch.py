@@ -13,6 +13,7 @@ from .errors import NoMergeableLayerError, ToMeConfigError
 from .hooks import (
     CHUNKED,
     CallHook,
+    ConfigHook,
     FinishHook,
     GridHook,
     MaskGuard,
@@ -61,7 +62,8 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
             chosen.append((blocks, its_config))
     if not chosen:
         raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
-    if config.merge_mlp and any(is_chunked(found.block) for blocks, _ in chosen for found in blocks):
+    merging = [found.block for blocks, its_config in chosen for found in blocks if its_config.ratio]
+    if config.merge_mlp and any(map(is_chunked, merging)):
         raise ToMeConfigError(CHUNKED)
     try:
         detach(target)
@@ -96,6 +98,9 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
     grid_hooks: dict[int, GridHook] = {}
     for found in blocks:
+        if config.ratio == 0:
+            found.block.register_forward_pre_hook(ConfigHook(config))
+            continue
         grid_hook = grid_hooks.get(id(found.grid_layer))
         if grid_hook is None:
             grid_hook = grid_hooks[id(found.grid_layer)] = GridHook(config)
@@ -131,7 +136,7 @@ def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
     """The config that a denoiser merges by, None where it does not merge."""
     for found in find_blocks(denoiser):
         for hook in found.block._forward_pre_hooks.values():
-            if isinstance(hook, CallHook):
+            if isinstance(hook, ConfigHook):
                 return hook.config
     return None
 

@@ -41,6 +41,13 @@ def test_bad_option_is_told_in_one_line(options, message, capsys):
     assert message in error and error.count("\n") == 1
 
 
+def test_file_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["bench", "ops", *SMALL, "--output", str(tmp_path / "file" / "ops.json")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and str(tmp_path / "file") in error and error.count("\n") == 1
+
+
 def test_nothing_is_timed_where_results_differ(monkeypatch):
     monkeypatch.setattr(benchmark, "merge", lambda x, plan: x[:, : plan.kept] * 2)
     with pytest.raises(ToMeError, match="not timing them"):

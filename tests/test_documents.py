@@ -3,15 +3,21 @@
 import doctest
 import json
 import re
+import shutil
 import statistics
 from importlib.metadata import requires, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import paddle
 import pytest
+from conftest import tiny_pipeline
+from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
 from ppdiffusers_tome import config, matching, merging
+from ppdiffusers_tome.evaluation.quality import report
+from ppdiffusers_tome.evaluation.speed import tables
 from ppdiffusers_tome.evaluation.speed.results import read
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +36,18 @@ def test_examples_of_the_docstrings(module):
 def test_examples_of_the_api_document():
     found = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
     assert found.attempted > 3 and found.failed == 0
+
+
+def test_first_lines_of_the_readme_choose_a_dtype_that_the_device_has(monkeypatch):
+    pipe = tiny_pipeline()
+    asked = []
+    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *a, **given: asked.append(given) or pipe)
+    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *a: SimpleNamespace(images=["an image"]))
+    lines = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL).group(1)
+    for device, dtype in (("cpu", paddle.float32), ("gpu:0", paddle.float16)):
+        monkeypatch.setattr(paddle, "get_device", lambda device=device: device)
+        exec(lines, {})
+        assert asked.pop() == {"paddle_dtype": dtype} and pipe.tome_summary().blocks
 
 
 def test_version_is_said_once():
@@ -114,6 +132,17 @@ def test_figures_are_those_of_the_committed_results(readme):
         assert f"| {row['ours']:.2f} | {row['built-in']:.2f} | {row['times faster']:.1f}× |" in text
     for row in (*unet_rows(), *picture_rows(), *quality_rows(), *said_in_words()):
         assert row in text, row
+
+
+def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
+    """Line by line, so that no report changes unseen; the sheets' images alone are not made again."""
+    shutil.copytree(RESULTS, tmp_path / "results")
+    monkeypatch.setattr(tables.plots, "save", lambda figure, path: None)
+    speed = tables.write_report(sorted((tmp_path / "results").glob("*.json")), tmp_path)
+    assert speed == (ROOT / "benchmarks" / "speed.md").read_text(encoding="utf-8")
+    file = tmp_path / "results" / "quality.json"
+    quality = report.write_report(json.loads(file.read_text()), tmp_path, None, file)
+    assert (ROOT / "benchmarks" / "quality.md").read_text(encoding="utf-8").startswith(quality)
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])

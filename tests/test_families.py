@@ -21,6 +21,7 @@ from zoo.parts import controlnet, image
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
 from ppdiffusers_tome.evaluation.families import verdicts
+from ppdiffusers_tome.hooks import ConfigHook, ToMeHook
 from ppdiffusers_tome.models import components
 
 # ppdiffusers' pipelines announce the end of arguments and classes of their own; Paddle 3 finds fault with their code.
@@ -34,6 +35,10 @@ pytestmark = [
 
 def all_traces(pipe):
     return {name: traces(model) for name, model in components(pipe).items()}
+
+
+def hooks_of(model_traces):
+    return [hook for _, _, hooks in model_traces[0].values() for hook in hooks]
 
 
 def merging(pipe):
@@ -64,6 +69,8 @@ def test_family(name, table):
         merged = picture(tiny)
         assert merged.shape == plain.shape and np.isfinite(merged).all()
         assert np.abs(merged - plain).max() > 1e-4
+        hooks = [hook for model in all_traces(tiny.pipe.apply_tome(ratio=0)).values() for hook in hooks_of(model)]
+        assert {type(hook) for hook in hooks if isinstance(hook, ToMeHook)} == {ConfigHook}  # it does nothing
         assert tiny.pipe.remove_tome() is tiny.pipe
     else:
         with pytest.raises(NoMergeableLayerError) as error:

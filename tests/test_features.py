@@ -594,6 +594,7 @@ def dtypes(unet, dtype):
     return seen, out.cast("float32").numpy()
 
 
+@pytest.mark.filterwarnings("ignore:the CPU has UNet2DConditionModel in:UserWarning")
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_models_in_half_precision_stay_in_it(unet, half, autocast, monkeypatch):

@@ -5,18 +5,43 @@ import copy
 import numpy as np
 import paddle
 import pytest
-from conftest import EMOJI_SD, Recorder, draw, load_bundled, make_unet, run
+from conftest import EMOJI_SD, Recorder, draw, load_bundled, make_unet, run, tiny_pipeline
 from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
+from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeMixin, patch
+from ppdiffusers_tome.evaluation.quality.recording import record_plans
+from ppdiffusers_tome.inference import export_pipeline
 
 
 def ratios(target):
     return [config and config.ratio for _, config in patch.attached(target)]
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_weights_that_the_cpu_cannot_compute_with(half, recwarn, tmp_path):
+    """A warning, because they may move to a GPU later; an export is of float32 in any case."""
+    pipe = tiny_pipeline()
+    pipe.text_encoder.to(dtype=half)
+    pipe.apply_tome(ratio=0).remove_tome()
+    assert not recwarn
+    with pytest.warns(
+        UserWarning, match=rf"has text_encoder \(CLIPTextModel\) in {half}, .*paddle_dtype=paddle.float32"
+    ):
+        pipe.apply_tome(ratio=0.5)
+    assert pipe.unet.tome_summary().blocks
+    pipe.unet.to(dtype=half)
+    with pytest.warns(UserWarning, match=rf"has UNet2DConditionModel in {half}, .* or move to a GPU") as warned:
+        pipe.unet.apply_tome(ratio=0.5)
+    assert warned[0].filename == __file__
+    with pytest.raises(RuntimeError, match=rf"CPU.* {half}\) of kernel"):
+        pipe("a fox", height=32, width=32, num_inference_steps=1)
+    (unet, *_) = export_pipeline(pipe, tmp_path / "export", progress=False).programs
+    assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
 
 
 def test_every_way_in_merges_alike(pipe):
@@ -242,3 +267,32 @@ def test_pipeline_with_nothing_to_merge_names_its_models(pipe):
     )  # fmt: skip
     with pytest.raises(NoMergeableLayerError, match=r"found none in unet \(UNet2DModel\)"):
         DDPMPipeline(unet, DDPMScheduler()).apply_tome()
+
+
+def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe):
+    """A pipeline rounds no array to 8 bits, as a PIL image is: what docs/api.md says of near-equal inputs."""
+    y, x = np.mgrid[0:64, 0:64] / 64
+    waves = np.stack(
+        [0.5 + 0.4 * np.sin(7 * x + 3 * y), 0.5 + 0.4 * np.cos(5 * y - 2 * x), 0.2 + 0.6 * x * y], axis=-1
+    )
+    given = {"strength": 0.5, "num_inference_steps": 4, "guidance_scale": 2.0, "output_type": "np"}
+
+    def redraw(image):
+        paddle.seed(0)
+        return image_pipe("a 3d render of fox", image=image[None].astype("float32"), **given).images[0]
+
+    inputs = waves, np.round(255 * waves) / 255
+    plain, merged, pairs = [redraw(image) for image in inputs], [], []
+    with image_pipe.tome(ratio=0.5):
+        for image in inputs:
+            with record_plans(image_pipe) as recorded:
+                merged.append(redraw(image))
+            plans = [each.plan for each in recorded]
+            targets = [plan.dst_rows.numpy()[plan.target_rows.numpy()[:, 0]] for plan in plans]
+            pairs.append(
+                [set(zip(p.merged_rows.tolist(), t, strict=True)) for p, t in zip(plans, targets, strict=True)]
+            )
+    different = [len(exact - rounded) / len(exact) for exact, rounded in zip(*pairs, strict=True)]
+    assert 0 < max(different) < 0.1
+    apart = [peak_signal_noise_ratio(*images, data_range=1) for images in (plain, merged)]
+    assert 35 < apart[1] < apart[0]

@@ -76,6 +76,28 @@ def test_ratio_too_small_to_remove_a_token_computes_the_plain_result(unet):
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003)), plain)  # ⌊256 · 0.003⌋ = 0
 
 
+def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
+    """What merging would refuse: chunks, blocks without a feature map, keyword calls, a hook that comes later."""
+    chunk(unet, 16)
+    found = find_blocks(unet)[0]
+    x, tokens, text = paddle.randn([2, 32, 16, 16]), paddle.randn([2, 240, 32]), paddle.randn([2, 7, 24])
+
+    @paddle.no_grad()
+    def passes():
+        outputs = [found.grid_layer(hidden_states=x, encoder_hidden_states=text).sample]
+        outputs.append(found.block(tokens, encoder_hidden_states=text))
+        return [run(unet), *(each.numpy() for each in outputs)]
+
+    plain = passes()
+    unet.apply_tome(ratio=0, max_downsample=8, merge_mlp=True)
+    assert patch.config_of(unet) == ToMeConfig(ratio=0, max_downsample=8, merge_mlp=True)
+    helper = found.block.register_forward_pre_hook(lambda block, given: (given[0] * 1, *given[1:]))
+    np.testing.assert_equal(passes(), plain)
+    helper.remove()
+    for layer in unet.sublayers():
+        assert not layer._forward_post_hooks and "prepare_attention_mask" not in vars(layer)
+
+
 def test_keyword_calls(unet):
     unet.apply_tome()
     np.testing.assert_array_equal(unet(**inputs()).sample.numpy(), run(unet))

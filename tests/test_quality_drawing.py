@@ -1,5 +1,6 @@
 """Pictures of an evaluation: the same noise for all, one program folder for what differs in the ratio, resumable."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from conftest import tiny_pipeline
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing
-from ppdiffusers_tome.evaluation.quality.drawing import Plan, check_folder, draw, folder_of, loader, picture_paths
+from ppdiffusers_tome.evaluation.quality.drawing import Plan, claim_folder, draw, folder_of, loader, picture_paths
 from ppdiffusers_tome.evaluation.quality.engines import EagerEngine, TorchUNet, without_ratio
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN, Setting, study
 from ppdiffusers_tome.serving.offline import Failure, draw_here
@@ -62,13 +64,38 @@ def test_pictures_that_failed_are_said_and_the_rest_is_kept(tmp_path):
 
 
 def test_a_folder_is_for_one_plan(tmp_path):
-    check_folder(PLAN, tmp_path)
-    check_folder(replace(PLAN, threads=7), tmp_path)
+    claim_folder(PLAN, tmp_path)
+    claim_folder(replace(PLAN, threads=7), tmp_path)
     with pytest.raises(ToMeConfigError, match=r"drawn otherwise \(prompts, steps differ\): choose another folder"):
-        check_folder(replace(PLAN, steps=2, prompts=PLAN.prompts[:1]), tmp_path)
+        claim_folder(replace(PLAN, steps=2, prompts=PLAN.prompts[:1]), tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"backend": "torch"}, {"size": 0}, {"steps": 0}, {"threads": 0}, {"prompts": ()}])
+def test_a_folder_is_for_the_sources_that_drew_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "commit", lambda: "1234567")
+    assert claim_folder(PLAN, tmp_path) == "1234567"
+    monkeypatch.setattr(drawing, "commit", lambda: "7654321")
+    assert claim_folder(PLAN, tmp_path) == "1234567", "another commit with the same sources: who drew is named"
+    before = PLAN.identity()
+    monkeypatch.setattr(drawing, "sources", lambda: "others")
+    assert PLAN.identity() != before, "nor is a single image taken for its own"
+    with pytest.raises(ToMeConfigError, match=r"drawn otherwise \(sources differ\): .* or remove this one"):
+        claim_folder(PLAN, tmp_path)
+
+
+@pytest.mark.parametrize("module", ["matching.py", "inference/export.py", "evaluation/quality/engines.py"])
+def test_sources_are_all_modules(module, tmp_path, monkeypatch):
+    copied = shutil.copytree(environment.PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(environment, "PACKAGE", copied)
+    before = environment.sources.__wrapped__()
+    assert before == environment.sources()
+    (copied / module).write_text((copied / module).read_text() + "\n")
+    assert environment.sources.__wrapped__() != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"backend": "torch"}, {"size": 0}, {"steps": 0}, {"threads": 0}, {"prompts": ()}, {"guidance": float("nan")}],
+)
 def test_plans_that_cannot_be_drawn_are_refused(change):
     with pytest.raises(ToMeConfigError):
         replace(PLAN, **change)

@@ -94,6 +94,9 @@ def test_a_model_tells_its_levels_and_scheduler(model):
         (["--tomesd-ratio", "0.5"], "name an interpreter"),
         (["--tomesd-ratio", "0.5", "--torch-python", "/no/python"], "is of no use: /no/python cannot be run"),
         (["--batch", "0"], "--batch 0 is not allowed"),
+        (["--threads", "0"], "--threads 0 is not allowed"),
+        (["--threads", "-1"], "--threads -1 is not allowed"),
+        (["--guidance", "nan"], "guidance=nan is not allowed"),
         (["--count", "0"], "count=0 is not allowed"),
         (["--ratio", "0"], "must be above 0"),
         (["--ablations", "seeds"], "must be one of use_rand"),
@@ -108,6 +111,21 @@ def test_what_cannot_be_evaluated_is_said_before_anything_is_drawn(model, tmp_pa
     assert main([*common, *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_quick_replaces_defaults_alone(model, tmp_path, monkeypatch):
+    """What is given explicitly stays, also where it is the usual default."""
+    drawn = []
+
+    def note(plan, settings, *args, rounds, **others):
+        drawn.append((plan.size, plan.steps, len(plan.prompts), [setting.name for setting in settings], rounds))
+        raise ToMeConfigError("enough")
+
+    monkeypatch.setattr(evaluation, "evaluate", note)
+    command = ["evaluate", "--model", str(model), "--out", str(tmp_path), "--quick"]
+    for given in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--rounds", "5", "--ablations", "use_rand"]):
+        assert main([*command, *given]) == 2
+    assert drawn == [(64, 2, 2, ["0.5"], 1), (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 5)]
 
 
 @pytest.mark.skipif(find_spec("torch_fidelity") is not None, reason="this interpreter has torch-fidelity")

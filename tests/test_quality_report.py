@@ -11,6 +11,7 @@ from quality_support import RATIOS, against, make_result, pairs, write_pictures
 
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.evaluation.quality.findings import is_within_floor, summarize
+from ppdiffusers_tome.evaluation.quality.plots import ablations, plot_ablations
 from ppdiffusers_tome.evaluation.quality.report import write_report
 from ppdiffusers_tome.evaluation.quality.sheets import difference_map
 
@@ -77,7 +78,7 @@ def test_table_by_ratio_has_the_results_figures(result, written):
         assert row[4] == f"{middle:.4f} ({low:.4f}–{high:.4f})"
         assert row[5] == f"{1000 * each['set'][to]['kid']['mean']:.2f} ± 2.00"
         assert row[6] == f"{each['set'][to]['frechet']:.1f}"
-    assert rows[2][7] == "1.70 s, -15%"
+    assert rows[2][7] == "1.70 s, −15 %"
 
 
 def test_every_group_and_calibration_has_its_table(result, written):
@@ -145,7 +146,10 @@ def test_summary_is_short_and_follows_the_figures(result):
     half = next(each for each in result["settings"] if each["name"] == "0.5")
     middle = np.median(half["pairs"]["perceptual"])
     other = np.median(result["calibration"]["plain, other seeds"]["pairs"]["perceptual"])
-    assert f"distance of {middle:.4f}" in text and f"moves a picture {middle / other:.0%} as far" in text
+    assert (
+        f"distance of {middle:.4f}" in text
+        and f"merging 50% of the tokens moves an image {middle / other:.0%} as far" in text
+    )
     assert "ratio 0.1 cannot be told" not in text and "ratio 0.1, 0.25 cannot be told from plain pictures" in text
     assert "0.5, 0.75 can." in text and "cannot rank ratios" in text
     assert "15% less time" in text
@@ -167,12 +171,33 @@ def test_summary_turns_where_the_figures_turn():
     assert "at least 0% of the pictures come no nearer to plain (fewest from 0.5 to 0.75)" in text
 
 
+@pytest.mark.parametrize(("ratio", "default"), [(0.25, "0.25"), (0.3, "0.25")])
+def test_ablations_at_another_ratio_lose_nothing(ratio, default, tmp_path):
+    """Also where the default was not drawn at their ratio: then the nearest stands for it."""
+    result = make_result()
+    for each in result["settings"]:
+        if each["group"] in ("max_downsample", "layers"):
+            each["config"]["ratio"] = ratio
+    said = summarize(result)
+    assert len(said) == len(summarize(make_result()))
+    assert said[0].startswith(f"At ratio {default} the median image")
+    assert any(f"Among other layers and levels at {ratio}, with-crossattn is nearest" in each for each in said)
+    assert any(f"the default at {default} has " in each for each in said)
+    assert {each["name"] for each in ablations(result)} >= {"level-2", "level-4", "level-8", "with-mlp"}
+    text = write_report(result, tmp_path)
+    assert f"What merges, at ratio {ratio}; bars" in text and (tmp_path / "quality_ablations.png").exists()
+    assert plot_ablations(result).axes[0].get_xlabel().endswith(f"from plain at ratio {ratio}")
+
+
 def test_summary_is_silent_about_what_is_not_there():
     result = make_result(count=3)
     result["settings"] = [each for each in result["settings"] if each["name"] == "0.25"]
     result["calibration"] = {}
-    assert len(summarize(result)) == 1
+    said = "\n".join(summarize(result))
+    assert len(summarize(result)) == 3 and "KID" not in said and "Another seed" not in said and "layers" not in said
     assert is_within_floor(result["settings"][0], result) is None
+    result["settings"] = []
+    assert len(summarize(result)) == 1
 
 
 def test_floor_counts_the_uncertainty_of_both():

@@ -3,12 +3,15 @@
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from conftest import EMOJI_SD
 from speed_results import arm, case, result
 
 from ppdiffusers_tome import ToMeError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import bench
 from ppdiffusers_tome.evaluation.torch_arm import versions_of
 
 TINY = ["bench", "--architecture", "tiny", "--size", "128", "--threads", "1"]
@@ -39,6 +42,7 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
         (["--rounds", "0"], "--rounds 0 is not allowed"),
         (["--threads", "0"], "--threads 0 is not allowed"),
         (["--memory-limit", "0"], "--memory-limit 0 is not allowed"),
+        (["--memory-limit", "nan"], "--memory-limit nan is not allowed"),
         (["--size", "130"], "--size 130 is not allowed"),
         (["--dtype", "float32", "float16"], "--dtype float16 is not allowed on the CPU"),
         (["--ratio", "0.5", "0.9"], "ratio=0.9 is not allowed"),
@@ -53,6 +57,32 @@ def test_bad_option_is_told_in_one_line_before_anything_is_measured(options, mes
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("option", "value"), [("steps", "0"), ("guidance", "nan")])
+def test_a_pipelines_options_are_checked(option, value, capsys):
+    assert main(["bench", "--model", str(EMOJI_SD), "--scope", "pipeline", "--size", "128", f"--{option}", value]) == 2
+    assert f"--{option} {value} is not allowed" in capsys.readouterr().err
+
+
+def test_quick_replaces_defaults_alone(monkeypatch, tmp_path):
+    """What is given explicitly stays, also where it is the usual default."""
+    measured = []
+
+    def note(planned, settings, *args):
+        measured.append([(Path(case.model).name, case.size, case.batch) for case, _ in planned])
+        measured.append((settings.rounds, {(arm.backend, arm.ratio) for _, arms in planned for arm in arms}))
+        raise ToMeError("enough")
+
+    monkeypatch.setattr(bench, "measure_all", note)
+    monkeypatch.setattr(bench, "BUNDLED", EMOJI_SD)
+    command = ["bench", "--quick", "--arms", "plain", "tome", "--output", str(tmp_path / "speed.json")]
+    given = ["--size", "192", "--ratio", "0.25", "--rounds", "5", "--backend", "eager"]
+    assert main(command) == main([*command, *given]) == main([*command, "--architecture", "tiny", "--batch", "3"]) == 2
+    every = {(backend, ratio) for backend in ("eager", "predictor") for ratio in (0.0, 0.5)}
+    assert measured[:2] == [[("tiny", 128, 2), ("emoji_sd", 128, 2)], (2, every)]
+    assert measured[2:4] == [[("tiny", 192, 2), ("emoji_sd", 192, 2)], (5, {("eager", 0.0), ("eager", 0.25)})]
+    assert measured[4:] == [[("tiny", 128, 3)], (2, every)]
 
 
 def test_model_that_is_no_folder_is_told(capsys):
@@ -70,9 +100,13 @@ def test_what_became_slower_is_told_by_the_exit_status_too(tmp_path, capsys):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [2.0] * 3, ratio=0.5)])])))
     new.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [3.0] * 3, ratio=0.5)])])))
-    assert main(["bench", "report", str(old), "--compare", str(old)]) == 0
-    assert main(["bench", "report", str(new), "--compare", str(old)]) == 1
-    assert "slower" in capsys.readouterr().out
+    report, out = ["bench", "report", "--output", str(tmp_path / "report")], tmp_path / "report" / "speed.md"
+    assert main([*report, str(old), "--compare", str(old)]) == 0
+    before = out.read_text()
+    assert main([*report, str(new), "--compare", str(old)]) == 1
+    printed = capsys.readouterr()
+    assert "Became slower" in printed.out and f"written to {out}" in printed.err
+    assert "new.json" in out.read_text() != before, "the report of the new result"
 
 
 def test_report_is_printed_and_written_with_its_plots(tmp_path, capsys):

@@ -26,7 +26,7 @@ def test_a_slower_share_of_plain_is_slower():
     assert verdicts(old, new) == {"plain, eager": "the same", "ToMe 0.5, eager": "slower"}
     text = compare(old, new)
     assert "Became slower:\n  sd15, one UNet pass, 512 px, batch 2: ToMe 0.5, eager: " in text
-    assert "0.800 [0.800–0.800] → 0.900 [0.900–0.900] of plain's time (+12.5%); 16 s → 18 s" in text
+    assert "0.800 [0.800–0.800] → 0.900 [0.900–0.900] of plain's time (+12.5 %); 16 s → 18 s" in text
     assert is_slower(old, new)
     assert not is_slower(new, old)
     assert "Became faster" in compare(new, old)
@@ -111,7 +111,7 @@ def test_the_predictors_plain_arm_is_held_to_eagers():
         return run(arm("plain", [share * taken for taken in PLAIN["seconds"]], backend="predictor"))
 
     assert is_slower(predicted(0.3), predicted(0.4))
-    assert "of eager plain's time (+33.3%)" in compare(predicted(0.3), predicted(0.4))
+    assert "of eager plain's time (+33.3 %)" in compare(predicted(0.3), predicted(0.4))
 
 
 def test_without_plain_nothing_is_judged():

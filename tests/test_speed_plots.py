@@ -94,6 +94,9 @@ def test_eager_against_predictor():
     ]
     [axes] = plots.eager_against_predictor(cases(case([*arms, *predicted]))).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([1.25, 4, 5])
+    others = [{**each, "ratio": 0.3} if each["arm"] == "tome" else each for each in (*arms, *predicted)]
+    [axes] = plots.eager_against_predictor(cases(case(others))).axes
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([1.25, 4, 5]), "the ratio is the result's"
     assert plots.eager_against_predictor(cases(case(arms))) is None
 
 

@@ -1,6 +1,7 @@
 """A measurement goes on where it was killed, survives what it measures, and is written whole or not at all."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -123,7 +124,9 @@ def test_partial_file_of_another_plan_is_kept_unless_asked(tmp_path, stub, monke
     asked = stub()
     partial = tmp_path / "new" / "speed.json.partial.jsonl"
     Partial(partial, {"format": 1, "cases": "others"}, {}, restart=False)
-    with pytest.raises(ToMeConfigError, match=r"began with another cases, settings.* pass --restart"):
+    with pytest.raises(
+        ToMeConfigError, match=r"began with another cases, settings, versions, machine, sources: .* pass --restart"
+    ):
         measure(tmp_path)
     assert "others" in partial.read_text()
     measure(tmp_path, restart=True)
@@ -137,10 +140,11 @@ def test_worker_that_cannot_begin_fails_all_arms(tmp_path, monkeypatch):
         assert arms[name]["status"] == "error" and "at starting: OSError: no such model" in arms[name]["reason"]
 
 
+@pytest.mark.parametrize("value", [-1, 0, 10**23, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["rounds", "warm_up", "threads", "memory_limit_gb"])
-def test_settings_are_checked(name):
-    with pytest.raises(ToMeConfigError, match=r"0 is not allowed: it must be (1 or )?more"):
-        Settings(**{name: 0})
+def test_settings_are_checked(name, value):
+    with pytest.raises(ToMeConfigError, match=r"--[a-z-]+ [-0-9a-z.e+]+ is not allowed: it must be (from 1|above 0)"):
+        Settings(**{name: value})
 
 
 def test_time_left():

@@ -70,12 +70,12 @@ def test_diffusers_layout(write):
         ["size, px", "batch", "plain, s a pass", "ToMe, s a pass", "memory-efficient attention, s a pass",
          "ToMe + memory-efficient, s a pass"],
         ["---"] * 6,
-        ["512", "2", "20.0", "16.0 (+20.0 %)", "25.0 (-25.0 %)", "20.0 (+0.0 %)"],
+        ["512", "2", "20.0", "16.0 (−20.0 %)", "25.0 (+25.0 %)", "20.0 (+0.0 %)"],
     ]  # fmt: skip
     memory = table_under(report, "### Peak memory by size and batch, ratio 0.5, eager")
-    assert memory[2] == ["512", "2", "8.00", "6.00 (+25.0 %)", "4.00 (+50.0 %)", "3.20 (+60.0 %)"]
+    assert memory[2] == ["512", "2", "8.00", "6.00 (−25.0 %)", "4.00 (−50.0 %)", "3.20 (−60.0 %)"]
     assert table_under(report, "### Time by size and batch, ratio 0.5, predictor")[2] == [
-        "512", "2", "5.00", "4.00 (+20.0 %)",
+        "512", "2", "5.00", "4.00 (−20.0 %)",
     ]  # fmt: skip
 
 
@@ -103,10 +103,10 @@ def test_tomesd_layout_with_their_figures_beside(write):
     rows = table_under(report, "### Time and memory by ratio, 512 px, batch 2, eager")
     assert rows[0][-2:] == [f"*theirs, RTX 4090, another machine*: {unit} a picture" for unit in ("s", "GB")]
     assert rows[2:] == [
-        ["0", "20.0", "8.00", "25.0 (0.80×)", "4.00 (2.00×)", "–", "3.09", "3.41"],
-        ["0.5", "16.0 (1.25×)", "6.00 (1.33×)", "20.0 (1.00×)", "3.20 (2.50×)", "15.6 (1.28×)", "1.65 (1.87×)",
-         "0.89 (3.83×)"],
-        ["0.75", "10.0 (2.00×)", "5.00 (1.60×)", "30.0 (0.67×)", "3.00 (2.67×)", "8.00 (2.50×)", "–", "–"],
+        ["0", "20.0", "8.00", "25.0 (0.80×)", "4.00 (−50.0 %)", "–", "3.09", "3.41"],
+        ["0.5", "16.0 (1.25×)", "6.00 (−25.0 %)", "20.0 (1.00×)", "3.20 (−60.0 %)", "15.6 (1.28×)", "1.65 (1.87×)",
+         "0.89 (−73.9 %)"],
+        ["0.75", "10.0 (2.00×)", "5.00 (−37.5 %)", "30.0 (0.67×)", "3.00 (−62.5 %)", "8.00 (2.50×)", "–", "–"],
     ]  # fmt: skip
     small = write_report([write(result([whole_case(size=128)]))], None)
     assert "theirs" not in str(table_under(small, "### Time and memory by ratio, 128 px, batch 2, eager"))
@@ -115,9 +115,10 @@ def test_tomesd_layout_with_their_figures_beside(write):
 def test_original_figures_stand_below_ours_and_are_marked(write):
     report = write_report([write(result([whole_case()]))], None)
     theirs = table_under(report, "#### Theirs, on an A100 and a V100: another machine, never ours")
-    assert theirs[2] == ["A100", "512", "10", "6.88", "5.26 (+23.55 %)", "4.69 (+31.83 %)"]
+    assert theirs[2] == ["A100", "512", "10", "6.88", "5.26 (−23.55 %)", "4.69 (−31.83 %)"]
     assert {row[1] for row in theirs[2:]} == {"512"}
-    assert "2.1 (+37.88 %, as printed there)" in report[report.index("## The original figures: theirs") :]
+    originals = report[report.index("## The original figures: theirs") :]
+    assert "2.1 (−57.92 %)" in originals and "prints the time saved, as +23.55 %, and" in originals
     headings = {re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in report.splitlines()
                 if line.startswith("#")}  # fmt: skip
     linked = set(re.findall(r"\]\(#(.*?)\)", report))
@@ -236,7 +237,7 @@ def test_levels_are_tables_of_their_own(write):
     ]
     given = case([arm("plain", PLAIN), arm("tome", times(0.8), ratio=0.5, max_downsample=1), *deep])
     report = write_report([write(result([given]))], None)
-    for level, cell in ((1, "16.0 (+20.0 %)"), (2, "8.00 (+60.0 %)")):
+    for level, cell in ((1, "16.0 (−20.0 %)"), (2, "8.00 (−60.0 %)")):
         heading = f"### Time by size and batch, ratio 0.5, eager, max_downsample {level}"
         assert table_under(report, heading)[2] == ["512", "2", "20.0", cell]
 

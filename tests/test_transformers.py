@@ -4,10 +4,11 @@ import numpy as np
 import paddle
 import pytest
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor
+from zoo import ZOO
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, JointAttention, dit, pixart, sd3
 
-from ppdiffusers_tome import NoMergeableLayerError
+from ppdiffusers_tome import NoMergeableLayerError, ToMePassError
 
 BATCH, TEXT = 2, 5
 TIMESTEP = paddle.to_tensor([10] * BATCH)
@@ -164,6 +165,25 @@ def test_latents_need_not_be_square(make, h, w, stay):
     assert {shape[0] for shape in attended(make, model, h=h, w=w)} == {stay}
     assert draw(make, model, h=h, w=w).shape == plain.shape
     assert np.array_equal(draw(make, model.remove_tome(), h=h, w=w), plain)
+
+
+def test_fewer_codes_than_the_grid_has():
+    """VQ-Diffusion's transformer also takes fewer codes than the 64 of its grid."""
+    model = ZOO["VQDiffusionPipeline"]().pipe.transformer
+    text, timestep = noise(BATCH, TEXT, HIDDEN, seed=1), TIMESTEP[0]
+
+    @paddle.no_grad()
+    def denoise(codes):
+        tokens = paddle.to_tensor(np.arange(BATCH * codes).reshape(BATCH, codes) % 16)
+        return model(tokens, encoder_hidden_states=text, timestep=timestep).sample.numpy()
+
+    plain = [denoise(codes) for codes in (64, 20)]
+    model.apply_tome(ratio=0)
+    np.testing.assert_equal([denoise(codes) for codes in (64, 20)], plain)
+    model.apply_tome(ratio=0.5)
+    assert not np.array_equal(denoise(64), plain[0])
+    with pytest.raises(ToMePassError, match=r"got 20 indices, and its grid of 8×8 has 64: merging needs the whole"):
+        denoise(20)
 
 
 @pytest.mark.parametrize("make", [dit, sd3], ids=lambda make: make.__name__)

@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ..evaluation.speed.summary import format_result
 from ..evaluation.torch_arm import why_not
 
 BUNDLED = Path("examples/emoji_sd")
-QUICK = {"ratio": [0.5], "max_downsample": [None], "rounds": 2, "warm_up": 1, "backend": list(BACKENDS)}
+QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": list(BACKENDS)}  # defaults of --quick
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -30,7 +31,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "bench", help="time things", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     _add_options(bench)
-    bench.set_defaults(run=_speed)
+    bench.set_defaults(run=partial(_speed, bench))
     others = bench.add_subparsers(dest="what")
     ops = others.add_parser(
         "ops",
@@ -51,7 +52,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         default=Path("outputs"),
         help="folder for speed.md and its plots (default: outputs)",
     )
-    report.add_argument("--compare", type=Path, metavar="OLD", help="an older result file: print what became slower")
+    report.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OLD",
+        help="an older result file: print what became slower; exit status 1 if any",
+    )
     report.set_defaults(run=_report)
 
 
@@ -80,14 +86,17 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     how.add_argument("--threads", type=int, default=usable_cores(), help="of every arm")
     how.add_argument("--memory-limit", type=float, metavar="GB", help="for weights and a pass; none: what there is")
     how.add_argument("--torch-python", help="interpreter with torch, diffusers and tomesd; none: this one")
-    how.add_argument("--quick", action="store_true", help="tiny models in 2 rounds: shows that all works")
+    how.add_argument(
+        "--quick", action="store_true", help="other defaults, a tiny model in 2 rounds: shows that all works"
+    )
     how.add_argument("--output", type=Path, default=Path("outputs/bench.json"), help="the result's file")
     how.add_argument("--restart", action="store_true", help="do not go on with a run that was killed")
 
 
-def _speed(options: argparse.Namespace, given: Sequence[str]) -> int:
-    if options.quick:
-        vars(options).update(QUICK)
+def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, given: Sequence[str]) -> int:
+    if options.quick:  # read again: what is given keeps its value
+        parser.set_defaults(**QUICK)
+        options = parser.parse_args(given[1:])
     if options.output.is_dir():
         raise ToMeConfigError(
             f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json."
@@ -108,16 +117,17 @@ def _speed(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
-    if options.quick:
-        bundled = [Case(str(BUNDLED), size=128)] if BUNDLED.is_dir() else []
-        return [Case("tiny", size=128), *bundled]
-    # A folder that has an architecture's name is told from it by its path.
-    model = options.architecture if options.model is None else str(options.model)
-    model = f"./{model}" if options.model is not None and model in ARCHITECTURES else model
+    if options.model is not None:
+        # A folder that has an architecture's name is told from it by its path.
+        models = [f"./{options.model}" if str(options.model) in ARCHITECTURES else str(options.model)]
+    elif options.architecture is not None:
+        models = [options.architecture]
+    else:
+        models = ["tiny", *([str(BUNDLED)] if BUNDLED.is_dir() else [])]
     drawing = {"steps": options.steps, "guidance": options.guidance} if options.scope == "pipeline" else {}
     return [
         Case(model, options.scope, size, batch, dtype, **drawing)
-        for dtype, size, batch in product(options.dtype, options.size, options.batch)
+        for model, dtype, size, batch in product(models, options.dtype, options.size, options.batch)
     ]
 
 
@@ -134,13 +144,13 @@ def _report(options: argparse.Namespace, given: Sequence[str]) -> int:
     from ..evaluation.speed.compare import compare, is_slower
     from ..evaluation.speed.tables import write_report
 
-    if options.compare:
-        old, results = _read(options.compare), [_read(file) for file in options.files]
-        print("\n".join(compare(old, new) for new in results))
-        return int(any(is_slower(old, new) for new in results))
-    print(write_report(options.files, options.output))
+    old = _read(options.compare) if options.compare else None
+    results = [_read(file) for file in options.files]
+    compared = [compare(old, new) for new in results] if old else []
+    report = write_report(options.files, options.output)
+    print("\n\n".join(compared) or report)
     print(f"written to {options.output / 'speed.md'}", file=sys.stderr)
-    return 0
+    return int(old is not None and any(is_slower(old, new) for new in results))
 
 
 def _read(path: Path) -> dict[str, Any]:

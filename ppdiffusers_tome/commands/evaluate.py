@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..evaluation.quality.settings import ABLATIONS, RATIOS, study
 from ..evaluation.torch_arm import why_not
 from .drawers import add_options, open_drawers, threads
 
+# Defaults of --quick.
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "rounds": 1, "batch": 2}
 
 
@@ -46,9 +48,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--out", type=Path, default=Path("build/evaluate"), help="folder for pictures; a killed run goes on there")
     option("--json", type=Path, help="write the result to this file; OUT/quality.json if not given")
     option("--report", type=Path, help="folder for the report; --out if not given")
-    option("--quick", action="store_true", help="two small pictures in two steps: shows that all works")
+    option("--quick", action="store_true", help="other defaults, two small images in two steps: shows that all works")
     add_options(command)
-    command.set_defaults(run=_evaluate)
+    command.set_defaults(run=partial(_evaluate, command))
     report = command.add_subparsers(dest="what").add_parser("report", help="write the report of a result again")
     report.add_argument("file", type=Path, help="what --json wrote")
     report.add_argument("--pictures", type=Path, help="what --out was, for sheets of pictures")
@@ -56,15 +58,17 @@ def add(commands: argparse._SubParsersAction) -> None:
     report.set_defaults(run=_report)
 
 
-def _evaluate(options: argparse.Namespace, given: Sequence[str]) -> int:
+def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, given: Sequence[str]) -> int:
     # Late: it imports all that measures, and the command line is asked for other things too.
     from ..evaluation.quality.evaluation import evaluate, read_model
 
-    if options.quick:
-        vars(options).update(QUICK)
-    for name, least in (("batch", 1), ("rounds", 0)):
-        if getattr(options, name) < least:
-            raise ToMeConfigError(f"--{name} {getattr(options, name)} is not allowed: it must be {least} or more")
+    if options.quick:  # read again: what is given keeps its value
+        parser.set_defaults(**QUICK)
+        options = parser.parse_args(given[1:])
+    for name, least in (("batch", 1), ("rounds", 0), ("threads", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more")
     if options.tomesd_ratio and options.torch_python is None:
         raise ToMeConfigError("--tomesd-ratio needs PyTorch: name an interpreter that has it with --torch-python")
     if options.torch_python and (reason := why_not(options.torch_python)):

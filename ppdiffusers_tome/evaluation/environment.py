@@ -1,8 +1,10 @@
 """Where and with what a figure was measured: what every committed result file names."""
 
+import hashlib
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import paddle
 
 from .._version import __version__
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def describe_environment() -> dict[str, Any]:
@@ -21,10 +25,24 @@ def describe_environment() -> dict[str, Any]:
         "memory_gb": _memory_gb(),
         "threads": os.environ.get("OMP_NUM_THREADS", "1 (OMP_NUM_THREADS is not set)"),
         "device": _device(),
-        "python": platform.python_version(),
         "ppdiffusers_tome": __version__,
-        **{name: _version(name) for name in ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy")},
+        **versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that compute."""
+    packages = ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy")
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+@cache
+def sources() -> str:
+    """Hash of all modules of the package, this one included: a killed run goes on with equal sources alone."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(PACKAGE).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def usable_cores() -> int:
@@ -34,11 +52,10 @@ def usable_cores() -> int:
 
 def commit() -> str:
     """The checkout's commit, with "+" where tracked files of the package differ from it; "none" outside of one."""
-    package = Path(__file__).parents[1]
     found: list[str] = []
     for question in ("rev-parse --short HEAD", "status --porcelain -uno -- ."):
         try:
-            done = subprocess.run(["git", *question.split()], cwd=package, capture_output=True, text=True)
+            done = subprocess.run(["git", *question.split()], cwd=PACKAGE, capture_output=True, text=True)
         except OSError:
             return "none"
         if done.returncode:

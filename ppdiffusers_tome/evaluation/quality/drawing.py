@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..._version import __version__
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...inference import export_pipeline, read_manifest
 from ...inference.loading import load_for_export
@@ -20,6 +20,7 @@ from ...serving.engine import load_engine
 from ...serving.jobs import LARGEST_SEED, Job
 from ...serving.offline import Drawer, draw_here, draw_identified
 from ...serving.prompts import Prompt
+from ..environment import commit, sources, versions
 from .engines import TorchEngine, load_eager, without_ratio
 from .settings import PLAIN, Setting
 
@@ -29,7 +30,7 @@ BACKENDS = ("predictor", "eager")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drawn, and by whom: with an equal plan a folder's pictures are gone on with.
+    """What is drawn, and by whom: with an equal plan, versions and sources a folder's images are gone on with.
 
     Args:
         model: folder of a ppdiffusers pipeline.
@@ -56,12 +57,14 @@ class Plan:
         for name in ("size", "steps", "threads"):
             if getattr(self, name) < 1:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be 1 or more.")
+        if not math.isfinite(self.guidance):
+            raise ToMeConfigError(f"guidance={self.guidance!r} is not allowed: it must be a finite number.")
         if not self.prompts:
             raise ToMeConfigError("there are no prompts: give one at least.")
 
     def identity(self) -> str:
-        """Hash of what decides how pictures look beside the job itself. Threads and rounding do not count."""
-        return hashlib.sha256(json.dumps([__version__, self.model, self.backend]).encode()).hexdigest()
+        """Hash of what decides how images look beside the job itself. Threads and rounding do not count."""
+        return hashlib.sha256(json.dumps([sources(), self.model, self.backend]).encode()).hexdigest()
 
     def jobs(self, setting: Setting) -> list[Prompt]:
         """The pictures of a setting."""
@@ -82,25 +85,31 @@ class Plan:
         ]
 
 
-def check_folder(plan: Plan, out: Path) -> None:
-    """Claim a folder for a plan.
+def claim_folder(plan: Plan, out: Path) -> str:
+    """Claim a folder for a plan, drawn by the versions and sources of this process.
+
+    Returns:
+        The commit whose code draws the images: where the folder is claimed already, that of the first run.
 
     Raises:
-        ToMeConfigError: it holds pictures of another plan.
+        ToMeConfigError: it holds images of another plan, or that other versions or sources drew.
     """
     about = {key: value for key, value in asdict(plan).items() if key not in ("threads", "torch_python")}
-    about = json.loads(json.dumps({**about, "version": __version__}))
+    about = json.loads(json.dumps({**about, "versions": versions(), "sources": sources()}))
     path = out / PLAN
     if path.exists():
         there = json.loads(path.read_text(encoding="utf-8"))
         differ = sorted(key for key in about if there.get(key) != about[key])
         if differ:
             raise ToMeConfigError(
-                f"{out} has pictures that were drawn otherwise ({', '.join(differ)} differ): choose another folder."
+                f"{out} has images that were drawn otherwise ({', '.join(differ)} differ): choose another folder with "
+                "--out, or remove this one."
             )
-        return
+        return str(there["commit"])
+    about["commit"] = commit()
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return str(about["commit"])
 
 
 def export_settings(plan: Plan, settings: Sequence[Setting], out: Path) -> dict[Setting, Path]:

@@ -14,9 +14,10 @@ from ...models import find_blocks
 from ...serving.engine import Engine
 from ...serving.jobs import Job
 from ...serving.offline import Drawer
-from ..environment import commit, describe_environment
+from ..environment import describe_environment
 from .distances import find_inception, inception_fid
-from .drawing import Plan, check_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
+from .drawing import Plan, claim_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths
+from .findings import default_setting, ratio_of
 from .measuring import Measurer, measure
 from .merge_maps import write_merge_maps
 from .settings import OTHER_SEEDS, PLAIN, TOMESD, Setting
@@ -76,7 +77,7 @@ def evaluate(
         The result, ready for JSON: what was drawn, "calibration" and "settings", as docs/evaluation.md describes.
 
     Raises:
-        ToMeConfigError: an argument is not allowed, or the folder has another plan's pictures.
+        ToMeConfigError: an argument is not allowed, or the folder has images of another plan or of other sources.
         ToMeError: a package or an interpreter is missing, or pictures could not be drawn.
     """
     if real is not None:
@@ -86,7 +87,7 @@ def evaluate(
     if with_inception:  # before anything is drawn: packages may be missing
         find_inception()
     measurer = Measurer(out, plan.size)
-    check_folder(plan, out)
+    drawn_by = claim_folder(plan, out)
     everything = [PLAIN, OTHER_SEEDS, *settings]
     exported = export_settings(plan, everything, out) if plan.backend == "predictor" else {}
     about_torch = None
@@ -101,7 +102,7 @@ def evaluate(
     return {
         "kind": "quality",
         "format": FORMAT,
-        "commit": commit(),
+        "commit": drawn_by,
         "environment": describe_environment(),
         **{key: value for key, value in asdict(plan).items() if key not in ("prompts", "torch_python")},
         "scheduler": scheduler,
@@ -130,7 +131,7 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
     """Draw a result's first prompt once more in eager mode, and write which tokens were merged into which.
 
     Args:
-        result: what `evaluate` returned; its setting nearest to ratio 0.5 among the plain ratios is drawn.
+        result: what `evaluate` returned; its `findings.default_setting` is drawn.
         output: folder for the PNG files.
 
     Returns:
@@ -139,10 +140,10 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
     Raises:
         ToMeExportError: the model cannot be loaded.
     """
-    ratios = [each["config"]["ratio"] for each in result["settings"] if each["group"] == "ratio"]
-    if not ratios:
+    default = default_setting(result)
+    if default is None:
         return []
-    ratio = min(ratios, key=lambda each: abs(each - 0.5))
+    ratio = ratio_of(default)
     pipe = load_for_export(result["model"], safety_checker=False)
     given = result["prompts"][0]
     job = Job(given["prompt"], result["size"], result["size"], ratio, given["seed"], "", result["steps"])

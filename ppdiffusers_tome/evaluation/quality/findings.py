@@ -58,6 +58,20 @@ def at_ratio(settings: Sequence[Setting], ratio: float) -> Setting | None:
     return next((each for each in settings if math.isclose(ratio_of(each), ratio)), None)
 
 
+def studied_ratio(result: dict[str, Any]) -> float | None:
+    """The ratio of the ablations; where there are none, the measured one nearest to 0.5. None where there is none."""
+    ablated = [ratio_of(each) for each in result["settings"] if each["group"] in ("max_downsample", "layers")]
+    ratios = ablated or [ratio_of(each) for each in result["settings"] if each["group"] == "ratio"]
+    return min(ratios, key=lambda ratio: abs(ratio - 0.5), default=None)
+
+
+def default_setting(result: dict[str, Any]) -> Setting | None:
+    """The setting with everything at its default whose ratio is nearest to that of the ablations."""
+    ratio = studied_ratio(result)
+    random = lines(result).get(RANDOM, [])
+    return min(random, key=lambda each: abs(ratio_of(each) - (ratio or 0)), default=None)
+
+
 def is_within_floor(setting: Setting, result: dict[str, Any], to: str = TO_OTHERS) -> bool | None:
     """Whether the setting's KID is no further from the noise floor than two standard deviations of the two estimates.
 
@@ -81,17 +95,18 @@ def summarize(result: dict[str, Any]) -> list[str]:
     by_line = lines(result)
     random = by_line.get(RANDOM, [])
     said = []
-    if half := at_ratio(random, 0.5):
-        low, middle, high = quartiles(half["pairs"]["perceptual"])
+    if default := default_setting(result):
+        ratio = ratio_of(default)
+        low, middle, high = quartiles(default["pairs"]["perceptual"])
         said.append(
-            f"At ratio 0.5 the median picture is at a perceptual distance of {middle:.4f} (quartiles {low:.4f} to "
-            f"{high:.4f}) from the plain one of the same noise; PSNR {median(half, 'psnr'):.1f} dB, SSIM "
-            f"{median(half, 'ssim'):.3f}."
+            f"At ratio {ratio:g} the median image is at a perceptual distance of {middle:.4f} (quartiles {low:.4f} to "
+            f"{high:.4f}) from the plain one of the same noise; PSNR {median(default, 'psnr'):.1f} dB, SSIM "
+            f"{median(default, 'ssim'):.3f}."
         )
         if seeds := (result["calibration"].get(OTHER_SEEDS) or {}).get("pairs"):
             other = quartiles(seeds["perceptual"])[1]
             said.append(
-                f"Another seed of the same prompt is at {other:.4f}: merging half the tokens moves a picture "
+                f"Another seed of the same prompt is at {other:.4f}: merging {ratio:.0%} of the tokens moves an image "
                 f"{middle / other:.0%} as far as another seed does."
             )
     if len(random) > 1:
@@ -100,11 +115,12 @@ def summarize(result: dict[str, Any]) -> list[str]:
     if at_both := [(r, f) for f in by_line.get(FIXED, []) if (r := at_ratio(random, ratio_of(f)))]:
         nearer = ", ".join(f"{ratio_of(r):g}: {_closer(f, r):.0%}" for r, f in at_both)
         said.append(f"Pictures in which fixed dst stay nearer to plain than random dst, by ratio: {nearer}.")
-    if half and (cost := _layers(result, half)):
+    if default and (cost := _layers(result, default)):
         said.append(cost)
-    if half and (share := time_share(half)):
+    if default and (share := time_share(default)):
         verb = "less" if share < 1 else "more"
-        said.append(f"A picture at 0.5 took {abs(1 - share):.0%} {verb} time than a plain one, on this machine.")
+        at = ratio_of(default)
+        said.append(f"An image at {at:g} took {abs(1 - share):.0%} {verb} time than a plain one, on this machine.")
     if pairs := [(t, r) for t in by_line.get(TOMESD, []) if (r := at_ratio(random, ratio_of(t)))]:
         each = ", ".join(
             f"{ratio_of(t):g}: {median(t, 'perceptual'):.4f} against {median(r, 'perceptual'):.4f}" for t, r in pairs
@@ -150,14 +166,15 @@ def _floor(random: list[Setting], result: dict[str, Any]) -> list[str]:
     return [f"{said} Differences below the floor cannot rank ratios." if len(within) > 1 else said]
 
 
-def _layers(result: dict[str, Any], half: Setting) -> str:
-    """What the layers and levels that may merge too add at ratio 0.5."""
+def _layers(result: dict[str, Any], default: Setting) -> str:
+    """What the layers and levels that may merge too add at the ratio of the ablations."""
     others = [each for each in result["settings"] if each["group"] in ("layers", "max_downsample")]
-    found = [(median(each, "perceptual"), each["name"]) for each in others if math.isclose(ratio_of(each), 0.5)]
+    found = [(median(each, "perceptual"), each["name"]) for each in others]
     if not found:
         return ""
     most, least = max(found), min(found)
     return (
-        f"Among other layers and levels at 0.5, {least[1]} is nearest to plain ({least[0]:.4f}) and {most[1]} "
-        f"furthest ({most[0]:.4f}); the default has {median(half, 'perceptual'):.4f}."
+        f"Among other layers and levels at {studied_ratio(result):g}, {least[1]} is nearest to plain ({least[0]:.4f}) "
+        f"and {most[1]} furthest ({most[0]:.4f}); the default at {ratio_of(default):g} has "
+        f"{median(default, 'perceptual'):.4f}."
     )

@@ -24,6 +24,7 @@ from .findings import (
     median,
     quartiles,
     ratio_of,
+    studied_ratio,
     time_share,
 )
 
@@ -112,9 +113,9 @@ def plot_time(result: dict[str, Any]) -> Figure:
     return _with_legend(figure, axes)
 
 
-def plot_ablations(result: dict[str, Any], ratio: float = 0.5) -> Figure:
+def plot_ablations(result: dict[str, Any]) -> Figure:
     """Perceptual distance at one ratio: dst choice, levels and layers, each beside the default; quartiles as lines."""
-    settings = ablations(result, ratio)
+    settings = ablations(result)
     figure, (axes,) = _figure(1, height=0.9 + 0.26 * len(settings))
     for place, each in enumerate(settings):
         low, middle, high = quartiles(each["pairs"]["perceptual"])
@@ -122,17 +123,18 @@ def plot_ablations(result: dict[str, Any], ratio: float = 0.5) -> Figure:
         axes.barh(place, middle, color=colour, xerr=[[middle - low], [high - middle]], ecolor="black", capsize=2)
     axes.set_yticks(range(len(settings)), [describe(each) for each in settings])
     axes.invert_yaxis()
-    axes.set(xlabel=f"{PAIRS['perceptual']} from plain at ratio {ratio:g}")
+    axes.set(xlabel=f"{PAIRS['perceptual']} from plain at ratio {studied_ratio(result):g}")
     if pairs := (result["calibration"].get(OTHER_SEEDS) or {}).get("pairs"):
         axes.axvline(quartiles(pairs["perceptual"])[1], color="black", linewidth=0.8, linestyle="--")
         axes.set_title("dashed: another seed of the same prompt", fontsize=7, loc="right")
     return figure
 
 
-def ablations(result: dict[str, Any], ratio: float = 0.5) -> list[Setting]:
-    """The settings at one ratio, the default first, then by group."""
+def ablations(result: dict[str, Any]) -> list[Setting]:
+    """The settings at the ratio of the ablations, the default first, then by group."""
+    ratio = studied_ratio(result)
     return sorted(
-        (each for each in result["settings"] if abs(ratio_of(each) - ratio) < 1e-9 and each["group"] in GROUPS),
+        (each for each in result["settings"] if ratio_of(each) == ratio and each["group"] in GROUPS),
         key=lambda each: list(GROUPS).index(each["group"]),
     )
 

@@ -9,16 +9,18 @@ import numpy as np
 from PIL import Image
 
 from ...errors import ToMeConfigError
+from ..speed.markdown import change
 from .drawing import picture_paths
 from .findings import (
     RANDOM,
     TO_OTHERS,
     TO_REAL,
     Setting,
-    at_ratio,
+    default_setting,
     lines,
     quartiles,
     ratio_of,
+    studied_ratio,
     summarize,
     time_share,
 )
@@ -37,7 +39,7 @@ PLOTS = {
     "quality_sets.png": "Distance from plain pictures with other seeds; dashed: what plain and blurred pictures have",
     "quality_sets_real.png": "Distance from real pictures; dashed: what plain, real and blurred pictures have",
     "quality_time.png": "Distance from the plain picture against measured time; the figures are ratios",
-    "quality_ablations.png": "What merges, at ratio 0.5; bars are medians, lines go from quartile to quartile",
+    "quality_ablations.png": "What merges, at ratio {ratio}; bars are medians, lines go from quartile to quartile",
 }
 MAPS = {
     "merge_map.png": "Which tokens were merged into which, in the first block that merges, halfway through the steps: "
@@ -52,6 +54,9 @@ Fréchet distance also depends on how many pictures there are, so read it agains
 
 The table tells what each measure gives where the answer is known. `plain, other seeds` is the noise floor of the sets
 and, in pairs, what a wholly other picture of the same prompt has; `blurred` is damage that anyone sees."""
+NOTES = """\
+Medians over the images, in parentheses the quartiles; ± one standard deviation; the time of one image, and its change
+against plain; — is not measured."""
 SHOWN = 6  # prompts on the contact sheet
 
 
@@ -84,15 +89,17 @@ def write_report(
             "give a file that `python -m ppdiffusers_tome evaluate` wrote."
         )
     shown = [] if pictures is None else _pictures(result, output, pictures)
-    plots = write_plots(result, output)
+    plots, ratio = write_plots(result, output), studied_ratio(result)
     parts = ["# Quality of merged pictures", _drawn(result, result_file, output), "## Summary"]
     parts += ["\n".join(f"- {line}" for line in summarize(result))]
     parts += ["## How the measures are calibrated", CALIBRATION, _calibration(result)]
     for group, (title, about) in GROUPS.items():
         if settings := [each for each in result["settings"] if each["group"] == group]:
             parts += [f"## {title}", about, _table(settings)]
-    parts += ["Medians over the pictures, in brackets the quartiles; ± one standard deviation; — is not measured."]
-    parts += ["## Plots", *(_figure(path, PLOTS[path.name], output) for path in plots)] if plots else []
+    parts += [NOTES]
+    parts += (
+        ["## Plots", *(_figure(path, PLOTS[path.name].format(ratio=ratio), output) for path in plots)] if plots else []
+    )
     parts += ["## Pictures", *shown] if shown else []
     if merge_maps:
         parts += ["## Merge maps", *(_figure(path, MAPS.get(path.name, path.stem), output) for path in merge_maps)]
@@ -143,7 +150,7 @@ def _table(settings: list[Setting]) -> str:
     for each in settings:
         share = time_share(each)
         sets = [cell for to in references for cell in _set(each["set"].get(to))]
-        time = "—" if share is None else f"{each['seconds']['picture']:.2f} s, {share - 1:+.0%}"
+        time = "—" if share is None else f"{each['seconds']['picture']:.2f} s, {change(share, 0)}"
         rows.append([describe(each), f"{ratio_of(each):g}", *_pairs(each["pairs"]), *sets, time])
     return _markdown(heads, rows)
 
@@ -187,14 +194,15 @@ def _pictures(result: dict[str, Any], output: Path, pictures: Path) -> list[str]
     path = sheet("quality_sheet.png", spread, [result["prompts"][n]["prompt"] for n in spread], None)
     told = f"Plain, then each ratio. Prompts number {', '.join(str(n) for n in spread)}: evenly spaced in the list."
     parts = [_figure(path, told, output)]
-    if half := at_ratio(settings, 0.5):
-        distances = half["pairs"]["perceptual"]
+    if default := default_setting(result):
+        distances = default["pairs"]["perceptual"]
         order = sorted(range(count), key=distances.__getitem__)
         chosen = {"nearest": order[0], "median": order[(count - 1) // 2], "furthest": order[-1]}
         titles = [f"{why} ({distances[n]:.4f}): {result['prompts'][n]['prompt']}" for why, n in chosen.items()]
         path = sheet("quality_examples.png", list(chosen.values()), titles, GAIN)
-        told = f"Of all {count} pictures the nearest to plain at ratio 0.5, the median and the furthest, by the "
-        told += f"perceptual distance alone. Below each: the difference from plain, {GAIN} times enlarged."
+        told = f"Of all {count} pictures the nearest to plain at ratio {ratio_of(default):g}, the median and the "
+        told += "furthest, by the perceptual distance alone. Below each: the difference from plain, "
+        told += f"{GAIN} times enlarged."
         parts.append(_figure(path, told, output))
     return parts
 

@@ -1,5 +1,6 @@
 """What is measured: cases (a model at a size) and their arms (ways to compute it), checked before anything runs."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -63,9 +64,12 @@ class Case:
     def check(self) -> None:
         """Raise ToMeConfigError where this cannot be measured on this machine; the message names the remedy."""
         architecture = self.architecture
-        for name, least in (("batch", 1), ("size", architecture.factor)):
-            if getattr(self, name) < least:
-                raise ToMeConfigError(f"--{name} {getattr(self, name)} is not allowed: it must be {least} or more.")
+        for name, least in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more.")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise ToMeConfigError(f"--guidance {self.guidance} is not allowed: it must be a finite number.")
         if self.size % architecture.factor:
             raise ToMeConfigError(
                 f"--size {self.size} is not allowed: it must be a multiple of {architecture.factor} px."

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...errors import ToMeConfigError
+from .markdown import change
 from .names import BUILT_IN, EAGER, ERROR, LIMIT, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, PYTORCH
 from .results import Arm, Case, Result, Spread, parse, spread
 
@@ -118,13 +119,13 @@ def _judge(old_case: Case, old: Arm, case: Case, arm: Arm, threshold: float) -> 
     before, after = _share(old_case, old), _share(case, arm)
     if before is None or after is None:
         return "no reference", "its time against plain is not known"
-    change = after.median / before.median - 1
-    text = f"{_words(before)} → {_words(after)} of {_reference(arm)}'s time ({change:+.1%})"
-    if abs(change) <= threshold:
+    ratio = after.median / before.median
+    text = f"{_words(before)} → {_words(after)} of {_reference(arm)}'s time ({change(ratio)})"
+    if abs(ratio - 1) <= threshold:
         return "the same", text
     if after.low <= before.high and before.low <= after.high:
         return "within the noise", text
-    return "slower" if change > 0 else "faster", text
+    return "slower" if ratio > 1 else "faster", text
 
 
 def _share(case: Case, arm: Arm) -> Spread | None:

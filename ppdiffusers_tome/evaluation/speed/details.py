@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .markdown import NOTHING, level_words, memory_cell, merged_arms, table, time_cell, times, times_spread
+from .markdown import NOTHING, change, level_words, memory_cell, merged_arms, table, time_cell, times, times_spread
 from .names import BOTH, BUILT_IN, EAGER, MEASURED, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
 from .plots import TARGET
 from .results import ARM_NAMES, OURS, Arm, Case, Spread, spread
@@ -16,7 +16,7 @@ def distances(cases: Sequence[Case]) -> list[str]:
         if distance:
             verdict = "reached" if distance.median <= TARGET else "**not reached**"
             key = (case.shape, f"{ARM_NAMES[arm.arm]}{level_words(arm.max_downsample)}, {arm.backend}")
-            found.setdefault(key, {})[arm.ratio] = f"{100 * distance.median:+.1f} %, {verdict}"
+            found.setdefault(key, {})[arm.ratio] = f"{change(1 + distance.median)}, {verdict}"
     ratios = sorted({ratio for cells in found.values() for ratio in cells})
     rows = [[*key, *(cells.get(ratio, NOTHING) for ratio in ratios)] for key, cells in found.items()]
     return table(["case", "arm", *(f"ratio {ratio:g}" for ratio in ratios)], rows)

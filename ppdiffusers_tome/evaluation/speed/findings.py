@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from .details import slower_than_unmerged
-from .markdown import merged_arms, nearest
+from .markdown import change, merged_arms, nearest
 from .names import BOTH, BUILT_IN, EAGER, MEMORY_EFFICIENT, OUT_OF_MEMORY, PLAIN, PREDICTOR, PYTORCH, TOME
 from .plots import TARGET
 from .results import Arm, Case, Spread
@@ -95,14 +95,14 @@ def _limit(cases: Sequence[Case]) -> Iterator[str]:
         case, arm, worst = max(found, key=lambda each: each[2].median)
         yield (
             f"Within {100 * TARGET:g} % of the free-merge limit: {reached} of {len(found)} merged arms; furthest is "
-            f"{_where(case, arm)}: {100 * worst.median:+.1f} %."
+            f"{_where(case, arm)}: {change(1 + worst.median)}."
         )
 
 
 def _memory(cases: Sequence[Case]) -> Iterator[str]:
     pairs = [(case, arm, case.unmerged(arm)) for case, arm in merged_arms(cases)]
     counted = [
-        (1 - arm.peak_memory_bytes / other.peak_memory_bytes, case, arm)
+        (arm.peak_memory_bytes / other.peak_memory_bytes, case, arm)
         for case, arm, other in pairs
         if other and arm.peak_memory_bytes and other.peak_memory_bytes
     ]
@@ -111,10 +111,9 @@ def _memory(cases: Sequence[Case]) -> Iterator[str]:
     }
     told = []
     if counted:
-        most, case, arm = max(counted, key=lambda each: each[0])
-        least = min(each[0] for each in counted)
-        changes = f"{-100 * least:+.0f} to {-100 * most:+.0f} %"
-        told.append(f"peak {changes} against the same attention without merging, most saved in {_where(case, arm)}")
+        least, case, arm = min(counted, key=lambda each: each[0])
+        ends = f"{change(max(each[0] for each in counted), 0)} to {change(least, 0)}"
+        told.append(f"peak {ends} against the same attention without merging, least in {_where(case, arm)}")
     if fits:
         told.append(f"merged arms fit where plain does not: {'; '.join(sorted(fits))}")
     if told:

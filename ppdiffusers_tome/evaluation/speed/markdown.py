@@ -39,9 +39,10 @@ def times_spread(ratio: Spread | None) -> str:
     return NOTHING if ratio is None else f"{ratio.median:.2f}× [{ratio.low:.2f}–{ratio.high:.2f}]"
 
 
-def saved(speed_up: Spread) -> str:
-    """The time saved against plain, as the original page prints it: "+23.5 %"; negative where it is slower."""
-    return f"{100 * (1 - 1 / speed_up.median):+.1f} %"
+def change(ratio: float, digits: int = 1) -> str:
+    """How a quantity changed to `ratio` times what it was, as "−41.9 %" or "+24.8 %": less of it has a minus."""
+    percent = round(100 * (ratio - 1), digits) + 0.0  # no "-0.0"
+    return f"{percent:+.{digits}f} %".replace("-", "−")
 
 
 def time_cell(arm: Arm | None) -> str:

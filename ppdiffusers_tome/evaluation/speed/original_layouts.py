@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from .markdown import NOTHING, anchor, memory_cell, saved, table, time_cell, times, unit
+from .markdown import NOTHING, anchor, change, memory_cell, table, time_cell, times, unit
 from .names import BOTH, LIMIT, MEMORY_EFFICIENT, PLAIN, TOME
 from .original import (
     DIFFUSERS,
     DIFFUSERS_ROWS,
+    OOM,
     PPDIFFUSERS,
     PPDIFFUSERS_ROWS,
     TOMESD,
@@ -25,11 +26,11 @@ COLUMNS = {
 
 
 def by_size_and_batch(cases: Sequence[Case], backend: str, ratio: float, level: int | None) -> list[str]:
-    """diffusers' layout: seconds, and in brackets the per cent of plain's time that is saved."""
+    """diffusers' layout: seconds, and in parentheses their change against plain."""
 
     def cell(case: Case, arm: Arm | None) -> str:
         speed_up = case.speed_up(arm) if arm and arm.arm != PLAIN else None
-        return time_cell(arm) + (f" ({saved(speed_up)})" if speed_up else "")
+        return time_cell(arm) + (f" ({change(1 / speed_up.median)})" if speed_up else "")
 
     return _grid(cases, backend, ratio, level, cell, unit(cases))
 
@@ -39,10 +40,7 @@ def memory_by_size_and_batch(cases: Sequence[Case], backend: str, ratio: float, 
 
     def cell(case: Case, arm: Arm | None) -> str:
         plain = case.find(PLAIN, backend)
-        less = ""
-        if arm and plain and arm.arm != PLAIN and arm.peak_memory_bytes and plain.peak_memory_bytes:
-            less = f" ({100 * (1 - arm.peak_memory_bytes / plain.peak_memory_bytes):+.1f} %)"
-        return memory_cell(arm) + less
+        return memory_cell(arm) + (_memory_change(arm, plain) if arm and arm.arm != PLAIN else "")
 
     counted = any(arm.peak_memory_bytes for case in cases for arm in case.arms if arm.backend == backend)
     return _grid(cases, backend, ratio, level, cell, "GB") if counted else []
@@ -81,7 +79,7 @@ def by_batch(cases: Sequence[Case], backend: str, ratios: Sequence[float], level
 
 
 def by_ratio(case: Case, backend: str, level: int | None) -> list[str]:
-    """tomesd's layout: seconds and peak memory by ratio, in brackets how many times better than plain.
+    """tomesd's layout: seconds and peak memory by ratio, in parentheses the speed-up and the change of memory.
 
     At 512 px the original's figures stand in the last columns, marked as theirs.
     """
@@ -94,10 +92,7 @@ def by_ratio(case: Case, backend: str, level: int | None) -> list[str]:
         return time_cell(arm) + (f" ({times(speed_up)})" if speed_up else "")
 
     def counted(arm: Arm | None) -> str:
-        base = plain.peak_memory_bytes if plain else None
-        mine = arm.peak_memory_bytes if arm else None
-        less = f" ({base / mine:.2f}×)" if base and mine and arm is not plain else ""
-        return memory_cell(arm) + less
+        return memory_cell(arm) + (_memory_change(arm, plain) if arm and arm is not plain else "")
 
     theirs = {row.ratio: row for row in TOMESD_ROWS} if case.size == 512 else {}
     rows = []
@@ -107,7 +102,7 @@ def by_ratio(case: Case, backend: str, level: int | None) -> list[str]:
         original = theirs.get(ratio)
         beside = [NOTHING, NOTHING]
         if original:
-            better = [f" ({original.speed_up:.2f}×)", f" ({original.less_memory:.2f}×)"] if ratio else ["", ""]
+            better = [f" ({original.speed_up:.2f}×)", f" ({change(original.memory_share)})"] if ratio else ["", ""]
             beside = [f"{original.seconds:.2f}{better[0]}", f"{original.memory_gb:.2f}{better[1]}"]
         figures = [timed(arms[0]), counted(arms[0]), timed(arms[1]), counted(arms[1]), timed(arms[2])]
         rows.append([f"{ratio:g}", *figures, *beside])
@@ -123,10 +118,7 @@ def theirs_by_size(sizes: set[int]) -> list[str]:
         return [f"They measured no picture of this size; {_link(DIFFUSERS)}."]
     cells = [
         [row.gpu, str(row.size), str(row.batch), _theirs(row.plain)]
-        + [
-            _theirs(taken) + (f" ({per_cent})" if per_cent else "")
-            for taken, per_cent in ((row.tome, row.saved("tome")), (row.both, row.saved("both")))
-        ]
+        + [_theirs(taken, row.plain) for taken in (row.tome, row.both)]
         for row in rows
     ]
     header = ["GPU, theirs", "size, px", "batch", "plain", "ToMe", "ToMe + xFormers"]
@@ -151,7 +143,7 @@ def theirs_by_ratio() -> list[str]:
             f"{row.ratio:g}",
             f"{row.fid:.2f}",
             f"{row.seconds:.2f} ({row.speed_up:.2f}×)",
-            f"{row.memory_gb:.2f} ({row.less_memory:.2f}×)",
+            f"{row.memory_gb:.2f} ({change(row.memory_share)})",
         ]
         for row in TOMESD_ROWS
     ]
@@ -189,5 +181,14 @@ def _marked(document: Document) -> list[str]:
     return [f"#### Theirs, on {document.machine}: another machine, never ours", "", about, ""]
 
 
-def _theirs(taken: Seconds) -> str:
-    return taken if isinstance(taken, str) else f"{taken:g}"
+def _memory_change(arm: Arm, plain: Arm | None) -> str:
+    """Behind the memory of an arm that merges: its change against plain's, where both were counted."""
+    base = plain.peak_memory_bytes if plain else None
+    return f" ({change(arm.peak_memory_bytes / base)})" if base and arm.peak_memory_bytes else ""
+
+
+def _theirs(taken: Seconds, plain: Seconds = OOM) -> str:
+    """Seconds, with their change against plain's where both are there."""
+    if isinstance(taken, str):
+        return taken
+    return f"{taken:g}" + ("" if isinstance(plain, str) else f" ({change(taken / plain, 2)})")

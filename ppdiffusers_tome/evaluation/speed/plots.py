@@ -171,13 +171,17 @@ def distance_from_limit(cases: Sequence[Case]) -> Figure | None:
     return figure
 
 
-def eager_against_predictor(cases: Sequence[Case], ratio: float = 0.5) -> Figure | None:
-    """Bars: times faster than eager plain; ToMe in eager, and the predictor plain and with ToMe, at `ratio`.
+def eager_against_predictor(cases: Sequence[Case]) -> Figure | None:
+    """Bars: times faster than eager plain; ToMe in eager, and the predictor plain and with ToMe, at one ratio.
+
+    Of several ratios it is the one nearest to 0.5.
 
     None where no case has plain arms in both backends.
     """
     both = [case for case in cases if case.find(PLAIN, EAGER) and case.find(PLAIN, PREDICTOR)]
-    level = _shallowest(arm for case in both for arm in case.arms if arm.arm == TOME)
+    merged = [arm for case in both for arm in case.arms if arm.arm == TOME]
+    level = _shallowest(merged)
+    ratio = min((arm.ratio for arm in merged), key=lambda ratio: abs(ratio - 0.5), default=0.5)
     drawn = [
         (EAGER, TOME, f"eager, ToMe {ratio:g}", SKY),
         (PREDICTOR, PLAIN, "predictor, plain", ORANGE),

@@ -1,6 +1,5 @@
 """Runs a measurement: a worker process per case, started again where it dies, and one result file at the end."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ToMeConfigError
-from ..environment import commit, describe_environment
+from ..environment import commit, describe_environment, sources, versions
 from ..torch_arm import versions_of
 from . import worker
 from .cases import ArmPlan, Case
@@ -23,7 +22,6 @@ from .names import ERROR, FORMAT, KIND, MEASURED, NOT_MEASURED, OUT_OF_MEMORY
 from .partial import Found, Partial
 from .progress import Progress
 
-PACKAGE = Path(__file__).parents[2]
 WORKER = [sys.executable, "-W", "ignore", "-m", worker.__name__]
 
 
@@ -46,13 +44,14 @@ class Settings:
     torch_python: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "warm_up", "threads"):
-            if getattr(self, name) < 1:
-                option = name.replace("_", "-")
-                raise ToMeConfigError(f"--{option} {getattr(self, name)} is not allowed: it must be 1 or more.")
-        if self.memory_limit_gb is not None and not self.memory_limit_gb > 0:
+        for name, most in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= most:
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
+        if self.memory_limit_gb is not None and not 0 < self.memory_limit_gb <= 10**6:
             raise ToMeConfigError(
-                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be more than 0 GB, or left out."
+                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be above 0 and at most 1,000,000 "
+                "GB, or left out."
             )
 
 
@@ -80,8 +79,9 @@ def measure_all(cases: Cases, settings: Settings, output: Path, command: str, re
         "format": FORMAT,
         "cases": [{**case.describe(), "arms": [asdict(arm) for arm in arms]} for case, arms in cases],
         "settings": asdict(settings),
-        "versions": _versions(),
-        "sources": _digest(),
+        "versions": versions(),
+        "machine": describe_environment()["machine"],
+        "sources": sources(),
     }
     about = {"commit": commit(), "command": command}
     partial = Partial(output.with_name(output.name + ".partial.jsonl"), plan, about, restart)
@@ -204,17 +204,6 @@ def _arm(case: Case, arm: ArmPlan, found: Found) -> dict[str, Any]:
 
 def _torch(settings: Settings) -> dict[str, str]:
     return versions_of(settings.torch_python) if settings.torch_python else {}
-
-
-def _versions() -> dict[str, str]:
-    described = describe_environment()
-    return {name: described[name] for name in ("python", "paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "machine")}
-
-
-def _digest() -> str:
-    """Of the sources that are measured: a run that goes on must not mix two of them."""
-    files = sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "inference").glob("*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def measure_shares(model: nn.Layer, run: Callable[[], Any]) -> dict[str, float]:
     clock = _Clock()
     with _timed(model, clock) as found:
         if not found:
-            raise ToMeConfigError(f"{type(model).__name__} has no merging attached: call apply_tome() on it first.")
+            raise ToMeConfigError(f"{type(model).__name__} has no merging attached: call apply_tome(ratio=0.5) first.")
         run()
     if not clock.blocks:
         raise ToMeConfigError(

@@ -19,10 +19,10 @@ from .results import SCOPES, Case, Result, read
 
 INTRODUCTION = """\
 Each ratio of times is taken within rounds, in which all arms of a case take turns; shown are medians, and quartiles in
-square brackets. Per cents in round brackets are time or memory saved against plain in the same backend, negative where
-more is needed. The free-merge limit computes over as few tokens without choosing or moving any: what it draws is
-wrong, and no merging can be faster. Memory is the peak of Paddle's own counter in one pass, weights included.
-Machines are shared and noisy: read ratios, not seconds. Merging is lossy: how far pictures change, evaluate tells."""
+square brackets. Percentages in parentheses are changes of time or memory against plain in the same backend: −40 % is
+40 % less, +40 % is 40 % more. The free-merge limit computes over as few tokens without choosing or moving any: what it
+draws is wrong, and no merging can be faster. Memory is the peak of Paddle's own counter in one pass, weights included.
+Machines are shared and noisy: read ratios, not seconds. Merging is lossy: how far images change, evaluate shows."""
 
 PACKAGES = (
     "paddlepaddle",
