@@ -1,5 +1,6 @@
 # Two commands do everything: "make demo" and "make test". Each makes what it needs first, and nothing twice.
-#   STACK=paddle2 (default: Paddle 2.6.2, in .venv/) or STACK=paddle3 (Paddle 3.3.1, in .venv-paddle3/)
+#   STACK=paddle2 (default: Paddle 2.6.2, in .venv/), STACK=paddle3 (Paddle 3.3.1, in .venv-paddle3/) or
+#   STACK=gpu     (Paddle 2.6.2 for CUDA 11.8, in .venv-gpu/: 6 GB; without a GPU the tests run on the CPU)
 #   ARGS="..."    goes to the program that the target runs, for instance: make test ARGS="-k merging"
 #   PYTHON=...    the interpreter to build the environment with, instead of the one found below
 STACK ?= paddle2
@@ -9,10 +10,12 @@ lock.paddle2 := requirements.txt
 venv.paddle2 := .venv
 lock.paddle3 := requirements-paddle3.txt
 venv.paddle3 := .venv-paddle3
+lock.gpu := requirements-gpu.txt
+venv.gpu := .venv-gpu
 LOCK := $(lock.$(STACK))
 VENV := $(venv.$(STACK))
 ifeq ($(VENV),)
-$(error STACK=$(STACK) is not a stack: it is paddle2 (the default) or paddle3)
+$(error STACK=$(STACK) is not a stack: it is paddle2 (the default), paddle3 or gpu)
 endif
 
 # A name is not enough: the first that runs (a pyenv shim may not), is 3.10 to 3.12 and can make environments with pip.
@@ -31,7 +34,7 @@ LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../.
 .PHONY: help venv demo test test-ray check format bench bench-speed bench-quality load lock wheel clean
 
 help: ## this list
-	@echo 'make TARGET [STACK=paddle2|paddle3] [ARGS="..."] [PYTHON=python3.x]'
+	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
 
 # The stamps: an environment is up to date until the lock or the package's metadata change.
