@@ -1,8 +1,9 @@
-"""ppdiffusers' attention for GPUs, computed in its own plain arithmetic where there is no GPU; conftest.py imports this first.
+"""ppdiffusers' attention for GPUs, in its own plain arithmetic where there is no GPU. conftest.py imports this first.
 
-ppdiffusers calls a CUDA kernel once, when it is imported. Where that works, it defines `F.scaled_dot_product_attention_`, which its
-processors for xformers and Stable Diffusion 3 call, and `is_ppxformers_available()` is True. Without a GPU the call is
-made to work here, and FLAGS_sdpa_select_math makes the function take its branch "math": no CUDA kernel ever runs.
+ppdiffusers calls a CUDA kernel once, when it is imported. Where that works, `is_ppxformers_available()` is True and
+`F.scaled_dot_product_attention_` is defined, which the processors of xformers and Stable Diffusion 3 call. Without a
+GPU this module makes the call work, and FLAGS_sdpa_select_math makes the function compute as `attention_op="math"`
+does. No CUDA kernel runs.
 """
 
 import os
@@ -13,7 +14,7 @@ import paddle
 KERNEL = "paddle.incubate.nn.memory_efficient_attention.memory_efficient_attention"
 
 if paddle.device.cuda.device_count() == 0:
-    os.environ["FLAGS_sdpa_select_math"] = "yes"
+    os.environ["FLAGS_sdpa_select_math"] = "yes"  # noqa: SIM112 - its name
     with patch(KERNEL, return_value=None):
         from ppdiffusers.utils import import_utils
 

@@ -302,6 +302,14 @@ def test_xformers_error_is_ppdiffusers_own(examples, tmp_path):
         examples.text_to_image.main(["--xformers", "--output", str(tmp_path)])
 
 
+def test_xformers(examples, tmp_path):
+    with cuda_attention.found():
+        examples.text_to_image.main(
+            [FOX, "--xformers", "--size", "64", "--steps", "1", "--ratio", "0.5", "--output", str(tmp_path)]
+        )
+    assert json.loads((tmp_path / "text_to_image_64.json").read_text(encoding="utf-8"))["xformers"] is True
+
+
 @pytest.mark.parametrize(("script", "model"), [("text_to_image", []), ("sd3", ["--tiny"])])
 def test_runs_from_another_folder_and_quietly(tmp_path, script, model):
     command = [sys.executable, str(EXAMPLES / f"{script}.py"), "a 3d render of fox", *model, "--size", "64"]
