@@ -1,5 +1,6 @@
 # Two commands do everything: "make demo" and "make test". Each makes what it needs first, and nothing twice.
-#   STACK=paddle2 (default: Paddle 2.6.2, in .venv/) or STACK=paddle3 (Paddle 3.3.1, in .venv-paddle3/)
+#   STACK=paddle2 (default: Paddle 2.6.2, in .venv/), STACK=paddle3 (Paddle 3.3.1, in .venv-paddle3/) or
+#   STACK=gpu     (Paddle 2.6.2 for CUDA 11.8, in .venv-gpu/; where there is no GPU it runs on the CPU)
 #   ARGS="..."    goes to the program that the target runs, for instance: make test ARGS="-k merging"
 #   PYTHON=...    the interpreter to build the environment with, instead of the one found below
 STACK ?= paddle2
@@ -7,12 +8,17 @@ ARGS ?=
 
 lock.paddle2 := requirements.txt
 venv.paddle2 := .venv
+size.paddle2 := 2
 lock.paddle3 := requirements-paddle3.txt
 venv.paddle3 := .venv-paddle3
+size.paddle3 := 2
+lock.gpu := requirements-gpu.txt
+venv.gpu := .venv-gpu
+size.gpu := 5
 LOCK := $(lock.$(STACK))
 VENV := $(venv.$(STACK))
 ifeq ($(VENV),)
-$(error STACK=$(STACK) is not a stack: it is paddle2 (the default) or paddle3)
+$(error STACK=$(STACK) is not a stack: it is paddle2 (the default), paddle3 or gpu)
 endif
 
 # A name is not enough: the first that runs (a pyenv shim may not), is 3.10 to 3.12 and can make environments with pip.
@@ -31,13 +37,13 @@ LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../.
 .PHONY: help venv demo test test-ray check format bench bench-speed bench-quality load fuzz lock wheel clean
 
 help: ## this list
-	@echo 'make TARGET [STACK=paddle2|paddle3] [ARGS="..."] [PYTHON=python3.x]'
+	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
 
 # The stamps: an environment is up to date until the lock or the package's metadata change.
 $(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup.py ppdiffusers_tome/_version.py
 	@$(PY) -m pip --version >/dev/null 2>&1 || { $(PYTHON) $(RUNS) || { echo '$(NO_PYTHON)' >&2; exit 1; }; }
-	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON): 2 GB, a few minutes"; $(PYTHON) -m venv --clear $(VENV); }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON): $(size.$(STACK)) GB, a few minutes"; $(PYTHON) -m venv --clear $(VENV); }
 	$(INSTALL) -r requirements/build.txt
 	$(INSTALL) -r $(LOCK)
 	$(INSTALL) -e .
@@ -123,6 +129,6 @@ lock: ## resolve the stacks again: rewrites the requirements files
 wheel: $(VENV)/.installed ## build the wheel into dist/
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-clean: ## remove both environments, caches and build products (not outputs/)
-	rm -rf .venv .venv-paddle3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove the environments, caches and build products (not outputs/)
+	rm -rf $(venv.paddle2) $(venv.paddle3) $(venv.gpu) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Rewrite every generated requirements file from the *.in files beside it ("make lock"). Needs PyPI and a Python with venv;
-# uv, which resolves for Python 3.10 to 3.12 at once, is installed into a throwaway environment. Run the tests on both stacks after.
+# uv, which resolves for Python 3.10 to 3.12 at once, is installed into a throwaway environment. Run the tests on every stack after.
 #
 # The stacks are resolved as PyPI stood on STACK_DATE: ppdiffusers 0.29.0 declares hardly any upper bounds, and what came out
 # later breaks it. Paddle 3 and the safetensors it asks for are younger, so they, and the test tools, are cut at TOOLS_DATE.

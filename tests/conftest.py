@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU when it is imported
 import numpy as np
 import paddle
 import pytest

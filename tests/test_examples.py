@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import cuda_attention
 import numpy as np
 import paddle
 import ppdiffusers
 import pytest
 from paddlenlp.utils.log import logger
 from PIL import Image, ImageOps
-from zoo.transformers import JointAttention
+from ppdiffusers.models.attention_processor import JointAttnProcessor2_5
 
 from ppdiffusers_tome import ToMeConfig, __version__
 
@@ -219,11 +220,11 @@ def test_tiny_random_models(examples, monkeypatch, tmp_path, capsys, script):
     assert saved is None if script == "sd3" else saved > 0
 
 
-def test_joint_attention_is_that_of_the_zoo(examples):
+def test_joint_attention_is_that_of_ppdiffusers(examples):
     transformer = importlib.import_module("tiny").sd3().transformer
     inputs = [paddle.randn(shape) for shape in ([2, 4, 6, 10], [2, 5, 64], [2, 64])]  # latents, text, pooled text
     drawn = []
-    for processor in (examples.sd3.JointAttention(), JointAttention()):
+    for processor in (examples.sd3.JointAttention(), JointAttnProcessor2_5()):
         transformer.set_attn_processor(processor)
         drawn.append(transformer(*inputs, timestep=paddle.to_tensor([500])).sample.numpy())
     assert np.allclose(*drawn, rtol=0, atol=1e-6) and drawn[0].std() > 0.01
@@ -296,10 +297,17 @@ def test_bad_input_is_refused_before_anything_is_drawn(examples, monkeypatch, tm
     assert re.search(rf"error: .*{message}", last), last
 
 
-@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="ppdiffusers refuses it on a CPU build only")
 def test_xformers_error_is_ppdiffusers_own(examples, tmp_path):
-    with pytest.raises(NotImplementedError):
+    with cuda_attention.found(False), pytest.raises(NotImplementedError):
         examples.text_to_image.main(["--xformers", "--output", str(tmp_path)])
+
+
+def test_xformers(examples, tmp_path):
+    with cuda_attention.found():
+        examples.text_to_image.main(
+            [FOX, "--xformers", "--size", "64", "--steps", "1", "--ratio", "0.5", "--output", str(tmp_path)]
+        )
+    assert json.loads((tmp_path / "text_to_image_64.json").read_text(encoding="utf-8"))["xformers"] is True
 
 
 @pytest.mark.parametrize(("script", "model"), [("text_to_image", []), ("sd3", ["--tiny"])])

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import cuda_attention
 import numpy as np
 import paddle
 import ppdiffusers
 import pytest
 from conftest import groups, inputs
 from paddle import nn
-from ppdiffusers.models import attention_processor
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from ppdiffusers.utils import paddle_utils
 from zoo import ZOO, parts, picture
@@ -182,40 +182,29 @@ def attention_slicing(pipe, slices):
         pipe.disable_attention_slicing()
 
 
-class Kernel:
-    """Stands for the fused attention that needs a CUDA build: plain arithmetic on [B, N, heads, C/heads]."""
-
-    def __init__(self):
-        self.lengths, self.all_contiguous = Counter(), True
-
-    def __call__(self, query, key, value, attn_mask=None, scale=None, **settings):
-        assert attn_mask is None
-        self.lengths[query.shape[1], key.shape[1], value.shape[1]] += 1
-        self.all_contiguous &= all(each.is_contiguous() for each in (query, key, value))
-        query, key, value = (each.transpose([0, 2, 1, 3]) for each in (query, key, value))
-        weights = nn.functional.softmax(query @ key.transpose([0, 1, 3, 2]) * scale)
-        return (weights @ value).transpose([0, 2, 1, 3])
-
-
 @contextmanager
-def as_with_cuda():
-    """ppdiffusers as on a CUDA build, where it finds its memory-efficient attention."""
-    kernel = Kernel()
-    with (
-        patch.object(attention_processor, "is_ppxformers_available", lambda: True),
-        patch.object(nn.functional, "scaled_dot_product_attention_", kernel, create=True),
-    ):
-        yield kernel
+def attention_calls():
+    """What reaches ppdiffusers' attention for GPUs: lengths of queries, keys and values, and how often."""
+    attend, lengths = nn.functional.scaled_dot_product_attention_, Counter()
+
+    def note(*heads, **settings):  # queries, keys and values, each [B, N, heads, C/heads]
+        assert all(each.is_contiguous() for each in heads)
+        lengths[tuple(each.shape[1] for each in heads)] += 1
+        return attend(*heads, **settings)
+
+    with patch.object(nn.functional, "scaled_dot_product_attention_", note):
+        yield lengths
 
 
 @feature("xformers")
 def xformers(pipe):
+    with cuda_attention.found():
+        pipe.enable_xformers_memory_efficient_attention()
+    assert {type(each) for each in pipe.unet.attn_processors.values()} == {XFormersAttnProcessor}
     try:
-        with as_with_cuda() as kernel:
-            pipe.enable_xformers_memory_efficient_attention()
-            assert {type(each) for each in pipe.unet.attn_processors.values()} == {XFormersAttnProcessor}
+        with attention_calls() as lengths:
             yield {}
-            assert kernel.all_contiguous
+            assert lengths
     finally:
         pipe.disable_xformers_memory_efficient_attention()
 
@@ -318,7 +307,8 @@ def test_merging_before_and_after_a_feature(family, tiny, name):
 
 
 def enable_xformers(tiny):
-    tiny.pipe.enable_xformers_memory_efficient_attention()
+    with cuda_attention.found(False):
+        tiny.pipe.enable_xformers_memory_efficient_attention()
 
 
 def draw_with_free_u(tiny):
@@ -329,7 +319,6 @@ def draw_with_free_u(tiny):
         tiny.pipe.disable_freeu()
 
 
-@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="a CUDA build may be able to")
 @pytest.mark.parametrize(("fails", "error"), [(enable_xformers, NotImplementedError), (draw_with_free_u, ValueError)])
 def test_errors_of_ppdiffusers_come_through_and_merging_stays(family, tiny, fails, error):
     _, plain, merged = family
@@ -369,15 +358,15 @@ def test_queries_keys_and_values_are_merged_and_contiguous(settings, expected):
             assert hidden_states.is_contiguous()
             return super().__call__(attn, hidden_states, *args, **kwargs)
 
-    with as_with_cuda() as kernel:
+    with attention_calls() as lengths:
         tiny.pipe.unet.set_attn_processor(Processor())
         if settings is not None:
             tiny.pipe.apply_tome(**settings)
         for found in find_blocks(tiny.pipe.unet):
             found.block.attn1.register_forward_post_hook(lambda layer, given, out: leaving.append(out))
         latents(tiny)
-    assert kernel.lengths == expected
-    assert kernel.all_contiguous and all(out.is_contiguous() for out in leaving)
+    assert lengths == expected
+    assert all(out.is_contiguous() for out in leaving)
     assert Counter(out.shape[1] for out in leaving) == {64: 3, 16: 4}
 
 

@@ -306,10 +306,19 @@ def test_runtime_refuses(settings, message):
         Runtime(**settings)
 
 
-@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="about builds without CUDA")
-def test_a_gpu_needs_a_build_with_cuda():
-    with pytest.raises(ToMeConfigError, match="paddlepaddle-gpu"):
-        Runtime(device="gpu")
+@pytest.mark.parametrize(
+    ("cuda", "gpus", "device", "message"),
+    [
+        (False, 0, "gpu", "device='gpu' .* 0 GPUs: .* install paddlepaddle-gpu"),
+        (True, 0, "gpu", "device='gpu' .* 0 GPUs: .* CUDA_VISIBLE_DEVICES"),
+        (True, 2, "gpu:2", "device='gpu:2' .* 2 GPUs: .* CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_gpu_must_be_there(monkeypatch, cuda, gpus, device, message):
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: cuda)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ToMeConfigError, match=message):
+        Runtime(device=device)
 
 
 def test_onednn_is_on_where_it_is_right(exported_folder, monkeypatch):
@@ -352,7 +361,7 @@ def test_threads_default_to_the_cores():
 @pytest.mark.parametrize("tensorrt", [False, "tune", True])
 def test_gpu_settings_call_what_paddle_has(tensorrt, tmp_path, monkeypatch):
     """Not run on a GPU: the calls exist under these names, in the order of ppdiffusers' deploy/."""
-    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 2)
     config = mock.create_autospec(inference.Config, instance=True)
     runtime = Runtime(device="gpu:1", tensorrt=tensorrt, precision="fp16")
     if tensorrt is True:

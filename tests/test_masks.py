@@ -3,10 +3,18 @@
 import numpy as np
 import paddle
 import pytest
-from conftest import TEXT, inputs
+from conftest import TEXT, inputs, make_unet
+from ppdiffusers.models.attention_processor import AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor
 
 from ppdiffusers_tome import ToMePassError
 from ppdiffusers_tome.models import find_blocks
+
+
+@pytest.fixture(params=[AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor])
+def unet(request):
+    unet = make_unet()
+    unet.set_attn_processor(request.param())
+    return unet
 
 
 def test_mask_over_merged_tokens_is_refused(unet):

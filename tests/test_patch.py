@@ -7,13 +7,19 @@ import pickle
 import threading
 import weakref
 
+import cuda_attention
 import numpy as np
 import paddle
 import pytest
 from conftest import THREE_LEVELS, Recorder, draw, inputs, make_unet, run, traces
 from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
-from ppdiffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor, XFormersAttnProcessor
+from ppdiffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_5,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+)
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 from reference import dst_positions
 
@@ -358,33 +364,21 @@ def test_saved_model_is_the_plain_one(unet, tmp_path):
     assert np.abs(run(unet) - plain).max() > 1e-4
 
 
-class SdpaProcessor:
-    """Fused attention; ppdiffusers' own processors for it and for xformers need a CUDA build of Paddle."""
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs):
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        heads = [
-            projection(source).reshape([source.shape[0], source.shape[1], attn.heads, -1])
-            for projection, source in ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context))
-        ]
-        out = paddle.nn.functional.scaled_dot_product_attention(*heads)
-        return attn.to_out[0](out.flatten(2))
+PROCESSORS = [AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor, lambda: SlicedAttnProcessor(1)]
 
 
-PROCESSORS = {"default": AttnProcessor, "sliced": lambda: SlicedAttnProcessor(1), "SDPA": SdpaProcessor}
-if paddle.is_compiled_with_cuda():
-    PROCESSORS["xformers"] = XFormersAttnProcessor
-
-
-@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("processor", PROCESSORS, ids=["default", "2.5", "xformers", "sliced"])
 def test_attention_processors_before_and_after(unet, processor):
     expected = run(unet.apply_tome())
     unet.set_attn_processor(processor())
-    np.testing.assert_allclose(run(unet), expected, atol=1e-5)
-    unet.remove_tome()
+    merged = run(unet)
+    np.testing.assert_allclose(merged, expected, atol=1e-5)
+    unet = make_unet()
+    unet.set_attn_processor(processor())
     plain = run(unet)
-    np.testing.assert_allclose(run(unet.apply_tome()), expected, atol=1e-5)
-    assert np.abs(expected - plain).max() > 1e-4
+    assert np.abs(merged - plain).max() > 1e-4
+    np.testing.assert_array_equal(run(unet.apply_tome()), merged)
+    np.testing.assert_array_equal(run(unet.remove_tome()), plain)
 
 
 def test_attention_slicing_on_and_off(unet):
@@ -422,10 +416,8 @@ def test_merge_mlp_with_forward_chunking_is_refused(unet):
 
 
 def test_xformers_error_comes_through_and_merging_stays(unet):
-    if paddle.is_compiled_with_cuda():
-        pytest.skip("a CUDA build: xformers may be there")
     expected = run(unet.apply_tome())
-    with pytest.raises(NotImplementedError):
+    with cuda_attention.found(False), pytest.raises(NotImplementedError):
         unet.enable_xformers_memory_efficient_attention()
     np.testing.assert_array_equal(run(unet), expected)
 

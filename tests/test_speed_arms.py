@@ -3,11 +3,14 @@
 import os
 import sys
 from importlib.util import find_spec
+from unittest.mock import patch
 
+import cuda_attention
 import numpy as np
 import paddle
 import pytest
 from conftest import Recorder, make_unet, run, traces
+from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.evaluation.free_merge import attach_free_merge
@@ -82,6 +85,24 @@ def test_eager_arms_compute_what_they_say_and_leave_nothing(scope, tmp_path):
     assert np.abs(out["limit"] - out["tome"]).max() > 1e-3
     assert [type(each) for each in traces(subject.denoiser)] == [type(each) for each in before]
     np.testing.assert_array_equal(subject.output(), plain)
+
+
+def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
+    with patch("paddle.get_device", return_value="gpu:0"):
+        assert ArmPlan("memory-efficient").attention == ArmPlan("both").attention == "xformers"
+    subject, attend = open_subject(CASE), XFormersAttnProcessor.__call__
+    with (
+        cuda_attention.found(),
+        patch.object(ArmPlan, "attention", "xformers"),
+        patch.object(XFormersAttnProcessor, "__call__", autospec=True, side_effect=attend) as processor,
+        Arms(subject, None, 1, None, 0, tmp_path) as arms,
+    ):
+        merged = arms[ArmPlan("both", ratio=0.5)].output()
+        fused = arms[ArmPlan("memory-efficient")].output()
+    assert processor.called
+    np.testing.assert_allclose(fused, subject.output(), atol=1e-5)
+    with Arms(subject, None, 1, None, 0, tmp_path) as arms:
+        np.testing.assert_allclose(merged, arms[ArmPlan("tome", ratio=0.5)].output(), atol=1e-5)
 
 
 def test_limit_costs_as_much_as_merging_without_the_matching():

@@ -1,12 +1,13 @@
 """Transformers without a UNet: one grid of patches, at level 1; in SD3 only the image's tokens merge."""
 
+import cuda_attention
 import numpy as np
 import paddle
 import pytest
-from ppdiffusers.models.attention_processor import Attention, AttnProcessor
+from ppdiffusers.models.attention_processor import Attention, AttnProcessor, JointAttnProcessor2_5
 from zoo import ZOO
 from zoo.noise import noise
-from zoo.transformers import HIDDEN, JointAttention, dit, pixart, sd3
+from zoo.transformers import HIDDEN, dit, pixart, sd3
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMePassError
 
@@ -63,10 +64,11 @@ class Recorder(AttnProcessor):
         return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
 
 
-class JointRecorder(JointAttention):
+class JointRecorder(JointAttnProcessor2_5):
     """Notes image and text tokens as they come into SD3's attention, and as they leave it."""
 
     def __init__(self, path, seen):
+        super().__init__()
         self.path, self.seen = path, seen
 
     def __call__(self, attn, hidden_states, encoder_hidden_states, **kwargs):
@@ -120,6 +122,22 @@ def test_merged_pictures_differ_and_removal_restores_every_bit(make):
     plain = draw(make, model)
     assert not np.array_equal(draw(make, model.apply_tome(ratio=0.5)), plain)
     assert np.array_equal(draw(make, model.apply_tome(ratio=0)), plain)
+    assert np.array_equal(draw(make, model.remove_tome()), plain)
+
+
+@pytest.mark.parametrize("make", [dit, pixart], ids=lambda make: make.__name__)
+def test_xformers_before_and_after(make):
+    """PixArt's text has a mask, which reaches the attention; SD3's attention is the one below xformers anyway."""
+    settings = {"ratio": 0.5, "merge_crossattn": make is pixart}
+    model = make().apply_tome(**settings)
+    expected = draw(make, model)
+    with cuda_attention.found():
+        model.enable_xformers_memory_efficient_attention()
+    merged = draw(make, model)
+    plain = draw(make, model.remove_tome())
+    np.testing.assert_allclose(merged, expected, atol=1e-5)
+    assert not np.allclose(merged, plain, atol=1e-3)
+    assert np.array_equal(draw(make, model.apply_tome(**settings)), merged)
     assert np.array_equal(draw(make, model.remove_tome()), plain)
 
 

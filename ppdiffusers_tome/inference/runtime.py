@@ -67,11 +67,14 @@ class Runtime:
             )
         if kind == "gpu" and self.onednn:
             raise ToMeConfigError("onednn=True needs device='cpu': it is the CPU's library.")
-        if kind == "gpu" and not paddle.is_compiled_with_cuda():
-            raise ToMeConfigError(
-                f"device={self.device!r} needs a CUDA build of Paddle, and this is a CPU build: install "
-                "paddlepaddle-gpu in place of paddlepaddle."
+        gpus = paddle.device.cuda.device_count()
+        if kind == "gpu" and int(index or 0) >= gpus:
+            remedy = (
+                "compare nvidia-smi and CUDA_VISIBLE_DEVICES"
+                if paddle.is_compiled_with_cuda()
+                else ("this is a CPU build of Paddle, install paddlepaddle-gpu in place of paddlepaddle")
             )
+            raise ToMeConfigError(f"device={self.device!r} is not there, Paddle finds {gpus} GPUs: {remedy}.")
 
     @property
     def gpu(self) -> int | None:

@@ -2,7 +2,6 @@
 
 import paddle
 import ppdiffusers
-from paddle import nn
 from ppdiffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -52,23 +51,6 @@ def pixart(**changes):
     return parts.ready(Transformer2DModel(**{**PATCHED, **settings, **changes}))
 
 
-class JointAttention:
-    """Stable Diffusion 3's attention in plain arithmetic: ppdiffusers' own needs a CUDA build of Paddle."""
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states, **kwargs):
-        tokens = hidden_states.shape[1]
-
-        def heads(project, project_text):
-            both = paddle.concat([project(hidden_states), project_text(encoder_hidden_states)], axis=1)
-            return both.reshape([both.shape[0], both.shape[1], attn.heads, -1]).transpose([0, 2, 1, 3])
-
-        query, key = heads(attn.to_q, attn.add_q_proj), heads(attn.to_k, attn.add_k_proj)
-        weights = nn.functional.softmax(query @ key.transpose([0, 1, 3, 2]) / query.shape[-1] ** 0.5)
-        out = (weights @ heads(attn.to_v, attn.add_v_proj)).transpose([0, 2, 1, 3]).flatten(2)
-        text = out[:, tokens:]
-        return attn.to_out[0](out[:, :tokens]), text if attn.context_pre_only else attn.to_add_out(text)
-
-
 def sd3(**changes):
     """Stable Diffusion 3's transformer: image and text tokens in one attention; the last block drops the text."""
     settings = {
@@ -84,9 +66,7 @@ def sd3(**changes):
         "pooled_projection_dim": 2 * HIDDEN,
         "pos_embed_max_size": 16,
     }
-    model = SD3Transformer2DModel(**{**settings, **changes})
-    model.set_attn_processor(JointAttention())
-    return parts.ready(model)
+    return parts.ready(SD3Transformer2DModel(**{**settings, **changes}))
 
 
 @family

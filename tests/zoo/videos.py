@@ -3,7 +3,6 @@
 import atexit
 import shutil
 import tempfile
-from unittest.mock import patch
 
 import numpy as np
 import paddle
@@ -19,7 +18,6 @@ from ppdiffusers import (
     UNet3DConditionModel,
     UNetSpatioTemporalConditionModel,
 )
-from ppdiffusers.models import lvdm_attention_temporal
 from ppdiffusers.models.attention_processor import AttnProcessor
 from ppdiffusers.models.hotshot_xl.transformer_3d import Transformer3DModel
 from ppdiffusers.models.hotshot_xl.unet import UNet3DConditionModel as HotshotUNet
@@ -182,10 +180,8 @@ def _lvdm(**changes):
         "use_relative_position": True,
         "padding_t": 0,
     }
-    with patch.object(lvdm_attention_temporal, "_ppxformers_available", False):  # it believes so on a CPU build too
-        unet = LVDMUNet3DModel(**settings, **changes)
     vae = LVDMAutoencoderKL(n_hiddens=32, downsample=[1, 2, 2], upsample=[1, 2, 2])
-    return parts.ready(vae), parts.ready(unet)
+    return parts.ready(vae), parts.ready(LVDMUNet3DModel(**settings, **changes))
 
 
 def _lvdm_call():
@@ -207,14 +203,6 @@ def LVDMTextToVideoPipeline():
 def LVDMUncondPipeline():
     pipe = ppdiffusers.LVDMUncondPipeline(*_lvdm(), parts.scheduler())
     return Tiny(pipe, _lvdm_call(), (), "frames")
-
-
-def in_plain_arithmetic(model):
-    """Take the attention that needs a CUDA build off a model whose layers have a switch for it."""
-    for layer in model.sublayers():
-        if hasattr(layer, "_use_memory_efficient_attention_xformers"):
-            layer._use_memory_efficient_attention_xformers = False
-    return parts.ready(model)
 
 
 @family
@@ -268,5 +256,5 @@ def ImgToVideoSDPipeline():
         num_res_blocks=1,
     )
     vae.register_to_config(**settings)
-    pipe = ppdiffusers.ImgToVideoSDPipeline(parts.ready(vae), parts.image_encoder(), in_plain_arithmetic(unet))
+    pipe = ppdiffusers.ImgToVideoSDPipeline(parts.ready(vae), parts.image_encoder(), parts.ready(unet))
     return Tiny(pipe, {"image": parts.image()}, (), "frames")
