@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from .protocol import OpenAIError, OpenAIErrorResponse, WebuiErrorResponse
+from . import protocol
 
 CLIENT_GONE = 499  # nginx' number: nobody reads this answer, it is for the counters
 OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -40,20 +40,16 @@ class Refusal(HTTPException):
 
     def respond(self, path: str) -> JSONResponse:
         """The answer in the words of the interface that the path belongs to."""
-        body: WebuiErrorResponse | OpenAIErrorResponse
+        body: protocol.WebuiErrorResponse | protocol.OpenAIErrorResponse
         if path.startswith("/sdapi/"):
-            path_to = ["body", *(self.field or "").split(".")]
-            fault: dict[str, str | list[str]] = {
-                "loc": path_to,
-                "msg": self.detail,
-                "type": self.code or "value_error",
-            }
-            body = WebuiErrorResponse(detail=[fault] if self.field else self.detail)
+            fault: dict[str, str | list[str]] = {"msg": self.detail, "type": self.code or "value_error"}
+            fault["loc"] = ["body", *(self.field or "").split(".")]
+            body = protocol.WebuiErrorResponse(detail=[fault] if self.field else self.detail)
         else:
             other = "invalid_request_error" if self.status_code < 500 else "server_error"
             kind = OPENAI_TYPES.get(self.status_code, other)
-            error = OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
-            body = OpenAIErrorResponse(error=error)
+            error = protocol.OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
+            body = protocol.OpenAIErrorResponse(error=error)
         return JSONResponse(body.model_dump(), self.status_code, self.headers)
 
 
