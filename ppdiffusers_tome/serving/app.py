@@ -3,8 +3,10 @@
 from typing import Any
 
 from fastapi import FastAPI, Response, Security
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -13,7 +15,7 @@ from . import api_openai, api_webui
 from .gate import BASIC, BEARER, Gate
 from .metrics import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
-from .refusals import install, responses
+from .refusals import answer, responses
 from .service import Service
 from .settings import Settings
 
@@ -30,8 +32,10 @@ def create_app(service: Service, settings: Settings, metrics: Metrics) -> FastAP
         An ASGI application. It reads no file and keeps nothing of a request beyond its answer.
     """
     # No pages of documentation: they would load scripts from elsewhere. /openapi.json describes the interface.
-    app = FastAPI(title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None)
-    install(app)
+    handlers: dict[Any, Any] = {HTTPException: answer, RequestValidationError: answer}
+    app = FastAPI(
+        title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None, exception_handlers=handlers
+    )
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -19,11 +19,10 @@ class Refusal(HTTPException):
     """An answer that is no image.
 
     Args:
-        status: HTTP status.
+        status, headers: of HTTP.
         message: for people; says what is allowed.
         field: the offending field as the client wrote it, dots between levels; None where it is no field's fault.
         code: for programs; None where the status says it all.
-        headers: further headers.
     """
 
     def __init__(
@@ -53,18 +52,13 @@ class Refusal(HTTPException):
         return JSONResponse(body.model_dump(), self.status_code, self.headers)
 
 
-def install(app: FastAPI) -> None:
-    """Answer what the app refuses as a Refusal."""
-    app.add_exception_handler(HTTPException, _answer)
-    app.add_exception_handler(RequestValidationError, _answer)
-
-
 def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
     """For the OpenAPI schema: these statuses have such a body."""
     return {status: {"model": model} for status in statuses}
 
 
-async def _answer(request: Request, error: Exception) -> JSONResponse:
+async def answer(request: Request, error: Exception) -> JSONResponse:
+    """For FastAPI: what a route, FastAPI or pydantic refuses, as a Refusal."""
     if isinstance(error, RequestValidationError):
         error = _of_validation(error)
     assert isinstance(error, HTTPException)
