@@ -112,8 +112,9 @@ load: $(VENV)/.installed-test build/load/tome.json ## five minutes of good, bad,
 	$(PY) benchmarks/load.py --model build/load $(ARGS)
 
 # schemathesis is not among the locked packages: it has an environment of its own and reaches the server over HTTP.
-fuzz: $(VENV)/.installed-test build/load/tome.json build/fuzz-venv/.complete ## hostile requests and damaged files: a few minutes
+fuzz: $(VENV)/.installed-test build/load/tome.json build/fuzz-venv/.complete ## requests against /openapi.json, and damaged files (ARGS="--seed 7"): a few minutes
 	build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python $(PY) $(ARGS)
+	$(PY) benchmarks/fuzz_files.py --model build/load $(ARGS)
 
 build/fuzz-venv/.complete:
 	$(PYTHON) -m venv build/fuzz-venv

@@ -42,7 +42,7 @@ def before_call(context, case, kwargs):
         body["init_images"] = [png()]
     if (body.get("n_iter") or 1) * (body.get("batch_size") or 1) > 2:
         body["n_iter"] = 1
-    if int((body.get("denoising_strength") or 1) * (body.get("steps") or 1)) < 1:
+    if int((body.get("denoising_strength") or 0.75) * (body.get("steps") or 1)) < 1:
         body["denoising_strength"] = 1.0
 
 

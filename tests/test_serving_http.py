@@ -464,7 +464,7 @@ def test_a_large_body_costs_little(start, unit, end):
             slowest, peak = max(slowest, monotonic() - asked), max(peak, process.memory_info().rss)
         assert {answer.result().status_code for answer in answers} <= {400, 413, 422}
         assert all(len(answer.result().content) < 500 for answer in answers)
-    assert monotonic() - begin < 6 and slowest < 2 and peak - before < 3 * 300 * 2**20
+    assert monotonic() - begin < 15 and slowest < 5 and peak - before < 3 * 300 * 2**20
 
 
 @pytest.mark.parametrize("field", ["batch_size", "n_iter", "steps", "seed", "width", "cfg_scale", "subseed"])

@@ -148,22 +148,17 @@ def _aliases(sampler: str) -> list[str]:
 def _info(asked: protocol.TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
     """What stable-diffusion-webui writes into `info`; the sampler is the one that drew."""
     first, seeds = jobs[0], [job.seed for job in jobs]
-    settings = {
-        name: value for name, value in first.settings().items() if name not in ("guidance_scale", "tome_ratio")
-    }
-    strength = settings.pop("strength", None)
     return {
-        **settings,
-        **({} if strength is None else {"denoising_strength": strength}),
-        **{"all_prompts": [job.prompt for job in jobs], "all_negative_prompts": [job.negative_prompt for job in jobs]},
-        **{"all_seeds": seeds, "subseed": first.seed, "all_subseeds": seeds, "subseed_strength": 0},
-        **{"sampler_name": service.sampler, "cfg_scale": first.guidance_scale, "batch_size": asked.batch_size or 1},
-        **{"restore_faces": False, "face_restoration_model": None, "seed_resize_from_w": 0, "seed_resize_from_h": 0},
-        **{"sd_model_name": service.name, "sd_model_hash": None, "clip_skip": 1, "styles": []},
+        **{"prompt": first.prompt, "all_prompts": [job.prompt for job in jobs]},
+        **{"negative_prompt": first.negative_prompt, "all_negative_prompts": [job.negative_prompt for job in jobs]},
+        **{"seed": first.seed, "all_seeds": seeds, "subseed": first.seed, "all_subseeds": seeds},
+        **{"subseed_strength": 0, "seed_resize_from_w": 0, "seed_resize_from_h": 0},
+        **{"width": first.width, "height": first.height, "steps": first.steps, "cfg_scale": first.guidance_scale},
+        **({} if first.strength is None else {"denoising_strength": first.strength}),
+        **{"sampler_name": service.sampler, "sd_model_name": service.name, "sd_model_hash": None, "clip_skip": 1},
+        **{"batch_size": asked.batch_size or 1, "index_of_first_image": 0, "styles": [], "restore_faces": False},
+        **{"face_restoration_model": None, "is_using_inpainting_conditioning": False},
         "extra_generation_params": {"Token merging ratio": first.ratio},
-        "index_of_first_image": 0,
         "infotexts": [describe(job, service.name, service.sampler) for job in jobs],
-        "job_timestamp": time.strftime("%Y%m%d%H%M%S"),
-        "is_using_inpainting_conditioning": False,
-        "version": f"ppdiffusers_tome {__version__}",
+        **{"job_timestamp": time.strftime("%Y%m%d%H%M%S"), "version": f"ppdiffusers_tome {__version__}"},
     }

@@ -2,17 +2,20 @@
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Response, Security
+from fastapi import FastAPI, Response, Security
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .._version import __version__
-from . import api_openai, api_webui, refusals
+from . import api_openai, api_webui
 from .gate import BASIC, BEARER, Gate
 from .metrics import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
+from .refusals import answer, responses
 from .service import Service
 from .settings import Settings
 
@@ -29,8 +32,10 @@ def create_app(service: Service, settings: Settings, metrics: Metrics) -> FastAP
         An ASGI application. It reads no file and keeps nothing of a request beyond its answer.
     """
     # No pages of documentation: they would load scripts from elsewhere. /openapi.json describes the interface.
-    app = FastAPI(title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None)
-    refusals.install(app)
+    handlers: dict[Any, Any] = {HTTPException: answer, RequestValidationError: answer}
+    app = FastAPI(
+        title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None, exception_handlers=handlers
+    )
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -59,22 +64,20 @@ def create_app(service: Service, settings: Settings, metrics: Metrics) -> FastAP
             response.headers["Retry-After"] = "5"
         return Health(state=service.state, trouble=service.trouble)
 
-    others = APIRouter()
+    key = [Security(BEARER), Security(BASIC)] if settings.api_key is not None else []
+    statuses = (400, 401, 403) if key else (400, 403)
+    openai, webui = (responses(model, *statuses) for model in (OpenAIErrorResponse, WebuiErrorResponse))
 
-    @others.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics", response_class=PlainTextResponse, dependencies=key, responses=openai)
     async def show_metrics() -> Response:
         """Prometheus' counters."""
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    key = [Security(BEARER), Security(BASIC)] if settings.api_key is not None else []
-    statuses = (400, 401, 403) if key else (400, 403)
-    errors = [(others, OpenAIErrorResponse), (api_openai.make_router(service, settings), OpenAIErrorResponse)]
-    for router, model in [*errors, (api_webui.make_router(service, settings), WebuiErrorResponse)]:
-        app.include_router(router, dependencies=key, responses=refusals.responses(model, *statuses))
-    describe = app.openapi
+    app.include_router(api_openai.make_router(service, settings), dependencies=key, responses=openai)
+    app.include_router(api_webui.make_router(service, settings), dependencies=key, responses=webui)
 
     def openapi() -> dict[str, Any]:
-        schema = describe()
+        schema = FastAPI.openapi(app)
         if service.state == "loading":  # the sampler is not yet known
             app.openapi_schema = None
         return schema

@@ -79,9 +79,7 @@ def load_image(text: str, size: tuple[int, int], limits: Limits) -> Image.Image:
 def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:
     short, long = sorted(image.size)
     if short * long > limits.image_pixels or long > limits.image_side or long > limits.image_aspect * short:
-        allowed = (
-            f"{limits.image_pixels} pixels, sides of {limits.image_side} and 1:{limits.image_aspect:g} are allowed"
-        )
+        allowed = f"at most {limits.image_pixels} pixels, sides of {limits.image_side}, 1:{limits.image_aspect:g}"
         raise JobError("image", f"{image.width}x{image.height} is too large or too narrow: {allowed}")
     if image.format == "JPEG" and data.count(b"\xff\xda") > MOST_SCANS:
         raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which takes as long as an image")

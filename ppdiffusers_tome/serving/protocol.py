@@ -23,11 +23,8 @@ class Strict(BaseModel):
 Request = TypeVar("Request", bound=Strict)
 
 
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE = BeforeValidator(_whole)  # 3.0 is an integer in JSON, while true and "3" are not
+# 3.0 is an integer in JSON, while true and "3" are not
+WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 Integer = Annotated[int, WHOLE]
 
 
@@ -144,28 +141,25 @@ class OpenAIErrorResponse(BaseModel):
 
 
 # stable-diffusion-webui. Fields of features that are not here are accepted where they say that the feature is off.
-_EMPTY = Field(max_length=0)
-_TEXT = Annotated[str, Field(max_length=10_000)] | None
-OFF: dict[str, Any] = {
-    **dict.fromkeys(("alwayson_scripts", "comments"), Annotated[dict[str, Any], _EMPTY] | None),
-    **dict.fromkeys(("mask", "refiner_checkpoint", "script_name"), only(str, "")),
-    **dict.fromkeys(("script_args", "styles"), Annotated[list[Any], _EMPTY] | None),
-    **dict.fromkeys(("enable_hr", "restore_faces", "tiling", "include_init_images", "save_images"), only(bool, False)),
-    **dict.fromkeys(("send_images", "override_settings_restore_afterwards"), only(bool, True)),
-    **dict.fromkeys(("firstphase_width", "firstphase_height", "resize_mode", "subseed_strength"), only(float, 0)),
-    **dict.fromkeys(("s_churn", "s_min_uncond", "s_tmax", "s_tmin"), only(float, 0)),
-    **dict.fromkeys(("initial_noise_multiplier", "s_noise"), only(float, 1)),
+_EMPTY, _TEXT = Field(max_length=0), Annotated[str, Field(max_length=10_000)] | None
+_TYPES: dict[str, Any] = {
+    "mask refiner_checkpoint script_name": only(str, ""),
+    "alwayson_scripts comments": Annotated[dict[str, Any], _EMPTY] | None,
+    "script_args styles": Annotated[list[Any], _EMPTY] | None,
+    "enable_hr restore_faces tiling include_init_images save_images": only(bool, False),
+    "send_images override_settings_restore_afterwards": only(bool, True),
+    "firstphase_width firstphase_height resize_mode subseed_strength": only(float, 0),
+    "s_churn s_min_uncond s_tmax s_tmin": only(float, 0),
+    "initial_noise_multiplier s_noise": only(float, 1),
     "eta": only(float, 0, 1),  # webuiapi always sends 1; no sampler here takes it
     # Settings of features that are off, and of files that are never written. Clients send them always.
-    **dict.fromkeys(("do_not_save_samples", "do_not_save_grid", "disable_extra_networks"), bool | None),
-    **dict.fromkeys(("hr_upscaler", "hr_checkpoint_name", "hr_sampler_name", "hr_scheduler"), _TEXT),
-    **dict.fromkeys(("hr_prompt", "hr_negative_prompt"), _TEXT),
-    **dict.fromkeys(("hr_scale", "hr_second_pass_steps", "hr_resize_x", "hr_resize_y"), float | None),
-    **dict.fromkeys(("mask_blur", "mask_blur_x", "mask_blur_y", "inpainting_fill"), float | None),
-    **dict.fromkeys(("inpaint_full_res_padding", "inpainting_mask_invert", "image_cfg_scale"), float | None),
-    **dict.fromkeys(("subseed", "seed_resize_from_h", "seed_resize_from_w", "refiner_switch_at"), float | None),
-    "inpaint_full_res": bool | None,
+    "do_not_save_samples do_not_save_grid disable_extra_networks inpaint_full_res": bool | None,
+    "hr_prompt hr_negative_prompt hr_upscaler hr_checkpoint_name hr_sampler_name hr_scheduler": _TEXT,
+    "hr_scale hr_second_pass_steps hr_resize_x hr_resize_y mask_blur mask_blur_x mask_blur_y": float | None,
+    "inpainting_fill inpaint_full_res_padding inpainting_mask_invert image_cfg_scale": float | None,
+    "subseed seed_resize_from_h seed_resize_from_w refiner_switch_at": float | None,
 }
+OFF = {name: kind for names, kind in _TYPES.items() for name in names.split()}
 
 
 class Options(Strict):
@@ -198,9 +192,7 @@ class TextRequest(Strict):
 class ImageToImageRequest(TextRequest):
     """What to draw from an image, which is resized to width and height."""
 
-    init_images: list[str] = Field(
-        min_length=1, max_length=1, description="one PNG, JPEG or WEBP file in base64, or as a data URL"
-    )
+    init_images: list[str] = Field(min_length=1, max_length=1, description="PNG, JPEG or WEBP in base64 or a data URL")
 
 
 class WebuiResponse(BaseModel):

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from .protocol import OpenAIError, OpenAIErrorResponse, WebuiErrorResponse
+from . import protocol
 
 CLIENT_GONE = 499  # nginx' number: nobody reads this answer, it is for the counters
 OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -19,11 +19,10 @@ class Refusal(HTTPException):
     """An answer that is no image.
 
     Args:
-        status: HTTP status.
+        status, headers: of HTTP.
         message: for people; says what is allowed.
         field: the offending field as the client wrote it, dots between levels; None where it is no field's fault.
         code: for programs; None where the status says it all.
-        headers: further headers.
     """
 
     def __init__(
@@ -40,27 +39,17 @@ class Refusal(HTTPException):
 
     def respond(self, path: str) -> JSONResponse:
         """The answer in the words of the interface that the path belongs to."""
-        body: WebuiErrorResponse | OpenAIErrorResponse
+        body: protocol.WebuiErrorResponse | protocol.OpenAIErrorResponse
         if path.startswith("/sdapi/"):
-            path_to = ["body", *(self.field or "").split(".")]
-            fault: dict[str, str | list[str]] = {
-                "loc": path_to,
-                "msg": self.detail,
-                "type": self.code or "value_error",
-            }
-            body = WebuiErrorResponse(detail=[fault] if self.field else self.detail)
+            fault: dict[str, str | list[str]] = {"msg": self.detail, "type": self.code or "value_error"}
+            fault["loc"] = ["body", *(self.field or "").split(".")]
+            body = protocol.WebuiErrorResponse(detail=[fault] if self.field else self.detail)
         else:
             other = "invalid_request_error" if self.status_code < 500 else "server_error"
             kind = OPENAI_TYPES.get(self.status_code, other)
-            error = OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
-            body = OpenAIErrorResponse(error=error)
+            error = protocol.OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
+            body = protocol.OpenAIErrorResponse(error=error)
         return JSONResponse(body.model_dump(), self.status_code, self.headers)
-
-
-def install(app: FastAPI) -> None:
-    """Answer what the app refuses as a Refusal."""
-    app.add_exception_handler(HTTPException, _answer)
-    app.add_exception_handler(RequestValidationError, _answer)
 
 
 def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -68,7 +57,8 @@ def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": model} for status in statuses}
 
 
-async def _answer(request: Request, error: Exception) -> JSONResponse:
+async def answer(request: Request, error: Exception) -> JSONResponse:
+    """For FastAPI: what a route, FastAPI or pydantic refuses, as a Refusal."""
     if isinstance(error, RequestValidationError):
         error = _of_validation(error)
     assert isinstance(error, HTTPException)
