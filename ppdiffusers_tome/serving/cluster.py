@@ -292,7 +292,7 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Set
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": cluster.request_seconds,
-        "logging_config": LoggingConfig(enable_access_log=False),
+        "logging_config": LoggingConfig(log_level="WARNING"),  # without a line for each request
     }
     scale = {name: getattr(cluster, name) for name in ("min_replicas", "max_replicas")}
     engines = serve.deployment(
