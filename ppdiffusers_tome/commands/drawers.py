@@ -14,18 +14,26 @@ MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # from what loads an engi
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `open_drawers` reads."""
-    command.add_argument("--threads", type=int, help="CPU threads; all cores if not given, divided among the actors")
+    command.add_argument(
+        "--threads",
+        type=int,
+        help="CPU threads; all cores if not given, divided among the actors; 1 with --ray-address",
+    )
     ray = command.add_argument_group("on several processes or machines (pip install 'ppdiffusers_tome[ray]')")
-    ray.add_argument("--ray", action="store_true", help="draw on Ray actors; one that dies is replaced")
+    ray.add_argument("--ray", action="store_true", help="draw on Ray actors; one that dies is restarted")
     ray.add_argument("--actors", type=int, default=2, help="how many; each loads the model")
     ray.add_argument("--ray-address", help="of a cluster; a Ray of this machine's own if not given")
 
 
 def threads(options: argparse.Namespace) -> int | None:
     """Threads of each process that draws; None for all cores."""
-    if options.actors < 1:
-        raise ToMeConfigError(f"--actors {options.actors} is not allowed: it must be 1 or more")
-    return options.threads or (max(1, (os.cpu_count() or 1) // options.actors) if options.ray else None)
+    for name in ("actors", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be 1 or more")
+    if options.threads or not options.ray:
+        return options.threads
+    return 1 if options.ray_address else max(1, (os.cpu_count() or 1) // options.actors)
 
 
 @contextmanager

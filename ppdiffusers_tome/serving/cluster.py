@@ -31,7 +31,7 @@ from .engine import Engine
 from .errors import DrainingError, DrawingError, NotReadyError, QueueFullError
 from .jobs import Job, Limits
 from .metrics import Metrics
-from .queue import PictureQueue
+from .queue import FAILURES, PictureQueue
 from .ray_session import DEATHS, RayError, ray_session
 from .service import Progress, State
 from .settings import Settings
@@ -137,7 +137,7 @@ class ClusterService:
         self._cluster = cluster
         self._engines: DeploymentHandle = serve.get_deployment_handle(EngineReplica.__name__, ENGINES)
         self._accepted_at: list[float] = []  # of every image under way, the oldest first
-        self._drawn_at = monotonic()  # when an image last came back
+        self._undrawn = 0  # images in a row that failed or were not drawn in time
         self._image_seconds = 1.0 / cluster.min_replicas  # for one image, of late, all engines together
         metrics.waiting.set_function(lambda: self.progress().waiting)
         metrics.running.set_function(lambda: self.progress().running)
@@ -146,12 +146,9 @@ class ClusterService:
     @property
     def trouble(self) -> str | None:
         """See `Service`. Ray Serve replaces single engines; this is about all of them."""
-        if not self._accepted_at:
-            return None
-        seconds = monotonic() - max(self._drawn_at, self._accepted_at[0])
-        if seconds <= 2 * self._cluster.request_seconds:
-            return None
-        return f"{len(self._accepted_at)} images are under way, and no engine has finished one for {seconds:.0f} s"
+        if self._accepted_at and self._undrawn >= FAILURES:
+            return f"the last {self._undrawn} images failed or were not drawn in time"
+        return None
 
     def progress(self) -> Progress:
         """See `Service`. What the engines can draw at once counts as running; their steps are not known here."""
@@ -195,13 +192,17 @@ class ClusterService:
         try:
             image = await self._draw_somewhere(job)
             outcome = "drawn"
-            self._drawn_at = monotonic()
+            self._undrawn = 0
             # Little's law: so many images were under way, and each took so long.
             together = max(before, len(self._accepted_at), self._cluster.min_replicas)
-            self._image_seconds += 0.2 * ((self._drawn_at - start) / together - self._image_seconds)
+            self._image_seconds += 0.2 * ((monotonic() - start) / together - self._image_seconds)
             return image
         except asyncio.CancelledError:
             outcome = "abandoned"
+            self._undrawn += monotonic() - start > 0.9 * self._cluster.request_seconds
+            raise
+        except DrawingError:
+            self._undrawn += 1
             raise
         finally:
             self.metrics.pictures.labels(outcome).inc()
@@ -261,22 +262,22 @@ def serve_on_ray(
         raise ToMeConfigError(
             f"capacity={cluster.capacity} is not allowed: a request may ask for {limits.images} images"
         )
-    told = threading.Event()
+    end = threading.Event()
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        if told.is_set():
+    def end_or_interrupt(number: int, frame: FrameType | None) -> None:
+        if end.is_set():
             raise KeyboardInterrupt
-        told.set()
+        end.set()
 
     engines = cluster.max_replicas
     with ray_session(address, engines * cluster.cpus, engines * cluster.gpus, shows_logs=True):
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, tell)
+            signal.signal(number, end_or_interrupt)
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             _deploy(load, name, limits, settings, cluster)
             print(f"serving at http://{host}:{port} with {cluster.min_replicas} to {engines} engines", flush=True)
-            told.wait()
+            end.wait()
             print("finishing what was accepted", flush=True)
         except RuntimeError as error:
             raise RayError(f"the engines cannot be started: {error}") from error
@@ -291,8 +292,7 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Set
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": cluster.request_seconds,
-        "graceful_shutdown_wait_loop_s": 0.5,
-        "logging_config": LoggingConfig(enable_access_log=False),
+        "logging_config": LoggingConfig(log_level="WARNING"),  # without a line for each request
     }
     scale = {name: getattr(cluster, name) for name in ("min_replicas", "max_replicas")}
     engines = serve.deployment(
@@ -301,7 +301,6 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Set
         autoscaling_config={**scale, "target_ongoing_requests": cluster.largest_batch},
         max_ongoing_requests=2 * cluster.largest_batch,
         ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
-        health_check_timeout_s=30.0,
         max_constructor_retry_count=3,
     )
     handle = serve.run(engines.bind(load, name, limits, cluster), name=ENGINES, route_prefix=None)
