@@ -168,12 +168,13 @@ class Worker:
         try:
             return self._pool.apply_async(function, arguments).get(SECONDS)
         except multiprocessing.TimeoutError:
+            self._pool.terminate()
             self.close()
             return f"{function.__name__} crashed or took longer than {SECONDS} s"
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.terminate()
+            self._pool.close()
             self._pool.join()
         self._pool = None
 

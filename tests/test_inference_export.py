@@ -56,6 +56,11 @@ def test_manifest_tells_what_is_there(exported_folder):
     assert written == {*manifest.files, "tome.json"}
 
 
+def test_manifest_is_written_as_it_was_read(exported_folder, tmp_path):
+    read_manifest(exported_folder).save(tmp_path)
+    assert (tmp_path / "tome.json").read_bytes() == (exported_folder / "tome.json").read_bytes()
+
+
 def test_every_program_was_held_to_eager(exported_folder):
     for each in read_manifest(exported_folder).programs:
         assert set(each.parity) == {"batch 1", "batch 2"}

@@ -192,7 +192,9 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
             if not file.is_relative_to(folder.resolve()):
                 raise ToMeExportError(f"{folder / name} is a link out of {folder}: put the file itself there.")
             if file.stat().st_size != facts["bytes"]:
-                raise ToMeExportError(f"{folder / name} is cut short: export or copy the folder again.")
+                raise ToMeExportError(
+                    f"{folder / name} has not the size that was exported: export or copy the folder again."
+                )
             is_hashed = verify if name.endswith(".pdiparams") else verify is not None
             if is_hashed and sha256(file) != facts["sha256"]:
                 raise ToMeExportError(f"{folder / name} is not what was exported: export or copy the folder again.")
