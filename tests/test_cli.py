@@ -32,6 +32,7 @@ def test_bench_ops_prints_a_table_and_writes_what_was_measured(tmp_path, capsys)
         (["--ratio", "0.9"], "ratio=0.9 is not allowed"),
         (["--ratio", "0"], "ratio=0.0 merges none"),
         (["--batch", "0"], "batch=0 is not allowed"),
+        (["--height", "9" * 30], "their product must be at most"),
         (["--repeats", "0"], "repeats=0 is not allowed"),
     ],
 )

@@ -94,7 +94,14 @@ def test_sources_are_all_modules(module, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "change",
-    [{"backend": "torch"}, {"size": 0}, {"steps": 0}, {"threads": 0}, {"prompts": ()}, {"guidance": float("nan")}],
+    [
+        {"backend": "torch"},
+        {"size": 0},
+        {"steps": 0},
+        {"threads": 10**23},
+        {"prompts": ()},
+        {"guidance": float("nan")},
+    ],
 )
 def test_plans_that_cannot_be_drawn_are_refused(change):
     with pytest.raises(ToMeConfigError):

@@ -18,6 +18,7 @@ from ..positions import Grid, count_removed
 from .environment import describe_environment
 
 WARM_UP = 3
+LARGEST = 2**31  # numbers in one tensor: 8 GB
 TOLERANCE = 1e-5  # float32 means of a handful of tokens of size 1
 
 
@@ -36,6 +37,9 @@ class OpsCase:
         for name in ("batch", "height", "width", "channels"):
             if getattr(self, name) < 1:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be 1 or more.")
+        if self.batch * self.height * self.width * self.channels > LARGEST:
+            size = f"batch={self.batch}, height={self.height}, width={self.width}, channels={self.channels}"
+            raise ToMeConfigError(f"{size} is not allowed: their product must be at most {LARGEST:,}.")
         if self.removed == 0:
             raise ToMeConfigError(f"ratio={self.ratio!r} merges none of {self.height}×{self.width} tokens: raise it.")
 

@@ -54,9 +54,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ToMeConfigError(f"backend={self.backend!r} is not allowed: it must be one of {', '.join(BACKENDS)}.")
-        for name in ("size", "steps", "threads"):
-            if getattr(self, name) < 1:
-                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be 1 or more.")
+        for name, most in (("size", 2**15), ("steps", 10**4), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be from 1 to {most:,}.")
         if not math.isfinite(self.guidance):
             raise ToMeConfigError(f"guidance={self.guidance!r} is not allowed: it must be a finite number.")
         if not self.prompts:
