@@ -151,11 +151,11 @@ def load_engine(folder: Path, device: str = "cpu", threads: int | None = None, v
         ToMeError: the folder is no export or is damaged (from `inference`), or is one of a ControlNet or an
             inpainting model.
     """
-    manifest = read_manifest(folder, verify=verify)
+    manifest = read_manifest(folder)
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which wants a picture in every step: it cannot be served")
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")
-    pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, device=device, threads=threads, verify=False)
+    pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, device=device, threads=threads, verify=verify)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is a model for inpainting, which cannot be served")
     other = None
