@@ -14,7 +14,7 @@ from ppdiffusers_tome.evaluation.quality import drawing
 from ppdiffusers_tome.evaluation.quality.drawing import Plan, claim_folder, draw, folder_of, loader, picture_paths
 from ppdiffusers_tome.evaluation.quality.engines import EagerEngine, TorchUNet, without_ratio
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN, Setting, study
-from ppdiffusers_tome.serving.offline import Failure, draw_here
+from ppdiffusers_tome.generation.offline import Failure, draw_here
 
 PLAN = Plan("model", (("a fox", 1), ("an owl", 2)), 32, steps=1, backend="eager")
 HALF = Setting("0.5", "ratio", ToMeConfig(ratio=0.5))

@@ -16,7 +16,7 @@ from ppdiffusers_tome.evaluation.quality.evaluation import evaluate, read_model
 from ppdiffusers_tome.evaluation.quality.measuring import Measurer
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Setting, study
 from ppdiffusers_tome.evaluation.quality.timing import time_settings
-from ppdiffusers_tome.serving.offline import draw_here
+from ppdiffusers_tome.generation.offline import draw_here
 
 
 @pytest.fixture(scope="module")

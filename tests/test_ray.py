@@ -619,10 +619,10 @@ import os, json, sys
 from PIL import Image
 from ppdiffusers_tome.serving.errors import DrawingError
 from ppdiffusers_tome.serving.jobs import Job
-from ppdiffusers_tome.serving.prompts import Prompt
-from ppdiffusers_tome.serving.offline import Failure
+from ppdiffusers_tome.generation.prompts import Prompt
+from ppdiffusers_tome.generation.offline import Failure
 from ppdiffusers_tome.serving.ray_session import ray_session
-from ppdiffusers_tome.serving.actors import ActorStartError, draw_on_actors
+from ppdiffusers_tome.generation.actors import ActorStartError, draw_on_actors
 
 class Engine:
     name, sampler = "model", "DDIM"

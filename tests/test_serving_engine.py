@@ -25,14 +25,14 @@ from serving_support import LIMITS, FakeEngine, until
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import warm_ups
+from ppdiffusers_tome.generation.offline import draw_batch
+from ppdiffusers_tome.generation.prompts import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.engine import Engine, load_engine
 from ppdiffusers_tome.serving.errors import AbandonedError, DrawingError
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.metrics import Metrics
-from ppdiffusers_tome.serving.offline import draw_batch
-from ppdiffusers_tome.serving.prompts import Prompt
 from ppdiffusers_tome.serving.queue import PictureQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
 from ppdiffusers_tome.serving.settings import KEY_VARIABLE, Settings

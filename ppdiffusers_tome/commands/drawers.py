@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..errors import ToMeConfigError, ToMeError
+from ..generation.offline import Drawer, draw_here
 from ..serving.engine import Engine
-from ..serving.offline import Drawer, draw_here
 
 MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # from what loads an engine, in whatever process it is wanted
 
@@ -50,7 +50,7 @@ def open_drawers(options: argparse.Namespace, gpu: bool) -> Iterator[MakeDrawer]
         import ray  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
-    from ..serving.actors import draw_on_actors
+    from ..generation.actors import draw_on_actors
     from ..serving.ray_session import ray_session
 
     each, gpus = threads(options) or 1, 1.0 if gpu else 0.0

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ToMeConfigError
+from ..generation.offline import generate
+from ..generation.prompts import Defaults, read_prompts
 from ..inference.manifest import Manifest, parse_size, read_manifest
 from ..serving.engine import load_engine
 from ..serving.errors import JobError
 from ..serving.jobs import Limits
-from ..serving.offline import generate
-from ..serving.prompts import Defaults, read_prompts
 from .drawers import add_options, open_drawers, threads
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended, as shells have it

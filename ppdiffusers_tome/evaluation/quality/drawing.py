@@ -14,12 +14,12 @@ import numpy as np
 from PIL import Image
 
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
+from ...generation.offline import Drawer, draw_here, draw_identified
+from ...generation.prompts import Prompt
 from ...inference import export_pipeline, read_manifest
 from ...inference.loading import load_for_export
 from ...serving.engine import load_engine
 from ...serving.jobs import LARGEST_SEED, Job
-from ...serving.offline import Drawer, draw_here, draw_identified
-from ...serving.prompts import Prompt
 from ..environment import commit, sources, versions
 from .engines import TorchEngine, load_eager, without_ratio
 from .settings import PLAIN, Setting

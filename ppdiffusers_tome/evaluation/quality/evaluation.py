@@ -9,11 +9,11 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError
+from ...generation.offline import Drawer
 from ...inference.loading import load_for_export
 from ...models import find_blocks
 from ...serving.engine import Engine
 from ...serving.jobs import Job
-from ...serving.offline import Drawer
 from ..environment import describe_environment
 from .distances import find_inception, inception_fid
 from .drawing import Plan, claim_folder, draw, export_settings, folder_of, loader, open_torch, picture_paths

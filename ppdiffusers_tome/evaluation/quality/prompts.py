@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ToMeConfigError
+from ...generation.prompts import Defaults, read_prompts
 from ...serving.jobs import LARGEST_SEED, Limits
-from ...serving.prompts import Defaults, read_prompts
 
 COLUMN = "Prompt"  # of PartiPrompts' table
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from ..errors import ToMeConfigError
 from ..inference.manifest import STRICT, Size, first_error, parse_size
-from .errors import JobError
-from .jobs import LARGEST_SEED, Job, Limits
+from ..serving.errors import JobError
+from ..serving.jobs import LARGEST_SEED, Job, Limits
 
 
 class PromptFileError(ToMeConfigError):

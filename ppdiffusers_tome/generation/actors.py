@@ -8,10 +8,10 @@ import ray
 from ray.exceptions import RayTaskError
 
 from ..errors import ToMeError
-from .engine import Engine
+from ..serving.engine import Engine
+from ..serving.ray_session import DEATHS
 from .offline import Drawer, Drawn, Failure, draw_batch
 from .prompts import Prompt
-from .ray_session import DEATHS
 
 ATTEMPTS = 3  # to draw a batch, each of which costs an actor; of one actor to load its engine
 

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from ..errors import ToMeError
 from ..inference.manifest import MANIFEST, sha256
-from .engine import Engine
-from .pictures import encode_png
+from ..serving.engine import Engine
+from ..serving.pictures import encode_png
 from .prompts import Prompt
 
 UNFINISHED = ".unfinished-"  # how the names of files begin that are being written
