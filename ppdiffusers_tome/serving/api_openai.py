@@ -22,7 +22,7 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
     limits, types = service.limits, protocol.bounds(service.limits)
     drawing = Drawing(service, settings, NAMES)
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
-    refusals = responses(protocol.OpenAIErrorResponse, 404, 408, 413, 415, 422, 429, 500, 503, 504)
+    refusals = responses(protocol.OpenAIErrorResponse, 404, 408, 411, 413, 415, 422, 429, 500, 503, 504)
     model = protocol.ModelResponse(
         id=service.name,
         created=int(time.time()),

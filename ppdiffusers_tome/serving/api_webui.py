@@ -53,7 +53,7 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
         "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
     }
     FromText, FromImage = narrow(protocol.TextRequest, fields), narrow(protocol.ImageToImageRequest, fields)
-    refused = partial(responses, protocol.WebuiErrorResponse, 408, 413, 415, 422)
+    refused = partial(responses, protocol.WebuiErrorResponse, 408, 411, 413, 415, 422)
     options = protocol.Options(sd_model_checkpoint=service.name, token_merging_ratio=limits.ratios[0])
     options.CLIP_stop_at_last_layers = 1
 

@@ -29,7 +29,7 @@ MOST_SEPARATORS = 20_000  # of JSON: no request has that many values, and millio
 
 
 class Gate:
-    """ASGI middleware: 401, 403 and 413 by the head, 413 and 408 while the body comes in; counts every answer."""
+    """ASGI middleware: 401, 403, 411 and 413 by the head, 408 while the body comes in; counts every answer."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -54,7 +54,7 @@ class Gate:
         try:
             refusal = await self._refuse(Request(scope))
             if refusal is None:
-                await self._app(scope, _Body(receive, self._settings), counted)
+                await self._app(scope, _Body(receive, self._settings.body_seconds), counted)
             else:
                 await refusal.respond(path)(scope, receive, counted)
         except Exception:
@@ -76,35 +76,34 @@ class Gate:
         if request.method == "POST" and origin is not None and not {origin, "*"} & {*self._settings.origins}:
             message = f"a web page of {origin[:100]!r} may not draw here: start the server with --allow-origin"
             return Refusal(403, message, code="origin_not_allowed")
+        if "transfer-encoding" in request.headers:  # chunks of one byte take h11 minutes, in which nobody is answered
+            message = "the body must be sent with a Content-Length, not in chunks"
+            return Refusal(411, message, code="length_required", headers={"Connection": "close"})
         length = request.headers.get("content-length", "0")
         if len(length) > LARGEST_LENGTH or int(length) > self._settings.body_bytes:
-            return _too_large(self._settings)
+            message = f"the body is larger than {self._settings.body_bytes} bytes"
+            return Refusal(413, message, code="body_too_large")
         return None
 
 
 class _Body:
-    """`receive`, with an eye on how large the body is and how long it takes."""
+    """`receive`, with an eye on how long the body takes."""
 
-    def __init__(self, receive: Receive, settings: Settings) -> None:
-        self._receive, self._settings = receive, settings
-        self._deadline = monotonic() + settings.body_seconds
-        self._size = 0
+    def __init__(self, receive: Receive, seconds: float) -> None:
+        self._receive, self._seconds = receive, seconds
+        self._deadline = monotonic() + seconds
         self._is_complete = False
 
     async def __call__(self) -> Message:
         if self._is_complete:  # what comes now is the client hanging up, at any time
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - monotonic()))
+            part = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - monotonic()))
         except asyncio.TimeoutError:
-            raise Refusal(
-                408, f"the body took longer than {self._settings.body_seconds:g} s", code="slow_body"
-            ) from None
-        self._size += len(message.get("body", b""))
-        self._is_complete = not message.get("more_body", False)
-        if self._size > self._settings.body_bytes:
-            raise _too_large(self._settings)
-        return message
+            message = f"the body took longer than {self._seconds:g} s"
+            raise Refusal(408, message, code="slow_body") from None
+        self._is_complete = not part.get("more_body", False)
+        return part
 
 
 class JsonRoute(APIRoute):
@@ -141,10 +140,6 @@ def _parse(body: bytes) -> Any:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Refusal(400, f"the body is not JSON: {error}", code="invalid_json") from None
-
-
-def _too_large(settings: Settings) -> Refusal:
-    return Refusal(413, f"the body is larger than {settings.body_bytes} bytes", code="body_too_large")
 
 
 async def _has_key(request: Request, key: str) -> bool:
