@@ -286,7 +286,11 @@ def test_jobs_gather_in_the_engine_and_are_drawn_together():
     replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(batch_wait=5, largest_batch=3))
 
     async def ask():
-        return await asyncio.gather(*[replica.draw(replace(JOB, seed=seed)) for seed in range(3)])
+        drawing = []
+        for seed in range(3):
+            drawing.append(asyncio.ensure_future(replica.draw(replace(JOB, seed=seed))))
+            await asyncio.sleep(0.1)
+        return await asyncio.gather(*drawing)
 
     assert len(asyncio.run(ask())) == 3
     assert [len(call) for call in engine.calls] == [3]
