@@ -286,7 +286,11 @@ def test_jobs_gather_in_the_engine_and_are_drawn_together():
     replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(batch_wait=5, largest_batch=3))
 
     async def ask():
-        return await asyncio.gather(*[replica.draw(replace(JOB, seed=seed)) for seed in range(3)])
+        drawing = []
+        for seed in range(3):
+            drawing.append(asyncio.ensure_future(replica.draw(replace(JOB, seed=seed))))
+            await asyncio.sleep(0.1)
+        return await asyncio.gather(*drawing)
 
     assert len(asyncio.run(ask())) == 3
     assert [len(call) for call in engine.calls] == [3]
@@ -336,7 +340,7 @@ class Server:
     def __init__(self, process, port, log):
         self.process, self.log = process, log
         headers = {"Authorization": "Bearer secret"}
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=240)
 
     def draw(self, **body):
         return self.http.post(OPENAI, json={"prompt": "fox", "steps": 3, **body})
@@ -396,7 +400,7 @@ def serving_on_ray(folder, log, *options):
     """`serve --ray` with two engines of two images a batch."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = ["--replicas", "2", "--batch", "2", "--queue", "4", "--max-steps", "1000", *options]
+    options = ["--replicas", "2", "--batch", "2", "--queue", "4", "--max-steps", "1000", "--timeout", "240", *options]
     command = [*PYTHON_M, "serve", "--ray", "--model", str(folder), "--port", str(port), *options]
     with log.open("w") as file:
         process = psutil.Popen(command, stdout=file, stderr=file, env={**os.environ, KEY_VARIABLE: "secret"})
@@ -442,17 +446,17 @@ def test_ray_can_be_reached_from_this_machine_only(server):
 
 
 def test_an_engine_that_is_killed_under_load_is_replaced_and_no_picture_lost(server):
-    alone = data(server.draw(seed=3, steps=100))
+    alone = data(server.draw(seed=3, steps=60))
     server.wait_for_engines()
     before = server.named("EngineReplica")
     # As many as two engines and the queue take.
-    with crowd(server, [{"seed": seed, "steps": 100} for seed in range(12)]) as answers:
+    with crowd(server, [{"seed": seed, "steps": 60} for seed in range(12)]) as answers:
         until(lambda: any(answers), seconds=120)  # both have work
         victim = next(iter(before))
         os.kill(victim, signal.SIGKILL)
     assert [answer.status_code for answer in answers] == [200] * 12
     assert len({data(answer)[0] for answer in answers}) == 12
-    assert data(server.draw(seed=3, steps=100)) == alone
+    assert data(server.draw(seed=3, steps=60)) == alone
     assert "an engine died, and a job with it (1 of 3 times)" in server.log.read_text()
     server.wait_for_engines(replaced=[victim])
     assert server.under_way() == 0
@@ -479,7 +483,7 @@ def test_a_client_that_hangs_up_frees_its_place(server):
 
 def test_an_app_that_is_killed_answers_with_an_error_and_comes_back(server):
     (victim,) = server.named("ppdiffusers_tome-http")
-    with crowd(server, [{"seed": seed, "steps": 100} for seed in range(4)]) as answers:
+    with crowd(server, [{"seed": seed, "steps": 60} for seed in range(4)]) as answers:
         until(lambda: server.under_way() == 4)
         os.kill(victim, signal.SIGKILL)
     assert {answer.status_code for answer in answers} <= {500, 502, 503}
@@ -490,7 +494,7 @@ def test_an_app_that_is_killed_answers_with_an_error_and_comes_back(server):
 def test_sigterm_finishes_what_was_accepted_and_leaves_no_process(server):
     server.wait_for_engines()
     everything = server.process.children(recursive=True)
-    with crowd(server, [{"seed": seed, "steps": 100} for seed in range(6)]) as answers:
+    with crowd(server, [{"seed": seed, "steps": 60} for seed in range(6)]) as answers:
         until(lambda: server.under_way() == 6)
         server.process.send_signal(signal.SIGTERM)
         late = httpx.Response(0)
