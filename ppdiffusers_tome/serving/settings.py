@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, field
+from math import inf
 
 from ..errors import ToMeConfigError
 
@@ -40,8 +41,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("request_seconds", "body_seconds", "body_bytes", "steps"):
-            if not getattr(self, name) > 0:
-                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive")
+            if not 0 < getattr(self, name) < inf:
+                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive and finite")
         key = self.api_key
         if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
             raise ToMeConfigError(
