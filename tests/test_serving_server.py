@@ -146,19 +146,19 @@ def test_a_content_length_of_many_digits(log, digits, before):
     assert not [record for record in log.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("path", [OPENAI, "/no/such"])
 @pytest.mark.parametrize("sent", [b"", b"1\r\nx\r\n"])
-def test_a_body_that_breaks(log, path, sent):
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+def test_a_body_that_breaks(log, sent):
+    head = f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with serving() as server:
-        with server.connect() as client:
+        with server.connect() as client:  # h11 sees the end and the app the head: either may answer first
             client.sendall(head + sent + b"no chunk\r\n\r\n")
-            assert b" 400 " in client.recv(4096)
+            assert client.recv(4096).split()[1] in (b"400", b"411")
             assert is_closed(client)
         with server.connect() as client:
-            client.sendall(b"POST /no/such HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + sent)
-            assert b" 404 " in client.recv(4096)
-            client.sendall(b"no chunk\r\n\r\n")
+            client.sendall(head + sent)
+            assert b" 411 " in client.recv(4096)
+            with suppress(OSError):  # it may have been closed already
+                client.sendall(b"no chunk\r\n\r\n")
             assert is_closed(client)
         until(lambda: not server.server.server_state.tasks)
         assert server.http.get("/health").status_code == 200
