@@ -1,3 +1,3 @@
 """The version, in its one place: setup.py reads it here."""
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
