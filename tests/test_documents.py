@@ -209,3 +209,6 @@ def test_load_figures_are_those_of_the_committed_result():
         assert f"| {kind} | {seconds['p50']:.1f} | {seconds['p95']:.1f} |" in text
     memory = result["memory, MiB"]
     assert f"{memory['second quarter']} MiB in the second quarter, {memory['last quarter']} in the last" in text
+    for case, alone in result["alone, 20 steps"].items():
+        size, ratio = re.fullmatch(r"(\d+)x\d+, ratio (\S+)", case).groups()
+        assert f"| {size} px | {ratio} | {alone['seconds an image']:.2f} | {alone['images an hour']:,} |" in text

@@ -23,8 +23,8 @@ def ratios(target):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_weights_that_the_cpu_cannot_compute_with(half, recwarn, tmp_path):
-    """A warning, because they may move to a GPU later; an export is of float32 in any case."""
+def test_weights_that_the_cpu_cannot_compute_with(half, recwarn):
+    """A warning, because they may move to a GPU later."""
     pipe = tiny_pipeline()
     pipe.text_encoder.to(dtype=half)
     pipe.apply_tome(ratio=0).remove_tome()
@@ -40,7 +40,12 @@ def test_weights_that_the_cpu_cannot_compute_with(half, recwarn, tmp_path):
     assert warned[0].filename == __file__
     with pytest.raises(RuntimeError, match=rf"CPU.* {half}\) of kernel"):
         pipe("a fox", height=32, width=32, num_inference_steps=1)
-    (unet, *_) = export_pipeline(pipe, tmp_path / "export", progress=False).programs
+
+
+def test_half_precision_weights_are_exported_in_float32(tmp_path):
+    pipe = tiny_pipeline()
+    pipe.unet.to(dtype="float16")
+    (unet, *_) = export_pipeline(pipe, tmp_path / "export", 0.5, progress=False).programs
     assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
 
 

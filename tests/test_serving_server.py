@@ -234,7 +234,7 @@ def process(tmp_path, files=0, seconds=60):
 def test_few_descriptors_and_many_connections(tmp_path):
     with process(tmp_path, files=256) as (server, url, log), ExitStack() as clients:
         port = httpx.URL(url).port
-        for _ in range(600):
+        for _ in range(300):
             clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
         start = monotonic()
         while monotonic() < start + 3:

@@ -117,6 +117,7 @@ def test_limit_costs_as_much_as_merging_without_the_matching():
 @paddle.no_grad()
 def test_free_merge_cuts_as_many_tokens_as_merging_and_comes_off(ratio):
     unet = make_unet()
+    unet.set_attn_processor(Recorder())
     plain, lengths = run(unet), []
     for put_on in (attach, attach_free_merge):
         more = (None,) if put_on is attach else (Grid(16, 16),)

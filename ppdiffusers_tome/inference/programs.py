@@ -121,7 +121,7 @@ def vae_decoder(model: nn.Layer) -> Traceable:
 
 def _working_copy(model: nn.Layer) -> nn.Layer:
     """A copy that tracing may change; float32, for the precision of a program is chosen when it is loaded."""
-    return copy.deepcopy(model).astype("float32")
+    return copy.deepcopy(model).float()  # astype("float32") leaves half precision as it is on Paddle 3 (Paddle #76614)
 
 
 def _ready(layer: nn.Layer, *inputs: Input) -> Traceable:
