@@ -65,10 +65,10 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, give
     if options.quick:  # read again: what is given keeps its value
         parser.set_defaults(**QUICK)
         options = parser.parse_args(given[1:])
-    for name, least in (("batch", 1), ("rounds", 0), ("threads", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more")
+    each_threads = threads(options) or usable_cores()
+    for name, least in (("batch", 1), ("rounds", 0)):
+        if getattr(options, name) < least:
+            raise ToMeConfigError(f"--{name} {getattr(options, name)} is not allowed: it must be {least} or more")
     if options.tomesd_ratio and options.torch_python is None:
         raise ToMeConfigError("--tomesd-ratio needs PyTorch: name an interpreter that has it with --torch-python")
     if options.torch_python and (reason := why_not(options.torch_python)):
@@ -81,7 +81,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, give
         steps=options.steps,
         guidance=options.guidance,
         backend=options.backend,
-        threads=threads(options) or usable_cores(),
+        threads=each_threads,
         torch_python=options.torch_python,
     )
     model = read_model(options.model)

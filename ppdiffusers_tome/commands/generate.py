@@ -42,7 +42,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--negative", default="", help="negative prompt")
     command.add_argument("--batch", type=int, default=4, help="most pictures in one pipeline call")
     command.add_argument("--device", default="cpu", help="cpu or gpu")
-    command.add_argument("--no-verify", action="store_true", help="load the weights without comparing their hashes")
+    command.add_argument(
+        "--no-verify", dest="verify", action="store_false", help="do not compare the weights with their hashes"
+    )
     add_options(command)
     command.set_defaults(run=_generate)
 
@@ -56,7 +58,7 @@ def _generate(options: argparse.Namespace, given: Sequence[str]) -> int:
     prompts = read_prompts(options.prompts, defaults, limits)
     try:
         with open_drawers(options, gpu=options.device.startswith("gpu")) as make_drawer:
-            draw = make_drawer(partial(load_engine, model, options.device, load_threads, verify=not options.no_verify))
+            draw = make_drawer(partial(load_engine, model, options.device, load_threads, verify=options.verify))
             summary = generate(prompts, model, options.out, options.batch, draw)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to go on", file=sys.stderr)

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from time import monotonic, sleep
 from types import FrameType
@@ -33,7 +33,7 @@ from .jobs import Job, Limits
 from .metrics import Metrics
 from .queue import FAILURES, PictureQueue
 from .ray_session import DEATHS, RayError, ray_session
-from .service import Progress, State
+from .service import Progress, State, with_image
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -169,9 +169,7 @@ class ClusterService:
         self._accepted_at += [now] * len(jobs)
         tasks: list[asyncio.Task[Image]] = []
         try:
-            if load_image is not None:
-                image = await asyncio.to_thread(load_image)
-                jobs = [replace(job, image=image) for job in jobs]
+            jobs = await with_image(jobs, load_image)
             tasks = [asyncio.ensure_future(self._draw(job)) for job in jobs]
             return list(await asyncio.gather(*tasks))
         finally:

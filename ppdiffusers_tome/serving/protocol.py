@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 
+from ..inference.manifest import STRICT
 from .jobs import LARGEST_SEED, Limits
 from .service import State
 
@@ -17,7 +18,7 @@ from .service import State
 class Strict(BaseModel):
     """Numbers must be numbers, and a field that does not exist is refused, not ignored."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = STRICT
 
 
 Request = TypeVar("Request", bound=Strict)

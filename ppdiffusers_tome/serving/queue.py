@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, inf, prod
 from time import monotonic
 
@@ -16,7 +16,7 @@ from .engine import Engine
 from .errors import AbandonedError, DrainingError, DrawingError, NotReadyError, QueueFullError
 from .jobs import Job, Limits
 from .metrics import Metrics
-from .service import Progress, State
+from .service import Progress, State, with_image
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0  # seconds for a batch to fill
@@ -130,9 +130,7 @@ class PictureQueue:
         """See `Service`."""
         self._reserve(len(jobs))
         try:
-            if load_image is not None:
-                image = await asyncio.to_thread(load_image)
-                jobs = [replace(job, image=image) for job in jobs]
+            jobs = await with_image(jobs, load_image)
         finally:
             with self._changed:
                 self._reserved -= len(jobs)

@@ -1,7 +1,8 @@
 """What the HTTP side asks of whoever draws: this process (queue.py) or a cluster."""
 
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from PIL.Image import Image
@@ -70,3 +71,11 @@ class Service(Protocol):
             JobError: from `load_image`.
             DrawingError: the pipeline failed on one of the jobs.
         """
+
+
+async def with_image(jobs: Sequence[Job], load_image: Callable[[], Image] | None) -> Sequence[Job]:
+    """The jobs with the image that they start from, decoded in a thread; as they are where there is none."""
+    if load_image is None:
+        return jobs
+    image = await asyncio.to_thread(load_image)
+    return [replace(job, image=image) for job in jobs]
