@@ -44,28 +44,43 @@ ORDER = [
     ["generation.offline"],
     ["generation.actors"],
     ["generation"],
-    ["evaluation.environment", "evaluation.layouts", "evaluation.free_merge"],
-    ["evaluation.torch_worker"],
-    ["evaluation.benchmark", "evaluation.families", "evaluation.torch_arm"],
-    ["evaluation.speed.names"],
-    [f"evaluation.speed.{name}" for name in ("original", "architectures", "memory", "shares")],
+    ["published.layouts", "published.architectures"],
+    ["published.families"],
+    ["published"],
+    ["evaluation.environment", "evaluation.clock", "evaluation.free_merge", "evaluation.plotting"],
+    ["evaluation.worker_loop"],
+    ["evaluation.worker_process", "evaluation.torch_worker"],
+    ["evaluation.results", "evaluation.markdown"],
+    ["evaluation.operations", "evaluation.torch_unet", "evaluation.torch_arm"],
+    [
+        "evaluation.speed.memory",
+        "evaluation.speed.overhead",
+        "evaluation.speed.names",
+        "evaluation.speed.original",
+        "evaluation.speed.shares",
+    ],
     ["evaluation.speed.cases"],
-    ["evaluation.speed.subjects"],
+    ["evaluation.speed.workloads", "evaluation.speed.subjects"],
     ["evaluation.speed.ways"],
-    ["evaluation.speed.arms", "evaluation.speed.agreement"],
+    ["evaluation.speed.backends", "evaluation.speed.parity", "evaluation.speed.arms", "evaluation.speed.agreement"],
     ["evaluation.speed.worker", "evaluation.speed.partial", "evaluation.speed.progress", "evaluation.speed.summary"],
     ["evaluation.speed.runner"],
-    ["evaluation.speed.results"],
+    ["evaluation.speed.frame", "evaluation.speed.results"],
     ["evaluation.speed.plots", "evaluation.speed.markdown"],
     ["evaluation.speed.compare", "evaluation.speed.details", "evaluation.speed.original_layouts"],
     ["evaluation.speed.findings"],
-    ["evaluation.speed.tables"],
+    ["evaluation.speed.report", "evaluation.speed.tables"],
     ["evaluation.speed"],
     ["evaluation.quality.compiled"],
     ["evaluation.quality.torch_files", "evaluation.quality.settings", "evaluation.quality.sheets"],
-    ["evaluation.quality.efficientnet", "evaluation.quality.perceptual"],
+    ["evaluation.quality.networks", "evaluation.quality.efficientnet", "evaluation.quality.perceptual"],
     ["evaluation.quality.recording", "evaluation.quality.findings"],
-    ["evaluation.quality.distances", "evaluation.quality.merge_maps", "evaluation.quality.plots"],
+    [
+        "evaluation.quality.metrics",
+        "evaluation.quality.distances",
+        "evaluation.quality.merge_maps",
+        "evaluation.quality.plots",
+    ],
     ["evaluation.quality.engines"],
     ["evaluation.quality.drawing"],
     ["evaluation.quality.prompts", "evaluation.quality.timing", "evaluation.quality.measuring"],
@@ -121,6 +136,7 @@ def test_only_models_and_the_entrances_know_ppdiffusers():
         room_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
     }
     exporting = {f"inference.{room}" for room in ("loading", "request", "layout", "models", "export", "pipeline")}
-    measuring = {f"evaluation.{room}" for room in ("benchmark", "families", "layouts", "quality.engines")}
-    measuring |= {f"evaluation.speed.{room}" for room in ("architectures", "subjects", "ways")}
+    measuring = {f"evaluation.{room}" for room in ("operations", "quality.engines")}
+    measuring |= {f"evaluation.speed.{room}" for room in ("subjects", "ways")}
+    measuring |= {f"published.{room}" for room in ("families", "layouts", "architectures")}
     assert knowing == {"models", "mixin", "summary", "__init__", "serving.engine", *exporting, *measuring}

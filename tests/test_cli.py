@@ -6,8 +6,8 @@ import pytest
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, __version__
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.evaluation import benchmark
-from ppdiffusers_tome.evaluation.benchmark import OpsCase, time_ops
+from ppdiffusers_tome.evaluation import operations
+from ppdiffusers_tome.evaluation.operations import OpsCase, time_ops
 
 SMALL = ["--batch", "1", "--height", "6", "--width", "8", "--channels", "5", "--repeats", "2"]
 
@@ -50,7 +50,7 @@ def test_file_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
 
 
 def test_nothing_is_timed_where_results_differ(monkeypatch):
-    monkeypatch.setattr(benchmark, "merge", lambda x, plan: x[:, : plan.kept] * 2)
+    monkeypatch.setattr(operations, "merge", lambda x, plan: x[:, : plan.kept] * 2)
     with pytest.raises(ToMeError, match="not timing them"):
         time_ops(OpsCase(1, 6, 8, 5), repeats=1)
 

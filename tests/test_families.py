@@ -20,9 +20,9 @@ from zoo.parts import controlnet, image
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
-from ppdiffusers_tome.evaluation.families import verdicts
 from ppdiffusers_tome.hooks import ConfigHook, ToMeHook
 from ppdiffusers_tome.models import components
+from ppdiffusers_tome.published.families import verdicts
 
 # ppdiffusers' pipelines announce the end of arguments and classes of their own; Paddle 3 finds fault with their code.
 pytestmark = [

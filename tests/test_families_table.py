@@ -8,7 +8,7 @@ import pytest
 
 from ppdiffusers_tome import cli
 from ppdiffusers_tome.commands import families
-from ppdiffusers_tome.evaluation.families import PIPELINES, format_text, pipeline_classes, verdicts
+from ppdiffusers_tome.published.families import PIPELINES, format_text, pipeline_classes, verdicts
 
 # Listing all pipelines imports all, and one wants a program, and a module that Python 3.13 drops.
 pytestmark = [

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeConfigError
-from ..evaluation.benchmark import OpsCase, format_ops, time_ops
 from ..evaluation.environment import usable_cores
-from ..evaluation.speed.architectures import ARCHITECTURES
+from ..evaluation.operations import OpsCase, format_ops, time_ops
 from ..evaluation.speed.cases import ARMS, BACKENDS, DTYPES, SCOPES, TORCH, ArmPlan, Case, plan_arms
 from ..evaluation.speed.names import EAGER
 from ..evaluation.speed.runner import Settings, measure_all
 from ..evaluation.speed.summary import format_result
 from ..evaluation.torch_arm import why_not
+from ..published.architectures import ARCHITECTURES
 
 BUNDLED = Path("examples/emoji_sd")
 QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": list(BACKENDS)}  # defaults of --quick

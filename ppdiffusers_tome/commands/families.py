@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..evaluation.families import format_markdown, format_text, verdicts
+from ..published.families import format_markdown, format_text, verdicts
 
 
 def add(commands: argparse._SubParsersAction) -> None:

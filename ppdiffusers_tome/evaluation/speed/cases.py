@@ -11,7 +11,7 @@ import paddle
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...positions import count_removed
-from .architectures import Architecture, architecture_of
+from ...published.architectures import Architecture, architecture_of
 from .names import BOTH, BUILT_IN, EAGER, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
 
 SCOPES = ("unet", "block", "pipeline")

@@ -15,7 +15,7 @@ from ...macs import count_macs, saved_macs
 from ...models import block_grid, find_blocks
 from ...patch import chosen_blocks
 from ...positions import Grid, count_dst, count_removed
-from .architectures import ARCHITECTURES
+from ...published.architectures import ARCHITECTURES
 from .cases import Case
 from .memory import weights_bytes
 

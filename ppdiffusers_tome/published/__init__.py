@@ -1,0 +1,1 @@
+"""Published models by their layout: their blocks and sizes, and which of ppdiffusers' pipelines merge."""
