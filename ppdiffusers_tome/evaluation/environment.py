@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured: what every committed result file names."""
+"""The machine, versions and sources behind a figure, which every result file names."""
 
 import hashlib
 import os
@@ -31,14 +31,14 @@ def describe_environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that compute."""
+    """Versions of Python and of the packages that compute."""
     packages = ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy")
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 
 @cache
 def sources() -> str:
-    """Hash of all modules of the package, this one included: a killed run goes on with equal sources alone."""
+    """Hash of all modules of the package: a run is continued only by the sources that began it."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{file.relative_to(PACKAGE).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())
@@ -51,27 +51,26 @@ def usable_cores() -> int:
 
 
 def commit() -> str:
-    """The checkout's commit, with "+" where tracked files of the package differ from it; "none" outside of one."""
-    found: list[str] = []
-    for question in ("rev-parse --short HEAD", "status --porcelain -uno -- ."):
-        try:
-            done = subprocess.run(["git", *question.split()], cwd=PACKAGE, capture_output=True, text=True)
-        except OSError:
-            return "none"
-        if done.returncode:
-            return "none"
-        found.append(done.stdout.strip())
-    return found[0] + ("+" if found[1] else "")
+    """The checkout's commit, with "+" if tracked files of the package differ from it; "none" without a checkout."""
+
+    def git(arguments: str) -> str:
+        process = subprocess.run(["git", *arguments.split()], cwd=PACKAGE, capture_output=True, text=True, check=True)
+        return process.stdout.strip()
+
+    try:
+        return git("rev-parse --short HEAD") + ("+" if git("status --porcelain -uno -- .") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
 
 
 def _device() -> str:
-    """Paddle's name of the device, and the GPU's own."""
+    """Paddle's name of the device, and the GPU's model."""
     device = paddle.get_device()
     return device if device == "cpu" else f"{device}: {paddle.device.cuda.get_device_name()}"
 
 
 def _memory_gb() -> float | None:
-    """The machine's memory in 10⁹ bytes; None where the system does not tell."""
+    """The machine's memory in 10⁹ bytes; None if the system does not report it."""
     try:
         return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
     except (ValueError, OSError, AttributeError):

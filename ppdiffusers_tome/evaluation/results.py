@@ -1,4 +1,4 @@
-"""Result files: one form for every measurement, complete on the disk or not there at all."""
+"""Result files: one form for every kind of measurement, written completely or not at all."""
 
 import json
 import os
@@ -14,14 +14,14 @@ FORMATS = {"speed": 2, "operations": 2, "quality": 2, "comparison": 2, "load": 2
 def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:
     """A result, ready for JSON: `kind`, `format`, `command`, `commit` and `environment`, then the content.
 
-    Content may override `commit` and `environment`, for a run that was continued.
+    Content may replace `commit` and `environment` if a run continues an earlier one.
     """
     about = {"kind": kind, "format": FORMATS[kind], "command": command}
     return {**about, "commit": commit(), "environment": describe_environment(), **content}
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as JSON, making its folder; a file that was there is replaced at once, when all is written."""
+    """Write a result as JSON, and make its folder; an existing file is replaced once all is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ToMeConfigError: it cannot be read, or holds something else.
+        ToMeConfigError: the file cannot be read, or holds no JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -44,11 +44,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_result(result: dict[str, Any], kind: str, source: Path | str) -> None:
-    """Raise ToMeConfigError unless this is a result of that kind in its current format."""
+    """Check the kind and the format of a result.
+
+    Raises:
+        ToMeConfigError: it is of another kind, or in another format than the current one.
+    """
     if result.get("kind") != kind:
         raise ToMeConfigError(f"{source} is not a {kind} result: its kind is {result.get('kind')!r}.")
     if result.get("format") != FORMATS[kind]:
         raise ToMeConfigError(
-            f"{source} has format {result.get('format')!r}, and only format {FORMATS[kind]} is read: measure again "
-            "with this version."
+            f"{source} has format {result.get('format')!r}, but this version reads only format {FORMATS[kind]}: "
+            "measure again with this version."
         )

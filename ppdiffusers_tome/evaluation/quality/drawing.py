@@ -1,205 +1,268 @@
-"""Draw every prompt by every setting, from the same noise, into a folder that a killed run finds again."""
+"""Draw every prompt by every setting, from the same noise, into a folder that a repeated run continues."""
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 from PIL import Image
+from ppdiffusers import DiffusionPipeline, StableDiffusionPipeline
+from ppdiffusers.models.unet_2d_condition import UNet2DConditionOutput
+from tqdm.auto import tqdm
 
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.offline import Drawer, draw_here, draw_identified
-from ...generation.prompts import Prompt
-from ...inference import export_pipeline, read_manifest
+from ...inference import export_pipeline, load_pipeline, read_manifest
 from ...inference.loading import load_for_export
-from ...serving.engine import load_engine
-from ...serving.jobs import LARGEST_SEED, Job
+from ...serving.engine import Engine, load_engine
+from ...serving.jobs import Job
 from ..environment import commit, sources, versions
-from .engines import TorchEngine, load_eager, without_ratio
-from .settings import PLAIN, Setting
+from ..torch_arm import TorchArm
+from .settings import PLAIN, Evaluation, Setting
 
-PLAN = "plan.json"
-BACKENDS = ("predictor", "eager")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is drawn, and by whom: with an equal plan, versions and sources a folder's images are gone on with.
-
-    Args:
-        model: folder of a ppdiffusers pipeline.
-        prompts: (text, seed) of each picture of a setting.
-        size: px, height and width.
-        steps, guidance: as in the pipeline.
-        backend: "predictor" for exported programs, "eager" for the pipeline itself.
-        threads: of each process that draws.
-        torch_python: interpreter for the settings of PyTorch; None where there are none.
-    """
-
-    model: str
-    prompts: tuple[tuple[str, int], ...]
-    size: int
-    steps: int = 20
-    guidance: float = 7.5
-    backend: str = "predictor"
-    threads: int = 1
-    torch_python: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ToMeConfigError(f"backend={self.backend!r} is not allowed: it must be one of {', '.join(BACKENDS)}.")
-        for name, most in (("size", 2**15), ("steps", 10**4), ("threads", 1024)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be from 1 to {most:,}.")
-        if not math.isfinite(self.guidance):
-            raise ToMeConfigError(f"guidance={self.guidance!r} is not allowed: it must be a finite number.")
-        if not self.prompts:
-            raise ToMeConfigError("there are no prompts: give one at least.")
-
-    def identity(self) -> str:
-        """Hash of what decides how images look beside the job itself. Threads and rounding do not count."""
-        return hashlib.sha256(json.dumps([sources(), self.model, self.backend]).encode()).hexdigest()
-
-    def jobs(self, setting: Setting) -> list[Prompt]:
-        """The pictures of a setting."""
-        return [
-            Prompt(
-                index,
-                Job(
-                    prompt=text,
-                    height=self.size,
-                    width=self.size,
-                    ratio=setting.config.ratio,
-                    seed=(seed + setting.seed_offset) % (LARGEST_SEED + 1),
-                    steps=self.steps,
-                    guidance_scale=self.guidance,
-                ),
-            )
-            for index, (text, seed) in enumerate(self.prompts)
-        ]
+RECORD = "evaluation.json"  # what drew the images of a folder
+MakeDrawer = Callable[[Callable[[], Engine]], Drawer]
 
 
-def claim_folder(plan: Plan, out: Path) -> str:
-    """Claim a folder for a plan, drawn by the versions and sources of this process.
-
-    Returns:
-        The commit whose code draws the images: where the folder is claimed already, that of the first run.
+def load_model(model: str) -> DiffusionPipeline:
+    """A pipeline from a folder or the hub, in float32, which a process loads once.
 
     Raises:
-        ToMeConfigError: it holds images of another plan, or that other versions or sources drew.
+        ToMeExportError: it cannot be loaded.
     """
-    about = {key: value for key, value in asdict(plan).items() if key not in ("threads", "torch_python")}
+    return _load(_absolute(model))
+
+
+@lru_cache(maxsize=1)
+def _load(model: str) -> DiffusionPipeline:
+    return load_for_export(model, safety_checker=False)
+
+
+def _absolute(model: str) -> str:
+    """The model as processes in other working directories can load it."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+class EagerEngine(Engine):
+    """Draws with the pipeline itself, which merges by `config` while it draws."""
+
+    def __init__(self, pipe: DiffusionPipeline, config: ToMeConfig, name: str = "model") -> None:
+        super().__init__(pipe, name=name)
+        self._pipe = pipe
+        self._config = config
+
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[[], bool] | None = None) -> list[Image.Image]:
+        """See `Engine.generate`."""
+        merging: AbstractContextManager[Any] = (
+            self._pipe.tome(**asdict(self._config)) if self._config.ratio else nullcontext()
+        )
+        with merging:
+            return super().generate(jobs, should_stop)
+
+
+def load_eager(model: str, config: ToMeConfig) -> EagerEngine:
+    """An engine over `load_model(model)`, also in the process of an actor."""
+    return EagerEngine(load_model(model), config, model)
+
+
+class RemoteUNet:
+    """The UNet of a ppdiffusers pipeline, computed by PyTorch and merged by tomesd.
+
+    Args:
+        unet: the model, for its config.
+        arm: PyTorch's process with the same weights.
+        merging: tomesd's arguments.
+    """
+
+    dtype = paddle.float32
+
+    def __init__(self, unet: Any, arm: TorchArm, merging: Mapping[str, Any]) -> None:
+        self.config = unet.config
+        self._arm = arm
+        self._merging = merging
+
+    def __call__(
+        self,
+        sample: paddle.Tensor,  # [B, C, h, w]
+        timestep: Any,
+        encoder_hidden_states: paddle.Tensor,  # [B, T, D]
+        return_dict: bool = True,
+        **others: Any,
+    ) -> Any:
+        if unknown := [name for name, value in others.items() if value is not None]:
+            raise ToMeConfigError(f"the UNet in PyTorch does not support {', '.join(unknown)}: leave it out.")
+        inputs = {"sample": sample.numpy(), "encoder_hidden_states": encoder_hidden_states.numpy()}
+        self._arm.take({**inputs, "timestep": np.array([float(timestep)], dtype="float32")})
+        prediction = paddle.to_tensor(self._arm.output(self._merging))
+        return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
+
+
+class TorchEngine(Engine):
+    """A pipeline of ppdiffusers whose UNet runs in PyTorch and merges by tomesd. A context: leaving it ends PyTorch.
+
+    Everything else, the noise included, is the same as in the other engines, so images differ by the merging alone.
+    tomesd has no seed: it draws its random dst anew in every pass.
+
+    Args:
+        evaluation: its `torch_python` is the interpreter, its model a StableDiffusionPipeline.
+        config: arguments of tomesd.
+        exported: folder of exported programs that replace the other models; None keeps these.
+
+    Raises:
+        ToMeError: PyTorch's process fails.
+        ToMeConfigError: there is no interpreter, or the pipeline is of another class.
+    """
+
+    def __init__(self, evaluation: Evaluation, config: ToMeConfig, exported: Path | None = None) -> None:
+        if evaluation.torch_python is None:
+            raise ToMeConfigError("tomesd runs in PyTorch: name an interpreter that has it with --torch-python.")
+        pipe = load_model(evaluation.model)
+        if type(pipe) is not StableDiffusionPipeline:
+            raise ToMeConfigError(f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs Stable Diffusion.")
+        merging = {key: value for key, value in asdict(config).items() if key != "seed"}
+        merging["max_downsample"] = config.max_downsample or 1
+        self._folder = tempfile.TemporaryDirectory(prefix="torch_engine_")
+        self._arm = TorchArm(evaluation.torch_python, Path(self._folder.name), pipe.unet, evaluation.threads)
+        self.about = self._arm.about
+        rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
+        components = {**rest.components, "unet": RemoteUNet(pipe.unet, self._arm, merging)}
+        torch_pipe = StableDiffusionPipeline(**components, requires_safety_checker=False)
+        super().__init__(torch_pipe, name=f"{evaluation.model} in PyTorch")
+
+    def __enter__(self) -> "TorchEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._arm.close()
+        self._folder.cleanup()
+
+
+def claim_folder(evaluation: Evaluation, output: Path) -> str:
+    """Reserve a folder for an evaluation by the versions and sources of this process.
+
+    Returns:
+        The commit whose code draws the images: in a folder that is continued, the commit of the first run.
+
+    Raises:
+        ToMeConfigError: the folder holds images of another evaluation, of other versions or of other sources.
+    """
+    about = {key: value for key, value in asdict(evaluation).items() if key not in ("threads", "torch_python")}
     about = json.loads(json.dumps({**about, "versions": versions(), "sources": sources()}))
-    path = out / PLAN
+    path = output / RECORD
     if path.exists():
-        there = json.loads(path.read_text(encoding="utf-8"))
-        differ = sorted(key for key in about if there.get(key) != about[key])
-        if differ:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        differences = sorted(key for key in about if recorded.get(key) != about[key])
+        if differences:
             raise ToMeConfigError(
-                f"{out} has images that were drawn otherwise ({', '.join(differ)} differ): choose another folder with "
-                "--out, or remove this one."
+                f"{output} holds images of another evaluation: {', '.join(differences)} differ. Choose another folder "
+                "with --output, or remove this one."
             )
-        return str(there["commit"])
+        return str(recorded["commit"])
     about["commit"] = commit()
-    out.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return str(about["commit"])
 
 
-def export_settings(plan: Plan, settings: Sequence[Setting], out: Path) -> dict[Setting, Path]:
-    """The exported folder that draws each setting of Paddle; settings that differ in the ratio alone share one."""
-    groups: dict[Any, list[Setting]] = {}
+def draw(
+    evaluation: Evaluation, settings: Sequence[Setting], output: Path, make_drawer: MakeDrawer, batch: int
+) -> dict[str, Any] | None:
+    """Draw the images that the folder lacks.
+
+    Returns:
+        Versions and threads of PyTorch's process; None if no setting uses it.
+
+    Raises:
+        ToMeError: images failed, or PyTorch did; all other images are kept.
+    """
+    programs = export_programs(evaluation, settings, output) if evaluation.backend == "predictor" else {}
+    about_torch = None
+    for setting in tqdm(settings, desc="settings", unit="setting", disable=None):
+        if setting.framework == "PyTorch":
+            with TorchEngine(evaluation, setting.config, programs.get(PLAIN)) as engine:
+                drawer = draw_here(lambda: engine)
+                draw_setting(evaluation, setting, output, drawer, batch)
+            about_torch = engine.about
+            continue
+        load: Callable[[], Engine] = partial(load_eager, _absolute(evaluation.model), setting.config)
+        if programs:
+            load = partial(load_engine, programs[setting], "cpu", evaluation.threads)
+        draw_setting(evaluation, setting, output, make_drawer(load), batch)
+    return about_torch
+
+
+def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output: Path) -> dict[Setting, Path]:
+    """The exported folder for each setting of Paddle; settings that differ only in the ratio share one."""
+    groups: dict[str, list[Setting]] = {}
     for setting in settings:
         if setting.framework == "Paddle":
-            groups.setdefault(without_ratio(setting.config), []).append(setting)
-    found: dict[Setting, Path] = {}
-    for config, members in groups.items():
-        folder = out.resolve() / "programs" / (config.describe().partition(", ")[2].replace(", ", "_") or "defaults")
+            name = setting.config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
+            groups.setdefault(name, []).append(setting)
+    programs: dict[Setting, Path] = {}
+    for name, members in groups.items():
+        folder = output.resolve() / "programs" / name
         ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
-        if not _is_exported(folder, plan, ratios):
-            others = {key: value for key, value in asdict(config).items() if key != "ratio"}
-            pipe = load_for_export(plan.model, safety_checker=False)
-            export_pipeline(pipe, folder, ratios, [(plan.size, plan.size)], overwrite=True, **others)
-        found |= dict.fromkeys(members, folder)
-    return found
+        if not _is_exported(folder, evaluation.size, ratios):
+            options = {key: value for key, value in asdict(members[0].config).items() if key != "ratio"}
+            sizes = [(evaluation.size, evaluation.size)]
+            export_pipeline(load_model(evaluation.model), folder, ratios, sizes, overwrite=True, **options)
+        programs |= dict.fromkeys(members, folder)
+    return programs
 
 
-def _is_exported(folder: Path, plan: Plan, ratios: Sequence[float]) -> bool:
+def _is_exported(folder: Path, size: int, ratios: Sequence[float]) -> bool:
     try:
-        manifest = read_manifest(folder, verify=False)  # the weights are verified where they are loaded
+        manifest = read_manifest(folder, verify=False)  # weights are verified when they are loaded
     except ToMeExportError:
         return False
-    return (plan.size, plan.size) in manifest.sizes and set(ratios) <= set(manifest.ratios)
+    return (size, size) in manifest.sizes and set(ratios) <= set(manifest.ratios)
 
 
-@contextmanager
-def open_torch(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> Iterator[tuple[Drawer, dict[str, Any]]]:
-    """A drawer for a setting of PyTorch, whose process runs as long as the context, and that process's versions.
-
-    Raises:
-        ToMeConfigError: the plan names no interpreter.
-        ToMeError: PyTorch's process fails.
-    """
-    if plan.torch_python is None:
-        raise ToMeConfigError(f"{setting.name} is drawn in PyTorch: name an interpreter that has it (--torch-python).")
-    engine = TorchEngine(plan.torch_python, plan.model, setting.config, plan.threads, exported.get(PLAIN))
-    try:
-        yield draw_here(lambda: engine), engine.about
-    finally:
-        engine.close()
-
-
-def loader(plan: Plan, setting: Setting, exported: dict[Setting, Path]) -> "partial[Any]":
-    """What loads the engine that draws a setting of Paddle, also in a process that works in another folder."""
-    if plan.backend == "predictor":
-        return partial(load_engine, exported[setting], "cpu", plan.threads)
-    model = Path(plan.model)
-    return partial(load_eager, str(model.resolve() if model.is_dir() else model), without_ratio(setting.config))
-
-
-def draw(plan: Plan, setting: Setting, out: Path, drawer: Drawer, batch: int) -> None:
-    """Draw what the folder of a setting lacks.
+def draw_setting(evaluation: Evaluation, setting: Setting, output: Path, drawer: Drawer, batch: int) -> None:
+    """Draw the images that a setting's folder lacks.
 
     Raises:
-        ToMeError: pictures failed; what was drawn is kept.
+        ToMeError: images failed; the others are kept.
     """
-    identity = f"{plan.identity()} {setting.framework} {setting.config.describe()}"
-    summary = draw_identified(plan.jobs(setting), identity, folder_of(setting, out), batch, drawer)
+    # Threads and the size of a batch change rounding alone.
+    decisive = [sources(), evaluation.model, evaluation.backend, setting.framework, setting.config.describe()]
+    identity = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    summary = draw_identified(evaluation.jobs(setting), identity, image_folder(setting.name, output), batch, drawer)
     if summary.failures:
         prompt, failure = summary.failures[0]
         raise ToMeError(
-            f"{len(summary.failures)} pictures of {setting.name} failed, the first of {prompt.job.prompt!r}: "
+            f"{len(summary.failures)} images of {setting.name} failed, the first of {prompt.job.prompt!r}: "
             f"{failure.reason}"
         )
 
 
-def folder_of(setting: Setting, out: Path) -> Path:
-    """Where the pictures of a setting are; their names sort in the order of the prompts."""
-    return out / "pictures" / setting.name
+def image_folder(name: str, output: Path) -> Path:
+    """Where the images of a setting are; their names sort in the order of the prompts."""
+    return output / "images" / name
 
 
-def picture_paths(folder: Path) -> list[Path]:
-    """The PNG files of a folder in the order of their names, without those that are being written.
+def image_paths(folder: Path) -> list[Path]:
+    """The PNG files of a folder in the order of their names, without unfinished ones.
 
     Raises:
         ToMeConfigError: there are none.
     """
     paths = sorted(path for path in folder.glob("*.png") if not path.name.startswith("."))
     if not paths:
-        raise ToMeConfigError(f"{folder} has no PNG files: it must hold the pictures to measure.")
+        raise ToMeConfigError(f"{folder} has no PNG files: it must hold the images to measure.")
     return paths
 
 
-def read_pictures(paths: Sequence[Path], size: int) -> np.ndarray:
-    """Pictures as uint8 [N, size, size, 3]; those of another size are resized."""
-    pictures = [Image.open(path).convert("RGB") for path in paths]
-    resized = [
-        each if each.size == (size, size) else each.resize((size, size), Image.Resampling.LANCZOS) for each in pictures
-    ]
-    return np.stack([np.asarray(each) for each in resized])
+def read_images(paths: Sequence[Path], size: int) -> np.ndarray:
+    """Images as uint8 [N, size, size, 3]; those of another size are resized."""
+    images = [Image.open(path).convert("RGB") for path in paths]
+    side = (size, size)
+    return np.stack([np.asarray(x if x.size == side else x.resize(side, Image.Resampling.LANCZOS)) for x in images])

