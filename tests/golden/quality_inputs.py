@@ -1,4 +1,4 @@
-"""The pictures that quality.npz was made from: what the tests draw again, and make_quality_golden.py records."""
+"""The images behind quality.npz: make_quality_golden.py and the tests draw them."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def noise(seed, height, width, cell):
 
 
 def pair(name, height, width):
-    """Two pictures [H, W, 3] uint8 of one case."""
+    """Two images [H, W, 3] uint8 of one case."""
     if name == "fox":
         fox = np.asarray(Image.open(FOX).convert("RGB"))
         return fox, np.roll(fox, 3, axis=1)
