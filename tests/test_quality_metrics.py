@@ -38,11 +38,7 @@ def test_blur():
     point[15, 15] = [255, 0, 128]
     blurred = blur(point, 2)
     assert blurred.dtype == np.uint8 and blurred.shape == point.shape
-    assert blurred[15, 15].tolist() == [
-        round(255 / (8 * np.pi)),
-        0,
-        round(128 / (8 * np.pi)),
-    ]  # 1 / (2πσ²) of the point
+    assert blurred[15, 15].tolist() == [round(255 / (8 * np.pi)), 0, round(128 / (8 * np.pi))]  # 1 / (2πσ²)
     flat = np.full((9, 9, 3), 255, np.uint8)
     np.testing.assert_array_equal(blur(flat, 3), flat)
 

