@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import EMOJI_SD
+from conftest import EMOJI_SD, tiny_pipeline
 from speed_results import arm, case, result
 
 from ppdiffusers_tome import ToMeError
@@ -133,3 +133,45 @@ def test_versions_of_pytorch_are_asked_of_its_interpreter(tmp_path):
     python.write_text("#!/bin/sh\necho no such package >&2\nexit 1\n")
     with pytest.raises(ToMeError, match="has not all of torch, diffusers, tomesd: no such package"):
         versions_of(str(python))
+
+
+def statuses(out):
+    (case,) = json.loads(out.read_text())["cases"]
+    return case, {(arm["backend"], arm["arm"]): arm for arm in case["arms"]}
+
+
+def test_predictors_agree_with_eager_and_are_timed(tmp_path):
+    out = tmp_path / "speed.json"
+    arms = ["--arms", "plain", "tome", "limit", "--backend", "predictor", "--rounds", "2"]
+    assert main([*TINY, *arms, "--output", str(out)]) == 0
+    case, arms = statuses(out)
+    assert list(arms) == [("predictor", name) for name in ("plain", "tome", "limit")]
+    for arm in arms.values():
+        assert arm["status"] == "measured" and len(arm["seconds"]) == 2
+        assert arm["parity"]["difference"] < 1e-4 and arm["shares"] is None
+    assert arms["predictor", "plain"]["peak_memory_bytes"] > arms["predictor", "tome"]["peak_memory_bytes"] > 0
+
+
+def test_whole_pipelines_are_timed_by_both_backends(tmp_path):
+    folder, out = tmp_path / "model", tmp_path / "speed.json"
+    tiny_pipeline().save_pretrained(str(folder))
+    what = ["bench", "--model", str(folder), "--scope", "pipeline", "--size", "32", "--batch", "1", "--steps", "2"]
+    how = ["--backend", "eager", "predictor", "--arms", "tome", "--rounds", "1", "--threads", "1"]
+    assert main([*what, *how, "--output", str(out)]) == 0
+    case, arms = statuses(out)
+    assert (case["scope"], case["steps"], case["tokens"]) == ("pipeline", 2, 256)
+    assert list(arms) == [("eager", "tome"), ("predictor", "tome")]
+    for arm in arms.values():
+        assert arm["status"] == "measured" and len(arm["seconds"]) == 1 and arm["kept"] == 128
+        assert arm["peak_memory_bytes"] > 0 and arm["macs"] > 0 and arm["parity"]["difference"] < 1e-2
+
+
+def test_quick_measures_all_arms_of_a_tiny_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # without the bundled model
+    assert main(["bench", "--quick", "--threads", "1"]) == 0
+    case, arms = statuses(tmp_path / "outputs" / "bench.json")
+    assert (case["model"], case["size"]) == ("tiny", 128)
+    ours = {key: arm for key, arm in arms.items() if key[0] != "PyTorch"}
+    assert len(ours) == 9 and all(arm["status"] == "measured" and len(arm["seconds"]) == 2 for arm in ours.values())
+    printed = capsys.readouterr().out
+    assert "written to outputs/bench.json" in printed and "limit" in printed
