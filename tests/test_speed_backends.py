@@ -171,7 +171,7 @@ def test_versions_of_pytorch_are_read_from_its_interpreter(tmp_path):
     assert torch_versions(python) == {"torch": "9.9", "diffusers": "8.8", "tomesd": "7.7"}
     with pytest.raises(ToMeConfigError, match=r"--torch-python \S+ cannot be used: no such package"):
         torch_versions(interpreter(tmp_path, "echo no such package >&2; exit 1"))
-    with pytest.raises(ToMeConfigError, match="cannot be used: .*No such file"):
+    with pytest.raises(ToMeConfigError, match=r"cannot be used: .*No such file"):
         torch_versions(str(tmp_path / "nothing"))
 
 

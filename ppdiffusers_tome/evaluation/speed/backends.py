@@ -215,7 +215,7 @@ class PyTorchBackend(Backend):
         return limited(self._limit, self._workload.weights, self._process.pid)
 
 
-TYPES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
+BACKEND_CLASSES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
 
 
 def attach_arm(model: nn.Layer, arm: Arm, workload: Workload) -> None:

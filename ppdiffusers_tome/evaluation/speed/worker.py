@@ -15,7 +15,7 @@ from typing import Any
 from ...inference.runtime import gist as error_summary
 from ..clock import order_of_round
 from ..worker_loop import answer_requests
-from .backends import TYPES, Backend
+from .backends import BACKEND_CLASSES, Backend
 from .cases import EAGER, ERROR, LIMIT, MEASURED, OUT_OF_MEMORY, PLANNED, PYTORCH, TOME, Arm, Case
 from .memory import is_out_of_memory, limited
 from .parity import check_parity
@@ -60,7 +60,7 @@ class Worker:
         report("begin", arm=None, step="building the model")
         with limited(None, 0):
             self._workload = workload = open_workload(self._case)
-        self._make_backend = lambda name: TYPES[name](workload, threads, Path(folder), torch_python)
+        self._make_backend = lambda name: BACKEND_CLASSES[name](workload, threads, Path(folder), torch_python)
         for arm in self._planned():
             arm.macs = self._workload.macs(arm.config, matching=arm.arm != LIMIT)
         unchecked = [arm for arm in self._planned() if arm.parity is None and not arm.seconds]
