@@ -144,13 +144,6 @@ def test_groups_side_by_side_have_a_line_between_and_none_inside():
     assert not np.array_equal(drawn[0, 0], drawn[0, -1])
 
 
-def test_a_map_refuses_other_shapes():
-    image = np.zeros((4, 4, 3), np.uint8)
-    for groups, dst in ((np.zeros(16, int), np.zeros(16, bool)), (np.zeros((4, 4), int), np.zeros((2, 4), bool))):
-        with pytest.raises(ToMeConfigError, match=r"both must be \[h, w\]"):
-            draw_merge_map(image, groups, dst)
-
-
 def shows(sheet, image, x):
     """Whether the image is on the sheet, its left edge at x, at any height."""
     side = len(image)

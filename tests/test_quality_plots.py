@@ -78,15 +78,13 @@ def test_plots_are_small_and_readable(tmp_path):
             assert 800 <= image.width <= 1100
 
 
-def test_what_was_not_measured_is_not_plotted(tmp_path):
+def test_infinite_psnr_and_zero_distance_are_plotted(tmp_path):
     result = make_result(count=3)
     result["settings"] = result["settings"][:2]
     result["settings"][0]["pairs"]["psnr"] = [None, None, 30.0]  # equal images
     result["settings"][1]["pairs"]["perceptual"] = [0.0] * 3
-    for measured in (*result["settings"], *result["calibration"].values()):
-        measured["kid"] = {} if "group" in measured else None
     write_report(result, tmp_path, tmp_path / "quality.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["quality.md", "quality_pairs.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quality.md", "quality_kid.png", "quality_pairs.png"]
 
 
 def test_lines_differ_in_marker_and_colour():

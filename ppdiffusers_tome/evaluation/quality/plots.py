@@ -101,9 +101,10 @@ def write_plots(frame: pd.DataFrame, ratio: float, output: Path) -> list[tuple[P
         "real images have."
     )
     merges = f"What merges, at ratio {ratio:g}. Bars are medians, lines are between the quartiles."
-    plots = {output / "quality_pairs.png": (plot_pairs(frame), change)}
-    if frame[list(KID_PANELS)].notna().any(axis=None):
-        plots[output / "quality_kid.png"] = plot_kid(frame), kid
+    plots = {
+        output / "quality_pairs.png": (plot_pairs(frame), change),
+        output / "quality_kid.png": (plot_kid(frame), kid),
+    }
     if len(ablations(frame, ratio)) > 1:
         plots[output / "quality_ablations.png"] = plot_ablations(frame, ratio), merges
     for path, (figure, _) in plots.items():

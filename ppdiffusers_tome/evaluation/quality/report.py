@@ -52,8 +52,8 @@ features of EfficientNet-Lite0, an ImageNet classifier: it measures whether the 
 cannot be compared with KID in the features of another network.
 
 This table shows what each measure gives for known differences. `plain, other seeds` has the same prompts and other
-noise: the noise floor of KID and, image by image, what a different image of the same prompt has. `blurred` is a blur
-of 1 px, which anyone notices."""
+noise: the noise floor of KID (below 0 because both sets have the same prompts) and, image by image, what a different
+image of the same prompt has. `blurred` is a blur of 1 px, which anyone notices."""
 NOTES = "Medians over the images, with the quartiles in parentheses; ± is one standard deviation."
 MERGE_MAPS = {
     "merge_map.png": "Which tokens merge into which, in the first block that merges, halfway through the steps. One "
@@ -89,8 +89,7 @@ def write_report(
     """
     check_result(result, "quality", result_file)
     frame = read_frame(result)
-    sheets = [] if images is None else _draw_sheets(result, images, output)
-    output.mkdir(parents=True, exist_ok=True)
+    sheets = [] if images is None else _write_sheets(result, images, output)
     lines = ["# Image quality of merged images", "", *_about(result, result_file, output), ""]
     lines += ["## Summary", "", *(f"- {sentence}" for sentence in summarize(result)), ""]
     calibration = _table(frame[frame["group"] == "calibration"])
@@ -121,29 +120,22 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     rows: dict[str, dict[str, Any]] = {}
     for setting in result["settings"]:
         about = {"group": setting["group"], "label": _label(setting), "ratio": setting["config"]["ratio"]}
-        measured = _pairs(setting["pairs"]) | _kid(setting["kid"])
-        rows[setting["name"]] = {**about, **measured, "fid": setting.get("fid", math.nan)}
+        about["fid"] = setting.get("fid", math.nan)
+        rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
     for name, known in result["calibration"].items():
         reference = "to real" if "real" in name else "to plain, other seeds"
-        measured = _pairs(known["pairs"]) | _kid({reference: known["kid"]})
-        rows[name] = {"group": "calibration", "label": name, **measured}
+        about = {"group": "calibration", "label": name}
+        rows[name] = about | _measures(known["pairs"] or {}, {reference: known["kid"]})
     return pd.DataFrame(list(rows.values()), index=list(rows), columns=COLUMNS)
 
 
-def _pairs(pairs: dict[str, list[float | None]] | None) -> dict[str, float]:
-    """Medians and quartiles; None among the values is the PSNR of equal images."""
+def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, float]]) -> dict[str, float]:
     columns: dict[str, float] = {}
-    for measure, values in (pairs or {}).items():
+    for measure, values in pairs.items():  # None is the PSNR of equal images
         middle, low, high = quartiles(math.inf if value is None else value for value in values)
         columns |= {measure: middle, f"{measure}_low": low, f"{measure}_high": high}
-    return columns
-
-
-def _kid(references: dict[str, dict[str, float] | None]) -> dict[str, float]:
-    columns: dict[str, float] = {}
-    for reference, kid in references.items():
-        if kid is not None:
-            columns |= {KID[reference]: 1000 * kid["mean"], f"{KID[reference]}_std": 1000 * kid["std"]}
+    for reference, value in kid.items():
+        columns |= {KID[reference]: 1000 * value["mean"], f"{KID[reference]}_std": 1000 * value["std"]}
     return columns
 
 
@@ -217,7 +209,7 @@ def summarize(result: dict[str, Any]) -> list[str]:
     ]
     if len(by_ratio) > 1:
         points.append(_growth(by_ratio, distances))
-    points += _kid_verdict(by_ratio, other, len(distances))
+    points.append(_kid_verdict(by_ratio, other, len(distances)))
     if fixed := [
         f"{(distances[row.name_y] < distances[row.name_x]).mean():.0%} at ratio {row.ratio:g}"
         for row in _beside_default(frame, "use_rand")
@@ -238,8 +230,7 @@ def summarize(result: dict[str, Any]) -> list[str]:
         points.append(f"tomesd on PyTorch, with the same weights, has a median distance of {'; '.join(torch)}.")
     points.append(
         "A large distance is not low quality: PSNR, SSIM and the perceptual distance measure change, and another good "
-        "image of the same prompt is far from the plain one too. Whether merged images look worse as a set is what KID "
-        "measures."
+        "image of the same prompt is far from the plain one too. KID measures whether the images look worse as a set."
     )
     return points
 
@@ -266,15 +257,12 @@ def _growth(by_ratio: pd.DataFrame, distances: pd.DataFrame) -> str:
     )
 
 
-def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series, count: int) -> list[str]:
+def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series, count: int) -> str:
     """Which ratios KID separates from plain images: two standard deviations (of both) above the noise floor."""
-    measured = by_ratio[by_ratio["kid_others"].notna()]
-    if measured.empty or math.isnan(floor["kid_others"]):
-        return []
-    threshold = floor["kid_others"] + 2 * np.hypot(measured["kid_others_std"], floor["kid_others_std"])
-    differs = measured["kid_others"] > threshold
+    threshold = floor["kid_others"] + 2 * np.hypot(by_ratio["kid_others_std"], floor["kid_others_std"])
+    differs = by_ratio["kid_others"] > threshold
     verdicts = [
-        f"{verdict} at ratio {', '.join(f'{ratio:g}' for ratio in measured.loc[rows, 'ratio'])}"
+        f"{verdict} at ratio {', '.join(f'{ratio:g}' for ratio in by_ratio.loc[rows, 'ratio'])}"
         for verdict, rows in (("no difference", ~differs), ("a difference", differs))
         if rows.any()
     ]
@@ -282,7 +270,7 @@ def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series, count: int) -> list[s
         f"KID between the {count} images of a setting and plain images of other seeds shows {' and '.join(verdicts)}. "
         "A difference is an excess over the noise floor of more than two standard deviations."
     )
-    return [f"{point} Below that, KID cannot rank ratios." if (~differs).sum() > 1 else point]
+    return f"{point} Below that, KID cannot rank ratios." if (~differs).sum() > 1 else point
 
 
 def _table(rows: pd.DataFrame) -> list[str]:
@@ -308,41 +296,42 @@ def _cell(value: float, form: str) -> str:
     return NOT_MEASURED if math.isnan(value) else f"{value:{form}}".replace("inf", "∞")
 
 
-def _draw_sheets(result: dict[str, Any], images: Path, output: Path) -> list[str]:
-    """Write two contact sheets: evenly spaced prompts, and examples chosen by their distance. Their Markdown."""
+def _write_sheets(result: dict[str, Any], images: Path, output: Path) -> list[str]:
+    """Two contact sheets, in Markdown: evenly spaced prompts, and examples chosen by their distance."""
     prompts, default = result["prompts"], default_setting(result)
     by_ratio = sorted((s for s in result["settings"] if s["group"] == "ratio"), key=lambda s: s["config"]["ratio"])
-    names = {"plain": "plain", **{f"{setting['config']['ratio']:g}": setting["name"] for setting in by_ratio}}
-    files = {label: _image_files(images / "images" / name, len(prompts)) for label, name in names.items()}
-    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
-
-    def write(name: str, chosen: Sequence[int], titles: Sequence[str], differences: bool, caption: str) -> list[str]:
-        rows = {row: [np.array(Image.open(paths[n]).convert("RGB")) for n in chosen] for row, paths in files.items()}
-        sheet = contact_sheet(rows, titles, min(result["size"], 256), differences)
-        path = save_png(sheet, output / name, prompts=[prompts[n] for n in chosen], rows=list(files), **about)
-        return figure(path, caption, output)
-
+    folders = {"plain": "plain", **{f"{setting['config']['ratio']:g}": setting["name"] for setting in by_ratio}}
+    files = {row: _image_files(images / "images" / folder, len(prompts)) for row, folder in folders.items()}
     spread = sorted({round(n) for n in np.linspace(0, len(prompts) - 1, SHOWN).tolist()})
-    of_list = f"Prompts {', '.join(map(str, spread))} of the list, evenly spaced."
     distances = default["pairs"]["perceptual"]
     order = sorted(range(len(prompts)), key=distances.__getitem__)
     examples = {"nearest": order[0], "median": order[(len(order) - 1) // 2], "furthest": order[-1]}
-    titles = [f"{why} ({distances[n]:.4f}): {prompts[n]['prompt']}" for why, n in examples.items()]
-    chosen_by = (
-        f"Of all {len(prompts)} images at ratio {default['config']['ratio']:g}, the one nearest to plain, the median "
-        "and the furthest, by the perceptual distance. Below each image: its difference from plain, "
-        f"{GAIN} times enlarged."
-    )
-    return [
-        *write(
+    sheets = (  # file, (number, title) of each column, whether with differences, caption
+        (
             "quality_sheet.png",
-            spread,
-            [prompts[n]["prompt"] for n in spread],
+            [(n, prompts[n]["prompt"]) for n in spread],
             False,
-            f"Plain images in the first row, then each ratio. {of_list}",
+            f"Plain images in the first row, then each ratio. Prompts {', '.join(map(str, spread))} of the list, "
+            "evenly spaced.",
         ),
-        *write("quality_examples.png", list(examples.values()), titles, True, chosen_by),
-    ]
+        (
+            "quality_examples.png",
+            [(n, f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}") for which, n in examples.items()],
+            True,
+            f"Of all {len(prompts)} images at ratio {default['config']['ratio']:g}, the one nearest to plain, the "
+            "median and the furthest, by the perceptual distance. Below each image: its difference from plain, "
+            f"{GAIN} times enlarged.",
+        ),
+    )
+    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
+    lines = []
+    for name, columns, differences, caption in sheets:
+        numbers, titles = zip(*columns, strict=True)
+        rows = {row: [np.array(Image.open(paths[n]).convert("RGB")) for n in numbers] for row, paths in files.items()}
+        sheet = contact_sheet(rows, titles, min(result["size"], 256), differences)
+        path = save_png(sheet, output / name, prompts=[prompts[n] for n in numbers], rows=list(files), **about)
+        lines += figure(path, caption, output)
+    return lines
 
 
 def _image_files(folder: Path, count: int) -> list[Path]:
