@@ -55,18 +55,18 @@ def make_sheet(rows: Sequence[Row], titles: Sequence[str], size: int, note: str 
     heads = ["\n".join(textwrap.wrap(title, max(size // 7, 8))) for title in titles]
     labels = [f"{label}\n{caption}".rstrip() for label, caption, _ in rows]
     pen = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    left = max([_LEFT, *(8 + int(pen.multiline_textbbox((0, 0), label, font)[2]) for label in labels)])
+    indent = max([_LEFT, *(8 + int(pen.multiline_textbbox((0, 0), label, font)[2]) for label in labels)])
     top = 8 + _LINE * max(head.count("\n") + 1 for head in heads)
-    width, height = left + len(titles) * step, top + len(rows) * step
+    width, height = indent + len(titles) * step, top + len(rows) * step
     notes = textwrap.wrap(note, max(width // 7, 8))
     sheet = Image.new("RGB", (width, height + (8 + _LINE * len(notes) if notes else 0)), "white")
     pen = ImageDraw.Draw(sheet)
     for x, head in enumerate(heads):
-        pen.text((left + x * step, 4), head, "black", font)
+        pen.text((indent + x * step, 4), head, "black", font)
     for y, (label, (_, _, images)) in enumerate(zip(labels, rows, strict=True)):
         pen.text((4, top + y * step), label, "black", font)
         for x, image in enumerate(images):
-            sheet.paste(_fit(image, size), (left + x * step, top + y * step))
+            sheet.paste(_fit(image, size), (indent + x * step, top + y * step))
     pen.text((4, height), "\n".join(notes), "black", font)
     return sheet
 
