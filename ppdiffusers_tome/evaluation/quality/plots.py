@@ -96,10 +96,7 @@ def write_plots(frame: pd.DataFrame, ratio: float, output: Path) -> list[tuple[P
     change = (
         "Change from the plain image of the same prompt and noise. Lines are medians, bands are between the quartiles."
     )
-    kid = (
-        "KID to other sets of images. Bands are one standard deviation; horizontal lines show what plain, blurred and "
-        "real images have."
-    )
+    kid = "KID to other sets of images. Bands are one standard deviation; horizontal lines are known differences."
     merges = f"What merges, at ratio {ratio:g}. Bars are medians, lines are between the quartiles."
     plots = {
         output / "quality_pairs.png": (plot_pairs(frame), change),

@@ -52,8 +52,8 @@ features of EfficientNet-Lite0, an ImageNet classifier: it measures whether the 
 cannot be compared with KID in the features of another network.
 
 This table shows what each measure gives for known differences. `plain, other seeds` has the same prompts and other
-noise: the noise floor of KID (below 0 because both sets have the same prompts) and, image by image, what a different
-image of the same prompt has. `blurred` is a blur of 1 px, which anyone notices."""
+noise: the noise floor of KID (it can be below 0, because both sets have the same prompts) and, image by image, what a
+different image of the same prompt has. `blurred` is a blur of 1 px, which anyone notices."""
 NOTES = "Medians over the images, with the quartiles in parentheses; ± is one standard deviation."
 MERGE_MAPS = {
     "merge_map.png": "Which tokens merge into which, in the first block that merges, halfway through the steps. One "
