@@ -1,219 +1,128 @@
-"""Plots of a quality result: distance against ratio and against time, and the ablations. Colours of Okabe and Ito."""
+"""The plots of a quality report, drawn from its frame: change and KID against the ratio, and the ablations."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .findings import (
-    BLURRED,
-    CALIBRATED_BY,
-    FIXED,
-    OTHER_SEEDS,
-    PAIRS,
-    RANDOM,
-    TO_OTHERS,
-    TO_REAL,
-    TOMESD,
-    Setting,
-    lines,
-    median,
-    quartiles,
-    ratio_of,
-    studied_ratio,
-    time_share,
-)
+from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, add_legend, make_figure, save_figure, set_title
 
-STYLES = {RANDOM: ("#0072B2", "o", "-"), FIXED: ("#D55E00", "s", "--"), TOMESD: ("#009E73", "^", "none")}
-GROUPS = {
-    "ratio": ("#0072B2", "o"),
-    "use_rand": ("#D55E00", "s"),
-    "max_downsample": ("#CC79A7", "D"),
-    "layers": ("#E69F00", "v"),
-    "tomesd": ("#009E73", "^"),
+OTHER_SEEDS, BLURRED = "plain, other seeds", "plain, blurred"  # calibrations that every result has
+MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM", "perceptual": "Perceptual distance (ST-LPIPS)"}
+COLOURS = {"ratio": BLUE, "use_rand": RED, "max_downsample": PURPLE, "layers": ORANGE, "tomesd": GREEN}
+# The groups whose settings differ in the ratio alone: label, marker, line.
+LINES = {
+    "ratio": ("random dst", "o", "-"),
+    "use_rand": ("fixed dst", "s", "--"),
+    "tomesd": ("tomesd on PyTorch", "^", "none"),
 }
-SHORT = {OTHER_SEEDS: "another seed", BLURRED: "blurred", "plain against real": "plain, to real"}
-SETS = {"kid": "KID × 1000", "frechet": "Fréchet distance"}
-SCALES = {"kid": 1000.0, "frechet": 1.0}
-FEATURES = "EfficientNet-Lite0 features"
+# Calibrations as horizontal lines: label, line.
+Levels = dict[str, tuple[str, str]]
+PAIR_LEVELS: Levels = {OTHER_SEEDS: ("plain, another seed", "--"), BLURRED: ("plain, blurred", ":")}
+KID_PANELS: dict[str, tuple[str, Levels]] = {
+    "kid_others": (
+        "KID × 1000 to plain images of other seeds",
+        {OTHER_SEEDS: ("plain images", "--"), BLURRED: ("blurred images", ":")},
+    ),
+    "kid_real": (
+        "KID × 1000 to real images",
+        {
+            "plain against real": ("plain images", "--"),
+            "real, blurred": ("blurred images", ":"),
+            "real halves": ("real images", "-."),
+        },
+    ),
+}
 
 
-def plot_pairs(result: dict[str, Any]) -> Figure:
-    """PSNR, SSIM and perceptual distance from plain against the ratio: medians, bands between the quartiles."""
-    figure, panels = _figure(len(PAIRS))
-    for axes, (measure, label) in zip(panels, PAIRS.items(), strict=True):
-        for name, settings in lines(result).items():
-            colour, marker, style = STYLES[name]
-            ratios = [ratio_of(each) for each in settings]
-            low, middle, high = zip(*(quartiles(each["pairs"][measure]) for each in settings), strict=True)
-            axes.plot(ratios, middle, color=colour, marker=marker, linestyle=style, markersize=4, label=name)
-            if name != TOMESD:
-                axes.fill_between(ratios, low, high, color=colour, alpha=0.15, linewidth=0)
-        for name in (OTHER_SEEDS, BLURRED):
-            if pairs := (result["calibration"].get(name) or {}).get("pairs"):
-                _level(axes, quartiles(pairs[measure])[1], SHORT[name])
-        axes.set_xlabel("ratio", fontsize=8)
-        axes.set_title(label, fontsize=9)
-    return _with_legend(figure, panels[0])
+def plot_pairs(frame: pd.DataFrame) -> Figure:
+    """PSNR, SSIM and perceptual distance to plain against the ratio: medians, with bands between the quartiles."""
+    figure, panels = make_figure(len(MEASURES), height=3.6)
+    for axes, (measure, title) in zip(panels, MEASURES.items(), strict=True):
+        _draw_panel(axes, title, frame, measure, frame[f"{measure}_low"], frame[f"{measure}_high"], PAIR_LEVELS)
+    # Blurred images are tens of times as far from plain as merged ones, and equal images have distance 0.
+    panels[-1].set_yscale("symlog", linthresh=1e-4, linscale=0.5)
+    panels[-1].set_ylim(bottom=0)
+    set_title(figure, "Change from the plain image of the same prompt and noise")
+    add_legend(figure, panels, columns=5)
+    return figure
 
 
-def plot_sets(result: dict[str, Any], to: str = TO_OTHERS) -> Figure:
-    """KID (with its standard deviation) and Fréchet distance between sets of pictures against the ratio."""
-    figure, panels = _figure(len(SETS))
-    for axes, (measure, label) in zip(panels, SETS.items(), strict=True):
-        for name, settings in lines(result).items():
-            colour, marker, style = STYLES[name]
-            there = [each for each in settings if each["set"].get(to)]
-            values = [_value(each["set"][to], measure) for each in there]
-            spread = [SCALES[measure] * each["set"][to]["kid"]["std"] for each in there] if measure == "kid" else None
-            axes.errorbar(
-                [ratio_of(each) for each in there],
-                values,
-                spread,
-                color=colour,
-                marker=marker,
-                linestyle=style,
-                markersize=4,
-                capsize=2,
-                elinewidth=0.8,
-                label=name,
-            )
-        for name in CALIBRATED_BY[to]:
-            if found := (result["calibration"].get(name) or {}).get("set"):
-                _level(axes, _value(found, measure), SHORT.get(name, name))
-        axes.set_xlabel("ratio", fontsize=8)
-        axes.set_title(label, fontsize=9)
-    figure.supylabel(f"{to}; {FEATURES}", fontsize=7)
-    return _with_legend(figure, panels[0])
+def plot_kid(frame: pd.DataFrame) -> Figure:
+    """KID against the ratio, one panel for each set of images it was measured to; bands are one standard deviation."""
+    measured = [column for column in KID_PANELS if frame[column].notna().any()]
+    figure, panels = make_figure(len(measured), height=3.6)
+    for axes, column in zip(panels, measured, strict=True):
+        title, levels = KID_PANELS[column]
+        kid, std = frame[column], frame[f"{column}_std"]
+        _draw_panel(axes, title, frame, column, kid - std, kid + std, levels)
+    set_title(figure, "KID between sets of images, in features of EfficientNet-Lite0")
+    add_legend(figure, panels, columns=3)
+    return figure
 
 
-def plot_time(result: dict[str, Any]) -> Figure:
-    """Median perceptual distance from plain against measured time, as a share of a plain picture's."""
-    figure, (axes,) = _figure(1)
-    for group, (colour, marker) in GROUPS.items():
-        points = [
-            (share, median(each, "perceptual"), f"{ratio_of(each):g}")
-            for each in result["settings"]
-            if each["group"] == group and (share := time_share(each)) is not None
-        ]
-        if not points:
-            continue
-        shares, distances, ratios = zip(*points, strict=True)
-        axes.scatter(shares, distances, color=colour, marker=marker, s=22, label=group)
-        if group == "ratio":
-            for x, y, ratio in zip(shares, distances, ratios, strict=True):
-                axes.annotate(ratio, (x, y), (4, 3), textcoords="offset points", fontsize=7)
-    axes.axvline(1, color="black", linewidth=0.8, linestyle=":", label="plain")
-    axes.set(xlabel="time of a picture / time of a plain picture, same framework", ylabel=PAIRS["perceptual"])
-    axes.set_ylim(bottom=0)
-    return _with_legend(figure, axes)
-
-
-def plot_ablations(result: dict[str, Any]) -> Figure:
-    """Perceptual distance at one ratio: dst choice, levels and layers, each beside the default; quartiles as lines."""
-    settings = ablations(result)
-    figure, (axes,) = _figure(1, height=0.9 + 0.26 * len(settings))
-    for place, each in enumerate(settings):
-        low, middle, high = quartiles(each["pairs"]["perceptual"])
-        colour, _ = GROUPS[each["group"]]
-        axes.barh(place, middle, color=colour, xerr=[[middle - low], [high - middle]], ecolor="black", capsize=2)
-    axes.set_yticks(range(len(settings)), [describe(each) for each in settings])
+def plot_ablations(frame: pd.DataFrame, ratio: float) -> Figure:
+    """Perceptual distance of the settings of one ratio: medians, with lines between the quartiles."""
+    rows = ablations(frame, ratio)
+    figure, (axes,) = make_figure(height=1.3 + 0.28 * len(rows))
+    middle = rows["perceptual"]
+    spread = [middle - rows["perceptual_low"], rows["perceptual_high"] - middle]
+    colours = rows["group"].map(COLOURS)
+    axes.barh(range(len(rows)), middle, xerr=spread, color=colours, ecolor=GREY, capsize=2)
+    axes.set_yticks(range(len(rows)), rows["label"])
     axes.invert_yaxis()
-    axes.set(xlabel=f"{PAIRS['perceptual']} from plain at ratio {studied_ratio(result):g}")
-    if pairs := (result["calibration"].get(OTHER_SEEDS) or {}).get("pairs"):
-        axes.axvline(quartiles(pairs["perceptual"])[1], color="black", linewidth=0.8, linestyle="--")
-        axes.set_title("dashed: another seed of the same prompt", fontsize=7, loc="right")
+    axes.set_xlabel("perceptual distance (ST-LPIPS) to plain", fontsize=9)
+    other = frame.loc[OTHER_SEEDS, "perceptual"]
+    axes.axvline(other, color="black", lw=0.9, ls="--", label="another seed of the same prompt")
+    set_title(figure, f"What merges, at ratio {ratio:g}")
+    add_legend(figure, [axes])
     return figure
 
 
-def ablations(result: dict[str, Any]) -> list[Setting]:
-    """The settings at the ratio of the ablations, the default first, then by group."""
-    ratio = studied_ratio(result)
-    return sorted(
-        (each for each in result["settings"] if ratio_of(each) == ratio and each["group"] in GROUPS),
-        key=lambda each: list(GROUPS).index(each["group"]),
+def ablations(frame: pd.DataFrame, ratio: float) -> pd.DataFrame:
+    """The settings of one ratio, the default first, then by group."""
+    return frame[frame["ratio"] == ratio].sort_values("group", key=lambda group: group.map(list(COLOURS).index))
+
+
+def write_plots(frame: pd.DataFrame, ratio: float, output: Path) -> list[tuple[Path, str]]:
+    """Write each plot that the frame has data for into a folder; paths and captions.
+
+    Args:
+        frame: from `report.read_frame`.
+        ratio: of the ablations.
+        output: the folder.
+    """
+    change = (
+        "Change from the plain image of the same prompt and noise. Lines are medians, bands are between the quartiles."
     )
+    kid = "KID to other sets of images. Bands are one standard deviation; horizontal lines are known differences."
+    merges = f"What merges, at ratio {ratio:g}. Bars are medians, lines are between the quartiles."
+    plots = {
+        output / "quality_pairs.png": (plot_pairs(frame), change),
+        output / "quality_kid.png": (plot_kid(frame), kid),
+    }
+    if len(ablations(frame, ratio)) > 1:
+        plots[output / "quality_ablations.png"] = plot_ablations(frame, ratio), merges
+    for path, (figure, _) in plots.items():
+        save_figure(figure, path)
+    return [(path, caption) for path, (_, caption) in plots.items()]
 
 
-def describe(setting: Setting) -> str:
-    """What makes a setting other than the default of its ratio, in its group's terms."""
-    config = setting["config"]
-    if setting["group"] == "layers":
-        merged = [name for name in ("attn", "crossattn", "mlp") if config[f"merge_{name}"]]
-        return f"layers: {' + '.join(merged)}"
-    return {
-        "ratio": "default (random dst)",
-        "use_rand": f"use_rand={config['use_rand']}",
-        "max_downsample": f"max_downsample={config['max_downsample']}",
-        "tomesd": f"tomesd{'' if config['use_rand'] else ', fixed dst'}",
-    }[setting["group"]]
-
-
-def has_sets(result: dict[str, Any], to: str) -> bool:
-    """Whether a setting on one of the lines was compared with those pictures."""
-    return any(each["set"].get(to) for settings in lines(result).values() for each in settings)
-
-
-PLOTS: dict[str, tuple[Callable[[dict[str, Any]], Figure], Callable[[dict[str, Any]], Any]]] = {
-    "quality_pairs.png": (plot_pairs, lines),
-    "quality_sets.png": (plot_sets, partial(has_sets, to=TO_OTHERS)),
-    "quality_sets_real.png": (partial(plot_sets, to=TO_REAL), partial(has_sets, to=TO_REAL)),
-    "quality_time.png": (plot_time, lambda result: any(time_share(s) is not None for s in result["settings"])),
-    "quality_ablations.png": (plot_ablations, lambda result: len(ablations(result)) > 1),
-}
-
-
-def write_plots(result: dict[str, Any], output: Path) -> list[Path]:
-    """Write each plot that the result has data for into a folder; the paths, in the order of `PLOTS`."""
-    output.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, (plot, has_data) in PLOTS.items():
-        if has_data(result):
-            # Without matplotlib's version in it the file changes only when the plot does.
-            plot(result).savefig(output / name, metadata={"Software": None, "command": result["command"]})
-            written.append(output / name)
-    return written
-
-
-def _value(measured: dict[str, Any], measure: str) -> float:
-    value = measured[measure]
-    return SCALES[measure] * float(value["mean"] if isinstance(value, dict) else value)
-
-
-def _figure(panels: int, height: float = 3.2) -> tuple[Figure, Sequence[Axes]]:
-    """Eight inches wide at 110 dots each: readable where a page shows it at 800 px."""
-    figure = Figure(figsize=(8, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for each in axes:
-        each.tick_params(labelsize=8)
-        each.grid(alpha=0.25, linewidth=0.5)
-        each.set_axisbelow(True)
-        each.spines[["top", "right"]].set_visible(False)
-        each.xaxis.label.set_size(8)
-        each.yaxis.label.set_size(8)
-    return figure, axes
-
-
-def _level(axes: Axes, value: float, label: str) -> None:
-    """A dashed line at a calibration's value, named at its right end."""
-    axes.axhline(value, color="black", linewidth=0.8, linestyle="--")
-    axes.annotate(
-        label,
-        (1, value),
-        (0, 2),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        ha="right",
-        fontsize=7,
-    )
-
-
-def _with_legend(figure: Figure, axes: Axes) -> Figure:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
-    return figure
+def _draw_panel(
+    axes: Axes, title: str, frame: pd.DataFrame, column: str, low: pd.Series, high: pd.Series, levels: Levels
+) -> None:
+    """A column against the ratio, one line for each group, with bands from low to high and calibrations as levels."""
+    for group, (label, marker, line) in LINES.items():
+        rows = frame[(frame["group"] == group) & frame[column].notna()].sort_values("ratio")
+        if rows.empty:
+            continue
+        axes.plot(rows["ratio"], rows[column], color=COLOURS[group], marker=marker, ls=line, ms=4, label=label)
+        if line != "none":
+            band = low[rows.index], high[rows.index]
+            axes.fill_between(rows["ratio"], *band, color=COLOURS[group], alpha=0.15, lw=0)
+    for name, (label, line) in levels.items():
+        if name in frame.index:
+            axes.axhline(frame.loc[name, column], color="black", lw=0.9, ls=line, label=label)
+    axes.set_title(title, fontsize=9.5)
+    axes.set_xlabel("ratio", fontsize=9)

@@ -1,226 +1,345 @@
-"""The quality report: a Markdown page with its tables, plots and pictures, all of them made from one result."""
+"""The quality report: one Markdown page with its tables, plots and example images, made from one result."""
 
-import os
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 
 from ...errors import ToMeConfigError
-from ..speed.markdown import change
-from .drawing import picture_paths
-from .findings import (
-    RANDOM,
-    TO_OTHERS,
-    TO_REAL,
-    Setting,
-    default_setting,
-    lines,
-    quartiles,
-    ratio_of,
-    studied_ratio,
-    summarize,
-    time_share,
-)
-from .plots import describe, write_plots
+from ..clock import quartiles
+from ..markdown import NOT_MEASURED, figure, link, table
+from ..results import check_result
+from .plots import MEASURES, OTHER_SEEDS, write_plots
 from .sheets import GAIN, contact_sheet, save_png
 
+DIGITS = {"psnr": 1, "ssim": 3, "perceptual": 4}
+KID = {"to plain, other seeds": "kid_others", "to real": "kid_real"}  # reference → column of the frame
+HEADER = [
+    "setting",
+    "ratio",
+    "PSNR, dB",
+    "SSIM",
+    "perceptual distance",
+    "KID × 1000 to plain, other seeds",
+    "KID × 1000 to real",
+    "FID to real",
+]
+COLUMNS = [
+    *("group", "label", "ratio"),
+    *(column for measure in MEASURES for column in (measure, f"{measure}_low", f"{measure}_high")),
+    *(column for kid in KID.values() for column in (kid, f"{kid}_std")),
+    "fid",
+]
 GROUPS = {
-    "ratio": ("By ratio", "Random dst, self-attention, shallowest level: the defaults."),
-    "use_rand": ("Random or fixed dst", "`use_rand=False` takes the first token of each cell as dst."),
-    "max_downsample": ("Levels", "`max_downsample` lets deeper feature maps merge too."),
-    "layers": ("Layers", "Around which layers tokens are merged: `merge_attn`, `merge_crossattn`, `merge_mlp`."),
-    "tomesd": ("tomesd on PyTorch", "The same weights and noise in diffusers with tomesd, against plain diffusers."),
-}
-PLOTS = {
-    "quality_pairs.png": "Distance from the plain picture of the same noise; bands from quartile to quartile",
-    "quality_sets.png": "Distance from plain pictures with other seeds; dashed: what plain and blurred pictures have",
-    "quality_sets_real.png": "Distance from real pictures; dashed: what plain, real and blurred pictures have",
-    "quality_time.png": "Distance from the plain picture against measured time; the figures are ratios",
-    "quality_ablations.png": "What merges, at ratio {ratio}; bars are medians, lines go from quartile to quartile",
-}
-MAPS = {
-    "merge_map.png": "Which tokens were merged into which, in the first block that merges, halfway through the steps: "
-    "one outline is one group, filled with its mean colour, the dot its dst",
-    "merge_map_steps.png": "The same in every block that merges, at the first step, halfway and at the last",
+    "ratio": ("By ratio", "The defaults: random dst, self-attention alone, the shallowest level alone."),
+    "use_rand": ("Random and fixed dst", "`use_rand=False` always chooses the first token of each cell as dst."),
+    "max_downsample": ("Levels", "A higher `max_downsample` merges in deeper feature maps too."),
+    "layers": ("Layers", "Tokens can also merge around cross-attention and the feed-forward layer (`mlp`)."),
+    "tomesd": (
+        "tomesd on PyTorch",
+        "tomesd in diffusers, with the same weights and noise, compared with plain diffusers.",
+    ),
 }
 CALIBRATION = """\
-PSNR, SSIM and the perceptual distance (ST-LPIPS) compare each picture with the plain one of the same prompt and noise.
-The set distances, KID and Fréchet distance, compare all pictures with a set of others, in features of
-EfficientNet-Lite0, an ImageNet classifier: neither can be compared with figures from other networks' features. The
-Fréchet distance also depends on how many pictures there are, so read it against this table alone.
+PSNR, SSIM and the perceptual distance (ST-LPIPS) compare each image with the plain image of the same prompt and noise:
+they measure how much merging changes an image. KID compares all images of a setting with another set of images, in
+features of EfficientNet-Lite0, an ImageNet classifier: it measures whether the images look different as a set. It
+cannot be compared with KID in the features of another network.
 
-The table tells what each measure gives where the answer is known. `plain, other seeds` is the noise floor of the sets
-and, in pairs, what a wholly other picture of the same prompt has; `blurred` is damage that anyone sees."""
-NOTES = """\
-Medians over the images, in parentheses the quartiles; ± one standard deviation; the time of one image, and its change
-against plain; — is not measured."""
+This table shows what each measure gives for known differences. `plain, other seeds` has the same prompts and other
+noise: the noise floor of KID (it can be below 0, because both sets have the same prompts) and, image by image, what a
+different image of the same prompt has. `blurred` is a blur of 1 px, which anyone notices."""
+NOTES = "Medians over the images, with the quartiles in parentheses; ± is one standard deviation."
+MERGE_MAPS = {
+    "merge_map.png": "Which tokens merge into which, in the first block that merges, halfway through the steps. One "
+    "outline colour is one group, filled with its mean colour; the dot marks its dst.",
+    "merge_map_steps.png": "The same in every block that merges, at the first step, halfway and at the last step.",
+}
+ABLATED = ["max_downsample", "layers"]  # groups of settings at one ratio, that of the ablations
 SHOWN = 6  # prompts on the contact sheet
 
 
 def write_report(
     result: dict[str, Any],
     output: Path,
-    pictures: Path | None = None,
-    result_file: Path | None = None,
+    result_file: Path,
+    images: Path | None = None,
     merge_maps: Sequence[Path] = (),
 ) -> str:
-    """Write `quality.md` and its plots, and where pictures are given its sheets, into a folder.
+    """Write `quality.md` with its plots and, where images are given, its contact sheets.
 
     Args:
         result: a quality result, as `evaluate` writes it.
-        output: the folder; made where there is none.
-        pictures: folder with one folder of PNG files, in the order of the prompts, for plain and each setting of group
-            "ratio".
+        output: the folder for the page, its plots and sheets; made if it does not exist.
         result_file: where the result was read from; the page links to it.
-        merge_maps: pictures to show as merge maps, from `merge_maps.write_merge_maps`; linked where they lie.
+        images: the folder that `evaluate --output` wrote, with `images/<setting>/*.png`; None for a page without
+            sheets.
+        merge_maps: from `merge_maps.write_merge_maps`; the page shows them where they are.
 
     Returns:
         The Markdown.
 
     Raises:
-        ToMeConfigError: result is no quality result, or a picture that is to be shown is missing.
+        ToMeConfigError: result is no quality result, or an image is missing; nothing is written then.
     """
-    if result.get("kind") != "quality" or result.get("format") != 1:
-        raise ToMeConfigError(
-            f"this is no quality result of format 1 but {result.get('kind')!r} of format {result.get('format')!r}: "
-            "give a file that `python -m ppdiffusers_tome evaluate` wrote."
-        )
-    shown = [] if pictures is None else _pictures(result, output, pictures)
-    plots, ratio = write_plots(result, output), studied_ratio(result)
-    parts = ["# Quality of merged pictures", _drawn(result, result_file, output), "## Summary"]
-    parts += ["\n".join(f"- {line}" for line in summarize(result))]
-    parts += ["## How the measures are calibrated", CALIBRATION, _calibration(result)]
+    check_result(result, "quality", result_file)
+    frame = read_frame(result)
+    sheets = [] if images is None else _write_sheets(result, images, output)
+    lines = ["# Image quality of merged images", "", *_about(result, result_file, output), ""]
+    lines += ["## Summary", "", *(f"- {sentence}" for sentence in summarize(result)), ""]
+    calibration = _table(frame[frame["group"] == "calibration"])
+    lines += ["## What the measures mean", "", *CALIBRATION.splitlines(), "", *calibration, "", NOTES, ""]
     for group, (title, about) in GROUPS.items():
-        if settings := [each for each in result["settings"] if each["group"] == group]:
-            parts += [f"## {title}", about, _table(settings)]
-    parts += [NOTES]
-    parts += (
-        ["## Plots", *(_figure(path, PLOTS[path.name].format(ratio=ratio), output) for path in plots)] if plots else []
-    )
-    parts += ["## Pictures", *shown] if shown else []
+        if (frame["group"] == group).any():
+            lines += [f"## {title}", "", about, "", *_table(frame[frame["group"] == group]), ""]
+    lines += ["## Plots", ""]
+    for path, caption in write_plots(frame, _ablation_ratio(frame), output):
+        lines += figure(path, caption, output)
+    if sheets:
+        lines += ["## Images", "", *sheets]
     if merge_maps:
-        parts += ["## Merge maps", *(_figure(path, MAPS.get(path.name, path.stem), output) for path in merge_maps)]
-    text = "\n\n".join(parts) + "\n"
-    output.mkdir(parents=True, exist_ok=True)
+        lines += ["## Merge maps", ""]
+        for path in merge_maps:
+            lines += figure(path, MERGE_MAPS[path.name], output)
+    text = "\n".join(lines).rstrip() + "\n"
     (output / "quality.md").write_text(text, encoding="utf-8")
     return text
 
 
-def _drawn(result: dict[str, Any], result_file: Path | None, output: Path) -> str:
+def read_frame(result: dict[str, Any]) -> pd.DataFrame:
+    """One row for each setting, and one of group "calibration" for each known difference; by name, columns COLUMNS.
+
+    A measure has its median over the images, infinite where those are equal, and the quartiles as `_low` and `_high`;
+    KID is multiplied by 1000 and has its standard deviation as `_std`. NaN is not measured.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for setting in result["settings"]:
+        about = {"group": setting["group"], "label": _label(setting), "ratio": setting["config"]["ratio"]}
+        about["fid"] = setting.get("fid", math.nan)
+        rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
+    for name, known in result["calibration"].items():
+        reference = "to real" if "real" in name else "to plain, other seeds"
+        about = {"group": "calibration", "label": name}
+        rows[name] = about | _measures(known["pairs"] or {}, {reference: known["kid"]})
+    return pd.DataFrame(list(rows.values()), index=list(rows), columns=COLUMNS)
+
+
+def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, float]]) -> dict[str, float]:
+    columns: dict[str, float] = {}
+    for measure, values in pairs.items():  # None is the PSNR of equal images
+        middle, low, high = quartiles(math.inf if value is None else value for value in values)
+        columns |= {measure: middle, f"{measure}_low": low, f"{measure}_high": high}
+    for reference, value in kid.items():
+        columns |= {KID[reference]: 1000 * value["mean"], f"{KID[reference]}_std": 1000 * value["std"]}
+    return columns
+
+
+def _label(setting: dict[str, Any]) -> str:
+    """How a setting differs from the others of its ratio."""
+    config = setting["config"]
+    layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if config[f"merge_{layer}"])
+    return {
+        "ratio": "default (random dst)",
+        "use_rand": f"use_rand={config['use_rand']}",
+        "max_downsample": f"max_downsample={config['max_downsample']}",
+        "layers": f"layers: {layers}",
+        "tomesd": "tomesd",
+    }[setting["group"]]
+
+
+def default_setting(result: dict[str, Any]) -> dict[str, Any]:
+    """The setting that differs from the defaults in the ratio alone and is nearest to the ratio of the ablations."""
+    name = _default(read_frame(result))
+    return next(setting for setting in result["settings"] if setting["name"] == name)
+
+
+def _default(frame: pd.DataFrame) -> str:
+    ratios = frame.loc[frame["group"] == "ratio", "ratio"]
+    return (ratios - _ablation_ratio(frame)).abs().idxmin()
+
+
+def _ablation_ratio(frame: pd.DataFrame) -> float:
+    """The ratio at which levels and layers vary; without them, the ratio nearest to 0.5."""
+    ablated = frame.loc[frame["group"].isin(ABLATED), "ratio"]
+    ratios = frame.loc[frame["group"] == "ratio", "ratio"]
+    return float(ratios[(ratios - 0.5).abs().idxmin()] if ablated.empty else ablated.iloc[0])
+
+
+def _about(result: dict[str, Any], result_file: Path, output: Path) -> list[str]:
     """What was drawn, by which command, where."""
-    seeds = [each["seed"] for each in result["prompts"]]
-    versions = {key: value for key, value in result["environment"].items() if key != "machine"}
-    where = [result["environment"]["machine"], *(f"{key} {value}" for key, value in versions.items())]
-    distinct = len({each["prompt"] for each in result["prompts"]})
-    features = ", ".join(f"{name} {version}" for name, version in result["features"].items())
+    seeds = [prompt["seed"] for prompt in result["prompts"]]
+    distinct = len({prompt["prompt"] for prompt in result["prompts"]})
     facts = {
-        "Model": f"{result['model']}, {result['size']} px, {result['steps']} steps of {result['scheduler']}, "
-        f"guidance {result['guidance']:g}",
-        "Pictures": f"{len(seeds)} for each setting, of {distinct} prompts, seeds {min(seeds)} to {max(seeds)}; a "
-        "picture has the same noise in every setting",
-        "Measured with": features,
+        "Model": f"{result['model']}, {result['size']} px, {result['steps']} steps of {result['scheduler']}, guidance "
+        f"scale {result['guidance_scale']:g}",
+        "Images": f"{len(seeds)} for each setting, from {distinct} prompts, seeds {min(seeds)} to {max(seeds)}; an "
+        "image has the same noise in every setting",
+        "Weights of the measures": _versions(result["weights"]),
         "Command": f"`{result['command']}`",
         "Commit": f"`{result['commit']}`",
-        "Machine": ", ".join(where),
+        "Machine": _versions(result["environment"]).removeprefix("machine "),
+        "Result": f"[{result_file.name}]({link(result_file, output)})",
     }
-    if result_file is not None:
-        facts["Result"] = f"[{result_file.name}]({_link(result_file, output)})"
-    return "\n".join(f"- {name}: {fact}" for name, fact in facts.items())
+    return [f"- {name}: {fact}" for name, fact in facts.items()]
 
 
-def _calibration(result: dict[str, Any]) -> str:
-    rows = [
-        [name, *_pairs(found.get("pairs")), *_set(found.get("set"))] for name, found in result["calibration"].items()
+def _versions(versions: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def summarize(result: dict[str, Any]) -> list[str]:
+    """The page's summary: at most ten points, computed from the result; what it did not measure is left out."""
+    frame = read_frame(result)
+    by_ratio = frame[frame["group"] == "ratio"].sort_values("ratio")
+    distances = pd.DataFrame({setting["name"]: setting["pairs"]["perceptual"] for setting in result["settings"]})
+    default, other = frame.loc[_default(frame)], frame.loc[OTHER_SEEDS]
+    points = [
+        f"At ratio {default['ratio']:g} the median perceptual distance between a merged image and the plain image of "
+        f"the same prompt and noise is {default['perceptual']:.4f} (quartiles {default['perceptual_low']:.4f} to "
+        f"{default['perceptual_high']:.4f}). The median PSNR is {default['psnr']:.1f} dB, the median SSIM "
+        f"{default['ssim']:.3f}.",
+        f"A plain image from another seed is at a distance of {other['perceptual']:.4f}. So merging "
+        f"{default['ratio']:.0%} of the tokens changes an image {default['perceptual'] / other['perceptual']:.0%} as "
+        "much as another seed does.",
     ]
-    return _markdown(["", *PAIR_HEADS, *SET_HEADS], rows)
-
-
-PAIR_HEADS = ["PSNR, dB", "SSIM", "perceptual"]
-SET_HEADS = ["KID × 1000", "Fréchet"]
-
-
-def _table(settings: list[Setting]) -> str:
-    """One row for each setting; a set distance has columns where any setting has it."""
-    references = [to for to in (TO_OTHERS, TO_REAL) if any(each["set"].get(to) for each in settings)]
-    heads = ["setting", "ratio", *PAIR_HEADS, *(f"{head}, {to}" for to in references for head in SET_HEADS), "time"]
-    rows = []
-    for each in settings:
-        share = time_share(each)
-        sets = [cell for to in references for cell in _set(each["set"].get(to))]
-        time = "—" if share is None else f"{each['seconds']['picture']:.2f} s, {change(share, 0)}"
-        rows.append([describe(each), f"{ratio_of(each):g}", *_pairs(each["pairs"]), *sets, time])
-    return _markdown(heads, rows)
-
-
-def _pairs(pairs: dict[str, Sequence[float | None]] | None) -> list[str]:
-    if pairs is None:
-        return ["—"] * 3
-    cells = []
-    for measure, digits in (("psnr", 1), ("ssim", 3), ("perceptual", 4)):
-        low, middle, high = (f"{value:.{digits}f}".replace("inf", "∞") for value in quartiles(pairs[measure]))
-        cells.append(f"{middle} ({low}–{high})")
-    return cells
-
-
-def _set(measured: dict[str, Any] | None) -> list[str]:
-    if not measured:
-        return ["—"] * 2
-    kid = measured["kid"]
-    return [f"{1000 * kid['mean']:.2f} ± {1000 * kid['std']:.2f}", f"{measured['frechet']:.1f}"]
-
-
-def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    table = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-
-
-def _pictures(result: dict[str, Any], output: Path, pictures: Path) -> list[str]:
-    """The contact sheet, and three examples chosen by their distance; both by rule, not by eye."""
-    settings = lines(result).get(RANDOM, [])
-    count = len(result["prompts"])
-    about = {key: result[key] for key in ("model", "steps", "guidance", "command", "commit")}
-
-    def sheet(name: str, indices: list[int], titles: list[str], gain: float | None) -> Path:
-        rows = {"plain": [_read(pictures, "plain", n) for n in indices]}
-        rows |= {f"{ratio_of(each):g}": [_read(pictures, each["name"], n) for n in indices] for each in settings}
-        prompts = [result["prompts"][n] for n in indices]
-        drawn = contact_sheet(rows, titles, gain=gain, size=min(result["size"], 256))
-        return save_png(drawn, output / name, prompts=prompts, ratios=list(map(ratio_of, settings)), **about)
-
-    spread = sorted({round(n) for n in np.linspace(0, count - 1, min(SHOWN, count)).tolist()})
-    path = sheet("quality_sheet.png", spread, [result["prompts"][n]["prompt"] for n in spread], None)
-    told = f"Plain, then each ratio. Prompts number {', '.join(str(n) for n in spread)}: evenly spaced in the list."
-    parts = [_figure(path, told, output)]
-    if default := default_setting(result):
-        distances = default["pairs"]["perceptual"]
-        order = sorted(range(count), key=distances.__getitem__)
-        chosen = {"nearest": order[0], "median": order[(count - 1) // 2], "furthest": order[-1]}
-        titles = [f"{why} ({distances[n]:.4f}): {result['prompts'][n]['prompt']}" for why, n in chosen.items()]
-        path = sheet("quality_examples.png", list(chosen.values()), titles, GAIN)
-        told = f"Of all {count} pictures the nearest to plain at ratio {ratio_of(default):g}, the median and the "
-        told += "furthest, by the perceptual distance alone. Below each: the difference from plain, "
-        told += f"{GAIN} times enlarged."
-        parts.append(_figure(path, told, output))
-    return parts
-
-
-def _read(pictures: Path, name: str, number: int) -> np.ndarray:
-    paths = picture_paths(pictures / name)
-    if number >= len(paths):
-        raise ToMeConfigError(
-            f"{pictures / name} has {len(paths)} pictures: give the folder `evaluate` wrote, or none."
+    if len(by_ratio) > 1:
+        points.append(_growth(by_ratio, distances))
+    points.append(_kid_verdict(by_ratio, other, len(distances)))
+    if fixed := [
+        f"{(distances[row.name_y] < distances[row.name_x]).mean():.0%} at ratio {row.ratio:g}"
+        for row in _beside_default(frame, "use_rand")
+    ]:
+        points.append(f"Images that fixed dst (`use_rand=False`) change less than random dst: {', '.join(fixed)}.")
+    ablated = frame[frame["group"].isin(ABLATED)].sort_values("perceptual")
+    if not ablated.empty:
+        least, most = ablated.iloc[0], ablated.iloc[-1]
+        points.append(
+            f"Merging at more levels or around more layers, at ratio {least['ratio']:g}: the median distance is from "
+            f"{least['perceptual']:.4f} ({least['label']}) to {most['perceptual']:.4f} ({most['label']}). The default "
+            f"at ratio {default['ratio']:g} has {default['perceptual']:.4f}."
         )
-    with Image.open(paths[number]) as image:
-        return np.array(image.convert("RGB"))
+    if torch := [
+        f"{row.perceptual_y:.4f} at ratio {row.ratio:g}, where this library has {row.perceptual_x:.4f}"
+        for row in _beside_default(frame, "tomesd")
+    ]:
+        points.append(f"tomesd on PyTorch, with the same weights, has a median distance of {'; '.join(torch)}.")
+    points.append(
+        "A large distance is not low quality: PSNR, SSIM and the perceptual distance measure change, and another good "
+        "image of the same prompt is far from the plain one too. KID measures whether the images look worse as a set."
+    )
+    return points
 
 
-def _figure(path: Path, caption: str, output: Path) -> str:
-    return f"![{caption}]({_link(path, output)})\n\n*{caption}*"
+def _beside_default(frame: pd.DataFrame, group: str) -> Iterable[Any]:
+    """The settings of a group, columns `…_y`, with the defaults of the same ratio, columns `…_x`."""
+    named = frame.reset_index(names="name")
+    both = named[named["group"] == "ratio"].merge(named[named["group"] == group], on="ratio")
+    return both.sort_values("ratio").itertuples()
 
 
-def _link(path: Path, output: Path) -> str:
-    """The path as seen from the page."""
-    return Path(os.path.relpath(path.resolve(), output.resolve())).as_posix()
+def _growth(by_ratio: pd.DataFrame, distances: pd.DataFrame) -> str:
+    """How surely a higher ratio changes an image more."""
+    ratios = by_ratio["ratio"]
+    share, step = min(
+        (1 - (distances[high] < distances[low]).mean(), f"{ratios[low]:g} to {ratios[high]:g}")
+        for low, high in pairwise(by_ratio.index)
+    )
+    first, last = by_ratio.iloc[0], by_ratio.iloc[-1]
+    return (
+        f"The median distance is {first['perceptual']:.4f} at ratio {first['ratio']:g} and {last['perceptual']:.4f} "
+        f"at ratio {last['ratio']:g}. From one ratio to the next, at least {share:.0%} of the images do not come "
+        f"nearer to plain (fewest from {step})."
+    )
+
+
+def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series, count: int) -> str:
+    """Which ratios KID separates from plain images: two standard deviations (of both) above the noise floor."""
+    threshold = floor["kid_others"] + 2 * np.hypot(by_ratio["kid_others_std"], floor["kid_others_std"])
+    differs = by_ratio["kid_others"] > threshold
+    verdicts = [
+        f"{verdict} at ratio {', '.join(f'{ratio:g}' for ratio in by_ratio.loc[rows, 'ratio'])}"
+        for verdict, rows in (("no difference", ~differs), ("a difference", differs))
+        if rows.any()
+    ]
+    point = (
+        f"KID between the {count} images of a setting and plain images of other seeds shows {' and '.join(verdicts)}. "
+        "A difference is an excess over the noise floor of more than two standard deviations."
+    )
+    return f"{point} Below that, KID cannot rank ratios." if (~differs).sum() > 1 else point
+
+
+def _table(rows: pd.DataFrame) -> list[str]:
+    """One row for each row of the frame, without the columns that were not measured."""
+    cells = []
+    for _, row in rows.iterrows():
+        pairs = [_median_cell(row, measure) for measure in MEASURES]
+        kid = [_kid_cell(row[column], row[f"{column}_std"]) for column in KID.values()]
+        cells.append([row["label"], _cell(row["ratio"], "g"), *pairs, *kid, _cell(row["fid"], ".1f")])
+    return table(HEADER, cells)
+
+
+def _median_cell(row: pd.Series, measure: str) -> str:
+    middle, low, high = (_cell(row[measure + part], f".{DIGITS[measure]}f") for part in ("", "_low", "_high"))
+    return NOT_MEASURED if middle == NOT_MEASURED else f"{middle} ({low}–{high})"
+
+
+def _kid_cell(mean: float, std: float) -> str:
+    return NOT_MEASURED if math.isnan(mean) else f"{mean:.2f} ± {std:.2f}"
+
+
+def _cell(value: float, form: str) -> str:
+    return NOT_MEASURED if math.isnan(value) else f"{value:{form}}".replace("inf", "∞")
+
+
+def _write_sheets(result: dict[str, Any], images: Path, output: Path) -> list[str]:
+    """Two contact sheets, in Markdown: evenly spaced prompts, and examples chosen by their distance."""
+    prompts, default = result["prompts"], default_setting(result)
+    by_ratio = sorted((s for s in result["settings"] if s["group"] == "ratio"), key=lambda s: s["config"]["ratio"])
+    folders = {"plain": "plain", **{f"{setting['config']['ratio']:g}": setting["name"] for setting in by_ratio}}
+    files = {row: _image_files(images / "images" / folder, len(prompts)) for row, folder in folders.items()}
+    spread = sorted({round(n) for n in np.linspace(0, len(prompts) - 1, SHOWN).tolist()})
+    distances = default["pairs"]["perceptual"]
+    order = sorted(range(len(prompts)), key=distances.__getitem__)
+    examples = {"nearest": order[0], "median": order[(len(order) - 1) // 2], "furthest": order[-1]}
+    sheets = (  # file, (number, title) of each column, whether with differences, caption
+        (
+            "quality_sheet.png",
+            [(n, prompts[n]["prompt"]) for n in spread],
+            False,
+            f"Plain images in the first row, then each ratio. Prompts {', '.join(map(str, spread))} of the list, "
+            "evenly spaced.",
+        ),
+        (
+            "quality_examples.png",
+            [(n, f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}") for which, n in examples.items()],
+            True,
+            f"Of all {len(prompts)} images at ratio {default['config']['ratio']:g}, the one nearest to plain, the "
+            "median and the furthest, by the perceptual distance. Below each image: its difference from plain, "
+            f"{GAIN} times enlarged.",
+        ),
+    )
+    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
+    lines = []
+    for name, columns, differences, caption in sheets:
+        numbers, titles = zip(*columns, strict=True)
+        rows = {row: [np.array(Image.open(paths[n]).convert("RGB")) for n in numbers] for row, paths in files.items()}
+        sheet = contact_sheet(rows, titles, min(result["size"], 256), differences)
+        path = save_png(sheet, output / name, prompts=[prompts[n] for n in numbers], rows=list(files), **about)
+        lines += figure(path, caption, output)
+    return lines
+
+
+def _image_files(folder: Path, count: int) -> list[Path]:
+    """The images of one setting, in the order of the prompts."""
+    files = sorted(folder.glob("[!.]*.png"))
+    if len(files) != count:
+        raise ToMeConfigError(
+            f"{folder} has {len(files)} images, the result {count}: give the folder that `evaluate --output` wrote, "
+            "or none for a report without images."
+        )
+    return files
