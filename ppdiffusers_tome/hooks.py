@@ -52,7 +52,9 @@ class _Arguments(tuple):
 def _hidden_states(layer: nn.Layer, inputs: tuple) -> paddle.Tensor:
     """The first positional argument of a call; Paddle's hooks do not receive keyword arguments."""
     if not inputs:
-        raise ToMePassError(f"{type(layer).__name__} was called with keyword arguments only: pass hidden_states by position.")
+        raise ToMePassError(
+            f"{type(layer).__name__} was called with keyword arguments only: pass hidden_states by position."
+        )
     return inputs[0]
 
 

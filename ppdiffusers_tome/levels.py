@@ -30,7 +30,9 @@ def level_of(denoiser: nn.Layer, path: str) -> int:
         return 1
     position = int(rest.partition(".")[0])
     before = [block for block in list(denoiser.up_blocks)[:position] if block.upsamplers is not None]
-    return exits[-1] >> (len(before) + (".upsamplers." in path))  # an upsampler's convolution follows its interpolation
+    return exits[-1] >> (
+        len(before) + (".upsamplers." in path)
+    )  # an upsampler's convolution follows its interpolation
 
 
 def grid_at(latent: Grid, level: int) -> Grid:

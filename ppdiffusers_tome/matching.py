@@ -137,7 +137,9 @@ def _most_similar(
     normed = paddle.gather(metric, dst, axis=1)
     normed = paddle.where(paddle.isfinite(normed), normed, paddle.zeros_like(normed))
     normed = normed * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
-    scores = paddle.matmul(paddle.gather(metric, src, axis=1), normed, transpose_y=True)  # [B, S, D]: cosine · norm of src
+    scores = paddle.matmul(
+        paddle.gather(metric, src, axis=1), normed, transpose_y=True
+    )  # [B, S, D]: cosine · norm of src
     # Measured in eager and oneDNN, not faster: argmax in two stages, src in chunks, max pooling with indices.
     best = paddle.argmax(scores, axis=-1)
     none = paddle.zeros_like(best)

@@ -40,12 +40,16 @@ def merge(
     wide = paddle.float32 if x.dtype in _HALF else x.dtype
     # Intermediates have no names so that they are freed at once and their memory is reused: measured 20 % faster.
     means = paddle.scatter_nd_add(
-        cast(_gather_rows(rows, plan.dst_rows), wide), plan.target_rows, cast(_gather_rows(rows, plan.merged_rows), wide)
+        cast(_gather_rows(rows, plan.dst_rows), wide),
+        plan.target_rows,
+        cast(_gather_rows(rows, plan.merged_rows), wide),
     )
     means = cast(means * cast(plan.weights, wide), x.dtype).reshape([-1, plan.dst, channels])
     if plan.stay_rows is None:
         return means
-    return paddle.concat([means, _gather_rows(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1)
+    return paddle.concat(
+        [means, _gather_rows(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1
+    )
 
 
 def unmerge(

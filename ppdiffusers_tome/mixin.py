@@ -82,8 +82,8 @@ def apply_tome(
     )
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
-            f"on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, with merging or without: load "
-            "with from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",
+            f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
+            "load with from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",
             stacklevel=2,
         )
     attach(target, common, controlnet_config(common, controlnet))

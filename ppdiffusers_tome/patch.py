@@ -163,4 +163,5 @@ def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | 
         return f"{start}: none of its blocks has a layer for {layers}."
     listed = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
     remedy = "leave max_downsample out" + (f" or pass {min(levels)}" if min(levels) in LEVELS else "")
-    return f"{start}: no block is at level {config.max_downsample} or less, its blocks are at {listed}. To merge there, {remedy}."
+    reason = f"no block is at level {config.max_downsample} or less, its blocks are at {listed}"
+    return f"{start}: {reason}. To merge there, {remedy}."

@@ -140,7 +140,9 @@ def computed_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] |
     index = _count_up(begins_cell)
     is_dst = paddle.logical_or(begins_cell, index == 0).cast("int64")  # [N]
     n, d = grid.tokens, is_dst.sum()
-    order = paddle.argsort((1 - is_dst) * n + index)  # [N]: dst | src; no two keys are equal, so the sort need not be stable
+    order = paddle.argsort(
+        (1 - is_dst) * n + index
+    )  # [N]: dst | src; no two keys are equal, so the sort need not be stable
     s = n - d
     return Positions(d, s, order[:d], order[d:], paddle.argsort(order), index[:d], index[:s])
 

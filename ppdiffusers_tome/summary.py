@@ -95,9 +95,7 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
 def _latent_side(name: str, pixels: int | None, factor: int, default: int | None) -> int:
     if pixels is None:
         if default is None:
-            raise ToMeConfigError(
-                f"{name} is required: the model's config has no sample_size to use as the default."
-            )
+            raise ToMeConfigError(f"{name} is required: the model's config has no sample_size to use as the default.")
         return default
     if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor:
         raise ToMeConfigError(f"{name}={pixels!r} is not allowed: it must be an int of at least {factor} pixels.")

@@ -89,7 +89,9 @@ class Manifest:
     sizes: tuple[Size, ...]  # in the order of the arguments; () if height and width are dynamic
     ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
     image_to_image: bool  # whether the VAE's encoder was exported
-    residuals: Annotated[int, Field(ge=0)]  # of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet
+    residuals: Annotated[
+        int, Field(ge=0)
+    ]  # of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet
     vae_factor: Side  # image pixels per latent pixel, along each side
     # By ratio: the configs of UNet and ControlNet; None if it is plain or absent.
     merging: dict[str, tuple[ToMeConfig | None, ToMeConfig | None]]
@@ -190,14 +192,18 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
         for name, expected in manifest.files.items():
             file = Path(os.path.realpath(folder / name, strict=True))
             if not file.is_relative_to(folder.resolve()):
-                raise ToMeExportError(f"{folder / name} is a link to a file outside of {folder}: replace it by the file.")
+                raise ToMeExportError(
+                    f"{folder / name} is a link to a file outside of {folder}: replace it by the file."
+                )
             if file.stat().st_size != expected["bytes"]:
                 raise ToMeExportError(
                     f"{folder / name} does not have its exported size: export or copy the folder again."
                 )
             is_hashed = verify if name.endswith(".pdiparams") else verify is not None
             if is_hashed and sha256(file) != expected["sha256"]:
-                raise ToMeExportError(f"{folder / name} differs from the exported file: export or copy the folder again.")
+                raise ToMeExportError(
+                    f"{folder / name} differs from the exported file: export or copy the folder again."
+                )
     except ValidationError as error:
         reason = f"{path} is damaged, or was written by another version of this package ({first_error(error)})"
         raise ToMeExportError(f"{reason}: export the model again.") from error

@@ -55,7 +55,8 @@ class ExportedTextEncoder(ExportedModel):
         _refuse("text encoder", attention_mask=attention_mask, **others)
         if output_hidden_states and not self._is_xl:
             raise ToMeConfigError(
-                "clip_skip is not supported by an exported text encoder, which only returns its last layer: leave it out."
+                "clip_skip is not supported by an exported text encoder, which only returns its last layer: "
+                "leave it out."
             )
         first, second = self._predictor(self._program)(input_ids=input_ids)
         if self._is_xl:
@@ -132,7 +133,9 @@ class ExportedControlNet(ControlNetModel):
         **others: Any,
     ) -> Any:
         if guess_mode:
-            raise ToMeConfigError("guess_mode=True is not supported: this ControlNet is fused with the UNet. Leave it out.")
+            raise ToMeConfigError(
+                "guess_mode=True is not supported: this ControlNet is fused with the UNet. Leave it out."
+            )
         _refuse("ControlNet", **{name: value for name, value in others.items() if name != "added_cond_kwargs"})
         return (controlnet_cond, conditioning_scale), None
 

@@ -103,7 +103,9 @@ def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: fl
     paths = {name: folder / subfolder / "config.json" for name, subfolder in CONFIGS.items()}
     configs = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
     if manifest.sizes and manifest.sizes[0].height == manifest.sizes[0].width:
-        configs["unet"]["sample_size"] = manifest.sizes[0].height // manifest.vae_factor  # the default height and width
+        configs["unet"]["sample_size"] = (
+            manifest.sizes[0].height // manifest.vae_factor
+        )  # the default height and width
     encoders = [name for name in ("text_encoder", "text_encoder_2") if name in configs]
     exported: dict[str, Any] = {
         name: ExportedTextEncoder(configs[name], manifest, load, name, len(encoders) == 2) for name in encoders
@@ -123,5 +125,8 @@ def _copied_component(folder: Path, name: str, index: dict[str, Any]) -> Any:
     """A tokenizer, scheduler or feature extractor, of the class in model_index.json."""
     library, class_name = index[name]
     if library.partition(".")[0] not in ("ppdiffusers", "paddlenlp"):
-        raise ToMeExportError(f"{folder / 'model_index.json'}: the library of {name} is {library}, but only ppdiffusers and paddlenlp are allowed: export the model again.")
+        raise ToMeExportError(
+            f"{folder / 'model_index.json'}: {name} is from {library}, but only ppdiffusers and paddlenlp are "
+            "allowed: export the model again."
+        )
     return getattr(importlib.import_module(library), class_name).from_pretrained(str(folder / name))

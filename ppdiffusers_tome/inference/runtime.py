@@ -64,7 +64,7 @@ class Runtime:
             raise ToMeConfigError(f'tensorrt={self.tensorrt!r} is not allowed: it must be True, False or "tune".')
         if kind == "cpu" and (self.tensorrt or self.precision != "fp32"):
             raise ToMeConfigError(
-                f"tensorrt={self.tensorrt!r}, precision={self.precision!r} need device='gpu': on CPUs programs run in fp32."
+                f"tensorrt={self.tensorrt!r}, precision={self.precision!r} need device='gpu': CPUs run fp32."
             )
         if kind == "gpu" and self.onednn:
             raise ToMeConfigError("onednn=True needs device='cpu': oneDNN has CPU kernels only.")
@@ -102,7 +102,8 @@ class Predictor:
     def __init__(self, program: Path, params: Path, runtime: Runtime, tensorrt: bool = False) -> None:
         if program.suffix == ".json" and paddle.__version__.startswith("2."):
             raise ToMeExportError(
-                f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it again with this Paddle."
+                f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it "
+                "again with this Paddle."
             )
         if program.suffix == ".json" and runtime.onednn:
             raise ToMeConfigError(
@@ -120,7 +121,9 @@ class Predictor:
         try:
             self._predictor = inference.create_predictor(config)
         except Exception as error:
-            raise ToMeExportError(f"Paddle {paddle.__version__} cannot load {program}: {error_summary(error)}") from error
+            raise ToMeExportError(
+                f"Paddle {paddle.__version__} cannot load {program}: {error_summary(error)}"
+            ) from error
         self.inputs = list(self._predictor.get_input_names())
         self.outputs = list(self._predictor.get_output_names())
 

@@ -20,7 +20,8 @@ STEM = "inference"  # the file name that ppdiffusers expects
 BATCHES = (1, 2)
 TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp32
 # oneDNN's rounding differs from eager's by about 5e-6. If two dst are equally similar within that, a token may merge
-# into the other one, so single inputs may differ by more although nothing is wrong. Wrong kernels differ on all inputs.
+# into the other one, so the outputs of an input may differ by more although nothing is wrong. Wrong kernels differ on
+# all inputs.
 ONEDNN_TOLERANCE = 1e-4
 ONEDNN_TRIES = 3
 # Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
@@ -121,7 +122,11 @@ def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: 
             static = paddle.jit.to_static(traceable.layer, input_spec=spec, full_graph=True)
             paddle.jit.save(static, str(folder / STEM))
     except Exception as error:
-        raise ToMeExportError(f"Paddle {paddle.__version__} cannot export the {label}: {error_summary(error)}") from error
-    (folder / f"{STEM}.pdiparams.info").unlink(missing_ok=True)  # only needed to continue training; contains pickled objects
+        raise ToMeExportError(
+            f"Paddle {paddle.__version__} cannot export the {label}: {error_summary(error)}"
+        ) from error
+    (folder / f"{STEM}.pdiparams.info").unlink(
+        missing_ok=True
+    )  # only needed to continue training; contains pickled objects
     program = next(path for path in (folder / f"{STEM}.json", folder / f"{STEM}.pdmodel") if path.is_file())
     return program, folder / f"{STEM}.pdiparams"

@@ -175,9 +175,7 @@ def pipeline_support() -> list[PipelineSupport]:
             else:
                 refusals.append(f"{component}: {reason}")
         models = [model.name if isinstance(model, Layout) else model for model in PIPELINES[pipeline].values()]
-        support = PipelineSupport(
-            pipeline, bool(merging), "; ".join(merging), ", ".join(models), "; ".join(refusals)
-        )
+        support = PipelineSupport(pipeline, bool(merging), "; ".join(merging), ", ".join(models), "; ".join(refusals))
         table.append(support)
     return sorted(table, key=lambda support: not support.merges)
 
