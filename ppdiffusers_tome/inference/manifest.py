@@ -47,15 +47,18 @@ class Size(NamedTuple):
 
 
 def parse_size(text: str) -> Size:
-    """The size that "WIDTHxHEIGHT" stands for.
+    """The size of "WIDTHxHEIGHT", or of one number for a square.
 
     Raises:
-        ToMeConfigError: the text is no such thing.
+        ToMeConfigError: the text is neither.
     """
-    sides = re.fullmatch("([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", str(text).lower())
+    sides = re.fullmatch("([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", str(text).lower())
     if sides is None:
-        raise ToMeConfigError(f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT in pixels, such as 512x768.")
-    return Size(int(sides[2]), int(sides[1]))
+        raise ToMeConfigError(
+            f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT, or one number for a square, in pixels, such "
+            "as 512x768 or 512."
+        )
+    return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
 @dataclass(frozen=True, config=STRICT)
