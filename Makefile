@@ -1,8 +1,8 @@
-# Two commands do everything: "make demo" and "make test". Each makes what it needs first, and nothing twice.
+# Each target builds what it needs first: "make demo" and "make test" work in a fresh checkout.
 #   STACK=paddle2 (default: Paddle 2.6.2, in .venv/), STACK=paddle3 (Paddle 3.3.1, in .venv-paddle3/) or
-#   STACK=gpu     (Paddle 2.6.2 for CUDA 11.8, in .venv-gpu/; where there is no GPU it runs on the CPU)
-#   ARGS="..."    goes to the program that the target runs, for instance: make test ARGS="-k merging"
-#   PYTHON=...    the interpreter to build the environment with, instead of the one found below
+#   STACK=gpu     (Paddle 2.6.2 for CUDA 11.8, in .venv-gpu/; without a GPU it runs on the CPU)
+#   ARGS="..."    options for the program of the target, for instance: make test ARGS="-k merging"
+#   PYTHON=...    interpreter for new environments, instead of the first that fits
 STACK ?= paddle2
 ARGS ?=
 
@@ -21,33 +21,33 @@ ifeq ($(VENV),)
 $(error STACK=$(STACK) is not a stack: it is paddle2 (the default), paddle3 or gpu)
 endif
 
-# A name is not enough: the first that runs (a pyenv shim may not), is 3.10 to 3.12 and can make environments with pip.
+# The first interpreter that starts (a pyenv shim may fail), is 3.10 to 3.12 and has venv and ensurepip.
 RUNS := -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
 PYTHON ?= $(shell for p in python3.12 python3.11 python3.10 python3; do $$p $(RUNS) && echo $$p && break; done)
 NO_PYTHON := Needs Python 3.10, 3.11 or 3.12 with venv (Debian, Ubuntu: apt-get install python3-venv), or name one with PYTHON=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-# Everything is locked, so pip must not look for more (--no-deps), and builds with the locked setuptools.
+# All packages are locked: pip must not resolve others (--no-deps), and must build with the locked setuptools.
 INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
-# Paddle wants libgomp.so.1 from the system. Slim containers lack it, and scikit-learn's wheel brings its own copy.
-LEND_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
+# Paddle needs the system's libgomp.so.1. If it is missing, as in slim containers, link the copy in scikit-learn's wheel.
+LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-ray check format bench bench-speed bench-quality load fuzz lock wheel clean
 
-help: ## this list
+help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
 
-# The stamps: an environment is up to date until the lock or the package's metadata change.
+# Stamp files: an environment is up to date until its lock file or the package's metadata change.
 $(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup.py ppdiffusers_tome/_version.py
 	@$(PY) -m pip --version >/dev/null 2>&1 || { $(PYTHON) $(RUNS) || { echo '$(NO_PYTHON)' >&2; exit 1; }; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)/ with $(PYTHON): $(size.$(STACK)) GB, a few minutes"; $(PYTHON) -m venv --clear $(VENV); }
 	$(INSTALL) -r requirements/build.txt
 	$(INSTALL) -r $(LOCK)
 	$(INSTALL) -e .
-	@$(PY) -c "import ctypes; ctypes.CDLL('libgomp.so.1')" 2>/dev/null || { $(LEND_LIBGOMP); }
+	@$(PY) -c "import ctypes; ctypes.CDLL('libgomp.so.1')" 2>/dev/null || { $(LINK_LIBGOMP); }
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
@@ -58,61 +58,63 @@ $(VENV)/.installed-ray: $(VENV)/.installed-test requirements-ray.txt
 	$(INSTALL) -r requirements-ray.txt
 	@touch $@
 
-venv: $(VENV)/.installed ## the virtual environment with the pinned stack and this package
+venv: $(VENV)/.installed ## create the virtual environment with the locked stack and this package
 
-demo: $(VENV)/.installed ## generate pictures with the bundled model, plain and merged, into outputs/
+demo: $(VENV)/.installed ## generate images with the bundled model, without and with merging, into outputs/
 	$(PY) examples/text_to_image.py $(ARGS)
 
-test: $(VENV)/.installed-test ## the test suite, in two processes of one thread each
+test: $(VENV)/.installed-test ## run the test suite in two processes of one thread each
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ARGS)
 
-test-ray: $(VENV)/.installed-ray ## the tests that start Ray, one after the other: a few minutes
+test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/test_ray.py $(ARGS)
 
-check: $(VENV)/.installed-test ## ruff, ruff format and mypy, changing nothing
+check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-format: $(VENV)/.installed-test ## let ruff fix and format what it can
+format: $(VENV)/.installed-test ## fix and format with ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# The committed set: hours on two cores. A target that was killed goes on where it was when it is asked for again.
-#   RESULTS=...      folder for the results; the reports go beside it
-#   TORCH_PYTHON=... an interpreter with torch, diffusers and tomesd; without it those rows are left out
+# The committed results: hours on two cores. Run a target again to resume it after it was killed.
+#   RESULTS=...      folder for the results; the reports go to its parent
+#   TORCH_PYTHON=... interpreter with torch, diffusers and tomesd; without it, the results have no PyTorch arms
 RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome bench
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
 
-bench: $(VENV)/.installed-test bench-speed bench-quality ## the committed results and their reports: hours
+bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
 
-bench-speed: $(VENV)/.installed ## time and memory, and their report
-	$(BENCH) ops --repeats 40 --output benchmarks/ops.json
+bench-speed: $(VENV)/.installed ## measure time and memory, and write their report
+	$(BENCH) ops --rounds 40 --output benchmarks/ops.json
 	$(BENCH) --architecture sd15 --size 512 --batch 2 --ratio 0.25 0.5 0.75 --arms plain memory-efficient tome both --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet.json
 	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor $(TORCH) --threads 1 --output $(RESULTS)/emoji_unet.json
-	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 4 --guidance 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
-	$(BENCH) --model examples/emoji_sd --scope pipeline --size 256 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 2 --guidance 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
+	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
+	$(BENCH) --model examples/emoji_sd --scope pipeline --size 256 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
 	$(BENCH) report $(RESULTS)/*.json --output $(RESULTS)/..
 
-bench-quality: $(VENV)/.installed-test build/reference/.complete ## distances between plain and merged pictures, and their report
-	$(EVALUATE) --threads 1 --real build/reference $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --json $(RESULTS)/quality.json --report $(RESULTS)/..
+bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
+	$(EVALUATE) --threads 1 --real build/reference $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate
+	mkdir -p $(RESULTS) && cp build/evaluate/quality.json $(RESULTS)/
+	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
 
-# The pictures that the bundled model was trained on, from npm; resvg is not among the locked packages, for nothing else needs it.
+# The bundled model's training images, from npm. resvg is not locked because only this target needs it.
 build/reference/.complete:
 	$(PYTHON) -m venv build/reference-venv
 	build/reference-venv/bin/pip install --quiet resvg-py==0.5.0 pillow==11.0.0
-	build/reference-venv/bin/python benchmarks/reference_pictures.py build/reference
+	build/reference-venv/bin/python benchmarks/reference_images.py --output build/reference
 	@touch $@
 
-load: $(VENV)/.installed-test build/load/tome.json ## five minutes of good, bad, abandoned, idle and non-reading clients against a real server
+load: $(VENV)/.installed-test build/load/tome.json ## load test of a real server: five minutes
 	$(PY) benchmarks/load.py --model build/load $(ARGS)
 
-# schemathesis is not among the locked packages: it has an environment of its own and reaches the server over HTTP.
-fuzz: $(VENV)/.installed-test build/load/tome.json build/fuzz-venv/.complete ## requests against /openapi.json, and damaged files (ARGS="--seed 7"): a few minutes
+# schemathesis is not locked: it has its own environment and tests the server over HTTP.
+fuzz: $(VENV)/.installed-test build/load/tome.json build/fuzz-venv/.complete ## test the server against /openapi.json, and damaged exports (ARGS="--seed 7"): a few minutes
 	build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python $(PY) $(ARGS)
 	$(PY) benchmarks/fuzz_files.py --model build/load $(ARGS)
 
@@ -122,14 +124,14 @@ build/fuzz-venv/.complete:
 	@touch $@
 
 build/load/tome.json: $(VENV)/.installed
-	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/load --overwrite --ratio 0.5 0 --img2img --sizes 64x64,128x128
+	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/load --overwrite --ratio 0.5 0 --img2img --size 64 128
 
-lock: ## resolve the stacks again: rewrites the requirements files
+lock: ## resolve the stacks again and rewrite the requirements files
 	PYTHON="$(PYTHON)" requirements/lock.sh
 
-wheel: $(VENV)/.installed ## build the wheel into dist/
+wheel: $(VENV)/.installed ## build the wheel in dist/
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-clean: ## remove the environments, caches and build products (not outputs/)
+clean: ## remove environments, caches and build products (not outputs/)
 	rm -rf $(venv.paddle2) $(venv.paddle3) $(venv.gpu) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

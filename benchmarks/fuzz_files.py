@@ -1,10 +1,10 @@
-"""Seeded damages of every file of an export: each is refused in one clear error, or draws what the whole export draws.
+"""Damage the files of an export at random: loading must fail with one clear error, or the images must not change.
 
     python benchmarks/fuzz_files.py --model build/load --count 300 --seed 0
 
-Half of the damages are of tome.json, the others of all files in turn. Each folder is loaded in a process that may
-crash. What loads is drawn by `generate`, and so is a tenth of the rest, which must end with status 2. The exit status
-is 1 after a finding: a traceback, a crash, a hang, a failed image, or one that differs from the whole export's.
+Half of the damages are to tome.json, the others to all files in turn. Each damaged folder is loaded in a process that
+may crash. If it loads, `generate` must write the intact export's image; in a tenth of the other cases `generate` must
+exit with status 2. The exit status is 1 after a finding: a traceback, a crash, a hang, a failed or a different image.
 """
 
 import argparse
@@ -22,72 +22,71 @@ from io import StringIO
 from pathlib import Path
 from random import Random
 
-SECONDS = 120  # after which a folder counts as one that hangs or crashes
-LEVELS = 8  # of 255, by which an image may differ on average: without oneDNN it is rounded otherwise
+SECONDS = 120  # after which loading counts as hung or crashed
+LEVELS = 8  # of 255: largest mean difference of equal images, because rounding differs without oneDNN
 WRONG = (None, True, -1, 0, 7, 0.25, 1e308, 10**30, 10**400, float("nan"), [], {}, [[]], [1, 2], {"a": None})
 WRONG += ("", "a", "0", "é", "\0", "../x", "/etc/passwd", "x" * 100_000)
 
 
 def flip(content: bytes, random: Random) -> bytes:
-    """One bit."""
+    """Flip one bit."""
     at = random.randrange(len(content))
     return _replace(content, at, bytes([content[at] ^ 1 << random.randrange(8)]))
 
 
 def overwrite(content: bytes, random: Random) -> bytes:
-    """Random bytes, up to 16 of them."""
+    """Replace up to 16 bytes by random ones."""
     return _replace(content, random.randrange(len(content)), random.randbytes(random.randint(1, 16)))
 
 
 def blank(content: bytes, random: Random) -> bytes:
-    """Zeros, as in a hole of the file system."""
+    """Replace bytes by zeros, like a hole in a sparse file."""
     return _replace(content, random.randrange(len(content)), bytes(random.choice((1, 512, 4096))))
 
 
 def cut(content: bytes, random: Random) -> bytes:
-    """The beginning alone, or nothing."""
+    """Truncate the file."""
     return content[: random.choice((0, random.randrange(len(content)), len(content) - 1))]
 
 
 def grow(content: bytes, random: Random) -> bytes:
-    """More than there was."""
+    """Append bytes."""
     return content + random.choice((b"\n", b"}", random.randbytes(9)))
 
 
 def delete(content: bytes, random: Random) -> None:
-    """No file."""
+    """Delete the file."""
 
 
 def invalid_utf8(content: bytes, random: Random) -> bytes:
-    """A byte that no UTF-8 has."""
+    """Insert a byte that is not UTF-8."""
     at = random.randrange(len(content))
     return content[:at] + b"\xff" + content[at:]
 
 
 def nest(content: bytes, random: Random) -> bytes:
-    """A value that is nested deeply."""
-    spot = random.choice([*re.finditer(rb": ", content)] or [re.match(b"", content)]).end()
-    return (
-        content[:spot] + random.choice((b"[" * 100_000, b'{"a":' * 100_000, b"[" * 999 + b"]" * 999)) + content[spot:]
-    )
+    """Insert a deeply nested value."""
+    at = random.choice([*re.finditer(rb": ", content)] or [re.match(b"", content)]).end()
+    nested = random.choice((b"[" * 100_000, b'{"a":' * 100_000, b"[" * 999 + b"]" * 999))
+    return content[:at] + nested + content[at:]
 
 
 def edit(content: bytes, random: Random) -> bytes:
-    """One value of a JSON file: another, none, twice, under another key, or beside one that is unknown."""
+    """Change one value of a JSON file: replace, delete, repeat or rename it, or add an unknown one."""
     data = json.loads(content)
     while True:
-        holder, key = random.choice(_places(data))
-        choice = random.choice(("other", "other", "other", "none", "key", "more"))
-        if choice == "other":
-            holder[key] = random.choice(WRONG)
-        elif choice == "none":
-            del holder[key]
-        elif isinstance(holder, list):
-            holder.append(holder[key])
-        elif choice == "key":
-            holder[random.choice(("", "a", "é", f"{key} ", "../" + key))] = holder.pop(key)
+        container, key = random.choice(_places(data))
+        choice = random.choice(("replace", "replace", "replace", "delete", "rename", "add"))
+        if choice == "replace":
+            container[key] = random.choice(WRONG)
+        elif choice == "delete":
+            del container[key]
+        elif isinstance(container, list):
+            container.append(container[key])
+        elif choice == "rename":
+            container[random.choice(("", "a", "é", f"{key} ", "../" + key))] = container.pop(key)
         else:
-            holder["unknown"] = holder[key]
+            container["unknown"] = container[key]
         return json.dumps(data, indent=2).encode()
 
 
@@ -95,21 +94,21 @@ ANY = (flip, overwrite, blank, cut, grow, delete)
 JSON = (*ANY, invalid_utf8, nest, edit, edit, edit, edit, edit, edit, edit, edit)
 
 
-def cases(model: Path, count: int, seed: int):
-    """Number, path, kind and damaged content (None: no file) of each damage; the same for the same seed."""
+def damages(model: Path, count: int, seed: int):
+    """Number, path, kind and new content (None: no file) of each damage; the same for the same seed."""
     paths = sorted(path for path in model.rglob("*") if path.is_file() and path.name != "tome.json")
     for number in range(count):
         random = Random(f"{seed} {number}")
         path = model / "tome.json" if number % 2 == 0 else paths[number // 2 % len(paths)]
         kind = random.choice(JSON if path.suffix == ".json" else ANY)
         content = path.read_bytes()
-        while (damaged := kind(content, random)) == content:  # zeros over zeros, a value by itself
+        while (damaged := kind(content, random)) == content:  # for instance zeros over zeros
             pass
         yield number, path.relative_to(model), kind.__name__, damaged
 
 
-def write_case(model: Path, path: Path, damaged: bytes | None, folder: Path) -> None:
-    """A folder like the model's, by hard links, but for one file."""
+def write_damaged(model: Path, path: Path, damaged: bytes | None, folder: Path) -> None:
+    """A copy of the model's folder by hard links, with one damaged file."""
     shutil.copytree(model, folder, copy_function=os.link)
     (folder / path).unlink()
     if damaged is not None:
@@ -117,7 +116,7 @@ def write_case(model: Path, path: Path, damaged: bytes | None, folder: Path) -> 
 
 
 def load(folder: Path) -> str:
-    """ "loaded" or "refused", or the traceback of anything but one clear error."""
+    """ "loaded" or "refused", or the traceback of any other error."""
     from ppdiffusers_tome import ToMeExportError
     from ppdiffusers_tome.inference import load_pipeline, read_manifest
 
@@ -131,25 +130,26 @@ def load(folder: Path) -> str:
     return "loaded"
 
 
-def draw(folder: Path, out: Path) -> str:
-    """What `generate` makes of a folder: "drawn", "refused", or what is wrong about it."""
+def generate(folder: Path, output: Path) -> str:
+    """Run `generate` with a folder: "generated", "refused", or a finding."""
     from ppdiffusers_tome.cli import main
 
     (prompts := folder.parent / "prompts.txt").write_text("a 3d render of fox\n")
-    given = ["--model", folder, "--prompts", prompts, "--out", out, "--steps", 2, "--guidance", 2, "--threads", 1]
+    arguments = ["--model", folder, "--prompts", prompts, "--output", output, "--threads", 1]
+    arguments += ["--steps", 2, "--guidance-scale", 2]
     with redirect_stderr(StringIO()) as printed, redirect_stdout(printed):
         try:
-            status = main(["generate", *map(str, given)])
+            status = main(["generate", *map(str, arguments)])
         except BaseException:
             return traceback.format_exc()
-    made = len(list(out.glob("*.png"))) if out.exists() else 0
+    made = len(list(output.glob("*.png"))) if output.exists() else 0
     if "Traceback" in printed.getvalue() or (status, made) not in ((0, 1), (2, 0)):
         return f"status {status}, {made} images: {printed.getvalue()}"
-    return "drawn" if made else "refused"
+    return "generated" if made else "refused"
 
 
 def difference(one: Path, other: Path) -> float:
-    """Mean difference of the only images of two folders, in levels of 255; 255 where their sizes differ."""
+    """Mean difference of the single images of two folders, in levels of 255; 255 if their sizes differ."""
     import numpy as np
     from PIL import Image
 
@@ -158,7 +158,7 @@ def difference(one: Path, other: Path) -> float:
 
 
 class Worker:
-    """A process that runs functions and may crash."""
+    """Runs functions in a process that may crash."""
 
     def __init__(self) -> None:
         self._pool = None
@@ -180,47 +180,48 @@ class Worker:
 
 
 def check(worker: Worker, folder: Path, work: Path, is_sampled: bool) -> str:
-    """ "refused" or "drawn", or what is wrong about a damaged folder."""
-    outcome = worker(load, folder)
-    if outcome == "loaded" or (outcome == "refused" and is_sampled):
-        drawn = worker(draw, folder, work / "images")
-        if outcome == "refused" or drawn != "drawn":
-            return drawn if drawn == outcome else f"{outcome} by load_pipeline, by generate: {drawn}"
-        far = difference(work / "whole", work / "images")
-        return "drawn" if far <= LEVELS else f"the image differs by {far:.1f} levels"
-    return outcome
+    """ "refused" or "generated", or a finding about a damaged folder."""
+    loaded = worker(load, folder)
+    if loaded == "loaded" or (loaded == "refused" and is_sampled):
+        generated = worker(generate, folder, work / "images")
+        if loaded == "refused" or generated != "generated":
+            return generated if generated == loaded else f"{loaded} by load_pipeline, by generate: {generated}"
+        levels = difference(work / "intact", work / "images")
+        return "generated" if levels <= LEVELS else f"the image differs by {levels:.1f} levels"
+    return loaded
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="what `python -m ppdiffusers_tome export` wrote")
-    parser.add_argument("--count", type=int, default=300, help="damages")
+    parser.add_argument("--model", type=Path, required=True, help="folder written by the command export")
+    parser.add_argument("--count", type=int, default=300, help="number of damages (default: 300)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="number of the one damage to try")
+    parser.add_argument("--only", type=int, help="number of the only damage to test")
     options = parser.parse_args()
     outcomes: Counter[str] = Counter()
     worker = Worker()
     with tempfile.TemporaryDirectory(dir=options.model.parent) as folder:
         work = Path(folder)
-        if (drawn := worker(draw, options.model, work / "whole")) != "drawn":
-            sys.exit(f"{options.model} itself cannot be drawn: {drawn}")
-        for number, path, kind, damaged in cases(options.model, options.count, options.seed):
+        if (generated := worker(generate, options.model, work / "intact")) != "generated":
+            sys.exit(f"the intact export {options.model} gives no image: {generated}")
+        for number, path, kind, damaged in damages(options.model, options.count, options.seed):
             if options.only not in (None, number):
                 continue
-            write_case(options.model, path, damaged, work / "case")
-            outcome = check(worker, work / "case", work, number % 10 == 0)
-            if outcome not in ("refused", "drawn"):
-                print(f"FOUND damage {number}, {kind} of {path}: {outcome}", flush=True)
-            outcomes[outcome if outcome in ("refused", "drawn") else "found"] += 1
-            shutil.rmtree(work / "case")
+            write_damaged(options.model, path, damaged, work / "damaged")
+            outcome = check(worker, work / "damaged", work, number % 10 == 0)
+            if outcome not in ("refused", "generated"):
+                print(f"FINDING: damage {number}, {kind} of {path}: {outcome}", flush=True)
+                outcome = "findings"
+            outcomes[outcome] += 1
+            shutil.rmtree(work / "damaged")
             shutil.rmtree(work / "images", ignore_errors=True)
     worker.close()
     print(", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items())))
-    return 1 if outcomes["found"] else 0
+    return 1 if outcomes["findings"] else 0
 
 
 def _places(data):
-    """Every (holder, key) of JSON data."""
+    """Every (container, key) in JSON data."""
     pairs = [*data.items()] if isinstance(data, dict) else [*enumerate(data)] if isinstance(data, list) else []
     return [place for key, value in pairs for place in [(data, key), *_places(value)]]
 

@@ -1,14 +1,14 @@
-"""Check a real server against its own /openapi.json, with schemathesis and all of its checks.
+"""Check a real server against its own /openapi.json, with all checks of schemathesis.
 
 build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python .venv/bin/python
 
-First the server of `--model`, with a few bodies for each endpoint; then the same HTTP side over an engine that draws
-blank images in no time, with thousands (fuzz_blank_server.py). Exit status 1 where an answer is not what the schema
-says (status, body, headers), where a request that the schema allows is refused or one that it forbids is accepted, or
-where the server's log has a traceback.
+The first run is against the server of `--model`, with a few bodies per endpoint; the second one, with thousands,
+against the same HTTP application with an engine that returns blank images at once (fuzz_blank_server.py). The exit
+status is 1 if an answer does not match the schema (status, body, headers), an allowed request is refused, a forbidden
+one is accepted, or the server's log has a traceback.
 
-This file is also the module of hooks that schemathesis loads: JSON Schema cannot say that a text is an image, nor that
-two fields contradict each other, so bodies that are meant to be accepted get such fields right here.
+This file is also the module of hooks that schemathesis loads. JSON Schema cannot express that a string is an image, or
+that two fields contradict each other, so a hook sets such fields in bodies that must be accepted.
 """
 
 import argparse
@@ -28,13 +28,13 @@ import schemathesis
 from schemathesis.generation import GenerationMode
 
 KEY = "fuzz"
-# Drawing is not the subject: one size, few steps, and a queue that is never full.
-SERVE = ["--port", "0", "--sizes", "64x64", "--max-steps", "2", "--steps", "1", "--max-images", "2", "--queue", "1000"]
+# HTTP is tested, not the pipeline: one size, few steps, and a queue that is never full.
+SERVE = ["--port", "0", "--size", "64", "--max-steps", "2", "--steps", "1", "--max-images", "2", "--queue", "1000"]
 
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    """Let a body that the schema allows be one that can be drawn."""
+    """Make a body that the schema allows a valid request."""
     body = case.body
     if case.meta is None or case.meta.generation.mode != GenerationMode.POSITIVE or not isinstance(body, dict):
         return
@@ -58,7 +58,7 @@ def png() -> str:
 
 
 def start_server(command: list[str], log: Path) -> tuple[subprocess.Popen, str]:
-    """The server as people run it; returns once it is ready."""
+    """Start a server; returns the process and its URL when it is ready."""
     with log.open("w") as file:
         environment = {**os.environ, "PPDIFFUSERS_TOME_API_KEY": KEY}
         server = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
@@ -72,8 +72,8 @@ def start_server(command: list[str], log: Path) -> tuple[subprocess.Popen, str]:
     raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
 
 
-def find(command: list[str], *flags: str) -> list[str]:
-    """What is wrong with the server that the command starts, in words."""
+def check(command: list[str], *flags: str) -> list[str]:
+    """Findings about the server that the command starts."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         server, url = start_server(command, log)
@@ -88,26 +88,27 @@ def find(command: list[str], *flags: str) -> list[str]:
             server.send_signal(signal.SIGTERM)
             ended = server.wait(60)
         findings = [f"schemathesis: exit status {status}"] if status else []
-        findings += (
-            [] if ready.status_code == 200 else [f"/ready answers {ready.status_code} afterwards: {ready.text}"]
-        )
-        findings += [f"SIGTERM: exit status {ended}"] if ended else []
-        findings += ["the log has a traceback:\n" + log.read_text()[-5000:]] if "Traceback" in log.read_text() else []
+        if ready.status_code != 200:
+            findings.append(f"/ready answers {ready.status_code} afterwards: {ready.text}")
+        if ended:
+            findings.append(f"SIGTERM: exit status {ended}")
+        if "Traceback" in log.read_text():
+            findings.append("the log has a traceback:\n" + log.read_text()[-5000:])
         return findings
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="what the command export wrote, for 64x64 and with --img2img")
-    parser.add_argument("--server-python", default=sys.executable, help="the interpreter that has ppdiffusers_tome")
-    parser.add_argument("--examples", default="25", help="most bodies for one endpoint and phase")
+    parser.add_argument("--model", required=True, help="folder that was exported with --size 64 and --img2img")
+    parser.add_argument("--server-python", default=sys.executable, help="interpreter with ppdiffusers_tome")
+    parser.add_argument("--examples", default="25", help="most bodies per endpoint and phase")
     parser.add_argument("--seed", default="1")
     options = parser.parse_args()
     real = [options.server_python, "-m", "ppdiffusers_tome", "serve", "--model", options.model, *SERVE]
     blank = [options.server_python, str(Path(__file__).with_name("fuzz_blank_server.py"))]
-    findings = find(real, "--phases", "fuzzing", "--max-examples", "4", "--seed", options.seed)
-    findings += find(blank, "--max-examples", options.examples, "--seed", options.seed)
-    print("\n".join(findings) or "nothing found")
+    findings = check(real, "--phases", "fuzzing", "--max-examples", "4", "--seed", options.seed)
+    findings += check(blank, "--max-examples", options.examples, "--seed", options.seed)
+    print("\n".join(findings) or "no finding")
     return 1 if findings else 0
 
 

@@ -1,4 +1,4 @@
-"""What the clients of load.py do, and how they judge what they get."""
+"""The clients of load.py, and their checks of the answers."""
 
 import base64
 import contextlib
@@ -14,9 +14,9 @@ import httpx
 from PIL import Image
 
 DRAWING = ("openai", "txt2img", "img2img")
-# Requests that the clients cannot count: those of clients that read no answers.
+# Endpoints whose answers the clients do not count, because the clients that use them read none.
 UNCOUNTED = ('endpoint="other"', 'endpoint="/openapi.json"')
-KINDS = {"openai": 5, "txt2img": 3, "img2img": 1, "invalid": 4, "abandon": 4, "look": 1}  # and how often each
+KINDS = {"openai": 5, "txt2img": 3, "img2img": 1, "invalid": 4, "abandon": 4, "look": 1}  # with their weights
 OPENAI, TEXT, IMAGE = "/v1/images/generations", "/sdapi/v1/txt2img", "/sdapi/v1/img2img"
 
 
@@ -28,8 +28,8 @@ def png(width: int, height: int) -> str:
 
 
 NOT_JSON = (400, 422)
-WITH_IMAGE = (422, 429)  # an image is decoded once there is room for its job
-INVALID = [  # path, JSON or bytes, the statuses that are right
+WITH_IMAGE = (422, 429)  # an image is decoded after its job has a place
+INVALID = [  # path, JSON or bytes, expected statuses
     (OPENAI, {"prompt": "fox", "n": 0}, (422,)),
     (OPENAI, {"prompt": "fox", "size": "7x7"}, (422,)),
     (OPENAI, {"prompt": 5}, (422,)),
@@ -53,14 +53,14 @@ INVALID = [  # path, JSON or bytes, the statuses that are right
 
 
 class Load:
-    """What all clients share: where the server is, what they saw, and what was wrong."""
+    """The state that all clients share: the server's URL, their answers, and wrong answers."""
 
     def __init__(self, url: str, sizes: list[str], ratios: list[float]) -> None:
         self.url, self.sizes, self.ratios = url, sizes, ratios
         self.lock = threading.Lock()
         self.answers: Counter = Counter()  # (kind, status)
         self.abandoned = 0
-        self.seconds: dict[str, list[float]] = {}  # of answers with pictures, by kind
+        self.seconds: dict[str, list[float]] = {}  # by kind, of answers with images and of answers to invalid requests
         self.wrong: list[str] = []
         self.start = png(96, 96)
 
@@ -73,9 +73,9 @@ class Load:
                 self.wrong.append(f"{kind}: {problem}")
 
     def client(self, seed: int, end: float) -> None:
-        """One client: request after request, of all kinds, until the end."""
+        """One client: requests of all kinds, one after the other, until the end."""
         rng = random.Random(seed)
-        # Shorter than the server keeps idle connections, or both would close and use one at the same moment.
+        # Shorter than the server's time limit, or it might close a connection at the moment of the next request.
         with httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(keepalive_expiry=2)) as http:
             while time.monotonic() < end:
                 kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
@@ -86,22 +86,22 @@ class Load:
                         self.send_invalid(http, rng)
                     elif kind == "look":
                         path = rng.choice(("/health", "/ready", "/v1/models", "/metrics"))
-                        self.judge(path, http.get(path), (200,))
+                        self.check(path, http.get(path), (200,))
                     else:
                         self.draw(http, kind, rng)
                 except Exception as error:
                     with self.lock:
                         self.wrong.append(f"{kind}: no answer: {error!r}")
 
-    def judge(self, kind: str, answer: httpx.Response, statuses: tuple[int, ...]) -> None:
-        problem = f"{answer.status_code} in place of {statuses}: {answer.text[:200]}"
+    def check(self, kind: str, answer: httpx.Response, statuses: tuple[int, ...]) -> None:
+        problem = f"{answer.status_code} instead of {statuses}: {answer.text[:200]}"
         problem = None if answer.status_code in statuses else problem
         self.note(kind, answer.status_code, answer.elapsed.total_seconds(), problem)
 
     def send_invalid(self, http: httpx.Client, rng: random.Random) -> None:
         path, body, statuses = rng.choice(INVALID)
-        given = {"content": body} if isinstance(body, bytes) else {"json": body}
-        self.judge("invalid", http.post(path, headers={"Content-Type": "application/json"}, **given), statuses)
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        self.check("invalid", http.post(path, headers={"Content-Type": "application/json"}, **content), statuses)
 
     def draw(self, http: httpx.Client, kind: str, rng: random.Random) -> None:
         path, body = self.request(kind, rng)
@@ -113,33 +113,33 @@ class Load:
             problem = f"{answer.status_code}: {answer.text[:200]}"
         self.note(kind, answer.status_code, answer.elapsed.total_seconds(), problem)
         if answer.status_code == 429:
-            time.sleep(rng.uniform(0.1, 1))  # sooner than told, to keep the queue full
+            time.sleep(rng.uniform(0.1, 1))  # less than Retry-After, to keep the queue full
 
     def request(self, kind: str, rng: random.Random) -> tuple[str, dict]:
-        """A valid request of few steps, so that there are many."""
+        """A valid request with few steps, so that many fit into the time."""
         size, images = rng.choice(self.sizes), rng.choice((1, 1, 2))
         width, height = map(int, size.split("x"))
         common = {"prompt": "a 3d render of fox", "seed": rng.randrange(2**32 - 3), "steps": rng.choice((1, 2, 2, 4))}
         if kind == "openai":
-            ours = {"guidance_scale": 2.0, "tome_ratio": rng.choice(self.ratios)}
-            return OPENAI, {**common, "size": size, "n": images, **ours}
+            fields = {"guidance_scale": 2.0, "tome_ratio": rng.choice(self.ratios)}
+            return OPENAI, {**common, "size": size, "n": images, **fields}
         body = {**common, "width": width, "height": height, "batch_size": images, "cfg_scale": 2.0}
         if kind == "img2img":
             return IMAGE, {**body, "steps": 4, "denoising_strength": 0.5, "init_images": [self.start]}
         return TEXT, body
 
     def compare(self, kind: str, body: dict, answer: dict) -> str | None:
-        """What is wrong with the pictures of an answer."""
-        images = [one["b64_json"] for one in answer["data"]] if kind == "openai" else answer["images"]
-        for index, encoded in enumerate(images):
-            picture = Image.open(io.BytesIO(base64.b64decode(encoded)))
-            picture.load()
-            told = json.loads(picture.text["ppdiffusers_tome"])
+        """The error in an answer's images, or None."""
+        files = [image["b64_json"] for image in answer["data"]] if kind == "openai" else answer["images"]
+        for index, encoded in enumerate(files):
+            image = Image.open(io.BytesIO(base64.b64decode(encoded)))
+            image.load()
+            metadata = json.loads(image.text["ppdiffusers_tome"])
             size = body.get("size") or f"{body['width']}x{body['height']}"
-            found = (f"{picture.width}x{picture.height}", told["seed"], told["steps"])
-            if found != (size, body["seed"] + index, body["steps"]):
-                return f"asked for {body}, got {found}"
-        return None if len(images) == body.get("n", body.get("batch_size")) else f"{len(images)} pictures for {body}"
+            actual = (f"{image.width}x{image.height}", metadata["seed"], metadata["steps"])
+            if actual != (size, body["seed"] + index, body["steps"]):
+                return f"{actual} for {body}"
+        return None if len(files) == body.get("n", body.get("batch_size")) else f"{len(files)} images for {body}"
 
     def connect(self) -> socket.socket:
         """A connection without a request."""
@@ -147,7 +147,7 @@ class Load:
         return socket.create_connection((host, int(port)), timeout=30)
 
     def idle(self, end: float, connections: int = 600) -> None:
-        """Keep more connections open than the server takes, half of them with half a head, until the end."""
+        """Keep more connections open than the server accepts, half of them with an incomplete head, until the end."""
         while time.monotonic() < end:
             try:
                 with contextlib.ExitStack() as clients:
@@ -156,14 +156,14 @@ class Load:
                         if index % 2:
                             client.sendall(b"POST /v1/images/gen")
                     time.sleep(3)
-            except ConnectionError:  # the server may cut any of them
+            except ConnectionError:  # the server may close any of them
                 pass
             except OSError as error:
                 with self.lock:
-                    self.wrong.append(f"idle: the server takes no connection: {error!r}")
+                    self.wrong.append(f"idle: the server accepts no connection: {error!r}")
 
     def read_nothing(self, end: float) -> None:
-        """Send 40,000 requests at once, and read no answer, until the server closes the connection or the end."""
+        """Send 40,000 requests at once and read no answer, until the server closes the connection or the end."""
         while time.monotonic() < end:
             with contextlib.suppress(ConnectionError, TimeoutError), self.connect() as client:
                 client.sendall(40_000 * b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -173,7 +173,7 @@ class Load:
             time.sleep(0.1)
 
     def send_garbage(self, end: float) -> None:
-        """Heads and bodies that are no HTTP, one after the other; the server answers 400 and closes the connection."""
+        """Send malformed heads and bodies; the server answers 400 and closes the connection."""
         head = b"POST /openapi.json HTTP/1.1\r\nHost: localhost\r\n"
         garbage = [b"\x16\x03\x01\r\n\r\n", head + b"Content-Length: " + 5_000 * b"9" + b"\r\n\r\n"]
         garbage.append(head + b"Transfer-Encoding: chunked\r\n\r\nno chunk\r\n")
@@ -188,7 +188,7 @@ class Load:
             time.sleep(0.5)
 
     def abandon(self, rng: random.Random) -> None:
-        """Hang up in the middle of the body, while waiting, or while the picture is drawn."""
+        """Disconnect in the middle of the body, while waiting, or while the pipeline runs."""
         path, body = self.request(rng.choice(("openai", "txt2img")), rng)
         data = json.dumps({**body, "steps": 50}).encode()
         sent = data[: rng.choice((len(data) // 2, len(data), len(data)))]

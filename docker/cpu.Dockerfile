@@ -1,4 +1,4 @@
-# The server on a CPU, with the locked stack and without root. From the repository's root:
+# The server on a CPU, with the locked stack, as an ordinary user. In the repository's root:
 #   docker build -f docker/cpu.Dockerfile -t ppdiffusers_tome:cpu .
 #   docker run --rm -p 127.0.0.1:8000:8000 -e PPDIFFUSERS_TOME_API_KEY -v "$PWD/build/emoji:/model:ro" ppdiffusers_tome:cpu
 FROM python:3.11-slim
@@ -19,6 +19,6 @@ USER server
 WORKDIR /home/server
 EXPOSE 8000
 HEALTHCHECK --start-period=5m CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
-# exec form: SIGTERM reaches the server, which then finishes what it has accepted
+# exec form, so that SIGTERM reaches the server, which then finishes accepted requests
 ENTRYPOINT ["python", "-m", "ppdiffusers_tome", "serve", "--host", "0.0.0.0", "--port", "8000"]
 CMD ["--model", "/model"]

@@ -1,4 +1,4 @@
-# The server on an NVIDIA GPU (compute capability 6.1 to 8.6: the wheels of paddlepaddle-gpu 2.6.2 on PyPI). NOT BUILT NOR RUN BY US.
+# The server on an NVIDIA GPU (compute capability 6.1 to 8.6, as the wheels of paddlepaddle-gpu 2.6.2). Neither built nor run yet. In the repository's root:
 #   docker build -f docker/gpu.Dockerfile -t ppdiffusers_tome:gpu .
 #   docker run --rm --gpus all -p 127.0.0.1:8000:8000 -e PPDIFFUSERS_TOME_API_KEY -v "$PWD/build/emoji:/model:ro" ppdiffusers_tome:gpu
 FROM nvidia/cuda:11.8.0-cudnn8-runtime-ubuntu22.04
@@ -19,6 +19,6 @@ USER server
 WORKDIR /home/server
 EXPOSE 8000
 HEALTHCHECK --start-period=5m CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
-# exec form: SIGTERM reaches the server, which then finishes what it has accepted
+# exec form, so that SIGTERM reaches the server, which then finishes accepted requests
 ENTRYPOINT ["python", "-m", "ppdiffusers_tome", "serve", "--host", "0.0.0.0", "--port", "8000"]
 CMD ["--model", "/model", "--device", "gpu"]

@@ -1,4 +1,4 @@
-"""`python -m ppdiffusers_tome`: the command line. No logic of its own."""
+"""`python -m ppdiffusers_tome`: the command line. It only dispatches to `commands`."""
 
 import argparse
 import sys
@@ -12,11 +12,11 @@ COMMANDS = (bench, evaluate, families, export, generate, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 for a file that cannot be used, 2 for an argument not allowed."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(given)
+    """Run one command; returns its exit status: 0, 1 for a file that cannot be used, 2 for an invalid argument."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        return options.run(options, given)
+        return options.run(options, arguments)
     except ToMeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

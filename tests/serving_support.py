@@ -1,4 +1,4 @@
-"""A server in a thread, over an engine that draws nothing in no time unless told otherwise."""
+"""A server in a thread, with an engine that returns images of one colour at once."""
 
 import socket
 import threading
@@ -10,12 +10,12 @@ import httpx
 from PIL import Image
 
 from ppdiffusers_tome.serving.app import create_app
-from ppdiffusers_tome.serving.errors import AbandonedError
+from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.jobs import Limits
-from ppdiffusers_tome.serving.metrics import Metrics
-from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import DrainingServer
-from ppdiffusers_tome.serving.settings import Settings
+from ppdiffusers_tome.serving.service_errors import AbandonedError
 
 LIMITS = Limits(
     sizes=((48, 64), (64, 64)), ratios=(0.5, 0.0), image_to_image=True, prompt_characters=100, images=3, steps=50
@@ -26,17 +26,17 @@ IMAGE = "/sdapi/v1/img2img"
 
 
 class FakeEngine:
-    """Draws one colour, which the seed decides; the subject of its tests is the queue and HTTP, not pictures."""
+    """Images of one colour, which depends on the seed. Its attributes block or slow down the steps."""
 
     name, sampler = "fake", "DDIM"
 
     def __init__(self):
         self.calls = []  # the jobs of every call
         self.steps_done = 0
-        self.gate = threading.Event()  # not set: every step waits for it
+        self.gate = threading.Event()  # while it is not set, every step waits
         self.gate.set()
         self.step_seconds = 0.0
-        self.started = threading.Semaphore(0)  # released at the beginning of every call
+        self.started = threading.Semaphore(0)  # released at the start of every call
 
     def batch_key(self, job):
         return None if job.image else (job.height, job.width, job.steps, job.guidance_scale, job.ratio)
@@ -59,7 +59,7 @@ class FakeEngine:
 
 
 class Running:
-    """What tests ask of a running server."""
+    """A running server, its parts, and clients for tests."""
 
     def __init__(self, queue, server, engine, metrics, port, thread):
         self.queue, self.server, self.engine, self.metrics, self.port = queue, server, engine, metrics, port
@@ -77,23 +77,22 @@ class Running:
         return self.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
 
     def requests(self, status):
-        """How many requests were answered so, over all endpoints."""
-        samples = [
-            s for m in self.metrics.registry.collect() if m.name == "ppdiffusers_tome_requests" for s in m.samples
-        ]
-        return sum(s.value for s in samples if s.name.endswith("_total") and s.labels["status"] == str(status))
+        """The number of requests with this status, over all endpoints."""
+        samples = [sample for metric in self.metrics.registry.collect() for sample in metric.samples]
+        counts = [sample for sample in samples if sample.name == "ppdiffusers_tome_requests_total"]
+        return sum(sample.value for sample in counts if sample.labels["status"] == str(status))
 
 
 @contextmanager
-def serving(engine=None, limits=LIMITS, settings=None, load=None, name="fake", seconds=120, **queue_options):
-    """A server at a free port of 127.0.0.1, ready, and closed afterwards."""
+def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, **queue_options):
+    """A ready server on a free port of 127.0.0.1, closed at the end."""
     engine = engine or FakeEngine()
     metrics = Metrics()
-    queue = PictureQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
-    settings = replace(settings or Settings(steps=2), hosts=("x",))  # what requests written by hand call it
-    app = create_app(queue, settings, metrics)
+    queue = ImageQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
+    config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
+    app = create_app(queue, config, metrics)
     listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]  # now: a server whose model fails at once closes it
+    port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
     server = DrainingServer(app, queue, seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     queue.start()
@@ -113,8 +112,8 @@ def serving(engine=None, limits=LIMITS, settings=None, load=None, name="fake", s
 
 
 def until(condition, seconds=20):
-    """Wait until condition() is true; fail after so many seconds."""
+    """Wait until condition() is true; fail after `seconds`."""
     end = monotonic() + seconds
     while not condition():
-        assert monotonic() < end, "it did not come true"
+        assert monotonic() < end, f"not true after {seconds} s"
         sleep(0.005)

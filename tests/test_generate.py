@@ -1,4 +1,4 @@
-"""Many prompts offline: what a file may hold, what is drawn with whom, and what is left after a run was killed."""
+"""Offline generation: prompt files, batches, and resuming a run that was killed."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation import offline
 from ppdiffusers_tome.generation.offline import Failure, OutputError, draw_batch, draw_here, generate, split
-from ppdiffusers_tome.generation.prompts import Defaults, Prompt, PromptFileError, read_prompts
+from ppdiffusers_tome.generation.prompt_file import Defaults, Prompt, PromptFileError, read_prompts
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.serving.jobs import Job, Limits
 
@@ -32,16 +32,16 @@ def read(tmp_path, text, name="prompts.jsonl"):
     return read_prompts(path, DEFAULTS, LIMITS)
 
 
-# Files of prompts
+# Prompt files
 
 
-def test_a_line_of_text_is_a_prompt(tmp_path):
+def test_txt_line_is_a_prompt(tmp_path):
     prompts = read(tmp_path, b"\xef\xbb\xbfa fox\r\n\n  an \xc3\xa9toile,\xe2\x80\xa8still one line \n", "prompts.txt")
     first = Job("a fox", 32, 32, 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)
     assert prompts == [Prompt(0, first), Prompt(1, replace(first, prompt="an étoile,\u2028still one line", seed=11))]
 
 
-def test_a_line_of_json_may_say_everything(tmp_path):
+def test_jsonl_line_with_all_fields(tmp_path):
     line = {"prompt": "a fox", "negative_prompt": "", "seed": 4, "steps": 9, "guidance_scale": 3, "size": "48x32"}
     prompts = read(tmp_path, json.dumps({**line, "tome_ratio": 0, "name": "fox.1"}) + '\n{"prompt": ""}')
     job = Job("a fox", height=32, width=48, ratio=0.0, seed=4, steps=9, guidance_scale=3.0)
@@ -49,7 +49,7 @@ def test_a_line_of_json_may_say_everything(tmp_path):
     assert (prompts[1].job.seed, prompts[1].job.negative_prompt) == (11, "grey")
 
 
-def test_seeds_begin_again_after_the_largest(tmp_path):
+def test_seeds_wrap_around(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("a\nb")
     assert [prompt.job.seed for prompt in read_prompts(path, replace(DEFAULTS, seed=2**32 - 1), LIMITS)] == [
@@ -58,7 +58,7 @@ def test_seeds_begin_again_after_the_largest(tmp_path):
     ]
 
 
-def test_null_is_as_if_left_out(tmp_path):
+def test_null_is_the_default(tmp_path):
     nothing = dict.fromkeys(("negative_prompt", "seed", "steps", "guidance_scale", "size", "tome_ratio"))
     assert read(tmp_path, json.dumps({"prompt": "a", **nothing})) == read(tmp_path, '{"prompt": "a"}')
 
@@ -74,10 +74,10 @@ def test_null_is_as_if_left_out(tmp_path):
         ("{}", "prompt: Field required"),
         ('{"prompt": 3}', "prompt: Input should be a valid string, not 3"),
         ('{"prompt": null}', "prompt: Input should be a valid string, not None"),
-        ('{"prompt": "a", "prompt": "b"}', "a field is given twice: prompt, prompt"),
+        ('{"prompt": "a", "prompt": "b"}', "a field appears twice: prompt, prompt"),
         ('{"prompt": "a", "promt": "b"}', "promt: Extra inputs are not permitted"),
         ('{"prompt": "a", "ratio": 0.5}', "ratio: Extra inputs are not permitted"),
-        ('{"prompt": "a\\ud800"}', "prompt: it holds half a surrogate pair"),
+        ('{"prompt": "a\\ud800"}', "prompt: it contains an unpaired surrogate"),
         ('{"prompt": "%s"}' % ("a" * 2001), "prompt: 2001 characters are too many"),
         ('{"prompt": "a", "seed": true}', "seed: Input should be a valid integer, not True"),
         ('{"prompt": "a", "seed": 1.5}', "seed: Input should be a valid integer, not 1.5"),
@@ -90,7 +90,8 @@ def test_null_is_as_if_left_out(tmp_path):
         ('{"prompt": "a", "guidance_scale": "7"}', "guidance_scale: Input should be a valid number, not '7'"),
         ('{"prompt": "a", "size": "64x64"}', "size: 64x64 was not exported: .* 32x32, 48x32"),
         ('{"prompt": "a", "size": "big"}', "size: size='big' is not allowed"),
-        ('{"prompt": "a", "size": 32}', "size: size=32 is not allowed"),
+        ('{"prompt": "a", "size": 64}', "size: 64x64 was not exported: .* 32x32, 48x32"),
+        ('{"prompt": "a", "size": 32.5}', "size: size=32.5 is not allowed"),
         ('{"prompt": "a", "size": "%sx32"}' % ("9" * 5000), "size: size='9+ is not allowed"),
         ('{"prompt": "a", "tome_ratio": 0.3}', "tome_ratio: ratio 0.3 was not exported"),
         ('{"prompt": "a", "tome_ratio": false}', "tome_ratio: Input should be a valid number, not False"),
@@ -99,7 +100,7 @@ def test_null_is_as_if_left_out(tmp_path):
         ('{"prompt": "a", "name": ""}', "name: String should match pattern .*, not ''"),
     ],
 )
-def test_a_bad_line_is_named_by_number_and_field(tmp_path, line, message):
+def test_invalid_line_is_named_with_its_number_and_field(tmp_path, line, message):
     with pytest.raises(PromptFileError, match=rf"prompts.jsonl, line 3: {message}") as caught:
         read(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n{{"prompt": "good"}}')
     assert len(str(caught.value)) < 1000
@@ -113,21 +114,21 @@ def test_a_bad_line_is_named_by_number_and_field(tmp_path, line, message):
             b'{"prompt": "a"}\n{"prompt": "\xff"}',
             "line 2: 'utf-8' codec can't decode byte 0xff in position 12",
         ),
-        ("a.txt", b"\n \n", "a.txt holds no prompt"),
+        ("a.txt", b"\n \n", "a.txt has no prompt"),
         ("a.csv", b"a", "must end in .txt or .jsonl"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, name, text, message):
+def test_invalid_file_is_named(tmp_path, name, text, message):
     with pytest.raises(PromptFileError, match=message):
         read(tmp_path, text, name)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(PromptFileError, match=r"none\.txt cannot be read: No such file"):
         read_prompts(tmp_path / "none.txt", DEFAULTS, LIMITS)
 
 
-def test_the_files_name_tells_what_decides_the_picture():
+def test_file_name_depends_on_everything_in_the_image():
     prompt = Prompt(3, Job("a fox", 32, 32, 0.5, seed=1), "fox")
     name = prompt.file_name("model")
     assert name.startswith("000003-fox-") and name.endswith(".png")
@@ -146,11 +147,11 @@ def test_the_files_name_tells_what_decides_the_picture():
     assert len(names) == 2 + len(others)
 
 
-# Which are drawn together, and what is written
+# Batches and files
 
 
 class Painter:
-    """Draws one colour, which the seed decides; what says "explode" fails, and takes its batch with it."""
+    """An engine that returns images of one colour, which depends on the seed; "explode" fails its batch."""
 
     name, sampler = "painter", "DDIM"
 
@@ -164,7 +165,7 @@ class Painter:
     def generate(self, jobs, should_stop=None):
         self.batches.append([job.seed for job in jobs])
         if any("explode" in job.prompt for job in jobs):
-            raise RuntimeError("no such picture")
+            raise RuntimeError("no such image")
         return [Image.new("RGB", (job.width, job.height), (job.seed, 0, 0)) for job in jobs]
 
 
@@ -180,14 +181,14 @@ def prompts_of(*texts, **changes):
     return [Prompt(i, Job(text, 32, 32, 0.5, seed=i, **{"steps": 2, **changes})) for i, text in enumerate(texts)]
 
 
-def test_only_what_agrees_is_drawn_together_in_the_order_of_the_list():
+def test_batches_keep_the_order_of_the_list():
     prompts = prompts_of(*"abcdefg")
     prompts[1] = replace(prompts[1], job=replace(prompts[1].job, steps=3))
     prompts[4] = replace(prompts[4], job=replace(prompts[4].job, ratio=0.0))
     assert [[p.index for p in batch] for batch in split(prompts, 2)] == [[0, 2], [1], [3, 5], [4], [6]]
 
 
-def test_what_is_there_is_not_drawn_again_and_a_changed_prompt_is(tmp_path, model):
+def test_only_missing_and_changed_images_are_generated(tmp_path, model):
     out, painter = tmp_path / "new" / "out", Painter()
     prompts = prompts_of(*"abcd")
     assert str(generate(prompts, model, out, 2, draw_here(lambda: painter))).startswith("4 made, 0 skipped")
@@ -195,7 +196,7 @@ def test_what_is_there_is_not_drawn_again_and_a_changed_prompt_is(tmp_path, mode
     assert len(times) == 4
     prompts[2] = replace(prompts[2], job=replace(prompts[2].job, prompt="changed"))
     assert str(generate(prompts, model, out, 2, draw_here(lambda: painter))).startswith("1 made, 3 skipped")
-    assert painter.batches == [[0, 1], [2, 3], [2, 3]], "its batch is drawn whole, so that rounding is what it was"
+    assert painter.batches == [[0, 1], [2, 3], [2, 3]], "the complete batch, because rounding depends on it"
     assert {path: path.stat().st_mtime_ns for path in times} == times and len(list(out.glob("*.png"))) == 5
     (model / "tome.json").write_text('{"exported": "again"}')
     assert generate(prompts, model, out, 2, draw_here(lambda: painter)).made == 4
@@ -204,39 +205,39 @@ def test_what_is_there_is_not_drawn_again_and_a_changed_prompt_is(tmp_path, mode
 @pytest.mark.parametrize(
     "damage", [lambda png: b"", lambda png: png[:-1], lambda png: b"?" + png[1:], lambda png: b"fox"]
 )
-def test_a_file_that_is_no_whole_png_is_drawn_again(tmp_path, model, damage):
+def test_truncated_png_is_generated_again(tmp_path, model, damage):
     out, prompts = tmp_path / "out", prompts_of("a", "b")
     generate(prompts, model, out, 2, draw_here(Painter))
-    whole = pictures(out)
-    path = out / min(whole)
-    path.write_bytes(damage(whole[path.name]))
+    complete = images(out)
+    path = out / min(complete)
+    path.write_bytes(damage(complete[path.name]))
     assert str(generate(prompts, model, out, 2, draw_here(Painter))).startswith("1 made, 1 skipped")
-    assert pictures(out) == whole
+    assert images(out) == complete
 
 
-def test_nothing_is_loaded_where_nothing_is_missing(tmp_path, model):
+def test_engine_is_not_loaded_if_nothing_is_missing(tmp_path, model):
     prompts = prompts_of("a")
     generate(prompts, model, tmp_path / "out", 2, draw_here(Painter))
     assert generate(prompts, model, tmp_path / "out", 2, draw_here(lambda: pytest.fail("loaded"))).skipped == 1
 
 
-def test_one_that_fails_takes_no_other_with_it(tmp_path, model):
+def test_failed_prompt_does_not_fail_its_batch(tmp_path, model):
     painter = Painter()
     summary = generate(prompts_of("a", "explode", "c"), model, tmp_path, 3, draw_here(lambda: painter))
     assert (summary.made, painter.batches) == (2, [[0, 1, 2], [0], [1], [2]])
     assert [(prompt.index, failure) for prompt, failure in summary.failures] == [
-        (1, Failure("RuntimeError: no such picture"))
+        (1, Failure("RuntimeError: no such image"))
     ]
 
 
-def test_what_the_engine_must_draw_alone_is_drawn_alone():
+def test_jobs_without_a_batch_key_run_alone():
     painter = Painter(key=None)
     assert [prompt.index for prompt, _ in draw_batch(painter, prompts_of("a", "b"))] == [0, 1]
     assert painter.batches == [[0], [1]]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_file_that_is_not_on_the_disk_has_not_its_name(tmp_path, model, monkeypatch, call):
+def test_file_gets_its_name_when_it_is_on_the_disk(tmp_path, model, monkeypatch, call):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -246,76 +247,66 @@ def test_a_file_that_is_not_on_the_disk_has_not_its_name(tmp_path, model, monkey
             generate(prompts_of("a"), model, tmp_path / "out", 1, draw_here(Painter))
     assert [path.name[:18] for path in (tmp_path / "out").glob("*png")] == [".unfinished-000000"]
     assert generate(prompts_of("a"), model, tmp_path / "out", 1, draw_here(Painter)).made == 1
-    assert [path.name[:7] for path in (tmp_path / "out").glob("*png")] == ["000000-"], "the leftover is gone"
+    assert [path.name[:7] for path in (tmp_path / "out").glob("*png")] == ["000000-"], "the unfinished file is removed"
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path, model):
     def draw(batches):
-        with pytest.raises(OutputError, match="another run draws into"):
+        with pytest.raises(OutputError, match="another run writes to"):
             generate(prompts_of("a"), model, tmp_path, 1, draw_here(Painter))
         yield from draw_here(Painter)(batches)
 
     assert generate(prompts_of("a"), model, tmp_path, 1, draw).made == 1
 
 
-def test_a_folder_that_cannot_be_is_named(tmp_path, model):
+def test_folder_that_cannot_be_created_is_named(tmp_path, model):
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="file/out cannot be written to: Not a directory"):
+    with pytest.raises(OutputError, match="file/out cannot be written: Not a directory"):
         generate(prompts_of("a"), model, tmp_path / "file" / "out", 1, draw_here(Painter))
 
 
-# The command, on an exported model
+# The command, with an exported model
 
 
 def command(prompts, model, out, *options):
-    given = ["--prompts", prompts, "--model", model, "--out", out, "--threads", "1", "--guidance", "2", *options]
-    return ["generate", *map(str, given)]
+    arguments = ["--prompts", prompts, "--model", model, "--output", out, "--threads", "1", "--guidance-scale", "2"]
+    return ["generate", *map(str, arguments), *options]
 
 
 PYTHON_M = (sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome")
 
 
-def pictures(folder):
+def images(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.png")}
 
 
-def test_a_killed_run_goes_on_to_the_same_pictures(tmp_path, exported_folder, capsys):
+def test_resumed_run_writes_the_same_images(tmp_path, exported_folder, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ("fox", "owl", "cat", "dog", "bee")))
-    options = ["--batch", "2", "--steps", "60", "--negative", "red"]
+    options = ["--batch", "2", "--steps", "60", "--negative-prompt", "red"]
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "ppdiffusers_tome",
-            *command(prompts, exported_folder, killed, *options),
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    arguments = [*PYTHON_M, *command(prompts, exported_folder, killed, *options)]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = monotonic() + 120
     while len(list(killed.glob("0*.png"))) < 2 and process.poll() is None and monotonic() < end:
         sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it ended by itself"
+    assert process.wait() == -signal.SIGKILL, "it ended before the signal"
     before = {path: path.stat().st_mtime_ns for path in killed.glob("0*.png")}
     assert 2 <= len(before) < 5
     for path in before:
         Image.open(io.BytesIO(path.read_bytes())).load()
-    (killed / ".unfinished-000004-half.png").write_bytes(b"\x89PNG")  # as if it had been killed while it wrote
+    (killed / ".unfinished-000004-half.png").write_bytes(b"\x89PNG")  # as if killed while writing
 
     assert main(command(prompts, exported_folder, killed, *options)) == 0
-    left = 5 - len(before)
-    assert f"{left} made, {len(before)} skipped (already there), 0 failed of 5" in capsys.readouterr().out
+    missing = 5 - len(before)
+    assert f"{missing} made, {len(before)} skipped (already there), 0 failed of 5" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert main(command(prompts, exported_folder, unbroken, *options)) == 0
-    assert pictures(killed) == pictures(unbroken) and len(pictures(killed)) == 5
+    assert images(killed) == images(unbroken) and len(images(killed)) == 5
 
 
-def test_a_picture_tells_how_it_was_made_and_depends_on_no_other(tmp_path, exported_folder):
+def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_folder):
     prompts = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "fox", "seed": 7, "name": "fox"},
@@ -327,8 +318,8 @@ def test_a_picture_tells_how_it_was_made_and_depends_on_no_other(tmp_path, expor
     assert main(command(prompts, exported_folder, out, "--steps", "2", "--batch", "3", "--seed", "40")) == 0
     fox, star, owl = (Image.open(io.BytesIO(path.read_bytes())) for path in sorted(out.glob("0*.png")))
     assert json.loads(star.text["ppdiffusers_tome"])["seed"] == 41 and star.size == (48, 32)
-    told, engine = json.loads(owl.text["ppdiffusers_tome"]), load_engine(exported_folder, threads=1)
-    assert told.items() >= {
+    metadata, engine = json.loads(owl.text["ppdiffusers_tome"]), load_engine(exported_folder, threads=1)
+    assert metadata.items() >= {
         "prompt": "owl", "negative_prompt": "red", "seed": 42, "steps": 2, "guidance_scale": 2.0,
         "width": 32, "height": 32, "tome_ratio": 0.5, "model": engine.name,
     }.items()  # fmt: skip
@@ -342,15 +333,16 @@ def test_a_picture_tells_how_it_was_made_and_depends_on_no_other(tmp_path, expor
     ("options", "message"),
     [
         (["--steps", "0"], "--steps: steps=0 is not allowed"),
-        (["--size", "64x64"], "--size: 64x64 was not exported"),
+        (["--size", "64"], "--size: 64x64 was not exported"),
+        (["--size", "32", "big"], "size='big' is not allowed"),
         (["--ratio", "0.3"], "--ratio: ratio 0.3 was not exported"),
-        (["--guidance", "-1"], "--guidance: -1.0 is not allowed"),
+        (["--guidance-scale", "-1"], "--guidance-scale: guidance_scale=-1.0 is not allowed"),
         (["--seed", "-1"], "--seed: seed=-1 is not allowed"),
         (["--batch", "0"], "--batch 0 is not allowed"),
         (["--ray", "--actors", "0"], "--actors 0 is not allowed"),
     ],
 )
-def test_a_bad_option_is_told_before_anything_is_drawn(tmp_path, exported_folder, capsys, options, message):
+def test_invalid_option_is_named_before_anything_is_written(tmp_path, exported_folder, capsys, options, message):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a fox")
     assert main(command(prompts, exported_folder, tmp_path / "out", *options)) == 2
@@ -358,7 +350,7 @@ def test_a_bad_option_is_told_before_anything_is_drawn(tmp_path, exported_folder
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bad_line_stops_the_run_before_anything_is_drawn(tmp_path, exported_folder, capsys):
+def test_invalid_line_stops_the_run_before_anything_is_written(tmp_path, exported_folder, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "good"}\n{"prompt": "bad", "steps": "many"}')
     assert main(command(prompts, exported_folder, tmp_path / "out")) == 2
@@ -366,33 +358,33 @@ def test_a_bad_line_stops_the_run_before_anything_is_drawn(tmp_path, exported_fo
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_picture_is_told_in_the_exit_status(tmp_path, exported_folder, capsys, monkeypatch):
+def test_exit_status_of_a_failed_image(tmp_path, exported_folder, capsys, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nexplode")
     monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", lambda *options, **verify: Painter())
     assert main(command(prompts, exported_folder, tmp_path / "out")) == 1
-    told = capsys.readouterr()
-    assert "1 made, 0 skipped (already there), 1 failed of 2" in told.out
-    assert "failed: picture 1 ('explode'): RuntimeError: no such picture" in told.err
+    printed = capsys.readouterr()
+    assert "1 made, 0 skipped (already there), 1 failed of 2" in printed.out
+    assert "failed: image 1 ('explode'): RuntimeError: no such image" in printed.err
 
 
-def test_damaged_weights_draw_nothing_verified_or_not(tmp_path, exported_folder, capsys):
+def test_damaged_weights_give_no_image(tmp_path, exported_folder, capsys):
     prompts, folder = tmp_path / "prompts.txt", tmp_path / "copy"
     prompts.write_text("a\nb")
     shutil.copytree(exported_folder, folder)
     weights = folder / "vae_decoder" / "inference.pdiparams"
     content = weights.read_bytes()
     weights.write_bytes(content[:-4] + np.float32("nan").tobytes())  # the last of the last parameter
-    given = command(prompts, folder, tmp_path / "out", "--steps", "2")
-    assert main(given) == 2
+    arguments = command(prompts, folder, tmp_path / "out", "--steps", "2")
+    assert main(arguments) == 2
     assert "vae_decoder/inference.pdiparams is not what was exported" in capsys.readouterr().err
-    assert not pictures(tmp_path / "out")
-    assert main([*given, "--no-verify"]) == 1
+    assert not images(tmp_path / "out")
+    assert main([*arguments, "--no-verify"]) == 1
     assert "0 made, 0 skipped (already there), 2 failed of 2" in capsys.readouterr().out
-    assert not pictures(tmp_path / "out")
+    assert not images(tmp_path / "out")
 
 
-def test_interrupting_says_how_to_go_on(tmp_path, exported_folder, capsys, monkeypatch):
+def test_interruption_prints_how_to_resume(tmp_path, exported_folder, capsys, monkeypatch):
     def interrupted(*options, **verify):
         raise KeyboardInterrupt
 
@@ -400,10 +392,10 @@ def test_interrupting_says_how_to_go_on(tmp_path, exported_folder, capsys, monke
     prompts.write_text("a")
     monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", interrupted)
     assert main(command(prompts, exported_folder, tmp_path / "out")) == 130
-    assert "run the same command again to go on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
 
 
-def test_ray_is_asked_for_where_it_is_missing(tmp_path, exported_folder, capsys, monkeypatch):
+def test_missing_ray_is_an_error_with_the_remedy(tmp_path, exported_folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a")
@@ -411,22 +403,22 @@ def test_ray_is_asked_for_where_it_is_missing(tmp_path, exported_folder, capsys,
     assert "pip install 'ppdiffusers_tome[ray]'" in capsys.readouterr().err
 
 
-def test_an_export_for_any_size_needs_to_be_told_sizes(exported_folder, capsys):
+def test_dynamic_export_needs_sizes(exported_folder, capsys):
     from ppdiffusers_tome.cli import _parser
     from ppdiffusers_tome.commands.generate import _defaults
     from ppdiffusers_tome.inference import read_manifest
 
     manifest = read_manifest(exported_folder)
-    of_any_size = [each for each in manifest.programs if each.size in (None, manifest.sizes[0])]
-    programs = tuple(replace(each, size=None) for each in of_any_size)
+    one_size = [program for program in manifest.programs if program.size in (None, manifest.sizes[0])]
+    programs = tuple(replace(program, size=None) for program in one_size)
     dynamic = replace(manifest, sizes=(), programs=programs)
     options = _parser().parse_args(command("p.txt", exported_folder, "out"))
-    with pytest.raises(ToMeConfigError, match="--size 512x512 for one"):
+    with pytest.raises(ToMeConfigError, match="for instance --size 512"):
         _defaults(dynamic, options)
-    defaults, limits = _defaults(dynamic, replace_option(options, size="96x64,64x64"))
+    defaults, limits = _defaults(dynamic, replace_option(options, size=["96x64", "64"]))
     assert (defaults.height, defaults.width, limits.sizes) == (64, 96, ((64, 96), (64, 64)))
     with pytest.raises(ToMeConfigError, match="--size 33x64 is not allowed: both must be multiples"):
-        _defaults(dynamic, replace_option(options, size="33x64"))
+        _defaults(dynamic, replace_option(options, size=["33x64"]))
 
 
 def replace_option(options, **changes):

@@ -1,4 +1,4 @@
-"""On Ray: engines are killed under load, and no picture is lost. Only `make test-ray` runs this; it takes minutes."""
+"""Serving and generation on Ray, also with engines that are killed. Only `make test-ray` runs it; it takes minutes."""
 
 import argparse
 import asyncio
@@ -23,18 +23,18 @@ from serving_support import OPENAI, FakeEngine, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import drawers
-from ppdiffusers_tome.serving.errors import DrainingError, DrawingError, NotReadyError, QueueFullError
+from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
 from ppdiffusers_tome.serving.jobs import Job, Limits
-from ppdiffusers_tome.serving.metrics import Metrics
+from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import FAILURES
 from ppdiffusers_tome.serving.service import Progress
-from ppdiffusers_tome.serving.settings import KEY_VARIABLE
+from ppdiffusers_tome.serving.service_errors import DrainingError, DrawingError, NotReadyError, QueueFullError
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.filterwarnings("ignore"),
-]  # the warnings are Ray's
+]  # Ray's warnings
 
 from ray import cloudpickle  # noqa: E402
 from ray.cluster_utils import Cluster as Nodes  # noqa: E402
@@ -50,13 +50,13 @@ PYTHON_M = (sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome")
 LOST = (ActorDiedError(), ActorUnavailableError("gone", b"0" * 16))
 
 
-# The service of the app, over engines that are told how to die
+# The service of the app, with fake engines
 
 
 class Answers:
-    """Stands for Ray's handle: gives out, or raises, what it is told, and counts.
+    """A fake of Ray's handle with two engines: each call returns or raises the next of `answers`.
 
-    A number is a job that takes so many seconds in an engine, of which there are two.
+    A number is a job that takes as many seconds.
     """
 
     def __init__(self, *answers):
@@ -103,43 +103,43 @@ def service(monkeypatch):
     return make
 
 
-TWO_AT_ONCE = {"capacity": 1, "largest_batch": 1, "request_seconds": 60}  # three accepted, one of them in the pipeline
+TWO_AT_ONCE = {"capacity": 1, "largest_batch": 1, "request_seconds": 60}  # three accepted, of which one runs
 NEVER = 3600.0
 
 
-def pictures(service, outcome):
-    return service.metrics.registry.get_sample_value("ppdiffusers_tome_pictures_total", {"outcome": outcome})
+def images(service, outcome):
+    return service.metrics.registry.get_sample_value("ppdiffusers_tome_images_total", {"outcome": outcome})
 
 
-def test_a_job_whose_engine_died_is_drawn_by_another(service):
-    made = service(*LOST, "picture")
-    assert asyncio.run(made.submit([JOB])) == ["picture"]
-    assert (made._engines.calls, pictures(made, "drawn"), pictures(made, "failed")) == (3, 1, 0)
+def test_job_of_a_dead_engine_goes_to_another(service):
+    made = service(*LOST, "image")
+    assert asyncio.run(made.submit([JOB])) == ["image"]
+    assert (made._engines.calls, images(made, "drawn"), images(made, "failed")) == (3, 1, 0)
 
 
-def test_a_job_that_kills_engines_is_given_up(service):
-    made = service(*[LOST[0]] * ATTEMPTS, "never asked")
+def test_job_that_kills_engines_fails(service):
+    made = service(*[LOST[0]] * ATTEMPTS, "not used")
     with pytest.raises(DrawingError, match="3 engines died"):
         asyncio.run(made.submit([JOB]))
-    assert (made._engines.calls, pictures(made, "failed")) == (ATTEMPTS, 1)
+    assert (made._engines.calls, images(made, "failed")) == (ATTEMPTS, 1)
 
 
 @pytest.mark.parametrize("error", [DrawingError("not finite"), NotReadyError("failed", retry_after=7)])
-def test_what_an_engine_raises_arrives_as_it_was_and_is_not_its_death(service, error):
+def test_error_of_an_engine_is_raised_unchanged_and_not_retried(service, error):
     sent = cloudpickle.loads(cloudpickle.dumps(RayTaskError("draw", "a traceback", error)))
-    made = service(sent.as_instanceof_cause(), "never asked")
+    made = service(sent.as_instanceof_cause(), "not used")
     with pytest.raises(type(error)) as raised:
         asyncio.run(made.submit([JOB]))
     assert (type(raised.value), str(raised.value)) == (type(error), str(error))
     assert vars(raised.value) == vars(error)
-    assert (made._engines.calls, pictures(made, "failed")) == (1, 1)
+    assert (made._engines.calls, images(made, "failed")) == (1, 1)
 
 
-def test_no_more_is_accepted_than_may_be_under_way(service):
+def test_accepted_images_are_limited(service):
     async def ask(made):
         drawing = asyncio.ensure_future(made.submit([JOB]))
         await asyncio.sleep(0.01)
-        with pytest.raises(QueueFullError, match="1 images are under way, of 3"):
+        with pytest.raises(QueueFullError, match="1 of at most 3 images are accepted"):
             await made.submit([JOB] * 3)
         assert await made.submit([JOB] * 2) == ["a", "b"]
         drawing.cancel()
@@ -151,7 +151,7 @@ def test_no_more_is_accepted_than_may_be_under_way(service):
     assert made._engines.calls == 6
 
 
-def test_retry_after_is_how_long_it_takes_until_all_that_is_under_way_is_drawn(service):
+def test_retry_after_estimates_when_all_accepted_images_are_done(service):
     async def ask(made):
         await made.submit([JOB] * 8)
         start = monotonic()
@@ -167,7 +167,7 @@ def test_retry_after_is_how_long_it_takes_until_all_that_is_under_way_is_drawn(s
     assert 0.7 * took <= promised <= 1.5 * took, (promised, took)
 
 
-def test_progress_counts_what_is_under_way_and_since_when(service):
+def test_progress_of_accepted_images(service):
     async def ask(made):
         assert made.progress() == Progress()
         drawing = asyncio.ensure_future(made.submit([JOB] * 2))
@@ -183,15 +183,15 @@ def test_progress_counts_what_is_under_way_and_since_when(service):
     assert 0.2 <= progress.seconds < 10
 
 
-def test_trouble_is_that_nothing_is_drawn_in_time_or_all_fails(service):
+def test_timeouts_and_failures_in_a_row_are_trouble(service):
     async def ask(made, seconds):
-        """Cancel a request after so many seconds, as HTTP does when its time is over; the trouble just before."""
+        """Cancel a request after `seconds`, as at the time limit; returns the trouble just before."""
         drawing = asyncio.ensure_future(made.submit([JOB]))
         await asyncio.sleep(seconds)
         trouble = made.trouble
         drawing.cancel()
         await asyncio.wait([drawing])
-        assert made.trouble is None, "nothing is under way: who asks should try again"
+        assert made.trouble is None, "without accepted images the next request may succeed"
         return trouble
 
     async def ask_all(made):
@@ -204,7 +204,7 @@ def test_trouble_is_that_nothing_is_drawn_in_time_or_all_fails(service):
 
     never = [NEVER] * 2 * FAILURES
     late = asyncio.run(ask_all(service(*never, NEVER, "image", NEVER, request_seconds=0.2)))
-    assert late == (f"the last {FAILURES} images failed or were not drawn in time", None)
+    assert late == (f"the last {FAILURES} images failed or reached the time limit", None)
     made = service(*[DrawingError("not finite")] * FAILURES, NEVER)
     for _ in range(FAILURES):
         with pytest.raises(DrawingError):
@@ -212,7 +212,7 @@ def test_trouble_is_that_nothing_is_drawn_in_time_or_all_fails(service):
     assert asyncio.run(ask(made, 0.01)) == late[0]
 
 
-def test_a_service_that_drains_finishes_what_it_has_and_refuses_the_rest(service):
+def test_draining_finishes_accepted_jobs_and_refuses_others(service):
     async def ask(made):
         drawing = asyncio.ensure_future(made.submit([JOB]))
         await asyncio.sleep(0)
@@ -227,28 +227,28 @@ def test_a_service_that_drains_finishes_what_it_has_and_refuses_the_rest(service
     asyncio.run(ask(service(0.3)))
 
 
-def test_without_engines_nothing_is_accepted(service):
+def test_without_engines_the_service_is_not_ready(service):
     with pytest.raises(NotReadyError, match="no engine could be started"):
         asyncio.run(service(DeploymentUnavailableError("engines")).submit([JOB]))
 
 
-def test_who_hangs_up_or_is_refused_in_part_abandons_all_of_it(service):
-    async def hang_up(made):
+def test_cancelled_or_partly_failed_request_is_abandoned(service):
+    async def cancel(made):
         drawing = asyncio.ensure_future(made.submit([JOB, JOB]))
         await asyncio.sleep(0.01)
         drawing.cancel()
         await asyncio.wait([drawing])
 
     made = service(NEVER, NEVER)
-    asyncio.run(hang_up(made))
-    assert (made._engines.cancelled, pictures(made, "abandoned")) == (2, 2)
+    asyncio.run(cancel(made))
+    assert (made._engines.cancelled, images(made, "abandoned")) == (2, 2)
     made = service(NEVER, DeploymentUnavailableError("engines"))
     with pytest.raises(NotReadyError):
         asyncio.run(made.submit([JOB, JOB]))
     assert made._engines.cancelled == 1
 
 
-def test_an_engine_in_trouble_is_not_healthy():
+def test_engine_in_trouble_is_not_healthy():
     class Queue:
         trouble = None
 
@@ -258,12 +258,12 @@ def test_an_engine_in_trouble_is_not_healthy():
     replica = object.__new__(EngineReplica)
     replica._queue = Queue()
     replica.check_health()
-    replica._queue.trouble = "one pipeline call runs for 61 s"
-    with pytest.raises(DrawingError, match="one pipeline call runs for 61 s"):
+    replica._queue.trouble = "one pipeline call has been running for 61 s"
+    with pytest.raises(DrawingError, match="one pipeline call has been running for 61 s"):
         replica.check_health()
 
 
-def test_an_engine_is_stuck_after_twice_the_time_of_a_request():
+def test_engine_is_stuck_after_twice_the_time_limit():
     engine = FakeEngine()
     replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(request_seconds=0.2))
     engine.gate.clear()
@@ -273,7 +273,7 @@ def test_an_engine_is_stuck_after_twice_the_time_of_a_request():
         await asyncio.sleep(0.2)
         replica.check_health()
         await asyncio.sleep(0.4)
-        with pytest.raises(DrawingError, match="one pipeline call runs"):
+        with pytest.raises(DrawingError, match="one pipeline call has been running"):
             replica.check_health()
         drawing.cancel()
         await asyncio.wait([drawing])
@@ -281,7 +281,7 @@ def test_an_engine_is_stuck_after_twice_the_time_of_a_request():
     asyncio.run(hang())
 
 
-def test_jobs_gather_in_the_engine_and_are_drawn_together():
+def test_jobs_share_a_call_in_the_engine():
     engine = FakeEngine()
     replica = EngineReplica(lambda: engine, "fake", LIMITS, Cluster(batch_wait=5, largest_batch=3))
 
@@ -296,7 +296,7 @@ def test_jobs_gather_in_the_engine_and_are_drawn_together():
     assert [len(call) for call in engine.calls] == [3]
 
 
-def test_an_engine_that_has_failed_ends_before_it_refuses_all_that_comes(monkeypatch):
+def test_failed_engine_exits_instead_of_refusing_jobs(monkeypatch):
     class Queue:
         async def submit(self, jobs):
             raise NotReadyError("the server is not ready: failed", retry_after=5)
@@ -333,7 +333,7 @@ def test_cluster_is_checked(options, message):
         Cluster(**options)
 
 
-# A server on two engines, as people run it
+# A server with two engines, in its own processes
 
 
 class Server:
@@ -346,17 +346,16 @@ class Server:
         return self.http.post(OPENAI, json={"prompt": "fox", "steps": 3, **body})
 
     def named(self, name):
-        """Processes of Ray's whose title holds a name, by process id."""
-        return {each.pid: each for each in with_children(self.process) if name in title(each)}
+        """Ray's processes whose title contains the name, by process id."""
+        return {child.pid: child for child in with_children(self.process) if name in title(child)}
 
     def count(self, name, **labels):
-        wanted = ",".join(f'{key}="{value}"' for key, value in labels.items())
-        pattern = rf"^ppdiffusers_tome_{name}{re.escape('{' + wanted + '}') if labels else ''} (\S+)$"
-        found = re.search(pattern, self.http.get("/metrics").text, re.M)
-        return float(found[1])
+        text = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        pattern = rf"^ppdiffusers_tome_{name}{re.escape('{' + text + '}') if labels else ''} (\S+)$"
+        return float(re.search(pattern, self.http.get("/metrics").text, re.M)[1])
 
-    def under_way(self):
-        return self.count("waiting_pictures") + self.count("running_pictures")
+    def accepted(self):
+        return self.count("waiting_images") + self.count("running_images")
 
     def wait_for_engines(self, replaced=()):
         until(lambda: len(set(self.named("EngineReplica")) - set(replaced)) == 2, seconds=120)
@@ -367,7 +366,7 @@ def with_children(process):
 
 
 def title(process):
-    """The command line, which Ray replaces by what the process does; nothing where it has ended."""
+    """The command line, which Ray replaces by a description of the process; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -375,7 +374,7 @@ def title(process):
 
 
 @contextmanager
-def crowd(server, bodies):
+def send_all(server, bodies):
     """Send all requests at once; yields the list of answers, complete when the context ends."""
     answers = [None] * len(bodies)
 
@@ -392,7 +391,7 @@ def crowd(server, bodies):
 
 def data(answer):
     assert answer.status_code == 200, answer.text
-    return [each["b64_json"] for each in answer.json()["data"]]
+    return [image["b64_json"] for image in answer.json()["data"]]
 
 
 @contextmanager
@@ -411,10 +410,10 @@ def serving_on_ray(folder, log, *options):
         yield running
     finally:
         running.http.close()
-        everything = process.children(recursive=True) if process.is_running() else []
-        for each in [*everything, process]:
-            if each.is_running():
-                each.kill()
+        children = process.children(recursive=True) if process.is_running() else []
+        for child in [*children, process]:
+            if child.is_running():
+                child.kill()
         process.wait()
 
 
@@ -424,7 +423,7 @@ def server(exported_folder, tmp_path_factory):
         yield running
 
 
-def test_the_app_is_the_same(server):
+def test_app_is_the_same_as_in_one_process(server):
     assert server.http.get("/ready").json() == {"state": "ready"}
     assert httpx.get(f"{server.http.base_url}/v1/models").status_code == 401
     refused = server.draw(size="64x64")
@@ -433,11 +432,11 @@ def test_the_app_is_the_same(server):
     assert first != second and data(server.draw(seed=5)) == [first] and data(server.draw(seed=6)) == [second]
 
 
-def test_ray_can_be_reached_from_this_machine_only(server):
+def test_ray_listens_on_this_machine_only(server):
     listening = [
         connection.laddr
-        for each in server.process.children(recursive=True)
-        for connection in each.connections(kind="tcp")
+        for child in server.process.children(recursive=True)
+        for connection in child.connections(kind="tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
     own = ipaddress.ip_network("127.0.0.0/8")
@@ -445,57 +444,57 @@ def test_ray_can_be_reached_from_this_machine_only(server):
     assert addresses and not [address for address in addresses if address not in own]
 
 
-def test_an_engine_that_is_killed_under_load_is_replaced_and_no_picture_lost(server):
+def test_killed_engine_is_replaced_and_no_image_lost(server):
     alone = data(server.draw(seed=3, steps=60))
     server.wait_for_engines()
     before = server.named("EngineReplica")
-    # As many as two engines and the queue take.
-    with crowd(server, [{"seed": seed, "steps": 60} for seed in range(12)]) as answers:
+    # As many as two engines and the queue accept.
+    with send_all(server, [{"seed": seed, "steps": 60} for seed in range(12)]) as answers:
         until(lambda: any(answers), seconds=120)  # both have work
         victim = next(iter(before))
         os.kill(victim, signal.SIGKILL)
     assert [answer.status_code for answer in answers] == [200] * 12
     assert len({data(answer)[0] for answer in answers}) == 12
     assert data(server.draw(seed=3, steps=60)) == alone
-    assert "an engine died, and a job with it (1 of 3 times)" in server.log.read_text()
+    assert "an engine died with a job (attempt 1 of 3)" in server.log.read_text()
     server.wait_for_engines(replaced=[victim])
-    assert server.under_way() == 0
+    assert server.accepted() == 0
 
 
-def test_a_full_queue_is_told_and_every_request_answered(server):
+def test_every_request_is_answered_with_a_full_queue(server):
     server.wait_for_engines()
-    with crowd(server, [{"seed": seed, "steps": 60} for seed in range(24)]) as answers:
+    with send_all(server, [{"seed": seed, "steps": 60} for seed in range(24)]) as answers:
         pass
     statuses = [answer.status_code for answer in answers]
     assert set(statuses) == {200, 429} and statuses.count(200) >= 12
     assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status_code == 429)
 
 
-def test_a_client_that_hangs_up_frees_its_place(server):
-    before = server.count("pictures_total", outcome="abandoned")
+def test_disconnection_frees_the_place(server):
+    before = server.count("images_total", outcome="abandoned")
     with pytest.raises(httpx.ReadTimeout):
         server.http.post(OPENAI, json={"prompt": "fox", "steps": 900, "n": 4}, timeout=1)
-    until(lambda: server.count("pictures_total", outcome="abandoned") == before + 4)
+    until(lambda: server.count("images_total", outcome="abandoned") == before + 4)
     start = monotonic()
     data(server.draw())
-    assert monotonic() - start < 5, "engines still draw 900 steps"
+    assert monotonic() - start < 5, "the engines still run 900 steps"
 
 
-def test_an_app_that_is_killed_answers_with_an_error_and_comes_back(server):
+def test_killed_app_answers_with_an_error_and_is_restarted(server):
     (victim,) = server.named("ppdiffusers_tome-http")
-    with crowd(server, [{"seed": seed, "steps": 60} for seed in range(4)]) as answers:
-        until(lambda: server.under_way() == 4)
+    with send_all(server, [{"seed": seed, "steps": 60} for seed in range(4)]) as answers:
+        until(lambda: server.accepted() == 4)
         os.kill(victim, signal.SIGKILL)
     assert {answer.status_code for answer in answers} <= {500, 502, 503}
     until(lambda: server.http.get("/ready").status_code == 200, seconds=120)
     data(server.draw())
 
 
-def test_sigterm_finishes_what_was_accepted_and_leaves_no_process(server):
+def test_sigterm_finishes_accepted_requests_and_ends_all_processes(server):
     server.wait_for_engines()
-    everything = server.process.children(recursive=True)
-    with crowd(server, [{"seed": seed, "steps": 60} for seed in range(6)]) as answers:
-        until(lambda: server.under_way() == 6)
+    children = server.process.children(recursive=True)
+    with send_all(server, [{"seed": seed, "steps": 60} for seed in range(6)]) as answers:
+        until(lambda: server.accepted() == 6)
         server.process.send_signal(signal.SIGTERM)
         late = httpx.Response(0)
         while late.status_code != 503:  # until the signal has arrived
@@ -503,7 +502,7 @@ def test_sigterm_finishes_what_was_accepted_and_leaves_no_process(server):
     assert int(late.headers["Retry-After"]) >= 1
     assert [answer.status_code for answer in answers] == [200] * 6
     assert server.process.wait(120) == 0, server.log.read_text()
-    _, alive = psutil.wait_procs(everything, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
 
@@ -513,11 +512,23 @@ ANIMALS = ("fox", "owl", "cat", "dog", "bee", "ant", "cow", "hen")
 
 
 def generate_on_ray_and_here(folder, tmp_path, kill, *options):
-    """Draw eight prompts on Ray, where `kill` is called after the first images, and in one process: the same bytes."""
+    """Eight prompts on Ray, with a call of `kill` after the first images, give the same bytes as in one process."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ANIMALS))
-    given = ["--prompts", prompts, "--model", folder, "--steps", "50", "--batch", "2", "--threads", "1", "--out"]
-    command = [*PYTHON_M, "generate", *map(str, given)]
+    arguments = [
+        "--prompts",
+        prompts,
+        "--model",
+        folder,
+        "--steps",
+        "50",
+        "--batch",
+        "2",
+        "--threads",
+        "1",
+        "--output",
+    ]
+    command = [*PYTHON_M, "generate", *map(str, arguments)]
     process = psutil.Popen([*command, str(tmp_path / "ray"), "--ray", *options], stdout=subprocess.PIPE, text=True)
     try:
         until(lambda: len(list((tmp_path / "ray").glob("0*.png"))) >= 2 or process.poll() is not None, seconds=200)
@@ -532,9 +543,9 @@ def generate_on_ray_and_here(folder, tmp_path, kill, *options):
     assert here == there and len(here) == 8
 
 
-def test_an_actor_that_is_killed_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
+def test_killed_actor_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
     def kill(process):
-        next(each for each in with_children(process) if "EngineActor.draw" in title(each)).kill()
+        next(child for child in with_children(process) if "EngineActor.draw" in title(child)).kill()
 
     generate_on_ray_and_here(exported_folder, tmp_path, kill)
 
@@ -560,7 +571,7 @@ def test_threads_of_an_actor(options, expected):
             drawers.threads(parsed)
 
 
-# Several machines, as far as one machine can play them: each node has a raylet, workers and an object store of its own
+# Several nodes on one machine, each with its own raylet, workers and object store
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_timeout_ms": 1000}
@@ -568,7 +579,7 @@ QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "hea
 
 @pytest.fixture
 def nodes():
-    """Three nodes: a head without room for engines, and two with room for one each."""
+    """Three nodes: a head without room for engines, and two with room for one engine each."""
     nodes = Nodes(True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False, "_system_config": QUICK})
     try:
         for _ in range(2):
@@ -583,34 +594,34 @@ def processes_of(node):
 
 
 def runs(node, name):
-    return any(name in title(each) for each in processes_of(node))
+    return any(name in title(process) for process in processes_of(node))
 
 
-def test_a_node_that_is_lost_takes_no_request_with_it(nodes, exported_folder, tmp_path):
+def test_lost_node_loses_no_request(nodes, exported_folder, tmp_path):
     first, second = nodes.worker_nodes
     with serving_on_ray(exported_folder, tmp_path / "log", "--ray-address", nodes.address) as server:
         assert runs(nodes.head_node, "ppdiffusers_tome-http")
         assert runs(first, "EngineReplica") and runs(second, "EngineReplica")
         bodies = [{"seed": seed, "steps": 60} for seed in range(12)]
-        with crowd(server, bodies) as answers:
+        with send_all(server, bodies) as answers:
             until(lambda: any(answers), seconds=120)  # both engines have work
             nodes.remove_node(first, allow_graceful=False)  # with no room for another engine
         drawn = [data(answer) for answer in answers]
         third = nodes.add_node(**NODE)
         until(lambda: runs(third, "EngineReplica"), seconds=60)
-        with crowd(server, bodies) as answers:
+        with send_all(server, bodies) as answers:
             until(lambda: any(answers), seconds=120)
-            frozen = processes_of(second)  # as if its network were cut: its connections stay open
-            for each in frozen:
-                each.suspend()
+            frozen = processes_of(second)  # like a network failure: its connections stay open
+            for process in frozen:
+                process.suspend()
         assert [data(answer) for answer in answers] == drawn
-        for each in frozen:
-            each.kill()
+        for process in frozen:
+            process.kill()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(120) == 0, server.log.read_text()
 
 
-def test_a_node_that_is_lost_takes_no_prompt_with_it(nodes, exported_folder, tmp_path):
+def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
     def kill(process):
         node = next(node for node in nodes.worker_nodes if runs(node, "EngineActor.draw"))
         nodes.remove_node(node, allow_graceful=False)
@@ -621,9 +632,9 @@ def test_a_node_that_is_lost_takes_no_prompt_with_it(nodes, exported_folder, tmp
 POISON = """
 import os, json, sys
 from PIL import Image
-from ppdiffusers_tome.serving.errors import DrawingError
+from ppdiffusers_tome.serving.service_errors import DrawingError
 from ppdiffusers_tome.serving.jobs import Job
-from ppdiffusers_tome.generation.prompts import Prompt
+from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.generation.offline import Failure
 from ppdiffusers_tome.serving.ray_session import ray_session
 from ppdiffusers_tome.generation.actors import ActorStartError, draw_on_actors
@@ -660,28 +671,28 @@ print("RESULT", json.dumps(drawn))
 """
 
 
-def test_a_prompt_that_kills_actors_is_given_up_and_so_is_a_model_that_does_not_load(tmp_path):
+def test_prompt_that_kills_actors_fails_and_so_does_a_model_that_does_not_load(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", POISON, str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True)
     drawn = json.loads(done.stdout.partition("RESULT ")[2])
     load, crash = drawn.pop("load"), drawn.pop("crash")
-    assert drawn == {"0": "png", "1": "3 actors died while they drew it", "2": "DrawingError: not finite"}
+    assert drawn == {"0": "png", "1": "3 actors died with this prompt", "2": "DrawingError: not finite"}
     assert load == "no actor could load the model, in 3 attempts each: no such model"
     assert crash.startswith("no actor could load the model, in 3 attempts each: The actor")
     assert (tmp_path / "log").read_text() == "xxx"
 
 
-def test_an_evaluation_on_actors_draws_what_one_process_draws(tmp_path):
+def test_evaluation_on_actors_writes_the_same_images(tmp_path):
     model = tmp_path / "model"
     tiny_pipeline().save_pretrained(str(model))
     (model / "prompts.txt").write_text("a fox\nan owl\n")
     options = ["--model", str(model), "--backend", "eager", "--ratio", "0.5", "--ablations", "--count", "4"]
-    options += ["--batch", "2", "--size", "32", "--steps", "1", "--rounds", "0", "--threads", "1"]
-    command = [*PYTHON_M, "evaluate", *options, "--out"]
+    options += ["--batch", "2", "--size", "32", "--steps", "1", "--threads", "1"]
+    command = [*PYTHON_M, "evaluate", *options, "--output"]
     subprocess.run([*command, "ray", "--ray", "--actors", "2"], check=True, cwd=tmp_path)
     subprocess.run([*command, "here"], check=True, cwd=tmp_path)
     drawn = [
-        {path.name: path.read_bytes() for path in (tmp_path / out / "pictures").rglob("*.png")}
+        {path.name: path.read_bytes() for path in (tmp_path / out / "images").rglob("*.png")}
         for out in ("ray", "here")
     ]
     assert drawn[0] == drawn[1] and len(drawn[0]) == 3 * 4

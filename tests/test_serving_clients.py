@@ -1,4 +1,4 @@
-"""The clients that people have: OpenAI's package and webuiapi talk to a real server."""
+"""Common clients with a real server: OpenAI's package and webuiapi."""
 
 import base64
 import io
@@ -12,39 +12,39 @@ import webuiapi
 from PIL import Image
 from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 
-from ppdiffusers_tome.serving.errors import QueueFullError
-from ppdiffusers_tome.serving.settings import Settings
+from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.service_errors import QueueFullError
 
 KEY = "correct-horse"
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(settings=Settings(api_key=KEY, steps=2)) as running:
-        yield running
+    with serving(config=AppConfig(api_key=KEY, steps=2)) as server:
+        yield server
 
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as one:
-        yield one
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
 def webui(server):
-    one = webuiapi.WebUIApi("127.0.0.1", server.port, username="anybody", password=KEY, steps=3)
-    yield one
-    one.session.close()
+    client = webuiapi.WebUIApi("127.0.0.1", server.port, username="anybody", password=KEY, steps=3)
+    yield client
+    client.session.close()
 
 
-def test_openai_draws(client):
-    ours = {"seed": 3, "steps": 4, "guidance_scale": 2.0, "negative_prompt": "red", "tome_ratio": 0.0}
+def test_openai_generates_images(client):
+    fields = {"seed": 3, "steps": 4, "guidance_scale": 2.0, "negative_prompt": "red", "tome_ratio": 0.0}
     answer = client.images.generate(
-        prompt="fox", n=2, size="64x48", response_format="b64_json", model="fake", user="me", extra_body=ours
+        prompt="fox", n=2, size="64x48", response_format="b64_json", model="fake", user="me", extra_body=fields
     )
-    pictures = [Image.open(io.BytesIO(base64.b64decode(one.b64_json))) for one in answer.data]
-    assert [picture.size for picture in pictures] == [(64, 48), (64, 48)]
-    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [3, 4]
+    images = [Image.open(io.BytesIO(base64.b64decode(one.b64_json))) for one in answer.data]
+    assert [image.size for image in images] == [(64, 48), (64, 48)]
+    assert [image.getpixel((0, 0))[0] for image in images] == [3, 4]
     assert [one.seed for one in answer.data] == [3, 4] and answer.size == "64x48" and answer.created > 0
 
 
@@ -74,8 +74,8 @@ def test_openai_errors(client, server):
         wrong.images.generate(prompt="fox")
 
 
-def test_openai_comes_back_after_a_full_queue():
-    """The client waits as Retry-After says, and its second try is answered."""
+def test_openai_retries_after_full_queue():
+    """The client waits for Retry-After, and its second request is answered."""
     with serving(FakeEngine()) as server:
         reserve, tries = server.queue._reserve, []
 
@@ -98,26 +98,26 @@ def test_webui_starts_up(webui):
     assert webui.util_get_current_model() == "fake" and webui.util_get_scheduler_names() == ["automatic"]
 
 
-def test_webui_draws_from_text_as_it_comes(webui):
-    """All that webuiapi sends unasked, its sampler "Euler a" too, is taken; the answer says what really drew."""
+def test_webui_text_to_image_with_its_own_defaults(webui):
+    """webuiapi's default fields are accepted, also "Euler a"; the answer has the sampler that was used."""
     answer = webui.txt2img(
         prompt="fox", negative_prompt="red", seed=5, cfg_scale=2.5, width=64, height=48, batch_size=2
     )
-    assert [picture.getpixel((0, 0))[0] for picture in answer.images] == [5, 6]
+    assert [image.getpixel((0, 0))[0] for image in answer.images] == [5, 6]
     assert answer.info["all_seeds"] == [5, 6] and answer.info["sampler_name"] == "DDIM" and answer.info["steps"] == 3
     assert answer.images[1].text["parameters"] == answer.info["infotexts"][1]
     assert "Token merging ratio: 0.5" in answer.info["infotexts"][0]
     assert answer.parameters["cfg_scale"] == 2.5
 
 
-def test_webui_draws_from_a_picture(webui, server):
+def test_webui_image_to_image(webui, server):
     start = Image.new("RGBA", (100, 90), (0, 0, 0, 0))
     answer = webui.img2img(
         images=[start], prompt="fox", width=64, height=64, override_settings={"token_merging_ratio": 0.0}
     )
     job = server.engine.calls[-1][0]
     assert job.strength == 0.75 and job.ratio == 0 and job.image.size == (64, 64)
-    assert job.image.getpixel((0, 0)) == (255, 255, 255), "what is transparent becomes white"
+    assert job.image.getpixel((0, 0)) == (255, 255, 255), "transparent pixels become white"
     assert answer.info["denoising_strength"] == 0.75 and answer.info["seed"] == job.seed
     mask = Image.new("L", (100, 90))
     with pytest.raises(RuntimeError, match="mask"):
@@ -125,7 +125,7 @@ def test_webui_draws_from_a_picture(webui, server):
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("options", "field"),
     [
         ({"width": 512, "height": 512}, "width"),
         ({"sampler_name": "DPM++ 2M Karras"}, "sampler_name"),
@@ -134,9 +134,9 @@ def test_webui_draws_from_a_picture(webui, server):
         ({"controlnet_units": [webuiapi.ControlNetUnit()]}, "alwayson_scripts"),
     ],
 )
-def test_webui_is_told_what_is_not_there(webui, asked, field):
+def test_webui_unsupported_features_name_the_field(webui, options, field):
     with pytest.raises(RuntimeError) as caught:
-        webui.txt2img(prompt="fox", **{"width": 64, "height": 48, "alwayson_scripts": {}, **asked})
+        webui.txt2img(prompt="fox", **{"width": 64, "height": 48, "alwayson_scripts": {}, **options})
     assert caught.value.args[0] == 422 and field in caught.value.args[1]
 
 
@@ -146,7 +146,7 @@ def test_webui_samplers_by_name(webui, name):
 
 
 def test_webui_default_size(webui):
-    """512x512, which webuiapi always sends: drawn where it was exported, else the exported sizes are named."""
+    """webuiapi always sends 512x512: accepted if it was exported, else the error lists the exported sizes."""
     with pytest.raises(RuntimeError, match="64x48, 64x64"):
         webui.txt2img(prompt="fox")
     with serving(limits=replace(LIMITS, sizes=((64, 64), (512, 512)))) as server:
@@ -175,37 +175,37 @@ def test_webui_options(webui, server):
         webui.set_options({"token_merging_ratio": 0.5})
 
 
-def test_webui_sees_progress_and_interrupts(webui, server):
-    """Those who interrupt get an empty answer, and those who are interrupted an error: no half-drawn image."""
+def test_webui_progress_skip_and_interrupt(webui, server):
+    """Interrupting gets an empty answer; the interrupted request gets an error and no unfinished image."""
     webui.util_wait_for_ready(check_interval=0.01)
     before = server.engine.steps_done
     server.engine.gate.clear()
     with ThreadPoolExecutor(3) as pool:
 
         def ask(seed, steps):
-            one = webuiapi.WebUIApi("127.0.0.1", server.port, username="anybody", password=KEY)
-            with closing(one.session):
-                return one.txt2img(width=64, height=48, seed=seed, steps=steps)
+            client = webuiapi.WebUIApi("127.0.0.1", server.port, username="anybody", password=KEY)
+            with closing(client.session):
+                return client.txt2img(width=64, height=48, seed=seed, steps=steps)
 
-        drawn = []
-        for seed in range(3):  # different steps, so that each is drawn alone
-            drawn.append(pool.submit(ask, seed, seed + 3))
-            until(lambda: webui.get_progress()["state"]["job_count"] == len(drawn))
+        requests = []
+        for seed in range(3):  # different steps, so that they do not share a call
+            requests.append(pool.submit(ask, seed, seed + 3))
+            until(lambda: webui.get_progress()["state"]["job_count"] == len(requests))
         progress = webui.get_progress()
         assert 0 < progress["progress"] < 1 and progress["current_image"] is None
         assert webui.skip() == {}
         with pytest.raises(RuntimeError, match="interrupted"):
-            drawn[0].result(10)
-        assert not drawn[1].done() and not drawn[2].done()
+            requests[0].result(10)
+        assert not requests[1].done() and not requests[2].done()
         assert webui.interrupt() == {}
-        for one in drawn[1:]:
+        for request in requests[1:]:
             with pytest.raises(RuntimeError, match="interrupted") as caught:
-                one.result(10)
+                request.result(10)
             assert caught.value.args[0] == 409
     server.engine.gate.set()
     webui.util_wait_for_ready(check_interval=0.01)
     assert server.engine.steps_done == before, "they ended at the next step"
-    assert webui.txt2img(width=64, height=48).info["steps"] == 3, "the server goes on"
+    assert webui.txt2img(width=64, height=48).info["steps"] == 3, "the server continues"
 
 
 def test_webui_with_a_wrong_key(server):

@@ -1,4 +1,4 @@
-"""Real pictures from an exported model: what the engine draws, alone and in a batch, and the command that serves."""
+"""Real images from an exported model: the engine, alone and in a batch, and the command `serve`."""
 
 import base64
 import io
@@ -26,16 +26,16 @@ from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import warm_ups
 from ppdiffusers_tome.generation.offline import draw_batch
-from ppdiffusers_tome.generation.prompts import Prompt
+from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.serving.app import create_app
+from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
 from ppdiffusers_tome.serving.engine import Engine, load_engine
-from ppdiffusers_tome.serving.errors import AbandonedError, DrawingError
 from ppdiffusers_tome.serving.jobs import Job
-from ppdiffusers_tome.serving.metrics import Metrics
-from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
-from ppdiffusers_tome.serving.settings import KEY_VARIABLE, Settings
+from ppdiffusers_tome.serving.service_errors import AbandonedError, DrawingError
 
 JOB = Job("a 3d render of fox", height=32, width=48, ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
 JOBS = [JOB, replace(JOB, prompt="owl", seed=4, negative_prompt="red"), replace(JOB, prompt="", seed=2**32 - 1)]
@@ -51,19 +51,19 @@ def pixels(image):
 
 
 def difference(one, other):
-    """The largest, in steps of 1/255."""
+    """The largest difference of two images, in levels of 255."""
     return np.abs(pixels(one) - pixels(other)).max()
 
 
-def test_a_picture_does_not_depend_on_its_batch(engine):
+def test_image_does_not_depend_on_its_batch(engine):
     together = engine.generate(JOBS)
     alone = [engine.generate([job])[0] for job in JOBS]
     assert [image.size for image in together] == 3 * [(48, 32)]
-    assert max(map(difference, together, alone)) <= 1, "rounding apart, which the batch's matmuls may change"
+    assert max(map(difference, together, alone)) <= 1, "equal but for rounding, which depends on the batch"
     assert difference(alone[0], alone[1]) > 10
 
 
-def test_a_picture_is_the_pipelines_own(engine, exported_folder):
+def test_image_equals_the_pipelines(engine, exported_folder):
     pipe = load_pipeline(exported_folder, threads=1)
     pipe.set_progress_bar_config(disable=True)
     paddle.seed(3)
@@ -73,7 +73,7 @@ def test_a_picture_is_the_pipelines_own(engine, exported_folder):
     assert difference(engine.generate([JOB])[0], own) == 0
 
 
-def test_the_ratio_is_the_jobs(engine):
+def test_ratio_is_the_jobs(engine):
     merged, plain = engine.generate([JOB])[0], engine.generate([replace(JOB, ratio=0)])[0]
     assert difference(merged, plain) > 0
     assert difference(engine.generate([JOB])[0], merged) == 0
@@ -83,14 +83,14 @@ def test_the_ratio_is_the_jobs(engine):
         engine.generate([replace(JOB, height=64, width=64)])
 
 
-def test_from_an_image(engine):
+def test_image_to_image(engine):
     start = Image.fromarray(np.random.RandomState(0).randint(0, 255, (32, 48, 3), dtype="uint8"))
     job = replace(JOB, image=start, strength=0.7)
     once, again = engine.generate([job])[0], engine.generate([job])[0]
     assert once.size == (48, 32) and difference(once, again) == 0
     assert difference(engine.generate([replace(job, image=start.rotate(180))])[0], once) > 0
     assert difference(engine.generate([replace(job, seed=4)])[0], once) > 0
-    assert engine.batch_key(job) is None, "its noise is drawn for a whole batch at once"
+    assert engine.batch_key(job) is None, "its noise would be sampled for the complete batch"
     with pytest.raises(ToMeConfigError, match="2 jobs"):
         engine.generate([job, job])
     for wrong in (start.resize((1, 50_000)), start.convert("RGBA"), start.rotate(90, expand=True)):
@@ -98,7 +98,7 @@ def test_from_an_image(engine):
             engine.generate([replace(job, image=wrong)])
 
 
-def test_jobs_that_disagree_are_not_drawn_together(engine):
+def test_different_jobs_do_not_share_a_call(engine):
     for change in ({"steps": 2}, {"guidance_scale": 3.0}, {"ratio": 0}, {"height": 32, "width": 32}):
         assert engine.batch_key(replace(JOB, **change)) != engine.batch_key(JOB)
         with pytest.raises(ToMeConfigError, match="batch_key"):
@@ -106,7 +106,7 @@ def test_jobs_that_disagree_are_not_drawn_together(engine):
     assert engine.batch_key(replace(JOB, seed=9, prompt="x", negative_prompt="y")) == engine.batch_key(JOB)
 
 
-def test_a_sampler_that_draws_noise_is_not_batched(exported_folder):
+def test_stochastic_sampler_is_not_batched(exported_folder):
     pipe = load_pipeline(exported_folder, threads=1)
     pipe.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
     engine = Engine(pipe)
@@ -117,22 +117,22 @@ def test_a_sampler_that_draws_noise_is_not_batched(exported_folder):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_drawing_stops_at_the_next_step(engine, steps):
-    asked = []
+def test_call_stops_at_the_next_step(engine, steps):
+    calls = []
 
     def should_stop(*step):
-        asked.append(step)
-        return len(asked) > steps
+        calls.append(step)
+        return len(calls) > steps
 
     with pytest.raises(AbandonedError):
         engine.generate([replace(JOB, steps=20)], should_stop)
-    assert asked == [(), (1, 20), (2, 20)][: steps + 1]
-    assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0, "and goes on as if nothing had been"
+    assert calls == [(), (1, 20), (2, 20)][: steps + 1]
+    assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0, "the engine still works"
 
 
 @pytest.fixture
 def damaged_folder(exported_folder, tmp_path):
-    """The export, in which one number of the decoder's weights is NaN."""
+    """The export with one NaN in the decoder's weights."""
     folder = shutil.copytree(exported_folder, tmp_path / "damaged")
     (params,) = {program.params for program in read_manifest(folder).of("vae_decoder")}
     with (folder / params).open("r+b") as file:
@@ -141,7 +141,7 @@ def damaged_folder(exported_folder, tmp_path):
     return folder
 
 
-def test_damaged_weights_are_refused_or_draw_nothing(damaged_folder):
+def test_damaged_weights_are_refused_or_give_no_image(damaged_folder):
     with pytest.raises(ToMeExportError, match="is not what was exported"):
         load_engine(damaged_folder, threads=1)
     engine = load_engine(damaged_folder, threads=1, verify=False)
@@ -153,7 +153,7 @@ def test_damaged_weights_are_refused_or_draw_nothing(damaged_folder):
     assert "not finite" in failure.reason
 
 
-def test_the_server_does_not_start_with_damaged_weights(damaged_folder, capsys):
+def test_server_does_not_start_with_damaged_weights(damaged_folder, capsys):
     serve = ["serve", "--model", str(damaged_folder), "--port", "0", "--threads", "1"]
     assert main(serve) == 2
     assert "is not what was exported" in capsys.readouterr().err
@@ -162,7 +162,7 @@ def test_the_server_does_not_start_with_damaged_weights(damaged_folder, capsys):
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_an_image_that_is_not_finite_fails_alone(engine, monkeypatch, value):
+def test_only_the_image_that_is_not_finite_fails(engine, monkeypatch, value):
     pipe = engine._text_to_image
     bad = []
     decode = pipe.vae.decode
@@ -187,8 +187,8 @@ def test_an_image_that_is_not_finite_fails_alone(engine, monkeypatch, value):
 # The command
 
 
-def test_serve_as_people_run_it(exported_folder):
-    """Start, draw for OpenAI's client, then SIGTERM with one request running: it is answered, the next is refused."""
+def test_serve_in_its_own_process(exported_folder):
+    """Start, answer OpenAI's client, then SIGTERM during a request: it is answered, the next one is refused."""
     command = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "serve", "--model", str(exported_folder)]
     process = subprocess.Popen(
         [*command, "--port", "0", "--threads", "1", "--max-steps", "5000", "--batch", "1"],
@@ -199,18 +199,18 @@ def test_serve_as_people_run_it(exported_folder):
     )
     try:
         for line in process.stderr:
-            if found := re.search(r"listening at (http://127\.0\.0\.1:\d+)", line):
+            if address := re.search(r"listening at (http://127\.0\.0\.1:\d+)", line):
                 break
-        url = found[1]
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would fill
+        url = address[1]
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would block the server
         until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, seconds=120)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
-            ours = {"seed": 3, "steps": 3, "guidance_scale": 2.0}
+            fields = {"seed": 3, "steps": 3, "guidance_scale": 2.0}
             model = client.models.list().data[0].id
-            answer = client.images.generate(prompt=JOB.prompt, size="48x32", n=2, model=model, extra_body=ours)
-            picture = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
-            assert json.loads(picture.text["ppdiffusers_tome"])["seed"] == 3
-            assert difference(load_engine(exported_folder, threads=1).generate([JOB])[0], picture) <= 1
+            answer = client.images.generate(prompt=JOB.prompt, size="48x32", n=2, model=model, extra_body=fields)
+            image = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
+            assert json.loads(image.text["ppdiffusers_tome"])["seed"] == 3
+            assert difference(load_engine(exported_folder, threads=1).generate([JOB])[0], image) <= 1
 
         answers = []
         headers = {"Authorization": "Bearer secret"}
@@ -223,7 +223,7 @@ def test_serve_as_people_run_it(exported_folder):
 
         def running():
             page = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
-            return "ppdiffusers_tome_running_pictures 1.0" in page
+            return "ppdiffusers_tome_running_images 1.0" in page
 
         running_one = threading.Thread(target=ask, args=(100,))
         running_one.start()
@@ -232,7 +232,7 @@ def test_serve_as_people_run_it(exported_folder):
         until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 503)
         ask(1)
         running_one.join()
-        assert answers == [503, 200], "the one that came after the signal, then the one that was running"
+        assert answers == [503, 200], "the request after the signal, then the running one"
         assert process.wait(30) == 0
     finally:
         process.kill()
@@ -243,13 +243,13 @@ def test_serve_as_people_run_it(exported_folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sizes", "512x512"], "--sizes 512x512 was not exported: there is 32x32, 48x32"),
-        (["--sizes", "big"], "WIDTHxHEIGHT"),
+        (["--size", "512"], "--size 512x512 was not exported: it must be one of 32x32, 48x32"),
+        (["--size", "32", "big"], "size='big' is not allowed: it must be WIDTHxHEIGHT"),
         (["--max-steps", "0"], "steps=0 is not allowed"),
         (["--max-steps", "10"], "steps=20 is not allowed: it must be 1 to 10"),
         (["--guidance-scale", "31"], "31.0 is not allowed"),
         (["--timeout", "0"], "request_seconds=0.0 is not allowed"),
-        (["--queue", "2"], "4 pictures"),
+        (["--queue", "2"], "4 images"),
         (["--batch", "0"], "largest_batch=0"),
         (["--batch-wait", "nan"], "batch_wait=nan is not allowed"),
         (["--batch-wait", "inf"], "batch_wait=inf is not allowed"),
@@ -262,7 +262,7 @@ def test_serve_as_people_run_it(exported_folder):
         (["--threads", "1000000000"], "threads=1000000000 is not allowed"),
         (["--device", "tpu"], "device='tpu' is not allowed"),
         (["--device", "gpu:x"], "device='gpu:x' is not allowed"),
-        (["--host", "a" * 100], "cannot listen there"),
+        (["--host", "a" * 100], "cannot listen on this address"),
         (["--port", "99999"], "port=99999"),
         (["--host", "192.0.2.1"], "host='192.0.2.1'"),
     ],
@@ -272,27 +272,27 @@ def test_options_that_are_not_allowed(exported_folder, options, message, capsys)
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_export(tmp_path, capsys):
+def test_folder_that_is_not_an_export(tmp_path, capsys):
     assert main(["serve", "--model", str(tmp_path)]) == 2
     assert "is no exported pipeline" in capsys.readouterr().err
 
 
-def test_an_empty_key_is_no_open_door(exported_folder, monkeypatch, capsys):
+def test_empty_key_is_refused(exported_folder, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, "")
     assert main(["serve", "--model", str(exported_folder)]) == 2
     assert KEY_VARIABLE in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_load_is_an_error():
+def test_model_that_does_not_load_is_an_error():
     def load() -> FakeEngine:
         raise ToMeError("broken program")
 
-    queue = PictureQueue(load, "fake", LIMITS, metrics=Metrics())
-    with pytest.raises(ServerFailedError, match="could not be loaded, or drawing has ended: broken program"):
-        serve(queue, create_app(queue, Settings(), queue.metrics), port=0)
+    queue = ImageQueue(load, "fake", LIMITS, metrics=Metrics())
+    with pytest.raises(ServerFailedError, match="could not be loaded, or the image thread has ended: broken program"):
+        serve(queue, create_app(queue, AppConfig(), queue.metrics), port=0)
 
 
-def test_every_program_is_used_before_the_server_is_ready():
+def test_warm_up_uses_every_program():
     jobs = warm_ups(LIMITS, 2.0)
     used = {(job.height, job.width, job.ratio) for job in jobs}
     assert used == {(48, 64, 0.5), (48, 64, 0.0), (64, 64, 0.5), (64, 64, 0.0)}

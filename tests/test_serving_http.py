@@ -1,4 +1,4 @@
-"""Requests over HTTP, good and bad, with an engine that draws one colour: what is drawn, what is refused, and how."""
+"""Valid and invalid requests over HTTP, with an engine that returns images of one colour."""
 
 import base64
 import io
@@ -17,8 +17,8 @@ from PIL import Image
 from serving_support import IMAGE, LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.serving import errors
-from ppdiffusers_tome.serving.settings import Settings
+from ppdiffusers_tome.serving import service_errors
+from ppdiffusers_tome.serving.app_config import AppConfig
 
 KEY = "correct-horse"
 JSON_HEADER = {"Content-Type": "application/json"}
@@ -27,8 +27,8 @@ JSON = "Content-Type: application/json\r\n"
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(capacity=3, settings=Settings(steps=2, body_bytes=200_000, body_seconds=0.5)) as running:
-        yield running
+    with serving(capacity=3, config=AppConfig(steps=2, body_bytes=200_000, body_seconds=0.5)) as server:
+        yield server
 
 
 def png(size=(30, 20), **options):
@@ -38,7 +38,7 @@ def png(size=(30, 20), **options):
 
 
 def bomb(side):
-    """A PNG whose header tells of side x side pixels: Pillow itself warns of the smaller, and raises at the larger."""
+    """A small PNG with a header of side x side pixels; Pillow itself warns at 12,000 and raises at 60,000."""
     data = bytearray(base64.b64decode(png()))
     data[16:24] = 2 * side.to_bytes(4, "big")
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
@@ -46,7 +46,7 @@ def bomb(side):
 
 
 def many_scans():
-    """A progressive JPEG of 4 KB whose last scan comes 1,000 times: each costs a pass over all of the image."""
+    """A progressive JPEG of 4 KB with 1,000 copies of its last scan, each of which costs a pass over the image."""
     data = base64.b64decode(png((2000, 2000), format="JPEG", progressive=True))
     last = data.rindex(b"\xff\xda")
     return base64.b64encode(data[:last] + 1000 * data[last:-2] + data[-2:]).decode()
@@ -56,11 +56,11 @@ def opened(encoded):
     return Image.open(io.BytesIO(base64.b64decode(encoded)))
 
 
-# What is asked for is what is drawn
+# Valid requests
 
 
 def test_openai_request_becomes_jobs(server):
-    asked = {
+    fields = {
         "prompt": "fox",
         "n": 3,
         "size": "64x48",
@@ -70,7 +70,7 @@ def test_openai_request_becomes_jobs(server):
         "negative_prompt": "red",
     }
     answer = server.post(
-        OPENAI, {**asked, "tome_ratio": 0.0, "model": "fake", "user": "me", "response_format": "b64_json"}
+        OPENAI, {**fields, "tome_ratio": 0.0, "model": "fake", "user": "me", "response_format": "b64_json"}
     )
     assert answer.status_code == 200
     body = answer.json()
@@ -80,8 +80,8 @@ def test_openai_request_becomes_jobs(server):
     assert [
         (j.prompt, j.negative_prompt, j.width, j.height, j.steps, j.guidance_scale, j.ratio) for j in jobs
     ] == 3 * [("fox", "red", 64, 48, 3, 2, 0.0)]
-    pictures = [opened(one["b64_json"]) for one in body["data"]]
-    assert [picture.getpixel((0, 0))[0] for picture in pictures] == [7, 8, 9]
+    images = [opened(one["b64_json"]) for one in body["data"]]
+    assert [image.getpixel((0, 0))[0] for image in images] == [7, 8, 9]
 
 
 def test_openai_defaults(server):
@@ -97,11 +97,11 @@ def test_openai_defaults(server):
     )
     assert body["data"][0]["seed"] == job.seed
     seeds = {server.post(OPENAI, {"prompt": "fox"}).json()["data"][0]["seed"] for _ in range(3)}
-    assert len(seeds) == 3, "a missing seed is drawn"
+    assert len(seeds) == 3, "a missing seed is random"
 
 
 def test_webui_request_becomes_jobs(server):
-    asked = {
+    fields = {
         "prompt": "fox",
         "batch_size": 1,
         "n_iter": 2,
@@ -113,7 +113,7 @@ def test_webui_request_becomes_jobs(server):
     }
     settings = {"token_merging_ratio": 0, "sd_model_checkpoint": "fake"}
     body = server.post(
-        TEXT, {**asked, "negative_prompt": "red", "override_settings": settings, "sampler_name": "DDIM"}
+        TEXT, {**fields, "negative_prompt": "red", "override_settings": settings, "sampler_name": "DDIM"}
     ).json()
     jobs = server.engine.calls[-1]
     assert [(j.seed, j.width, j.height, j.steps, j.guidance_scale, j.ratio) for j in jobs] == [
@@ -144,8 +144,8 @@ def test_metadata_is_in_the_png(server):
     body = server.post(OPENAI, {"prompt": prompt, "seed": 5, "steps": 4, "guidance_scale": 1.5}).json()
     chunks = opened(body["data"][0]["b64_json"]).text
     assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
-    ours = json.loads(chunks["ppdiffusers_tome"])
-    wanted = {
+    metadata = json.loads(chunks["ppdiffusers_tome"])
+    expected = {
         "prompt": prompt,
         "seed": 5,
         "steps": 4,
@@ -154,13 +154,13 @@ def test_metadata_is_in_the_png(server):
         "height": 48,
         "tome_ratio": 0.5,
     }
-    assert wanted.items() <= ours.items() and ours["model"] == "fake"
+    assert expected.items() <= metadata.items() and metadata["model"] == "fake"
 
 
 OPTIONS = {"sd_model_checkpoint": "fake", "token_merging_ratio": 0.5, "CLIP_stop_at_last_layers": 1}
 
 
-def test_what_there_is(server):
+def test_models_health_samplers_and_options(server):
     models = server.http.get("/v1/models").json()
     assert [one["id"] for one in models["data"]] == ["fake"] and models["data"][0]["sizes"] == ["64x48", "64x64"]
     assert server.http.get("/v1/models/fake").json()["tome_ratios"] == [0.5, 0.0]
@@ -169,11 +169,11 @@ def test_what_there_is(server):
     assert server.http.get("/sdapi/v1/options").json() == OPTIONS
 
 
-# What is refused, and which field is named
+# Invalid fields
 
 
 @pytest.mark.parametrize(
-    ("change", "field", "says"),
+    ("change", "field", "message"),
     [
         ({"prompt": None}, "prompt", "valid string"),
         ({"prompt": 3}, "prompt", "valid string"),
@@ -207,12 +207,12 @@ def test_what_there_is(server):
         ({"__class__": "x"}, "__class__", "no such field"),
     ],
 )
-def test_openai_refusal_names_the_field(server, change, field, says):
+def test_openai_error_names_the_field(server, change, field, message):
     answer = server.post(OPENAI, {"prompt": "fox", **change})
     assert answer.status_code == 422
     error = answer.json()["error"]
-    assert error["param"] == field and says in error["message"]
-    assert error["message"].startswith(f"{field}: "), "OpenAI's client shows the message alone"
+    assert error["param"] == field and message in error["message"]
+    assert error["message"].startswith(f"{field}: "), "OpenAI's client shows only the message"
     assert error["type"] == "invalid_request_error" and error["code"]
 
 
@@ -273,7 +273,7 @@ def test_wrong_method(server):
         ({"n": 1}, ["n"]),
     ],
 )
-def test_webui_refusal_names_the_field(server, change, where):
+def test_webui_error_names_the_field(server, change, where):
     answer = server.post(TEXT, {"prompt": "fox", **change})
     assert answer.status_code == 422
     detail = answer.json()["detail"][0]
@@ -285,7 +285,7 @@ Image.new("P", (4, 4)).save(GIF, "GIF")
 
 
 @pytest.mark.parametrize(
-    ("images", "says"),
+    ("images", "message"),
     [
         ([], "at least 1 item"),
         ([png(), png()], "at most 1 item"),
@@ -307,12 +307,12 @@ Image.new("P", (4, 4)).save(GIF, "GIF")
         ([None], "valid string"),
     ],
 )
-def test_pictures_that_are_refused(server, images, says):
+def test_images_that_are_refused(server, images, message):
     before = len(server.engine.calls)
     answer = server.post(IMAGE, {"prompt": "fox", "init_images": images})
     assert answer.status_code == 422, answer.text
     detail = answer.json()["detail"][0]
-    assert detail["loc"][:2] == ["body", "init_images"] and says in detail["msg"]
+    assert detail["loc"][:2] == ["body", "init_images"] and message in detail["msg"]
     assert len(server.engine.calls) == before
 
 
@@ -331,36 +331,36 @@ def test_image_to_image_refusals(server, change, field):
     assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", field]
 
 
-def test_image_to_image_where_it_was_not_exported():
+def test_image_to_image_that_was_not_exported():
     with serving(limits=replace(LIMITS, image_to_image=False)) as server:
         answer = server.post(IMAGE, {"init_images": [png()]})
         assert answer.status_code == 422 and "--img2img" in answer.json()["detail"][0]["msg"]
 
 
-def test_no_image_is_decoded_before_there_is_room():
+def test_images_are_decoded_after_their_jobs_have_places():
     with serving(limits=replace(LIMITS, images=1), capacity=1) as server:
         server.engine.gate.clear()
         with ThreadPoolExecutor(2) as pool:
-            drawn = [pool.submit(server.post, TEXT, {"prompt": "runs"})]
+            requests = [pool.submit(server.post, TEXT, {"prompt": "runs"})]
             assert server.engine.started.acquire(timeout=20)
-            drawn.append(pool.submit(server.post, TEXT, {"prompt": "waits"}))
+            requests.append(pool.submit(server.post, TEXT, {"prompt": "waits"}))
             until(lambda: server.queue.progress().waiting == 1)
             assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 429
             server.engine.gate.set()
-            assert [one.result().status_code for one in drawn] == [200, 200]
+            assert [request.result().status_code for request in requests] == [200, 200]
         assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 422
 
 
 def rotated(image):
-    """As a camera stores an image that is to be turned by 90 degrees: orientation 6."""
+    """The image as a rotated camera stores it, with EXIF orientation 6."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return {"image": image.transpose(Image.Transpose.ROTATE_90), "format": "JPEG", "exif": exif, "quality": 95}
 
 
-def halves(left, right, mode="RGB", size=(64, 48)):
-    image = Image.new(mode, size, left)
-    image.paste(right, (size[0] // 2, 0, *size))
+def halves(left_color, right_color, mode="RGB", size=(64, 48)):
+    image = Image.new(mode, size, left_color)
+    image.paste(right_color, (size[0] // 2, 0, *size))
     return image
 
 
@@ -369,7 +369,7 @@ GRAY_16 = Image.fromarray(np.repeat([[0x4000, 0xC000]], 48, 0).repeat(32, 1).ast
 
 
 @pytest.mark.parametrize(
-    ("options", "left", "right"),
+    ("options", "left_color", "right_color"),
     [
         ({"image": halves((200, 10, 30), (0, 99, 0)), "format": "PNG"}, (200, 10, 30), (0, 99, 0)),
         ({"image": GRAY_16, "format": "PNG"}, (64, 64, 64), (191, 191, 191)),
@@ -388,7 +388,7 @@ GRAY_16 = Image.fromarray(np.repeat([[0x4000, 0xC000]], 48, 0).repeat(32, 1).ast
     ],
     ids=["RGB", "16 bits", "L", "1 bit", "LA", "RGBA", "palette", "palette, transparent", "CMYK", "EXIF"],
 )
-def test_all_kinds_of_images_are_read_as_they_look(server, options, left, right):
+def test_image_modes_are_converted_to_rgb(server, options, left_color, right_color):
     file = io.BytesIO()
     options = dict(options)
     options.pop("image").save(file, **options)
@@ -396,11 +396,11 @@ def test_all_kinds_of_images_are_read_as_they_look(server, options, left, right)
     assert server.post(IMAGE, {"init_images": [encoded], "width": 64, "height": 48}).status_code == 200
     image = server.engine.calls[-1][0].image
     assert image.mode == "RGB" and image.size == (64, 48)
-    for x, color in ((8, left), (56, right)):
+    for x, color in ((8, left_color), (56, right_color)):
         assert image.getpixel((x, 24)) == pytest.approx(color, abs=3)
 
 
-# Bodies that are none
+# Malformed bodies
 
 
 @pytest.mark.parametrize("path", [OPENAI, TEXT])
@@ -425,11 +425,11 @@ def test_all_kinds_of_images_are_read_as_they_look(server, options, left, right)
     ],
     ids=lambda body: repr(body[:20]),
 )
-def test_bodies_that_are_no_request(server, path, body):
+def test_malformed_bodies(server, path, body):
     answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 413, 422), answer.text
-    told = answer.json()
-    assert told["error"]["message"] if path == OPENAI else told["detail"]
+    error = answer.json()
+    assert error["error"]["message"] if path == OPENAI else error["detail"]
     assert "Traceback" not in answer.text and "site-packages" not in answer.text
 
 
@@ -450,8 +450,8 @@ SIZE = 16 * 2**20 - 100
     ],
     ids=["zeros", "lists", "deep", "digits", "key", "escapes", "base64", "values"],
 )
-def test_a_large_body_costs_little(start, unit, end):
-    """16 MiB three times at once; it was 75 s without /health, and 7 GB, for one of zeros."""
+def test_large_bodies_are_cheap(start, unit, end):
+    """Three bodies of 16 MiB at once. Without limits, one of zeros took 7 GB and 75 s without an answer of /health."""
     body = start + (SIZE - len(start) - len(end)) // len(unit) * unit + end
     process, slowest, peak = psutil.Process(), 0.0, 0
     with serving() as server, ThreadPoolExecutor(3) as pool:
@@ -460,9 +460,9 @@ def test_a_large_body_costs_little(start, unit, end):
         headers = {"Content-Type": "application/json"}
         answers = [pool.submit(server.post, IMAGE, content=body, headers=headers) for _ in range(3)]
         while not all(answer.done() for answer in answers):
-            asked = monotonic()
+            sent = monotonic()
             assert server.http.get("/health").status_code == 200
-            slowest, peak = max(slowest, monotonic() - asked), max(peak, process.memory_info().rss)
+            slowest, peak = max(slowest, monotonic() - sent), max(peak, process.memory_info().rss)
         assert {answer.result().status_code for answer in answers} <= {400, 413, 422}
         assert all(len(answer.result().content) < 500 for answer in answers)
     assert monotonic() - begin < 15 and slowest < 5 and peak - before < 3 * 300 * 2**20
@@ -475,15 +475,15 @@ def test_numbers_of_3000_digits(server, field):
 
 
 @pytest.mark.parametrize("length", ["9" * 4000, "²"])
-def test_lengths_that_are_no_number(server, caplog, length):
+def test_content_length_that_is_not_a_number(server, caplog, length):
     with server.connect() as client:
         client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
         assert client.recv(4096).split()[1] in (b"400", b"413")
     assert "Traceback" not in caplog.text
 
 
-def test_other_content_types(server):
-    assert server.post(OPENAI, content=b'{"prompt": "fox"}').status_code == 415, "none at all"
+def test_content_types_other_than_json(server):
+    assert server.post(OPENAI, content=b'{"prompt": "fox"}').status_code == 415, "without a content type"
     for kind in (
         "text/plain",
         "multipart/form-data; boundary=x",
@@ -499,8 +499,8 @@ def test_large_body_is_refused_by_its_header(server):
         assert b" 413 " in client.recv(4096), "answered before any of the body came"
 
 
-def test_a_body_in_chunks_is_refused_before_it_ends(server):
-    """h11 took 16 s for 300,000 chunks of one byte, and nobody else was answered meanwhile."""
+def test_chunked_body_is_refused_before_it_ends(server):
+    """h11 took 16 s for 300,000 chunks of one byte, during which the server answered no other request."""
     begin = monotonic()
     with server.connect() as client:
         client.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode())
@@ -510,18 +510,18 @@ def test_a_body_in_chunks_is_refused_before_it_ends(server):
     assert server.http.get("/health").status_code == 200 and monotonic() - begin < 5
 
 
-def test_a_large_body_that_came_whole_still_gets_its_answer(server):
+def test_large_body_gets_an_answer_after_it_was_sent(server):
     answer = server.post(OPENAI, {"prompt": 300_000 * "x"})
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_slow_body_is_given_up(server):
+def test_slow_body_times_out(server):
     with server.connect() as client:
         client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: 100\r\n\r\n{{".encode())
         assert b" 408 " in client.recv(4096)
 
 
-def test_slow_head_is_given_up(monkeypatch):
+def test_slow_head_times_out(monkeypatch):
     monkeypatch.setattr("ppdiffusers_tome.serving.server.HEAD_SECONDS", 0.2)
     with serving() as server, server.connect() as silent, server.connect() as slow:
         slow.sendall(b"POST /v1/images/gen")
@@ -530,27 +530,27 @@ def test_slow_head_is_given_up(monkeypatch):
         assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
 
 
-def test_garbage_instead_of_http(server):
+def test_requests_that_are_not_http(server):
     with server.connect() as client:
         client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
         assert b" 400 " in client.recv(4096)
     with server.connect() as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + 70_000 * b"a")
-        assert b" 400 " in client.recv(4096), "a head without end"
+        assert b" 400 " in client.recv(4096), "the head is too large"
     assert server.http.get("/health").status_code == 200
 
 
-# Web pages elsewhere
+# Hosts and origins
 
 
-def test_names_of_the_server(server):
+def test_allowed_hosts(server):
     for host in ("localhost", "127.0.0.1:80", "[::1]:80", "x"):
         assert server.http.get("/health", headers={"Host": host}).status_code == 200
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
         assert server.http.get("/v1/models", headers={"Host": host}).status_code == 400
-    with serving(settings=Settings(api_key=KEY)) as other:
+    with serving(config=AppConfig(api_key=KEY)) as other:
         headers = {"Host": "any.example", "Authorization": f"Bearer {KEY}"}
-        assert other.http.get("/v1/models", headers=headers).status_code == 200, "whoever has the key may come"
+        assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
 
 
 def preflight(server, origin):
@@ -562,7 +562,7 @@ def preflight(server, origin):
     return server.http.options(OPENAI, headers=headers)
 
 
-def test_a_web_page_elsewhere_cannot_draw(server):
+def test_other_origins_are_refused(server):
     page = {"Origin": "https://evil.example"}
     assert preflight(server, page["Origin"]).status_code == 405
     for path in (OPENAI, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
@@ -571,8 +571,8 @@ def test_a_web_page_elsewhere_cannot_draw(server):
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_web_pages_that_are_allowed():
-    with serving(settings=Settings(steps=2, api_key=KEY, origins=("https://good.example",))) as server:
+def test_allowed_origins():
+    with serving(config=AppConfig(steps=2, api_key=KEY, origins=("https://good.example",))) as server:
         allowed = preflight(server, "https://good.example")
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://good.example"
         assert preflight(server, "https://evil.example").status_code == 400
@@ -582,16 +582,16 @@ def test_web_pages_that_are_allowed():
 
 
 @pytest.mark.parametrize("wrong", [{"hosts": ("a*",)}, {"hosts": ("http://a",)}, {"origins": ("a.example",)}])
-def test_hosts_and_origins_that_are_refused(wrong):
+def test_malformed_hosts_and_origins(wrong):
     with pytest.raises(ToMeConfigError, match="is not allowed: it must be like"):
-        Settings(**wrong)
+        AppConfig(**wrong)
 
 
-# The schema
+# The OpenAPI schema
 
 
-def test_the_schema_says_what_the_server_does():
-    with serving(settings=Settings(api_key=KEY)) as server:
+def test_openapi_schema_has_all_bounds_and_answers():
+    with serving(config=AppConfig(api_key=KEY)) as server:
         schema = server.http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
     models, paths = schema["components"]["schemas"], schema["paths"]
     for name in ("ImageRequest", "TextRequest", "ImageToImageRequest"):
@@ -606,10 +606,10 @@ def test_the_schema_says_what_the_server_does():
         "maximum": 50,
     }
     assert models["TextRequest"]["properties"]["sampler_name"]["anyOf"][0]["enum"][2:] == ["DDIM", "ddim", "k_ddim"]
-    wanted = {"200", "400", "401", "403", "408", "411", "413", "415", "422", "429", "500", "503", "504"}
+    expected = {"200", "400", "401", "403", "408", "411", "413", "415", "422", "429", "500", "503", "504"}
     for path, more in ((OPENAI, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
         operation = paths[path]["post"]
-        assert set(operation["responses"]) == wanted | more
+        assert set(operation["responses"]) == expected | more
         assert operation["security"] == [{"HTTPBearer": []}, {"HTTPBasic": []}]
         assert all("schema" in one["content"]["application/json"] for one in operation["responses"].values())
     assert "security" not in paths["/health"]["get"]
@@ -617,13 +617,13 @@ def test_the_schema_says_what_the_server_does():
         assert "securitySchemes" not in server.http.get("/openapi.json").json()["components"]
 
 
-def test_what_json_schema_calls_an_integer_is_one(server):
+def test_integers_as_in_json_schema(server):
     assert server.post(OPENAI, {"prompt": "fox", "n": 2.0, "output_compression": 100.0}).status_code == 200
     assert server.post(OPENAI, {"prompt": "fox", "stream": 0}).status_code == 422
     assert server.post(OPENAI, {"prompt": "fox", "partial_images": False}).status_code == 422
 
 
-def test_seeds_count_on_past_the_largest(server):
+def test_seeds_wrap_around(server):
     body = server.post(OPENAI, {"prompt": "fox", "seed": 2**32 - 1, "n": 2}).json()
     assert [one["seed"] for one in body["data"]] == [2**32 - 1, 0]
 
@@ -635,7 +635,7 @@ def test_methods(server):
         assert answer.status_code == 200 and answer.content == b""
 
 
-def test_health_tells_trouble():
+def test_health_reports_trouble():
     with serving() as server:
         server.queue._state = "failed"
         answer = server.http.get("/health")
@@ -646,7 +646,7 @@ def test_health_tells_trouble():
 # Failures, metrics, keys
 
 
-def test_a_failing_pipeline_is_a_500_and_the_server_goes_on(server):
+def test_failing_pipeline_is_500_and_the_server_continues(server):
     answer = server.post(OPENAI, {"prompt": "explode"})
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "drawing_failed" and "secret" not in answer.text
@@ -655,10 +655,10 @@ def test_a_failing_pipeline_is_a_500_and_the_server_goes_on(server):
     assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
 
 
-def test_a_mistake_of_ours_is_a_500_without_its_text():
+def test_internal_error_is_500_without_its_message():
     class Broken(FakeEngine):
         def generate(self, jobs, should_stop=None):
-            return ["no picture" for _ in jobs]
+            return ["no image" for _ in jobs]
 
     with serving(Broken()) as server:
         answer = server.post(OPENAI, {"prompt": "fox"})
@@ -676,8 +676,8 @@ def test_metrics():
     assert f'ppdiffusers_tome_requests_total{{endpoint="{OPENAI}",status="200"}} 1.0' in page
     assert f'ppdiffusers_tome_requests_total{{endpoint="{OPENAI}",status="422"}} 1.0' in page
     assert 'ppdiffusers_tome_requests_total{endpoint="other",status="404"} 1.0' in page and "xxx" not in page
-    assert 'ppdiffusers_tome_pictures_total{outcome="drawn"} 2.0' in page
-    assert "ppdiffusers_tome_batch_pictures_sum 2.0" in page and "ppdiffusers_tome_ready 1.0" in page
+    assert 'ppdiffusers_tome_images_total{outcome="drawn"} 2.0' in page
+    assert "ppdiffusers_tome_batch_images_sum 2.0" in page and "ppdiffusers_tome_ready 1.0" in page
     assert "process_resident_memory_bytes" in page
 
 
@@ -685,7 +685,7 @@ def test_key():
     def basic(text):
         return "Basic " + base64.b64encode(text.encode()).decode()
 
-    with serving(settings=Settings(api_key=KEY, steps=2)) as server:
+    with serving(config=AppConfig(api_key=KEY, steps=2)) as server:
         for wrong in (
             None,
             "",
@@ -715,20 +715,20 @@ def test_key():
 
 
 @pytest.mark.parametrize("key", ["", "with space", "schlüssel", "line\n"])
-def test_keys_that_are_refused(key):
+def test_malformed_keys(key):
     with pytest.raises(ToMeConfigError, match="PPDIFFUSERS_TOME_API_KEY"):
-        Settings(api_key=key)
+        AppConfig(api_key=key)
 
 
-def test_the_key_is_not_shown():
-    assert KEY not in repr(Settings(api_key=KEY))
+def test_key_is_not_in_the_repr():
+    assert KEY not in repr(AppConfig(api_key=KEY))
 
 
 def test_errors_survive_pickling():
     for error in (
-        errors.JobError("steps", "too many"),
-        errors.QueueFullError("full", 3),
-        errors.DrawingError("failed"),
+        service_errors.JobError("steps", "too many"),
+        service_errors.QueueFullError("full", 3),
+        service_errors.DrawingError("failed"),
     ):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

@@ -1,4 +1,4 @@
-"""The queue and its promises over HTTP: bounded, batched, given up when nobody waits, drained, never stuck."""
+"""The queue behind HTTP: bounded, batched, cancelled with its clients, drained, never stuck."""
 
 import socket
 import threading
@@ -11,10 +11,10 @@ import pytest
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.serving.errors import DrawingError
-from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.service import Progress
-from ppdiffusers_tome.serving.settings import Settings
+from ppdiffusers_tome.serving.service_errors import DrawingError
 
 
 def ask(server, seed=0, **changes):
@@ -28,43 +28,43 @@ def pool():
 
 
 def block(server, pool, seed=99):
-    """Let one request reach the engine and stay there; returns its future."""
+    """Send one request that stays in the engine; returns its future."""
     server.engine.gate.clear()
     blocking = pool.submit(ask, server, seed, steps=1)
     assert server.engine.started.acquire(timeout=10)
     return blocking
 
 
-def waiting(server, pictures):
-    until(lambda: server.count("waiting_pictures") == pictures)
+def wait_for_queue(server, images):
+    until(lambda: server.count("waiting_images") == images)
 
 
-def test_agreeing_jobs_are_drawn_together_and_others_apart(pool):
+def test_only_compatible_jobs_share_a_call(pool):
     with serving(largest_batch=4) as server:
         blocking = block(server, pool)
-        asked = [pool.submit(ask, server, seed) for seed in range(3)]
-        waiting(server, 3)
+        requests = [pool.submit(ask, server, seed) for seed in range(3)]
+        wait_for_queue(server, 3)
         others = [
             pool.submit(ask, server, 10, steps=3),
             pool.submit(ask, server, 11, guidance_scale=2.0),
             pool.submit(ask, server, 12, size="64x64"),
             pool.submit(ask, server, 13, tome_ratio=0.0),
         ]
-        waiting(server, 7)
+        wait_for_queue(server, 7)
         late = [pool.submit(ask, server, seed) for seed in (20, 21)]
-        waiting(server, 9)
+        wait_for_queue(server, 9)
         server.engine.gate.set()
-        everything = [blocking, *asked, *others, *late]
-        assert [one.result().status_code for one in everything] == 10 * [200]
+        all_requests = [blocking, *requests, *others, *late]
+        assert [one.result().status_code for one in all_requests] == 10 * [200]
         sizes = [len(jobs) for jobs in server.engine.calls]
-        assert sizes == [1, 4, 1, 1, 1, 1, 1], "3 + 1 of the late ones, the others alone, the last late one"
+        assert sizes == [1, 4, 1, 1, 1, 1, 1], "three and one late request, the others alone, the other late one"
         assert {job.seed for job in server.engine.calls[1]} < {0, 1, 2, 20, 21}
-        for one, seed in zip(asked, range(3), strict=True):
+        for one, seed in zip(requests, range(3), strict=True):
             assert one.result().json()["data"][0]["seed"] == seed
-        assert server.count("batch_pictures_sum") == 10 and server.count("pictures_total", outcome="drawn") == 10
+        assert server.count("batch_images_sum") == 10 and server.count("images_total", outcome="drawn") == 10
 
 
-def test_the_oldest_job_waits_for_company_only_so_long(pool):
+def test_oldest_job_waits_at_most_batch_wait(pool):
     with serving(batch_wait=0.5) as server:
         together = [pool.submit(ask, server, seed) for seed in range(2)]
         [one.result() for one in together]
@@ -73,43 +73,43 @@ def test_the_oldest_job_waits_for_company_only_so_long(pool):
         assert [len(jobs) for jobs in server.engine.calls] == [2, 1]
 
 
-def test_a_full_queue_answers_429_at_once(pool):
+def test_full_queue_answers_429_at_once(pool):
     with serving(capacity=3) as server:
         blocking = block(server, pool)
         accepted = [pool.submit(ask, server, seed) for seed in range(2)]
-        waiting(server, 2)
+        wait_for_queue(server, 2)
         refused = ask(server, n=2)
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
         accepted.append(pool.submit(ask, server, 5))
-        waiting(server, 3)
+        wait_for_queue(server, 3)
         answer = server.post(TEXT, {"prompt": "fox"})
         assert answer.status_code == 429 and "detail" in answer.json() and "retry-after" in answer.headers
-        assert server.http.get("/ready").status_code == 200, "full is not broken"
+        assert server.http.get("/ready").status_code == 200, "a full queue is ready"
         server.engine.gate.set()
         assert [one.result().status_code for one in (blocking, *accepted)] == 4 * [200]
         assert ask(server).status_code == 200
 
 
 def fill(server, pool, steps):
-    """One request that is drawn and three that wait, none of which agree; returns their futures."""
-    requests = [partial(ask, server, seed, steps=steps, guidance_scale=2.0 + seed) for seed in range(4)]
-    first = pool.submit(requests[0])
+    """Send one request that runs and three that wait, all incompatible; returns their futures."""
+    calls = [partial(ask, server, seed, steps=steps, guidance_scale=2.0 + seed) for seed in range(4)]
+    first = pool.submit(calls[0])
     assert server.engine.started.acquire(timeout=10)
-    others = [pool.submit(request) for request in requests[1:]]
-    waiting(server, 3)
+    others = [pool.submit(call) for call in calls[1:]]
+    wait_for_queue(server, 3)
     return [first, *others]
 
 
-def test_retry_after_is_when_there_is_room(pool):
-    """The images that wait take far longer than those before: 50 steps in place of 2, and one at a time."""
+def test_retry_after_estimates_when_there_is_room(pool):
+    """The waiting images take much longer than earlier ones: 50 steps instead of 2, and one per call."""
     engine = FakeEngine()
     engine.step_seconds = 0.03
     with serving(engine, capacity=3, largest_batch=2) as server:
         assert ask(server, steps=2).status_code == 200
         assert engine.started.acquire(timeout=10)
         engine.gate.clear()
-        asked = fill(server, pool, steps=50)
+        requests = fill(server, pool, steps=50)
         engine.gate.set()
         estimates, start = [], monotonic()
         while (refused := ask(server, n=3, steps=1)).status_code == 429:
@@ -119,25 +119,25 @@ def test_retry_after_is_when_there_is_room(pool):
         assert 4 < passed < 30, "three batches"
         for at, estimate in estimates:
             assert (passed - at) / 2 - 1 <= estimate <= 2 * (passed - at) + 1, (at, estimate, passed)
-        assert [one.result().status_code for one in asked] == 4 * [200]
+        assert [one.result().status_code for one in requests] == 4 * [200]
 
 
-def test_retry_after_where_nothing_was_measured_yet(pool):
+def test_retry_after_during_the_first_call(pool):
     engine = FakeEngine()
     engine.step_seconds = 0.1
     with serving(engine, capacity=3) as server:
-        asked = fill(server, pool, steps=50)
+        requests = fill(server, pool, steps=50)
         until(lambda: server.queue.progress().step >= 5)
-        assert 3 <= int(ask(server).headers["retry-after"]) <= 7, "4.5 s are left of the image that is drawn"
+        assert 3 <= int(ask(server).headers["retry-after"]) <= 7, "the running image needs another 4.5 s"
         engine.step_seconds = 0.0
-        assert [one.result().status_code for one in asked] == 4 * [200]
+        assert [one.result().status_code for one in requests] == 4 * [200]
 
 
 def test_one_request_must_fit_the_queue():
-    with pytest.raises(ToMeConfigError, match="3 pictures"):
-        PictureQueue(FakeEngine, "fake", LIMITS, capacity=2)
+    with pytest.raises(ToMeConfigError, match="3 images"):
+        ImageQueue(FakeEngine, "fake", LIMITS, capacity=2)
     with pytest.raises(ToMeConfigError, match="largest_batch=0"):
-        PictureQueue(FakeEngine, "fake", LIMITS, largest_batch=0)
+        ImageQueue(FakeEngine, "fake", LIMITS, largest_batch=0)
 
 
 def test_progress(pool):
@@ -145,7 +145,7 @@ def test_progress(pool):
         assert server.queue.progress() == Progress()
         blocking = block(server, pool)
         behind = [pool.submit(ask, server, seed, steps=40) for seed in range(2)]
-        waiting(server, 2)
+        wait_for_queue(server, 2)
         progress = server.queue.progress()
         assert (progress.running, progress.waiting, progress.step, progress.steps) == (1, 2, 0, 1)
         server.engine.step_seconds = 0.01
@@ -160,12 +160,12 @@ def test_progress(pool):
         until(lambda: server.queue.progress() == Progress())
 
 
-def test_a_pipeline_call_that_does_not_end_is_trouble(pool):
+def test_stuck_call_is_trouble(pool):
     with serving(stuck_seconds=0.3) as server:
         assert server.queue.trouble is None
         blocking = block(server, pool)
         until(lambda: server.queue.trouble)
-        assert "one pipeline call runs for" in server.queue.trouble
+        assert "one pipeline call has been running for" in server.queue.trouble
         server.engine.gate.set()
         assert blocking.result().status_code == 200
         until(lambda: server.queue.trouble is None)
@@ -181,7 +181,7 @@ def test_failures_in_a_row_are_trouble(pool):
         until(lambda: server.queue.trouble is None)
 
 
-def test_an_image_that_is_not_finite_is_a_500_that_says_so(pool):
+def test_image_that_is_not_finite_is_500_with_the_reason(pool):
     class Damaged(FakeEngine):
         def generate(self, jobs, should_stop=None):
             images = super().generate(jobs, should_stop)
@@ -191,26 +191,26 @@ def test_an_image_that_is_not_finite_is_a_500_that_says_so(pool):
 
     with serving(Damaged()) as server:
         blocking = block(server, pool)
-        asked = [pool.submit(ask, server, seed) for seed in range(3)]
-        waiting(server, 3)
+        requests = [pool.submit(ask, server, seed) for seed in range(3)]
+        wait_for_queue(server, 3)
         server.engine.gate.set()
-        assert [one.result().status_code for one in (blocking, *asked)] == [200, 200, 500, 200]
-        assert "not finite" in asked[1].result().json()["error"]["message"]
+        assert [one.result().status_code for one in (blocking, *requests)] == [200, 200, 500, 200]
+        assert "not finite" in requests[1].result().json()["error"]["message"]
 
 
-def test_time_out_is_504_and_frees_the_engine(pool):
-    with serving(settings=Settings(request_seconds=0.3, steps=2)) as server:
+def test_timeout_is_504_and_frees_the_engine(pool):
+    with serving(config=AppConfig(request_seconds=0.3, steps=2)) as server:
         blocking = block(server, pool)
         behind = pool.submit(ask, server)
         assert blocking.result().status_code == behind.result().status_code == 504
         assert behind.result().json()["error"]["code"] == "timeout"
         until(lambda: server.queue.is_idle)
-        assert server.count("pictures_total", outcome="abandoned") == 2
+        assert server.count("images_total", outcome="abandoned") == 2
         server.engine.gate.set()
         assert ask(server).status_code == 200
 
 
-def hang_up(server, body=b'{"prompt": "fox", "steps": 50}'):
+def send_and_keep_open(server, body=b'{"prompt": "fox", "steps": 50}'):
     client = server.connect()
     head = (
         f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -219,43 +219,43 @@ def hang_up(server, body=b'{"prompt": "fox", "steps": 50}'):
     return client
 
 
-def test_a_client_that_hangs_up_while_waiting_frees_its_slot(pool):
+def test_disconnection_while_waiting_frees_the_place(pool):
     with serving(capacity=3) as server:
         blocking = block(server, pool)
-        clients = [hang_up(server) for _ in range(3)]
-        waiting(server, 3)
+        clients = [send_and_keep_open(server) for _ in range(3)]
+        wait_for_queue(server, 3)
         assert ask(server).status_code == 429
         for client in clients:
             client.close()
-        waiting(server, 0)
+        wait_for_queue(server, 0)
         server.engine.gate.set()
         assert blocking.result().status_code == 200 and ask(server).status_code == 200
-        assert len(server.engine.calls) == 2, "the three were never drawn"
-        assert server.requests(499) == 3 and server.count("pictures_total", outcome="abandoned") == 3
+        assert len(server.engine.calls) == 2, "the three never ran"
+        assert server.requests(499) == 3 and server.count("images_total", outcome="abandoned") == 3
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_hangs_up_while_drawing_stops_it(how):
+def test_disconnection_while_running_stops_the_call(how):
     engine = FakeEngine()
     engine.step_seconds = 0.05
     with serving(engine) as server:
-        client = hang_up(server)
+        client = send_and_keep_open(server)
         assert engine.started.acquire(timeout=10)
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()
         until(lambda: server.queue.is_idle)
         assert engine.steps_done < 40, "of 50 steps"
-        assert server.requests(499) == 1 and server.count("pictures_total", outcome="abandoned") == 1
+        assert server.requests(499) == 1 and server.count("images_total", outcome="abandoned") == 1
 
 
-def test_a_batch_goes_on_for_who_is_left(pool):
+def test_batch_continues_for_remaining_clients(pool):
     with serving() as server:
         blocking = block(server, pool)
         stays = pool.submit(ask, server, 1, steps=50)
-        waiting(server, 1)
-        leaves = hang_up(server)
-        waiting(server, 2)
+        wait_for_queue(server, 1)
+        leaves = send_and_keep_open(server)
+        wait_for_queue(server, 2)
         server.engine.step_seconds = 0.01
         server.engine.gate.set()
         assert blocking.result().status_code == 200
@@ -263,33 +263,33 @@ def test_a_batch_goes_on_for_who_is_left(pool):
         leaves.close()
         assert stays.result().status_code == 200 and len(server.engine.calls[1]) == 2
         assert server.engine.steps_done == 51
-        assert server.count("pictures_total", outcome="abandoned") == 1
+        assert server.count("images_total", outcome="abandoned") == 1
 
 
-def test_one_that_fails_does_not_fail_its_neighbours(pool):
+def test_failed_job_does_not_fail_its_batch(pool):
     with serving() as server:
         blocking = block(server, pool)
-        asked = [
+        requests = [
             pool.submit(ask, server, seed, prompt=prompt) for seed, prompt in enumerate(("fox", "explode", "owl"))
         ]
-        waiting(server, 3)
+        wait_for_queue(server, 3)
         server.engine.gate.set()
-        assert [one.result().status_code for one in (blocking, *asked)] == [200, 200, 500, 200]
+        assert [one.result().status_code for one in (blocking, *requests)] == [200, 200, 500, 200]
         assert [len(jobs) for jobs in server.engine.calls] == [1, 3, 1, 1, 1]
-        assert server.count("pictures_total", outcome="failed") == 1
+        assert server.count("images_total", outcome="failed") == 1
 
 
-def test_the_rest_of_a_request_that_failed_is_not_drawn():
+def test_other_images_of_a_failed_request_are_abandoned():
     engine = FakeEngine()
     engine.step_seconds = 0.01
     with serving(engine, largest_batch=1) as server:
         assert ask(server, 7, n=3, steps=20, prompt="explode at seed 7").status_code == 500
         until(lambda: server.queue.is_idle)
-        assert server.count("pictures_total", outcome="failed") == 1
-        assert server.count("pictures_total", outcome="abandoned") == 2
+        assert server.count("images_total", outcome="failed") == 1
+        assert server.count("images_total", outcome="abandoned") == 2
 
 
-def test_loading_is_503_until_it_is_done():
+def test_loading_is_503():
     engine, may_load = FakeEngine(), threading.Event()
 
     def load():
@@ -306,7 +306,7 @@ def test_loading_is_503_until_it_is_done():
         assert ask(server).status_code == 200
 
 
-def test_a_model_that_does_not_load_ends_the_server():
+def test_model_that_does_not_load_ends_the_server():
     def load():
         raise OSError("no such model")
 
@@ -315,7 +315,7 @@ def test_a_model_that_does_not_load_ends_the_server():
         assert server.queue.state == "failed"
 
 
-def test_a_thread_that_dies_answers_everybody_and_ends_the_server(pool):
+def test_dead_thread_fails_all_requests_and_ends_the_server(pool):
     class Dying(FakeEngine):
         def generate(self, jobs, should_stop=None):
             super().generate(jobs, should_stop)
@@ -324,17 +324,17 @@ def test_a_thread_that_dies_answers_everybody_and_ends_the_server(pool):
     with serving(Dying()) as server:
         blocking = block(server, pool)
         behind = pool.submit(ask, server, 1)
-        waiting(server, 1)
+        wait_for_queue(server, 1)
         server.engine.gate.set()
         assert blocking.result().status_code == behind.result().status_code == 500
         until(lambda: server.server.should_exit)
 
 
-def test_draining_finishes_what_was_accepted_and_refuses_the_rest(pool):
+def test_draining_finishes_accepted_requests_and_refuses_others(pool):
     with serving() as server:
         blocking = block(server, pool)
         behind = pool.submit(ask, server, 1)
-        waiting(server, 1)
+        wait_for_queue(server, 1)
         server.server.handle_exit(15, None)
         until(lambda: server.queue.state == "draining")
         for answer in (ask(server, 2), server.http.get("/ready"), server.post(TEXT, {})):
@@ -348,7 +348,7 @@ def test_draining_finishes_what_was_accepted_and_refuses_the_rest(pool):
             ask(server)
 
 
-def test_a_second_signal_abandons_what_is_left(pool):
+def test_second_signal_abandons_all_requests(pool):
     with serving() as server:
         block(server, pool)
         server.server.handle_exit(15, None)
@@ -356,8 +356,8 @@ def test_a_second_signal_abandons_what_is_left(pool):
         assert server.server.should_exit and server.server.force_exit
 
 
-def test_nothing_is_left_after_a_storm(pool):
-    """200 requests, half of them abandoned at once or refused: all slots are free, and the counts agree."""
+def test_counts_agree_and_all_places_are_free_after_many_requests(pool):
+    """200 requests, half of which disconnect at once."""
     engine = FakeEngine()
     engine.step_seconds = 0.001
     with serving(engine, capacity=8) as server:
@@ -367,7 +367,7 @@ def test_nothing_is_left_after_a_storm(pool):
                 return ask(
                     server, index, steps=1 + index % 3, prompt="explode" if index % 7 == 0 else "fox"
                 ).status_code
-            hang_up(server).close()
+            send_and_keep_open(server).close()
             return None
 
         statuses = list(pool.map(one, range(200)))
@@ -376,6 +376,6 @@ def test_nothing_is_left_after_a_storm(pool):
         for status in (200, 429, 500):
             assert server.requests(status) >= statuses.count(status)
         assert server.requests(499) > 0 and set(statuses) <= {None, 200, 429, 500}
-        outcomes = [server.count("pictures_total", outcome=name) for name in ("drawn", "abandoned", "failed")]
+        outcomes = [server.count("images_total", outcome=name) for name in ("drawn", "abandoned", "failed")]
         assert sum(outcomes) == 200 - server.requests(429)
         assert ask(server).status_code == 200

@@ -1,4 +1,4 @@
-"""Connections and signals: clients that send nothing, read nothing or send nonsense, and the end of the process."""
+"""Connections and signals: clients that send nothing, read nothing or send no HTTP, and the shutdown."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ import pytest
 from serving_support import OPENAI, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.serving.server import CONNECTIONS, connection_limits, is_news
+from ppdiffusers_tome.serving.server import CONNECTIONS, connection_limits, is_not_repeated
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 OPENAPI = HEALTH.replace(b"health", b"openapi.json")  # the longest answer
@@ -26,7 +26,7 @@ OPENAPI = HEALTH.replace(b"health", b"openapi.json")  # the longest answer
 
 @pytest.fixture
 def log(caplog):
-    """What the server and asyncio log; uvicorn's loggers do not propagate."""
+    """The log of the server and asyncio; uvicorn's loggers do not propagate."""
     loggers = [logging.getLogger(name) for name in ("uvicorn.error", "uvicorn.access")]
     with serving():  # configures them
         pass
@@ -39,8 +39,8 @@ def log(caplog):
 
 
 @contextmanager
-def reading_nothing(server):
-    """A client that has pipelined 40,000 requests and reads no answer, so that the server can send no more."""
+def client_that_reads_nothing(server):
+    """A client that sends 40,000 requests and reads no answer, until the server cannot write any more."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", server.port))
@@ -68,8 +68,8 @@ def is_closed(client):
     return True
 
 
-def test_the_end_does_not_wait_for_a_client_that_reads_nothing():
-    with serving(seconds=5) as server, reading_nothing(server):
+def test_shutdown_does_not_wait_for_a_client_that_reads_nothing():
+    with serving(seconds=5) as server, client_that_reads_nothing(server):
         start = monotonic()
         server.server.handle_exit(signal.SIGTERM, None)
         server.thread.join(10)
@@ -77,8 +77,8 @@ def test_the_end_does_not_wait_for_a_client_that_reads_nothing():
         assert not server.server.server_state.connections and not server.server.server_state.tasks
 
 
-def test_the_end_waits_for_a_client_that_reads_slowly():
-    """All of an answer that is larger than what the system's buffers hold, after the signal."""
+def test_shutdown_waits_for_a_client_that_reads_slowly():
+    """The answers exceed the system's buffers, and are complete although the signal came before."""
     with serving(seconds=60) as server, server.connect() as client:
         page = server.http.get("/openapi.json").content
         requests = OPENAPI * (5_000_000 // len(page))
@@ -93,14 +93,14 @@ def test_the_end_waits_for_a_client_that_reads_slowly():
         assert answer.endswith(page) and answer.count(b"HTTP/1.1 200") > 100
 
 
-def test_a_client_that_reads_nothing_is_cut_off(monkeypatch):
+def test_client_that_reads_nothing_is_disconnected(monkeypatch):
     monkeypatch.setattr("ppdiffusers_tome.serving.server.SEND_SECONDS", 0.5)
-    with serving() as server, reading_nothing(server):
+    with serving() as server, client_that_reads_nothing(server):
         until(lambda: not server.server.server_state.connections)
         assert server.http.get("/health").status_code == 200
 
 
-def test_a_thousand_idle_connections_are_no_burden(log):
+def test_a_thousand_idle_connections(log):
     with serving() as server, ExitStack() as clients:
         server.http.get("/health")
         idle = [clients.enter_context(server.connect()) for _ in range(1000)]
@@ -108,21 +108,21 @@ def test_a_thousand_idle_connections_are_no_burden(log):
             answer = httpx.post(f"{server.url}{OPENAI}", json={"prompt": "fox"}, timeout=5)
             assert answer.status_code == 200
         assert len(server.server.server_state.connections) <= CONNECTIONS
-        assert is_closed(idle[0]), "the oldest made room"
+        assert is_closed(idle[0]), "the oldest is closed"
         idle[-1].sendall(HEALTH)
         assert b" 200 " in idle[-1].recv(100)
     assert not [record for record in log.records if record.levelno >= logging.WARNING]
 
 
-def test_what_is_under_way_is_not_cut_off_for_new_connections(monkeypatch):
+def test_new_connections_do_not_close_those_with_requests(monkeypatch):
     monkeypatch.setattr("ppdiffusers_tome.serving.server.connection_limits", lambda: (3, 100))
     with serving() as server, ExitStack() as clients:
         server.engine.gate.clear()
         body = b'{"prompt": "fox"}'
         head = f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
-        asking = [clients.enter_context(server.connect()) for _ in range(3)]
-        for client in asking:
+        with_request = [clients.enter_context(server.connect()) for _ in range(3)]
+        for client in with_request:
             client.sendall(head.encode() + body)
         until(lambda: server.queue.progress().running + server.queue.progress().waiting == 3)
         for _ in range(10):
@@ -130,12 +130,12 @@ def test_what_is_under_way_is_not_cut_off_for_new_connections(monkeypatch):
         other.sendall(HEALTH)
         assert b" 503 " in other.recv(100), "every connection has a request under way"
         server.engine.gate.set()
-        assert all(b" 200 " in client.recv(100) for client in asking)
+        assert all(b" 200 " in client.recv(100) for client in with_request)
 
 
 @pytest.mark.parametrize("digits", [5_000, 4_000, 30])
 @pytest.mark.parametrize("before", [b"", HEALTH])
-def test_a_content_length_of_many_digits(log, digits, before):
+def test_content_length_of_many_digits(log, digits, before):
     with serving() as server, server.connect() as client:
         client.sendall(before + b"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nContent-Length: ")
         client.sendall(digits * b"9" + b"\r\n\r\n{")
@@ -147,17 +147,17 @@ def test_a_content_length_of_many_digits(log, digits, before):
 
 
 @pytest.mark.parametrize("sent", [b"", b"1\r\nx\r\n"])
-def test_a_body_that_breaks(log, sent):
+def test_chunked_body_that_becomes_malformed(log, sent):
     head = f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with serving() as server:
-        with server.connect() as client:  # h11 sees the end and the app the head: either may answer first
+        with server.connect() as client:  # h11 answers the body and the app the head: either may be first
             client.sendall(head + sent + b"no chunk\r\n\r\n")
             assert client.recv(4096).split()[1] in (b"400", b"411")
             assert is_closed(client)
         with server.connect() as client:
             client.sendall(head + sent)
             assert b" 411 " in client.recv(4096)
-            with suppress(OSError):  # it may have been closed already
+            with suppress(OSError):  # the server may have closed it
                 client.sendall(b"no chunk\r\n\r\n")
             assert is_closed(client)
         until(lambda: not server.server.server_state.tasks)
@@ -165,20 +165,25 @@ def test_a_body_that_breaks(log, sent):
     assert not [record for record in log.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
-def test_the_log_says_a_thing_once_a_minute(monkeypatch):
+def test_repeated_warnings_are_dropped(monkeypatch):
     def record(message, level=logging.WARNING, error=None):
         return logging.LogRecord("x", level, "x", 1, message, (), error and (type(error), error, None))
 
     monkeypatch.setattr("ppdiffusers_tome.serving.server.LAST_LOGGED", {})
-    assert [is_news(record(message)) for message in ("full", "full", "else", "full")] == [True, False, True, False]
-    assert all(is_news(record("full", logging.INFO)) for _ in range(2))
-    assert is_news(record("failed", logging.ERROR, OSError("one")))
-    assert is_news(record("failed", logging.ERROR, OSError("other")))
+    assert [is_not_repeated(record(message)) for message in ("full", "full", "else", "full")] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert all(is_not_repeated(record("full", logging.INFO)) for _ in range(2))
+    assert is_not_repeated(record("failed", logging.ERROR, OSError("one")))
+    assert is_not_repeated(record("failed", logging.ERROR, OSError("other")))
     monkeypatch.setattr("ppdiffusers_tome.serving.server.REPEAT_SECONDS", 0)
-    assert is_news(record("full"))
+    assert is_not_repeated(record("full"))
 
 
-def test_too_few_files(monkeypatch):
+def test_limit_on_open_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(ToMeConfigError, match="may open 64 files, which is too few"):
         connection_limits()
@@ -186,15 +191,15 @@ def test_too_few_files(monkeypatch):
     assert connection_limits() == (CONNECTIONS, 256)
 
 
-# Processes of their own
+# Servers in their own process
 
 SERVER = """
 import resource, sys, threading
 from serving_support import LIMITS, FakeEngine
 from ppdiffusers_tome.serving.app import create_app
-from ppdiffusers_tome.serving.queue import PictureQueue
+from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import serve
-from ppdiffusers_tome.serving.settings import Settings
+from ppdiffusers_tome.serving.app_config import AppConfig
 
 class Stuck(FakeEngine):
     def generate(self, jobs, should_stop=None):
@@ -204,14 +209,14 @@ class Stuck(FakeEngine):
 
 if files := int(sys.argv[1]):
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-queue = PictureQueue(Stuck, "fake", LIMITS)
-serve(queue, create_app(queue, Settings(), queue.metrics), port=0, seconds=float(sys.argv[2]))
+queue = ImageQueue(Stuck, "fake", LIMITS)
+serve(queue, create_app(queue, AppConfig(), queue.metrics), port=0, seconds=float(sys.argv[2]))
 """
 
 
 @contextmanager
 def process(tmp_path, files=0, seconds=60):
-    """A server in a process: Popen, its address, its log."""
+    """A server in its own process: Popen, URL and log."""
     path = tmp_path / "log"
     paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
     with path.open("w") as output:
@@ -231,7 +236,7 @@ def process(tmp_path, files=0, seconds=60):
         running.wait()
 
 
-def test_few_descriptors_and_many_connections(tmp_path):
+def test_many_connections_with_few_open_files(tmp_path):
     with process(tmp_path, files=256) as (server, url, log), ExitStack() as clients:
         port = httpx.URL(url).port
         for _ in range(300):
@@ -242,20 +247,20 @@ def test_few_descriptors_and_many_connections(tmp_path):
         server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0
         text = re.sub(r".*GET /(health|ready).*\n", "", log.read_text())
-        assert "SIGINT: finishing" in text and "SIGTERM" not in text, "the signal that came"
+        assert "SIGINT: finishing" in text and "SIGTERM" not in text
         assert len(text) < 2000, text[:2000]
 
 
-def test_a_call_that_does_not_end_does_not_keep_the_process(tmp_path):
+def test_stuck_call_does_not_keep_the_process_alive(tmp_path):
     with process(tmp_path, seconds=3) as (server, url, log):
-        asking = threading.Thread(target=ask, args=(url,))
-        asking.start()
-        until(lambda: "running_pictures 1.0" in httpx.get(f"{url}/metrics").text)
+        request = threading.Thread(target=ask, args=(url,))
+        request.start()
+        until(lambda: "running_images 1.0" in httpx.get(f"{url}/metrics").text)
         start = monotonic()
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 1 and monotonic() - start < 5
-        asking.join()
-        assert "ending the process while the model is drawing" in log.read_text()
+        request.join()
+        assert "ending the process while the model is running" in log.read_text()
 
 
 def ask(url):

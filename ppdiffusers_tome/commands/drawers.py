@@ -1,4 +1,4 @@
-"""Where pictures are drawn, here or on Ray: the options that commands share, and what they stand for."""
+"""Where images are generated, in this process or on Ray: options that commands share, and their meaning."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from ..errors import ToMeConfigError, ToMeError
 from ..generation.offline import Drawer, draw_here
 from ..serving.engine import Engine
 
-MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # from what loads an engine, in whatever process it is wanted
+MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # its argument loads an engine, in the process that needs it
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -17,16 +17,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--threads",
         type=int,
-        help="CPU threads; all cores if not given, divided among the actors; 1 with --ray-address",
+        help="CPU threads per process (default: all cores, divided among the actors; 1 with --ray-address)",
     )
     ray = command.add_argument_group("on several processes or machines (pip install 'ppdiffusers_tome[ray]')")
-    ray.add_argument("--ray", action="store_true", help="draw on Ray actors; one that dies is restarted")
-    ray.add_argument("--actors", type=int, default=2, help="how many; each loads the model")
-    ray.add_argument("--ray-address", help="of a cluster; a Ray of this machine's own if not given")
+    ray.add_argument("--ray", action="store_true", help="generate on Ray actors; one that dies is restarted")
+    ray.add_argument("--actors", type=int, default=2, help="number of actors; each loads the model")
+    ray.add_argument("--ray-address", help="address of a Ray cluster (default: start Ray on this machine)")
 
 
 def threads(options: argparse.Namespace) -> int | None:
-    """Threads of each process that draws; None for all cores."""
+    """Threads of each process with an engine; None for all cores."""
     for name in ("actors", "threads"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -38,10 +38,10 @@ def threads(options: argparse.Namespace) -> int | None:
 
 @contextmanager
 def open_drawers(options: argparse.Namespace, gpu: bool) -> Iterator[MakeDrawer]:
-    """What makes drawers; Ray, where it is asked for, runs as long as the context.
+    """A function that makes drawers. With --ray, Ray runs as long as the context.
 
     Raises:
-        ToMeError: Ray is asked for and not installed.
+        ToMeError: --ray, and Ray is not installed.
     """
     if not options.ray:
         yield draw_here
@@ -53,6 +53,6 @@ def open_drawers(options: argparse.Namespace, gpu: bool) -> Iterator[MakeDrawer]
     from ..generation.actors import draw_on_actors
     from ..serving.ray_session import ray_session
 
-    each, gpus = threads(options) or 1, 1.0 if gpu else 0.0
-    with ray_session(options.ray_address, options.actors * each, options.actors * gpus, shows_logs=False):
-        yield lambda load: draw_on_actors(load, options.actors, each, gpus)
+    cpus, gpus = threads(options) or 1, 1.0 if gpu else 0.0
+    with ray_session(options.ray_address, options.actors * cpus, options.actors * gpus, shows_logs=False):
+        yield lambda load: draw_on_actors(load, options.actors, cpus, gpus)

@@ -1,4 +1,4 @@
-"""`families`: which of ppdiffusers' pipelines merge."""
+"""`families`: which of ppdiffusers' pipelines support merging."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,16 +9,18 @@ from ..published.families import format_markdown, format_text, verdicts
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `families` to the command line."""
-    families = commands.add_parser("families", help="which of ppdiffusers' pipelines merge, and why the others do not")
+    families = commands.add_parser(
+        "families", help="list which of ppdiffusers' pipelines support merging, and why others do not"
+    )
     page = Path("docs/families.md")
     families.add_argument("--markdown", type=Path, nargs="?", const=page, help=f"also write the table to {page}")
     families.set_defaults(run=_families)
 
 
-def _families(options: argparse.Namespace, given: Sequence[str]) -> int:
-    found = verdicts()
-    print(format_text(found))
+def _families(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    families = verdicts()
+    print(format_text(families))
     if options.markdown:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(format_markdown(found), encoding="utf-8")
+        options.markdown.write_text(format_markdown(families), encoding="utf-8")
     return 0

@@ -1,55 +1,54 @@
-"""`generate`: many pictures from a file of prompts."""
+"""`generate`: many images from a prompt file."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..errors import ToMeConfigError
 from ..generation.offline import generate
-from ..generation.prompts import Defaults, read_prompts
+from ..generation.prompt_file import Defaults, read_prompts
 from ..inference.manifest import Manifest, parse_size, read_manifest
 from ..serving.engine import load_engine
-from ..serving.errors import JobError
 from ..serving.jobs import Limits
+from ..serving.service_errors import JobError
 from .drawers import add_options, open_drawers, threads
 
-INTERRUPTED = 130  # the exit status of what Ctrl-C ended, as shells have it
-# What the options call a job's fields.
-FLAGS = {"guidance_scale": "guidance", "negative_prompt": "negative"}
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `generate` to the command line."""
     command = commands.add_parser(
         "generate",
-        help="draw a file of prompts; run it again to go on where it was interrupted",
+        help="generate an image for each prompt of a file; run it again to resume",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    command.add_argument("--prompts", type=Path, required=True, help=".txt: a prompt a line; .jsonl: an object a line")
-    command.add_argument("--out", type=Path, required=True, help="folder for the pictures")
-    command.add_argument("--model", type=Path, required=True, help="folder that the command export wrote")
-    command.add_argument("--steps", type=int, default=20, help="denoising steps")
-    command.add_argument("--guidance", type=float, default=7.5, help="weight of classifier-free guidance")
-    command.add_argument(
+    option = command.add_argument
+    option("--prompts", type=Path, required=True, help=".txt: a prompt per line; .jsonl: a JSON object per line")
+    option("--output", type=Path, required=True, help="folder for the images")
+    option("--model", type=Path, required=True, help="folder written by the command export")
+    option("--steps", type=int, default=20, help="denoising steps")
+    option("--guidance-scale", type=float, default=7.5, help="weight of classifier-free guidance")
+    option(
         "--size",
-        help="WIDTHxHEIGHT in pixels, the first that was exported if not given. "
-        "Of a model that was exported for any size: all that there are, with commas, the default first",
+        nargs="+",
+        help="px or WIDTHxHEIGHT in px; the first exported if absent. For a model that was exported for any size: "
+        "all sizes in the file, the default first",
     )
-    command.add_argument("--ratio", type=float, help="share of tokens to merge; the first exported if not given")
-    command.add_argument("--seed", type=int, default=0, help="of the first prompt; the next has the next number")
-    command.add_argument("--negative", default="", help="negative prompt")
-    command.add_argument("--batch", type=int, default=4, help="most pictures in one pipeline call")
-    command.add_argument("--device", default="cpu", help="cpu or gpu")
-    command.add_argument(
-        "--no-verify", dest="verify", action="store_false", help="do not compare the weights with their hashes"
-    )
+    option("--ratio", type=float, help="share of tokens to merge; the first exported if absent")
+    option("--seed", type=int, default=0, help="seed of the first prompt; each further prompt has the next one")
+    option("--negative-prompt", default="", help="what the images should not show")
+    option("--batch", type=int, default=4, help="most images in one pipeline call")
+    option("--device", default="cpu", help="cpu or gpu")
+    option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
     add_options(command)
     command.set_defaults(run=_generate)
 
 
-def _generate(options: argparse.Namespace, given: Sequence[str]) -> int:
+def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     load_threads = threads(options)
@@ -59,35 +58,37 @@ def _generate(options: argparse.Namespace, given: Sequence[str]) -> int:
     try:
         with open_drawers(options, gpu=options.device.startswith("gpu")) as make_drawer:
             draw = make_drawer(partial(load_engine, model, options.device, load_threads, verify=options.verify))
-            summary = generate(prompts, model, options.out, options.batch, draw)
+            summary = generate(prompts, model, options.output, options.batch, draw)
     except KeyboardInterrupt:
-        print("interrupted: run the same command again to go on", file=sys.stderr)
+        print("interrupted: run the same command again to resume", file=sys.stderr)
         return INTERRUPTED
     for prompt, failure in summary.failures:
-        print(f"failed: picture {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
-    print(f"{summary} of {len(prompts)}, in {options.out}")
+        print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
+    print(f"{summary} of {len(prompts)}, in {options.output}")
     return 1 if summary.failures else 0
 
 
 def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults, Limits]:
-    """What the command line and the export say of lines that leave things out, and which lines are allowed.
+    """The defaults of the prompt file's fields and the jobs that are allowed, by the options and the export.
 
     Raises:
-        ToMeConfigError: an option has a value that is not allowed, or was not exported.
+        ToMeConfigError: an option's value is not allowed, or was not exported.
     """
-    given = tuple(parse_size(text) for text in options.size.split(",")) if options.size else ()
-    sizes = manifest.sizes or given
+    requested = tuple(parse_size(text) for text in options.size or ())
+    sizes = manifest.sizes or requested
     if not sizes:
-        raise ToMeConfigError("the model was exported for any size: tell which ones there are, --size 512x512 for one")
+        raise ToMeConfigError("the model was exported for any size: name the sizes, for instance --size 512")
     for size in sizes:
         if size.height % manifest.vae_factor or size.width % manifest.vae_factor:
             raise ToMeConfigError(f"--size {size} is not allowed: both must be multiples of {manifest.vae_factor}")
-    default = (given or sizes)[0]
+    height, width = (requested or sizes)[0]
     ratio = manifest.ratios[0] if options.ratio is None else options.ratio
     limits = Limits(sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
-    defaults = Defaults(*default, ratio, options.steps, options.guidance, options.negative, options.seed)
+    defaults = Defaults(
+        height, width, ratio, options.steps, options.guidance_scale, options.negative_prompt, options.seed
+    )
     try:
-        limits.check(defaults.job("", 0))
+        limits.check(replace(defaults.job("", 0), seed=options.seed))
     except JobError as error:
-        raise ToMeConfigError(f"--{FLAGS.get(error.field, error.field)}: {error}") from error
+        raise ToMeConfigError(f"--{error.field.replace('_', '-')}: {error}") from error
     return defaults, limits

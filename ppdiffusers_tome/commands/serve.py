@@ -1,4 +1,4 @@
-"""`serve`: an exported model over HTTP."""
+"""`serve`: serve an exported model over HTTP."""
 
 import argparse
 import os
@@ -13,63 +13,60 @@ from PIL import Image
 
 from ..errors import ToMeConfigError, ToMeError
 from ..inference import Manifest, Runtime, parse_size, read_manifest
+from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
 from ..serving.jobs import Job, Limits
-from ..serving.settings import KEY_VARIABLE, Settings, key_from_environment
 
 if TYPE_CHECKING:
     from ..serving.engine import Engine
 
 LIMITS = {field.name: field.default for field in fields(Limits)}
-DEFAULTS = {field.name: field.default for field in fields(Settings)}
+DEFAULTS = {field.name: field.default for field in fields(AppConfig)}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `serve` to the command line."""
     serve = commands.add_parser(
         "serve",
-        help="serve an exported model over HTTP, to clients of OpenAI and of stable-diffusion-webui",
-        description=f"The environment variable {KEY_VARIABLE} holds the key that clients must send; not set: none.",
+        help="serve an exported model over HTTP, for clients of OpenAI and of stable-diffusion-webui",
+        description=f"Clients must send the API key in the environment variable {KEY_VARIABLE}, if it is set.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    serve.add_argument("--model", type=Path, required=True, help="folder that the command export wrote")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of this machine's")
-    serve.add_argument("--port", type=int, default=8000, help="0 for one that is free")
-    serve.add_argument(
-        "--no-verify", dest="verify", action="store_false", help="do not compare the weights with their hashes"
+    option = serve.add_argument
+    option("--model", type=Path, required=True, help="folder written by the command export")
+    option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all of this machine's")
+    option("--port", type=int, default=8000, help="0 for a free one")
+    option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
+    option("--device", default="cpu", help="cpu or gpu")
+    option("--threads", type=int, help="CPU threads; all cores if absent")
+    option(
+        "--size",
+        nargs="+",
+        help="sizes to serve, px or WIDTHxHEIGHT in px, the default first; all exported sizes if absent",
     )
-    serve.add_argument("--device", default="cpu", help="cpu or gpu")
-    serve.add_argument("--threads", type=int, help="CPU threads; all cores if not given")
-    serve.add_argument(
-        "--sizes", help="WIDTHxHEIGHT,... to serve, the default first; all that were exported if not given"
-    )
-    serve.add_argument("--queue", type=int, default=64, help="most pictures that wait; beyond, clients get 429")
-    serve.add_argument("--batch", type=int, default=4, help="most pictures in one pipeline call")
-    serve.add_argument("--batch-wait", type=float, default=0.02, help="seconds to wait for others to draw with")
-    serve.add_argument("--timeout", type=float, default=DEFAULTS["request_seconds"], help="seconds for one request")
-    serve.add_argument("--steps", type=int, default=DEFAULTS["steps"], help="of requests that do not say")
-    serve.add_argument("--guidance-scale", type=float, default=DEFAULTS["guidance_scale"], help="likewise")
-    serve.add_argument("--max-images", type=int, default=LIMITS["images"], help="most pictures of one request")
-    serve.add_argument("--max-steps", type=int, default=LIMITS["steps"], help="most steps")
-    serve.add_argument("--max-prompt", type=int, default=LIMITS["prompt_characters"], help="characters of a prompt")
-    serve.add_argument("--max-body", type=int, default=DEFAULTS["body_bytes"], help="largest request, bytes")
-    serve.add_argument("--allow-host", action="append", default=[], help="further name of this server, without a key")
-    serve.add_argument("--allow-origin", action="append", default=[], help="https://... of web pages that may draw")
-    serve.add_argument("--max-pixels", type=int, default=LIMITS["image_pixels"], help="largest picture of a client")
+    option("--queue", type=int, default=64, help="most images that wait; further requests get 429")
+    option("--batch", type=int, default=4, help="most images in one pipeline call")
+    option("--batch-wait", type=float, default=0.02, help="seconds to wait for other images in the same call")
+    option("--timeout", type=float, default=DEFAULTS["request_seconds"], help="seconds for one request")
+    option("--steps", type=int, default=DEFAULTS["steps"], help="default steps of requests")
+    option("--guidance-scale", type=float, default=DEFAULTS["guidance_scale"], help="default of requests")
+    option("--max-images", type=int, default=LIMITS["images"], help="most images in one request")
+    option("--max-steps", type=int, default=LIMITS["steps"], help="most steps")
+    option("--max-prompt", type=int, default=LIMITS["prompt_characters"], help="most characters of a prompt")
+    option("--max-body", type=int, default=DEFAULTS["body_bytes"], help="largest request, bytes")
+    option("--allow-host", action="append", default=[], help="another name of this server, without an API key")
+    option("--allow-origin", action="append", default=[], help="https://... of web pages that may send requests")
+    option("--max-pixels", type=int, default=LIMITS["image_pixels"], help="largest image of a client")
     ray = serve.add_argument_group("on several processes or machines, with Ray Serve (ppdiffusers_tome[ray])")
-    ray.add_argument(
-        "--ray", action="store_true", help="engines in processes of their own; those that die are replaced"
-    )
-    ray.add_argument("--replicas", type=int, default=1, help="how many engines; each loads the model")
-    ray.add_argument("--min-replicas", type=int, help="with --max-replicas, in place of --replicas: as the load wants")
+    ray.add_argument("--ray", action="store_true", help="run engines in their own processes; replace those that die")
+    ray.add_argument("--replicas", type=int, default=1, help="number of engines; each loads the model")
+    ray.add_argument("--min-replicas", type=int, help="instead of --replicas: the number follows the load")
     ray.add_argument("--max-replicas", type=int, help="see --min-replicas")
-    ray.add_argument(
-        "--replica-cpus", type=float, help="what Ray sets aside for each; this machine's share if not given"
-    )
-    ray.add_argument("--ray-address", help="of a cluster; a Ray of this machine's own, at 127.0.0.1, if not given")
+    ray.add_argument("--replica-cpus", type=float, help="CPUs reserved per engine; an equal share if absent")
+    ray.add_argument("--ray-address", help="address of a Ray cluster; starts Ray on 127.0.0.1 if absent")
     serve.set_defaults(run=_serve)
 
 
-def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
+def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -77,13 +74,13 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
     except ImportError as error:
         raise ToMeError(f"{error}. Serving needs: pip install 'ppdiffusers_tome[serve]'") from error
     from ..serving.app import create_app
-    from ..serving.metrics import Metrics
-    from ..serving.queue import PictureQueue
+    from ..serving.prometheus import Metrics
+    from ..serving.queue import ImageQueue
     from ..serving.server import serve
 
     manifest = read_manifest(options.model)
     limits = limits_of(manifest, options)
-    settings = Settings(
+    config = AppConfig(
         api_key=key_from_environment(),
         request_seconds=options.timeout,
         body_bytes=options.max_body,
@@ -92,19 +89,19 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
         hosts=(options.host, *options.allow_host),
         origins=tuple(options.allow_origin),
     )
-    warm_up = warm_ups(limits, settings.guidance_scale)
-    limits.check(replace(warm_up[0], steps=settings.steps))  # or requests that leave them out would all be refused
-    # Raises here what it would where the model is loaded; only a machine of a Ray cluster knows what GPU it has.
+    warm_up = warm_ups(limits, config.guidance_scale)
+    limits.check(replace(warm_up[0], steps=config.steps))  # the defaults, or requests without them would be refused
+    # Check the device now and not when the model loads; the GPUs of a Ray cluster's machines are not known here.
     Runtime("cpu" if options.ray_address else options.device, options.threads)
     load = partial(_load, options.model.resolve(), warm_up, options.device, options.verify)
-    if settings.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
-        print(f"warning: {options.host} may be reached from elsewhere and {KEY_VARIABLE} is not set", file=sys.stderr)
+    if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+        print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     if options.ray:
-        _serve_on_ray(load, manifest.name, limits, settings, options)
+        _serve_on_ray(load, manifest.name, limits, config, options)
         return 0
     metrics = Metrics()
     load = partial(load, options.threads)
-    queue = PictureQueue(
+    queue = ImageQueue(
         load,
         manifest.name,
         limits,
@@ -114,7 +111,7 @@ def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
         metrics,
         stuck_seconds=2 * options.timeout,
     )
-    serve(queue, create_app(queue, settings, metrics), options.host, options.port, settings.request_seconds)
+    serve(queue, create_app(queue, config, metrics), options.host, options.port, config.request_seconds)
     return 0
 
 
@@ -122,16 +119,16 @@ def _load(folder: Path, warm_up: Sequence[Job], device: str, verify: bool, threa
     from ..serving.engine import load_engine
 
     engine = load_engine(folder, device, threads, verify)
-    for job in warm_up:  # ready means: it has drawn
+    for job in warm_up:
         engine.generate([job])
     return engine
 
 
 def warm_ups(limits: Limits, guidance_scale: float) -> list[Job]:
-    """One small job for each program of the model.
+    """One small job for each program of the model, to run before the server is ready.
 
-    A predictor is made when it is first used, and Paddle holds Python's lock for seconds meanwhile, in which nobody
-    would be answered: let that be before the server is ready.
+    A predictor is created at its first use. Meanwhile Paddle holds Python's global lock for seconds, and the server
+    cannot answer.
     """
     jobs = [
         Job("", height, width, ratio, seed=0, steps=2, guidance_scale=guidance_scale)
@@ -144,7 +141,7 @@ def warm_ups(limits: Limits, guidance_scale: float) -> list[Job]:
 
 
 def _serve_on_ray(
-    load: "Callable[[int], Engine]", name: str, limits: Limits, settings: Settings, options: argparse.Namespace
+    load: "Callable[[int], Engine]", name: str, limits: Limits, config: AppConfig, options: argparse.Namespace
 ) -> None:
     try:
         import ray  # noqa: F401
@@ -168,22 +165,23 @@ def _serve_on_ray(
         request_seconds=options.timeout,
     )
     load = partial(load, options.threads or max(1, int(cpus)))
-    serve_on_ray(load, name, limits, settings, cluster, options.ray_address, options.host, options.port)
+    serve_on_ray(load, name, limits, config, cluster, options.ray_address, options.host, options.port)
 
 
 def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
-    """The limits that a folder and the command line set together.
+    """The limits by the export and the command line.
 
     Raises:
-        ToMeConfigError: --sizes names one that was not exported, is missing where any size was, or a limit is wrong.
+        ToMeConfigError: a --size was not exported, --size is missing although any size was exported, or a limit is not
+            allowed.
     """
-    sizes = tuple(parse_size(text) for text in options.sizes.split(",")) if options.sizes else manifest.sizes
+    sizes = tuple(parse_size(text) for text in options.size) if options.size else manifest.sizes
     if not sizes:
-        raise ToMeConfigError("the model was exported for any size: tell which ones to serve, --sizes 512x512 for one")
+        raise ToMeConfigError("the model was exported for any size: name the sizes to serve, for instance --size 512")
     for size in sizes:
         if manifest.sizes and size not in manifest.sizes:
-            listed = ", ".join(map(str, manifest.sizes))
-            raise ToMeConfigError(f"--sizes {size} was not exported: there is {listed}")
+            exported = ", ".join(map(str, manifest.sizes))
+            raise ToMeConfigError(f"--size {size} was not exported: it must be one of {exported}")
     return Limits(
         sizes=sizes,
         ratios=manifest.ratios,

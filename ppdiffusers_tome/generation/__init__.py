@@ -1,1 +1,1 @@
-"""Many images from a list of prompts, without a server: in this process or on Ray, resumable."""
+"""Many images from a list of prompts, without a server: in this process or on Ray; a killed run can be resumed."""

@@ -1,4 +1,4 @@
-"""Offline generation on Ray: actors with an engine each. Ray restarts one that dies; any of them draws its batch."""
+"""Offline generation on Ray: actors with one engine each. Ray restarts dead actors; any actor runs their batches."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ from ..errors import ToMeError
 from ..serving.engine import Engine
 from ..serving.ray_session import DEATHS
 from .offline import Drawer, Drawn, Failure, draw_batch
-from .prompts import Prompt
+from .prompt_file import Prompt
 
-ATTEMPTS = 3  # to draw a batch, each of which costs an actor; of one actor to load its engine
+ATTEMPTS = 3  # for a batch, each of which costs an actor; and for one actor to load its engine
 
 
 class ActorStartError(ToMeError, RuntimeError):
@@ -21,7 +21,7 @@ class ActorStartError(ToMeError, RuntimeError):
 
 
 class EngineActor:
-    """One engine in a process of its own."""
+    """One engine in its own process."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
         self._load = load
@@ -29,30 +29,30 @@ class EngineActor:
 
     @ray.method(retry_exceptions=True)
     def draw(self, batch: Sequence[Prompt]) -> list[Drawn]:
-        """See `draw_batch`. An empty batch loads the engine and draws nothing."""
+        """See `draw_batch`. An empty batch only loads the engine."""
         self._engine = self._engine or self._load()
         return draw_batch(self._engine, batch) if batch else []
 
 
 def draw_on_actors(load: Callable[[], Engine], actors: int, cpus: float = 1.0, gpus: float = 0.0) -> Drawer:
-    """Draw on the Ray that this process is connected to.
+    """A drawer on the Ray that this process is connected to.
 
     Args:
-        load: makes an engine; called in each actor, so what it reads must be on all machines.
-        actors: how many engines; fewer are started where there are fewer batches.
-        cpus, gpus: what Ray sets aside for each; may be fractions.
+        load: makes an engine; called in each actor, so its files must be on all machines.
+        actors: number of engines; at most one for each batch is started.
+        cpus, gpus: reserved by Ray for each actor; may be fractions.
 
     Raises (the drawer):
         ActorStartError: no actor could load its engine, in three attempts each.
     """
-    # Ray restarts an actor that died and tries again to load its engine, but not to draw its batch: where there is no
-    # room for the actor any more, it would wait while others have nothing to do.
+    # Ray restarts an actor that died and loads its engine again, but does not repeat its batch: if no machine has room
+    # for the actor any more, the batch would wait while other actors are idle.
     options = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": -1, "max_task_retries": ATTEMPTS - 1}
     make = ray.remote(**options)(EngineActor).remote
 
     def draw(batches: Sequence[Sequence[Prompt]]) -> Iterator[Drawn]:
-        waiting = deque((batch, 1) for batch in batches)  # each with its attempt
-        calls: dict[Any, tuple[Any, Sequence[Prompt], int]] = {}  # an actor that starts has an empty batch
+        waiting = deque((batch, 1) for batch in batches)  # with the number of the attempt
+        calls: dict[Any, tuple[Any, Sequence[Prompt], int]] = {}  # the batch of a starting actor is empty
         for actor in [make(load) for _ in range(min(actors, len(batches)))]:
             calls[actor.draw.remote(())] = actor, (), 0
         while waiting or any(batch for _, batch, _ in calls.values()):
@@ -62,7 +62,7 @@ def draw_on_actors(load: Callable[[], Engine], actors: int, cpus: float = 1.0, g
                 yield from ray.get(call)
             except (*DEATHS, RayTaskError) as error:
                 if not batch:
-                    ray.kill(actor)  # so that what Ray has set aside for it is free
+                    ray.kill(actor)  # frees its resources
                     if calls:
                         continue
                     reason = getattr(error, "cause", error)
@@ -72,10 +72,10 @@ def draw_on_actors(load: Callable[[], Engine], actors: int, cpus: float = 1.0, g
                     raise
                 if attempt < ATTEMPTS:
                     waiting.appendleft((batch, attempt + 1))
-                elif len(batch) > 1:  # one of them may be what kills the actors: find out which
+                elif len(batch) > 1:  # one of its prompts may be the cause: find it
                     waiting.extendleft(([prompt], 1) for prompt in reversed(batch))
                 else:
-                    yield batch[0], Failure(f"{ATTEMPTS} actors died while they drew it")
+                    yield batch[0], Failure(f"{ATTEMPTS} actors died with this prompt")
                 calls[actor.draw.remote(())] = actor, (), 0
             else:
                 if waiting:

@@ -1,4 +1,4 @@
-"""Many pictures without a server: batches of a list, drawn in any order, written so that a killed run can go on."""
+"""Many images without a server: batches of a list, in any order, written so that a killed run can be resumed."""
 
 import fcntl
 import os
@@ -13,30 +13,30 @@ from tqdm import tqdm
 from ..errors import ToMeError
 from ..inference.manifest import MANIFEST, sha256
 from ..serving.engine import Engine
-from ..serving.pictures import encode_png
-from .prompts import Prompt
+from ..serving.png import encode_png
+from .prompt_file import Prompt
 
-UNFINISHED = ".unfinished-"  # how the names of files begin that are being written
+UNFINISHED = ".unfinished-"  # start of the names of files that are being written
 LOCK = ".ppdiffusers_tome.lock"
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a picture could not be drawn."""
+    """Why an image could not be generated."""
 
     reason: str
 
 
-# A prompt and its PNG file, or why there is none.
+# A prompt with its PNG file or its failure.
 Drawn: TypeAlias = tuple[Prompt, bytes | Failure]
-# Draws batches of prompts, in any order.
+# Generates the images of batches of prompts, in any order.
 Drawer: TypeAlias = Callable[[Sequence[Sequence[Prompt]]], Iterable[Drawn]]
 
 
 @dataclass
 class Summary:
-    """How many pictures were made and how many were there already; which failed, and why."""
+    """Numbers of generated and of skipped images, and the failures."""
 
     made: int = 0
     skipped: int = 0
@@ -47,36 +47,36 @@ class Summary:
 
 
 class OutputError(ToMeError, RuntimeError):
-    """The folder of pictures cannot be written to, or another run writes to it."""
+    """The output folder cannot be written, or another run writes to it."""
 
 
 def generate(prompts: Sequence[Prompt], model: Path, output: Path, batch: int, draw: Drawer) -> Summary:
-    """Draw what is not in the output folder yet.
+    """Generate the images that are not in the output folder yet.
 
     Args:
-        prompts: the whole list.
-        model: an exported folder; the hash of its `tome.json` is part of the pictures' names.
-        output: folder for the pictures; made where it is not there.
-        batch: most pictures in one pipeline call.
-        draw: `draw_here`, or `actors.draw_on_actors`.
+        prompts: the complete list.
+        model: an exported folder; the hash of its `tome.json` is part of the images' names.
+        output: folder for the images; created if it does not exist.
+        batch: most images in one pipeline call.
+        draw: from `draw_here` or `actors.draw_on_actors`.
 
     Raises:
-        OutputError: a file cannot be written, or another run has the folder.
+        OutputError: a file cannot be written, or another run uses the folder.
     """
     return draw_identified(prompts, sha256(model / MANIFEST), output, batch, draw)
 
 
 def draw_identified(prompts: Sequence[Prompt], identity: str, output: Path, batch: int, draw: Drawer) -> Summary:
-    """`generate` for whatever draws: `identity` is a hash of it, and part of the pictures' names."""
+    """`generate` for any drawer: `identity` is a hash of the model, and part of the images' names."""
     paths = {prompt: output / prompt.file_name(identity) for prompt in prompts}
     summary = Summary()
     with _folder(output):
-        missing = {prompt for prompt, path in paths.items() if not _is_whole_png(path)}
+        missing = {prompt for prompt, path in paths.items() if not _is_complete_png(path)}
         summary.skipped = len(prompts) - len(missing)
-        # The whole list decides who is drawn with whom, and a batch is drawn whole if one of its pictures is missing:
-        # rounding depends on the size of the batch, and so would the last bits of pictures that a killed run left out.
-        batches = [each for each in split(prompts, batch) if not missing.isdisjoint(each)]
-        with tqdm(total=len(prompts), initial=summary.skipped, unit="picture", disable=None) as bar:
+        # Rounding depends on the batch size. So the complete list is split into batches, and a batch with a missing
+        # image is repeated: a resumed run writes the same bytes as an uninterrupted one.
+        batches = [members for members in split(prompts, batch) if not missing.isdisjoint(members)]
+        with tqdm(total=len(prompts), initial=summary.skipped, unit="image", disable=None) as bar:
             for prompt, drawn in draw(batches) if batches else ():
                 if prompt not in missing:
                     continue
@@ -90,7 +90,7 @@ def draw_identified(prompts: Sequence[Prompt], identity: str, output: Path, batc
 
 
 def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
-    """Batches of prompts that agree in size, steps, guidance and ratio, in the order of their first prompts."""
+    """Batches of prompts with equal size, steps, guidance scale and ratio, in the order of their first prompts."""
     batches: list[list[Prompt]] = []
     unfilled: dict[tuple[float, ...], list[Prompt]] = {}
     for prompt in prompts:
@@ -104,7 +104,7 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 
 
 def draw_here(load: Callable[[], Engine]) -> Drawer:
-    """Draw in this process, with one engine, which is loaded when the first batch is due."""
+    """A drawer in this process, with one engine, which is loaded for the first batch."""
 
     def draw(batches: Sequence[Sequence[Prompt]]) -> Iterator[Drawn]:
         engine = load()
@@ -115,13 +115,13 @@ def draw_here(load: Callable[[], Engine]) -> Drawer:
 
 
 def draw_batch(engine: Engine, batch: Sequence[Prompt]) -> list[Drawn]:
-    """Draw a batch, together if the engine can; where that fails, one by one, so that one does not fail the others."""
+    """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the others succeed."""
     jobs = [prompt.job for prompt in batch]
     if len(batch) > 1 and engine.batch_key(jobs[0]) is None:
         return [drawn for prompt in batch for drawn in draw_batch(engine, [prompt])]
     try:
         images = engine.generate(jobs)
-    except Exception as error:  # whatever Paddle raises: the other prompts can still be drawn
+    except Exception as error:  # anything from Paddle: the other prompts may still succeed
         if len(batch) > 1:
             return [drawn for prompt in batch for drawn in draw_batch(engine, [prompt])]
         return [(batch[0], Failure(f"{type(error).__name__}: {error}"))]
@@ -132,7 +132,7 @@ def draw_batch(engine: Engine, batch: Sequence[Prompt]) -> list[Drawn]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that is either there, whole and on the disk, or not there, whenever the process or machine dies."""
+    """Write a file atomically: it is complete on the disk or absent, whenever the process or the machine dies."""
     unfinished = path.with_name(UNFINISHED + path.name)
     try:
         with unfinished.open("wb") as file:
@@ -146,33 +146,33 @@ def write(path: Path, content: bytes) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}. What was drawn before is kept.") from error
+        raise OutputError(f"{path} cannot be written: {error.strerror}. Images written before are kept.") from error
 
 
-def _is_whole_png(path: Path) -> bool:
-    """Whether a file begins and ends as PNG files do; one that was cut short, by whatever, does not."""
+def _is_complete_png(path: Path) -> bool:
+    """Whether a file begins and ends like a PNG file, so that it was not truncated."""
     try:
         with path.open("rb") as file:
             signature = file.read(len(PNG_START))
             file.seek(-len(PNG_END), os.SEEK_END)
             return signature == PNG_START and file.read() == PNG_END
-    except OSError:  # not there, or too short to seek
+    except OSError:  # absent, or too short to seek
         return False
 
 
 @contextmanager
 def _folder(output: Path) -> Iterator[None]:
-    """Hold the folder against other runs, and remove what a killed run left half-written."""
+    """Lock the folder against other runs, and remove unfinished files of a killed run."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock = (output / LOCK).open("w")
     except OSError as error:
-        raise OutputError(f"{output} cannot be written to: {error.strerror}") from error
+        raise OutputError(f"{output} cannot be written: {error.strerror}") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system releases it when the process ends
         except OSError:
-            raise OutputError(f"another run draws into {output}: wait for it, or choose another folder") from None
+            raise OutputError(f"another run writes to {output}: wait for it, or choose another folder") from None
         for leftover in output.glob(f"{UNFINISHED}*.png"):
             leftover.unlink()
         yield

@@ -1,1 +1,1 @@
-"""Serve an exported pipeline: requests become jobs, agreeing jobs are drawn together, one thread does the drawing."""
+"""Serve an exported pipeline over HTTP: requests become jobs, similar jobs share a call, one thread runs the model."""

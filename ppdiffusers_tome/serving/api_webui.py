@@ -1,4 +1,4 @@
-"""The interface of stable-diffusion-webui ("A1111"): txt2img, img2img, and what its clients ask around them."""
+"""The API of stable-diffusion-webui ("A1111"): txt2img, img2img, and the other paths that its clients use."""
 
 import base64
 import json
@@ -11,37 +11,37 @@ from pydantic import Field
 
 from .._version import __version__
 from . import protocol
-from .drawing import Drawing
-from .gate import JsonRoute
+from .api_errors import responses
+from .app_config import AppConfig
+from .handler import RequestHandler
 from .jobs import LARGEST_SEED, Job
-from .pictures import describe, load_image
+from .middleware import JsonRoute
+from .png import describe, load_image
 from .protocol import narrow
-from .refusals import responses
 from .service import Service
-from .settings import Settings
 
 NAMES = {
     "images": "batch_size",
-    "size": "height",  # of a width that was exported with another
+    "size": "height",  # for a width that was exported with another height
     "guidance_scale": "cfg_scale",
     "ratio": "override_settings.token_merging_ratio",
     "image": "init_images",
     "strength": "denoising_strength",
 }
-# What webuiapi sends where its user did not choose. It cannot be told from a choice; `info` says what really drew.
+# webuiapi's defaults, which cannot be distinguished from a choice. `info` contains the sampler that was used.
 DEFAULT_SAMPLERS = ("", "Euler a")
 
 
-def make_router(service: Service, settings: Settings) -> APIRouter:
-    """The interface, for the app to include."""
+def make_router(service: Service, config: AppConfig) -> APIRouter:
+    """The routes of this interface."""
     router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
     limits, types = service.limits, protocol.bounds(service.limits)
-    drawing = Drawing(service, settings, NAMES)
+    handler = RequestHandler(service, config, NAMES)
     model = protocol.one_of(str, lambda: [service.name], f"this server has one model: {service.name}")
     sampler = protocol.one_of(
         str,
         lambda: [*DEFAULT_SAMPLERS, service.sampler, *_aliases(service.sampler)],
-        "the exported scheduler draws, which the request cannot change: see /sdapi/v1/samplers",
+        "requests cannot change the exported scheduler: see /sdapi/v1/samplers",
     )
     NewOptions = narrow(protocol.Options, {"sd_model_checkpoint": model, "token_merging_ratio": types["ratio"]})
     fields = {
@@ -53,54 +53,54 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
         "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
     }
     FromText, FromImage = narrow(protocol.TextRequest, fields), narrow(protocol.ImageToImageRequest, fields)
-    refused = partial(responses, protocol.WebuiErrorResponse, 408, 411, 413, 415, 422)
+    errors = partial(responses, protocol.WebuiErrorResponse, 408, 411, 413, 415, 422)
     options = protocol.Options(sd_model_checkpoint=service.name, token_merging_ratio=limits.ratios[0])
     options.CLIP_stop_at_last_layers = 1
 
-    @router.post("/txt2img", responses=refused(409, 429, 500, 503, 504))
+    @router.post("/txt2img", responses=errors(409, 429, 500, 503, 504))
     async def text_to_image(body: FromText, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
         return await answer(request, body)
 
-    @router.post("/img2img", responses=refused(409, 429, 500, 503, 504))
+    @router.post("/img2img", responses=errors(409, 429, 500, 503, 504))
     async def image_to_image(body: FromImage, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
         return await answer(request, body)
 
-    async def answer(request: Request, asked: protocol.TextRequest) -> protocol.WebuiResponse:
+    async def answer(request: Request, values: protocol.TextRequest) -> protocol.WebuiResponse:
         load, strength = None, None
-        if isinstance(asked, protocol.ImageToImageRequest):
-            strength = 0.75 if asked.denoising_strength is None else asked.denoising_strength
-            size = asked.width or limits.sizes[0][1], asked.height or limits.sizes[0][0]
-            load = partial(load_image, asked.init_images[0], size, limits)
-        given = asked.override_settings and asked.override_settings.token_merging_ratio
-        jobs = drawing.make_jobs(
-            (asked.batch_size or 1) * (asked.n_iter or 1),
-            None if asked.seed == -1 else asked.seed,
-            **{name: getattr(asked, name) for name in ("prompt", "negative_prompt", "width", "height", "steps")},
-            guidance_scale=asked.cfg_scale,
-            ratio=options.token_merging_ratio if given is None else given,
+        if isinstance(values, protocol.ImageToImageRequest):
+            strength = 0.75 if values.denoising_strength is None else values.denoising_strength
+            size = values.width or limits.sizes[0][1], values.height or limits.sizes[0][0]
+            load = partial(load_image, values.init_images[0], size, limits)
+        own_ratio = values.override_settings and values.override_settings.token_merging_ratio
+        jobs = handler.make_jobs(
+            (values.batch_size or 1) * (values.n_iter or 1),
+            None if values.seed == -1 else values.seed,
+            **{name: getattr(values, name) for name in ("prompt", "negative_prompt", "width", "height", "steps")},
+            guidance_scale=values.cfg_scale,
+            ratio=options.token_merging_ratio if own_ratio is None else own_ratio,
             strength=strength,
         )
-        files = await drawing.draw(request, jobs, load)
-        echoed = asked.model_dump(include=set(protocol.TextRequest.model_fields))
+        files = await handler.generate(request, jobs, load)
+        parameters = values.model_dump(include=set(protocol.TextRequest.model_fields))
         texts = [base64.b64encode(file).decode() for file in files]
-        info = json.dumps(_info(asked, jobs, service))
-        return protocol.WebuiResponse(images=texts, parameters=echoed, info=info)
+        info = json.dumps(_info(values, jobs, service))
+        return protocol.WebuiResponse(images=texts, parameters=parameters, info=info)
 
     @router.post("/interrupt")
     async def interrupt() -> dict[str, Any]:
-        """End all requests of this interface that are under way."""
-        drawing.interrupt()
+        """End all requests of this interface."""
+        handler.interrupt()
         return {}
 
     @router.post("/skip")
     async def skip() -> dict[str, Any]:
-        """End the oldest request of this interface that is under way."""
-        drawing.interrupt(1)
+        """End the oldest request of this interface."""
+        handler.interrupt(1)
         return {}
 
     @router.get("/progress")
     async def show_progress() -> protocol.ProgressResponse:
-        """How far the pipeline call that runs now is; images of the other interface count too."""
+        """The progress of the current pipeline call, which may be of the other interface."""
         now = service.progress()
         share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
         state = {"skipped": False, "interrupted": False, "job": "", "job_timestamp": "", "job_no": 0}
@@ -112,12 +112,12 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
     async def show_options() -> protocol.Options:
         return options
 
-    @router.post("/options", responses=refused())
+    @router.post("/options", responses=errors())
     async def set_options(body: NewOptions) -> None:  # type: ignore[valid-type]
-        """Set the ratio of requests that name none; the rest can only be confirmed."""
-        asked: protocol.Options = body
-        if asked.token_merging_ratio is not None:
-            options.token_merging_ratio = asked.token_merging_ratio
+        """Set the default ratio of requests; other options accept only their current value."""
+        values: protocol.Options = body
+        if values.token_merging_ratio is not None:
+            options.token_merging_ratio = values.token_merging_ratio
 
     @router.get("/scripts")
     async def list_scripts() -> dict[str, list[str]]:
@@ -140,13 +140,13 @@ def make_router(service: Service, settings: Settings) -> APIRouter:
 
 
 def _aliases(sampler: str) -> list[str]:
-    """As stable-diffusion-webui abbreviates: "dpmpp_2m" and "k_dpmpp_2m" for "DPM++ 2M"."""
+    """stable-diffusion-webui's abbreviations: "dpmpp_2m" and "k_dpmpp_2m" for "DPM++ 2M"."""
     short = sampler.lower().replace("++", "pp").replace(" ", "_")
     return [short, f"k_{short}"]
 
 
-def _info(asked: protocol.TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
-    """What stable-diffusion-webui writes into `info`; the sampler is the one that drew."""
+def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
+    """The fields of stable-diffusion-webui's `info`; the sampler is the exported one."""
     first, seeds = jobs[0], [job.seed for job in jobs]
     return {
         **{"prompt": first.prompt, "all_prompts": [job.prompt for job in jobs]},
@@ -156,7 +156,7 @@ def _info(asked: protocol.TextRequest, jobs: list[Job], service: Service) -> dic
         **{"width": first.width, "height": first.height, "steps": first.steps, "cfg_scale": first.guidance_scale},
         **({} if first.strength is None else {"denoising_strength": first.strength}),
         **{"sampler_name": service.sampler, "sd_model_name": service.name, "sd_model_hash": None, "clip_skip": 1},
-        **{"batch_size": asked.batch_size or 1, "index_of_first_image": 0, "styles": [], "restore_faces": False},
+        **{"batch_size": values.batch_size or 1, "index_of_first_image": 0, "styles": [], "restore_faces": False},
         **{"face_restoration_model": None, "is_using_inpainting_conditioning": False},
         "extra_generation_params": {"Token merging ratio": first.ratio},
         "infotexts": [describe(job, service.name, service.sampler) for job in jobs],

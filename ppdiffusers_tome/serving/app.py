@@ -1,4 +1,4 @@
-"""The HTTP application, over any service that draws: this process or a cluster."""
+"""The HTTP application, over any service that generates images: this process or a cluster."""
 
 from typing import Any
 
@@ -12,45 +12,45 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .._version import __version__
 from . import api_openai, api_webui
-from .gate import BASIC, BEARER, Gate
-from .metrics import Metrics
+from .api_errors import answer, responses
+from .app_config import AppConfig
+from .middleware import BASIC, BEARER, RequestMiddleware
+from .prometheus import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
-from .refusals import answer, responses
 from .service import Service
-from .settings import Settings
 
 
-def create_app(service: Service, settings: Settings, metrics: Metrics) -> FastAPI:
+def create_app(service: Service, config: AppConfig, metrics: Metrics) -> FastAPI:
     """Build the application.
 
     Args:
-        service: draws the jobs; its state is what /ready tells.
-        settings: time-outs, sizes and the key.
-        metrics: what /metrics shows; requests are counted here, images where they are drawn.
+        service: generates the images; /ready reports its state.
+        config: time limits, sizes and the API key.
+        metrics: shown by /metrics. Requests are counted here, images by the service.
 
     Returns:
-        An ASGI application. It reads no file and keeps nothing of a request beyond its answer.
+        An ASGI application. It reads no file and stores nothing of a request after its answer.
     """
-    # No pages of documentation: they would load scripts from elsewhere. /openapi.json describes the interface.
+    # FastAPI's documentation pages load scripts from other hosts. /openapi.json describes the interface.
     handlers: dict[Any, Any] = {HTTPException: answer, RequestValidationError: answer}
     app = FastAPI(
         title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None, exception_handlers=handlers
     )
-    if settings.origins:
+    if config.origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.origins,
+            allow_origins=config.origins,
             allow_methods=("GET", "POST"),
             allow_headers=("Authorization", "Content-Type"),
             expose_headers=("Retry-After",),
         )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.allowed_hosts, www_redirect=False)
-    app.add_middleware(Gate, settings=settings, metrics=metrics)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.allowed_hosts, www_redirect=False)
+    app.add_middleware(RequestMiddleware, config=config, metrics=metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
     async def health(response: Response) -> Health:
-        """Whether the process is worth keeping: 503, and the trouble, where it should be replaced."""
+        """Liveness: 503, with the reason, if the process should be replaced."""
         trouble = service.trouble
         response.status_code = 503 if trouble else 200
         return Health(state=service.state, trouble=trouble)
@@ -58,23 +58,23 @@ def create_app(service: Service, settings: Settings, metrics: Metrics) -> FastAP
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"model": Health}}, response_model_exclude_none=True)
     async def ready(response: Response) -> Health:
-        """Whether requests are taken: 503 while loading and shutting down."""
+        """Readiness: 503 while loading and shutting down."""
         if service.state != "ready":
             response.status_code = 503
             response.headers["Retry-After"] = "5"
         return Health(state=service.state, trouble=service.trouble)
 
-    key = [Security(BEARER), Security(BASIC)] if settings.api_key is not None else []
+    key = [Security(BEARER), Security(BASIC)] if config.api_key is not None else []
     statuses = (400, 401, 403) if key else (400, 403)
     openai, webui = (responses(model, *statuses) for model in (OpenAIErrorResponse, WebuiErrorResponse))
 
     @app.get("/metrics", response_class=PlainTextResponse, dependencies=key, responses=openai)
     async def show_metrics() -> Response:
-        """Prometheus' counters."""
+        """Prometheus metrics."""
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    app.include_router(api_openai.make_router(service, settings), dependencies=key, responses=openai)
-    app.include_router(api_webui.make_router(service, settings), dependencies=key, responses=webui)
+    app.include_router(api_openai.make_router(service, config), dependencies=key, responses=openai)
+    app.include_router(api_webui.make_router(service, config), dependencies=key, responses=webui)
 
     def openapi() -> dict[str, Any]:
         schema = FastAPI.openapi(app)

@@ -1,8 +1,8 @@
-"""The same server on Ray Serve: the HTTP app in one replica, engines in others, on one machine or many.
+"""The server on Ray Serve: the HTTP app in one replica, engines in others, on one or several machines.
 
-Two applications, so that one can end before the other: "…-http" holds the app of `app.py`, and its service sends every
-job to "…-engines", whose replicas have an engine each. A job is a function of its fields, so one whose engine died is
-drawn again by another.
+There are two applications, so that one can end before the other. "…-http" is the app of `app.py`; its service sends
+each job to "…-engines", whose replicas have one engine each. An image depends only on its job's fields, so another
+engine can generate it again if the first one dies.
 """
 
 import asyncio
@@ -27,37 +27,37 @@ from ray.serve.schema import LoggingConfig
 
 from ..errors import ToMeConfigError, ToMeError
 from .app import create_app
+from .app_config import AppConfig
 from .engine import Engine
-from .errors import DrainingError, DrawingError, NotReadyError, QueueFullError
 from .jobs import Job, Limits
-from .metrics import Metrics
-from .queue import FAILURES, PictureQueue
+from .prometheus import Metrics
+from .queue import FAILURES, ImageQueue
 from .ray_session import DEATHS, RayError, ray_session
 from .service import Progress, State, with_image
-from .settings import Settings
+from .service_errors import DrainingError, DrawingError, NotReadyError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
 HTTP, ENGINES = "ppdiffusers_tome-http", "ppdiffusers_tome-engines"  # Ray Serve's applications
-HTTP_REQUESTS = 1000  # at once, in the app, besides those whose images are under way
-ATTEMPTS = 3  # engines that one job may lose before it counts as the cause
+HTTP_REQUESTS = 1000  # at once in the app, besides those with accepted images
+ATTEMPTS = 3  # engines that may die with one job before the job counts as the cause
 HEALTH_SECONDS = 2.0  # between two health checks of a replica
-END_SECONDS = 30.0  # for Ray Serve to end a replica that has finished
-HEAD = "node:__internal_head__"  # a resource that only the cluster's head node has
+END_SECONDS = 30.0  # for Ray Serve to end a replica without jobs
+HEAD = "node:__internal_head__"  # a resource of the cluster's head node only
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """How many engines there are, and what each may use.
+    """The number of engines and their resources.
 
     Args:
-        min_replicas, max_replicas: engines; where they differ, Ray Serve starts and ends them with the load.
-        cpus, gpus: what Ray sets aside for each engine, of what the machines have; may be fractions.
+        min_replicas, max_replicas: engines; if they differ, Ray Serve starts and ends engines with the load.
+        cpus, gpus: reserved by Ray for each engine; may be fractions.
         largest_batch: most images in one pipeline call.
-        batch_wait: seconds that a job waits for others to be drawn with.
-        capacity: how many images may wait for an engine, besides the two batches that each engine holds.
-        request_seconds: longest time of a request, and for what was accepted when the server is to end. An engine that
-            draws one batch for twice as long counts as hung, and is replaced.
+        batch_wait: seconds that a job waits for others to share its call.
+        capacity: most images that wait for an engine, besides the two batches in each engine.
+        request_seconds: longest time of a request, and of the shutdown. An engine whose pipeline call takes twice as
+            long counts as hung and is replaced.
 
     Raises:
         ToMeConfigError: a number is too small.
@@ -80,18 +80,22 @@ class Cluster:
 
     @property
     def accepted(self) -> int:
-        """Images that may be under way at once: the two batches that each engine holds, and what waits for them."""
+        """Most accepted images at once: two batches in each engine, and those that wait."""
         return self.capacity + self.max_replicas * 2 * self.largest_batch
 
 
 class EngineReplica:
-    """One engine in a process of its own, behind the queue that the server of one process has too."""
+    """One engine in its own process, behind the same queue as in the server of one process."""
 
     def __init__(self, load: Callable[[], Engine], name: str, limits: Limits, cluster: Cluster) -> None:
-        # `ClusterService` bounds what is under way, so this queue is never full.
-        most, stuck_seconds = cluster.largest_batch, 2 * cluster.request_seconds
-        self._queue = PictureQueue(
-            load, name, limits, cluster.accepted, most, cluster.batch_wait, stuck_seconds=stuck_seconds
+        self._queue = ImageQueue(
+            load,
+            name,
+            limits,
+            capacity=cluster.accepted,  # never reached, because `ClusterService` accepts no more
+            largest_batch=cluster.largest_batch,
+            batch_wait=cluster.batch_wait,
+            stuck_seconds=2 * cluster.request_seconds,
         )
         self._queue.start()
         while self._queue.state == "loading":
@@ -99,72 +103,72 @@ class EngineReplica:
         self.check_health()
 
     async def draw(self, job: Job) -> Image:
-        """Draw one job; cancelling the call abandons it."""
+        """Generate one image; cancelling the call abandons it."""
         try:
             return (await self._queue.submit([job]))[0]
-        except NotReadyError:  # it has been ready: the thread that draws has ended
-            logger.error("this engine has failed and ends, so that another takes its place at once")
-            os._exit(1)  # being quick to refuse, it would get most of the jobs until a health check
+        except NotReadyError:  # it was ready before, so its thread has ended
+            logger.error("this engine has failed and exits, so that Ray Serve replaces it at once")
+            os._exit(1)  # it refuses jobs fast, so it would get most of them until the next health check
 
     async def sampler(self) -> str:
         return self._queue.sampler
 
     def check_health(self) -> None:
-        """Ray Serve asks every few seconds, and replaces a replica that raises."""
+        """Called by Ray Serve every few seconds; a replica that raises is replaced."""
         if trouble := self._queue.trouble:
-            raise DrawingError(f"{trouble}; the log of this replica has the reason")
+            raise DrawingError(f"{trouble}; the replica's log has the reason")
 
     def __del__(self) -> None:
         self._queue.close()
 
 
 class ClusterService:
-    """The service of the app's replica: sends each job to an engine, and again to another where that one died.
+    """The service of the app's replica: sends each job to an engine, and to another one if that one dies.
 
     Args:
-        name, sampler: of the model, as `Service` has them.
-        limits: which jobs are taken.
+        name, sampler: of the model, see `Service`.
+        limits: the jobs that are accepted.
         metrics: counts images.
-        cluster: how many engines there are, and how many images may be under way. That is counted here: Ray Serve's
-            own bound counts what it has not yet given to an engine, idle or not, and would refuse a burst too early.
+        cluster: the number of engines and of accepted images. The latter is counted here, because Ray Serve's own
+            limit counts jobs that are not yet assigned to an engine, and would refuse a burst while engines are idle.
     """
 
     def __init__(self, name: str, sampler: str, limits: Limits, metrics: Metrics, cluster: Cluster) -> None:
         self.name, self.sampler, self.limits, self.metrics = name, sampler, limits, metrics
-        # The app is there only while engines are: it is deployed after them, and ended before them. In between Ray
-        # Serve replaces those that die, and jobs wait for it.
+        # The app is deployed after the engines and deleted before them. Meanwhile Ray Serve replaces engines that die,
+        # and jobs wait.
         self.state: State = "ready"
         self._cluster = cluster
         self._engines: DeploymentHandle = serve.get_deployment_handle(EngineReplica.__name__, ENGINES)
-        self._accepted_at: list[float] = []  # of every image under way, the oldest first
-        self._undrawn = 0  # images in a row that failed or were not drawn in time
-        self._image_seconds = 1.0 / cluster.min_replicas  # for one image, of late, all engines together
+        self._accepted_at: list[float] = []  # of every accepted image, oldest first
+        self._failures = 0  # images in a row that failed or reached the time limit
+        self._image_seconds = 1.0 / cluster.min_replicas  # of late, per image of all engines together
         metrics.waiting.set_function(lambda: self.progress().waiting)
         metrics.running.set_function(lambda: self.progress().running)
         metrics.ready.set_function(lambda: self.state == "ready")
 
     @property
     def trouble(self) -> str | None:
-        """See `Service`. Ray Serve replaces single engines; this is about all of them."""
-        if self._accepted_at and self._undrawn >= FAILURES:
-            return f"the last {self._undrawn} images failed or were not drawn in time"
+        """See `Service`. Ray Serve replaces single engines; this is about all engines."""
+        if self._accepted_at and self._failures >= FAILURES:
+            return f"the last {self._failures} images failed or reached the time limit"
         return None
 
     def progress(self) -> Progress:
-        """See `Service`. What the engines can draw at once counts as running; their steps are not known here."""
-        under_way = len(self._accepted_at)
-        running = min(under_way, self._cluster.max_replicas * self._cluster.largest_batch)
-        seconds = monotonic() - self._accepted_at[0] if under_way else 0.0
-        return Progress(running, under_way - running, seconds=seconds)
+        """See `Service`. As many images as fit all engines count as running; their steps are not known here."""
+        accepted = len(self._accepted_at)
+        running = min(accepted, self._cluster.max_replicas * self._cluster.largest_batch)
+        seconds = monotonic() - self._accepted_at[0] if accepted else 0.0
+        return Progress(running, accepted - running, seconds=seconds)
 
     async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
         """See `Service`."""
         if self.state != "ready":
             raise DrainingError("the server is shutting down", retry_after=10)
-        under_way = len(self._accepted_at)
-        if under_way + len(jobs) > self._cluster.accepted:
-            retry_after = max(1, ceil(under_way * self._image_seconds))
-            raise QueueFullError(f"{under_way} images are under way, of {self._cluster.accepted}", retry_after)
+        accepted = len(self._accepted_at)
+        if accepted + len(jobs) > self._cluster.accepted:
+            retry_after = max(1, ceil(accepted * self._image_seconds))
+            raise QueueFullError(f"{accepted} of at most {self._cluster.accepted} images are accepted", retry_after)
         now = monotonic()
         self._accepted_at += [now] * len(jobs)
         tasks: list[asyncio.Task[Image]] = []
@@ -179,7 +183,7 @@ class ClusterService:
                 self._accepted_at.remove(now)
 
     async def drain(self) -> None:
-        """Refuse all further jobs; return when what was accepted is finished."""
+        """Refuse all further jobs; return when all accepted jobs are finished."""
         self.state = "draining"
         while self._accepted_at:
             await asyncio.sleep(0.1)
@@ -188,25 +192,25 @@ class ClusterService:
         start, before = monotonic(), len(self._accepted_at)
         outcome = "failed"
         try:
-            image = await self._draw_somewhere(job)
+            image = await self._draw_on_any_engine(job)
             outcome = "drawn"
-            self._undrawn = 0
-            # Little's law: so many images were under way, and each took so long.
-            together = max(before, len(self._accepted_at), self._cluster.min_replicas)
-            self._image_seconds += 0.2 * ((monotonic() - start) / together - self._image_seconds)
+            self._failures = 0
+            # Little's law: seconds of one image over the images at the same time.
+            concurrent = max(before, len(self._accepted_at), self._cluster.min_replicas)
+            self._image_seconds += 0.2 * ((monotonic() - start) / concurrent - self._image_seconds)
             return image
         except asyncio.CancelledError:
             outcome = "abandoned"
-            self._undrawn += monotonic() - start > 0.9 * self._cluster.request_seconds
+            self._failures += monotonic() - start > 0.9 * self._cluster.request_seconds
             raise
         except DrawingError:
-            self._undrawn += 1
+            self._failures += 1
             raise
         finally:
-            self.metrics.pictures.labels(outcome).inc()
+            self.metrics.images.labels(outcome).inc()
 
-    async def _draw_somewhere(self, job: Job) -> Image:
-        for lost in range(1, ATTEMPTS + 1):
+    async def _draw_on_any_engine(self, job: Job) -> Image:
+        for attempt in range(1, ATTEMPTS + 1):
             response = self._engines.draw.remote(job)
             try:
                 return await response
@@ -214,16 +218,16 @@ class ClusterService:
                 response.cancel()
                 raise
             except DeploymentUnavailableError:
-                raise NotReadyError("no engine could be started; Ray's logs have the reason", retry_after=30) from None
+                raise NotReadyError("no engine could be started; see Ray's logs", retry_after=30) from None
             except DEATHS as error:
-                logger.error("an engine died, and a job with it (%d of %d times): %s", lost, ATTEMPTS, error)
-            except RayTaskError as error:  # the engine raised: its error as it was, without the other process's trace
+                logger.error("an engine died with a job (attempt %d of %d): %s", attempt, ATTEMPTS, error)
+            except RayTaskError as error:  # the engine raised: the original error, without the remote traceback
                 raise error.cause if isinstance(error.cause, ToMeError) else error from None
-        raise DrawingError(f"{ATTEMPTS} engines died while they drew this")
+        raise DrawingError(f"{ATTEMPTS} engines died with this job")
 
 
 class App:
-    """The HTTP app's replica; Ray Serve's `ingress` adds the app."""
+    """The HTTP app's replica; Ray Serve's `ingress` adds `app`."""
 
     app: FastAPI
 
@@ -236,25 +240,25 @@ def serve_on_ray(
     load: Callable[[], Engine],
     name: str,
     limits: Limits,
-    settings: Settings,
+    config: AppConfig,
     cluster: Cluster,
     address: str | None,
     host: str,
     port: int,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; the first finishes what was accepted, the second ends at once.
+    """Serve until SIGTERM or SIGINT: the first signal finishes accepted requests, the second ends the server at once.
 
     Args:
-        load: makes an engine; called in each of the engines' replicas, so what it reads must be on all machines.
+        load: makes an engine; called in each engine's replica, so its files must be on all machines.
         name, limits: of the model.
-        settings: of the app.
-        cluster: how many engines.
-        address: as in `ray_session`.
-        host, port: where Ray Serve listens, on the cluster's head node.
+        config: of the app.
+        cluster: the number of engines and their resources.
+        address: as for `ray_session`.
+        host, port: address of Ray Serve on the cluster's head node.
 
     Raises:
         ToMeConfigError: one request may ask for more images than may wait.
-        RayError: there is no Ray, or an engine could not be started; with its last words.
+        RayError: Ray cannot be reached, or an engine cannot be started; the message contains the engine's error.
     """
     if cluster.capacity < limits.images:
         raise ToMeConfigError(
@@ -273,10 +277,10 @@ def serve_on_ray(
             signal.signal(number, end_or_interrupt)
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-            _deploy(load, name, limits, settings, cluster)
+            _deploy(load, name, limits, config, cluster)
             print(f"serving at http://{host}:{port} with {cluster.min_replicas} to {engines} engines", flush=True)
             end.wait()
-            print("finishing what was accepted", flush=True)
+            print("finishing accepted requests", flush=True)
         except RuntimeError as error:
             raise RayError(f"the engines cannot be started: {error}") from error
         finally:
@@ -285,12 +289,12 @@ def serve_on_ray(
                 serve.shutdown()
 
 
-def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Settings, cluster: Cluster) -> None:
-    """Start engines and app, and wait until they answer."""
+def _deploy(load: Callable[[], Engine], name: str, limits: Limits, config: AppConfig, cluster: Cluster) -> None:
+    """Start the engines and the app, and wait until they answer."""
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_SECONDS,
         "graceful_shutdown_timeout_s": cluster.request_seconds,
-        "logging_config": LoggingConfig(log_level="WARNING"),  # without a line for each request
+        "logging_config": LoggingConfig(log_level="WARNING"),  # no line for each request
     }
     scale = {name: getattr(cluster, name) for name in ("min_replicas", "max_replicas")}
     engines = serve.deployment(
@@ -307,11 +311,11 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Set
     def build() -> FastAPI:  # in the app's replica
         metrics = Metrics()
         service = ClusterService(name, sampler, limits, metrics, cluster)
-        app = create_app(service, settings, metrics)
+        app = create_app(service, config, metrics)
         app.state.service = service
         return app
 
-    # On the head node, which the cluster needs anyway: no other node that is lost takes requests with it.
+    # On the head node, which the cluster needs anyway, so that the loss of another node loses no request.
     app = serve.deployment(
         serve.ingress(build)(App),
         **common,
@@ -323,13 +327,13 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, settings: Set
 
 
 def _undeploy(cluster: Cluster) -> None:
-    """End the app, which refuses what comes and finishes what it has accepted, and then the engines."""
+    """End the app, which refuses new requests and finishes accepted ones, and then the engines."""
     deadline = monotonic() + cluster.request_seconds
     if HTTP in serve.status().applications:
-        try:  # first, because Ray Serve answers 404 from the moment on that an application is deleted
+        try:  # first, because Ray Serve answers 404 as soon as an application is deleted
             serve.get_app_handle(HTTP).drain.remote().result(timeout_s=cluster.request_seconds)
         except (*DEATHS, TimeoutError, RayServeException) as error:
-            logger.error("the app did not finish what it had accepted: %r", error)
+            logger.error("the app did not finish its accepted requests: %r", error)
     for name in (HTTP, ENGINES):
         if name in serve.status().applications:
             serve.delete(name, _blocking=False)  # blocking, Ray Serve gives up after a minute

@@ -1,4 +1,4 @@
-"""From jobs to pictures: one pipeline call for jobs that agree in size, steps, guidance and ratio. No HTTP."""
+"""From jobs to images: one pipeline call for jobs with equal size, steps, guidance scale and ratio. No HTTP."""
 
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
-from .errors import AbandonedError, DrawingError
 from .jobs import Job
+from .service_errors import AbandonedError, DrawingError
 
-# Schedulers whose steps draw no noise. What the others draw comes from one generator for the whole batch, so that a
-# picture would depend on its neighbours: with those, jobs are drawn one by one.
+# Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
+# depend on the rest of its batch: with them, jobs run one by one.
 DETERMINISTIC = {
     "DDIMScheduler": "DDIM",
     "DEISMultistepScheduler": "DEIS",
@@ -33,23 +33,25 @@ DETERMINISTIC = {
 
 
 class FiniteImageProcessor(VaeImageProcessor):
-    """ppdiffusers' own, except that it raises DrawingError on NaN and infinity, which are black and white as uint8."""
+    """ppdiffusers' image processor, which raises DrawingError on NaN and infinity instead of casting them to uint8."""
 
     def postprocess(self, image: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not paddle.isfinite(image.cast("float32")).all():
-            raise DrawingError("an image has values that are not finite: the weights are damaged, or overflow")
+            raise DrawingError(
+                "an image has values that are not finite: the weights are damaged, or activations overflow"
+            )
         return super().postprocess(image, *args, **kwargs)
 
 
 class Engine:
-    """Draws pictures with one text-to-image pipeline and, where it is given, one image-to-image pipeline.
+    """Generates images with a text-to-image pipeline and, optionally, an image-to-image pipeline.
 
-    Use it from one thread: Paddle's random generator and current device belong to the whole process.
+    Use it from one thread: Paddle's random generator and current device are shared by the whole process.
 
     Args:
-        text_to_image: a pipeline whose UNet has the attribute `ratio`, as `inference.load_pipeline` makes them.
-        image_to_image: one over the same models; None where the VAE's encoder was not exported.
-        name: what clients call the model.
+        text_to_image: a pipeline whose UNet has the attribute `ratio`, as from `inference.load_pipeline`.
+        image_to_image: a pipeline over the same models; None if the VAE's encoder was not exported.
+        name: the model's name for clients.
     """
 
     def __init__(self, text_to_image: Any, image_to_image: Any | None = None, name: str = "model") -> None:
@@ -62,39 +64,39 @@ class Engine:
                 pipe.image_processor = FiniteImageProcessor.from_config(pipe.image_processor.config)
 
     def batch_key(self, job: Job) -> Hashable | None:
-        """Jobs of equal keys may be drawn in one call; None: this job must be drawn alone.
+        """Jobs with equal keys may share a pipeline call; None: this job must run alone.
 
-        ppdiffusers' image-to-image pipelines draw their noise inside, for the whole batch at once, so those jobs are
-        drawn alone. So is every job where the scheduler's steps draw noise.
+        Jobs run alone if ppdiffusers samples noise for the whole batch at once: in image-to-image pipelines, and with
+        schedulers whose steps sample noise.
         """
         if job.image is not None or not self._is_deterministic():
             return None
         return job.height, job.width, job.steps, job.guidance_scale, job.ratio
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
-        """Draw the jobs in one pipeline call.
+        """Generate the images of the jobs in one pipeline call.
 
         Args:
-            jobs: one, or several of equal `batch_key`.
-            should_stop: called before the first step, and after each with the number of steps that are done and of
-                all steps; where it returns True, drawing ends.
+            jobs: one, or several with equal `batch_key`.
+            should_stop: called before the first step without arguments, and after each step with the number of
+                finished steps and of all steps. If it returns True, the call ends.
 
         Returns:
-            RGB pictures, in the order of the jobs. Each is the picture that `paddle.seed(seed); pipe(prompt)` draws,
-            up to rounding: every job's noise comes from its own seed.
+            RGB images, in the order of the jobs. Each equals the image of `paddle.seed(seed); pipe(prompt)` up to
+            rounding, because every job's noise comes from its own seed.
 
         Raises:
             AbandonedError: should_stop returned True.
-            DrawingError: an image is not finite.
-            ToMeConfigError: jobs that cannot be drawn together, an image without an image-to-image pipeline, one that
-                is not RGB or not of the job's size, or a size or ratio that was not exported.
+            DrawingError: an image has values that are not finite.
+            ToMeConfigError: the jobs have different keys, a job starts from an image and there is no image-to-image
+                pipeline, its image is not RGB or not of the job's size, or a size or ratio was not exported.
         """
         first = jobs[0]
         key = self.batch_key(first)
         if len(jobs) > 1 and (key is None or any(self.batch_key(job) != key for job in jobs[1:])):
-            raise ToMeConfigError(f"{len(jobs)} jobs cannot be drawn in one call: their batch_key is None or differs")
+            raise ToMeConfigError(f"{len(jobs)} jobs cannot share a pipeline call: their batch_key is None or differs")
         if should_stop is not None and should_stop():
-            raise AbandonedError("drawing stopped before its first step")
+            raise AbandonedError("stopped before the first step")
         common = {
             "prompt": [job.prompt for job in jobs],
             "negative_prompt": [job.negative_prompt for job in jobs],
@@ -121,7 +123,7 @@ class Engine:
         return list(self._image_to_image(**common, image=job.image, strength=job.strength).images)
 
     def _noise(self, job: Job) -> paddle.Tensor:
-        """[1, C, height / f, width / f]: the noise that the pipeline itself would draw after paddle.seed(seed)."""
+        """[1, C, height / f, width / f]: the noise that the pipeline itself would sample after paddle.seed(seed)."""
         factor = self._text_to_image.vae_scale_factor
         channels = self._text_to_image.unet.config.in_channels
         paddle.seed(job.seed)
@@ -134,41 +136,41 @@ class Engine:
 
     @property
     def sampler(self) -> str:
-        """The scheduler's name in the words of Stable Diffusion's user interfaces, "DDIM" for DDIMScheduler."""
+        """The scheduler's name in Stable Diffusion's user interfaces, "DDIM" for DDIMScheduler."""
         name = type(self._text_to_image.scheduler).__name__
         return DETERMINISTIC.get(name, name.removesuffix("Scheduler"))
 
 
 def load_engine(folder: Path, device: str = "cpu", threads: int | None = None, verify: bool = True) -> Engine:
-    """Load an exported folder, image to image too where it was exported.
+    """Load an exported folder, with image-to-image if it was exported.
 
     Args:
-        folder: what `export_pipeline` wrote.
+        folder: the output of `export_pipeline`.
         device, threads: as for `inference.load_pipeline`.
         verify: compare the weights with their hashes, which takes seconds for each GB.
 
     Raises:
-        ToMeError: the folder is no export or is damaged (from `inference`), or is one of a ControlNet or an
-            inpainting model.
+        ToMeError: the folder is not an export or is damaged (from `inference`), or has a ControlNet or an inpainting
+            model.
     """
     manifest = read_manifest(folder)
     if manifest.controlnet:
-        raise ToMeConfigError(f"{folder} has a ControlNet, which wants a picture in every step: it cannot be served")
+        raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, device=device, threads=threads, verify=verify)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
-        raise ToMeConfigError(f"{folder} is a model for inpainting, which cannot be served")
-    other = None
+        raise ToMeConfigError(f"{folder} is an inpainting model, which cannot be served")
+    image_to_image = None
     if manifest.image_to_image:
         safety = {} if is_xl else {"requires_safety_checker": False}
-        other = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
-    return Engine(pipe, other, manifest.name)
+        image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
+    return Engine(pipe, image_to_image, manifest.name)
 
 
 def _stopper(should_stop: Callable[..., bool]) -> Callable[..., dict[str, Any]]:
     def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if should_stop(step + 1, pipe.num_timesteps):
-            raise AbandonedError(f"drawing stopped after step {step + 1}")
+            raise AbandonedError(f"stopped after step {step + 1}")
         return tensors
 
     return after_step

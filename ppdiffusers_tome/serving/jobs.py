@@ -1,30 +1,34 @@
-"""A job is one picture to draw. Limits say which jobs a server takes. Neither knows HTTP or Paddle."""
+"""A job is one image to generate; limits are the jobs that a server accepts. Neither depends on HTTP or Paddle."""
 
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 from PIL.Image import Image
 
 from ..errors import ToMeConfigError
-from .errors import JobError
+from .service_errors import JobError
 
 LARGEST_SEED = 2**32 - 1
 
 
+def seed_after(first: int, count: int) -> int:
+    """The seed of the image that is `count` places after the one with seed `first`: the sum, modulo 2**32."""
+    return (first + count) % (LARGEST_SEED + 1)
+
+
 @dataclass(frozen=True)
 class Job:
-    """One picture to draw, from noise or from a picture.
+    """One image to generate, from noise or from another image.
 
     Args:
-        prompt, negative_prompt: texts. What does not fit the model's tokenizer is cut off by ppdiffusers.
+        prompt, negative_prompt: texts. ppdiffusers cuts off what does not fit the model's tokenizer.
         height, width: pixels, one of the exported sizes.
         ratio: share of the tokens to merge away, one of the exported ratios.
-        seed: 0 to 2**32 - 1; the same job draws the same picture, whatever it is drawn together with.
+        seed: 0 to 2**32 - 1. Equal jobs give equal images, whatever else is in their batch.
         steps: denoising steps.
-        guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt does nothing.
-        image: RGB, start from it instead of from noise; it may come later than the rest, see `Service.submit`.
-        strength: share of the steps that are done on the image, 0 < strength <= 1; None where there is no image.
+        guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt has no effect.
+        image: RGB, the image to start from; None for noise. It may be added later, see `Service.submit`.
+        strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
     """
 
     prompt: str
@@ -39,7 +43,7 @@ class Job:
     strength: float | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What made the picture, ready for JSON: all fields but the image, and no strength where there is none."""
+        """All fields but the image, ready for JSON; `strength` only where it is set."""
         texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
         numbers = {"seed": self.seed, "steps": self.steps, "guidance_scale": self.guidance_scale}
         size = {"width": self.width, "height": self.height, "tome_ratio": self.ratio}
@@ -48,18 +52,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Limits:
-    """Which jobs a server takes.
+    """The jobs that a server accepts.
 
     Args:
         sizes: the exported (height, width), in pixels; the first is the default.
         ratios: the exported ratios; the first is the default.
-        image_to_image: whether jobs may start from a picture.
+        image_to_image: whether jobs may start from an image.
         prompt_characters: longest prompt and longest negative prompt.
-        images: most pictures of one request.
+        images: most images in one request.
         steps: most denoising steps.
-        guidance_scale: largest weight of the guidance.
+        guidance_scale: largest guidance scale.
         image_pixels, image_side, image_aspect: of an image that a client sends, the most pixels (width times height),
-            the longest side, and how many times the shorter side it may be.
+            the longest side, and the largest ratio of the longer to the shorter side.
 
     Raises:
         ToMeConfigError: a limit is not positive, or there is no size or no ratio.
@@ -78,53 +82,58 @@ class Limits:
 
     def __post_init__(self) -> None:
         if not self.sizes or not self.ratios:
-            raise ToMeConfigError(f"sizes={self.sizes!r}, ratios={self.ratios!r}: a server needs one of each at least")
+            raise ToMeConfigError(f"sizes={self.sizes!r}, ratios={self.ratios!r}: at least one of each is required")
         for name in ("prompt_characters", "images", "steps", "guidance_scale", "image_pixels", "image_side"):
             if not getattr(self, name) > 0:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive")
 
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """Smallest and largest value of a job's numbers, and of the number of images in one request."""
+        return {
+            "images": (1, self.images),
+            "seed": (0, LARGEST_SEED),
+            "steps": (1, self.steps),
+            "guidance_scale": (0, self.guidance_scale),
+        }
+
     def check_count(self, images: int) -> None:
-        """Raise JobError, whose field is `images`, unless so many pictures may be asked for at once."""
-        if not 1 <= images <= self.images:
-            raise JobError("images", f"{images} images are not allowed: it must be 1 to {self.images} in one request")
+        """Raise JobError, with the field `images`, unless one request may ask for this many images."""
+        self._check_range("images", images)
 
     def check(self, job: Job) -> None:
-        """Raise JobError, which names the field and what is allowed, unless the job may be drawn."""
+        """Raise JobError, with the field and its allowed values, unless the job is allowed."""
         self._check_texts(job)
-        if not 0 <= job.seed <= LARGEST_SEED:
-            raise JobError("seed", f"seed={job.seed} is not allowed: it must be 0 to {LARGEST_SEED}")
-        if not 1 <= job.steps <= self.steps:
-            raise JobError("steps", f"steps={job.steps} is not allowed: it must be 1 to {self.steps}")
-        if not (isfinite(job.guidance_scale) and 0 <= job.guidance_scale <= self.guidance_scale):
-            raise JobError(
-                "guidance_scale", f"{job.guidance_scale} is not allowed: it must be 0 to {self.guidance_scale}"
-            )
+        for name in ("seed", "steps", "guidance_scale"):
+            self._check_range(name, getattr(job, name))
         if (job.height, job.width) not in self.sizes:
-            listed = ", ".join(f"{width}x{height}" for height, width in self.sizes)
-            raise JobError(
-                "size", f"{job.width}x{job.height} was not exported: width x height must be one of {listed}"
-            )
+            sizes = ", ".join(f"{width}x{height}" for height, width in self.sizes)
+            raise JobError("size", f"{job.width}x{job.height} was not exported: width x height must be one of {sizes}")
         if job.ratio not in self.ratios:
-            listed = ", ".join(str(ratio) for ratio in self.ratios)
-            raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {listed}")
-        self._check_image(job)
+            ratios = ", ".join(str(ratio) for ratio in self.ratios)
+            raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}")
+        self._check_strength(job)
+
+    def _check_range(self, name: str, value: float) -> None:
+        low, high = self.ranges[name]
+        if not low <= value <= high:
+            raise JobError(name, f"{name}={value} is not allowed: it must be {low} to {high}")
 
     def _check_texts(self, job: Job) -> None:
         for name in ("prompt", "negative_prompt"):
             text = getattr(job, name)
             if len(text) > self.prompt_characters:
-                most = f"at most {self.prompt_characters} are allowed"
-                raise JobError(name, f"{len(text)} characters are too many: {most}")
+                raise JobError(name, f"{len(text)} characters are too many: the limit is {self.prompt_characters}")
             if any("\ud800" <= character <= "\udfff" for character in text):
-                raise JobError(name, "it holds half a surrogate pair, which is no character")
+                raise JobError(name, "it contains an unpaired surrogate, which is not a character")
 
-    def _check_image(self, job: Job) -> None:
+    def _check_strength(self, job: Job) -> None:
         if job.strength is None:
             return
         if not self.image_to_image:
-            raise JobError("image", "image to image was not exported: export the model with --img2img")
+            raise JobError("image", "image-to-image was not exported: export the model with --img2img")
         if not 0 < job.strength <= 1:
             raise JobError("strength", f"{job.strength} is not allowed: it must be above 0 and at most 1")
         if int(job.steps * job.strength) < 1:
-            message = f"{job.strength} of {job.steps} steps is less than one step, so nothing would be drawn"
+            message = f"{job.strength} of {job.steps} steps is less than one step: raise one of them"
             raise JobError("strength", message)

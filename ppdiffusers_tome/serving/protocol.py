@@ -1,6 +1,6 @@
-"""What clients send and receive, as pydantic models: OpenAI's images and stable-diffusion-webui ("A1111").
+"""Requests and responses as pydantic models: OpenAI's images API and stable-diffusion-webui's ("A1111").
 
-Bounds are in the schema. Those that depend on the export and the command line are put there by `narrow`, once.
+The schema contains all bounds. `narrow` adds those that depend on the export and the command line.
 """
 
 import json
@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 
 from ..inference.manifest import STRICT
-from .jobs import LARGEST_SEED, Limits
+from .jobs import Limits
 from .service import State
 
 
 class Strict(BaseModel):
-    """Numbers must be numbers, and a field that does not exist is refused, not ignored."""
+    """Numbers must be numbers, and unknown fields are refused."""
 
     model_config = STRICT
 
@@ -24,13 +24,13 @@ class Strict(BaseModel):
 Request = TypeVar("Request", bound=Strict)
 
 
-# 3.0 is an integer in JSON, while true and "3" are not
+# In JSON Schema, 3.0 is an integer; true and "3" are not
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 Integer = Annotated[int, WHOLE]
 
 
 def one_of(kind: Any, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
-    """The type of an optional value that must be among the choices, which may change; `reason` says why."""
+    """The type of an optional value that must be one of the choices, which may change; `reason` is the message."""
 
     def check(value: Any) -> Any:
         if value not in choices():
@@ -42,35 +42,39 @@ def one_of(kind: Any, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
 
 
 def only(kind: Any, *values: Any) -> Any:
-    """The type of a field that can say so alone: its other values ask for what is not here."""
+    """The type of an optional field whose other values ask for features that do not exist here."""
     return one_of(kind, lambda: values, f"only {' or '.join(map(json.dumps, values))} is supported")
 
 
 def bounds(limits: Limits) -> dict[str, Any]:
-    """The types of a job's fields, by the field's name."""
+    """The types of a job's fields by name, with the same limits as `Limits.check`."""
     sizes = ", ".join(f"{width}x{height}" for height, width in limits.sizes)
     text = Annotated[str, Field(max_length=limits.prompt_characters)]
 
-    def exported(kind: Any, choices: Sequence[Any], listed: str) -> Any:
-        return one_of(kind, lambda: choices, f"only what was exported can be drawn: {listed}")
+    def exported(kind: Any, choices: Sequence[Any], values: str) -> Any:
+        return one_of(kind, lambda: choices, f"it must be one of the exported values: {values}")
+
+    def in_range(name: str) -> Any:
+        low, high = limits.ranges[name]
+        return Field(ge=low, le=high)
 
     return {
         "prompt": text,
         "negative_prompt": text | None,
-        "images": Annotated[int, Field(ge=1, le=limits.images), WHOLE] | None,
+        "images": Annotated[int, in_range("images"), WHOLE] | None,
         "height": exported(Integer, sorted({height for height, _ in limits.sizes}), sizes),
         "width": exported(Integer, sorted({width for _, width in limits.sizes}), sizes),
         "size": exported(str, ["auto", *sizes.split(", ")], sizes),
         "ratio": exported(float, limits.ratios, ", ".join(map(str, limits.ratios))),
-        "seed": Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE] | None,
-        "steps": Annotated[int, Field(ge=1, le=limits.steps), WHOLE] | None,
-        "guidance_scale": Annotated[float, Field(ge=0, le=limits.guidance_scale)] | None,
+        "seed": Annotated[int, in_range("seed"), WHOLE] | None,
+        "steps": Annotated[int, in_range("steps"), WHOLE] | None,
+        "guidance_scale": Annotated[float, in_range("guidance_scale")] | None,
         "strength": Annotated[float, Field(gt=0, le=1)] | None,
     }
 
 
 def narrow(model: type[Request], types: Mapping[str, Any]) -> type[Request]:
-    """The model with other types of its fields, which keep default and description; new fields are optional."""
+    """The model with other types for some fields, which keep default and description; new fields are optional."""
     fields = {name: (kind, copy(model.model_fields.get(name, Field(None)))) for name, kind in types.items()}
     return create_model(model.__name__, __base__=model, **fields)  # type: ignore[call-overload]
 
@@ -79,26 +83,26 @@ def narrow(model: type[Request], types: Mapping[str, Any]) -> type[Request]:
 
 
 class ImageRequest(Strict):
-    """What to draw."""
+    """Images to generate."""
 
     prompt: str
-    model: str | None = Field(None, max_length=500, description="the name that GET /v1/models lists")
+    model: str | None = Field(None, max_length=500, description="the name in GET /v1/models")
     n: int | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
     size: str | None = Field(None, description='"WIDTHxHEIGHT" in pixels; "auto" or absent: the first exported')
-    seed: int | None = Field(None, description="drawn at random and reported if absent")
+    seed: int | None = Field(None, description="random if absent; the answer contains it")
     steps: int | None = Field(None, description="denoising steps")
-    guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; up to 1: none")
-    negative_prompt: str | None = Field(None, description="what not to draw")
-    tome_ratio: float | None = Field(None, description="share of tokens to merge away, an exported ratio")
-    user: str | None = Field(None, max_length=500, description="accepted and not used")
-    # OpenAI's fields of which this server has one way only.
+    guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
+    negative_prompt: str | None = Field(None, description="what the image should not show")
+    tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
+    user: str | None = Field(None, max_length=500, description="accepted and ignored")
+    # OpenAI's fields of which this server supports one value.
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto"] | None = None
     output_compression: only(Integer, 100) = None  # type: ignore[valid-type]
     output_format: Literal["png"] | None = None
     partial_images: only(Integer, 0) = None  # type: ignore[valid-type]
     quality: Literal["auto", "standard"] | None = None
-    response_format: Literal["b64_json"] | None = Field(None, description="no url, because no image is kept")
+    response_format: Literal["b64_json"] | None = Field(None, description="no url, because no image is stored")
     stream: only(bool, False) = None  # type: ignore[valid-type]
     style: None = None
 
@@ -141,7 +145,7 @@ class OpenAIErrorResponse(BaseModel):
     error: OpenAIError
 
 
-# stable-diffusion-webui. Fields of features that are not here are accepted where they say that the feature is off.
+# stable-diffusion-webui. Fields of features that do not exist here are accepted with values that switch them off.
 _EMPTY, _TEXT = Field(max_length=0), Annotated[str, Field(max_length=10_000)] | None
 _TYPES: dict[str, Any] = {
     "mask refiner_checkpoint script_name": only(str, ""),
@@ -153,7 +157,7 @@ _TYPES: dict[str, Any] = {
     "s_churn s_min_uncond s_tmax s_tmin": only(float, 0),
     "initial_noise_multiplier s_noise": only(float, 1),
     "eta": only(float, 0, 1),  # webuiapi always sends 1; no sampler here takes it
-    # Settings of features that are off, and of files that are never written. Clients send them always.
+    # Settings of features that are off, and of files that are never written. Clients always send them.
     "do_not_save_samples do_not_save_grid disable_extra_networks inpaint_full_res": bool | None,
     "hr_prompt hr_negative_prompt hr_upscaler hr_checkpoint_name hr_sampler_name hr_scheduler": _TEXT,
     "hr_scale hr_second_pass_steps hr_resize_x hr_resize_y mask_blur mask_blur_x mask_blur_y": float | None,
@@ -164,7 +168,7 @@ OFF = {name: kind for names, kind in _TYPES.items() for name in names.split()}
 
 
 class Options(Strict):
-    """Settings of the server, or of one request."""
+    """Options of the server, or of one request."""
 
     sd_model_checkpoint: str | None = None
     token_merging_ratio: float | None = None
@@ -172,13 +176,13 @@ class Options(Strict):
 
 
 class TextRequest(Strict):
-    """What to draw."""
+    """Images to generate from text."""
 
     prompt: str = ""
     negative_prompt: str | None = None
-    seed: int | None = Field(None, description="-1 or absent: drawn at random and reported")
+    seed: int | None = Field(None, description="-1 or absent: random; the answer contains it")
     batch_size: int | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
-    n_iter: int | None = Field(None, description="batch_size times this many images are drawn")
+    n_iter: int | None = Field(None, description="the number of images is batch_size times n_iter")
     steps: int | None = None
     cfg_scale: float | None = None
     width: int | None = None
@@ -191,7 +195,7 @@ class TextRequest(Strict):
 
 
 class ImageToImageRequest(TextRequest):
-    """What to draw from an image, which is resized to width and height."""
+    """Images to generate from an image, which is resized to width and height."""
 
     init_images: list[str] = Field(min_length=1, max_length=1, description="PNG, JPEG or WEBP in base64 or a data URL")
 
@@ -211,7 +215,7 @@ class ProgressResponse(BaseModel):
 
 
 class WebuiErrorResponse(BaseModel):
-    """A message, or where it is a field's fault a list of one, as FastAPI writes it."""
+    """A message; for an invalid field a list with one entry, in FastAPI's format."""
 
     detail: str | list[dict[str, str | list[str]]]
 

@@ -1,4 +1,4 @@
-"""A bounded queue before one engine: jobs that agree are drawn together, and what nobody waits for is dropped."""
+"""A bounded queue for one engine: compatible jobs share a pipeline call, and abandoned jobs are dropped."""
 
 import asyncio
 import logging
@@ -13,10 +13,10 @@ from PIL.Image import Image
 
 from ..errors import ToMeConfigError, ToMeError
 from .engine import Engine
-from .errors import AbandonedError, DrainingError, DrawingError, NotReadyError, QueueFullError
 from .jobs import Job, Limits
-from .metrics import Metrics
+from .prometheus import Metrics
 from .service import Progress, State, with_image
+from .service_errors import AbandonedError, DrainingError, DrawingError, NotReadyError, QueueFullError
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0  # seconds for a batch to fill
@@ -25,28 +25,29 @@ FAILURES = 5  # failed images in a row after which the model counts as broken
 
 @dataclass(frozen=True, eq=False)
 class _Ticket:
-    """A job that waits or is drawn. Its future is cancelled when nobody wants the picture any more."""
+    """A job in the queue or in the pipeline. Its future is cancelled when no client waits for the image any more."""
 
     job: Job
     future: "Future[Image]" = field(default_factory=Future)
     arrived: float = field(default_factory=monotonic)
 
 
-class PictureQueue:
-    """The service of one process: a queue, and one thread that loads the engine and does all its work.
+class ImageQueue:
+    """The service of one process: a queue, and a thread that loads and runs the engine.
 
     Args:
         load: makes the engine; called once, in the thread.
-        name: what clients call the model.
-        limits: which jobs are taken.
-        capacity: how many pictures may wait; those being drawn do not count.
-        largest_batch: most pictures in one pipeline call.
-        batch_wait: seconds, 0 to 60, that the oldest job waits for others to be drawn with. One that has waited that
-            long already, because another batch was being drawn, does not wait again.
-        stuck_seconds: a pipeline call that takes longer is trouble.
+        name: the model's name for clients.
+        limits: the jobs that are accepted.
+        capacity: most images that wait; images in the pipeline do not count.
+        largest_batch: most images in one pipeline call.
+        batch_wait: seconds, 0 to 60, that the oldest job waits for others to share its call. Time that it spent in the
+            queue during an earlier call counts.
+        metrics: counts images.
+        stuck_seconds: duration of a pipeline call after which `trouble` reports it.
 
     Raises:
-        ToMeConfigError: a number is not allowed, or one request may ask for more pictures than may wait.
+        ToMeConfigError: a number is not allowed, or one request may ask for more images than the queue holds.
     """
 
     def __init__(
@@ -67,29 +68,29 @@ class PictureQueue:
         if not 0 < stuck_seconds < inf:
             raise ToMeConfigError(f"{stuck_seconds=} is not allowed: it must be positive and finite")
         if capacity < limits.images:
-            raise ToMeConfigError(f"{capacity=} is not allowed: one request may ask for {limits.images} pictures")
+            raise ToMeConfigError(f"{capacity=} is not allowed: one request may ask for {limits.images} images")
         self.name, self.limits, self.metrics = name, limits, metrics or Metrics()
         self._load, self._capacity = load, capacity
         self._largest_batch, self._batch_wait, self._stuck_seconds = largest_batch, batch_wait, stuck_seconds
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards all attributes below
         self._state: State = "loading"
         self._waiting: list[_Ticket] = []
         self._running: list[_Ticket] = []
         self._running_since: float | None = None
-        self._step = 0, 0  # done, and of all, in the call that runs
-        self._reserved = 0  # places for images whose start image is being decoded
+        self._step = 0, 0  # finished and all steps of the current call
+        self._reserved = 0  # places of jobs whose image is being decoded
         self._is_closed = False
-        self._pace: dict[tuple[float, ...], float] = {}  # seconds for a step, by _kind; the last measured is the last
+        self._pace: dict[tuple[float, ...], float] = {}  # seconds per step, by _kind; the latest is last
         self._failures = 0  # in a row
         self.failure: BaseException | None = None  # why the state is "failed"
         self._engine: Engine | None = None
-        self._thread = threading.Thread(target=self._work, name="pictures")
+        self._thread = threading.Thread(target=self._work, name="images")
         self.metrics.waiting.set_function(lambda: self._count_live())
         self.metrics.running.set_function(lambda: len(self._running))
         self.metrics.ready.set_function(lambda: self._state == "ready")
 
     def start(self) -> None:
-        """Start the thread, which loads the engine; `state` tells when it is ready."""
+        """Start the thread, which loads the engine; then `state` becomes "ready"."""
         self._thread.start()
 
     @property
@@ -102,21 +103,21 @@ class PictureQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no accepted job is left."""
+        """Whether there is no accepted job."""
         return not self._count_live() and not self._running and not self._reserved
 
     @property
     def running_since(self) -> float | None:
-        """When the batch that is drawn now was begun, by time.monotonic(); None while nothing is drawn."""
+        """When the current pipeline call began, by time.monotonic(); None if none runs."""
         return self._running_since
 
     @property
     def trouble(self) -> str | None:
         """See `Service`."""
         if self._state == "failed":
-            return "the model could not be loaded, or drawing has ended"
+            return "the model could not be loaded, or the image thread has ended"
         if (seconds := self.progress().seconds) > self._stuck_seconds:
-            return f"one pipeline call runs for {seconds:.0f} s"
+            return f"one pipeline call has been running for {seconds:.0f} s"
         return f"the last {self._failures} images failed" if self._failures >= FAILURES else None
 
     def progress(self) -> Progress:
@@ -142,13 +143,13 @@ class PictureQueue:
                 future.cancel()
 
     def drain(self) -> None:
-        """Refuse all further jobs; what was accepted is finished."""
+        """Refuse all further jobs; accepted jobs are finished."""
         with self._changed:
             if self._state != "failed":
                 self._state = "draining"
 
     def close(self, seconds: float | None = None) -> bool:
-        """Abandon what is left, at the next step, and wait for the thread; returns whether it ended in time."""
+        """Abandon all jobs at the next step and wait for the thread; returns whether it ended in time."""
         with self._changed:
             self.drain()
             self._is_closed = True
@@ -160,7 +161,7 @@ class PictureQueue:
         return not self._thread.is_alive()
 
     def _reserve(self, images: int) -> None:
-        """Hold places for so many images while the image that they start from is decoded."""
+        """Reserve places for images until the image that they start from is decoded."""
         with self._changed:
             if self._state == "draining":
                 raise DrainingError("the server is shutting down", retry_after=10)
@@ -169,12 +170,12 @@ class PictureQueue:
             self._forget_abandoned()
             missing = len(self._waiting) + self._reserved + images - self._capacity
             if missing > 0:
-                message = f"{len(self._waiting)} pictures wait, and the queue holds {self._capacity}"
-                raise QueueFullError(message, max(1, ceil(self._seconds_until_taken(missing))))
+                message = f"{len(self._waiting)} images wait, and the queue holds {self._capacity}"
+                raise QueueFullError(message, max(1, ceil(self._seconds_until_free(missing))))
             self._reserved += images
 
-    def _seconds_until_taken(self, images: int) -> float:
-        """How long until so many of the waiting images are in the pipeline, by what a step has taken of late."""
+    def _seconds_until_free(self, images: int) -> float:
+        """The estimated time until this many waiting images have left the queue, by the latest seconds per step."""
         running, waiting = self.progress(), self._waiting
         if running.step:
             pace = running.seconds / running.step
@@ -189,7 +190,7 @@ class PictureQueue:
         return seconds
 
     def _step_seconds(self, batch: list[_Ticket]) -> float:
-        """What a step of a batch takes: as measured, or else by pixels from another that was; 0 where none was."""
+        """Seconds per step of a batch: measured, or in proportion to the pixels of another kind; 0 without any."""
         kind = _kind(batch[0].job, len(batch))
         measured = kind if kind in self._pace else next(reversed(self._pace), kind)
         return self._pace.get(measured, 0.0) * prod(kind[:3]) / prod(measured[:3])
@@ -204,26 +205,26 @@ class PictureQueue:
         return [ticket.future for ticket in tickets]
 
     def _work(self) -> None:
-        """The thread: load, then draw batch after batch until closed."""
+        """The thread: load the engine, then run batch after batch until closed."""
         try:
             self._engine = self._load()
             with self._changed:
                 if self._state == "loading":
                     self._state = "ready"
-            while batch := self._take():
+            while batch := self._next_batch():
                 self._draw(batch)
                 with self._changed:
                     self._running, self._running_since = [], None
         except BaseException as error:
-            logger.error("the thread that draws has ended: %s", error, exc_info=not isinstance(error, ToMeError))
+            logger.error("the image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
             with self._changed:
                 self._state, self.failure = "failed", error
                 for ticket in (*self._waiting, *self._running):
                     _fail(ticket, error)
                 self._waiting, self._running = [], []
 
-    def _take(self) -> list[_Ticket]:
-        """Wait for the next batch, which is then running; an empty one when the queue was closed."""
+    def _next_batch(self) -> list[_Ticket]:
+        """Wait for the next batch and mark it as running; an empty one if the queue was closed."""
         with self._changed:
             while True:
                 self._forget_abandoned()
@@ -241,20 +242,20 @@ class PictureQueue:
                     self._changed.wait()
 
     def _gather(self, waiting: list[_Ticket]) -> tuple[list[_Ticket], bool]:
-        """The oldest job and those that may be drawn with it, and whether more could be."""
+        """The oldest job and those that share its call, and whether more could."""
         assert self._engine is not None
         oldest = waiting[0]
         key = self._engine.batch_key(oldest.job)
         if key is None:
             return [oldest], False
-        agreeing = [ticket for ticket in waiting if self._engine.batch_key(ticket.job) == key]
-        return agreeing[: self._largest_batch], len(agreeing) < self._largest_batch
+        compatible = [ticket for ticket in waiting if self._engine.batch_key(ticket.job) == key]
+        return compatible[: self._largest_batch], len(compatible) < self._largest_batch
 
     def _draw(self, batch: list[_Ticket]) -> None:
-        """Draw a batch and hand out its pictures; where that fails, job by job, so that one does not fail others."""
+        """Run a batch and deliver its images. If it fails, run job by job, so that one does not fail the others."""
         assert self._engine is not None
         live = [ticket for ticket in batch if not ticket.future.cancelled()]
-        self.metrics.pictures.labels("abandoned").inc(len(batch) - len(live))
+        self.metrics.images.labels("abandoned").inc(len(batch) - len(live))
         if not live:
             return
         job = live[0].job
@@ -269,15 +270,15 @@ class PictureQueue:
         try:
             images = self._engine.generate([ticket.job for ticket in live], should_stop)
         except AbandonedError:
-            self.metrics.pictures.labels("abandoned").inc(len(live))
+            self.metrics.images.labels("abandoned").inc(len(live))
         except Exception as error:
-            logger.exception("drawing %d pictures failed", len(live))
+            logger.exception("generating %d images failed", len(live))
             if len(live) > 1:
                 for ticket in live:
                     self._draw([ticket])
             else:
                 self._failures += 1
-                self.metrics.pictures.labels("failed").inc()
+                self.metrics.images.labels("failed").inc()
                 _fail(live[0], error)
         else:
             seconds, kind = monotonic() - start, _kind(job, len(live))
@@ -286,10 +287,10 @@ class PictureQueue:
                 pace = seconds / max(1, self._step[1])
                 self._pace[kind] = pace + 0.5 * (self._pace.pop(kind, pace) - pace)
             self.metrics.batch_seconds.observe(seconds)
-            self.metrics.batch_pictures.observe(len(live))
+            self.metrics.batch_images.observe(len(live))
             for ticket, image in zip(live, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()
-                self.metrics.pictures.labels("drawn" if is_wanted else "abandoned").inc()
+                self.metrics.images.labels("drawn" if is_wanted else "abandoned").inc()
                 if is_wanted:
                     ticket.future.set_result(image)
 
@@ -300,13 +301,13 @@ class PictureQueue:
 
     def _forget_abandoned(self) -> None:
         live = [ticket for ticket in self._waiting if not ticket.future.cancelled()]
-        self.metrics.pictures.labels("abandoned").inc(len(self._waiting) - len(live))
+        self.metrics.images.labels("abandoned").inc(len(self._waiting) - len(live))
         self._waiting = live
 
 
 def _fail(ticket: _Ticket, error: BaseException) -> None:
-    if not isinstance(error, DrawingError):  # what others say may be secret
-        error = DrawingError("drawing failed; the log of the server has the reason")
+    if not isinstance(error, DrawingError):  # other messages may be confidential
+        error = DrawingError("the pipeline failed; the server's log has the reason")
     if not ticket.future.done() and ticket.future.set_running_or_notify_cancel():
         ticket.future.set_exception(error)
 
@@ -316,5 +317,5 @@ def _steps(job: Job) -> int:
 
 
 def _kind(job: Job, images: int) -> tuple[float, ...]:
-    """What decides how long a step takes: images, their height and width, the ratio, and whether there is guidance."""
+    """What a step's duration depends on: images, height, width, ratio, and whether there is guidance."""
     return images, job.height, job.width, job.ratio, job.guidance_scale > 1

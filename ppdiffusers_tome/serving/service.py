@@ -1,4 +1,4 @@
-"""What the HTTP side asks of whoever draws: this process (queue.py) or a cluster."""
+"""The interface between the HTTP application and what generates images: this process (queue.py) or a cluster."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ State = Literal["loading", "ready", "draining", "failed"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a service is with what it has accepted.
+    """How far a service is with its accepted jobs.
 
     Args:
-        running, waiting: images in the pipeline, and images that wait for it.
-        step, steps: of the pipeline call that runs; 0 of 0 where nothing runs, or where its steps are not known here.
+        running, waiting: images in the pipeline, and images in the queue.
+        step, steps: of the current pipeline call; 0 of 0 if none runs, or if its steps are not known here.
         seconds: since that call began.
     """
 
@@ -30,51 +30,51 @@ class Progress:
 
 
 class Service(Protocol):
-    """Draws jobs."""
+    """Generates the images of jobs."""
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
 
     @property
     def sampler(self) -> str:
-        """What draws, "DDIM" for instance, in the words of Stable Diffusion's user interfaces."""
+        """The scheduler's name in Stable Diffusion's user interfaces, for instance "DDIM"."""
 
     @property
     def limits(self) -> Limits:
-        """Which jobs are taken."""
+        """The jobs that are accepted."""
 
     @property
     def state(self) -> State:
-        """Only "ready" takes jobs; "failed" is for good."""
+        """Jobs are accepted only while "ready"; "failed" is permanent."""
 
     @property
     def trouble(self) -> str | None:
-        """Why the process should be replaced, in words; None while it works."""
+        """The reason to replace the process; None while it works."""
 
     def progress(self) -> Progress:
-        """How far it is."""
+        """The current progress."""
 
     async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
-        """Draw all jobs or none. Cancelling the call abandons them, so that they take no place and no time any more.
+        """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
         Args:
-            jobs: of one request; without their image where `load_image` is given.
-            load_image: decodes the image that all jobs start from. It is called once, in a thread of its own, after
-                the jobs have got their places and before they are drawn.
+            jobs: of one request; without their image if `load_image` is given.
+            load_image: decodes the image that all jobs start from. It is called once, in a thread, after the jobs
+                have their places and before the pipeline runs.
 
         Returns:
-            RGB pictures, in the order of the jobs.
+            RGB images, in the order of the jobs.
 
         Raises:
-            QueueFullError, NotReadyError, DrainingError: not now; the jobs were not accepted.
+            QueueFullError, NotReadyError, DrainingError: the jobs are not accepted now.
             JobError: from `load_image`.
             DrawingError: the pipeline failed on one of the jobs.
         """
 
 
 async def with_image(jobs: Sequence[Job], load_image: Callable[[], Image] | None) -> Sequence[Job]:
-    """The jobs with the image that they start from, decoded in a thread; as they are where there is none."""
+    """The jobs with the image that they start from, decoded in a thread; unchanged if `load_image` is None."""
     if load_image is None:
         return jobs
     image = await asyncio.to_thread(load_image)

@@ -1,4 +1,4 @@
-"""How the HTTP side behaves, apart from the limits of jobs."""
+"""The configuration of the HTTP application, except for the limits of jobs."""
 
 import os
 import re
@@ -12,22 +12,24 @@ EXAMPLES = {"hosts": "example.org or *.example.org", "origins": "https://example
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Time-outs, sizes, the key, and what a request means that leaves things out.
+class AppConfig:
+    """Time-outs, body size, API key, allowed hosts and origins, and defaults of requests.
 
     Args:
-        api_key: what clients must send; None to serve whoever can connect.
+        api_key: the key that clients must send; None for no authentication.
         request_seconds: longest time in the queue and in the pipeline together; then the answer is 504.
         body_seconds: longest time for a client to send its body; then the answer is 408.
-        body_bytes: largest body; a larger one is answered with 413, before it was read to its end.
-        hosts: names, beside this machine's own, that requests may call the server by: a web page elsewhere could point
-            its own name here. "*" for any, "*.example.org" for all below. Not checked where there is a key.
-        origins: of web pages elsewhere that may draw, as browsers send them ("https://example.org"); "*" for all.
-        steps, guidance_scale: of requests that do not say.
+        body_bytes: largest body. A larger one is answered with 413 before it is read.
+        hosts: names, besides this machine's own, that requests may address the server by; otherwise a web page could
+            reach it through a DNS name of its own. "*" for any, "*.example.org" for all subdomains. Not checked when
+            an API key is set.
+        origins: web pages on other hosts that may send requests, as browsers write them ("https://example.org");
+            "*" for all.
+        steps, guidance_scale: defaults for requests without these fields.
 
     Raises:
-        ToMeConfigError: a number is not positive, the key is empty or holds what HTTP cannot carry, or a host or an
-            origin is not written so.
+        ToMeConfigError: a number is not positive, the key is empty or cannot be sent in an HTTP header, or a host or
+            an origin is malformed.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -55,10 +57,10 @@ class Settings:
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
-        """For Starlette's TrustedHostMiddleware, which reads an IPv6 address up to its first colon."""
+        """Names for Starlette's TrustedHostMiddleware, which reads an IPv6 address up to its first colon."""
         return ("*",) if self.api_key is not None else ("localhost", "127.0.0.1", "[", *self.hosts)
 
 
 def key_from_environment() -> str | None:
-    """The key that clients must send, or None where the variable is not set. Settings refuse an empty one."""
+    """The key that clients must send; None if the variable is not set. `AppConfig` refuses an empty key."""
     return os.environ.get(KEY_VARIABLE)

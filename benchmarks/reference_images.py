@@ -1,12 +1,11 @@
-"""Write the real pictures of the bundled model's 109 things: what `evaluate` compares drawn pictures with as a set.
+"""Write the images that the bundled model was trained on, as the real images of `evaluate --real`.
 
     python -m venv reference && reference/bin/pip install resvg-py==0.5.0 pillow==11.0.0
-    reference/bin/python benchmarks/reference_pictures.py OUT
+    reference/bin/python benchmarks/reference_images.py --output FOLDER
 
-OUT then holds 218 PNGs of 128×128 px, named by their prompts. They come from three npm packages, 20 MB, which are
-downloaded once into OUT/.packages and checked against their hashes, and are made as
-examples/emoji_sd/training/make_dataset.py makes them, pixel for pixel: the model was trained on these very pictures.
-Licences: examples/emoji_sd/README.md.
+FOLDER then has 218 PNG files of 128×128 px, two for each of 109 concepts, named by their prompts. Their sources are
+three npm packages of 20 MB, which are downloaded once into FOLDER/.packages and checked against their hashes. The
+images equal those of examples/emoji_sd/training/make_dataset.py in all pixels. Licences: examples/emoji_sd/README.md.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import resvg_py
 from PIL import Image
 
 REGISTRY = "https://registry.npmjs.org"
-PACKAGES = {  # name, version: SHA-512 as the registry states it
+PACKAGES = {  # (name, version): SHA-512 from the registry
     ("@lobehub/fluent-emoji-3d", "1.1.0"): (
         "Wlq2lVStTnr8BDpIJ0pEnTKO4LuDxxqTEhTvRtD1DLRF0me7ogeRQjKoehDHXuVJ2Qaecgl5wRBv60lUAG3h7g=="
     ),
@@ -37,7 +36,7 @@ CONCEPTS = Path(__file__).parents[1] / "examples" / "emoji_sd" / "training" / "c
 
 
 def fetch(folder):
-    """The three packages as open archives, in the order of PACKAGES; downloaded where they are not there yet."""
+    """Yield the packages as open archives, in the order of PACKAGES; downloads those that the folder lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     for (name, version), digest in PACKAGES.items():
         file = f"{name.rpartition('/')[2]}-{version}.tgz"
@@ -47,16 +46,16 @@ def fetch(folder):
         content = (folder / file).read_bytes()
         if base64.b64encode(hashlib.sha512(content).digest()).decode() != digest:
             raise SystemExit(f"{folder / file} is not {name} {version}: its SHA-512 differs. Delete it and try again.")
-        yield tarfile.open(fileobj=io.BytesIO(content))  # noqa: SIM115 (in memory, read to the end of the program)
+        yield tarfile.open(fileobj=io.BytesIO(content))  # noqa: SIM115 (in memory, used until the program ends)
 
 
 def code_of(file):
-    """Code points as all three packages can be made to name them: without the sign for "coloured"."""
+    """The code points in a file name, without the variation selector for colour, which not all packages write."""
     return file.replace("-fe0f", "").replace(".webp", "")
 
 
-def drawn(icons, name, size):
-    """A vector icon of an Iconify set as an RGBA picture."""
+def render_icon(icons, name, size):
+    """A vector icon of an Iconify set as an RGBA image."""
     icon = icons["icons"][name]
     width, height = (icon.get(side, icons.get(side, 16)) for side in ("width", "height"))
     svg = (
@@ -69,21 +68,21 @@ def drawn(icons, name, size):
     )
 
 
-def on_white(picture, size):
-    """Scaled into a square page with a margin of a sixteenth."""
+def on_white(image, size):
+    """The image scaled into a white square with a margin of a sixteenth."""
     margin = size // 16
     page = Image.new("RGBA", (size, size), (255,) * 4)
-    inner = picture.resize((size - 2 * margin,) * 2, Image.Resampling.LANCZOS)
+    inner = image.resize((size - 2 * margin,) * 2, Image.Resampling.LANCZOS)
     page.alpha_composite(inner, (margin, margin))
     return page.convert("RGB")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="folder for the pictures")
-    parser.add_argument("--size", type=int, default=128, help="pixels per side (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the images")
+    parser.add_argument("--size", type=int, default=128, help="px per side (default: %(default)s)")
     options = parser.parse_args()
-    fluent, twemoji, noto = fetch(options.out / ".packages")
+    fluent, twemoji, noto = fetch(options.output / ".packages")
     files = {code_of(Path(entry.name).name): entry for entry in fluent if entry.name.endswith(".webp")}
     icons = json.load(twemoji.extractfile("package/icons.json"))
     codes = {}
@@ -92,12 +91,12 @@ def main():
     for concept in CONCEPTS.read_text(encoding="utf-8").split():
         full = (options.size,) * 2
         render = Image.open(fluent.extractfile(files[codes[concept]])).convert("RGBA")
-        for style, picture in (
+        for style, image in (
             ("a 3d render of", render.resize(full, Image.Resampling.LANCZOS)),
-            ("a flat drawing of", drawn(icons, concept, options.size)),
+            ("a flat drawing of", render_icon(icons, concept, options.size)),
         ):
-            on_white(picture, options.size).save(options.out / f"{style} {concept.replace('-', ' ')}.png")
-    print(f"{len(list(options.out.glob('*.png')))} pictures in {options.out}")
+            on_white(image, options.size).save(options.output / f"{style} {concept.replace('-', ' ')}.png")
+    print(f"{len(list(options.output.glob('*.png')))} images in {options.output}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures as bytes: PNG files that tell how they were made, and what clients send, decoded with care."""
+"""Images as bytes: PNG files that record how they were made, and the decoding of images from clients."""
 
 import base64
 import json
@@ -8,15 +8,15 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
-from .errors import JobError
 from .jobs import Job, Limits
+from .service_errors import JobError
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
 MOST_SCANS = 100  # of a JPEG; progressive ones have about ten
 
 
 def describe(job: Job, model: str, sampler: str) -> str:
-    """How a picture was made, as stable-diffusion-webui writes it under a picture and reads it back ("infotext")."""
+    """How an image was made, in the format that stable-diffusion-webui writes and reads ("infotext")."""
     facts = {
         "Steps": job.steps,
         "Sampler": sampler,
@@ -36,24 +36,24 @@ def encode_png(image: Image.Image, job: Job, model: str, sampler: str) -> bytes:
     """A PNG file with two text chunks: `parameters` (see `describe`), and `ppdiffusers_tome`, the same as JSON."""
     chunks = PngImagePlugin.PngInfo()
     chunks.add_text("parameters", describe(job, model, sampler))
-    ours = {**job.settings(), "model": model, "sampler": sampler, "version": __version__}
-    chunks.add_text("ppdiffusers_tome", json.dumps(ours))
+    metadata = {**job.settings(), "model": model, "sampler": sampler, "version": __version__}
+    chunks.add_text("ppdiffusers_tome", json.dumps(metadata))
     file = BytesIO()
     image.save(file, "PNG", pnginfo=chunks)
     return file.getvalue()
 
 
 def load_image(text: str, size: tuple[int, int], limits: Limits) -> Image.Image:
-    """An image that a client sent, upright and resized, as RGB; what is transparent becomes white.
+    """Decode a client's image: RGB, upright by its EXIF data, resized, white where it is transparent.
 
     Args:
-        text: a PNG, JPEG or WEBP file in base64, with or without "data:image/png;base64," before it. Nothing else is
-            read: no address, no file name.
+        text: a PNG, JPEG or WEBP file in base64, with or without "data:image/png;base64," before it. URLs and file
+            names are not read.
         size: (width, height) of the result.
-        limits: of pixels, sides and aspect; an image beyond them is refused by its header, before it is unpacked.
+        limits: of pixels, sides and aspect. An image beyond them is refused by its header, before it is decoded.
 
     Raises:
-        JobError: it is no such image, is broken or too large; the field is `image`.
+        JobError: the image is malformed, of another format or too large; the field is `image`.
     """
     start = text[:64]
     encoded = text.partition(",")[2] if start.startswith("data:image/") and ";base64," in start else text
@@ -82,12 +82,12 @@ def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:
         allowed = f"at most {limits.image_pixels} pixels, sides of {limits.image_side}, 1:{limits.image_aspect:g}"
         raise JobError("image", f"{image.width}x{image.height} is too large or too narrow: {allowed}")
     if image.format == "JPEG" and data.count(b"\xff\xda") > MOST_SCANS:
-        raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which takes as long as an image")
+        raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which costs as much as an image")
 
 
 def _flattened(image: Image.Image) -> Image.Image:
     """RGB of 8 bits, over white."""
-    if image.mode.startswith("I"):  # 16 bits of gray, which Pillow would cut off at 255
+    if image.mode.startswith("I"):  # 16-bit gray, which Pillow would clip at 255
         image = Image.fromarray(np.round(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -97,5 +97,5 @@ def _flattened(image: Image.Image) -> Image.Image:
 
 
 def _quoted(value: str) -> str:
-    """As stable-diffusion-webui quotes a value that would end early at a comma, colon or line."""
+    """The value in quotation marks where a comma, colon or line break would end it, as stable-diffusion-webui does."""
     return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value

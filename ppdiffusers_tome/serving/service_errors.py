@@ -1,10 +1,10 @@
-"""What can go wrong between a request and its picture, as types. All survive pickling, which Ray does to them."""
+"""Errors between a request and its image. All survive pickling, because Ray sends them between processes."""
 
 from ..errors import ToMeConfigError, ToMeError
 
 
 class JobError(ToMeConfigError):
-    """A job asks for what cannot be done; `field` is the name of the job's field, the message says what is allowed."""
+    """A job is not allowed. `field` is the name of the job's field; the message says which values are allowed."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -15,15 +15,15 @@ class JobError(ToMeConfigError):
 
 
 class AbandonedError(ToMeError, RuntimeError):
-    """Nobody waits for these pictures any more, so drawing them was stopped between two steps."""
+    """No client waits for these images any more, so the pipeline call was stopped between two steps."""
 
 
 class DrawingError(ToMeError, RuntimeError):
-    """The pipeline failed; the log of the server has the reason."""
+    """The pipeline failed; the server's log has the reason."""
 
 
 class UnavailableError(ToMeError, RuntimeError):
-    """The server takes no job at the moment; `retry_after` is how many seconds to wait before asking again."""
+    """The server accepts no job at the moment; `retry_after` is the number of seconds to wait before the next try."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -34,12 +34,12 @@ class UnavailableError(ToMeError, RuntimeError):
 
 
 class QueueFullError(UnavailableError):
-    """As many pictures wait as the queue holds."""
+    """The queue holds as many images as it may."""
 
 
 class NotReadyError(UnavailableError):
-    """The model is still being loaded, or failed to load."""
+    """The model is still loading, or failed to load."""
 
 
 class DrainingError(UnavailableError):
-    """The server was told to stop: it finishes what it has accepted and accepts nothing more."""
+    """The server is shutting down: it finishes accepted jobs and accepts no others."""

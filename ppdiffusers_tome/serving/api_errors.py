@@ -1,0 +1,81 @@
+"""Error answers: one exception, in the format that each interface's clients expect."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from . import protocol
+
+CLIENT_GONE = 499  # nginx's status: nobody reads this answer, it exists for the counters
+OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(HTTPException):
+    """A request that is not answered with images.
+
+    Args:
+        status, headers: of the HTTP answer.
+        message: for people; it names what is allowed.
+        field: the invalid field in the client's spelling, with dots between levels; None if no field is invalid.
+        code: for programs; None if the status is enough.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        field: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        # OpenAI's client shows only the message, so the message must name the field.
+        super().__init__(status, f"{field}: {message}" if field else message, dict(headers or {}))
+        self.field, self.code = field, code
+
+    def respond(self, path: str) -> JSONResponse:
+        """The answer in the format of the interface that the path belongs to."""
+        body: protocol.WebuiErrorResponse | protocol.OpenAIErrorResponse
+        if path.startswith("/sdapi/"):
+            detail: dict[str, str | list[str]] = {"msg": self.detail, "type": self.code or "value_error"}
+            detail["loc"] = ["body", *(self.field or "").split(".")]
+            body = protocol.WebuiErrorResponse(detail=[detail] if self.field else self.detail)
+        else:
+            default = "invalid_request_error" if self.status_code < 500 else "server_error"
+            kind = OPENAI_TYPES.get(self.status_code, default)
+            error = protocol.OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
+            body = protocol.OpenAIErrorResponse(error=error)
+        return JSONResponse(body.model_dump(), self.status_code, self.headers)
+
+
+def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's `responses`: these statuses have a body of this model."""
+    return {status: {"model": model} for status in statuses}
+
+
+async def answer(request: Request, error: Exception) -> JSONResponse:
+    """FastAPI's exception handler: errors of routes, FastAPI and pydantic become an `ApiError`."""
+    if isinstance(error, RequestValidationError):
+        error = _from_validation(error)
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ApiError):  # from FastAPI itself: an unknown path or method
+        error = ApiError(error.status_code, error.detail, headers=error.headers)
+    if error.status_code == 405:  # Starlette names only the methods of the path's first route
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
+        error.headers = {"Allow": ", ".join(sorted({name for route in routes for name in route.methods}))}
+    return error.respond(request.url.path)
+
+
+def _from_validation(error: RequestValidationError) -> ApiError:
+    """The first of pydantic's errors, without the value, which may be long, secret or not JSON."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"][1:] if part != "nullable")[:100]
+    if first["type"] == "extra_forbidden":
+        return ApiError(422, "there is no such field in this request", field, "unknown_parameter")
+    if not field:
+        return ApiError(422, "the body must be a JSON object", code="invalid_json")
+    return ApiError(422, first["msg"].removeprefix("Value error, "), field, "invalid_value")

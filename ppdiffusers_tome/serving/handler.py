@@ -1,0 +1,111 @@
+"""From a request's fields to PNG files while its client waits; time-outs, disconnections and failures are errors."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import Request
+from PIL.Image import Image
+
+from .api_errors import CLIENT_GONE, ApiError
+from .app_config import AppConfig
+from .jobs import LARGEST_SEED, Job, seed_after
+from .png import encode_png
+from .service import Service
+from .service_errors import DrawingError, JobError, QueueFullError, UnavailableError
+
+
+class RequestHandler:
+    """Generates the images of one interface's requests.
+
+    Args:
+        service: generates the images.
+        config: the time limit of a request, and the defaults of its fields.
+        names: the interface's names of a job's fields, where they differ.
+    """
+
+    def __init__(self, service: Service, config: AppConfig, names: Mapping[str, str]) -> None:
+        self._service, self._config, self._names = service, config, names
+        self._under_way: list[asyncio.Future[list[Image]]] = []  # oldest first
+
+    def make_jobs(self, images: int, seed: int | None, **fields: Any) -> list[Job]:
+        """The jobs of a request: None stands for the default, or for a random seed; each image has the next seed."""
+        height, width = self._service.limits.sizes[0]
+        defaults = {
+            "height": height,
+            "width": width,
+            "ratio": self._service.limits.ratios[0],
+            "steps": self._config.steps,
+            "guidance_scale": self._config.guidance_scale,
+        }
+        values = {name: value for name, value in fields.items() if value is not None}
+        first = secrets.randbelow(LARGEST_SEED + 1) if seed is None else seed
+        return [Job(**{**defaults, **values}, seed=seed_after(first, index)) for index in range(images)]
+
+    async def generate(
+        self, request: Request, jobs: list[Job], load_image: Callable[[], Image] | None = None
+    ) -> list[bytes]:
+        """Check the jobs of one request and generate their images.
+
+        Args:
+            request: if its client disconnects, the jobs are abandoned.
+            load_image: see `Service.submit`.
+
+        Returns:
+            One PNG file for each job.
+
+        Raises:
+            ApiError: 409 interrupted, 422 a job is not allowed, 429 the queue is full, 499 the client disconnected,
+                500 the pipeline failed, 503 not ready or shutting down, 504 the time limit.
+        """
+        service = self._service
+        try:
+            service.limits.check_count(len(jobs))
+            for job in jobs:
+                service.limits.check(job)
+            images = await self._while_connected(request, asyncio.ensure_future(service.submit(jobs, load_image)))
+        except JobError as error:
+            raise ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value") from None
+        except UnavailableError as error:
+            is_full = isinstance(error, QueueFullError)
+            status, code = (429, "queue_full") if is_full else (503, "unavailable")
+            raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
+        except DrawingError as error:
+            raise ApiError(500, str(error), code="drawing_failed") from None
+        files = [
+            asyncio.to_thread(encode_png, image, job, service.name, service.sampler)
+            for image, job in zip(images, jobs, strict=True)
+        ]
+        return list(await asyncio.gather(*files))
+
+    def interrupt(self, count: int | None = None) -> None:
+        """End the oldest `count` requests, or all, at the pipeline's next step."""
+        for submission in self._under_way[:count]:
+            submission.cancel()
+
+    async def _while_connected(self, request: Request, submission: "asyncio.Future[list[Image]]") -> list[Image]:
+        """The images, unless the client disconnects, the time is over or the request is interrupted."""
+        disconnection = asyncio.ensure_future(_disconnection(request))
+        seconds = self._config.request_seconds
+        self._under_way.append(submission)
+        try:
+            await asyncio.wait((submission, disconnection), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if submission.cancelled():
+                raise ApiError(409, "the request was interrupted by /sdapi/v1/interrupt or skip", code="interrupted")
+            if submission.done():
+                return submission.result()
+            if disconnection.done():
+                raise ApiError(CLIENT_GONE, "the client has disconnected")
+            raise ApiError(504, f"the request took longer than {seconds:g} s", code="timeout")
+        finally:
+            self._under_way.remove(submission)
+            submission.cancel()
+            disconnection.cancel()
+            await asyncio.gather(submission, disconnection, return_exceptions=True)
+
+
+async def _disconnection(request: Request) -> None:
+    """Return when the client disconnects. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,152 @@
+"""Checks before a request's fields are read: API key, origin, and size, duration and type of the body; counters."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import Any
+
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBasic, HTTPBearer
+from pydantic_core import from_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .api_errors import ApiError
+from .app_config import AppConfig
+from .prometheus import Metrics
+
+logger = logging.getLogger(__name__)
+BEARER = HTTPBearer(auto_error=False, description="the API key")
+BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
+WITHOUT_KEY = ("/health", "/ready")  # for load balancers
+ENDPOINTS = frozenset(
+    (*WITHOUT_KEY, "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
+)
+LARGEST_LENGTH = 15  # digits of a Content-Length; Python itself reads no more than 4,300
+MOST_SEPARATORS = 20_000  # in JSON: no request has as many values, and parsing millions takes seconds and gigabytes
+
+
+class RequestMiddleware:
+    """ASGI middleware: 401, 403, 411 and 413 by the head, 408 while the body arrives; counts all answers."""
+
+    def __init__(self, app: ASGIApp, config: AppConfig, metrics: Metrics) -> None:
+        self._app, self._config, self._metrics = app, config, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = monotonic()
+        path = scope["path"]
+        endpoint = path if path in ENDPOINTS else "other"  # so that clients cannot create labels
+        is_started = False
+
+        async def send_and_count(message: Message) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                self._metrics.requests.labels(endpoint, str(message["status"])).inc()
+                self._metrics.request_seconds.labels(endpoint).observe(monotonic() - start)
+            await send(message)
+
+        try:
+            error = await self._check_head(Request(scope))
+            if error is None:
+                await self._app(scope, _Body(receive, self._config.body_seconds), send_and_count)
+            else:
+                await error.respond(path)(scope, receive, send_and_count)
+        except Exception:
+            # A bug in this package. The client does not see it and can keep its connection.
+            logger.exception("%s failed", path)
+            if is_started:
+                raise
+            message = "internal error; the server's log has the reason"
+            await ApiError(500, message, code="internal_error").respond(path)(scope, receive, send_and_count)
+
+    async def _check_head(self, request: Request) -> ApiError | None:
+        path, is_preflight = request.url.path, request.method == "OPTIONS"  # browsers send it without a key
+        key = self._config.api_key
+        if key is not None and path not in WITHOUT_KEY and not is_preflight and not await _has_key(request, key):
+            scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"
+            challenge = {"WWW-Authenticate": scheme}
+            return ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
+        origin = request.headers.get("origin")
+        if request.method == "POST" and origin is not None and not {origin, "*"} & {*self._config.origins}:
+            message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
+            return ApiError(403, message, code="origin_not_allowed")
+        if "transfer-encoding" in request.headers:  # h11 needs minutes for chunks of one byte and blocks all others
+            message = "the body must be sent with a Content-Length, not in chunks"
+            return ApiError(411, message, code="length_required", headers={"Connection": "close"})
+        length = request.headers.get("content-length", "0")
+        if len(length) > LARGEST_LENGTH or int(length) > self._config.body_bytes:
+            message = f"the body is larger than {self._config.body_bytes} bytes"
+            return ApiError(413, message, code="body_too_large")
+        return None
+
+
+class _Body:
+    """`receive` with a time limit for the whole body."""
+
+    def __init__(self, receive: Receive, seconds: float) -> None:
+        self._receive, self._seconds = receive, seconds
+        self._deadline = monotonic() + seconds
+        self._is_complete = False
+
+    async def __call__(self) -> Message:
+        if self._is_complete:  # the next message is the disconnection, at any time
+            return await self._receive()
+        try:
+            part = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - monotonic()))
+        except asyncio.TimeoutError:
+            message = f"the body took longer than {self._seconds:g} s"
+            raise ApiError(408, message, code="slow_body") from None
+        self._is_complete = not part.get("more_body", False)
+        return part
+
+
+class JsonRoute(APIRoute):
+    """A route whose body must have the JSON content type, which browsers preflight, and is parsed in a thread."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json if self.body_field else handle
+
+
+class _JsonRequest(Request):
+    async def body(self) -> bytes:
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(
+                415, "the body must be sent as Content-Type: application/json", code="unsupported_media_type"
+            )
+        return await super().body()
+
+    async def json(self) -> Any:
+        return await asyncio.to_thread(_parse, await self.body())
+
+
+def _parse(body: bytes) -> Any:
+    if sum(map(body.count, (b",", b":", b"[", b"{"))) > MOST_SEPARATORS:
+        raise ApiError(
+            413, f"the body has more than {MOST_SEPARATORS} commas, colons and brackets", code="too_many_values"
+        )
+    try:
+        return from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+async def _has_key(request: Request, key: str) -> bool:
+    """Whether the request has the key in a Bearer or Basic header; compared in constant time."""
+    try:
+        token, login = await BEARER(request), await BASIC(request)
+    except HTTPException:  # "Basic" with something other than base64
+        return False
+    sent = token.credentials if token else login.password if login else ""
+    return secrets.compare_digest(sent.encode(), key.encode())
