@@ -112,10 +112,10 @@ def test_pytorch_needs_an_interpreter(tmp_path):
         drawing.draw(EVALUATION, settings, tmp_path, draw_here, batch=1)
 
 
-class FakeArm:
+class FakeProcess:
     """Adds the ratio to the sample."""
 
-    def take(self, inputs):
+    def set_inputs(self, inputs):
         self.inputs = inputs
 
     def output(self, merging):
@@ -123,11 +123,11 @@ class FakeArm:
 
 
 def test_the_unet_in_pytorch_passes_inputs_and_merging_on(pipe):
-    unet, sample = RemoteUNet(pipe.unet, FakeArm(), {"ratio": 0.5}), paddle.zeros([2, 4, 8, 8])
+    unet, sample = RemoteUNet(pipe.unet, FakeProcess(), {"ratio": 0.5}), paddle.zeros([2, 4, 8, 8])
     text = paddle.ones([2, 7, 8])
     assert (unet(sample, paddle.to_tensor(5), text).sample.numpy() == 0.5).all()
     assert (unet(sample, 5, text, return_dict=False)[0].numpy() == 0.5).all()
-    inputs = unet._arm.inputs
+    inputs = unet._process.inputs
     assert inputs["timestep"].tolist() == [5] and (inputs["encoder_hidden_states"] == 1).all()
     with pytest.raises(ToMeConfigError, match="does not support class_labels"):
         unet(sample, 5, text, class_labels=text)

@@ -139,7 +139,7 @@ def test_levels_of_a_model(model):
     ("arguments", "message"),
     [
         (["--tomesd-ratio", "0.5"], "name an interpreter"),
-        (["--tomesd-ratio", "0.5", "--torch-python", "/no/python"], "cannot be used: /no/python cannot be run"),
+        (["--tomesd-ratio", "0.5", "--torch-python", "/no/python"], "--torch-python /no/python cannot be used"),
         (["--batch", "0"], "--batch 0 is not allowed"),
         (["--threads", "0"], "--threads 0 is not allowed"),
         (["--guidance-scale", "nan"], "guidance_scale=nan is not allowed"),

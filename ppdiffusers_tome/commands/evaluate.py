@@ -19,7 +19,7 @@ from ..evaluation.quality.settings import (
     with_seeds,
 )
 from ..evaluation.results import check_result, read_json, write_result
-from ..evaluation.torch_arm import why_not
+from ..evaluation.torch_unet import torch_versions
 from .drawers import add_options, open_drawers, threads
 
 # Defaults of --quick.
@@ -77,8 +77,8 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     if options.tomesd_ratio and options.torch_python is None:
         raise ToMeConfigError("--tomesd-ratio needs PyTorch: name an interpreter that has it with --torch-python")
-    if options.torch_python and (reason := why_not(options.torch_python)):
-        raise ToMeConfigError(f"--torch-python {options.torch_python} cannot be used: {reason}")
+    if options.torch_python:  # raises if it lacks a package
+        torch_versions(options.torch_python)
     evaluation = Evaluation(
         model=options.model,
         prompts=with_seeds(

@@ -25,11 +25,10 @@ from ...inference.loading import load_for_export
 from ...serving.engine import Engine, load_engine
 from ...serving.jobs import Job
 from ..environment import commit, sources, versions
-from ..torch_arm import TorchArm
+from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
 RECORD = "evaluation.json"  # what drew the images of a folder
-MakeDrawer = Callable[[Callable[[], Engine]], Drawer]
 
 
 def load_model(model: str) -> DiffusionPipeline:
@@ -75,15 +74,15 @@ class RemoteUNet:
 
     Args:
         unet: the model, for its config.
-        arm: PyTorch's process with the same weights.
+        process: PyTorch's, with the same weights.
         merging: tomesd's arguments.
     """
 
     dtype = paddle.float32
 
-    def __init__(self, unet: Any, arm: TorchArm, merging: Mapping[str, Any]) -> None:
+    def __init__(self, unet: Any, process: TorchProcess, merging: Mapping[str, Any]) -> None:
         self.config = unet.config
-        self._arm = arm
+        self._process = process
         self._merging = merging
 
     def __call__(
@@ -97,15 +96,15 @@ class RemoteUNet:
         if unknown := [name for name, value in others.items() if value is not None]:
             raise ToMeConfigError(f"the UNet in PyTorch does not support {', '.join(unknown)}: leave it out.")
         inputs = {"sample": sample.numpy(), "encoder_hidden_states": encoder_hidden_states.numpy()}
-        self._arm.take({**inputs, "timestep": np.array([float(timestep)], dtype="float32")})
-        prediction = paddle.to_tensor(self._arm.output(self._merging))
+        self._process.set_inputs({**inputs, "timestep": np.array([float(timestep)], dtype="float32")})
+        prediction = paddle.to_tensor(self._process.output(self._merging))
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
 
 
 @contextmanager
 def open_torch_engine(
     evaluation: Evaluation, config: ToMeConfig, exported: Path | None
-) -> Iterator[tuple[Engine, dict[str, Any]]]:
+) -> Iterator[tuple[Engine, Mapping[str, Any]]]:
     """An engine whose UNet runs in PyTorch and merges by tomesd, and versions and threads of PyTorch's process.
 
     Everything else, the noise included, is the same as in the other engines, so images differ by the merging alone.
@@ -127,14 +126,13 @@ def open_torch_engine(
         raise ToMeConfigError(f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs Stable Diffusion.")
     merging = {key: value for key, value in asdict(config).items() if key != "seed"}
     merging["max_downsample"] = config.max_downsample or 1
-    with (
-        tempfile.TemporaryDirectory(prefix="torch_engine_") as folder,
-        TorchArm(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads) as arm,
-    ):
-        rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
-        components = {**rest.components, "unet": RemoteUNet(pipe.unet, arm, merging)}
+    rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
+    with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
+        process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
+        components = {**rest.components, "unet": RemoteUNet(pipe.unet, process, merging)}
         torch_pipe = StableDiffusionPipeline(**components, requires_safety_checker=False)
-        yield Engine(torch_pipe, name=f"{evaluation.model} in PyTorch"), arm.about
+        with process:
+            yield Engine(torch_pipe, name=f"{evaluation.model} in PyTorch"), process.versions
 
 
 def claim_folder(evaluation: Evaluation, output: Path) -> str:
@@ -165,8 +163,12 @@ def claim_folder(evaluation: Evaluation, output: Path) -> str:
 
 
 def draw(
-    evaluation: Evaluation, settings: Sequence[Setting], output: Path, make_drawer: MakeDrawer, batch: int
-) -> dict[str, Any] | None:
+    evaluation: Evaluation,
+    settings: Sequence[Setting],
+    output: Path,
+    make_drawer: Callable[[Callable[[], Engine]], Drawer],
+    batch: int,
+) -> Mapping[str, Any] | None:
     """Draw the images that the folder lacks.
 
     Returns:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +12,12 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError
+from ...generation.offline import Drawer
 from ...models import find_blocks
 from ...serving.engine import Engine
 from ...serving.jobs import Job
 from ..results import make_result
-from .drawing import MakeDrawer, claim_folder, draw, image_folder, image_paths, load_model, read_images
+from .drawing import claim_folder, draw, image_folder, image_paths, load_model, read_images
 from .merge_maps import write_merge_maps
 from .metrics import blur, find_inception, inception_fid, kid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, EfficientNetLite0, ShiftTolerantLPIPS
@@ -48,7 +49,7 @@ def evaluate(
     evaluation: Evaluation,
     settings: Sequence[Setting],
     output: Path,
-    make_drawer: MakeDrawer,
+    make_drawer: Callable[[Callable[[], Engine]], Drawer],
     batch: int = 4,
     real: Path | None = None,
     with_inception: bool = False,

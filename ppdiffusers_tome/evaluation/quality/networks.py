@@ -25,7 +25,7 @@ from PIL import Image
 from ...errors import ToMeConfigError, ToMeError
 from ...inference.programs import Input, Traceable
 from ...inference.runtime import Predictor, Runtime
-from ...inference.tracing import right_for_onednn, save
+from ...inference.tracing import is_onednn_safe, save
 
 
 class WeightsError(ToMeError, ImportError):
@@ -131,7 +131,7 @@ def _compile(network: nn.Layer, inputs: tuple[Input, ...], **sizes: int) -> Call
     threads = int(os.environ.get("OMP_NUM_THREADS") or Runtime().cores())
     with tempfile.TemporaryDirectory(prefix="network_") as folder:
         saved = save(Traceable(network, inputs), Path(folder) / "program", {}, sizes, name, threads)
-        runtime = Runtime(threads=threads, onednn=right_for_onednn(saved.onednn_parity))
+        runtime = Runtime(threads=threads, onednn=is_onednn_safe(saved.onednn_parity))
         predictor = Predictor(saved.program, saved.params, runtime)
     return lambda **arrays: predictor(**{key: paddle.to_tensor(array) for key, array in arrays.items()})[0].numpy()
 

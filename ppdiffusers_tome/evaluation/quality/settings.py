@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...generation.prompts import Defaults, Prompt, read_prompts
-from ...serving.jobs import LARGEST_SEED, Job, Limits
+from ...generation.prompt_file import Defaults, Prompt, read_prompts
+from ...serving.jobs import LARGEST_SEED, Job, Limits, seed_after
 
 BACKENDS = ("predictor", "eager")
 RATIOS = (0.1, 0.25, 0.5, 0.75)
@@ -81,11 +81,10 @@ class Evaluation:
 
     def jobs(self, setting: Setting) -> list[Prompt]:
         """The images of a setting."""
-        size, ratio = self.size, setting.config.ratio
-        seeds = [(seed + setting.seed_offset) % (LARGEST_SEED + 1) for _, seed in self.prompts]
+        job = Job("", self.size, self.size, setting.config.ratio, 0, "", self.steps, self.guidance_scale)
         return [
-            Prompt(n, Job(text, size, size, ratio, seed, steps=self.steps, guidance_scale=self.guidance_scale))
-            for n, ((text, _), seed) in enumerate(zip(self.prompts, seeds, strict=True))
+            Prompt(n, replace(job, prompt=text, seed=seed_after(seed, setting.seed_offset)))
+            for n, (text, seed) in enumerate(self.prompts)
         ]
 
 
