@@ -92,7 +92,7 @@ def test_prompts_of_each_kind_of_file(tmp_path):
         ("a.tsv", "Category\nx\n", "must name a column 'Prompt'"),
         ("a.tsv", None, "cannot be read"),
         ("a.csv", "a", "must end in .txt or .jsonl"),
-        ("a.txt", "\n", "holds no prompt"),
+        ("a.txt", "\n", "has no prompt"),
     ],
 )
 def test_files_without_prompts_are_refused(tmp_path, name, content, message):

@@ -157,7 +157,7 @@ def read_texts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ToMeConfigError(f"{path} cannot be read: {error}") from error
     if not any(texts):
-        raise ToMeConfigError(f"{path} holds no prompt: its first line must name a column {COLUMN!r}.")
+        raise ToMeConfigError(f"{path} has no prompt: its first line must name a column {COLUMN!r}.")
     return [text for text in texts if text]
 
 
