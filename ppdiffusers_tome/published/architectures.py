@@ -68,7 +68,7 @@ class Architecture:
     def _first_stage(self) -> int:
         kinds = list(self.config["down_block_types"])
         if WITH_ATTENTION not in kinds:
-            raise ToMeConfigError(f"{self.of} has no {WITH_ATTENTION}, only {', '.join(kinds)}: it has nothing to merge.")
+            raise ToMeConfigError(f"{self.of} has no {WITH_ATTENTION}, only {', '.join(kinds)}: nothing can merge.")
         return kinds.index(WITH_ATTENTION)
 
 
