@@ -21,19 +21,19 @@ def test_parameters_are_as_many_as_published(name):
     with paddle.LazyGuard():  # shapes without memory
         unet = ARCHITECTURES[name].build()
     assert sum(math.prod(parameter.shape) for parameter in unet.parameters()) == PARAMETERS[name]
-    assert min(found.level for found in find_blocks(unet)) == ARCHITECTURES[name].first_level
+    assert min(block.level for block in find_blocks(unet)) == ARCHITECTURES[name].first_level
 
 
 @pytest.mark.parametrize(("name", "channels", "heads"), [("sd15", 320, 8), ("sd21", 320, 5), ("sdxl", 640, 10)])
-def test_one_level_has_the_first_block_of_the_whole(name, channels, heads):
+def test_one_level_has_the_first_block_of_the_unet(name, channels, heads):
     architecture = ARCHITECTURES[name]
     with paddle.LazyGuard():
-        whole, alone = architecture.build(), architecture.build_one_level()
+        unet, one_level = architecture.build(), architecture.build_one_level()
     level = architecture.first_level
-    theirs = next(found.block for found in find_blocks(whole) if found.level == level)
-    ours = find_blocks(alone)[0].block
-    assert [list(p.shape) for p in ours.parameters()] == [list(p.shape) for p in theirs.parameters()]
-    assert ours.attn1.heads == theirs.attn1.heads == heads and ours.norm1.weight.shape[0] == channels
+    first = next(block.block for block in find_blocks(unet) if block.level == level)
+    alone = find_blocks(one_level)[0].block
+    assert [list(p.shape) for p in alone.parameters()] == [list(p.shape) for p in first.parameters()]
+    assert alone.attn1.heads == first.attn1.heads == heads and alone.norm1.weight.shape[0] == channels
 
 
 def test_grids():
@@ -48,7 +48,7 @@ def test_folder_is_read():
     assert bundled.config["cross_attention_dim"] == 192 and bundled.text == 24
 
 
-def test_folder_that_has_no_unet_is_told(tmp_path):
+def test_folder_without_a_usable_unet_is_refused(tmp_path):
     with pytest.raises(ToMeConfigError, match=r"must be a pipeline's folder with unet/config\.json"):
         read_architecture(tmp_path)
     (tmp_path / "unet").mkdir()
@@ -57,7 +57,7 @@ def test_folder_that_has_no_unet_is_told(tmp_path):
         read_architecture(tmp_path)
 
 
-def test_unet_without_attention_is_told():
+def test_unet_without_attention_is_refused():
     plain = ARCHITECTURES["tiny"]
     plain = type(plain)("a UNet", {**plain.config, "down_block_types": ("DownBlock2D",)})
     with pytest.raises(ToMeConfigError, match="a UNet has no CrossAttnDownBlock2D"):

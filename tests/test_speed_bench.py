@@ -1,18 +1,18 @@
 """`bench`, from the command line to the file."""
 
 import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import EMOJI_SD
+from conftest import EMOJI_SD, tiny_pipeline
 from speed_results import arm, case, result
 
 from ppdiffusers_tome import ToMeError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import bench
-from ppdiffusers_tome.evaluation.torch_arm import versions_of
 
 TINY = ["bench", "--architecture", "tiny", "--size", "128", "--threads", "1"]
 
@@ -22,7 +22,8 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "limit", "--output", str(out)]
     assert main(options) == 0
     printed, result = capsys.readouterr().out, json.loads(out.read_text())
-    assert "tiny, unet, 128 px, batch 2, float32: 256 tokens" in printed and "eager tome 0.5" in printed
+    assert "tiny, one UNet pass, 128 px, batch 2, float32: 256 tokens" in printed
+    assert re.search(r"ToMe 0\.5, eager +128 +\d\.\d{4} +\d+\.\d\d× +\d\.\d\n", printed)
     assert result["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
     (case,) = result["cases"]
     assert [(arm["arm"], arm["status"]) for arm in case["arms"]] == [
@@ -30,7 +31,7 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     ]  # fmt: skip
     plain, tome, limit = case["arms"]
     assert all(len(arm["seconds"]) == 2 and min(arm["seconds"]) > 0 for arm in case["arms"])
-    assert tome["parity"]["against"] == "eager built-in 0.5" and tome["parity"]["difference"] < 1e-5
+    assert tome["parity"]["against"] == "ppdiffusers' built-in ToMe 0.5, eager" and tome["parity"]["difference"] < 1e-5
     assert limit["peak_memory_bytes"] <= tome["peak_memory_bytes"] < plain["peak_memory_bytes"]
     assert limit["macs"] < tome["macs"] < plain["macs"]
     assert set(tome["shares"]) == {"matching", "merge", "unmerge"} and limit["shares"] is None
@@ -48,10 +49,10 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
         (["--ratio", "0.5", "0.9"], "ratio=0.9 is not allowed"),
         (["--max-downsample", "3"], "max_downsample=3 is not allowed"),
         (["--scope", "pipeline"], "needs --model FOLDER"),
-        (["--torch-python", "nowhere", "--arms", "torch"], "--torch-python nowhere is of no use: "),
+        (["--torch-python", "nowhere", "--arms", "torch"], "--torch-python nowhere cannot be used: "),
     ],
 )
-def test_bad_option_is_told_in_one_line_before_anything_is_measured(options, message, capsys, tmp_path):
+def test_bad_option_is_an_error_of_one_line_before_anything_is_measured(options, message, capsys, tmp_path):
     arms = [] if "--arms" in options else ["--arms", "plain", "tome"]
     assert main([*TINY, *arms, "--output", str(tmp_path / "speed.json"), *options]) == 2
     error = capsys.readouterr().err
@@ -59,44 +60,44 @@ def test_bad_option_is_told_in_one_line_before_anything_is_measured(options, mes
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("option", "value"), [("steps", "0"), ("guidance", "nan")])
-def test_a_pipelines_options_are_checked(option, value, capsys):
+@pytest.mark.parametrize(("option", "value"), [("steps", "0"), ("guidance-scale", "nan")])
+def test_options_of_a_pipeline_are_checked(option, value, capsys):
     assert main(["bench", "--model", str(EMOJI_SD), "--scope", "pipeline", "--size", "128", f"--{option}", value]) == 2
     assert f"--{option} {value} is not allowed" in capsys.readouterr().err
 
 
-def test_quick_replaces_defaults_alone(monkeypatch, tmp_path):
-    """What is given explicitly stays, also where it is the usual default."""
+def test_quick_replaces_only_defaults(monkeypatch, tmp_path):
+    """Options that are set keep their values, also where they are the usual defaults."""
     measured = []
 
-    def note(planned, settings, *args):
-        measured.append([(Path(case.model).name, case.size, case.batch) for case, _ in planned])
-        measured.append((settings.rounds, {(arm.backend, arm.ratio) for _, arms in planned for arm in arms}))
+    def record(cases, settings, *arguments):
+        measured.append([(Path(case.model).name, case.size, case.batch) for case in cases])
+        measured.append((settings.rounds, {(arm.backend, arm.ratio) for case in cases for arm in case.arms}))
         raise ToMeError("enough")
 
-    monkeypatch.setattr(bench, "measure_all", note)
+    monkeypatch.setattr(bench, "measure_all", record)
     monkeypatch.setattr(bench, "BUNDLED", EMOJI_SD)
     command = ["bench", "--quick", "--arms", "plain", "tome", "--output", str(tmp_path / "speed.json")]
-    given = ["--size", "192", "--ratio", "0.25", "--rounds", "5", "--backend", "eager"]
-    assert main(command) == main([*command, *given]) == main([*command, "--architecture", "tiny", "--batch", "3"]) == 2
+    options = ["--size", "192", "--ratio", "0.25", "--rounds", "5", "--backend", "eager"]
+    assert main(command) == main([*command, *options]) == main([*command, "--architecture", "tiny", "--batch", "3"]) == 2
     every = {(backend, ratio) for backend in ("eager", "predictor") for ratio in (0.0, 0.5)}
     assert measured[:2] == [[("tiny", 128, 2), ("emoji_sd", 128, 2)], (2, every)]
     assert measured[2:4] == [[("tiny", 192, 2), ("emoji_sd", 192, 2)], (5, {("eager", 0.0), ("eager", 0.25)})]
     assert measured[4:] == [[("tiny", 128, 3)], (2, every)]
 
 
-def test_model_that_is_no_folder_is_told(capsys):
+def test_model_that_is_no_folder_is_refused(capsys):
     assert main(["bench", "--model", "nowhere", "--arms", "plain"]) == 2
     assert "--model nowhere is not allowed" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(find_spec("torch") is not None, reason="this interpreter has torch")
-def test_torch_that_is_asked_for_and_not_there_is_told(capsys):
+def test_torch_arms_without_torch_are_refused(capsys):
     assert main([*TINY, "--arms", "torch"]) == 2
-    assert f"--torch-python {sys.executable} is of no use" in capsys.readouterr().err
+    assert f"--torch-python {sys.executable} cannot be used" in capsys.readouterr().err
 
 
-def test_what_became_slower_is_told_by_the_exit_status_too(tmp_path, capsys):
+def test_exit_status_reports_that_an_arm_became_slower(tmp_path, capsys):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [2.0] * 3, ratio=0.5)])])))
     new.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [3.0] * 3, ratio=0.5)])])))
@@ -119,17 +120,50 @@ def test_report_is_printed_and_written_with_its_plots(tmp_path, capsys):
     assert list(out.glob("*.png"))
 
 
-def test_report_of_what_is_no_result_is_told(tmp_path, capsys):
+def test_report_of_a_missing_file_is_refused(tmp_path, capsys):
     absent = tmp_path / "old.json"
     assert main(["bench", "report", str(absent), "--compare", str(absent)]) == 2
-    assert f"{absent} is no result file" in capsys.readouterr().err
+    assert f"{absent} cannot be read as a result" in capsys.readouterr().err
 
 
-def test_versions_of_pytorch_are_asked_of_its_interpreter(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho \'{"torch": "9.9", "diffusers": "8.8", "tomesd": "7.7"}\'\n')
-    python.chmod(0o755)
-    assert versions_of(str(python)) == {"torch": "9.9", "diffusers": "8.8", "tomesd": "7.7"}
-    python.write_text("#!/bin/sh\necho no such package >&2\nexit 1\n")
-    with pytest.raises(ToMeError, match="has not all of torch, diffusers, tomesd: no such package"):
-        versions_of(str(python))
+def read(file):
+    """The case of a result, and its arms by backend and kind."""
+    (case,) = json.loads(file.read_text())["cases"]
+    return case, {(arm["backend"], arm["arm"]): arm for arm in case["arms"]}
+
+
+def test_predictors_agree_with_eager_and_are_timed(tmp_path):
+    out = tmp_path / "speed.json"
+    arms = ["--arms", "plain", "tome", "limit", "--backend", "predictor", "--rounds", "2"]
+    assert main([*TINY, *arms, "--output", str(out)]) == 0
+    case, arms = read(out)
+    assert list(arms) == [("predictor", name) for name in ("plain", "tome", "limit")]
+    for arm in arms.values():
+        assert arm["status"] == "measured" and len(arm["seconds"]) == 2
+        assert arm["parity"]["difference"] < 1e-4 and arm["shares"] is None
+    assert arms["predictor", "plain"]["peak_memory_bytes"] > arms["predictor", "tome"]["peak_memory_bytes"] > 0
+
+
+def test_whole_pipelines_are_timed_by_both_backends(tmp_path):
+    folder, out = tmp_path / "model", tmp_path / "speed.json"
+    tiny_pipeline().save_pretrained(str(folder))
+    what = ["bench", "--model", str(folder), "--scope", "pipeline", "--size", "32", "--batch", "1", "--steps", "2"]
+    how = ["--backend", "eager", "predictor", "--arms", "tome", "--rounds", "1", "--threads", "1"]
+    assert main([*what, *how, "--output", str(out)]) == 0
+    case, arms = read(out)
+    assert (case["scope"], case["steps"], case["tokens"]) == ("pipeline", 2, 256)
+    assert list(arms) == [("eager", "tome"), ("predictor", "tome")]
+    for arm in arms.values():
+        assert arm["status"] == "measured" and len(arm["seconds"]) == 1 and arm["kept"] == 128
+        assert arm["peak_memory_bytes"] > 0 and arm["macs"] > 0 and arm["parity"]["difference"] < 1e-2
+
+
+def test_quick_measures_all_arms_of_a_tiny_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # without the bundled model
+    assert main(["bench", "--quick", "--threads", "1"]) == 0
+    case, arms = read(tmp_path / "outputs" / "bench.json")
+    assert (case["model"], case["size"]) == ("tiny", 128)
+    ours = {key: arm for key, arm in arms.items() if key[0] != "PyTorch"}
+    assert len(ours) == 9 and all(arm["status"] == "measured" and len(arm["seconds"]) == 2 for arm in ours.values())
+    printed = capsys.readouterr().out
+    assert "written to outputs/bench.json" in printed and "limit" in printed

@@ -1,4 +1,4 @@
-"""Peak memory is exact to the byte, and a limit is one."""
+"""Peak memory is exact to the byte, and a limit limits."""
 
 import subprocess
 import sys
@@ -20,9 +20,9 @@ MB = 1_000_000
 
 
 def allocate(*megabytes):
-    """Hold so many at once, then let go of them."""
-    held = [paddle.empty([each * MB], dtype="int8") for each in megabytes]
-    return len(held)
+    """Allocate all at once, then free them."""
+    tensors = [paddle.empty([size * MB], dtype="int8") for size in megabytes]
+    return len(tensors)
 
 
 @pytest.mark.parametrize("before", [0, 40])
@@ -42,7 +42,7 @@ def test_peak_is_that_of_the_pass_alone(before):
 
 def test_peaks_may_add_up_to_more_than_the_machine_has():
     gigabytes = available_bytes() // 10**9 // 2
-    for _ in range(4):  # of Paddle 2.6 each raises the peak that the next has to fill up to
+    for _ in range(4):  # in Paddle 2.6 each raises the peak, up to which the next must fill
         now = current_bytes()
         assert peak_bytes(lambda: allocate(*[1000] * gigabytes)) - now == gigabytes * 10**9
 
@@ -53,7 +53,7 @@ def test_weights_are_counted_in_their_dtype():
     assert weights_bytes(layer.to(dtype="bfloat16")) == 2 * (5 * 7 + 7)
 
 
-def test_limit_is_paddle_memory_error_and_ends_with_its_context():
+def test_limit_raises_memory_error_and_ends_with_its_context():
     with limited(64 * MB, 0):
         allocate(32)
         with pytest.raises(MemoryError) as error:
@@ -76,7 +76,7 @@ def test_without_a_limit_there_is_what_the_machine_has():
             paddle.empty([2 * available_bytes()], dtype="int8")
 
 
-def test_other_process_is_limited_and_may_have_ended():
+def test_other_process_is_limited_and_may_end():
     code = "import sys; sys.stdin.readline(); bytearray(300_000_000)"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with limited(100 * MB, 0, process.pid):
@@ -95,9 +95,9 @@ def test_other_process_is_limited_and_may_have_ended():
         ("Segmentation fault", False),
     ],
 )
-def test_which_errors_are_of_memory(error, is_memory):
+def test_errors_of_memory_are_recognised(error, is_memory):
     assert is_out_of_memory(error) is is_memory
 
 
-def test_what_is_measured_is_what_numpy_shares_nothing_with():
+def test_memory_of_numpy_does_not_count():
     assert peak_bytes(lambda: np.zeros(10 * MB)) == current_bytes()

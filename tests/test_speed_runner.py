@@ -1,4 +1,4 @@
-"""A measurement goes on where it was killed, survives what it measures, and is written whole or not at all."""
+"""A measurement continues where it was killed, survives what it measures, and is written completely or not at all."""
 
 import json
 import math
@@ -8,144 +8,189 @@ import pytest
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import runner
-from ppdiffusers_tome.evaluation.speed.cases import ArmPlan, Case
-from ppdiffusers_tome.evaluation.speed.partial import Partial
-from ppdiffusers_tome.evaluation.speed.progress import left
+from ppdiffusers_tome.evaluation.speed.cases import make_arms, make_case, read_cases
 from ppdiffusers_tome.evaluation.speed.runner import Settings, measure_all
 
-ARMS = [ArmPlan("plain"), ArmPlan("tome", ratio=0.5), ArmPlan("tome", "PyTorch", 0.5, reason="no torch here")]
-CASES = [(Case("tiny", size=128), ARMS)]
-SETTINGS = Settings(rounds=3)
-# A worker that measures nothing: each round takes its index; what it is asked goes to the file ASKED. Its first start
-# ends as the script says.
+# A worker that measures nothing: round i takes i + 0.5 s; requests go to the file REQUESTS. The first worker does END at
+# the second round of its last arm.
 STUB = """
 import json, os, signal, sys
 from pathlib import Path
-request = json.loads(sys.stdin.readline())
-with open({asked!r}, "a") as file: file.write(json.dumps(request) + "\\n")
-is_first = len(Path({asked!r}).read_text().splitlines()) == 1
-def tell(event, **fields): print(json.dumps({{"event": event, **fields}}), flush=True)
-arms = [f"eager {{arm['arm']}}" + (" 0.5" if arm["ratio"] else "") for arm in request["arms"]]
-tell("about", macs={{arm: 10 for arm in arms}})
-for arm in arms:
-    if arm not in request["checked"]: tell("checked", arm=arm, parity=None)
-    if arm not in request["weighed"]: tell("weighed", arm=arm, peak_memory_bytes=20)
-for index in request["rounds"]:
-    for arm in arms:
-        tell("begin", arm=arm, what=f"round {{index + 1}}")
-        if is_first and index == 1 and arm == arms[-1]: {end}
-    tell("round", index=index, seconds={{arm: index + 0.5 for arm in arms}})
-tell("shares", arm="eager tome 0.5", shares={{"matching": 0.1, "merge": 0.2, "unmerge": 0.3}})
+sys.path.insert(0, {folder!r})
+from worker_loop import answer_requests
+requests = Path({requests!r})
+case, is_first = None, not requests.exists()
+def planned(): return [arm for arm in case["arms"] if arm["status"] == "planned"]
+def name(arm): return "plain, eager" if arm["arm"] == "plain" else "ToMe 0.5, eager"
+def answer(): return {{"case": case}}
+def prepare(report, **request):
+    global case
+    case = request["case"]
+    with requests.open("a") as file: file.write(json.dumps(request) + "\\n")
+    for arm in planned(): arm.update(macs=10, peak_memory_bytes=20)
+    report("case", case=case)
+    {prepare}
+    return answer()
+def time_round(report):
+    index = len(planned()[0]["seconds"])
+    for arm in planned():
+        report("begin", arm=name(arm), step=f"round {{index + 1}}")
+        if is_first and index == 1 and arm is planned()[-1]: {end}
+    for arm in planned(): arm["seconds"].append(index + 0.5)
+    return answer()
+def finish(report):
+    for arm in planned(): arm["status"] = "measured"
+    return answer()
+answer_requests({{"prepare": prepare, "time_round": time_round, "finish": finish}})
 """
+
+
+def cases():
+    case = make_case("tiny", size=128)
+    case.arms = make_arms(case, ["plain", "tome", "torch"], ["eager"], [0.5], [None], "no torch here")
+    return [case]
 
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
-    """Makes the worker end as it says; returns a function that tells what the workers were asked."""
+    """Makes the worker a stub; returns a function that reads the requests."""
 
-    def set_up(end="pass"):
-        asked, script = tmp_path / "asked", tmp_path / "worker.py"
-        script.write_text(STUB.format(asked=str(asked), end=end))
-        monkeypatch.setattr(runner, "WORKER", [sys.executable, str(script)])
-        return lambda: [json.loads(line) for line in asked.read_text().splitlines()]
+    def set_up(end="pass", prepare="pass"):
+        requests, script = tmp_path / "requests", tmp_path / "worker.py"
+        folder = str(runner.worker.__file__.replace("speed/worker.py", ""))
+        script.write_text(STUB.format(requests=str(requests), folder=folder, end=end, prepare=prepare))
+        monkeypatch.setattr(runner, "WORKER", [sys.executable, "-S", str(script)])
+        return lambda: [json.loads(line) for line in requests.read_text().splitlines()]
 
     return set_up
 
 
 def measure(tmp_path, **changes):
-    given = {"cases": CASES, "settings": SETTINGS, "output": tmp_path / "new" / "speed.json", "command": "bench"}
-    return measure_all(**{**given, **changes})
+    values = {"cases": cases(), "settings": Settings(rounds=3), "output": tmp_path / "new" / "speed.json"}
+    (case,) = measure_all(**{**values, "command": "bench", **changes})
+    return {f"{arm.arm}, {arm.backend}": arm for arm in case.arms}
 
 
-def by_arm(result):
-    return {(arm["backend"], arm["arm"]): arm for arm in result["cases"][0]["arms"]}
-
-
-def test_result_has_all_that_was_measured(tmp_path, stub):
+def test_result_has_what_was_measured(tmp_path, stub):
     stub()
-    result = measure(tmp_path)
-    assert json.loads((tmp_path / "new" / "speed.json").read_text()) == result
+    arms = measure(tmp_path)
+    result = json.loads((tmp_path / "new" / "speed.json").read_text())
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
-    assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 1, 3, "bench")
+    assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 2, 3, "bench")
     assert result["commit"] and result["environment"]["memory_gb"] > 0 and result["environment"]["threads"] == "1"
-    (case,) = result["cases"]
-    assert (case["model"], case["latent"], case["tokens"], case["memory_limit_gb"]) == ("tiny", [16, 16], 256, None)
-    arms = by_arm(result)
-    tome = arms["eager", "tome"]
-    assert tome["seconds"] == [0.5, 1.5, 2.5] and (tome["kept"], tome["macs"]) == (128, 10)
-    assert tome["shares"]["unmerge"] == 0.3 and tome["peak_memory_bytes"] == 20 and tome["attention"] == "plain"
-    absent = arms["PyTorch", "tome"]
-    assert (absent["status"], absent["reason"], absent["seconds"]) == ("not measured", "no torch here", [])
+    (case,) = read_cases(result, "speed.json")
+    assert case.arms == [*arms.values()] and (case.latent, case.tokens) == ([16, 16], 256)
+    tome, absent = arms["tome, eager"], arms["tome, PyTorch"]
+    assert (tome.seconds, tome.status, tome.kept) == ([0.5, 1.5, 2.5], "measured", 128)
+    assert (absent.status, absent.reason, absent.seconds) == ("not measured", "no torch here", [])
 
 
 @pytest.mark.parametrize(
     ("end", "status", "reason"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "out of memory", "ended by SIGKILL at round 2"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "ended by SIGSEGV at round 2"),
-        ("sys.exit('terminate: std::bad_alloc')", "out of memory", "with status 1 at round 2: terminate"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "out of memory", "round 2: the worker ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "round 2: the worker ended by SIGSEGV"),
+        ("sys.exit('terminate: std::bad_alloc')", "out of memory", "round 2: the worker ended with status 1: terminate"),
     ],
 )
-def test_worker_that_dies_costs_its_arm_alone(tmp_path, stub, end, status, reason):
-    asked = stub(end)
-    arms = by_arm(measure(tmp_path))
-    tome = arms["eager", "tome"]
-    assert tome["status"] == status and reason in tome["reason"] and tome["seconds"] == []
-    assert arms["eager", "plain"]["seconds"] == [0.5, 1.5, 2.5]
-    first, second = asked()
-    assert first["rounds"] == [0, 1, 2] and second["rounds"] == [1, 2]  # the round that was not complete, again
-    assert [arm["arm"] for arm in second["arms"]] == ["plain"] and second["failed"] == ["eager tome 0.5"]
-    assert second["checked"] and second["weighed"]
+def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason):
+    requests = stub(end)
+    arms = measure(tmp_path)
+    tome = arms["tome, eager"]
+    assert tome.status == status and reason in tome.reason and tome.seconds == []
+    assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
+    first, second = requests()
+    plain, failed = second["case"]["arms"][:2]  # the incomplete round is timed again
+    assert plain["seconds"] == [0.5] and (plain["macs"], plain["peak_memory_bytes"]) == (10, 20)
+    assert failed["status"] == status and first["case"]["arms"][1]["status"] == "planned"
 
 
-def test_killed_run_goes_on_and_repeats_no_round(tmp_path, stub, monkeypatch):
-    asked = stub()
-    note = Partial.note
+def test_definition_that_ends_the_worker_is_skipped(tmp_path, stub):
+    requests = stub(prepare='report("begin", arm="a definition", step="check")\n    if is_first: sys.exit(3)')
+    assert measure(tmp_path)["tome, eager"].status == "measured"
+    assert [request["skip"] for request in requests()] == [[], ["a definition"]]
 
-    def killed(self, case, event):
-        if event["event"] == "round" and event["index"] == 2:
+
+def test_worker_that_ends_at_the_same_definition_again_fails_all_arms(tmp_path, stub):
+    requests = stub(prepare='report("begin", arm="a definition", step="check"); sys.exit(3)')
+    assert {arm.status for arm in measure(tmp_path).values()} == {"error", "not measured"}
+    assert len(requests()) == 2
+
+
+def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
+    requests, output = stub(), tmp_path / "new" / "speed.json"
+    save = runner.Partial.save
+
+    def save_until_round_2(self, index, case):
+        if len(case["arms"][0]["seconds"]) == 3:
             raise KeyboardInterrupt
-        note(self, case, event)
+        save(self, index, case)
 
-    monkeypatch.setattr(Partial, "note", killed)
+    monkeypatch.setattr(runner.Partial, "save", save_until_round_2)
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
-    partial = tmp_path / "new" / "speed.json.partial.jsonl"
-    with partial.open("a") as file:
-        file.write('{"case": 0, "event": "rou')  # cut short, as by a kill
-    monkeypatch.setattr(Partial, "note", note)
-    result = measure(tmp_path, command="bench, once more")
-    assert [each["rounds"] for each in asked()] == [[0, 1, 2], [2]]
-    assert by_arm(result)["eager", "plain"]["seconds"] == [0.5, 1.5, 2.5]
-    assert result["command"] == "bench" and not partial.exists()
+    assert [path.name for path in output.parent.iterdir()] == ["speed.json.partial"]
+    monkeypatch.setattr(runner.Partial, "save", save)
+    arms = measure(tmp_path, command="bench, continued")
+    assert [request["case"]["arms"][0]["seconds"] for request in requests()] == [[], [0.5, 1.5]]
+    assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
+    assert json.loads(output.read_text())["command"] == "bench"
+    assert [path.name for path in output.parent.iterdir()] == ["speed.json"]
 
 
-def test_partial_file_of_another_plan_is_kept_unless_asked(tmp_path, stub, monkeypatch):
-    asked = stub()
-    partial = tmp_path / "new" / "speed.json.partial.jsonl"
-    Partial(partial, {"format": 1, "cases": "others"}, {}, restart=False)
-    with pytest.raises(
-        ToMeConfigError, match=r"began with another cases, settings, versions, machine, sources: .* pass --restart"
-    ):
+def test_incomplete_result_of_other_settings_is_kept_without_restart(tmp_path, stub):
+    stub()
+    runner.Partial(tmp_path / "new" / "speed.json", cases(), Settings(rounds=9), "", restart=False).save(0, asdict_case())
+    with pytest.raises(ToMeConfigError, match=r"is an incomplete result with other settings: .* pass --restart"):
         measure(tmp_path)
-    assert "others" in partial.read_text()
-    measure(tmp_path, restart=True)
-    assert len(asked()) == 1 and not partial.exists()
+    assert measure(tmp_path, restart=True)["plain, eager"].seconds == [0.5, 1.5, 2.5]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
 
 
-def test_worker_that_cannot_begin_fails_all_arms(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["sources", "versions", "describe_environment"])
+def test_incomplete_result_of_other_sources_versions_or_machine_is_refused(tmp_path, stub, monkeypatch, name):
+    stub()
+    runner.Partial(tmp_path / "new" / "speed.json", cases(), Settings(rounds=3), "", restart=False).save(0, asdict_case())
+    other = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}[name]
+    monkeypatch.setattr(runner, name, lambda: other)
+    with pytest.raises(ToMeConfigError, match="an incomplete result with other"):
+        measure(tmp_path)
+
+
+def asdict_case():
+    return json.loads(json.dumps(runner.asdict(cases()[0])))
+
+
+def test_worker_that_cannot_start_fails_all_arms(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "WORKER", [sys.executable, "-c", "raise OSError('no such model')"])
-    arms = by_arm(measure(tmp_path))
-    for name in (("eager", "plain"), ("eager", "tome")):
-        assert arms[name]["status"] == "error" and "at starting: OSError: no such model" in arms[name]["reason"]
+    arms = measure(tmp_path)
+    for name in ("plain, eager", "tome, eager"):
+        assert arms[name].status == "error" and arms[name].reason.startswith("starting: the worker ended")
+        assert "OSError: no such model" in arms[name].reason
 
 
 @pytest.mark.parametrize("value", [-1, 0, 10**23, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["rounds", "warm_up", "threads", "memory_limit_gb"])
+@pytest.mark.parametrize("name", ["rounds", "warm_up", "threads"])
 def test_settings_are_checked(name, value):
-    with pytest.raises(ToMeConfigError, match=r"--[a-z-]+ [-0-9a-z.e+]+ is not allowed: it must be (from 1|above 0)"):
+    with pytest.raises(ToMeConfigError, match=r"--[a-z-]+ [-0-9a-z.e+]+ is not allowed: it must be from 1"):
         Settings(**{name: value})
 
 
-def test_time_left():
-    assert left(10, [1.0, 400.0, 500.0]) == "1:06:40"
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda result: result.update(kind="load"), "speed.json is not a speed result"),
+        (lambda result: result.update(format=1), "speed.json has format 1"),
+        (lambda result: result.pop("rounds"), r"speed.json is not a complete speed result \(KeyError\('rounds'\)\)"),
+        (lambda result: result["cases"][0]["arms"][0].update(seconds=[1.0]), "3 positive values are expected"),
+        (lambda result: result["cases"][0]["arms"][0].update(seconds=[1.0, 2.0, 0]), "3 positive values are expected"),
+        (lambda result: result["cases"][0]["arms"][0].update(guess=1), "is not a complete speed result"),
+    ],
+)
+def test_damaged_result_is_refused(tmp_path, stub, change, message):
+    stub()
+    measure(tmp_path)
+    result = json.loads((tmp_path / "new" / "speed.json").read_text())
+    change(result)
+    with pytest.raises(ToMeConfigError, match=message):
+        read_cases(result, "speed.json")

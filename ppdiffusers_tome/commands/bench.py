@@ -1,50 +1,64 @@
-"""`bench`: time models and operations, and report what was timed."""
+"""`bench`: time models and operations, and report the results."""
 
 import argparse
-import json
 import shlex
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from ..errors import ToMeConfigError
+from ..evaluation.clock import ratio_within_rounds
 from ..evaluation.environment import usable_cores
-from ..evaluation.operations import OpsCase, format_ops, time_ops
-from ..evaluation.speed.cases import ARMS, BACKENDS, DTYPES, SCOPES, TORCH, ArmPlan, Case, plan_arms
-from ..evaluation.speed.names import EAGER
+from ..evaluation.operations import OpsCase, format_operations, time_operations
+from ..evaluation.results import make_result, write_result
+from ..evaluation.speed.cases import (
+    ARMS,
+    BACKENDS,
+    DTYPES,
+    EAGER,
+    MEASURED,
+    PLAIN,
+    SCOPES,
+    TORCH,
+    Case,
+    make_arms,
+    make_case,
+)
 from ..evaluation.speed.runner import Settings, measure_all
-from ..evaluation.speed.summary import format_result
-from ..evaluation.torch_arm import why_not
+from ..evaluation.torch_unet import torch_versions
 from ..published.architectures import ARCHITECTURES
 
 BUNDLED = Path("examples/emoji_sd")
 QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": list(BACKENDS)}  # defaults of --quick
+SLOWER = 0.05  # `bench report --compare`: relative changes of time from here on count
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add `bench` and what belongs to it to the command line."""
-    about = "Time a UNet, one of its blocks or a pipeline: plain, merged, and what merging is measured against."
+    """Add `bench`, `bench ops` and `bench report` to the command line."""
     bench = commands.add_parser(
-        "bench", help="time things", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        "bench",
+        help="measure speed and memory",
+        description="Time a UNet, one of its blocks or a pipeline: plain, merged, and with what merging is compared.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_options(bench)
     bench.set_defaults(run=partial(_speed, bench))
     others = bench.add_subparsers(dest="what")
     ops = others.add_parser(
         "ops",
-        help="merge, unmerge and plan against the functions that ppdiffusers ships",
+        help="time merge, unmerge and plan against the functions that ppdiffusers ships",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for field, default in vars(OpsCase()).items():
         ops.add_argument(f"--{field}", type=type(default), default=default)
-    ops.add_argument("--repeats", type=int, default=20, help="timed rounds")
-    ops.add_argument("--output", type=Path, help="write the result, with machine and versions, to this JSON file")
-    ops.set_defaults(run=_ops)
-    report = others.add_parser("report", help="tables and plots of what `bench` wrote")
-    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result files")
+    ops.add_argument("--rounds", type=int, default=20, help="timed rounds")
+    ops.add_argument("--output", type=Path, metavar="FILE", help="write the result to this JSON file")
+    ops.set_defaults(run=_operations)
+    report = others.add_parser("report", help="make tables and plots of results")
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench")
     report.add_argument(
         "--output",
         type=Path,
@@ -56,115 +70,127 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--compare",
         type=Path,
         metavar="OLD",
-        help="an older result file: print what became slower; exit status 1 if any",
+        help="an older result: print what became slower or faster; exit status 1 if an arm of ours became slower",
     )
     report.set_defaults(run=_report)
 
 
 def _add_options(bench: argparse.ArgumentParser) -> None:
-    what = bench.add_argument_group("what is timed; several values are measured each with each")
-    model = what.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="a pipeline's folder")
-    model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help="a UNet of random weights")
-    what.add_argument("--scope", choices=SCOPES, default="unet", help="of the model")
-    what.add_argument("--size", type=int, nargs="+", default=[512], help="px, of square pictures")
-    what.add_argument(
-        "--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, pictures of a pipeline"
-    )
-    what.add_argument("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75")
-    what.add_argument(
-        "--max-downsample", type=int, nargs="+", default=[None], help="deepest levels; none: the first with attention"
-    )
-    what.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs")
-    what.add_argument("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="Paddle's")
-    what.add_argument("--arms", choices=ARMS, nargs="+", help="what is compared; none: all")
-    what.add_argument("--steps", type=int, default=20, help="of a pipeline")
-    what.add_argument("--guidance", type=float, default=7.5, help="of a pipeline")
-    how = bench.add_argument_group("how")
-    how.add_argument("--rounds", type=int, default=5, help="timed passes of each arm, taking turns")
-    how.add_argument("--warm-up", type=int, default=1, help="passes of each arm before")
-    how.add_argument("--threads", type=int, default=usable_cores(), help="of every arm")
-    how.add_argument("--memory-limit", type=float, metavar="GB", help="for weights and a pass; none: what there is")
-    how.add_argument("--torch-python", help="interpreter with torch, diffusers and tomesd; none: this one")
-    how.add_argument(
-        "--quick", action="store_true", help="other defaults, a tiny model in 2 rounds: shows that all works"
-    )
-    how.add_argument("--output", type=Path, default=Path("outputs/bench.json"), help="the result's file")
-    how.add_argument("--restart", action="store_true", help="do not go on with a run that was killed")
+    group = bench.add_argument_group("what is measured (several values: all combinations)")
+    model = group.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, metavar="DIR", help="folder of a pipeline")
+    model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help="UNet with random weights")
+    option = group.add_argument
+    option("--scope", choices=list(SCOPES), default="unet", help="part of the model")
+    option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px")
+    option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, images of a pipeline")
+    option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75")
+    option("--max-downsample", type=int, nargs="+", default=[None], help="deepest level; not set: the shallowest")
+    option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs")
+    option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="of Paddle")
+    option("--arms", choices=ARMS, nargs="+", help="what is compared; not set: everything")
+    option("--steps", type=int, default=20, help="denoising steps of a pipeline")
+    option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline")
+    option = bench.add_argument_group("how it is measured").add_argument
+    option("--rounds", type=int, default=5, help="timed passes of each arm; the arms take turns")
+    option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones")
+    option("--threads", type=int, default=usable_cores(), help="of every arm")
+    option("--memory-limit", type=float, metavar="GB", help="for weights and one pass; not set: the machine's memory")
+    option("--torch-python", metavar="PYTHON", help="interpreter with torch, diffusers and tomesd; not set: this one")
+    option("--quick", action="store_true", help="other defaults: a tiny model in 2 rounds, to see that it runs")
+    option("--output", type=Path, metavar="FILE", default=Path("outputs/bench.json"), help="JSON file for the result")
+    option("--restart", action="store_true", help="do not continue an interrupted run")
 
 
-def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, given: Sequence[str]) -> int:
-    if options.quick:  # read again: what is given keeps its value
+def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if options.quick:  # parse again with other defaults: options that were set keep their values
         parser.set_defaults(**QUICK)
-        options = parser.parse_args(given[1:])
+        options = parser.parse_args(arguments[1:])
     if options.output.is_dir():
         raise ToMeConfigError(
             f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json."
         )
-    wanted = options.arms or list(ARMS)
-    python, without_torch = _torch(options) if TORCH in wanted else (None, None)
-    usable = None if without_torch else python
-    settings = Settings(options.rounds, options.warm_up, options.threads, options.memory_limit, usable)
-    planned: list[tuple[Case, list[ArmPlan]]] = []
-    for case in _cases(options):
-        case.check()
-        arms = plan_arms(case, wanted, options.backend, options.ratio, options.max_downsample, without_torch)
-        planned.append((case, arms))
-    command = shlex.join(["python", "-m", "ppdiffusers_tome", *given])
-    print(format_result(measure_all(planned, settings, options.output, command, options.restart)))
+    names = options.arms or list(ARMS)
+    python, problem = _torch(options) if TORCH in names else (None, None)
+    settings = Settings(options.rounds, options.warm_up, options.threads, python)
+    cases = _cases(options)
+    for case in cases:
+        case.arms = make_arms(case, names, options.backend, options.ratio, options.max_downsample, problem)
+    measured = measure_all(cases, settings, options.output, _command(arguments), options.restart)
+    print(format_table(measured))
     print(f"written to {options.output}")
     return 0
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
     if options.model is not None:
-        # A folder that has an architecture's name is told from it by its path.
+        # "./" distinguishes a folder from the architecture of the same name.
         models = [f"./{options.model}" if str(options.model) in ARCHITECTURES else str(options.model)]
     elif options.architecture is not None:
         models = [options.architecture]
     else:
         models = ["tiny", *([str(BUNDLED)] if BUNDLED.is_dir() else [])]
-    drawing = {"steps": options.steps, "guidance": options.guidance} if options.scope == "pipeline" else {}
+    fields = {"scope": options.scope, "memory_limit_gb": options.memory_limit}
+    if options.scope == "pipeline":
+        fields |= {"steps": options.steps, "guidance_scale": options.guidance_scale}
     return [
-        Case(model, options.scope, size, batch, dtype, **drawing)
+        make_case(model, size=size, batch=batch, dtype=dtype, **fields)
         for model, dtype, size, batch in product(models, options.dtype, options.size, options.batch)
     ]
 
 
-def _torch(options: argparse.Namespace) -> tuple[str, str | None]:
-    """The interpreter for the backend PyTorch, and why it is of no use; an error where it was asked for."""
+def _torch(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The interpreter for PyTorch, or why it cannot be used; an error if the user asked for PyTorch."""
     python = options.torch_python or sys.executable
-    reason = why_not(python)
-    if reason and (options.torch_python or options.arms):
-        raise ToMeConfigError(f"--torch-python {python} is of no use: {reason}")
-    return python, reason
-
-
-def _report(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from ..evaluation.speed.compare import compare, is_slower
-    from ..evaluation.speed.tables import write_report
-
-    old = _read(options.compare) if options.compare else None
-    results = [_read(file) for file in options.files]
-    compared = [compare(old, new) for new in results] if old else []
-    report = write_report(options.files, options.output)
-    print("\n\n".join(compared) or report)
-    print(f"written to {options.output / 'speed.md'}", file=sys.stderr)
-    return int(old is not None and any(is_slower(old, new) for new in results))
-
-
-def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ToMeConfigError(f"{path} is no result file: {error}") from None
+        torch_versions(python)
+    except ToMeConfigError as error:
+        if options.torch_python or options.arms:
+            raise
+        return None, str(error)
+    return python, None
 
 
-def _ops(options: argparse.Namespace, given: Sequence[str]) -> int:
+def format_table(cases: Sequence[Case]) -> str:
+    """Median seconds, speed-up over plain in the same backend, and peak memory; a line for each arm."""
+    return "\n\n".join("\n".join(_lines(case)) for case in cases)
+
+
+def _lines(case: Case) -> Iterator[str]:
+    yield f"{case.name}, {case.dtype}: {case.tokens} tokens"
+    yield f"  {'arm':<42}{'kept':>7}{'seconds':>10}{'speed-up':>10}{'peak MB':>9}"
+    plain = {arm.backend: arm.seconds for arm in case.with_status(MEASURED) if arm.arm == PLAIN}
+    for arm in case.arms:
+        if arm.status != MEASURED:
+            yield f"  {arm.name:<42}{arm.kept:>7}  {arm.status}: {arm.reason}"
+            continue
+        faster = ""
+        if arm.backend in plain:
+            faster = f"{ratio_within_rounds(plain[arm.backend], arm.seconds).median:.2f}×"
+        peak = "" if arm.peak_memory_bytes is None else f"{arm.peak_memory_bytes / 1e6:.1f}"
+        yield f"  {arm.name:<42}{arm.kept:>7}{statistics.median(arm.seconds):>10.4f}{faster:>10}{peak:>9}"
+
+
+def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    # Imported here because pandas and matplotlib take seconds to load.
+    from ..evaluation.speed.compare import compare
+    from ..evaluation.speed.report import write_report
+
+    text, is_slower = compare(options.compare, options.files, SLOWER) if options.compare else ("", False)
+    page = write_report(options.files, options.output)
+    print(text or page)
+    print(f"written to {options.output / 'speed.md'}", file=sys.stderr)
+    return int(is_slower)
+
+
+def _operations(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     case = OpsCase(options.batch, options.height, options.width, options.channels, options.ratio)
-    result = {"command": shlex.join(["python", "-m", "ppdiffusers_tome", *given]), **time_ops(case, options.repeats)}
-    print(format_ops(result))
+    result = time_operations(case, options.rounds)
+    print(format_operations(result))
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_result(options.output, make_result("operations", _command(arguments), **result))
     return 0
+
+
+def _command(arguments: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "ppdiffusers_tome", *arguments])

@@ -1,7 +1,7 @@
-"""The free-merge limit: attention over as few tokens as merging leaves, at almost no cost. What it draws is wrong.
+"""The free-merge limit: attention over as few tokens as merging keeps, at almost no cost. Its output is wrong.
 
-Token counts are cut by a slice and filled up by repetition: no matching, no gathers. No way of choosing and moving
-tokens can be faster, so the distance from this limit is what our own choosing and moving costs.
+Tokens are cut by a slice and restored by repetition, without matching and gathers. No way of choosing and moving
+tokens can be faster, so what ours costs is its time over this limit.
 """
 
 import paddle
@@ -15,7 +15,7 @@ from ..positions import Grid, count_removed
 
 
 class CutHook(ToMeHook):
-    """Pre-hook: the layer sees the first `kept` tokens."""
+    """Pre-hook: the layer gets the first `kept` tokens."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
@@ -25,7 +25,7 @@ class CutHook(ToMeHook):
 
 
 class RepeatHook(ToMeHook):
-    """Post-hook: repeat the layer's output [B, kept, C] until there are `tokens` again."""
+    """Post-hook: repeats the layer's output [B, kept, C] up to [B, tokens, C]."""
 
     def __init__(self, kept: int, tokens: int) -> None:
         self._kept = kept
@@ -37,19 +37,19 @@ class RepeatHook(ToMeHook):
 
 
 def attach_free_merge(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> None:
-    """Cut tokens where `attach` would merge them, and as many; replaces what was there. `detach` takes it off.
+    """Cut as many tokens as `attach` would merge, at the same layers; replaces merging. `detach` removes it.
 
     Args:
         denoiser: a UNet whose attention is called by position.
-        config: says where and how many.
-        latent: height and width of the latents that it will be called with, and with no others.
+        config: where and how many.
+        latent: height and width of the latents; the denoiser must not be called with others.
     """
     blocks = chosen_blocks(denoiser, config)
     detach(denoiser)
-    for found in blocks:
-        grid = block_grid(found, latent)
+    for block in blocks:
+        grid = block_grid(block, latent)
         kept = grid.tokens - count_removed(grid, config)
-        for layers in merging_layers(found, config).values():
+        for layers in merging_layers(block, config).values():
             for layer in layers:
                 layer.register_forward_pre_hook(CutHook(kept))
                 layer.register_forward_post_hook(RepeatHook(kept, grid.tokens))

@@ -1,26 +1,20 @@
-"""Times a UNet when it is told to; its interpreter has PyTorch, diffusers and tomesd, and perhaps no Paddle.
+"""The worker of `torch_unet.py`: a UNet in an interpreter that has torch, diffusers and tomesd, perhaps no Paddle.
 
-One request a line on stdin, one answer a line on stdout, each a JSON object. Between requests the process waits
-in a read and uses no processor. Requests: `load`, `take` and `run`; the end of stdin ends the process. An answer with
-"error" tells what went wrong.
+`worker_loop.py` runs this file and answers requests with ACTIONS.
 """
 
 import inspect
-import json
-import os
 import platform
-import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 
-class Models:
-    """A UNet in which tomesd merges where it is asked, with the inputs of its runs."""
+class Worker:
+    """A UNet in which tomesd merges on request, with the inputs of its passes."""
 
-    def load(self, threads: int, config: dict[str, Any], weights: str) -> dict[str, Any]:
-        """Build it from a config and a NumPy archive of weights."""
+    def load(self, report: Any, threads: int, config: dict[str, Any], weights: str) -> dict[str, Any]:
+        """Build the UNet from a config and a NumPy archive of weights; the versions of the packages."""
         import numpy as np
         import torch
         from diffusers import UNet2DConditionModel
@@ -38,23 +32,22 @@ class Models:
             **{name: version(name) for name in ("torch", "diffusers", "tomesd")},
         }
 
-    def take(self, inputs: str) -> dict[str, Any]:
-        """Read the inputs of the runs to come from a NumPy archive."""
+    def set_inputs(self, report: Any, inputs: str) -> None:
+        """Read the inputs of the next passes from a NumPy archive."""
         import numpy as np
 
         with np.load(inputs) as arrays:
             self._inputs = {name: self._torch.from_numpy(arrays[name]) for name in arrays.files}
-        return {}
 
-    def run(self, merging: dict[str, Any] | None, output: str | None = None) -> dict[str, Any]:
-        """One pass, merged as asked; the seconds it took, and its output as a NumPy file if a path is given."""
+    def run(self, report: Any, merging: dict[str, Any] | None, output: str | None = None) -> dict[str, Any]:
+        """One pass: the seconds that it took; with a path its output is written there as a NumPy file."""
         self._merge(merging)
-        given = dict(self._inputs)
-        # By position, for tomesd does not see keywords.
-        positional = [given.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
+        others = dict(self._inputs)
+        # By position, because tomesd does not see keyword arguments.
+        positional = [others.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
         with self._torch.inference_mode():
             start = time.perf_counter()
-            out = self._unet(*positional, added_cond_kwargs=given or None).sample
+            out = self._unet(*positional, added_cond_kwargs=others or None).sample
             seconds = time.perf_counter() - start
         if output:
             import numpy as np
@@ -71,7 +64,7 @@ class Models:
         self._merging = None
         if merging is not None:
             tomesd.apply_patch(self._unet, **merging)
-            for block in self._unet.modules():  # tomesd's copy of an old forward reads what newer diffusers may lack
+            for block in self._unet.modules():  # tomesd's old forward reads attributes that newer diffusers may lack
                 if type(block).__name__ == "ToMeBlock":
                     for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
                         if not hasattr(block, name):
@@ -79,20 +72,5 @@ class Models:
         self._merging = merging
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print does not get between the answers
-    models = Models()
-    actions: dict[str, Callable[..., dict[str, Any]]]
-    actions = {"load": models.load, "take": models.take, "run": models.run}
-    for line in sys.stdin:
-        try:
-            request = json.loads(line)
-            answer = actions[request.pop("do")](**request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+_worker = Worker()
+ACTIONS = {"load": _worker.load, "set_inputs": _worker.set_inputs, "run": _worker.run}

@@ -1,9 +1,13 @@
-"""What is measured: cases (a model at a size) and their arms (ways to compute it), checked before anything runs."""
+"""What `bench` measures: cases (a model at one size) and their arms (ways to compute it).
+
+The same objects are planned, sent to the worker, stored in the result file and read back from it.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import paddle
@@ -12,26 +16,96 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...positions import count_removed
 from ...published.architectures import Architecture, architecture_of
-from .names import BOTH, BUILT_IN, EAGER, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
+from ..results import check_result
 
-SCOPES = ("unet", "block", "pipeline")
-DTYPES = ("float32", "float16", "bfloat16")
-TORCH = "torch"  # asks for the backend PYTORCH
+PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
+BUILT_IN, LIMIT = "built-in", "limit"
+EAGER, PREDICTOR, PYTORCH = "eager", "predictor", "PyTorch"
+PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
+OUT_OF_MEMORY, ERROR = "out of memory", "error"
+
+TORCH = "torch"  # in --arms: PLAIN and TOME in the backend PYTORCH
 ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, TORCH)
 BACKENDS = (EAGER, PREDICTOR)
+DTYPES = ("float32", "float16", "bfloat16")
+SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
+ARM_NAMES = {
+    PLAIN: "plain",
+    MEMORY_EFFICIENT: "memory-efficient",
+    TOME: "ToMe",
+    BOTH: "ToMe + memory-efficient",
+    BUILT_IN: "ppdiffusers' built-in ToMe",
+    LIMIT: "free-merge limit",
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One model at one size.
+@dataclass
+class Arm:
+    """One way to compute a case, and what it cost; the fields are those of the result file.
 
     Args:
-        model: a name of ARCHITECTURES, or a pipeline's folder.
+        arm: PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN or LIMIT.
+        backend: EAGER, PREDICTOR or PYTORCH.
+        ratio: share of tokens to merge; 0 if nothing merges.
+        max_downsample: deepest level that merges; None: the shallowest level with attention.
+        attention: "plain", "slicing" or "xformers".
+        kept: tokens that merging keeps at the shallowest level with attention.
+        status: PLANNED until it becomes MEASURED, OUT_OF_MEMORY or ERROR; or NOT_MEASURED.
+        reason: why the arm was not measured.
+        seconds: of each round.
+        parity: "against", the name of the arm whose output must be equal, and the relative "difference".
+        peak_memory_bytes: of one pass with the weights, by Paddle's counter.
+        macs: multiply-accumulates of one UNet or block pass of the whole batch.
+        shares: of the blocks' time: "matching", "merge", "unmerge".
+    """
+
+    arm: str
+    backend: str = EAGER
+    ratio: float = 0.0
+    max_downsample: int | None = None
+    attention: str = "plain"
+    kept: int = 0
+    status: str = PLANNED
+    reason: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    parity: dict[str, Any] | None = None
+    peak_memory_bytes: int | None = None
+    macs: int | None = None
+    shares: dict[str, float] | None = None
+
+    @property
+    def name(self) -> str:
+        """In words, such as "ToMe 0.5, eager"; no two arms of a case have the same."""
+        merging = "tomesd" if self.backend == PYTORCH and self.arm == TOME else ARM_NAMES.get(self.arm, self.arm)
+        ratio = "" if self.arm in (PLAIN, MEMORY_EFFICIENT) else f" {self.ratio:g}"
+        level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
+        return f"{merging}{ratio}{level}, {self.backend}"
+
+    @property
+    def config(self) -> ToMeConfig | None:
+        """How tokens merge; None if they do not."""
+        return merging_config(self.ratio, self.max_downsample) if self.ratio else None
+
+    def fail(self, status: str, reason: str) -> None:
+        """Record that the arm cannot be measured; its seconds are dropped."""
+        self.status, self.reason, self.seconds = status, reason, []
+
+
+@dataclass
+class Case:
+    """One model at one size, with the arms that take turns on it; the fields are those of the result file.
+
+    Args:
+        model: a name in ARCHITECTURES, or a pipeline's folder.
         scope: "unet", "block" or "pipeline".
-        size: px, of a square picture.
-        batch: rows of the UNet or block; pictures of a pipeline.
-        dtype: "float32", "float16" or "bfloat16".
-        steps, guidance: of a pipeline.
+        size: of a square image, in px.
+        batch: rows of the UNet or block; images of a pipeline.
+        dtype: one of DTYPES.
+        steps, guidance_scale: of a pipeline.
+        memory_limit_gb: 10⁹ bytes for the weights and one pass on the CPU; None: what the machine has.
+        latent: height and width of the latents.
+        tokens: at the shallowest level with attention.
+        arms: the arms.
     """
 
     model: str
@@ -40,154 +114,162 @@ class Case:
     batch: int = 2
     dtype: str = "float32"
     steps: int | None = None
-    guidance: float | None = None
+    guidance_scale: float | None = None
+    latent: list[int] = field(default_factory=list)
+    tokens: int = 0
+    memory_limit_gb: float | None = None
+    arms: list[Arm] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Case":
+        """A case from `dataclasses.asdict`, after JSON."""
+        return cls(**{**fields, "arms": [Arm(**arm) for arm in fields["arms"]]})
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Of the model; reads the folder's configs."""
+        """Of the model; reads the configs in the folder."""
         return architecture_of(self.model)
 
     @property
-    def label(self) -> str:
-        """For messages."""
-        return f"{self.model} {self.scope} {self.size} px, batch {self.batch}, {self.dtype}"
+    def name(self) -> str:
+        """In words, such as "sd15, one UNet pass, 512 px, batch 2"."""
+        limit = "" if self.memory_limit_gb is None else f", limit {self.memory_limit_gb:g} GB"
+        return f"{self.model}, {SCOPES.get(self.scope, self.scope)}, {self.size} px, batch {self.batch}{limit}"
 
-    def describe(self) -> dict[str, Any]:
-        """The fields, ready for JSON."""
-        return asdict(self)
-
-    def kept(self, config: ToMeConfig | None) -> int:
-        """Tokens that merging leaves at the first level that merges."""
-        grid = self.architecture.first_grid(self.size)
-        return grid.tokens - int(count_removed(grid, config) if config else 0)
-
-    def check(self) -> None:
-        """Raise ToMeConfigError where this cannot be measured on this machine; the message names the remedy."""
-        architecture = self.architecture
-        for name, least in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more.")
-        if self.guidance is not None and not math.isfinite(self.guidance):
-            raise ToMeConfigError(f"--guidance {self.guidance} is not allowed: it must be a finite number.")
-        if self.size % architecture.factor:
-            raise ToMeConfigError(
-                f"--size {self.size} is not allowed: it must be a multiple of {architecture.factor} px."
-            )
-        if self.dtype == "float16" and paddle.get_device() == "cpu":
-            raise ToMeConfigError(
-                "--dtype float16 is not allowed on the CPU, where Paddle has no kernels for it: pass float32."
-            )
-        if self.scope == "pipeline" and self.architecture.of != self.model:
-            raise ToMeConfigError("--scope pipeline needs --model FOLDER: an --architecture is a UNet alone.")
+    def with_status(self, *statuses: str) -> list[Arm]:
+        """The arms that have one of these statuses."""
+        return [arm for arm in self.arms if arm.status in statuses]
 
 
-@dataclass(frozen=True)
-class ArmPlan:
-    """One way to compute a case: where, and merged how. `reason` says why it is not measured, where it is not."""
-
-    arm: str  # one of ARMS but "torch", whose arms are "plain" and "tome" by the backend PyTorch
-    backend: str = EAGER
-    ratio: float = 0.0  # 0 where nothing merges
-    max_downsample: int | None = None
-    reason: str | None = None
-
-    @property
-    def config(self) -> ToMeConfig | None:
-        """How tokens merge; None where they do not."""
-        return tome_config(self.ratio, self.max_downsample) if self.ratio else None
-
-    @property
-    def is_memory_efficient(self) -> bool:
-        """Whether attention is computed so as to save memory."""
-        return self.arm in (MEMORY_EFFICIENT, BOTH)
-
-    @property
-    def attention(self) -> str:
-        """ "plain", or what the device has to save memory."""
-        if not self.is_memory_efficient:
-            return "plain"
-        return "slicing" if paddle.get_device() == "cpu" else "xformers"
-
-    @property
-    def label(self) -> str:
-        """For messages."""
-        deepest = f" to level {self.max_downsample}" if self.max_downsample else ""
-        return f"{self.backend} {self.arm}" + (f" {self.ratio:g}{deepest}" if self.ratio else "")
-
-    def describe(self) -> dict[str, Any]:
-        """The fields that tell it from other arms, ready for JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "reason"}
-
-
-def tome_config(ratio: float, max_downsample: int | None = None) -> ToMeConfig:
-    """Everywhere the first token of each cell is dst: tomesd's random choice is another than ours."""
+def merging_config(ratio: float, max_downsample: int | None) -> ToMeConfig:
+    """The config of all arms: dst is the first token of every cell, because tomesd draws other random ones."""
     return ToMeConfig(ratio=ratio, max_downsample=max_downsample, use_rand=False)
 
 
-def plan_arms(
+def make_case(model: str, **fields: Any) -> Case:
+    """A case without arms.
+
+    Args:
+        model: as in `Case`.
+        fields: of `Case`, except `latent`, `tokens` and `arms`.
+
+    Raises:
+        ToMeConfigError: a value is not allowed, or cannot be measured on this machine.
+    """
+    case = Case(model, **fields)
+    architecture = case.architecture
+    for name, least in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
+        value = getattr(case, name)
+        if value is not None and value < least:
+            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more.")
+    if case.size % architecture.factor:
+        raise ToMeConfigError(f"--size {case.size} is not allowed: it must be a multiple of {architecture.factor} px.")
+    if case.guidance_scale is not None and not math.isfinite(case.guidance_scale):
+        raise ToMeConfigError(f"--guidance-scale {case.guidance_scale} is not allowed: it must be a finite number.")
+    if case.memory_limit_gb is not None and not 0 < case.memory_limit_gb <= 10**6:
+        raise ToMeConfigError(
+            f"--memory-limit {case.memory_limit_gb:g} is not allowed: it must be above 0 and at most 1,000,000 GB."
+        )
+    if case.dtype == "float16" and paddle.get_device() == "cpu":
+        raise ToMeConfigError("--dtype float16 is not allowed on the CPU, where Paddle lacks kernels: pass float32.")
+    if case.scope == "pipeline" and architecture.of != model:
+        raise ToMeConfigError("--scope pipeline needs --model FOLDER: an --architecture is a UNet only.")
+    case.latent, case.tokens = list(architecture.latent(case.size)), architecture.first_grid(case.size).tokens
+    return case
+
+
+def make_arms(
     case: Case,
     arms: Sequence[str],
     backends: Sequence[str],
     ratios: Sequence[float],
     levels: Sequence[int | None],
-    without_torch: str | None,
-) -> list[ArmPlan]:
-    """The arms of a case, those that are not to be measured with their reason.
+    torch_problem: str | None,
+) -> list[Arm]:
+    """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Args:
         case: what they compute.
         arms: some of ARMS.
-        backends: some of BACKENDS; the arm "torch" brings its own.
-        ratios, levels: values of `ratio` and `max_downsample`, each with each, for the arms that merge.
-        without_torch: why PyTorch cannot be measured here; None where it can.
+        backends: some of BACKENDS; TORCH adds its own.
+        ratios, levels: values of `ratio` and `max_downsample`; the merging arms take all combinations.
+        torch_problem: why PyTorch cannot be used; None if it can.
 
     Raises:
         ToMeConfigError: a ratio or level is not allowed, or merges nothing in this case.
     """
-    for ratio in ratios:
-        for level in levels:
-            _check_merging(case, ratio, level)
-    planned: list[ArmPlan] = []
+    merges = {(ratio, level): _count_kept(case, ratio, level) for ratio in ratios for level in levels}
+    efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
+    made: list[Arm] = []
     for backend in [*backends, *([PYTORCH] if TORCH in arms else [])]:
-        for arm in (PLAIN, TOME) if backend == PYTORCH else [arm for arm in ARMS if arm in arms and arm != TORCH]:
-            if backend == PREDICTOR and arm not in (PLAIN, TOME, LIMIT):
-                continue  # a program's attention is the predictor's own, and the built-in merging cannot be exported
-            merged = arm not in (PLAIN, MEMORY_EFFICIENT)
-            for ratio, level in [(r, d) for r in ratios for d in levels] if merged else [(0.0, None)]:
-                plan = ArmPlan(arm, backend, ratio, level)
-                reason = _why_not(case, plan, without_torch)
-                planned.append(ArmPlan(arm, backend, ratio, level, reason))
-    return planned
+        names: Sequence[str] = [name for name in ARMS if name in arms and name != TORCH]
+        if backend == PREDICTOR:  # it has its own attention kernels, and the built-in ToMe cannot be exported
+            names = [name for name in names if name in (PLAIN, TOME, LIMIT)]
+        elif backend == PYTORCH:
+            names = (PLAIN, TOME)
+        for name in names:
+            attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
+            is_merging = name not in (PLAIN, MEMORY_EFFICIENT)
+            for (ratio, level), kept in merges.items() if is_merging else [((0.0, None), case.tokens)]:
+                arm = Arm(name, backend, ratio, level, attention, kept)
+                arm.reason = _why_not_measured(case, arm, torch_problem)
+                arm.status = NOT_MEASURED if arm.reason else PLANNED
+                made.append(arm)
+    return made
 
 
-def _check_merging(case: Case, ratio: float, level: int | None) -> None:
-    config = tome_config(ratio, level)
+def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
+    """The cases of a speed result.
+
+    Args:
+        result: what `bench` wrote.
+        source: the file, for messages.
+
+    Raises:
+        ToMeConfigError: it is of another kind or format, a field is missing, or an arm missed a round.
+    """
+    check_result(result, "speed", source)
+    try:
+        cases = [Case.from_json(fields) for fields in result["cases"]]
+        _ = [result[name] for name in ("command", "commit", "environment", "rounds", "threads")]
+    except (KeyError, TypeError) as error:
+        raise ToMeConfigError(f"{source} is not a complete speed result ({error!r}): measure it again.") from error
+    for case in cases:
+        rounds = max((len(arm.seconds) for arm in case.arms), default=0)
+        for arm in case.arms:
+            expected = max(rounds, 1) if arm.status == MEASURED else 0
+            if len(arm.seconds) != expected or any(seconds <= 0 for seconds in arm.seconds):
+                raise ToMeConfigError(
+                    f"{source}: {case.name}: {arm.name} is {arm.status!r} with seconds={arm.seconds!r}, where "
+                    f"{expected} positive values are expected: measure it again."
+                )
+    return cases
+
+
+def _count_kept(case: Case, ratio: float, level: int | None) -> int:
+    config = merging_config(ratio, level)
     first = case.architecture.first_level
     if level is not None and case.scope == "block":
         raise ToMeConfigError("--max-downsample is not allowed with --scope block, which has one level: leave it out.")
     if level is not None and level < first:
         raise ToMeConfigError(
-            f"--max-downsample {level} is not allowed: {case.model} has its shallowest attention at level {first}."
+            f"--max-downsample {level} is not allowed: the shallowest attention of {case.model} is at level {first}."
         )
-    if not count_removed(case.architecture.first_grid(case.size), config):
+    removed = int(count_removed(case.architecture.first_grid(case.size), config))
+    if not removed:
         raise ToMeConfigError(f"--ratio {ratio:g} merges no token at {case.size} px: raise the ratio or the size.")
+    return case.tokens - removed
 
 
-def _why_not(case: Case, plan: ArmPlan, without_torch: str | None) -> str | None:
-    if plan.backend == PYTORCH and without_torch:
-        return without_torch
-    if plan.backend == PYTORCH and case.scope != "unet":
-        return "PyTorch is compared on whole UNets"
-    if plan.backend != EAGER and case.dtype != "float32":
-        return "predictors and PyTorch are compared in float32"
-    if plan.backend == PREDICTOR and case.scope == "pipeline" and plan.arm == LIMIT:
-        return "export_pipeline exports merging, not its limit"
-    if plan.arm == BUILT_IN and plan.ratio >= 0.75:
-        return "ppdiffusers' apply_tome refuses a ratio of 0.75 and more"
+def _why_not_measured(case: Case, arm: Arm, torch_problem: str | None) -> str | None:
+    if arm.backend == PYTORCH and torch_problem:
+        return torch_problem
+    if arm.backend == PYTORCH and case.scope != "unet":
+        return "PyTorch is compared with --scope unet only"
+    if arm.backend != EAGER and case.dtype != "float32":
+        return "predictors and PyTorch are compared in float32 only"
+    if arm.backend == PREDICTOR and case.scope == "pipeline" and arm.arm == LIMIT:
+        return "export_pipeline cannot export the free-merge limit"
+    if arm.arm == BUILT_IN and arm.ratio >= 0.75:
+        return "the apply_tome of ppdiffusers does not allow a ratio of 0.75 or more"
     return None
-
-
-def arms_from(described: Sequence[dict[str, Any]]) -> Iterator[ArmPlan]:
-    """Back from `ArmPlan.describe`."""
-    return (ArmPlan(**each) for each in described)

@@ -1,8 +1,8 @@
-"""Memory of one pass: Paddle's own counters for its peak, and a limit under which it must fit.
+"""Memory of one pass: its peak by Paddle's own counters, and a limit that it must fit in.
 
-Paddle counts the bytes of its tensors ("Allocated") now and at their peak. Paddle 3 can set the peak back, Paddle 2.6
-cannot. There a ballast fills up what lies between now and the peak, so that every further byte raises it; on the CPU
-nobody touches the ballast's pages, which therefore cost no memory.
+Paddle counts the bytes of its tensors ("Allocated"), now and at their peak. Paddle 3 can reset the peak, Paddle 2.6
+cannot. There a ballast fills the gap between now and the peak, so that every further byte raises it. On the CPU the
+pages of the ballast are never touched, so they cost no memory.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import paddle
 from paddle import nn
 from paddle.base import core
 
-PIECE = 1 << 30  # bytes of ballast at a time: Linux refuses one allocation of more than there is, not several
-RESERVE = 256 << 20  # bytes that are left to the rest of the machine where no limit is given
-OUT_OF_MEMORY = ("ResourceExhausted", "Out of memory", "out of memory", "bad_alloc", "allocate memory", "MemoryError")
+PIECE = 1 << 30  # bytes of ballast per allocation: Linux refuses one that is larger than the memory, but not several
+RESERVE = 256 << 20  # bytes for the rest of the machine if no limit is set
+MESSAGES = ("ResourceExhausted", "Out of memory", "out of memory", "bad_alloc", "allocate memory", "MemoryError")
 
 
 def weights_bytes(model: nn.Layer) -> int:
@@ -26,15 +26,15 @@ def weights_bytes(model: nn.Layer) -> int:
 
 
 def current_bytes() -> int:
-    """Bytes of the tensors that there are, on the current device."""
+    """Bytes of all tensors on the current device."""
     return _counter("current_value")
 
 
 def peak_bytes(run: Callable[[], Any]) -> int | None:
-    """The most bytes that there were at once while `run` ran, those included that were there before.
+    """The most bytes allocated at once while `run` runs, including those allocated before.
 
     Returns:
-        Bytes by Paddle's counter; None on a GPU of Paddle 2.6 whose memory has no room for the ballast.
+        Bytes by Paddle's counter; None on a GPU with Paddle 2.6 whose memory has no room for the ballast.
     """
     ballast: list[paddle.Tensor] = []
     offset = 0
@@ -55,48 +55,38 @@ def peak_bytes(run: Callable[[], Any]) -> int | None:
 
 
 def is_out_of_memory(error: BaseException | str) -> bool:
-    """Whether an error, or what a process wrote of it, says that memory ran out."""
-    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
+    """Whether an error, or the stderr of a process, reports that memory ran out."""
+    return isinstance(error, MemoryError) or any(message in str(error) for message in MESSAGES)
 
 
 @contextlib.contextmanager
 def limited(limit: int | None, weights: int, process: int = 0) -> Iterator[None]:
-    """Let a process allocate so much and no more, until the context is left; more is Paddle's MemoryError.
+    """Limit what a process may allocate within the context; to exceed it raises MemoryError in Paddle.
 
-    Without this the system ends a process that takes too much, and what it had measured is lost.
+    Without a limit the system would end the process, and its measurements would be lost.
 
     Args:
-        limit: bytes for the weights and all that a pass allocates; None: what the machine has left now.
-        weights: bytes of the weights, which are in memory already and count as part of the limit.
-        process: its number; 0 is this one.
+        limit: bytes for the weights and one pass; None: what the machine has available now.
+        weights: bytes of the weights, which are loaded already and count towards the limit.
+        process: its number; 0: this one.
     """
     soft, hard = resource.prlimit(process, resource.RLIMIT_DATA)
     room = available_bytes() - RESERVE if limit is None else limit - weights
-    allowed = max(_data_bytes(process) + room, 0)
+    data = _kib(Path("/proc") / (str(process) if process else "self") / "status", "VmData:")
+    allowed = max(data + room, 0)
     if hard != resource.RLIM_INFINITY:
         allowed = min(allowed, hard)
     resource.prlimit(process, resource.RLIMIT_DATA, (allowed, hard))
     try:
         yield
     finally:
-        # The process may have ended.
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             resource.prlimit(process, resource.RLIMIT_DATA, (soft, hard))
 
 
 def available_bytes() -> int:
     """What the machine can give to new processes without swapping."""
     return _kib(Path("/proc/meminfo"), "MemAvailable:")
-
-
-def offer_to_the_system() -> None:
-    """Should the machine run out of memory all the same, it is to end this process and no other."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _data_bytes(process: int) -> int:
-    return _kib(Path("/proc") / (str(process) if process else "self") / "status", "VmData:")
 
 
 def _kib(path: Path, name: str) -> int:

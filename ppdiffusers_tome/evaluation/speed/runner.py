@@ -1,28 +1,27 @@
-"""Runs a measurement: a worker process per case, started again where it dies, and one result file at the end."""
+"""Measures cases: one worker process per case, restarted if it dies, and one result file at the end."""
 
-import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from ...errors import ToMeConfigError
-from ..environment import commit, describe_environment, sources, versions
-from ..torch_arm import versions_of
+from ...inference.runtime import gist as error_summary
+from ..environment import describe_environment, sources, versions
+from ..results import make_result, read_json, write_result
+from ..torch_unet import torch_versions
+from ..worker_process import WorkerEndedError, WorkerError, WorkerProcess
 from . import worker
-from .cases import ArmPlan, Case
+from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case
 from .memory import is_out_of_memory
-from .names import ERROR, FORMAT, KIND, MEASURED, NOT_MEASURED, OUT_OF_MEMORY
-from .partial import Found, Partial
-from .progress import Progress
 
 WORKER = [sys.executable, "-W", "ignore", "-m", worker.__name__]
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} passes, {elapsed} elapsed, {remaining} remaining"
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,14 @@ class Settings:
 
     Args:
         rounds: timed passes of each arm.
-        warm_up: passes of each arm before, the first of which tells its memory.
+        warm_up: passes of each arm before the timed ones.
         threads: of every backend.
-        memory_limit_gb: 10⁹ bytes for weights and one pass on the CPU; None: what the machine has.
-        torch_python: interpreter of the backend PyTorch; None where it is not measured.
+        torch_python: interpreter of the backend PyTorch; None if it is not measured.
     """
 
     rounds: int = 5
     warm_up: int = 1
     threads: int = 1
-    memory_limit_gb: float | None = None
     torch_python: str | None = None
 
     def __post_init__(self) -> None:
@@ -48,167 +45,125 @@ class Settings:
             if not 1 <= getattr(self, name) <= most:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
-        if self.memory_limit_gb is not None and not 0 < self.memory_limit_gb <= 10**6:
-            raise ToMeConfigError(
-                f"--memory-limit {self.memory_limit_gb:g} is not allowed: it must be above 0 and at most 1,000,000 "
-                "GB, or left out."
-            )
 
 
-Cases = Sequence[tuple[Case, Sequence[ArmPlan]]]
-
-
-def measure_all(cases: Cases, settings: Settings, output: Path, command: str, restart: bool = False) -> dict[str, Any]:
+def measure_all(
+    cases: Sequence[Case], settings: Settings, output: Path, command: str, restart: bool = False
+) -> list[Case]:
     """Measure cases one after the other and write the result.
 
     Args:
-        cases: each with its arms, of which those with a reason are not measured.
+        cases: with their arms; those that are PLANNED are measured.
         settings: how.
-        output: JSON file that is written at the end. Until then everything that was measured stands in the file
-            `output` + ".partial.jsonl", and a run of the same plan goes on from there.
+        output: JSON file, written at the end. Until then the incomplete result is in `output` + ".partial", after
+            every step, and another run with the same cases, settings, versions, machine and sources continues it.
         command: for the result.
-        restart: begin again.
+        restart: ignore an incomplete result.
 
     Returns:
-        What was written.
+        The measured cases.
 
     Raises:
-        ToMeConfigError: there is a partial file of another plan.
+        ToMeConfigError: the incomplete result belongs to other cases, settings, versions, sources or another machine.
     """
-    plan = {
-        "format": FORMAT,
-        "cases": [{**case.describe(), "arms": [asdict(arm) for arm in arms]} for case, arms in cases],
-        "settings": asdict(settings),
-        "versions": versions(),
-        "machine": describe_environment()["machine"],
-        "sources": sources(),
-    }
-    about = {"commit": commit(), "command": command}
-    partial = Partial(output.with_name(output.name + ".partial.jsonl"), plan, about, restart)
-    passes = 1 + settings.warm_up + settings.rounds
-    with Progress([passes * sum(not arm.reason for arm in arms) for _, arms in cases]) as progress:
-        for index, (case, arms) in enumerate(cases):
-            progress.enter(index, case.label)
-            _measure(index, case, [arm for arm in arms if not arm.reason], settings, partial, progress)
-    result = {
-        "kind": KIND,
-        "format": FORMAT,
-        "command": partial.about["command"],
-        "commit": partial.about["commit"],
-        "environment": {**describe_environment(), "threads": str(settings.threads), **_torch(settings)},
-        **{name: getattr(settings, name) for name in ("rounds", "warm_up", "threads")},
-        "cases": [_case(*each, partial.case(index), settings) for index, each in enumerate(cases)],
-    }
-    _write(output, result)
-    partial.remove()
-    return result
+    partial = Partial(output, cases, settings, command, restart)
+    folder = output.with_name(f".{output.name}.work")
+    passes = [len(case.with_status(PLANNED)) * (1 + settings.warm_up + settings.rounds) for case in cases]
+    with tqdm(total=sum(passes), bar_format=BAR, disable=None) as bar:
+        for index, case in enumerate(partial.cases):
+            bar.set_description(case.name)
+            skip: list[str] = []
+            while partial.cases[index].with_status(PLANNED):
+                at: dict[str, Any] = {"arm": None, "step": "starting"}
 
+                def see(event: dict[str, Any], index: int = index, at: dict[str, Any] = at) -> None:
+                    if event["event"] == "case":
+                        partial.save(index, event["case"])
+                    else:
+                        bar.update()
+                        at.update(event)
 
-def _measure(
-    index: int, case: Case, arms: list[ArmPlan], settings: Settings, partial: Partial, progress: Progress
-) -> None:
-    """Run workers until every arm has every round or has failed."""
-    folder = partial.path.with_name(f".{partial.path.name}.work")  # beside it, so that a next run finds and clears it
-    found = partial.case(index)
-    while not found.is_done and any(arm.label not in found.failed for arm in arms):
-        request = {
-            "case": case.describe(),
-            "arms": [arm.describe() for arm in arms if arm.label not in found.failed],
-            "rounds": [turn for turn in range(settings.rounds) if turn not in found.rounds],
-            "warm_up": settings.warm_up,
-            "threads": settings.threads,
-            "memory_limit": settings.memory_limit_gb and int(settings.memory_limit_gb * 1e9),
-            "torch_python": settings.torch_python,
-            "failed": list(found.failed),
-            "checked": list(found.parity),
-            "weighed": list(found.memory),
-            "shared": list(found.shares),
-            "folder": str(folder),
-        }
-        at: dict[str, Any] = {"arm": None, "what": "starting"}
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-            process = subprocess.Popen(
-                WORKER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
-                text=True,
-            )
-            assert process.stdin and process.stdout
-            try:
-                process.stdin.write(json.dumps(request) + "\n")
-                process.stdin.close()
-                for line in process.stdout:
-                    event = json.loads(line)
-                    if event["event"] == "begin":
-                        at = event
-                    progress.see(event)
-                    partial.note(index, event)
-                status = process.wait()
-            finally:
-                process.kill()
-                process.wait()
-                process.stdout.close()
                 shutil.rmtree(folder, ignore_errors=True)
-            if status:
-                errors.seek(0)
-                _died(index, at, status, errors.read(), arms, partial)
-            else:
-                partial.note(index, {"event": "done"})
+                folder.mkdir(parents=True)
+                arguments = {name: getattr(settings, name) for name in ("warm_up", "threads", "torch_python")}
+                start = {**arguments, "case": asdict(partial.cases[index]), "folder": str(folder), "skip": skip}
+                try:
+                    with WorkerProcess(WORKER, "the worker", settings.threads) as process:
+                        partial.save(index, process.ask("prepare", see, **start)["case"])
+                        while arms := partial.cases[index].with_status(PLANNED):
+                            is_done = len(arms[0].seconds) == settings.rounds
+                            action = "finish" if is_done else "time_round"
+                            partial.save(index, process.ask(action, see)["case"])
+                except (WorkerError, WorkerEndedError) as error:
+                    skip += _fail(partial.cases[index], at["arm"], at["step"], error, skip)
+                    partial.save(index, asdict(partial.cases[index]))
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+            bar.update(sum(passes[: index + 1]) - bar.n)
+    partial.complete()
+    return partial.cases
 
 
-def _died(index: int, at: dict[str, Any], status: int, errors: str, arms: list[ArmPlan], partial: Partial) -> None:
-    """Note what the worker was at when it ended; where it was at no arm in particular, no arm can be measured."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    last = next((line for line in reversed(lines) if "Error" in line or "what()" in line), lines[-1] if lines else "")
-    ended = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    is_memory = status == -signal.SIGKILL or is_out_of_memory(errors)
-    failure = {
-        "event": "failed",
-        "status": OUT_OF_MEMORY if is_memory else ERROR,
-        "reason": f"the process ended {ended} at {at['what']}{': ' + last[:300] if last else ''}",
-    }
-    left = [arm.label for arm in arms if arm.label not in partial.case(index).failed]
-    for label in [at["arm"]] if at["arm"] else left:
-        partial.note(index, {**failure, "arm": label})
+class Partial:
+    """An incomplete result, on disk after every step.
+
+    Attributes:
+        cases: as far as they are measured.
+    """
+
+    def __init__(self, output: Path, cases: Sequence[Case], settings: Settings, command: str, restart: bool) -> None:
+        self._output, self._path = output, output.with_name(f"{output.name}.partial")
+        environment = {**describe_environment(), "threads": str(settings.threads)}
+        torch = torch_versions(settings.torch_python) if settings.torch_python else {}
+        self._belongs_to = {
+            "cases": [asdict(case) for case in cases],
+            "settings": asdict(settings),
+            "versions": {**versions(), **torch},
+            "machine": environment["machine"],
+            "sources": sources(),
+        }
+        if self._path.exists() and not restart:
+            self._result = read_json(self._path)
+            stored = self._result.pop("belongs_to", {})
+            others = [name for name, value in self._belongs_to.items() if stored.get(name) != value]
+            if others:
+                raise ToMeConfigError(
+                    f"{self._path} is an incomplete result with other {', '.join(others)}: repeat its command to "
+                    "continue it, or pass --restart to start again and lose it."
+                )
+        else:
+            counts = {name: getattr(settings, name) for name in ("rounds", "warm_up", "threads")}
+            described = {**environment, **torch}
+            planned = self._belongs_to["cases"]
+            self._result = make_result("speed", command, environment=described, **counts, cases=planned)
+        self.cases = [Case.from_json(fields) for fields in self._result["cases"]]
+
+    def save(self, index: int, case: dict[str, Any]) -> None:
+        """Store a case."""
+        self.cases[index] = Case.from_json(case)
+        self._result = {**self._result, "cases": [asdict(case) for case in self.cases]}
+        write_result(self._path, {**self._result, "belongs_to": self._belongs_to})
+
+    def complete(self) -> None:
+        """Write the result; the incomplete one is deleted."""
+        write_result(self._output, self._result)
+        self._path.unlink(missing_ok=True)
 
 
-def _case(case: Case, arms: Sequence[ArmPlan], found: Found, settings: Settings) -> dict[str, Any]:
-    return {
-        **case.describe(),
-        "latent": list(case.architecture.latent(case.size)),
-        "tokens": case.architecture.first_grid(case.size).tokens,
-        "memory_limit_gb": settings.memory_limit_gb,
-        "arms": [_arm(case, arm, found) for arm in arms],
-    }
+def _fail(
+    case: Case, name: str | None, step: str, error: WorkerError | WorkerEndedError, skip: Sequence[str]
+) -> list[str]:
+    """Fail the arm that the worker was at when it failed or ended.
 
-
-def _arm(case: Case, arm: ArmPlan, found: Found) -> dict[str, Any]:
-    failure = {"status": NOT_MEASURED, "reason": arm.reason} if arm.reason else found.failed.get(arm.label)
-    label = arm.label
-    return {
-        **arm.describe(),
-        "attention": arm.attention,
-        "kept": case.kept(arm.config),
-        **(failure or {"status": MEASURED, "reason": None}),
-        "seconds": [] if failure else found.seconds(label),
-        "parity": found.parity.get(label),
-        "peak_memory_bytes": found.memory.get(label),
-        "macs": found.macs.get(label),
-        "shares": found.shares.get(label),
-    }
-
-
-def _torch(settings: Settings) -> dict[str, str]:
-    return versions_of(settings.torch_python) if settings.torch_python else {}
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    """Complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on. If it was at
+    no arm, or at one that must not run any more, fail all arms.
+    """
+    text = getattr(error, "errors", "") + str(error)
+    is_memory = is_out_of_memory(text) or getattr(error, "status", 0) == -signal.SIGKILL
+    names = [arm.name for arm in case.arms]
+    if name and name not in names and name not in skip:
+        return [name]
+    planned = case.with_status(PLANNED)
+    for arm in [arm for arm in planned if arm.name == name] or planned:
+        arm.fail(OUT_OF_MEMORY if is_memory else ERROR, f"{step}: {error_summary(error)}")
+    return []

@@ -1,153 +1,142 @@
-"""Measures one case, in a process of its own: a case in one JSON object on stdin, what is found in lines on stdout.
+"""The worker of `runner.py`: measures one case in its own process, which may die without the other cases.
 
-Every line is a JSON object with "event", and with "arm", the label of an arm, where it is about one:
-    begin: a pass of an arm begins now; `what` says which. Should the process end, that is where it ended.
-    about: the case's `macs`, by the labels of its arms.
-    checked, weighed, shares: `parity`, `peak_memory_bytes`, `shares` of an arm.
-    failed: `status` ("out of memory" or "error") and `reason`; the arm is not asked again.
-    round: `index`, and `seconds` of every arm that did not fail.
+Each action returns the case as it is then: `prepare` (build the model, check parity, warm up), `time_round` and
+`finish` (overhead). Before every pass the event "begin" names the arm (None: no arm in particular) and the step; if
+the process dies, it was there. The event "case" has the case after a step of `prepare`.
 """
 
-import ctypes
 import gc
-import json
-import os
-import random
-import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from ...inference.runtime import gist as error_summary
+from ..clock import order_of_round
+from ..worker_loop import answer_requests
+from .backends import TYPES, Backend
+from .cases import EAGER, ERROR, LIMIT, MEASURED, OUT_OF_MEMORY, PLANNED, PYTORCH, TOME, Arm, Case
+from .memory import is_out_of_memory, limited
+from .parity import check_parity
+from .workloads import Workload, open_workload
 
-from ...inference.runtime import gist
-from .agreement import agree
-from .arms import Arms
-from .cases import ArmPlan, Case, arms_from
-from .memory import is_out_of_memory, limited, offer_to_the_system
-from .names import EAGER, ERROR, LIMIT, OUT_OF_MEMORY, PREDICTOR, PYTORCH, TOME
-from .shares import measure_shares
-from .subjects import Subject, open_subject
-
-PR_SET_PDEATHSIG = 1  # of Linux
-SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after the work of another process
-Tell = Callable[..., None]
+SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after a pass of PyTorch's process
+Report = Callable[..., None]
 
 
-class Attempts:
-    """Passes of arms, any of which may fail without the others."""
+class Worker:
+    """A case with its workload and backends."""
 
-    def __init__(self, arms: Arms, failed: set[str], tell: Tell) -> None:
-        self._arms, self._failed, self._tell = arms, failed, tell
+    _case: Case
+    _workload: Workload
+    _make_backend: Callable[[str], Backend]
 
-    def make(self, plan: ArmPlan, what: str, action: Callable[[], Any]) -> Any:
-        """The result of an action on an arm; None where the arm fails, now or before."""
-        if plan.label in self._failed:
+    def __init__(self) -> None:
+        self._backends: dict[str, Backend] = {}
+        self._failed: set[str] = set()  # names of arms that must not run again, definitions included
+
+    def prepare(
+        self,
+        report: Report,
+        case: dict[str, Any],
+        warm_up: int,
+        threads: int,
+        torch_python: str | None,
+        folder: str,
+        skip: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Build the model, check the arms that were not checked before, and warm up.
+
+        Args:
+            report: writes an event.
+            case: the case; arms that are PLANNED are measured, further if they have seconds already.
+            warm_up: passes of each arm before the first timed one; the first of them measures memory.
+            threads, torch_python, folder: as in `Backend`.
+            skip: names of definitions whose passes ended an earlier worker.
+        """
+        self._case = Case.from_json(case)
+        self._failed.update(skip, (arm.name for arm in self._case.with_status(OUT_OF_MEMORY, ERROR)))
+        report("begin", arm=None, step="building the model")
+        with limited(None, 0):
+            self._workload = workload = open_workload(self._case)
+        self._make_backend = lambda name: TYPES[name](workload, threads, Path(folder), torch_python)
+        for arm in self._planned():
+            arm.macs = self._workload.macs(arm.config, matching=arm.arm != LIMIT)
+        unchecked = [arm for arm in self._planned() if arm.parity is None and not arm.seconds]
+        reasons = check_parity(
+            self._case,
+            unchecked,
+            workload.set_inputs,
+            lambda arm: self._attempt(report, "check", arm, "output"),
+        )
+        for arm in unchecked:
+            if arm.name in reasons:
+                arm.fail(ERROR, f"not timed, because {reasons[arm.name]}")
+        report("case", case=asdict(self._case))
+        for arm in self._planned():
+            for index in range(warm_up):
+                if index == 0 and arm.peak_memory_bytes is None:
+                    arm.peak_memory_bytes = self._attempt(report, "warm-up", arm, "peak_memory")
+                else:
+                    self._attempt(report, "warm-up", arm, "output")
+            report("case", case=asdict(self._case))
+        return {"case": asdict(self._case)}
+
+    def time_round(self, report: Report) -> dict[str, Any]:
+        """Time one pass of every arm; the order of a round is the same whenever it is timed."""
+        arms = self._planned()
+        seconds: dict[str, float | None] = {}
+        for arm in order_of_round(arms, len(arms[0].seconds)):
+            time.sleep(SETTLE if any(other.backend == PYTORCH for other in arms) else 0)
+            step = f"round {len(arm.seconds) + 1}"
+            seconds[arm.name] = self._attempt(report, step, arm, "seconds")
+        for arm in self._planned():
+            taken = seconds[arm.name]
+            assert taken is not None
+            arm.seconds.append(taken)
+        return {"case": asdict(self._case)}
+
+    def finish(self, report: Report) -> dict[str, Any]:
+        """Measure the overhead of merging in eager mode; the arms are MEASURED then."""
+        for arm in self._planned():
+            if arm.backend == EAGER and arm.arm == TOME:
+                arm.shares = self._attempt(report, "overhead", arm, "overhead")
+        for arm in self._planned():
+            arm.status = MEASURED
+        for backend in self._backends.values():
+            backend.close()
+        return {"case": asdict(self._case)}
+
+    def _planned(self) -> list[Arm]:
+        return self._case.with_status(PLANNED)
+
+    def _attempt(self, report: Report, step: str, arm: Arm, method: str) -> Any:
+        """What a method of the arm's backend returns; None if the arm fails, now or before."""
+        if arm.name in self._failed:
             return None
-        self._tell("begin", arm=plan.label, what=what)
+        report("begin", arm=arm.name, step=step)
         try:
-            return action()
+            if arm.backend not in self._backends:
+                self._backends[arm.backend] = self._make_backend(arm.backend)
+            return getattr(self._backends[arm.backend], method)(arm)
         except Exception as error:
-            status = OUT_OF_MEMORY if is_out_of_memory(error) else ERROR
-            told = next((line for line in str(error).splitlines() if is_out_of_memory(line)), gist(error))
-            self.fail(plan, status, f"{what}: {type(error).__name__}: {told.strip()}")
-        self._arms.drop(plan)
-        gc.collect()  # what the failed pass had allocated hangs on cycles of frames
+            is_memory = is_out_of_memory(error)
+            lines = [line.strip() for line in str(error).splitlines() if is_out_of_memory(line)]
+            reason = f"{step}: {type(error).__name__}: {lines[0] if lines else error_summary(error)}"
+            self._failed.add(arm.name)
+            for planned in self._planned():
+                if planned.name == arm.name:  # a definition is another object than the case's arm
+                    planned.fail(OUT_OF_MEMORY if is_memory else ERROR, reason)
+        if arm.backend in self._backends:
+            self._backends[arm.backend].release(arm)
+        gc.collect()  # cycles of frames still refer to what the failed pass allocated
         return None
-
-    def fail(self, plan: ArmPlan, status: str, reason: str) -> None:
-        """Ask an arm no more."""
-        self._failed.add(plan.label)
-        self._tell("failed", arm=plan.label, status=status, reason=reason)
-
-    def left(self, plans: list[ArmPlan]) -> list[ArmPlan]:
-        """Those that have not failed."""
-        return [plan for plan in plans if plan.label not in self._failed]
-
-
-def measure(request: dict[str, Any], tell: Tell) -> None:
-    """Measure a case.
-
-    Args:
-        request: `case` and `arms` as their `describe` has them; `rounds`, the indices of those to time; `warm_up`;
-            `threads`; `memory_limit` in bytes or None; `torch_python`; a `folder` to work in; and what is known from
-            before, as labels of arms: `failed`, `checked`, `weighed`, `shared`.
-        tell: is called with an event's name and its fields.
-    """
-    case, plans = Case(**request["case"]), list(arms_from(request["arms"]))
-    tell("begin", arm=None, what="building the model")
-    with limited(None, 0):
-        subject = open_subject(case)
-    tell("about", **_about(subject, plans))
-    predictors = sum(plan.backend == PREDICTOR for plan in plans)
-    limit, python, folder = request["memory_limit"], request["torch_python"], Path(request["folder"])
-    with Arms(subject, limit, request["threads"], python, predictors, folder) as arms:
-        attempts = Attempts(arms, set(request["failed"]), tell)
-        unchecked = [plan for plan in attempts.left(plans) if plan.label not in request["checked"]]
-        _check(case, unchecked, arms, attempts, tell)
-        for plan in attempts.left(plans):
-            _warm_up(plan, request, arms, attempts, tell)
-        settle = SETTLE if any(plan.backend == PYTORCH for plan in plans) else 0.0
-        for index in request["rounds"]:
-            seconds = take_turn(index, attempts.left(plans), arms, attempts, settle)
-            tell("round", index=index, seconds=seconds)
-        for plan in attempts.left(plans):
-            if plan.backend == EAGER and plan.arm == TOME and plan.label not in request["shared"]:
-                with arms[plan].ready() as run:
-                    tell("shares", arm=plan.label, shares=measure_shares(subject.denoiser, run))
-
-
-def take_turn(index: int, plans: list[ArmPlan], arms: Any, attempts: Attempts, settle: float) -> dict[str, float]:
-    """Seconds of each arm in one round; the order is another in each round, and the same whenever it is timed."""
-    order = list(plans)
-    random.Random(index).shuffle(order)
-    seconds: dict[str, float] = {}
-    for plan in order:
-        time.sleep(settle)
-        taken = attempts.make(plan, f"round {index + 1}", arms[plan].seconds)
-        if taken is not None:
-            seconds[plan.label] = taken
-    return seconds
-
-
-def _about(subject: Subject, plans: list[ArmPlan]) -> dict[str, Any]:
-    macs = {plan.label: subject.macs(plan.config, matching=plan.arm != LIMIT) for plan in plans}
-    return {"macs": macs}
-
-
-def _check(case: Case, plans: list[ArmPlan], arms: Arms, attempts: Attempts, tell: Tell) -> None:
-    def output(plan: ArmPlan) -> np.ndarray | None:
-        return attempts.make(plan, "check", lambda: arms[plan].output())
-
-    parity, wrong = agree(case, plans, arms.take, output)
-    for plan, found in parity.items():
-        tell("checked", arm=plan.label, parity=found)
-    for plan, reason in wrong.items():
-        attempts.fail(plan, ERROR, f"not timed, for {reason}")
-
-
-def _warm_up(plan: ArmPlan, request: dict[str, Any], arms: Arms, attempts: Attempts, tell: Tell) -> None:
-    for turn in range(request["warm_up"]):
-        if turn == 0 and plan.label not in request["weighed"]:
-            weighed = attempts.make(plan, "warm-up", lambda: [arms[plan].peak_memory()])
-            if weighed is not None:
-                tell("weighed", arm=plan.label, peak_memory_bytes=weighed[0])
-        else:
-            attempts.make(plan, "warm-up", lambda: arms[plan].output())
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print does not get between the answers
-    offer_to_the_system()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # do not go on when the parent is killed
-
-    def tell(event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=answers, flush=True)
-
-    measure(json.loads(sys.stdin.readline()), tell)
+    worker = Worker()
+    answer_requests({"prepare": worker.prepare, "time_round": worker.time_round, "finish": worker.finish})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shares of a block's time: of hooks and layers that take known times on a clock of our own, and in real passes."""
+"""Shares of a block's time: with known times on a test clock, and in real passes."""
 
 import paddle
 import pytest
@@ -8,13 +8,13 @@ from zoo.transformers import HIDDEN, sd3
 
 from ppdiffusers_tome import hooks
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed import shares
-from ppdiffusers_tome.evaluation.speed.shares import measure_shares
+from ppdiffusers_tome.evaluation.speed import overhead
+from ppdiffusers_tome.evaluation.speed.overhead import measure_overhead
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only where a test says so: `clock.takes(owner, name, seconds)`."""
+    """Time that passes only in functions that a test names: `clock.takes(owner, name, seconds)`."""
 
     class Clock:
         now = 0.0
@@ -29,7 +29,7 @@ def clock(monkeypatch):
             monkeypatch.setattr(owner, name, slow)
 
     clock = Clock()
-    monkeypatch.setattr(shares, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(overhead, "now", lambda: clock.now)
     return clock
 
 
@@ -46,11 +46,11 @@ def test_shares_are_parts_of_the_time_of_the_blocks_that_merge(unet, clock):
         clock.takes(block.attn1, "forward", 3.0)
         clock.takes(block.norm2, "forward", 6.0)
     clock.takes(unet.conv_out, "forward", 100.0)
-    # 5 + 2·2 + 2·1 + 3 + 6 = 20 in each block; level 2 does not merge, nor is it part of the whole
-    assert measure_shares(unet, lambda: run(unet)) == {"matching": 5 / 20, "merge": 4 / 20, "unmerge": 2 / 20}
+    # 5 + 2·2 + 2·1 + 3 + 6 = 20 in each block; level 2 does not merge and does not count
+    assert measure_overhead(unet, lambda: run(unet)) == {"matching": 5 / 20, "merge": 4 / 20, "unmerge": 2 / 20}
 
 
-def test_a_joint_attention_is_timed_where_its_norm_merges(clock):
+def test_joint_attention_is_timed_where_its_norm_merges(clock):
     model = sd3().apply_tome(ratio=0.5)
     clock.takes(hooks, "match_tokens", 4.0)
     clock.takes(hooks, "merge", 2.0)
@@ -62,31 +62,31 @@ def test_a_joint_attention_is_timed_where_its_norm_merges(clock):
     def run_sd3():
         model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text)
 
-    assert measure_shares(model, run_sd3) == {"matching": 0.4, "merge": 0.2, "unmerge": 0.1}
+    assert measure_overhead(model, run_sd3) == {"matching": 0.4, "merge": 0.2, "unmerge": 0.1}
 
 
 def test_shares_of_a_real_pass(unet):
     unet.apply_tome(ratio=0.5)
     run(unet)
-    found = measure_shares(unet, lambda: run(unet))
-    assert list(found) == ["matching", "merge", "unmerge"]
-    assert all(share > 0 for share in found.values())
-    assert sum(found.values()) < 1
+    shares = measure_overhead(unet, lambda: run(unet))
+    assert list(shares) == ["matching", "merge", "unmerge"]
+    assert all(share > 0 for share in shares.values())
+    assert sum(shares.values()) < 1
 
 
-def test_the_pass_is_the_same_and_leaves_no_trace(unet):
+def test_pass_is_the_same_and_leaves_no_trace(unet):
     unet.apply_tome(ratio=0.5)
     before, merged, measured = traces(unet), run(unet), []
-    measure_shares(unet, lambda: measured.append(run(unet)))
+    measure_overhead(unet, lambda: measured.append(run(unet)))
     assert (measured[0] == merged).all()
     assert traces(unet) == before
 
 
-def test_an_error_of_the_pass_leaves_no_trace(unet):
+def test_error_of_the_pass_leaves_no_trace(unet):
     unet.apply_tome(ratio=0.5)
     before = traces(unet)
     with pytest.raises(ZeroDivisionError):
-        measure_shares(unet, lambda: 1 / 0)
+        measure_overhead(unet, lambda: 1 / 0)
     assert traces(unet) == before
 
 
@@ -98,18 +98,18 @@ def test_merging_that_ends_within_the_pass_does_not_come_back(unet):
         run(unet)
         unet.remove_tome()
 
-    measure_shares(unet, run_and_remove)
+    measure_overhead(unet, run_and_remove)
     assert traces(unet) == before
 
 
-@pytest.mark.parametrize("how", ["plain", "ratio 0"])
-def test_without_merging_there_are_no_shares(unet, how):
-    if how == "ratio 0":
+@pytest.mark.parametrize("ratio", [None, 0])
+def test_without_merging_there_are_no_shares(unet, ratio):
+    if ratio is not None:
         unet.apply_tome(ratio=0)
     with pytest.raises(
         ToMeConfigError, match=r"UNet2DConditionModel has no merging attached: call apply_tome\(ratio="
     ):
-        measure_shares(unet, lambda: run(unet))
+        measure_overhead(unet, lambda: run(unet))
 
 
 def test_where_nothing_merges_there_are_no_shares():
@@ -117,5 +117,5 @@ def test_where_nothing_merges_there_are_no_shares():
     unet.apply_tome(ratio=1e-9)
     before = traces(unet)
     with pytest.raises(ToMeConfigError, match="no block of UNet2DConditionModel merged tokens in the pass"):
-        measure_shares(unet, lambda: run(unet))
+        measure_overhead(unet, lambda: run(unet))
     assert traces(unet) == before

@@ -1,0 +1,252 @@
+"""Eager Paddle, predictors of Paddle Inference, and PyTorch: each computes and times the arms of a workload."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
+from ppdiffusers.patches import tomesd_patch_utils as builtin
+
+from ...errors import ToMeConfigError
+from ...inference import export_pipeline, load_pipeline
+from ...inference.layout import share_weights
+from ...inference.runtime import Predictor, Runtime
+from ...inference.tracing import right_for_onednn, save
+from ...models import find_blocks
+from ...patch import attach, chosen_blocks, detach
+from ..clock import seconds_of
+from ..free_merge import attach_free_merge
+from ..torch_unet import TorchProcess
+from .cases import BUILT_IN, EAGER, LIMIT, PLANNED, PREDICTOR, PYTORCH, Arm
+from .memory import available_bytes, current_bytes, limited, peak_bytes
+from .overhead import measure_overhead
+from .workloads import PipelineWorkload, Workload, as_array
+
+Run = Callable[[bool], Any]  # one pass; the argument is `is_short` of Workload.run
+MEMORY_SHARE = 4  # predictors stay loaded if they need at most 1/4 of the available memory
+
+
+class Backend(ABC):
+    """Computes the arms of a workload. What `prepared` does is neither timed nor under the memory limit.
+
+    Args:
+        workload: what is computed.
+        threads: of predictors and PyTorch; eager Paddle reads OMP_NUM_THREADS.
+        folder: for programs and for the exchange with PyTorch; it exists.
+        torch_python: interpreter that has torch, diffusers and tomesd.
+    """
+
+    def __init__(self, workload: Workload, threads: int, folder: Path, torch_python: str | None) -> None:
+        self._workload, self._threads, self._folder, self._python = workload, threads, folder, torch_python
+        gigabytes = workload.case.memory_limit_gb
+        self._limit = None if gigabytes is None else int(gigabytes * 1e9)
+
+    @abstractmethod
+    def prepared(self, arm: Arm) -> AbstractContextManager[Run]:
+        """A context that yields a function which makes one pass of the arm."""
+
+    def output(self, arm: Arm) -> np.ndarray:
+        """What one (short) pass computes."""
+        with self.prepared(arm) as run, self._limited():
+            return as_array(run(True))
+
+    def seconds(self, arm: Arm) -> float:
+        """How long one pass takes."""
+        with self.prepared(arm) as run, self._limited():
+            return seconds_of(lambda: run(False))
+
+    @abstractmethod
+    def peak_memory(self, arm: Arm) -> int | None:
+        """Bytes at the peak of one (short) pass with the weights, by Paddle's counter; None if it cannot tell."""
+
+    def release(self, arm: Arm) -> None:  # noqa: B027 - not every backend keeps something
+        """Free what is kept for an arm that will not run again."""
+
+    def close(self) -> None:  # noqa: B027 - not every backend has a process
+        """End processes."""
+
+    def _limited(self) -> AbstractContextManager[None]:
+        is_cpu = paddle.get_device() == "cpu"
+        return limited(self._limit, self._workload.weights) if is_cpu else nullcontext()
+
+
+class EagerBackend(Backend):
+    """Paddle's eager mode. All arms share one model."""
+
+    @contextmanager
+    def prepared(self, arm: Arm) -> Iterator[Run]:
+        denoiser = self._workload.denoiser
+        layers = [layer for layer in denoiser.sublayers() if isinstance(layer, Attention)]
+        processors = [layer.processor for layer in layers]
+        try:
+            _set_attention(layers, arm.attention)
+            if arm.config:
+                attach_arm(denoiser, arm, self._workload)
+            yield self._workload.run
+        finally:
+            detach(denoiser)
+            for layer, processor in zip(layers, processors, strict=True):
+                layer.set_processor(processor)
+
+    def peak_memory(self, arm: Arm) -> int | None:
+        with self.prepared(arm) as run:
+            before = current_bytes()
+            peak = peak_bytes(lambda: run(True))
+        return None if peak is None else peak - before + self._workload.weights
+
+    def overhead(self, arm: Arm) -> dict[str, float]:
+        """The shares of merging in one pass, see `measure_overhead`."""
+        with self.prepared(arm) as run:
+            return measure_overhead(self._workload.denoiser, lambda: run(False))
+
+
+class PredictorBackend(Backend):
+    """Predictors of Paddle Inference, which are loaded once, or for each pass if memory is short."""
+
+    def __init__(self, workload: Workload, threads: int, folder: Path, torch_python: str | None) -> None:
+        super().__init__(workload, threads, folder, torch_python)
+        predictors = sum(arm.backend == PREDICTOR for arm in workload.case.with_status(PLANNED))
+        self._is_kept = predictors * workload.weights * MEMORY_SHARE <= available_bytes()
+        self._load: dict[str, Callable[[], Run]] = {}
+        self._loaded: dict[str, Run] = {}
+        self._peaks: dict[str, int | None] = {}
+        self._weights: list[Path] = []
+        self._numbers = count()
+
+    @contextmanager
+    def prepared(self, arm: Arm) -> Iterator[Run]:
+        run = self._loaded.get(arm.name)
+        if run is None:
+            if arm.name not in self._load:
+                is_pipeline = isinstance(self._workload, PipelineWorkload)
+                self._load[arm.name] = self._export_pipeline(arm) if is_pipeline else self._export(arm)
+            before = current_bytes()
+            run = loaded = self._load[arm.name]()
+            peak = peak_bytes(lambda: loaded(True))  # the first pass of a program prepares its kernels
+            self._peaks[arm.name] = None if peak is None else peak - before  # the weights are the predictor's own
+        if self._is_kept:
+            self._loaded[arm.name] = run
+        yield run
+
+    def peak_memory(self, arm: Arm) -> int | None:
+        self.output(arm)
+        return self._peaks[arm.name]
+
+    def release(self, arm: Arm) -> None:
+        self._load.pop(arm.name, None)
+        self._loaded.pop(arm.name, None)
+
+    def _export(self, arm: Arm) -> Callable[[], Run]:
+        workload = self._workload
+        traceable = workload.traceable()
+        if arm.config:
+            attach_arm(getattr(traceable.layer, "unet", traceable.layer), arm, workload)
+        fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
+        folder = self._folder / f"program_{next(self._numbers)}"
+        saved = save(traceable, folder, fixed, workload.dims, arm.name, self._threads)
+        params = share_weights(saved.params, self._weights)
+        self._weights.append(params)
+        runtime = Runtime(threads=self._threads, onednn=right_for_onednn(saved.onednn_parity))
+
+        def load() -> Run:
+            predictor = Predictor(saved.program, params, runtime)
+            return lambda is_short: predictor(**workload.inputs)[0]
+
+        return load
+
+    def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
+        workload = self._workload
+        assert isinstance(workload, PipelineWorkload)
+        folder = self._folder / f"pipeline_{next(self._numbers)}"
+        sizes = [(workload.case.size, workload.case.size)]
+        settings: dict[str, Any] = {"use_rand": False, "max_downsample": arm.max_downsample}
+        export_pipeline(workload.pipe, folder, arm.ratio, sizes, progress=False, **settings)
+
+        def load() -> Run:
+            pipe = load_pipeline(folder, threads=self._threads)
+            pipe.set_progress_bar_config(disable=True)
+            return lambda is_short: workload.run_pipeline(pipe, is_short)
+
+        return load
+
+
+class PyTorchBackend(Backend):
+    """PyTorch with diffusers, in its own process; tomesd merges."""
+
+    def __init__(self, workload: Workload, threads: int, folder: Path, torch_python: str | None) -> None:
+        super().__init__(workload, threads, folder, torch_python)
+        if torch_python is None:
+            raise ToMeConfigError("the backend PyTorch needs --torch-python.")
+        self._process = TorchProcess(torch_python, folder, workload.denoiser, threads)
+        self._inputs: dict[str, paddle.Tensor] | None = None
+
+    @contextmanager
+    def prepared(self, arm: Arm) -> Iterator[Run]:
+        if self._inputs is not self._workload.inputs:
+            self._inputs = self._workload.inputs
+            self._process.set_inputs({name: as_array(x) for name, x in self._inputs.items()})
+        merging = self._merging(arm)
+        yield lambda is_short: self._process.output(merging)
+
+    def seconds(self, arm: Arm) -> float:
+        with self.prepared(arm), self._limited():
+            return self._process.seconds(self._merging(arm))
+
+    def peak_memory(self, arm: Arm) -> int | None:
+        self.output(arm)  # Paddle's counter does not see PyTorch
+        return None
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _merging(self, arm: Arm) -> dict[str, Any] | None:
+        if arm.config is None:
+            return None
+        deepest = _deepest_level(self._workload.denoiser, arm)
+        return {"ratio": arm.ratio, "use_rand": False, "max_downsample": deepest}
+
+    def _limited(self) -> AbstractContextManager[None]:
+        return limited(self._limit, self._workload.weights, self._process.pid)
+
+
+TYPES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
+
+
+def attach_arm(model: nn.Layer, arm: Arm, workload: Workload) -> None:
+    """Make a denoiser merge as an arm does; `patch.detach` removes it."""
+    config = arm.config
+    assert config
+    if arm.arm == LIMIT:
+        attach_free_merge(model, config, workload.latent)
+    elif arm.arm != BUILT_IN:
+        attach(model, config, None)
+    else:  # as the apply_tome of ppdiffusers, which this package replaces, at the levels that the other arms merge at
+        names = ("ratio", "sx", "sy", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
+        arguments = {name: getattr(config, name) for name in names}
+        arguments["max_downsample"] = _deepest_level(model, arm)
+        model._tome_info = {"size": None, "hooks": [], "args": arguments}
+        for block in find_blocks(model):
+            block.block.__class__ = builtin.make_tome_block(type(block.block))
+            block.block._tome_info = model._tome_info
+        builtin.hook_tome_model(model)
+
+
+def _deepest_level(model: nn.Layer, arm: Arm) -> int:
+    assert arm.config
+    return max(block.level for block in chosen_blocks(model, arm.config))
+
+
+def _set_attention(layers: list[nn.Layer], attention: str) -> None:
+    for layer in layers:
+        if attention == "xformers":
+            layer.set_use_memory_efficient_attention_xformers(True)
+        elif attention == "slicing":  # as `enable_attention_slicing("auto")`: half of the heads at once
+            layer.set_processor(SlicedAttnProcessor(max(1, layer.sliceable_head_dim // 2)))
+        else:
+            layer.set_processor(AttnProcessor())

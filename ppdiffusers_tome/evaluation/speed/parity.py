@@ -1,0 +1,91 @@
+"""Parity before timing: an arm whose output differs from that of its definition is not timed."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ...inference.tracing import ONEDNN_TOLERANCE
+from ...inference.tracing import distance as relative_difference
+from .cases import BOTH, BUILT_IN, EAGER, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME, Arm, Case
+
+# If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So an arm
+# must agree for one of several draws of the inputs.
+TRIES = 5
+LEAST_CHANGE = 1e-4  # by merging, relative to the plain output
+TOLERANCES = {EAGER: 1e-5, PREDICTOR: ONEDNN_TOLERANCE, PYTORCH: 1e-3}  # relative differences in float32
+OTHER_ATTENTION = 1e-4  # rounds differently, and merging amplifies that from block to block
+PIPELINE = 1e-2  # of images in 0 … 1 after two steps and a VAE
+HALF = 5e-2  # float16 and bfloat16, without merging
+
+Output = Callable[[Arm], np.ndarray | None]
+
+
+def check_parity(case: Case, arms: Iterable[Arm], set_inputs: Callable[[int], None], output: Output) -> dict[str, str]:
+    """Set the `parity` of arms that agree with their definitions; it stays None without a definition.
+
+    Args:
+        case: what they compute.
+        arms: the arms to compare.
+        set_inputs: draws the inputs from a seed.
+        output: computes one pass of any arm, also of one that is not among `arms`; None if it fails.
+
+    Returns:
+        For every arm that differs on all draws, by its name, the reason. Arms whose own pass fails are left out.
+    """
+    reasons = {arm.name: "" for arm in arms}
+    to_check = {arm.name: arm for arm in arms}
+    for seed in range(TRIES):
+        set_inputs(seed)
+        outputs: dict[str, np.ndarray | None] = {}
+
+        def output_once(arm: Arm, outputs: dict[str, np.ndarray | None] = outputs) -> np.ndarray | None:
+            if arm.name not in outputs:
+                outputs[arm.name] = output(arm)
+            return outputs[arm.name]
+
+        for name, arm in list(to_check.items()):
+            values = output_once(arm)
+            reasons[name] = "" if values is None else _compare(case, arm, values, output_once)
+            if not reasons[name]:
+                del to_check[name]
+        if not to_check:
+            break
+    if seed:
+        set_inputs(0)
+    return {name: f"{reasons[name]} on each of {TRIES} draws of the inputs" for name in to_check}
+
+
+def definition_of(arm: Arm) -> Arm | None:
+    """The arm whose output must be equal; None for plain and for the limit, whose output is wrong."""
+    name: str | None = arm.arm
+    if arm.backend == EAGER:
+        name = {MEMORY_EFFICIENT: PLAIN, BOTH: TOME, TOME: BUILT_IN, BUILT_IN: TOME}.get(arm.arm)
+    return Arm(name, EAGER, arm.ratio, arm.max_downsample) if name else None
+
+
+def tolerance(case: Case, arm: Arm) -> float | None:
+    """The largest relative difference from the definition; None where rounding alone leads to other merges."""
+    if case.dtype != "float32":
+        return None if arm.ratio else HALF
+    if case.scope == "pipeline":
+        return PIPELINE
+    return OTHER_ATTENTION if arm.arm in (BOTH, MEMORY_EFFICIENT) else TOLERANCES[arm.backend]
+
+
+def _compare(case: Case, arm: Arm, values: np.ndarray, output: Output) -> str:
+    """Set the arm's parity; the reason if it differs, else nothing."""
+    arm.parity = None
+    if not np.isfinite(values).all():
+        return "its output contains NaN or infinity"
+    plain = output(Arm(PLAIN)) if arm.ratio and arm.backend == EAGER else None
+    if plain is not None and not relative_difference([values], [plain]) > LEAST_CHANGE:
+        return "merging does not change the output"
+    definition, allowed = definition_of(arm), tolerance(case, arm)
+    expected = output(definition) if definition and allowed is not None else None
+    if definition is None or allowed is None or expected is None:
+        return ""
+    difference = relative_difference([values], [expected])
+    if not difference <= allowed:
+        return f"the output differs from that of {definition.name} by {difference:.1e}"
+    arm.parity = {"against": definition.name, "difference": difference}
+    return ""

@@ -1,0 +1,232 @@
+"""Workloads: a UNet, one of its blocks, or a pipeline from prompt to image, with their inputs."""
+
+import copy
+from abc import ABC, abstractmethod
+
+import numpy as np
+import paddle
+from paddle import nn
+from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
+
+from ...config import ToMeConfig
+from ...inference.programs import Input, Traceable, denoiser
+from ...macs import count_macs, saved_macs
+from ...models import block_grid, find_blocks
+from ...patch import chosen_blocks
+from ...positions import Grid, count_dst, count_removed
+from ...published.architectures import ARCHITECTURES
+from .cases import Case
+from .memory import weights_bytes
+
+PROMPT = "a 3d render of fox"
+SHORT_STEPS = 2  # of a pipeline, for parity and memory: over many steps rounding grows into another image
+
+
+class Workload(ABC):
+    """A model with its inputs, in the case's dtype and in evaluation mode.
+
+    Attributes:
+        case: what it belongs to.
+        denoiser: the model that merging attaches to.
+        latent: the grid of the latents.
+        inputs: of the next passes, by name.
+        weights: bytes of all weights.
+    """
+
+    def __init__(self, case: Case, model: nn.Layer, latent: Grid) -> None:
+        self.case, self.denoiser, self.latent = case, model, latent
+        self.inputs: dict[str, paddle.Tensor] = {}
+        self.weights = weights_bytes(model)
+        self.set_inputs(0)
+
+    @abstractmethod
+    def input_specs(self) -> tuple[Input, ...]:
+        """The inputs of a pass."""
+
+    @abstractmethod
+    def run(self, is_short: bool = False) -> paddle.Tensor | np.ndarray:
+        """One pass, or images from the prompt (in few steps if `is_short`)."""
+
+    @abstractmethod
+    def traceable(self) -> Traceable:
+        """A copy of the model for `inference.tracing.save`; hooks may be registered on it."""
+
+    def set_inputs(self, seed: int) -> None:
+        """Draw the inputs of the next passes."""
+        stream = np.random.RandomState(seed)
+        dims = {**self.dims, "batch": self.case.batch}
+        drawn = {spec.name: spec.random(stream, dims) for spec in self.input_specs()}
+        self.inputs = {name: x if name == "timestep" else x.cast(self.case.dtype) for name, x in drawn.items()}
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The named dimensions of the inputs, except the batch."""
+        return {
+            "latent_height": self.latent.h,
+            "latent_width": self.latent.w,
+            "tokens": self.case.architecture.text,
+        }
+
+    @property
+    def rows(self) -> int:
+        """The batch that reaches the UNet or block."""
+        return self.case.batch
+
+    def macs(self, config: ToMeConfig | None, matching: bool = True) -> int:
+        """Multiply-accumulates of one pass of the UNet or block, for the whole batch.
+
+        Args:
+            config: how tokens merge; None: they do not.
+            matching: whether the product of the matching counts.
+        """
+        text = self.case.architecture.text
+        total = count_macs(self.denoiser, self.latent, text)
+        if config is None:
+            return total * self.rows
+        for block in chosen_blocks(self.denoiser, config):
+            total -= saved_macs(block, config, self.latent, text)
+            grid = block_grid(block, self.latent)
+            if not matching and count_removed(grid, config):
+                dst = count_dst(grid, config.sx, config.sy)
+                total -= (grid.tokens - dst) * dst * block.block.attn1.to_q.weight.shape[0]
+        return total * self.rows
+
+
+class UNetWorkload(Workload):
+    """One pass of a UNet."""
+
+    def input_specs(self) -> tuple[Input, ...]:
+        return unet_inputs(self.denoiser)
+
+    @paddle.no_grad()
+    def run(self, is_short: bool = False) -> paddle.Tensor:
+        others = dict(self.inputs)
+        positional = [others.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
+        return self.denoiser(*positional, added_cond_kwargs=others or None, return_dict=False)[0]
+
+    def traceable(self) -> Traceable:
+        return denoiser(self.denoiser, None, is_size_known=True)
+
+
+class OneBlock(nn.Layer):
+    """A transformer with one block, in the form of a UNet whose only level it is: [B, C, h, w] to the same."""
+
+    def __init__(self, transformer: nn.Layer) -> None:
+        super().__init__()
+        stage = nn.Layer()
+        transformer.transformer_blocks = nn.LayerList([transformer.transformer_blocks[0]])
+        stage.attentions, stage.downsamplers = nn.LayerList([transformer]), None
+        self.down_blocks = nn.LayerList([stage])
+
+    @property
+    def transformer(self) -> nn.Layer:
+        """The transformer."""
+        return self.down_blocks[0].attentions[0]
+
+    def forward(self, sample: paddle.Tensor, encoder_hidden_states: paddle.Tensor) -> paddle.Tensor:
+        """Calls the transformer as its UNet does."""
+        return self.transformer(sample, encoder_hidden_states=encoder_hidden_states, return_dict=False)[0]
+
+
+class BlockWorkload(Workload):
+    """One pass of the first top-level transformer block, with the norm and projections around it."""
+
+    def input_specs(self) -> tuple[Input, ...]:
+        transformer = self.denoiser.transformer
+        width = transformer.transformer_blocks[0].attn2.to_k.weight.shape[0]
+        return (
+            Input("sample", ("batch", transformer.in_channels, "latent_height", "latent_width")),
+            Input("encoder_hidden_states", ("batch", "tokens", width)),
+        )
+
+    @paddle.no_grad()
+    def run(self, is_short: bool = False) -> paddle.Tensor:
+        return self.denoiser(self.inputs["sample"], self.inputs["encoder_hidden_states"])
+
+    def traceable(self) -> Traceable:
+        return Traceable(copy.deepcopy(self.denoiser), self.input_specs())
+
+
+class PipelineWorkload(Workload):
+    """Images from a prompt, with a pipeline's own scheduler and VAE."""
+
+    def __init__(self, case: Case, pipe: DiffusionPipeline) -> None:
+        self.pipe = pipe
+        pipe.set_progress_bar_config(disable=True)
+        super().__init__(case, pipe.unet, case.architecture.latent(case.size))
+        self.weights = sum(weights_bytes(part) for part in pipe.components.values() if isinstance(part, nn.Layer))
+
+    def input_specs(self) -> tuple[Input, ...]:
+        channels = self.denoiser.config.in_channels
+        return (Input("latents", ("batch", channels, "latent_height", "latent_width")),)
+
+    def run(self, is_short: bool = False) -> np.ndarray:
+        return self.run_pipeline(self.pipe, is_short)
+
+    def run_pipeline(self, pipe: DiffusionPipeline, is_short: bool) -> np.ndarray:
+        """Images [B, H, W, 3] in 0 … 1, by this or another pipeline over the same weights."""
+        paddle.seed(0)
+        return pipe(
+            [PROMPT] * self.case.batch,
+            height=self.case.size,
+            width=self.case.size,
+            num_inference_steps=SHORT_STEPS if is_short else self.case.steps,
+            guidance_scale=self.case.guidance_scale,
+            latents=self.inputs["latents"],
+            output_type="np",
+        ).images
+
+    def traceable(self) -> Traceable:
+        raise NotImplementedError("inference.export_pipeline exports pipelines")
+
+    @property
+    def rows(self) -> int:
+        return self.case.batch * (2 if (self.case.guidance_scale or 0) > 1 else 1)
+
+
+def open_workload(case: Case) -> Workload:
+    """Build or load a case's model.
+
+    Raises:
+        ToMeConfigError: the model's folder has no usable configs.
+    """
+    paddle.seed(0)
+    architecture = case.architecture
+    if case.scope == "pipeline":
+        pipe = DiffusionPipeline.from_pretrained(case.model, paddle_dtype=getattr(paddle, case.dtype))
+        return PipelineWorkload(case, pipe)
+    if case.model not in ARCHITECTURES:
+        unet = UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
+    else:
+        unet = architecture.build() if case.scope == "unet" else architecture.build_one_level()
+    if case.scope == "unet":
+        return UNetWorkload(case, _prepare(unet, case), architecture.latent(case.size))
+    first = min(find_blocks(unet), key=lambda block: block.level)
+    return BlockWorkload(case, _prepare(OneBlock(first.grid_layer), case), architecture.first_grid(case.size))
+
+
+def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
+    """The inputs of a UNet, for SDXL with time ids and text embeddings."""
+    config, batch = unet.config, "batch"
+    inputs = [
+        Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
+        Input("timestep", (1,), lambda stream, shape: np.full(shape, 500)),
+        Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
+    ]
+    if config.addition_embed_type == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        inputs += [
+            Input("text_embeds", (batch, pooled)),
+            Input("time_ids", (batch, 6), lambda stream, shape: stream.randint(0, 1024, shape)),
+        ]
+    return tuple(inputs)
+
+
+def as_array(value: paddle.Tensor | np.ndarray) -> np.ndarray:
+    """A tensor as float32 in NumPy, also from bfloat16, which NumPy lacks."""
+    return value if isinstance(value, np.ndarray) else value.cast("float32").numpy()
+
+
+def _prepare(model: nn.Layer, case: Case) -> nn.Layer:
+    model.eval()
+    return model if case.dtype == "float32" else model.to(dtype=case.dtype)

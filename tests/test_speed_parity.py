@@ -1,0 +1,88 @@
+"""Arms are compared with their definitions before they are timed; those that differ are not timed."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
+from ppdiffusers_tome.evaluation.speed.parity import TRIES, check_parity, definition_of, tolerance
+
+CASE = Case("tiny", size=128)
+MERGED = np.array([1.0, -1.0])
+OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "free-merge limit 0.5, eager": np.array([0.5, 2.0])}
+
+
+def arm(name, backend="eager", level=None):
+    return Arm(name, backend, 0.0 if name in ("plain", "memory-efficient") else 0.5, level)
+
+
+def outputs(computed=None, **changes):
+    """Computes arms: what is added to the output, by the first word of the arm and its backend."""
+
+    def output(arm):
+        if computed is not None:
+            computed.append(arm.name)
+        added = changes.get(f"{arm.arm}_{arm.backend}".replace("-", "_"), 0.0)
+        return None if added is None else OUTPUTS.get(arm.name, MERGED) + added
+
+    return output
+
+
+def check(arms, output, case=CASE):
+    draws = []
+    return check_parity(case, arms, draws.append, output), draws
+
+
+def test_arms_that_agree_do_so_on_the_first_draw_and_run_once():
+    computed = []
+    arms = [arm("plain"), arm("tome"), arm("both"), arm("limit"), arm("tome", "predictor"), arm("tome", "PyTorch")]
+    reasons, draws = check(arms, outputs(computed))
+    assert draws == [0] and not reasons
+    built_in = "ppdiffusers' built-in ToMe 0.5, eager"  # a definition, though not an arm of the case
+    assert sorted(computed) == sorted({*computed}) and built_in in computed
+    against = [each.parity and each.parity["against"] for each in arms]
+    assert against == [None, built_in, "ToMe 0.5, eager", None, "ToMe 0.5, eager", "ToMe 0.5, eager"]
+    assert all(each.parity["difference"] == 0 for each in arms if each.parity)
+
+
+@pytest.mark.parametrize(("added", "reason"), [(1e-3, r"by 1\.0e-03"), (np.nan, "contains NaN")])
+def test_arm_that_differs_is_tried_on_several_draws(added, reason):
+    arms = [arm("plain"), arm("tome"), arm("tome", "predictor")]
+    reasons, draws = check(arms, outputs(tome_predictor=added))
+    assert draws == [*range(TRIES), 0]
+    assert list(reasons) == [arms[2].name] and re.search(reason, reasons[arms[2].name])
+    assert arms[2].parity is None and arms[1].parity
+
+
+def test_arm_may_differ_on_some_draws():
+    draws, predictor = [], arm("tome", "predictor")
+    reasons = check_parity(
+        CASE, [predictor], draws.append, lambda a: outputs(tome_predictor=1e-2 if draws[-1] < 2 else 0)(a)
+    )
+    assert draws == [0, 1, 2, 0] and not reasons and predictor.parity["difference"] == 0
+
+
+def test_arm_that_merges_nothing_is_not_timed():
+    reasons, _ = check([arm("limit"), arm("tome")], lambda arm: MERGED)
+    assert len(reasons) == 2 and all("merging does not change the output" in reason for reason in reasons.values())
+
+
+def test_arms_without_output_are_left_out():
+    tome, both = arm("tome"), arm("both")
+    reasons, _ = check([tome, both], outputs(built_in_eager=None, both_eager=None))
+    assert not reasons and tome.parity is None and both.parity is None
+
+
+def test_definitions():
+    assert definition_of(arm("plain")) is None and definition_of(arm("limit")) is None
+    assert definition_of(arm("memory-efficient")) == arm("plain")
+    assert definition_of(arm("tome")) == arm("built-in")
+    assert definition_of(arm("built-in")) == definition_of(arm("both")) == arm("tome")
+    assert definition_of(arm("limit", "predictor", 2)) == arm("limit", level=2)
+
+
+def test_half_precision_is_compared_where_nothing_merges():
+    half = Case("tiny", dtype="bfloat16")
+    assert tolerance(half, arm("memory-efficient")) > tolerance(CASE, arm("memory-efficient"))
+    assert tolerance(half, arm("tome")) is None and tolerance(CASE, arm("tome")) == 1e-5
