@@ -1,130 +1,119 @@
 """What became slower is judged within each run, by medians and quartiles."""
 
 import pytest
-from speed_results import arm, case, result
+from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed.compare import changes, compare, is_slower
-
-PLAIN = arm("plain", [10.0, 20.0, 40.0])  # a shared machine: seconds swing, ratios within rounds do not
+from ppdiffusers_tome.evaluation.speed.compare import compare
 
 
-def run(*arms, **more):
-    return result([case([PLAIN, *arms])], **more)
+def run(*arms, **fields):
+    return result([case([arm("plain", PLAIN), *arms])], **fields)
 
 
-def tome(share, **more):
-    return arm("tome", [share * taken for taken in PLAIN["seconds"]], ratio=0.5, **more)
+def tome(share):
+    return arm("tome", times(share), ratio=0.5)
 
 
-def verdicts(old, new, **more):
-    return {change.arm.name: change.verdict for change in changes(old, new, **more)}
+@pytest.fixture
+def compared(tmp_path):
+    """Compares results, given as their contents."""
+
+    def compared(old, *new, **arguments):
+        files = [write(tmp_path / f"{index}.json", data) for index, data in enumerate((old, *new))]
+        return compare(files[0], files[1:], **arguments)
+
+    return compared
 
 
-def test_a_slower_share_of_plain_is_slower():
-    old, new = run(tome(0.8)), run(tome(0.9))
-    assert verdicts(old, new) == {"plain, eager": "the same", "ToMe 0.5, eager": "slower"}
-    text = compare(old, new)
-    assert "Became slower:\n  sd15, one UNet pass, 512 px, batch 2: ToMe 0.5, eager: " in text
-    assert "0.800 [0.800–0.800] → 0.900 [0.900–0.900] of plain's time (+12.5 %); 16 s → 18 s" in text
-    assert is_slower(old, new)
-    assert not is_slower(new, old)
-    assert "Became faster" in compare(new, old)
+def listed(text):
+    """The names of the arms below each heading."""
+    parts = [part.splitlines() for part in text.split("\n\n")[1:-1]]
+    return {part[0].rstrip(":"): [line.split(": ")[1] for line in part[1:]] for part in parts}
 
 
-def test_a_machine_that_is_twice_as_slow_changes_nothing():
+def test_a_larger_share_of_plain_is_slower(compared):
+    text, is_slower = compared(run(tome(0.8)), run(tome(0.9)))
+    assert is_slower and listed(text) == {"Slower": ["ToMe 0.5, eager"]}
+    assert "  sd15, one UNet pass, 512 px, batch 2: ToMe 0.5, eager: 0.800 [0.800–0.800] → 0.900 [0.900–0.900] of " in text
+    assert "of plain's time (+12.5 %); 16 s → 18 s\n" in text
+    assert text.endswith("Within 5% of the old result: 1 of 2 arms.")
+    text, is_slower = compared(run(tome(0.9)), run(tome(0.8)))
+    assert not is_slower and listed(text) == {"Faster": ["ToMe 0.5, eager"]}
+
+
+def test_a_slower_machine_changes_nothing(compared):
     slow = result(
-        [
-            case(
-                [
-                    arm(each["arm"], [2 * s for s in each["seconds"]], ratio=each["ratio"])
-                    for each in (PLAIN, tome(0.8))
-                ]
-            )
-        ],
-        machine="A slow CPU",
+        [case([arm("plain", times(2)), arm("tome", times(1.6), ratio=0.5)])], machine="A slow CPU"
     )
-    text = compare(run(tome(0.8)), slow)
-    assert "Became" not in text
-    assert "Machine, threads or versions differ" in text
-    assert " s → " not in text
+    text, is_slower = compared(run(tome(0.8)), slow)
+    assert not is_slower and listed(text) == {}
+    assert "Machine, threads or versions differ" in text and " s → " not in text
 
 
-def test_the_threshold_decides():
+def test_threshold(compared):
     old, new = run(tome(0.80)), run(tome(0.83))  # +3.75 %
-    assert not is_slower(old, new)
-    assert is_slower(old, new, threshold=0.03)
+    assert not compared(old, new)[1] and compared(old, new, threshold=0.03)[1]
+    with pytest.raises(ToMeConfigError, match="threshold=0"):
+        compared(old, new, threshold=0)
 
 
-def test_overlapping_quartiles_are_noise():
+def test_overlapping_quartiles_are_noise(compared):
     # shares of plain: old 0.7, 0.8, 0.9 (quartiles 0.75 to 0.85); new 0.8, 0.88, 1.0 (0.84 to 0.94)
     old = run(arm("tome", [7.0, 16.0, 36.0], ratio=0.5))
-    new = run(arm("tome", [8.0, 17.6, 40.0], ratio=0.5))
-    assert verdicts(old, new)["ToMe 0.5, eager"] == "within the noise"
-    assert not is_slower(old, new)
-    clear = run(arm("tome", [9.0, 19.0, 39.0], ratio=0.5))  # 0.9, 0.95, 0.975: from 0.925
-    assert is_slower(old, clear)
+    text, is_slower = compared(old, run(arm("tome", [8.0, 17.6, 40.0], ratio=0.5)))
+    assert "within the noise" in text and not is_slower
+    assert compared(old, run(arm("tome", [9.0, 19.0, 39.0], ratio=0.5)))[1]  # 0.9, 0.95, 0.975: from 0.925
 
 
 @pytest.mark.parametrize("status", ["out of memory", "error"])
-def test_what_no_longer_computes_is_slower(status):
-    old, new = run(tome(0.8)), run(arm("tome", [], ratio=0.5, status=status))
-    assert is_slower(old, new)
-    assert f"was measured, now {status} (Allocator says no)" in compare(old, new)
-    assert verdicts(new, old)["ToMe 0.5, eager"] == "faster"
+def test_what_can_no_longer_be_computed_is_slower(compared, status):
+    measured, failed = run(tome(0.8)), run(arm("tome", [], ratio=0.5, status=status))
+    text, is_slower = compared(measured, failed)
+    assert is_slower and f"was measured, now {status} (the allocator failed)" in text
+    assert listed(compared(failed, measured)[0]) == {"Faster": ["ToMe 0.5, eager"]}
 
 
-def test_not_measured_is_not_slower():
-    assert not is_slower(run(tome(0.8)), run(arm("tome", [], ratio=0.5, status="not measured")))
+def test_not_measured_is_not_slower(compared):
+    measured, absent = run(tome(0.8)), run(arm("tome", [], ratio=0.5, status="not measured"))
+    assert compared(measured, absent) == (compared(measured, absent)[0], False)
+    assert listed(compared(measured, absent)[0]) == {"Vanished": ["ToMe 0.5, eager"]}
+    assert listed(compared(absent, measured)[0]) == {"Appeared": ["ToMe 0.5, eager"]}
 
 
-def test_what_vanished_and_appeared_is_told():
-    old, new = run(tome(0.8)), run(arm("both", [9.0, 18.0, 36.0], ratio=0.5))
-    found = verdicts(old, new)
-    assert found == {
-        "plain, eager": "the same",
-        "ToMe + memory-efficient 0.5, eager": "appeared",
-        "ToMe 0.5, eager": "vanished",
-    }
-    assert not is_slower(old, new)
-
-
-def test_other_cases_are_other_cases():
-    old = run(tome(0.8))
-    new = result([case([PLAIN, tome(0.95)], size=768)])
-    assert [change.verdict for change in changes(old, new)] == ["appeared"] * 2 + ["vanished"] * 2
+def test_appeared_and_vanished(compared):
+    text, is_slower = compared(run(tome(0.8)), run(arm("both", times(0.9), ratio=0.5)))
+    assert not is_slower
+    assert listed(text) == {"Appeared": ["ToMe + memory-efficient 0.5, eager"], "Vanished": ["ToMe 0.5, eager"]}
+    larger = result([case([arm("plain", PLAIN), tome(0.95)], size=768)])
+    text, is_slower = compared(run(tome(0.8)), larger)
+    names = ["plain, eager", "ToMe 0.5, eager"]
+    assert not is_slower and listed(text) == {"Appeared": names, "Vanished": names}
+    text, is_slower = compared(run(tome(0.8)), larger, run(tome(0.9)))  # several new files are one run
+    assert is_slower and listed(text) == {"Slower": ["ToMe 0.5, eager"], "Appeared": names}
 
 
 @pytest.mark.parametrize("name, backend", [("built-in", "eager"), ("limit", "eager"), ("tome", "PyTorch")])
-def test_others_becoming_slower_is_shown_and_does_not_count(name, backend):
+def test_arms_of_others_do_not_count(compared, name, backend):
     def with_other(share):
-        seconds = [share * taken for taken in PLAIN["seconds"]]
-        return run(arm("plain", PLAIN["seconds"], backend="PyTorch"), arm(name, seconds, ratio=0.5, backend=backend))
+        return run(arm("plain", PLAIN, backend="PyTorch"), arm(name, times(share), ratio=0.5, backend=backend))
 
-    old, new = with_other(0.8), with_other(0.95)
-    assert "(not ours, does not count)" in compare(old, new)
-    assert not is_slower(old, new)
+    text, is_slower = compared(with_other(0.8), with_other(0.95))
+    assert "Slower:" in text and "(does not count)" in text and not is_slower
 
 
-def test_the_predictors_plain_arm_is_held_to_eagers():
-    def predicted(share):
-        return run(arm("plain", [share * taken for taken in PLAIN["seconds"]], backend="predictor"))
-
-    assert is_slower(predicted(0.3), predicted(0.4))
-    assert "of eager plain's time (+33.3 %)" in compare(predicted(0.3), predicted(0.4))
+def test_plain_in_the_predictor_is_compared_with_plain_in_eager(compared):
+    old, new = (run(arm("plain", times(share), backend="predictor")) for share in (0.3, 0.4))
+    text, is_slower = compared(old, new)
+    assert is_slower and "of eager plain's time (+33.3 %)" in text
 
 
-def test_without_plain_nothing_is_judged():
-    old, new = result([case([tome(0.8)])]), result([case([tome(0.95)])])
-    assert verdicts(old, new) == {"ToMe 0.5, eager": "no reference"}
+def test_without_plain_nothing_is_judged(compared):
+    text, is_slower = compared(result([case([tome(0.8)])]), result([case([tome(0.95)])]))
+    assert not is_slower and listed(text) == {"Not compared, because a run has no plain arm": ["ToMe 0.5, eager"]}
 
 
-@pytest.mark.parametrize("change, named", [({"format": 2}, "format=2"), ({"kind": "quality"}, "kind='quality'")])
-def test_other_files_are_refused(change, named):
-    with pytest.raises(ToMeConfigError, match=f"the old result: {named}"):
-        compare(run(tome(0.8)) | change, run(tome(0.8)))
-
-
-def test_a_threshold_of_nothing_is_refused():
-    with pytest.raises(ToMeConfigError, match="threshold=0"):
-        is_slower(run(), run(), threshold=0)
+@pytest.mark.parametrize("change, message", [({"format": 1}, "format 1"), ({"kind": "quality"}, "no speed result")])
+def test_other_files_are_refused(compared, change, message):
+    with pytest.raises(ToMeConfigError, match=rf"0\.json.*{message}|{message}.*0\.json"):
+        compared(run(tome(0.8)) | change, run(tome(0.8)))

@@ -1,126 +1,100 @@
-"""What became slower from one speed result to another, judged by ratios within each run."""
+"""What became slower from one speed result to others, judged by ratios within each run."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from ...errors import ToMeConfigError
-from .markdown import change
-from .names import BUILT_IN, EAGER, ERROR, LIMIT, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, PYTORCH
-from .results import Arm, Case, Result, Spread, parse, spread
+from ..clock import Quartiles
+from ..markdown import change
+from .cases import BUILT_IN, EAGER, ERROR, LIMIT, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, PYTORCH
+from .frame import CASE, UNMERGED, partners, ratios, read_frame
 
-THRESHOLD = 0.05
-Verdict = Literal["slower", "faster", "within the noise", "the same", "appeared", "vanished", "no reference"]
-HEADINGS: dict[Verdict, str] = {
-    "slower": "Became slower",
-    "faster": "Became faster",
+ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample"]  # equal if the arm is measured again
+HEADINGS = {
+    "slower": "Slower",
+    "faster": "Faster",
     "within the noise": "Changed, but within the noise (the quartiles overlap)",
-    "no reference": "Not judged: no plain arm in one of the runs",
+    "no reference": "Not compared, because a run has no plain arm",
     "appeared": "Appeared",
     "vanished": "Vanished",
 }
 
 
-@dataclass(frozen=True)
-class Change:
-    """How one arm of one case fares in the new run against the old."""
+def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[str, bool]:
+    """What became slower or faster, appeared or vanished.
 
-    case: Case
-    arm: Arm
-    verdict: Verdict
-    text: str
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is ours to keep fast: neither PyTorch, nor ppdiffusers' own merging, nor the limit."""
-        return self.arm.backend != PYTORCH and self.arm.arm not in (BUILT_IN, LIMIT)
-
-
-def compare(old: dict[str, Any], new: dict[str, Any], threshold: float = THRESHOLD) -> str:
-    """What became slower, faster, appeared and vanished, as text.
-
-    An arm's time is taken as a share of plain's in the same rounds, since seconds of two runs on a shared machine are
-    no basis; a predictor's plain arm as a share of eager's. Seconds are shown beside it where machine, threads and
-    versions are the same.
+    The time of an arm is taken as a share of plain's within rounds, and that of plain in the predictor as a share of
+    plain in eager, because seconds of two runs on a shared machine cannot be compared. Seconds are shown too if
+    machine, threads and versions are the same.
 
     Args:
-        old, new: results as `bench` writes them.
-        threshold: smallest relative change that is one, above 0; below it, or where the quartiles of the two runs
-            overlap, nothing became slower.
+        old, new: files that `bench` wrote; an arm has vanished if none of the new ones has it.
+        threshold: smallest relative change that counts, above 0; it is noise if the quartiles of the two runs overlap.
+
+    Returns:
+        The text, and whether an arm of this package became slower or can no longer be computed. PyTorch, ppdiffusers'
+        built-in ToMe and the free-merge limit are in the text, but do not count.
 
     Raises:
-        ToMeConfigError: one is not a speed result of a known format, or the threshold is not above 0.
+        ToMeConfigError: the threshold is not above 0, or as `read_frame`.
     """
-    found = changes(old, new, threshold)
-    lines = [f"Old: {old['commit']}, {old['command']}", f"New: {new['commit']}, {new['command']}"]
-    if not _same_machine(old, new):
-        lines.append("Machine, threads or versions differ: only ratios within each run are compared.")
-    for verdict, heading in HEADINGS.items():
-        of_it = [change for change in found if change.verdict == verdict]
-        if of_it:
-            lines += ["", f"{heading}:"]
-            lines += [f"  {each.case.name}: {each.arm.name}: {each.text}{_remark(each)}" for each in of_it]
-    same = sum(change.verdict == "the same" for change in found)
-    return "\n".join([*lines, "", f"Within {threshold:.0%} of before: {same} of {len(found)}."])
-
-
-def is_slower(old: dict[str, Any], new: dict[str, Any], threshold: float = THRESHOLD) -> bool:
-    """Whether an arm of ours became slower, or was measured and no longer computes.
-
-    PyTorch, ppdiffusers' built-in merging and the free-merge limit do not count. Arguments and errors as `compare`.
-    """
-    return any(change.verdict == "slower" and change.counts for change in changes(old, new, threshold))
-
-
-def changes(old: dict[str, Any], new: dict[str, Any], threshold: float = THRESHOLD) -> list[Change]:
-    """Every arm of both runs with its verdict; arguments and errors as `compare`."""
     if not threshold > 0:
         raise ToMeConfigError(f"threshold={threshold!r} is not allowed: it must be above 0.")
-    before, after = parse(old, "the old result"), parse(new, "the new result")
-    return list(_changes(before, after, threshold))
+    before, after = (_with_shares(read_frame(files)[0]) for files in ([old], new))
+    is_same_machine = {*before["machine"]} == {*after["machine"]}
+    arms = after.merge(before, on=ARM, how="outer", suffixes=("", "_old")).sort_values(["order", "order_old"])
+    verdicts = [_judge(arm, threshold, is_same_machine) for arm in arms.to_dict("records")]
+    arms["verdict"], arms["text"] = zip(*verdicts, strict=True)
+    counts = (arms["backend"] != PYTORCH) & ~arms["arm"].isin([BUILT_IN, LIMIT])
+    remarks = (counts | (arms["verdict"] != "slower")).map({True: "", False: " (does not count)"})
+    texts = "  " + arms["label"].fillna(arms["label_old"]) + ": " + arms["text"] + remarks
+    lines = [f"Old: {run}" for run in before["run"].unique()] + [f"New: {run}" for run in after["run"].unique()]
+    if not is_same_machine:
+        lines.append("Machine, threads or versions differ: only ratios within each run are compared.")
+    for verdict, heading in HEADINGS.items():
+        listed = texts[arms["verdict"] == verdict]
+        lines += ["", f"{heading}:", *listed] if len(listed) else []
+    same = (arms["verdict"] == "the same").sum()
+    lines += ["", f"Within {threshold:.0%} of the old result: {same} of {len(arms)} arms."]
+    return "\n".join(lines), bool((counts & (arms["verdict"] == "slower")).any())
 
 
-def _same_machine(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    return parse(old, "the old result").machine == parse(new, "the new result").machine
+def _with_shares(frame: pd.DataFrame) -> pd.DataFrame:
+    backends = frame["backend"].mask(frame["arm"] == PLAIN, EAGER)
+    reference = partners(frame, arm=PLAIN, backend=backends, **UNMERGED)
+    return frame.assign(
+        share=ratios(frame["seconds"], reference["seconds"]),
+        label=frame["case_name"] + ": " + frame["name"],
+        run=frame["commit"] + ", " + frame["command"],
+        order=range(len(frame)),
+    )
 
 
-def _remark(change: Change) -> str:
-    return "" if change.counts or change.verdict != "slower" else " (not ours, does not count)"
-
-
-def _changes(old: Result, new: Result, threshold: float) -> Iterator[Change]:
-    is_same_machine = old.machine == new.machine
-    before = {(case.identity, arm.identity): (case, arm) for case in old.cases for arm in case.arms}
-    after = {(case.identity, arm.identity): (case, arm) for case in new.cases for arm in case.arms}
-    for key, (case, arm) in after.items():
-        if key not in before:
-            yield Change(case, arm, "appeared", arm.status)
-            continue
-        verdict, text = _judge(*before[key], case, arm, threshold)
-        old_arm = before[key][1]
-        if is_same_machine and arm.is_measured and old_arm.is_measured:
-            text += f"; {spread(old_arm.seconds).median:.4g} s → {spread(arm.seconds).median:.4g} s"
-        yield Change(case, arm, verdict, text)
-    for key, (case, arm) in before.items():
-        if key not in after:
-            yield Change(case, arm, "vanished", f"was {arm.status}")
-
-
-def _judge(old_case: Case, old: Arm, case: Case, arm: Arm, threshold: float) -> tuple[Verdict, str]:
-    if old.is_measured and not arm.is_measured:
-        failed = arm.status in (OUT_OF_MEMORY, ERROR)
-        return "slower" if failed else "vanished", f"was measured, now {arm.status}{_reason(arm)}"
-    if not old.is_measured:
-        verdict: Verdict = "faster" if arm.is_measured and old.status != NOT_MEASURED else "the same"
-        verdict = "appeared" if arm.is_measured and old.status == NOT_MEASURED else verdict
-        return verdict, f"was {old.status}, now {arm.status}"
-    if (arm.arm, arm.backend) == (PLAIN, EAGER):
-        return "the same", "what the others are measured by"
-    before, after = _share(old_case, old), _share(case, arm)
+def _judge(arm: dict[str, Any], threshold: float, is_same_machine: bool) -> tuple[str, str]:
+    """A verdict and its reason."""
+    was, status = arm["status_old"], arm["status"]
+    if pd.isna(was):
+        return "appeared", status
+    if pd.isna(status):
+        return "vanished", f"was {was}"
+    if was != MEASURED or status != MEASURED:
+        text = f"was {was}, now {status}" + (f" ({arm['reason']})" if arm["reason"] else "")
+        if was == MEASURED:
+            return "slower" if status in (OUT_OF_MEMORY, ERROR) else "vanished", text
+        return "the same" if status != MEASURED else "appeared" if was == NOT_MEASURED else "faster", text
+    if (arm["arm"], arm["backend"]) == (PLAIN, EAGER):
+        return "the same", "the reference"
+    before, after = arm["share_old"], arm["share"]
     if before is None or after is None:
         return "no reference", "its time against plain is not known"
     ratio = after.median / before.median
-    text = f"{_words(before)} → {_words(after)} of {_reference(arm)}'s time ({change(ratio)})"
+    reference = "eager plain" if arm["arm"] == PLAIN else "plain"
+    text = f"{_words(before)} → {_words(after)} of {reference}'s time ({change(ratio)})"
+    if is_same_machine:
+        text += f"; {arm['time_old'].median:.4g} s → {arm['time'].median:.4g} s"
     if abs(ratio - 1) <= threshold:
         return "the same", text
     if after.low <= before.high and before.low <= after.high:
@@ -128,19 +102,5 @@ def _judge(old_case: Case, old: Arm, case: Case, arm: Arm, threshold: float) -> 
     return "slower" if ratio > 1 else "faster", text
 
 
-def _share(case: Case, arm: Arm) -> Spread | None:
-    """The arm's time as a share of its reference's, within rounds."""
-    reference = case.find(PLAIN, EAGER if arm.arm == PLAIN else arm.backend)
-    return None if reference is None else case.times_faster(reference, arm)
-
-
-def _reference(arm: Arm) -> str:
-    return "eager plain" if arm.arm == PLAIN else "plain"
-
-
-def _words(share: Spread) -> str:
+def _words(share: Quartiles) -> str:
     return f"{share.median:.3f} [{share.low:.3f}–{share.high:.3f}]"
-
-
-def _reason(arm: Arm) -> str:
-    return f" ({arm.reason})" if arm.reason else ""

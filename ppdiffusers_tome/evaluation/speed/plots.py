@@ -1,247 +1,178 @@
-"""Speed results as pictures: each function returns a figure, or None where the results do not hold what it shows."""
+"""Plots of speed results: each function returns a figure, or None if the arms lack what it shows."""
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
-import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from PIL import Image
 
-from .names import BOTH, BUILT_IN, EAGER, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, TOME
-from .results import OURS, Arm, Case, Spread, spread
+from ..clock import Quartiles
+from ..plotting import BLUE, GREEN, GREY, ORANGE, RED, SKY, add_legend, make_figure, set_title
+from .cases import BOTH, BUILT_IN, EAGER, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, SCOPES, TOME
+from .frame import nearest
 
-TARGET = 0.03  # distance from the free-merge limit that is aimed for
-# Okabe and Ito's palette: told apart by colour-blind readers too
-ORANGE, SKY, GREEN, BLUE, RED = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"
+TARGET = 0.03  # largest time above the free-merge limit that counts as reaching it, as a share
+COLOURS = (SKY, BLUE, RED, ORANGE, GREEN)
 MARKERS = ("o", "s", "^", "D", "v", "P")
-SHORT_NAMES = {TOME: "ToMe", BOTH: "ToMe + memory-efficient", BUILT_IN: "built-in ToMe", LIMIT: "free-merge limit"}
-STYLE = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "axes.edgecolor": "#666666",
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "figure.facecolor": "white",
+TITLES = {TOME: "ToMe", BOTH: "ToMe + memory-efficient", BUILT_IN: "built-in ToMe", LIMIT: "free-merge limit"}
+LOOKS: dict[str, dict[str, Any]] = {
+    TOME: {"color": BLUE, "linestyle": "-", "marker": "o"},
+    LIMIT: {"color": GREY, "linestyle": ":", "marker": ""},
+    BUILT_IN: {"color": RED, "linestyle": "-", "marker": "s"},
+    BOTH: {"color": GREEN, "linestyle": "--", "marker": "^"},
 }
-WIDTH, DPI = 8.0, 130  # inches, and dots to each
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure as a small PNG of 256 colours, the same bytes every time."""
-    figure.set_dpi(DPI)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
+    """Speed-up over plain against image size: a panel for ToMe, and one for ToMe + memory-efficient attention.
 
-
-def speed_up_against_size(cases: Sequence[Case], backend: str) -> Figure | None:
-    """Times faster than plain over picture size, a panel each for ToMe and for ToMe + memory-efficient attention.
-
-    Colour is the ratio, marker the batch. At most three ratios are drawn, those nearest to 0.25, 0.5 and 0.75, and of
-    several levels the shallowest. None where no line would have two sizes.
+    The colour is the ratio, the marker the batch. Of many ratios the plot has those nearest to 0.25, 0.5 and 0.75, of
+    several values of `max_downsample` the lowest. None if no line has two sizes.
     """
-    merged = [
-        (case, arm, speed_up)
-        for case in cases
-        for arm in case.arms
-        if arm.arm in OURS and arm.backend == backend and (speed_up := case.speed_up(arm))
-    ]
-    level = _shallowest(arm for _, arm, _ in merged)
-    ratios = _three({arm.ratio for _, arm, _ in merged})
-    lines: dict[str, dict[tuple[float, int], dict[int, float]]] = {}
-    for case, arm, speed_up in merged:
-        if arm.ratio in ratios and arm.max_downsample == level:
-            points = lines.setdefault(arm.arm, {}).setdefault((arm.ratio, case.batch), {})
-            points[case.size] = speed_up.median
-    if not any(len(points) > 1 for of_arm in lines.values() for points in of_arm.values()):
+    arms = arms[(arms["backend"] == backend) & arms["arm"].isin([TOME, BOTH]) & arms["faster_than_plain"].notna()]
+    arms = arms[arms["max_downsample"] == arms["max_downsample"].min()]
+    lines = arms.groupby(["arm", "ratio", "batch"])
+    if arms.empty or lines["size"].nunique().max() < 2:
         return None
-    batches = sorted({batch for of_arm in lines.values() for _, batch in of_arm})
-    colours = dict(zip(ratios, (SKY, BLUE, RED), strict=False))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
-        panels = figure.subplots(1, len(lines), squeeze=False, sharey=True)[0]
-        for panel, (name, of_arm) in zip(panels, lines.items(), strict=True):
-            for (ratio, batch), points in sorted(of_arm.items()):
-                marker = MARKERS[batches.index(batch) % len(MARKERS)]
-                panel.plot(
-                    *zip(*sorted(points.items()), strict=True), color=colours[ratio], marker=marker, markersize=5
-                )
-            panel.axhline(1, color="#666666", linewidth=1)
-            panel.set_xticks(sorted({case.size for case, _, _ in merged}))
-            panel.set_xlabel("picture size (px, square)")
-            panel.set_title(SHORT_NAMES[name], fontsize=11)
-        panels[0].set_ylabel("times faster than plain")
-        figure.suptitle(f"Speed-up against size, {_subject(cases[0])}, {backend}", fontsize=11.5, x=0.02, ha="left")
-        keys = [Line2D([], [], color=colours[ratio], label=f"ratio {ratio:g}") for ratio in ratios]
-        keys += [
-            Line2D([], [], color="#666666", linestyle="", marker=MARKERS[nth % len(MARKERS)], label=f"batch {batch}")
-            for nth, batch in enumerate(batches)
-        ]
-        figure.legend(handles=keys, loc="outside lower center", ncols=6)
+    ratios = sorted({nearest(arms["ratio"], wanted) for wanted in (0.25, 0.5, 0.75)})
+    colours = dict(zip(ratios, COLOURS, strict=False))
+    batches = sorted(arms["batch"].unique())
+    markers = {batch: MARKERS[index % len(MARKERS)] for index, batch in enumerate(batches)}
+    names = [name for name in (TOME, BOTH) if name in set(arms["arm"])]
+    figure, panels = make_figure(columns=len(names), height=4.4)
+    panel_of = dict(zip(names, panels, strict=True))
+    for (name, ratio, batch), line in lines:
+        if ratio in ratios:
+            line = line.drop_duplicates("size", keep="last").sort_values("size")
+            medians = [times.median for times in line["faster_than_plain"]]
+            panel_of[name].plot(line["size"], medians, color=colours[ratio], marker=markers[batch], markersize=5)
+    for name, panel in panel_of.items():
+        panel.axhline(1, color=GREY, linewidth=1)
+        panel.set(xticks=sorted(arms["size"].unique()), xlabel="image size (px, square)")
+        panel.set_title(TITLES[name], fontsize=11)
+    for panel in panels[1:]:
+        panel.sharey(panels[0])
+    panels[0].set_ylabel("times faster than plain")
+    for ratio in ratios:
+        panels[0].plot([], [], color=colours[ratio], label=f"ratio {ratio:g}")
+    for batch, marker in markers.items():
+        panels[0].plot([], [], color=GREY, linestyle="", marker=marker, label=f"batch {batch}")
+    set_title(figure, f"Speed-up against size, {_subject(arms)}, {backend}")
+    add_legend(figure, panels, columns=6)
     return figure
 
 
-def time_and_memory_against_ratio(case: Case, backend: str) -> Figure | None:
-    """Seconds and peak memory over the ratio, ratio 0 being the arm without merging.
+def time_and_memory_by_ratio(arms: pd.DataFrame, backend: str) -> Figure | None:
+    """Seconds and peak memory of one case against the ratio; at ratio 0 is the same attention without merging.
 
-    None where nothing was measured at two ratios or more.
+    The case is the one measured at most ratios; of several the one with the largest image, then the smallest batch.
+    None if no arm was measured at two ratios.
     """
-    level = _shallowest(arm for arm in case.arms if arm.arm == TOME)
-    starts = {TOME: PLAIN, LIMIT: PLAIN, BUILT_IN: PLAIN, BOTH: MEMORY_EFFICIENT}
-    looks = {TOME: (BLUE, "-", "o"), LIMIT: ("#777777", ":", ""), BUILT_IN: (RED, "-", "s"), BOTH: (GREEN, "--", "^")}
-    curves: dict[str, list[Arm]] = {}
-    for name in starts:
-        arms = [
-            arm
-            for arm in case.arms
-            if (arm.arm, arm.backend, arm.max_downsample) == (name, backend, level) and arm.is_measured
-        ]
-        arms = [arm for arm in arms if name != LIMIT or arm.attention == "plain"]
-        if len({arm.ratio for arm in arms}) > 1:
-            start = case.find(starts[name], backend)
-            curves[name] = sorted(
-                [*arms, *([start] if start and start.is_measured else [])], key=lambda arm: arm.ratio
-            )
+    arms = arms[(arms["backend"] == backend) & arms["time"].notna()]
+    arms = arms.sort_values(["size", "batch"], ascending=[False, True], kind="stable")
+    merged = arms[arms["arm"].isin(LOOKS)]
+    if merged.empty:
+        return None
+    arms = arms[arms["case"] == merged.groupby("case", sort=False)["ratio"].nunique().idxmax()]
+    curves = {}
+    for name in LOOKS:
+        of_name = arms[(arms["arm"] == name) & (arms["max_downsample"] == merged["max_downsample"].min())]
+        unmerged = arms[arms["arm"] == (MEMORY_EFFICIENT if name == BOTH else PLAIN)]
+        if of_name["ratio"].nunique() > 1:
+            curves[name] = pd.concat([unmerged, of_name]).sort_values("ratio")
     if not curves:
         return None
-    has_memory = any(arm.peak_memory_bytes for arms in curves.values() for arm in arms)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
-        panels = figure.subplots(1, 2 if has_memory else 1, squeeze=False)[0]
-        for name, arms in curves.items():
-            colour, line, marker = looks[name]
-            look = {"color": colour, "linestyle": line, "marker": marker}
-            ratios = [arm.ratio for arm in arms]
-            _spread_line(panels[0], ratios, [spread(arm.seconds) for arm in arms], SHORT_NAMES[name], **look)
-            if has_memory and name != LIMIT:
-                counted = [(arm.ratio, arm.peak_memory_bytes / 1e9) for arm in arms if arm.peak_memory_bytes]
-                panels[1].plot(*zip(*counted, strict=True), markersize=5, **look) if counted else None
-        for panel, label in zip(panels, ("seconds", "peak memory (GB)"), strict=False):
-            panel.set(xlabel="ratio (share of tokens merged away)", ylabel=label)
-            panel.set_ylim(bottom=0)
-        figure.suptitle(f"{case.name}, {backend}", fontsize=11.5, x=0.02, ha="left")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    has_memory = any(curve["peak_memory_bytes"].notna().any() for curve in curves.values())
+    figure, panels = make_figure(columns=1 + has_memory)
+    for name, curve in curves.items():
+        look = LOOKS[name]
+        times = pd.DataFrame([*curve["time"]], columns=Quartiles._fields)
+        panels[0].plot(curve["ratio"], times["median"], label=TITLES[name], markersize=5, **look)
+        panels[0].fill_between(curve["ratio"], times["low"], times["high"], color=look["color"], alpha=0.12, lw=0)
+        counted = curve[curve["peak_memory_bytes"].notna()]
+        if name != LIMIT and len(counted):
+            panels[1].plot(counted["ratio"], counted["peak_memory_bytes"] / 1e9, markersize=5, **look)
+    for panel, label in zip(panels, ("seconds", "peak memory (GB)"), strict=False):
+        panel.set(xlabel="ratio (share of tokens merged away)", ylabel=label)
+        panel.set_ylim(bottom=0)
+    set_title(figure, f"{arms['case_name'].iloc[0]}, {backend}")
+    add_legend(figure, panels)
     return figure
 
 
-def distance_from_limit(cases: Sequence[Case]) -> Figure | None:
-    """Bars: how much longer than the free-merge limit each case takes at each ratio, with the target as a line.
-
-    A panel for each backend.
-    """
-    found: dict[str, dict[str, dict[float, Spread]]] = {}
-    for case in cases:
-        for arm in case.arms:
-            distance = case.distance(arm) if arm.arm in OURS else None
-            if distance:
-                below = ("\nsliced" if arm.arm == BOTH else "") + _level(arm.max_downsample)
-                place = case.shape.replace(", ", "\n") + below
-                found.setdefault(arm.backend, {}).setdefault(place, {})[arm.ratio] = distance
-    if not found:
+def time_above_limit(arms: pd.DataFrame) -> Figure | None:
+    """Bars: how much longer than its free-merge limit each case takes at each ratio; a panel for each backend."""
+    arms = arms[arms["over_limit"].notna()]
+    if arms.empty:
         return None
-    ratios = sorted({ratio for places in found.values() for bars in places.values() for ratio in bars})
-    thick = 0.8 / len(ratios)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 1.2 + 2.8 * len(found)), layout="constrained")
-        panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
-        for panel, (backend, places) in zip(panels, found.items(), strict=True):
-            for nth, ratio in enumerate(ratios):
-                bars = {place: each[ratio] for place, each in enumerate(places.values()) if ratio in each}
-                colour = mpl.colormaps["viridis"](0.9 - 0.8 * nth / max(len(ratios) - 1, 1))
-                at = [place + (nth - (len(ratios) - 1) / 2) * thick for place in bars]
-                _bars(panel, at, list(bars.values()), thick * 0.92, 100, color=colour, label=f"{ratio:g}")
-            panel.axhline(100 * TARGET, color=RED, linewidth=1.2, linestyle="--", label=f"target, {100 * TARGET:g} %")
-            panel.axhline(0, color="#666666", linewidth=1)
-            panel.grid(axis="x", visible=False)
-            panel.set_xticks(range(len(places)), list(places), fontsize=10 if len(places) <= 8 else 7)
-            panel.set_title(backend, fontsize=11)
-        figure.supylabel("time above the free-merge limit (%)", fontsize=11)
-        figure.suptitle(f"Distance from the limit, {_subject(cases[0])}", fontsize=11.5, x=0.02, ha="left")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", title="ratio")
+    ratios = sorted(arms["ratio"].unique())
+    width = min(0.8 / len(ratios), 0.3)
+    backends = list(dict.fromkeys(arms["backend"]))
+    figure, panels = make_figure(rows=len(backends), height=1.4 + 2.8 * len(backends))
+    for panel, backend in zip(panels, backends, strict=True):
+        bars = arms[arms["backend"] == backend]
+        levels = ["" if level == 0 else f", max_downsample {level}" for level in bars["max_downsample"]]
+        bars = bars.assign(place=bars["shape"] + levels)
+        places = list(dict.fromkeys(bars["place"]))
+        for ratio, of_ratio in bars.groupby("ratio"):
+            index = ratios.index(ratio)
+            offset = (index - (len(ratios) - 1) / 2) * width
+            heights = [Quartiles(*(100 * (value - 1) for value in above)) for above in of_ratio["over_limit"]]
+            positions = [places.index(place) + offset for place in of_ratio["place"]]
+            colour = COLOURS[index % len(COLOURS)]
+            _bars(panel, positions, heights, 0.92 * width, color=colour, label=f"ratio {ratio:g}")
+        panel.axhline(100 * TARGET, color=RED, linewidth=1.2, linestyle="--", label=f"target, {100 * TARGET:g} %")
+        panel.axhline(0, color=GREY, linewidth=1)
+        panel.grid(axis="x", visible=False)
+        panel.set_xticks(range(len(places)), [place.replace(", ", "\n") for place in places])
+        panel.set_title(backend, fontsize=11)
+    figure.supylabel("time above the free-merge limit (%)", fontsize=11)
+    set_title(figure, f"Time above the free-merge limit, {_subject(arms)}")
+    add_legend(figure, panels)
     return figure
 
 
-def eager_against_predictor(cases: Sequence[Case]) -> Figure | None:
-    """Bars: times faster than eager plain; ToMe in eager, and the predictor plain and with ToMe, at one ratio.
+def eager_against_predictor(arms: pd.DataFrame) -> Figure | None:
+    """Bars: times faster than eager plain, for ToMe in eager, and for the predictor plain and with ToMe.
 
-    Of several ratios it is the one nearest to 0.5.
-
-    None where no case has plain arms in both backends.
+    Of several ratios it is the one nearest to 0.5. None if no case has plain arms in both backends.
     """
-    both = [case for case in cases if case.find(PLAIN, EAGER) and case.find(PLAIN, PREDICTOR)]
-    merged = [arm for case in both for arm in case.arms if arm.arm == TOME]
-    level = _shallowest(merged)
-    ratio = min((arm.ratio for arm in merged), key=lambda ratio: abs(ratio - 0.5), default=0.5)
-    drawn = [
-        (EAGER, TOME, f"eager, ToMe {ratio:g}", SKY),
-        (PREDICTOR, PLAIN, "predictor, plain", ORANGE),
-        (PREDICTOR, TOME, f"predictor, ToMe {ratio:g}", RED),
-    ]
-    bars: dict[str, dict[int, Spread]] = {}
-    for place, case in enumerate(both):
-        for backend, name, label, _ in drawn:
-            arm = case.find(name, backend, ratio, level)
-            faster = case.times_faster(arm, case.find(PLAIN, EAGER)) if arm else None
-            if faster:
-                bars.setdefault(label, {})[place] = faster
-    if not bars:
+    arms = arms[arms["faster_than_eager_plain"].notna()]
+    arms = arms[arms["case"].isin(arms.loc[arms["backend"] == PREDICTOR, "case"])]
+    merged = arms[arms["arm"] == TOME]
+    ratio = nearest(merged["ratio"], 0.5) if len(merged) else 0.5
+    merged = merged[(merged["ratio"] == ratio) & (merged["max_downsample"] == merged["max_downsample"].min())]
+    bars = {
+        f"eager, ToMe {ratio:g}": (merged[merged["backend"] == EAGER], SKY),
+        "predictor, plain": (arms[(arms["backend"] == PREDICTOR) & (arms["arm"] == PLAIN)], ORANGE),
+        f"predictor, ToMe {ratio:g}": (merged[merged["backend"] == PREDICTOR], RED),
+    }
+    shapes = dict(zip(arms["case"], arms["shape"], strict=True))
+    if not shapes:
         return None
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
-        axes = figure.subplots()
-        for nth, (_, _, label, colour) in enumerate(drawn):
-            found = bars.get(label, {})
-            at = [place + (nth - 1) * 0.28 for place in found]
-            _bars(axes, at, list(found.values()), 0.26, 1, color=colour, label=label)
-            for x, faster in zip(at, found.values(), strict=True):
-                axes.text(x, faster.high, f"{faster.median:.2f}", ha="center", va="bottom", fontsize=8)
-        axes.axhline(1, color="#666666", linewidth=1)
-        axes.grid(axis="x", visible=False)
-        axes.set_xticks(range(len(both)), [case.shape.replace(", ", "\n") for case in both], fontsize=10)
-        axes.set_ylabel("times faster than eager, plain")
-        axes.set_title(f"Eager and predictor, {_subject(cases[0])}", loc="left", fontsize=11.5)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure, [axes] = make_figure()
+    for index, (label, (shown, colour)) in enumerate(bars.items()):
+        positions = [list(shapes).index(case) + 0.28 * (index - 1) for case in shown["case"]]
+        _bars(axes, positions, list(shown["faster_than_eager_plain"]), 0.26, color=colour, label=label)
+        for x, times in zip(positions, shown["faster_than_eager_plain"], strict=True):
+            axes.text(x, times.high, f"{times.median:.2f}", ha="center", va="bottom", fontsize=8)
+    axes.axhline(1, color=GREY, linewidth=1)
+    axes.grid(axis="x", visible=False)
+    axes.set_xticks(range(len(shapes)), [shape.replace(", ", "\n") for shape in shapes.values()])
+    axes.set_ylabel("times faster than eager, plain")
+    set_title(figure, f"Eager and predictor, {_subject(arms)}")
+    add_legend(figure, [axes], columns=3)
     return figure
 
 
-def _bars(axes: Axes, at: Sequence[float], found: Sequence[Spread], width: float, scale: float, **look: Any) -> None:
+def _bars(axes: Axes, positions: Sequence[float], heights: Sequence[Quartiles], width: float, **look: Any) -> None:
     """Medians as bars, quartiles as error bars."""
-    heights = [scale * each.median for each in found]
-    errors = [
-        [scale * (each.median - each.low) for each in found],
-        [scale * (each.high - each.median) for each in found],
-    ]
-    axes.bar(at, heights, width, yerr=errors, error_kw={"linewidth": 0.8, "ecolor": "#444444"}, **look)
+    errors = [[bar.median - bar.low for bar in heights], [bar.high - bar.median for bar in heights]]
+    medians = [bar.median for bar in heights]
+    axes.bar(positions, medians, width, yerr=errors, error_kw={"linewidth": 0.8, "ecolor": "#444444"}, **look)
 
 
-def _spread_line(axes: Axes, xs: Sequence[float], ys: Sequence[Spread], label: str, **look: Any) -> None:
-    axes.plot(xs, [each.median for each in ys], label=label, markersize=5, **look)
-    axes.fill_between(xs, [each.low for each in ys], [each.high for each in ys], color=look["color"], alpha=0.12, lw=0)
-
-
-def _three(ratios: set[float]) -> list[float]:
-    """Those nearest to 0.25, 0.5 and 0.75."""
-    return sorted({min(ratios, key=lambda ratio: abs(ratio - near)) for near in (0.25, 0.5, 0.75)}) if ratios else []
-
-
-def _subject(case: Case) -> str:
-    return case.name.rsplit(f", {case.shape}", 1)[0]
-
-
-def _shallowest(arms: Iterable[Arm]) -> int | None:
-    """The first of the levels that were asked for; None, the model's own, comes before all others."""
-    return min((arm.max_downsample for arm in arms), key=lambda level: level or 0, default=None)
-
-
-def _level(max_downsample: int | None) -> str:
-    return "" if max_downsample is None else f"\nlevel ≤ {max_downsample}"
+def _subject(arms: pd.DataFrame) -> str:
+    first = arms.iloc[0]
+    return f"{first['model']}, {SCOPES[first['scope']]}"

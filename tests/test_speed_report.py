@@ -1,0 +1,246 @@
+"""The report on speed, checked against figures worked out by hand."""
+
+import re
+
+import pytest
+from speed_results import PLAIN, arm, case, result, times, write
+
+from ppdiffusers_tome.errors import ToMeConfigError
+from ppdiffusers_tome.evaluation.speed.report import format_result, write_report
+
+SHARES = {"matching": 0.05, "merge": 0.02, "unmerge": 0.01}
+
+
+def full_case(**fields):
+    """All kinds of arms at ratios 0.5 and 0.75."""
+    arms = [
+        arm("plain", PLAIN, memory=8),
+        arm("memory-efficient", times(1.25), memory=4),
+        arm("tome", times(0.8), ratio=0.5, memory=6, shares=SHARES),
+        arm("tome", times(0.5), ratio=0.75, memory=5),
+        arm("both", times(1.0), ratio=0.5, memory=3.2),
+        arm("both", times(1.5), ratio=0.75, memory=3),
+        arm("limit", times(0.78), ratio=0.5),
+        arm("limit", times(0.4), ratio=0.75),
+        arm("built-in", times(1.6), ratio=0.5),
+        arm("plain", times(0.25), backend="predictor"),
+        arm("tome", times(0.2), ratio=0.5, backend="predictor"),
+        arm("plain", times(0.75), backend="PyTorch"),
+        arm("tome", times(0.6), ratio=0.5, backend="PyTorch"),
+    ]
+    return case(arms, **fields)
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Writes the report on results, given as their contents."""
+
+    def report(*results):
+        files = [write(tmp_path / "results" / f"{name}.json", data) for name, data in zip("abc", results, strict=False)]
+        return write_report(files, tmp_path / "report")
+
+    return report
+
+
+def table_under(page, heading):
+    """The rows below the header of the first table after a heading, as lists of cells."""
+    after = page[page.index(f"{heading}\n") :]
+    return [row.strip("| ").split(" | ") for row in re.search(r"(\|.*\|\n)+", after).group().strip().splitlines()][2:]
+
+
+def test_time_and_memory_by_size_and_batch(report):
+    page = report(result([full_case(), full_case(size=1024)]))
+    row = ["20.0", "16.0 (−20.0 %)", "25.0 (+25.0 %)", "20.0 (+0.0 %)"]
+    rows = table_under(page, "### Time by size and batch, ratio 0.5, eager")
+    assert rows == [["512", "2", *row], ["1024", "2", *row]]
+    header = "| size, px | batch | plain, s a pass | ToMe, s a pass | memory-efficient, s a pass | ToMe + memory-"
+    assert header in page
+    memory = table_under(page, "### Peak memory by size and batch, ratio 0.5, eager")
+    assert memory[0] == ["512", "2", "8.00", "6.00 (−25.0 %)", "4.00 (−50.0 %)", "3.20 (−60.0 %)"]
+    rows = table_under(page, "### Time by size and batch, ratio 0.5, predictor")
+    assert rows[0] == ["512", "2", "5.00", "4.00 (−20.0 %)"]
+
+
+def test_time_and_memory_by_ratio(report):
+    page = report(result([full_case(batch=1), full_case(batch=10)]))
+    rows = table_under(page, "### Time and memory by ratio, eager")
+    # size, batch, ratio; seconds of ToMe, ToMe + memory-efficient and the limit; GB of the first two
+    one_case = [
+        ["0", "20.0", "25.0 (0.80×)", "–", "8.00", "4.00 (−50.0 %)"],
+        ["0.5", "16.0 (1.25×)", "20.0 (1.00×)", "15.6 (1.28×)", "6.00 (−25.0 %)", "3.20 (−60.0 %)"],
+        ["0.75", "10.0 (2.00×)", "30.0 (0.67×)", "8.00 (2.50×)", "5.00 (−37.5 %)", "3.00 (−62.5 %)"],
+    ]
+    assert rows == [["512", batch, *row] for batch in ("1", "10") for row in one_case]
+
+
+def test_ratios_are_medians_within_rounds(report):
+    # plain over merged: 10/9, 20/20, 40/42; of the medians it would be 20/20
+    page = report(result([case([arm("plain", PLAIN), arm("tome", [9.0, 20.0, 42.0], ratio=0.5, memory=6)])]))
+    assert table_under(page, "parity</summary>")[1] == [
+        "512 px, batch 2", "ToMe 0.5, eager", "2048 of 4096", "20 [14.5–31]", "1.00× [0.98–1.06]", "6.00", "1.00",
+        "2.0e-06, its definition",
+    ]  # fmt: skip
+
+
+def test_out_of_memory(report):
+    arms = [
+        arm("plain", [], status="out of memory"),
+        arm("memory-efficient", [], status="error"),
+        arm("tome", times(0.8), ratio=0.5),
+    ]
+    page = report(result([case(arms, memory_limit_gb=2.5)]))
+    rows = table_under(page, "### Time by size and batch, ratio 0.5, eager")
+    assert rows == [["512", "2", "2.5 GB", "OOM", "16.0", "error"]]
+    assert "fit in memory where plain does not: sd15, one UNet pass, 512 px, batch 2, limit 2.5 GB." in page
+    assert "- out of memory: the allocator failed: plain, eager\n" in page
+
+
+def test_limit_shares_and_peers(report):
+    page = report(result([full_case()]))
+    name = ["512 px, batch 2", "ToMe 0.5, eager"]
+    assert table_under(page, "### Time above the free-merge limit, target 3 %") == [
+        [*name, "+2.6 %", "reached"],
+        ["512 px, batch 2", "ToMe 0.75, eager", "+25.0 %", "**not reached**"],
+    ]
+    assert table_under(page, "### Share of the merging blocks' time") == [[*name, "5.0 %", "2.0 %", "1.0 %", "8.0 %"]]
+    built_in = table_under(page, "### Against ppdiffusers' built-in ToMe")
+    assert built_in == [[*name, "32.0", "16.0", "2.00× [2.00–2.00]"]]
+    pytorch = table_under(page, "### Against PyTorch with diffusers and tomesd")
+    assert [row[1:] for row in pytorch] == [
+        ["plain, eager", "15.0", "20.0", "0.75× [0.75–0.75]"],
+        ["ToMe 0.5, eager", "12.0", "16.0", "0.75× [0.75–0.75]"],
+        ["plain, predictor", "15.0", "5.00", "3.00× [3.00–3.00]"],
+        ["ToMe 0.5, predictor", "12.0", "4.00", "3.00× [3.00–3.00]"],
+    ]
+    predictor = table_under(page, "### Predictor against eager")
+    assert [row[1:] for row in predictor] == [
+        ["plain, predictor", "20.0", "5.00", "4.00× [4.00–4.00]"],
+        ["ToMe 0.5, predictor", "16.0", "4.00", "4.00× [4.00–4.00]"],
+    ]
+
+
+def test_slower_arms_are_listed(report):
+    page = report(result([full_case()]))
+    listed = page[page.index("### Slower than without merging") :].split("###")[1]
+    assert re.findall(r"- (.*)", listed) == [
+        "512 px, batch 2: ToMe + memory-efficient 0.75, eager takes 1.50 times as long as plain",
+        "512 px, batch 2: ToMe + memory-efficient 0.75, eager takes 1.20 times as long as memory-efficient attention",
+    ]
+    assert "**Where merging is slower:** 1 of 5 merged arms" in page
+    page = report(result([case([arm("plain", PLAIN), arm("tome", times(0.8), ratio=0.5)])]))
+    assert "None: each merged arm" in page and "None of 1 merged arms is slower" in page
+    page = report(result([case([arm("plain", PLAIN), arm("tome", [9.0, 20.4, 41.0], ratio=0.5)])]))
+    assert "takes 1.02 times as long as plain (within the noise" in page
+
+
+def test_summary(report):
+    page = report(result([full_case(), full_case(size=1024)]))
+    assert "- ToMe is 1.25× to 2.00× as fast as plain in 6 arms; the fastest is sd15, one UNet pass, 512 px" in page
+    assert "- 2 of 4 merged arms take at most 3 % longer than the free-merge limit" in page and "+25.0 %" in page
+    assert "- Merging changes peak memory by −20 % to −38 % against the same attention without merging" in page
+    comparisons = {tuple(row[:2]): row[2:] for row in table_under(page, "they must equal. ")}
+    assert comparisons["ToMe over plain", "eager"] == ["1.25× to 2.00×", "0 of 4 arms"]
+
+
+def test_models_and_machines_are_not_mixed(report):
+    page = report(
+        result([full_case(), full_case(scope="block"), full_case(model="sdxl")]),
+        result([full_case()], machine="Another CPU"),
+        result([full_case()], threads=2),
+    )
+    assert re.findall("^## (.*)", page, re.M) == [
+        "sd15, one UNet pass, float32", "sd15, one top-level block, float32", "sdxl, one UNet pass, float32",
+        "sd15, one UNet pass, float32, b.json", "sd15, one UNet pass, float32, c.json",
+    ]  # fmt: skip
+
+
+def test_steps_and_guidance_scales_are_not_mixed(report):
+    cases = [full_case(scope="pipeline", steps=steps, guidance_scale=2.0) for steps in (4, 20)]
+    headings = re.findall("^## (.*)", report(result(cases)), re.M)
+    assert headings == [f"sd15, whole images, float32, {steps} steps, guidance scale 2" for steps in (4, 20)]
+
+
+def test_a_repeated_measurement_has_its_own_section(report):
+    headings = re.findall("^## (.*)", report(result([full_case()]), result([full_case()])), re.M)
+    assert headings == ["sd15, one UNet pass, float32", "sd15, one UNet pass, float32, b.json"]
+
+
+def test_reasons_of_arms_that_were_not_measured(report):
+    absent = arm("plain", [], backend="PyTorch", status="not measured", reason="torch is not installed")
+    page = report(result([case([arm("plain", PLAIN), absent])]))
+    assert "### Not measured\n\n- not measured: torch is not installed: plain, PyTorch\n" in page
+    assert "### Against PyTorch" not in page and "### Slower" not in page  # nothing was merged
+
+
+def test_levels_have_their_own_tables(report):
+    arms = [
+        arm("plain", PLAIN),
+        arm("tome", times(0.8), ratio=0.5, max_downsample=1),
+        arm("tome", times(0.4), ratio=0.5, max_downsample=2),
+        arm("limit", times(0.32), ratio=0.5, max_downsample=2),
+    ]
+    page = report(result([case(arms)]))
+    for level, cell in ((1, "16.0 (−20.0 %)"), (2, "8.00 (−60.0 %)")):
+        heading = f"### Time by size and batch, ratio 0.5, eager, max_downsample {level}"
+        assert table_under(page, heading) == [["512", "2", "20.0", cell]]
+    limit = table_under(page, "### Time above the free-merge limit, target 3 %")
+    assert limit == [["512 px, batch 2", "ToMe 0.5, max_downsample 2, eager", "+25.0 %", "**not reached**"]]
+
+
+def test_page_and_plots_are_written(tmp_path):
+    first = write(tmp_path / "results" / "one half.json", result([full_case()]))
+    files = [first, write(tmp_path / "results" / "b.json", result([full_case(size=1024)]))]
+    other = write(tmp_path / "results" / "quality.json", {"kind": "quality"})
+    output = tmp_path / "reports" / "speed"
+    page = write_report([*files, other], output)
+    assert (output / "speed.md").read_text(encoding="utf-8") == page
+    assert "[one half.json](../../results/one%20half.json): Test CPU, cpu, threads: 1, cores: 2; paddlepaddle" in page
+    assert "commit abc1234; 3 rounds; `python -m ppdiffusers_tome bench --quick`" in page
+    assert "not speed results: [quality.json](../../results/quality.json) (kind 'quality')." in page
+    images = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert sorted(images) == sorted(path.name for path in output.glob("*.png"))
+    assert {re.sub("speed_1_sd15_unet_float32_|.png", "", name) for name in images} == {
+        "distance_from_limit", "eager_against_predictor", "speed_up_against_size_eager",
+        "speed_up_against_size_predictor", "against_ratio_eager",
+    }  # fmt: skip
+    assert page.count("\n## ") == 1  # one machine, one section
+    (output / "published_figures.md").touch()
+    assert "(published_figures.md)" in write_report(files, output) and "published" not in page
+
+
+def test_without_a_speed_result_nothing_is_written(tmp_path):
+    other = write(tmp_path / "quality.json", {"kind": "quality"})
+    with pytest.raises(ToMeConfigError, match=r"no speed result in .*quality\.json \(kind 'quality'\)"):
+        write_report([other], tmp_path / "report")
+    with pytest.raises(ToMeConfigError, match=r"nowhere\.json cannot be read"):
+        write_report([tmp_path / "nowhere.json"], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (result([], format=1), "has format 1"),
+        ("{not json", "cannot be read"),
+        ({"kind": "speed", "format": 2}, r"not a complete speed result.*cases"),
+        (result([case([arm("plain", [1.0, 2.0, 3.0]), arm("tome", [1.0, 2.0], ratio=0.5)])]), r"seconds=\[1.0, 2.0\]"),
+        (result([case([arm("plain", [])])]), r"seconds=\[\]"),
+        (result([case([arm("plain", PLAIN, status="error")])]), "is 'error'"),
+        (result([case([arm("plain", [1.0, 0.0, 2.0])])]), r"seconds=\[1.0, 0.0, 2.0\]"),
+        (result([]), "no arm was measured"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path, data, message):
+    with pytest.raises(ToMeConfigError, match=rf"speed\.json.*{message}"):
+        write_report([write(tmp_path / "speed.json", data)], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_text_for_the_terminal(tmp_path):
+    arms = [arm("plain", PLAIN, memory=8), arm("tome", times(0.8), ratio=0.5), arm("both", [], status="error")]
+    text = format_result(write(tmp_path / "speed.json", result([case(arms)])))
+    lines = [line.split() for line in text.splitlines()]
+    assert text.startswith("sd15, one UNet pass, 512 px, batch 2\n")
+    assert lines[2] == ["plain,", "eager", "20.0", "8.00"]
+    assert lines[3] == ["ToMe", "0.5,", "eager", "16.0", "1.25×", "–"]
+    assert text.endswith("the allocator failed")
