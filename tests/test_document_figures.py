@@ -1,210 +1,128 @@
-"""Every figure in the documents is the one in the committed result that it comes from, at its place in the text."""
+"""Every figure in the documents equals the field of the committed result that it comes from.
 
-import json
-import math
+A figure has a place: a cell of a table, which is chosen by its document and its first header cell, or the group of a
+regular expression that matches a document's prose exactly once.
+"""
+
 import re
-import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
 
+import committed_figures as figures
 import pytest
+from committed_figures import value
+from markdown_text import prose, tables
 
-ROOT = Path(__file__).parents[1]
-SPEED_FILES = ("sd15_unet", "sd15_block", "emoji_unet", "emoji_pipeline_128", "emoji_pipeline_256")
-MODEL_LABELS = {  # the first column of the speed table: result file, attention → English, Chinese
-    ("sd15_unet", "plain"): ("Stable Diffusion 1.5, one UNet pass", "Stable Diffusion 1.5，UNet 一次前向"),
-    ("sd15_unet", "sliced"): ("the same, attention slicing", "同上，注意力切片"),
-    ("sd15_block", "plain"): ("its top-level block alone", "仅其最上层的一个模块"),
-    ("emoji_pipeline", "plain"): ("bundled model, whole images", "自带模型，完整生成"),
+SD15_UNET, QUALITY, LOAD = "results/sd15_unet.json", "results/quality.json", "results/load.json"
+IMAGE_CLIENTS = ("openai", "txt2img", "img2img")
+TABLES = {  # by document and first header cell
+    ("README.md", "what runs"): lambda: figures.speed_table(0),
+    ("README_zh.md", "测试对象"): lambda: figures.speed_table(1),
+    ("README.md", "ratio"): lambda: figures.quality_table(0),
+    ("README_zh.md", "合并比例"): lambda: figures.quality_table(1),
+    ("docs/comparison.md", "operation"): figures.operations_table,
+    ("docs/inference.md", "size"): figures.predictor_table,
+    ("docs/serving.md", "size"): figures.one_client_table,
+    ("docs/serving.md", "seconds until images"): figures.load_table,
 }
-BACKEND_LABELS = {"eager": ("eager", "动态图"), "predictor": ("predictor", "预测器"), "PyTorch": ("PyTorch", "PyTorch")}
+PROSE = [  # document, expression with one group around the figure, the figure
+    ("README.md", r"medians of (\d+) rounds", figures.rounds_of_speed_table),
+    ("README.md", r"one CPU thread with Paddle ([\d.]+),", lambda: value(SD15_UNET, "environment.paddlepaddle")),
+    ("README.md", r"(\d+) steps at 128 px", lambda: figures.steps_of_images(128)),
+    ("README.md", r"(\d+) steps at 256 px", lambda: figures.steps_of_images(256)),
+    ("README.md", r"compares (\d+) images of the bundled model", figures.images_per_setting),
+    ("README.md", r"images of the bundled model \((\d+) px", lambda: value(QUALITY, "size")),
+    ("README.md", r"128 px, (\d+) steps\)", lambda: value(QUALITY, "steps")),
+    ("README.md", r"an image changes (.+?) as much", lambda: figures.change_against_seed("less than half")),
+    ("README.md", r"KID does not separate (.+?) from", lambda: figures.ratios_that_kid_separates("any ratio")),
+    ("README.md", r"all (\d+) pipeline classes", figures.pipeline_classes),
+    ("README_zh.md", r"取 (\d+) 轮的中位数", figures.rounds_of_speed_table),
+    ("README_zh.md", r"0\.5、Paddle ([\d.]+)、CPU", lambda: value(SD15_UNET, "environment.paddlepaddle")),
+    ("README_zh.md", r"在 128 px 时采样步数为 (\d+)", lambda: figures.steps_of_images(128)),
+    ("README_zh.md", r"在 256 px 时为 (\d+)", lambda: figures.steps_of_images(256)),
+    ("README_zh.md", r"自带模型的 (\d+) 张图像", figures.images_per_setting),
+    ("README_zh.md", r"张图像（(\d+) px", lambda: value(QUALITY, "size")),
+    ("README_zh.md", r"px，采样步数 (\d+)）", lambda: value(QUALITY, "steps")),
+    ("README_zh.md", r"令牌带来的变化(.+?)；", lambda: figures.change_against_seed("不到换一个种子的一半")),
+    ("README_zh.md", r"从 KID 看，(.+?)的结果都", lambda: figures.ratios_that_kid_separates("任何比例")),
+    ("README_zh.md", r"全部 (\d+) 个 pipeline 类", figures.pipeline_classes),
+    ("docs/limits.md", r"batch 2 gains (\S+) in eager", lambda: figures.speed_up("emoji_unet")),
+    ("docs/limits.md", r"and (\S+) in a predictor", lambda: figures.speed_up("emoji_unet", "predictor")),
+    ("docs/limits.md", r"at 512 px gains (\S+) at", lambda: figures.speed_up("sd15_unet", size=512)),
+    ("docs/limits.md", r"close to the (\S+) that", lambda: figures.speed_up_by_macs("sd15_unet", 512, 2)),
+    ("docs/limits.md", r"it gains (\S+) at", lambda: figures.speed_up("sd15_block", size=1024, batch=1, form=".1f")),
+    (
+        "docs/limits.md",
+        r"MACs allow (\S+) \(\[`sd15_b",
+        lambda: figures.speed_up_by_macs("sd15_block", 1024, 1, ".1f"),
+    ),
+    ("docs/limits.md", r"(\d+) of the \d+ measured cases", lambda: figures.near_limit()[0]),
+    ("docs/limits.md", r"of the (\d+) measured cases", lambda: figures.near_limit()[1]),
+    ("docs/limits.md", r"tomesd is (\S+) times as fast", figures.torch_speed_up),
+    ("docs/comparison.md", r"perceptual distance of (\S+) against", lambda: figures.perceptual("0.5-tomesd")),
+    ("docs/comparison.md", r"against ([\d.]+) \(", lambda: figures.perceptual("0.5")),
+    ("docs/comparison.md", r"medians of (\d+) rounds", lambda: value("ops.json", "rounds")),
+    ("docs/comparison.md", r"random order, (.+?), one thread", figures.operations_case),
+    ("docs/inference.md", r"medians of (\d+) rounds", lambda: value("results/emoji_unet.json", "rounds")),
+    ("docs/inference.md", r"PyTorch ([\d.]+), milli", lambda: value(QUALITY, "torch.torch")),
+    ("docs/inference.md", r"diffusers ([\d.]+),", lambda: value(QUALITY, "torch.diffusers")),
+    ("docs/inference.md", r"tomesd ([\d.]+),", lambda: value(QUALITY, "torch.tomesd")),
+    ("docs/serving.md", r"bundled model, (\d+) steps, one", lambda: value(LOAD, "one_client.steps")),
+    ("docs/serving.md", r"cores, (\d+) seconds:", lambda: figures.load_option("--seconds")),
+    ("docs/serving.md", r"kept short \((\d+)\)", lambda: figures.load_option("--queue")),
+    ("docs/serving.md", r"seconds: ([\d,]+) requests", lambda: value(LOAD, "requests", ",")),
+    ("docs/serving.md", r"(\d+) of them abandoned", lambda: value(LOAD, "abandoned.by_clients")),
+    ("docs/serving.md", r"(\d+) responses with images", lambda: figures.answers(200, IMAGE_CLIENTS)),
+    ("docs/serving.md", r"([\d.]+) images per call", lambda: value(LOAD, "images_per_call", ".2f")),
+    ("docs/serving.md", r"(\d+) with status 429", lambda: figures.answers(429, (*IMAGE_CLIENTS, "invalid"))),
+    ("docs/serving.md", r"(\d+) MiB in the second", lambda: value(LOAD, "memory_mib.second_quarter")),
+    ("docs/serving.md", r"(\d+) MiB in the last", lambda: value(LOAD, "memory_mib.last_quarter")),
+    ("docs/serving.md", r"At (\d+) images per hour", figures.images_per_hour),
+    ("docs/serving.md", r"24 × (\d+)\)", figures.images_per_hour),
+    ("docs/serving.md", r"= (\d+) cores", lambda: figures.machines(cores=1)),
+    ("docs/serving.md", r"(\d+) machines of 16 cores", lambda: figures.machines(cores=16)),
+    ("benchmarks/README.md", r"is (\S+) px without the", lambda: figures.edge_distance("without")),
+    ("benchmarks/README.md", r"(\S+) px plain", lambda: figures.edge_distance("plain")),
+    ("benchmarks/README.md", r"(\S+) px at ratio 0\.5", lambda: figures.edge_distance("0.5")),
+    ("benchmarks/README.md", r"\((\S+) at 0\.5\)", figures.controlnet_speed_up),
+    ("benchmarks/README.md", r"ControlNet \((\d+) steps", lambda: value("controlnet_canny_128.json", "steps")),
+]
 
 
-class Figure(NamedTuple):
-    """A figure as a document writes it, and the field of a result that it comes from."""
-
-    text: str
-    field: str
-
-
-@lru_cache
-def read(path: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / path).read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One arm of one case of a speed result."""
-
-    file: str
-    case: dict[str, Any]
-    values: dict[str, Any]
-
-    @property
-    def field(self) -> str:
-        arm = " ".join(str(self.values[key]) for key in ("arm", "backend", "ratio", "attention"))
-        return f"results/{self.file}.json, {self.case['size']} px, batch {self.case['batch']}, {arm}"
-
-    def seconds(self, form: str = ".1f", unit: float = 1.0) -> Figure:
-        return Figure(f"{statistics.median(self.values['seconds']) / unit:{form}}", f"{self.field}: seconds")
-
-    def gigabytes(self) -> Figure:
-        return Figure(f"{self.values['peak_memory_bytes'] / 1e9:.2f}", f"{self.field}: peak_memory_bytes")
-
-    def relative_time(self, base: "Arm") -> float:
-        """The median over the rounds of this arm's seconds divided by the base's."""
-        pairs = zip(self.values["seconds"], base.values["seconds"], strict=True)
-        return statistics.median(own / other for own, other in pairs)
-
-    def speed_up(self, base: "Arm", form: str = ".2f") -> Figure:
-        pairs = zip(base.values["seconds"], self.values["seconds"], strict=True)
-        ratio = statistics.median(other / own for other, own in pairs)
-        return Figure(f"{ratio:{form}}×", f"{self.field}: seconds, against {base.values['arm']}'s")
-
-    def macs_allow(self, base: "Arm", form: str) -> Figure:
-        return Figure(f"{base.values['macs'] / self.values['macs']:{form}}×", f"{self.field}: macs, against plain's")
-
-
-def cases(file: str) -> Iterator[dict[str, Any]]:
-    yield from read(f"results/{file}.json")["cases"]
-
-
-def arm(file: str, name: str, backend: str = "eager", ratio: float = 0.5, size: int = 128, batch: int = 2) -> Arm:
-    """The only arm of that name; arms that do not merge have ratio 0."""
-    merges = name not in ("plain", "memory-efficient")
-    (match,) = [
-        Arm(file, case, values)
-        for case in cases(file)
-        for values in case["arms"]
-        if (case["size"], case["batch"], values["arm"], values["backend"]) == (size, batch, name, backend)
-        and values["ratio"] == (ratio if merges else 0)
-        and values["max_downsample"] is None
+@pytest.mark.parametrize(("document", "first"), TABLES)
+def test_tables_have_the_figures_of_the_results(document, first):
+    (table,) = [table for table in tables(document) if table[0][0] == first]
+    header, *rows = table
+    expected_rows = list(TABLES[document, first]())
+    shape = [len(row) for row in expected_rows]
+    assert [len(row) for row in rows] == shape, f"{document}, table {first!r}: the results give rows of {shape} cells"
+    wrong = [
+        f"{document}, table {first!r}, row {nth}, column {name!r}: {cell!r} must be {figure.text!r} ({figure.field})"
+        for nth, (row, expected) in enumerate(zip(rows, expected_rows, strict=True), 1)
+        for name, cell, figure in zip(header, row, expected, strict=True)
+        if cell != figure.text
     ]
-    return match
+    assert not wrong, "\n".join(wrong)
 
 
-def quality_setting(name: str) -> dict[str, Any]:
-    (setting,) = [setting for setting in read("results/quality.json")["settings"] if setting["name"] == name]
-    return setting
+@pytest.mark.parametrize(("document", "pattern", "expected"), PROSE, ids=[f"{entry[0]}-{entry[1]}" for entry in PROSE])
+def test_prose_has_the_figures_of_the_results(document, pattern, expected):
+    matches = re.findall(pattern, prose(document))
+    assert len(matches) == 1, f"{document}: {pattern!r} must match once, not {len(matches)} times"
+    figure = expected()
+    assert matches[0] == figure.text, (
+        f"{document}, {pattern!r}: {matches[0]!r} must be {figure.text!r} ({figure.field})"
+    )
 
 
-def perceptual(name: str) -> Figure:
-    median = statistics.median(quality_setting(name)["pairs"]["perceptual"])
-    return Figure(f"{median:.4f}", f"results/quality.json: setting {name}, pairs.perceptual")
+@pytest.mark.parametrize("document", sorted({entry[0] for entry in PROSE} | {"docs/evaluation.md", "docs/api.md"}))
+def test_every_speed_up_in_prose_is_compared_with_a_result(document):
+    text = prose(document)
+    compared = {
+        found.span(1) for name, pattern, _ in PROSE if name == document for found in re.finditer(pattern, text)
+    }
+    spans = {match.span(): match[0] for match in re.finditer(r"(?<![`\d])\d+\.\d+×(?!`)", text)}
+    loose = [speed_up for span, speed_up in spans.items() if span not in compared]
+    assert not loose, f"{document}: {loose} must be in PROSE, with the field that they come from"
 
 
-def within_limit() -> tuple[Figure, Figure]:
-    """How many arms are within 3 % of the free-merge limit, and of how many."""
-    near = [
-        Arm(file, case, values).relative_time(Arm(file, case, limit)) <= 1.03
-        for file in SPEED_FILES
-        for case in cases(file)
-        for limit in case["arms"]
-        for values in case["arms"]
-        if limit["arm"] == "limit"
-        and values["arm"] == "tome"
-        and all(values[key] == limit[key] for key in ("backend", "attention", "ratio", "max_downsample"))
-    ]
-    field = f"results/{{{','.join(SPEED_FILES)}}}.json: seconds of tome against limit"
-    return Figure(str(sum(near)), field), Figure(str(len(near)), field)
-
-
-# Tables --------------------------------------------------------------------------------------------------------------
-
-
-def speed_table(language: int) -> Iterator[list[Figure]]:
-    """Ratio 0.5: what runs, size, batch and backend; plain's and ToMe's seconds, their ratio, and both peaks."""
-    rows = [("sd15_unet", "plain", "eager", 512, 2), ("sd15_unet", "sliced", "eager", 512, 2)]
-    rows += [("sd15_block", "plain", "eager", size, 1) for size in (1024,)]
-    rows += [
-        (f"emoji_pipeline_{size}", "plain", backend, size, batch)
-        for size, batch in ((128, 1), (128, 8), (256, 1), (256, 8))
-        for backend in ("eager", "predictor")
-    ]
-    for file, attention, backend, size, batch in rows:
-        names = ("plain", "tome") if attention == "plain" else ("memory-efficient", "both")
-        plain, merged = (arm(file, name, backend, size=size, batch=batch) for name in names)
-        label = MODEL_LABELS[re.sub(r"_(128|256)$", "", file), attention]
-        yield [
-            Figure(label[language], f"tests: the label of {file}"),
-            Figure(f"{size} px", f"{plain.field}: size"),
-            Figure(str(batch), f"{plain.field}: batch"),
-            Figure(BACKEND_LABELS[backend][language], f"{plain.field}: backend"),
-            plain.seconds(),
-            merged.seconds(),
-            merged.speed_up(plain),
-            plain.gigabytes(),
-            merged.gigabytes(),
-        ]
-
-
-def quality_table(language: int) -> Iterator[list[Figure]]:
-    """Each ratio, then another seed of the same prompt."""
-    result = read("results/quality.json")
-    for setting in result["settings"]:
-        if setting["group"] == "ratio":
-            label = Figure(f"{setting['config']['ratio']:g}", "results/quality.json: settings.config.ratio")
-            yield [label, *quality_cells(setting["name"], setting["pairs"], setting["kid"][OTHER_SEEDS])]
-    other = result["calibration"][OTHER_SEEDS]
-    label = Figure(("another seed", "换一个种子")[language], "tests: the label of the last row")
-    yield [label, *quality_cells(OTHER_SEEDS, other["pairs"], other["kid"])]
-
-
-OTHER_SEEDS = "plain, other seeds"
-
-
-def quality_cells(name: str, pairs: dict[str, list[float]], kid: dict[str, float]) -> list[Figure]:
-    cells = [
-        Figure(f"{statistics.median(pairs[measure]):.{digits}f}", f"results/quality.json: {name}, pairs.{measure}")
-        for measure, digits in (("psnr", 1), ("ssim", 3), ("perceptual", 4))
-    ]
-    text = f"{1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f}"
-    return [*cells, Figure(text, f"results/quality.json: {name}, kid {OTHER_SEEDS}")]
-
-
-def operations_table() -> Iterator[list[Figure]]:
-    for name, row in read("ops.json")["milliseconds"].items():
-        yield [Figure(name, "ops.json: milliseconds")] + [
-            Figure(text, f"ops.json: milliseconds.{name}")
-            for text in (f"{row['ours']:.2f}", f"{row['built-in']:.2f}", f"{row['times faster']:.1f}×")
-        ]
-
-
-def predictor_table() -> Iterator[list[Figure]]:
-    """One pass of the bundled UNet: milliseconds, speed-ups, and the merged predictor against plain here."""
-    for size in (128, 256):
-        for backend in ("eager", "predictor", "PyTorch"):
-            plain = arm("emoji_unet", "plain", backend, size=size)
-            merged = arm("emoji_unet", "tome", backend, size=size)
-            limit = None if backend == "PyTorch" else arm("emoji_unet", "limit", backend, size=size)
-            none = Figure("–", f"results/emoji_unet.json: no limit in {backend}")
-            yield [
-                Figure(f"{size} px", f"{plain.field}: size"),
-                Figure(backend, f"{plain.field}: backend"),
-                *(one.seconds(".0f", 1e-3) if one else none for one in (plain, merged, limit)),
-                merged.speed_up(plain),
-                limit.speed_up(plain) if limit else none,
-                arm("emoji_unet", "tome", "predictor", size=size).speed_up(plain),
-            ]
-
-
-# Chosen by place: the document, the heading above the table, and the rows below its header.
-TABLES = {
-    ("README.md", "Speed"): lambda: speed_table(0),
-    ("README_zh.md", "速度"): lambda: speed_table(1),
-    ("README.md", "Image quality"): lambda: quality_table(0),
-    ("README_zh.md", "图像质量"): lambda: quality_table(1),
-    ("docs/comparison.md", "The operations"): operations_table,
-    ("docs/inference.md", "Speed"): predictor_table,
-}
-
-
-if __name__ == "__main__":
-    for key, rows in TABLES.items():
-        print(key)
-        for row in rows():
-            print("| " + " | ".join(cell.text for cell in row) + " |")
-    print(within_limit())
+def test_the_load_that_the_documents_report_found_no_fault():
+    assert figures.read(LOAD)["violations"] == []
