@@ -88,8 +88,7 @@ def speed_table(language: int) -> Iterator[list[Figure]]:
     rows = [("sd15_unet", "eager", 512, 2), ("sd15_unet", "sliced", 512, 2), ("sd15_block", "eager", 1024, 1)]
     rows += [
         (f"emoji_pipeline_{size}", backend, size, batch)
-        for size in (128, 256)
-        for batch in (1, 8)
+        for size, batch in ((128, 8), (256, 1), (256, 8))
         for backend in ("eager", "predictor")
     ]
     for file, backend, size, batch in rows:
