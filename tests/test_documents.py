@@ -108,8 +108,22 @@ def test_commands_exist_with_their_options(document, capsys):
 def test_tables_of_options_name_options_that_exist(document, command, capsys):
     (rows,) = [rows for header, *rows in tables(document) if header[0] == "option"]
     documented = {option for row in rows for option in re.findall(OPTION, row[0])}
-    missing = documented - options_of(["python", "-m", "ppdiffusers_tome", command], capsys)
+    missing = documented - set(re.findall(OPTION, help_of([command], capsys)))
     assert documented and not missing, f"{document}: {command} has no {sorted(missing)}"
+
+
+def test_table_of_options_of_serve_has_their_defaults(capsys):
+    (rows,) = [rows for header, *rows in tables("docs/serving.md") if header[:2] == ["option", "default"]]
+    text = help_of(["serve"], capsys)
+    documented = {}
+    for names, values, _ in rows:
+        pairs = zip(re.findall(OPTION, names), values.split(", "), strict=False)
+        documented |= {name: value for name, value in pairs if re.fullmatch(r"[\d.]+", value)}
+    defaults = {name: re.search(rf"  {name} [A-Z_]+\s.*?\(default:\s+(.*?)\)", text, re.DOTALL) for name in documented}
+    assert {"--port", "--queue", "--max-prompt"} <= set(documented)
+    for name, value in documented.items():
+        default = defaults[name].group(1).removesuffix(".0")
+        assert default == value, f"docs/serving.md: the default of {name} is {default}, not {value}"
 
 
 def options_of(words, capsys):
@@ -117,13 +131,17 @@ def options_of(words, capsys):
     if words[0] == "make":
         targets = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
         assert all(re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE) for target in targets), words
-        return {"--help"}
+        return set()
     if words[1] != "-m":
-        shared = ROOT / "examples" / "options.py" if words[1].startswith("examples/") else ROOT / words[1]
-        source = (ROOT / words[1]).read_text(encoding="utf-8") + shared.read_text(encoding="utf-8")
-        return set(re.findall(rf'"({OPTION})"', source))
-    names = [word for word in words[3:5] if word in (*COMMANDS, "ops", "report")]
+        shared = "examples/options.py" if words[1].startswith("examples/") else words[1]
+        return set(re.findall(rf'"({OPTION})"', text_of(words[1]) + text_of(shared)))
+    return set(
+        re.findall(OPTION, help_of([word for word in words[3:5] if word in (*COMMANDS, "ops", "report")], capsys))
+    )
+
+
+def help_of(names, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*names, "--help"])
     assert ended.value.code == 0
-    return set(re.findall(OPTION, capsys.readouterr().out))
+    return capsys.readouterr().out
