@@ -1,214 +1,147 @@
-"""What the documents and the package's metadata say is so."""
+"""Examples, commands, links and reports in the documents, and the package's metadata."""
 
 import doctest
+import inspect
 import json
 import re
 import shutil
-import statistics
 from importlib.metadata import requires, version
-from pathlib import Path
 from types import SimpleNamespace
 
 import paddle
 import pytest
 from conftest import tiny_pipeline
+from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, tables, text_of
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
-from ppdiffusers_tome import config, matching, merging
-from ppdiffusers_tome.evaluation.quality import report
-from ppdiffusers_tome.evaluation.speed import tables
-from ppdiffusers_tome.evaluation.speed.results import read
+from ppdiffusers_tome import cli, config, matching, merging
+from ppdiffusers_tome.evaluation.quality import report as quality_report
+from ppdiffusers_tome.evaluation.speed import report as speed_report
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
+DOCUMENTS = documents("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
+OPTION = r"--[a-z][a-z0-9-]*"
+# These quote commands as they were run, with the options of their time.
+HISTORY = ["CHANGELOG.md", "benchmarks/quality.md", "benchmarks/speed.md"]
 
 
 @pytest.mark.parametrize("module", [config, matching, merging])
-def test_examples_of_the_docstrings(module):
+def test_examples_in_docstrings(module):
     tests = [test for test in doctest.DocTestFinder().find(module, extraglobs=NAMES) if test.examples]
     assert tests
     for test in tests:
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def test_examples_of_the_api_document():
-    found = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
-    assert found.attempted > 3 and found.failed == 0
+def test_examples_in_the_api_document():
+    result = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
+    assert result.attempted > 3 and result.failed == 0
 
 
-def test_first_lines_of_the_readme_choose_a_dtype_that_the_device_has(monkeypatch):
+def test_api_document_has_the_defaults_of_apply_tome():
+    (settings,) = [rows for header, *rows in tables("docs/api.md") if header[1] == "default"]
+    documented = {}
+    for names, values, _ in settings:
+        pairs = zip(names.split(","), values.split(","), strict=True)
+        documented |= {name.strip().strip("`"): value.strip().strip("`") for name, value in pairs}
+    parameters = list(inspect.signature(ppdiffusers_tome.apply_tome).parameters.values())[1:]
+    assert documented == {parameter.name: str(parameter.default) for parameter in parameters}
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
+def test_first_lines_of_the_readme_choose_a_dtype_that_the_device_has(monkeypatch, readme):
     pipe = tiny_pipeline()
-    asked = []
-    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *a, **given: asked.append(given) or pipe)
-    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *a: SimpleNamespace(images=["an image"]))
-    lines = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL).group(1)
+    options = []
+    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *_, **named: options.append(named) or pipe)
+    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *_: SimpleNamespace(images=["an image"]))
+    lines = re.search(r"```python\n(.*?)```", text_of(readme), re.DOTALL).group(1)
     for device, dtype in (("cpu", paddle.float32), ("gpu:0", paddle.float16)):
         monkeypatch.setattr(paddle, "get_device", lambda device=device: device)
         exec(lines, {})
-        assert asked.pop() == {"paddle_dtype": dtype} and pipe.tome_summary().blocks
+        assert options.pop() == {"paddle_dtype": dtype} and pipe.tome_summary().blocks
 
 
-def test_version_is_said_once():
+def test_installed_version_is_in_the_changelog():
     assert version("ppdiffusers_tome") == ppdiffusers_tome.__version__
-    assert f"## [{ppdiffusers_tome.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{ppdiffusers_tome.__version__}]" in text_of("CHANGELOG.md")
 
 
-def test_paddle_is_an_extra_and_never_both():
-    always = [each for each in requires("ppdiffusers_tome") if "extra ==" not in each]
-    assert always and not [each for each in always if each.startswith("paddlepaddle")]
-
-
-def unet_rows():
-    """Stable Diffusion 1.5's UNet: figures of plain, then of each ratio, as cells; attention plain, then sliced."""
-    (case,) = speed("sd15_unet")
-    for plain, merged in (("plain", "tome"), ("memory-efficient", "both")):
-        arms = [case.find(plain, "eager"), *(case.find(merged, "eager", ratio) for ratio in (0.25, 0.5, 0.75))]
-        for arm in arms:
-            faster = case.times_faster(arm, arms[0]).median
-            seconds, memory = statistics.median(arm.seconds), arm.peak_memory_bytes / 1e9
-            yield f"| {seconds:.1f} | {faster:.2f}× | {memory:.1f} |"
-
-
-def picture_rows():
-    """Whole pictures of the bundled model: size and batch, then plain's and ToMe's seconds and their ratio."""
-    for case in speed("emoji_pipeline_128") + speed("emoji_pipeline_256"):
-        cells = []
-        for backend in ("eager", "predictor"):
-            plain, merged = case.find("plain", backend), case.find("tome", backend, 0.5)
-            seconds = [statistics.median(arm.seconds) for arm in (plain, merged)]
-            cells += [f"{seconds[0]:.1f}", f"{seconds[1]:.1f}", f"{case.times_faster(merged, plain).median:.2f}×"]
-        yield f"| {case.size} px | {case.batch} | {' | '.join(cells)} |"
-
-
-def quality_rows():
-    """Each ratio of the quality result, then what another seed has."""
-    result = json.loads((RESULTS / "quality.json").read_text())
-    ratios = [each for each in result["settings"] if each["group"] == "ratio"]
-    for each in ratios:
-        yield quality_row(f"{each['config']['ratio']:g}", each["pairs"], each["set"]["to plain, other seeds"])
-    other = result["calibration"]["plain, other seeds"]
-    yield quality_row("", other["pairs"], other["set"])
-
-
-def quality_row(name, pairs, apart):
-    psnr, ssim, perceptual = (statistics.median(pairs[measure]) for measure in ("psnr", "ssim", "perceptual"))
-    kid = apart["kid"]
-    return (
-        f"{name} | {psnr:.1f} | {ssim:.3f} | {perceptual:.4f} | {1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f} |"
-    )
-
-
-def said_in_words():
-    """Figures of the paragraphs on where merging does not help, and on tomesd."""
-    small = speed("emoji_unet")[0]
-    for backend in ("eager", "predictor"):
-        yield f"{small.speed_up(small.find('tome', backend, 0.5)).median:.2f}×"
-    for case, digits in ((speed("sd15_unet")[0], 2), (speed("sd15_block")[-1], 1)):
-        merged = case.find("tome", "eager", 0.5)
-        yield f"{case.speed_up(merged).median:.{digits}f}×"
-        yield f"{case.find('plain', 'eager').macs / merged.macs:.{digits}f}×"
-    torch = small.times_faster(small.find("tome", "PyTorch", 0.5), small.find("tome", "eager", 0.5))
-    yield f"{torch.median:.1f}"
-    result = json.loads((RESULTS / "quality.json").read_text())
-    for name in ("0.5-tomesd", "0.5"):
-        setting = next(each for each in result["settings"] if each["name"] == name)
-        yield f"{statistics.median(setting['pairs']['perceptual']):.4f}"
-    cases = speed("emoji_unet") + speed("sd15_block")
-    distances = [case.distance(arm) for case in cases for arm in case.arms if arm.arm == "tome"]
-    reached = [each.median <= 0.03 for each in distances if each is not None]
-    yield f"{sum(reached)} of {len(reached)}"
-
-
-def speed(name):
-    return read([RESULTS / f"{name}.json"])[0][0].cases
-
-
-@pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
-def test_figures_are_those_of_the_committed_results(readme):
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    for row in json.loads((ROOT / "benchmarks" / "ops.json").read_text())["milliseconds"].values():
-        assert f"| {row['ours']:.2f} | {row['built-in']:.2f} | {row['times faster']:.1f}× |" in text
-    for row in (*unet_rows(), *picture_rows(), *quality_rows(), *said_in_words()):
-        assert row in text, row
+def test_paddle_is_an_extra_only():
+    always = [requirement for requirement in requires("ppdiffusers_tome") if "extra ==" not in requirement]
+    assert always and not [requirement for requirement in always if requirement.startswith("paddlepaddle")]
 
 
 def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
-    """Line by line, so that no report changes unseen; the sheets' images alone are not made again."""
+    """Line by line, so that no report changes unseen; only the images below the quality report's text are left out."""
+    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)  # empty plots save most of the time
     shutil.copytree(RESULTS, tmp_path / "results")
-    monkeypatch.setattr(tables.plots, "save", lambda figure, path: None)
-    speed = tables.write_report(sorted((tmp_path / "results").glob("*.json")), tmp_path)
-    assert speed == (ROOT / "benchmarks" / "speed.md").read_text(encoding="utf-8")
+    speed = speed_report.write_report(sorted((tmp_path / "results").glob("*.json")), tmp_path)
+    assert speed == text_of("benchmarks/speed.md")
     file = tmp_path / "results" / "quality.json"
-    quality = report.write_report(json.loads(file.read_text()), tmp_path, None, file)
-    assert (ROOT / "benchmarks" / "quality.md").read_text(encoding="utf-8").startswith(quality)
+    quality = quality_report.write_report(json.loads(file.read_text(encoding="utf-8")), tmp_path, file)
+    assert text_of("benchmarks/quality.md").startswith(quality)
 
 
-@pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
-def test_edge_distances_are_those_of_the_committed_result(readme):
-    text = " ".join((ROOT / readme).read_text(encoding="utf-8").split())
-    result = json.loads((ROOT / "benchmarks" / "controlnet_canny_128.json").read_text(encoding="utf-8"))
-    told = {row: f"{ways['given to drawn']:.1f} px" for row, ways in result["edge distances, px"].items()}
-    speed = {row["row"]: f"{row['speed-up']:.2f}×" for row in result["rows"]}["0.5"]
-    if readme == "README.md":
-        sentence = f"{told['without']} without, {told['plain']} plain, {told['0.5']} at ratio 0.5"
-        assert sentence in text and f"{speed} at 0.5" in text
-    else:
-        assert f"无 ControlNet {told['without']}，不合并 {told['plain']}，比例 0.5 时 {told['0.5']}" in text
-        assert f"0.5 时 {speed}" in text
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "README_zh.md",
-        "CONTRIBUTING.md",
-        "examples/README.md",
-        "benchmarks/README.md",
-        "benchmarks/quality.md",
-        "benchmarks/speed.md",
-        "docs/api.md",
-        "docs/evaluation.md",
-        "docs/inference.md",
-        "docs/ppdiffusers.md",
-        "docs/serving.md",
-    ],
-)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
-    path = ROOT / document
-    for link in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
-        assert link.startswith("http") or (path.parent / link).exists(), link
+    folder = (ROOT / document).parent
+    for link in links(document):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = folder / path if path else ROOT / document
+            assert target.exists(), f"{document}: there is no {link}"
+            assert not anchor or anchor in anchors(target), f"{document}: {link} leads to no heading"
 
 
-def test_predictor_figures_are_those_of_the_committed_result():
-    text = (ROOT / "docs" / "inference.md").read_text(encoding="utf-8")
-    for row in predictor_rows():
-        assert row in text
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in HISTORY])
+def test_commands_exist_with_their_options(document, capsys):
+    for words in commands(document):
+        options = {option for word in words if re.fullmatch(OPTION, option := word.strip("[]"))}
+        missing = options - options_of(words, capsys)
+        assert not missing, f"{document}: {' '.join(words)}: unknown {sorted(missing)}"
 
 
-def predictor_rows():
-    """One pass of the bundled UNet by each backend: plain's, ToMe's and the limit's milliseconds, and ratios."""
-    for case in speed("emoji_unet"):
-        for backend, kinds in (("eager", 3), ("predictor", 3), ("PyTorch", 2)):
-            arms = [case.find("plain", backend), case.find("tome", backend, 0.5), case.find("limit", backend, 0.5)]
-            cells = [f"{1e3 * statistics.median(arm.seconds):.0f}" for arm in arms[:kinds]] + ["–"] * (3 - kinds)
-            cells.append(f"{case.speed_up(arms[1]).median:.2f}×")
-            cells.append(f"{case.speed_up(arms[2]).median:.2f}×" if arms[2] else "–")
-            cells.append(f"{case.times_faster(case.find('tome', 'predictor', 0.5), arms[0]).median:.2f}×")
-            yield f"| {case.size} px | {backend} | {' | '.join(cells)} |"
+@pytest.mark.parametrize(("document", "command"), [("docs/inference.md", "export"), ("docs/serving.md", "serve")])
+def test_tables_of_options_name_options_that_exist(document, command, capsys):
+    (rows,) = [rows for header, *rows in tables(document) if header[0] == "option"]
+    documented = {option for row in rows for option in re.findall(OPTION, row[0])}
+    missing = documented - set(re.findall(OPTION, help_of([command], capsys)))
+    assert documented and not missing, f"{document}: {command} has no {sorted(missing)}"
 
 
-def test_load_figures_are_those_of_the_committed_result():
-    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    result = json.loads((ROOT / "benchmarks" / "results" / "load.json").read_text())
-    assert result["violations"] == []
-    assert f"{result['requests']:,} requests, {result['abandoned']['by clients']} of them abandoned" in text
-    for kind, seconds in result["seconds to pictures"].items():
-        assert f"| {kind} | {seconds['p50']:.1f} | {seconds['p95']:.1f} |" in text
-    memory = result["memory, MiB"]
-    assert f"{memory['second quarter']} MiB in the second quarter, {memory['last quarter']} in the last" in text
-    for case, alone in result["alone, 20 steps"].items():
-        size, ratio = re.fullmatch(r"(\d+)x\d+, ratio (\S+)", case).groups()
-        assert f"| {size} px | {ratio} | {alone['seconds an image']:.2f} | {alone['images an hour']:,} |" in text
+def test_table_of_options_of_serve_has_their_defaults(capsys):
+    (rows,) = [rows for header, *rows in tables("docs/serving.md") if header[:2] == ["option", "default"]]
+    text = help_of(["serve"], capsys)
+    documented = {}
+    for names, values, _ in rows:
+        pairs = zip(re.findall(OPTION, names), values.split(", "), strict=False)
+        documented |= {name: value for name, value in pairs if re.fullmatch(r"[\d.]+", value)}
+    defaults = {name: re.search(rf"  {name} [A-Z_]+\s.*?\(default:\s+(.*?)\)", text, re.DOTALL) for name in documented}
+    assert {"--port", "--queue", "--max-prompt"} <= set(documented)
+    for name, value in documented.items():
+        default = defaults[name].group(1).removesuffix(".0")
+        assert default == value, f"docs/serving.md: the default of {name} is {default}, not {value}"
+
+
+def options_of(words, capsys):
+    """The options of a command by its help, of a script by its source and that of `options.py` beside it."""
+    if words[0] == "make":
+        targets = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
+        assert all(re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE) for target in targets), words
+        return set()
+    if words[1] != "-m":
+        shared = "examples/options.py" if words[1].startswith("examples/") else words[1]
+        return set(re.findall(rf'"({OPTION})"', text_of(words[1]) + text_of(shared)))
+    return set(
+        re.findall(OPTION, help_of([word for word in words[3:5] if word in (*COMMANDS, "ops", "report")], capsys))
+    )
+
+
+def help_of(names, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*names, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out

@@ -1,0 +1,310 @@
+"""Figures of the committed results as the documents write them, each with the field that it comes from."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+SPEED_TABLE_FILES = ("sd15_unet", "sd15_block", "emoji_pipeline_128", "emoji_pipeline_256")
+OTHER_SEEDS = "plain, other seeds"  # in quality.json: images of the same prompts with other seeds
+LABELS = {  # of the two READMEs
+    ("sd15_unet", "eager"): ("Stable Diffusion 1.5, one UNet pass", "Stable Diffusion 1.5，UNet 一次前向"),
+    ("sd15_unet", "sliced"): ("the same, attention slicing", "同上，注意力切片"),
+    ("sd15_block", "eager"): ("its top-level block alone", "仅其最上层的一个模块"),
+    "emoji_pipeline": ("bundled model, whole images", "自带模型，完整生成"),
+    OTHER_SEEDS: ("another seed", "换一个种子"),
+    "eager": ("eager", "动态图"),
+    "predictor": ("predictor", "预测器"),
+}
+
+
+class Figure(NamedTuple):
+    """A figure as documents write it, and the field that it comes from."""
+
+    text: str
+    field: str
+
+
+@lru_cache
+def read(path: str) -> dict[str, Any]:
+    """A result below benchmarks/."""
+    return json.loads((ROOT / "benchmarks" / path).read_text(encoding="utf-8"))
+
+
+# Speed ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm of one case of a speed result."""
+
+    file: str
+    case: dict[str, Any]
+    values: dict[str, Any]
+
+    @property
+    def field(self) -> str:
+        arm = ", ".join(f"{self.values[key]}" for key in ("arm", "backend", "ratio"))
+        return f"{self.file}.json, {self.case['size']} px, batch {self.case['batch']}, {arm}"
+
+    def seconds(self, form: str = ".1f", unit: float = 1.0) -> Figure:
+        return Figure(f"{statistics.median(self.values['seconds']) / unit:{form}}", f"{self.field}: seconds")
+
+    def gigabytes(self) -> Figure:
+        return Figure(f"{self.values['peak_memory_bytes'] / 1e9:.2f}", f"{self.field}: peak_memory_bytes")
+
+    def times_faster(self, base: "Arm") -> float:
+        """How many times as fast as another arm: the median of the ratios within a round."""
+        rounds = zip(base.values["seconds"], self.values["seconds"], strict=True)
+        return statistics.median(other / own for other, own in rounds)
+
+    def speed_up(self, base: "Arm", form: str = ".2f", sign: str = "×") -> Figure:
+        return Figure(f"{self.times_faster(base):{form}}{sign}", f"{self.field}: seconds; {base.field}: seconds")
+
+
+def arm(file: str, name: str, backend: str = "eager", size: int = 128, batch: int = 2) -> Arm:
+    """The arm of that name at ratio 0.5, or at ratio 0 if it does not merge."""
+    ratio = 0 if name in ("plain", "memory-efficient") else 0.5
+    (match,) = [
+        Arm(file, case, values)
+        for case in read(f"results/{file}.json")["cases"]
+        for values in case["arms"]
+        if (case["size"], case["batch"]) == (size, batch)
+        and (values["arm"], values["backend"], values["ratio"]) == (name, backend, ratio)
+        and values["max_downsample"] is None
+        and (name != "limit" or values["attention"] == "plain")
+    ]
+    return match
+
+
+def speed_table(language: int) -> Iterator[list[Figure]]:
+    """What runs, size, batch and backend; plain's and ToMe's seconds, their ratio, and both peaks of memory."""
+    rows = [("sd15_unet", "eager", 512, 2), ("sd15_unet", "sliced", 512, 2), ("sd15_block", "eager", 1024, 1)]
+    rows += [
+        (f"emoji_pipeline_{size}", backend, size, batch)
+        for size, batch in ((128, 8), (256, 1), (256, 8))
+        for backend in ("eager", "predictor")
+    ]
+    for file, backend, size, batch in rows:
+        names = ("memory-efficient", "both") if backend == "sliced" else ("plain", "tome")
+        backend_label = "predictor" if backend == "predictor" else "eager"
+        plain, merged = (arm(file, name, backend_label, size, batch) for name in names)
+        label = "emoji_pipeline" if file.startswith("emoji") else (file, backend)
+        yield [
+            Figure(LABELS[label][language], f"label of {plain.field}"),
+            Figure(f"{size} px", f"{plain.field}: size"),
+            Figure(f"{batch}", f"{plain.field}: batch"),
+            Figure(LABELS[backend_label][language], f"{plain.field}: backend"),
+            plain.seconds(),
+            merged.seconds(),
+            merged.speed_up(plain),
+            plain.gigabytes(),
+            merged.gigabytes(),
+        ]
+
+
+def predictor_table() -> Iterator[list[Figure]]:
+    """One pass of the bundled UNet: milliseconds, speed-ups, and the merged predictor against plain."""
+    for size in (128, 256):
+        for backend in ("eager", "predictor", "PyTorch"):
+            plain, merged = (arm("emoji_unet", name, backend, size) for name in ("plain", "tome"))
+            limit = None if backend == "PyTorch" else arm("emoji_unet", "limit", backend, size)
+            none = Figure("–", f"{plain.field}: PyTorch has no limit")
+            yield [
+                Figure(f"{size} px", f"{plain.field}: size"),
+                Figure(backend, f"{plain.field}: backend"),
+                *(timed.seconds(".0f", 1e-3) if timed else none for timed in (plain, merged, limit)),
+                merged.speed_up(plain),
+                limit.speed_up(plain) if limit else none,
+                arm("emoji_unet", "tome", "predictor", size).speed_up(plain),
+            ]
+
+
+def torch_speed_up() -> Figure:
+    """Of PyTorch with tomesd against eager Paddle with ToMe."""
+    return arm("emoji_unet", "tome", "PyTorch").speed_up(arm("emoji_unet", "tome"), ".1f", sign="")
+
+
+def near_limit() -> tuple[Figure, Figure]:
+    """How many of our arms are within 3 % of the free-merge limit, and of how many."""
+    keys = ("backend", "attention", "ratio", "max_downsample")
+    near = [
+        Arm(file, case, values).times_faster(Arm(file, case, limit)) >= 1 / 1.03
+        for file in ("emoji_unet", "sd15_block")
+        for case in read(f"results/{file}.json")["cases"]
+        for limit in case["arms"]
+        for values in case["arms"]
+        if (limit["arm"], values["arm"]) == ("limit", "tome") and all(limit[key] == values[key] for key in keys)
+    ]
+    field = "emoji_unet.json, sd15_block.json: seconds of tome against limit"
+    return Figure(f"{sum(near)}", field), Figure(f"{len(near)}", field)
+
+
+def speed_up(file: str, backend: str = "eager", size: int = 128, batch: int = 2, form: str = ".2f") -> Figure:
+    """Of ToMe at ratio 0.5 against plain."""
+    plain, merged = (arm(file, name, backend, size, batch) for name in ("plain", "tome"))
+    return merged.speed_up(plain, form)
+
+
+def speed_up_by_macs(file: str, size: int, batch: int, form: str = ".2f") -> Figure:
+    """What multiply-accumulates allow at ratio 0.5."""
+    plain, merged = (arm(file, name, "eager", size, batch) for name in ("plain", "tome"))
+    field = f"{merged.field}: macs; {plain.field}: macs"
+    return Figure(f"{plain.values['macs'] / merged.values['macs']:{form}}×", field)
+
+
+def rounds_of_speed_table() -> Figure:
+    (rounds,) = {read(f"results/{file}.json")["rounds"] for file in SPEED_TABLE_FILES}
+    return Figure(f"{rounds}", f"{', '.join(SPEED_TABLE_FILES)}: rounds")
+
+
+def steps_of_images(size: int) -> Figure:
+    (steps,) = {case["steps"] for case in read(f"results/emoji_pipeline_{size}.json")["cases"]}
+    return Figure(f"{steps}", f"emoji_pipeline_{size}.json: cases.steps")
+
+
+# Quality -------------------------------------------------------------------------------------------------------------
+
+
+def quality_table(language: int) -> Iterator[list[Figure]]:
+    """Each ratio, then another seed of the same prompt."""
+    result = read("results/quality.json")
+    for setting in result["settings"]:
+        if setting["group"] == "ratio":
+            label = Figure(f"{setting['config']['ratio']:g}", "quality.json: settings.config.ratio")
+            yield [label, *quality_cells(setting["name"], setting["pairs"], setting["kid"][f"to {OTHER_SEEDS}"])]
+    other = result["calibration"][OTHER_SEEDS]
+    yield [Figure(LABELS[OTHER_SEEDS][language], "label"), *quality_cells(OTHER_SEEDS, other["pairs"], other["kid"])]
+
+
+def quality_cells(name: str, pairs: dict[str, list[float]], kid: dict[str, float]) -> list[Figure]:
+    cells = [
+        Figure(f"{statistics.median(pairs[measure]):.{digits}f}", f"quality.json, {name}: pairs.{measure}")
+        for measure, digits in (("psnr", 1), ("ssim", 3), ("perceptual", 4))
+    ]
+    return [*cells, Figure(f"{1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f}", f"quality.json, {name}: kid")]
+
+
+def images_per_setting() -> Figure:
+    return Figure(f"{len(read('results/quality.json')['prompts'])}", "quality.json: prompts")
+
+
+def setting(name: str) -> dict[str, Any]:
+    (match,) = [setting for setting in read("results/quality.json")["settings"] if setting["name"] == name]
+    return match
+
+
+def perceptual(name: str) -> Figure:
+    distance = statistics.median(setting(name)["pairs"]["perceptual"])
+    return Figure(f"{distance:.4f}", f"quality.json, {name}: pairs.perceptual")
+
+
+def change_against_seed(less_than_half: str) -> Figure:
+    """How far ratio 0.5 moves an image, as a share of what another seed does."""
+    other = read("results/quality.json")["calibration"][OTHER_SEEDS]["pairs"]["perceptual"]
+    share = statistics.median(setting("0.5")["pairs"]["perceptual"]) / statistics.median(other)
+    return Figure(less_than_half if 0.4 <= share < 0.5 else f"{share:.0%}", "quality.json, 0.5: pairs.perceptual")
+
+
+def ratios_that_kid_separates(none: str) -> Figure:
+    """The ratios whose KID lies above that of plain images by more than two standard deviations of both."""
+    result = read("results/quality.json")
+    floor = result["calibration"][OTHER_SEEDS]["kid"]
+    above = [
+        setting["name"]
+        for setting in result["settings"]
+        if setting["group"] == "ratio"
+        and (kid := setting["kid"][f"to {OTHER_SEEDS}"])["mean"] - floor["mean"]
+        > 2 * math.hypot(kid["std"], floor["std"])
+    ]
+    return Figure(", ".join(above) or none, "quality.json: settings.kid")
+
+
+# Operations, ControlNet, load ----------------------------------------------------------------------------------------
+
+
+def operations_table() -> Iterator[list[Figure]]:
+    for name, row in read("ops.json")["milliseconds"].items():
+        cells = (name, f"{row['ours']:.2f}", f"{row['built-in']:.2f}", f"{row['times faster']:.1f}×")
+        yield [Figure(cell, f"ops.json: milliseconds.{name}") for cell in cells]
+
+
+def operations_case() -> Figure:
+    case = read("ops.json")["case"]
+    grid = f"{case['height']}×{case['width']} tokens"
+    return Figure(f"B={case['batch']}, {grid}, C={case['channels']}, ratio {case['ratio']}", "ops.json: case")
+
+
+def edge_distance(row: str) -> Figure:
+    distance = read("controlnet_canny_128.json")["edge_distances_px"][row]["input_to_output"]
+    return Figure(f"{distance:.1f}", f"controlnet_canny_128.json: edge_distances_px.{row}.input_to_output")
+
+
+def controlnet_speed_up() -> Figure:
+    (merged,) = [arm for arm in read("controlnet_canny_128.json")["arms"] if arm["arm"] == "0.5"]
+    return Figure(f"{merged['speed_up']:.2f}×", "controlnet_canny_128.json: arms, 0.5, speed_up")
+
+
+def one_client_table() -> Iterator[list[Figure]]:
+    for nth, row in enumerate(read("results/load.json")["one_client"]["images"]):
+        field = f"load.json: one_client.images[{nth}]"
+        yield [
+            Figure(f"{row['size'].partition('x')[0]} px", f"{field}.size"),
+            Figure(f"{row['ratio']:g}", f"{field}.ratio"),
+            Figure(f"{row['seconds_per_image']:.2f}", f"{field}.seconds_per_image"),
+            Figure(f"{row['images_per_hour']:,}", f"{field}.images_per_hour"),
+        ]
+
+
+def load_table() -> Iterator[list[Figure]]:
+    for client, seconds in read("results/load.json")["seconds_to_images"].items():
+        yield [
+            Figure(text, f"load.json: seconds_to_images.{client}")
+            for text in (client, f"{seconds['p50']:.1f}", f"{seconds['p95']:.1f}")
+        ]
+
+
+def value(file: str, path: str, form: str = "") -> Figure:
+    """A field of a result; a version without what follows its "+"."""
+    content: Any = read(file)
+    for key in path.split("."):
+        content = content[key]
+    return Figure(f"{content:{form}}".partition("+")[0], f"{file}: {path}")
+
+
+def load_option(name: str) -> Figure:
+    """An option of the command, or of the server that it started."""
+    result = read("results/load.json")
+    words = [*result["command"].split(), *result["serve"]]
+    return Figure(words[words.index(name) + 1], f"load.json: command, serve: {name}")
+
+
+def answers(status: int, clients: Sequence[str]) -> Figure:
+    counts = read("results/load.json")["answers"]
+    total = sum(count for key, count in counts.items() if key.split() in [[client, f"{status}"] for client in clients])
+    return Figure(f"{total}", f"load.json: answers, {status}")
+
+
+def images_per_hour() -> Figure:
+    """Of one core: the bundled model at 128 px, ratio 0.5."""
+    rows = read("results/load.json")["one_client"]["images"]
+    (row,) = [row for row in rows if (row["size"], row["ratio"]) == ("128x128", 0.5)]
+    return Figure(f"{row['images_per_hour']}", "load.json: one_client.images, 128x128, ratio 0.5, images_per_hour")
+
+
+def machines(cores: int) -> Figure:
+    """How many machines generate a million images a day at a utilisation of 0.7."""
+    per_core, field = images_per_hour()
+    total = math.ceil(1_000_000 / (24 * int(per_core)) / 0.7)
+    return Figure(f"{math.ceil(total / cores)}", field)
+
+
+def pipeline_classes() -> Figure:
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    return Figure(f"{len(re.findall(r'^[|] `', page, re.MULTILINE))}", "docs/families.md: rows")

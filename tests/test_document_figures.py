@@ -1,0 +1,128 @@
+"""Every figure in the documents equals the field of the committed result that it comes from.
+
+A figure has a place: a cell of a table, which is chosen by its document and its first header cell, or the group of a
+regular expression that matches a document's prose exactly once.
+"""
+
+import re
+
+import committed_figures as figures
+import pytest
+from committed_figures import value
+from markdown_text import prose, tables
+
+SD15_UNET, QUALITY, LOAD = "results/sd15_unet.json", "results/quality.json", "results/load.json"
+IMAGE_CLIENTS = ("openai", "txt2img", "img2img")
+TABLES = {  # by document and first header cell
+    ("README.md", "what runs"): lambda: figures.speed_table(0),
+    ("README_zh.md", "测试对象"): lambda: figures.speed_table(1),
+    ("README.md", "ratio"): lambda: figures.quality_table(0),
+    ("README_zh.md", "合并比例"): lambda: figures.quality_table(1),
+    ("docs/comparison.md", "operation"): figures.operations_table,
+    ("docs/inference.md", "size"): figures.predictor_table,
+    ("docs/serving.md", "size"): figures.one_client_table,
+    ("docs/serving.md", "seconds until images"): figures.load_table,
+}
+PROSE = [  # document, expression with one group around the figure, the figure
+    ("README.md", r"medians of (\d+) rounds", figures.rounds_of_speed_table),
+    ("README.md", r"one CPU thread with Paddle ([\d.]+),", lambda: value(SD15_UNET, "environment.paddlepaddle")),
+    ("README.md", r"(\d+) steps at 128 px", lambda: figures.steps_of_images(128)),
+    ("README.md", r"(\d+) steps at 256 px", lambda: figures.steps_of_images(256)),
+    ("README.md", r"compares (\d+) images of the bundled model", figures.images_per_setting),
+    ("README.md", r"images of the bundled model \((\d+) px", lambda: value(QUALITY, "size")),
+    ("README.md", r"128 px, (\d+) steps\)", lambda: value(QUALITY, "steps")),
+    ("README.md", r"an image changes (.+?) as much", lambda: figures.change_against_seed("less than half")),
+    ("README.md", r"KID does not separate (.+?) from", lambda: figures.ratios_that_kid_separates("any ratio")),
+    ("README.md", r"all (\d+) pipeline classes", figures.pipeline_classes),
+    ("README_zh.md", r"取 (\d+) 轮的中位数", figures.rounds_of_speed_table),
+    ("README_zh.md", r"0\.5、Paddle ([\d.]+)、CPU", lambda: value(SD15_UNET, "environment.paddlepaddle")),
+    ("README_zh.md", r"在 128 px 时采样步数为 (\d+)", lambda: figures.steps_of_images(128)),
+    ("README_zh.md", r"在 256 px 时为 (\d+)", lambda: figures.steps_of_images(256)),
+    ("README_zh.md", r"自带模型的 (\d+) 张图像", figures.images_per_setting),
+    ("README_zh.md", r"张图像（(\d+) px", lambda: value(QUALITY, "size")),
+    ("README_zh.md", r"px，采样步数 (\d+)）", lambda: value(QUALITY, "steps")),
+    ("README_zh.md", r"令牌带来的变化(.+?)；", lambda: figures.change_against_seed("不到换一个种子的一半")),
+    ("README_zh.md", r"从 KID 看，(.+?)的结果都", lambda: figures.ratios_that_kid_separates("任何比例")),
+    ("README_zh.md", r"全部 (\d+) 个 pipeline 类", figures.pipeline_classes),
+    ("docs/limits.md", r"batch 2 gains (\S+) in eager", lambda: figures.speed_up("emoji_unet")),
+    ("docs/limits.md", r"and (\S+) in a predictor", lambda: figures.speed_up("emoji_unet", "predictor")),
+    ("docs/limits.md", r"at 512 px gains (\S+) at", lambda: figures.speed_up("sd15_unet", size=512)),
+    ("docs/limits.md", r"close to the (\S+) that", lambda: figures.speed_up_by_macs("sd15_unet", 512, 2)),
+    ("docs/limits.md", r"it gains (\S+) at", lambda: figures.speed_up("sd15_block", size=1024, batch=1, form=".1f")),
+    (
+        "docs/limits.md",
+        r"MACs allow (\S+) \(\[`sd15_b",
+        lambda: figures.speed_up_by_macs("sd15_block", 1024, 1, ".1f"),
+    ),
+    ("docs/limits.md", r"(\d+) of the \d+ measured cases", lambda: figures.near_limit()[0]),
+    ("docs/limits.md", r"of the (\d+) measured cases", lambda: figures.near_limit()[1]),
+    ("docs/limits.md", r"tomesd is (\S+) times as fast", figures.torch_speed_up),
+    ("docs/comparison.md", r"perceptual distance of (\S+) against", lambda: figures.perceptual("0.5-tomesd")),
+    ("docs/comparison.md", r"against ([\d.]+) \(", lambda: figures.perceptual("0.5")),
+    ("docs/comparison.md", r"medians of (\d+) rounds", lambda: value("ops.json", "rounds")),
+    ("docs/comparison.md", r"random order, (.+?), one thread", figures.operations_case),
+    ("docs/inference.md", r"medians of (\d+) rounds", lambda: value("results/emoji_unet.json", "rounds")),
+    ("docs/inference.md", r"PyTorch ([\d.]+), milli", lambda: value(QUALITY, "torch.torch")),
+    ("docs/inference.md", r"diffusers ([\d.]+),", lambda: value(QUALITY, "torch.diffusers")),
+    ("docs/inference.md", r"tomesd ([\d.]+),", lambda: value(QUALITY, "torch.tomesd")),
+    ("docs/serving.md", r"bundled model, (\d+) steps, one", lambda: value(LOAD, "one_client.steps")),
+    ("docs/serving.md", r"cores, (\d+) seconds:", lambda: figures.load_option("--seconds")),
+    ("docs/serving.md", r"kept short \((\d+)\)", lambda: figures.load_option("--queue")),
+    ("docs/serving.md", r"seconds: ([\d,]+) requests", lambda: value(LOAD, "requests", ",")),
+    ("docs/serving.md", r"(\d+) of them abandoned", lambda: value(LOAD, "abandoned.by_clients")),
+    ("docs/serving.md", r"(\d+) responses with images", lambda: figures.answers(200, IMAGE_CLIENTS)),
+    ("docs/serving.md", r"([\d.]+) images per call", lambda: value(LOAD, "images_per_call", ".2f")),
+    ("docs/serving.md", r"(\d+) with status 429", lambda: figures.answers(429, (*IMAGE_CLIENTS, "invalid"))),
+    ("docs/serving.md", r"(\d+) MiB in the second", lambda: value(LOAD, "memory_mib.second_quarter")),
+    ("docs/serving.md", r"(\d+) MiB in the last", lambda: value(LOAD, "memory_mib.last_quarter")),
+    ("docs/serving.md", r"At (\d+) images per hour", figures.images_per_hour),
+    ("docs/serving.md", r"24 × (\d+)\)", figures.images_per_hour),
+    ("docs/serving.md", r"= (\d+) cores", lambda: figures.machines(cores=1)),
+    ("docs/serving.md", r"(\d+) machines of 16 cores", lambda: figures.machines(cores=16)),
+    ("benchmarks/README.md", r"is (\S+) px without the", lambda: figures.edge_distance("without")),
+    ("benchmarks/README.md", r"(\S+) px plain", lambda: figures.edge_distance("plain")),
+    ("benchmarks/README.md", r"(\S+) px at ratio 0\.5", lambda: figures.edge_distance("0.5")),
+    ("benchmarks/README.md", r"\((\S+) at 0\.5\)", figures.controlnet_speed_up),
+    ("benchmarks/README.md", r"ControlNet \((\d+) steps", lambda: value("controlnet_canny_128.json", "steps")),
+]
+
+
+@pytest.mark.parametrize(("document", "first"), TABLES)
+def test_tables_have_the_figures_of_the_results(document, first):
+    (table,) = [table for table in tables(document) if table[0][0] == first]
+    header, *rows = table
+    expected_rows = list(TABLES[document, first]())
+    shape = [len(row) for row in expected_rows]
+    assert [len(row) for row in rows] == shape, f"{document}, table {first!r}: the results give rows of {shape} cells"
+    wrong = [
+        f"{document}, table {first!r}, row {nth}, column {name!r}: {cell!r} must be {figure.text!r} ({figure.field})"
+        for nth, (row, expected) in enumerate(zip(rows, expected_rows, strict=True), 1)
+        for name, cell, figure in zip(header, row, expected, strict=True)
+        if cell != figure.text
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("document", "pattern", "expected"), PROSE, ids=[f"{entry[0]}-{entry[1]}" for entry in PROSE])
+def test_prose_has_the_figures_of_the_results(document, pattern, expected):
+    matches = re.findall(pattern, prose(document))
+    assert len(matches) == 1, f"{document}: {pattern!r} must match once, not {len(matches)} times"
+    figure = expected()
+    assert matches[0] == figure.text, (
+        f"{document}, {pattern!r}: {matches[0]!r} must be {figure.text!r} ({figure.field})"
+    )
+
+
+@pytest.mark.parametrize("document", sorted({entry[0] for entry in PROSE} | {"docs/evaluation.md", "docs/api.md"}))
+def test_every_speed_up_in_prose_is_compared_with_a_result(document):
+    text = prose(document)
+    compared = {
+        found.span(1) for name, pattern, _ in PROSE if name == document for found in re.finditer(pattern, text)
+    }
+    spans = {match.span(): match[0] for match in re.finditer(r"(?<![`\d])\d+\.\d+×(?!`)", text)}
+    loose = [speed_up for span, speed_up in spans.items() if span not in compared]
+    assert not loose, f"{document}: {loose} must be in PROSE, with the field that they come from"
+
+
+def test_the_load_that_the_documents_report_found_no_fault():
+    assert figures.read(LOAD)["violations"] == []
