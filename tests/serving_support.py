@@ -39,7 +39,7 @@ class FakeEngine:
         self.started = threading.Semaphore(0)  # released at the start of every call
 
     def batch_key(self, job):
-        return None if job.image else (job.height, job.width, job.steps, job.guidance_scale, job.ratio)
+        return None if job.image else job.batch_key
 
     def generate(self, jobs, should_stop=None):
         self.calls.append(list(jobs))

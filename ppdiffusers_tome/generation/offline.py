@@ -94,8 +94,7 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     batches: list[list[Prompt]] = []
     unfilled: dict[tuple[float, ...], list[Prompt]] = {}
     for prompt in prompts:
-        job = prompt.job
-        key = (job.height, job.width, job.steps, job.guidance_scale, job.ratio)
+        key = prompt.job.batch_key
         if len(unfilled.get(key, ())) in (0, batch):
             unfilled[key] = []
             batches.append(unfilled[key])

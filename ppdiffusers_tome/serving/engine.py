@@ -71,7 +71,7 @@ class Engine:
         """
         if job.image is not None or not self._is_deterministic():
             return None
-        return job.height, job.width, job.steps, job.guidance_scale, job.ratio
+        return job.batch_key
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
         """Generate the images of the jobs in one pipeline call.

@@ -42,6 +42,11 @@ class Job:
     image: Image | None = field(default=None, repr=False)
     strength: float | None = None
 
+    @property
+    def batch_key(self) -> tuple[float, ...]:
+        """Settings that all jobs of one pipeline call share."""
+        return self.height, self.width, self.steps, self.guidance_scale, self.ratio
+
     def settings(self) -> dict[str, Any]:
         """All fields but the image, ready for JSON; `strength` only where it is set."""
         texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
