@@ -24,7 +24,7 @@ from serving_support import LIMITS, FakeEngine, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.serve import warm_ups
+from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.generation.offline import draw_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
@@ -293,10 +293,10 @@ def test_model_that_does_not_load_is_an_error():
 
 
 def test_warm_up_uses_every_program():
-    jobs = warm_ups(LIMITS, 2.0)
+    jobs = warm_up_jobs(LIMITS, 2.0)
     used = {(job.height, job.width, job.ratio) for job in jobs}
     assert used == {(48, 64, 0.5), (48, 64, 0.0), (64, 64, 0.5), (64, 64, 0.0)}
     assert [job.image and job.image.size for job in jobs] == [None, None, None, None, (64, 48)]
-    assert len(warm_ups(replace(LIMITS, image_to_image=False), 2.0)) == 4
+    assert len(warm_up_jobs(replace(LIMITS, image_to_image=False), 2.0)) == 4
     for job in jobs:
         LIMITS.check(job)

@@ -21,7 +21,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     ray = command.add_argument_group("on several processes or machines (pip install 'ppdiffusers_tome[ray]')")
     ray.add_argument("--ray", action="store_true", help="generate on Ray actors; one that dies is restarted")
-    ray.add_argument("--actors", type=int, default=2, help="number of actors; each loads the model")
+    ray.add_argument(
+        "--actors", type=int, default=2, help="number of actors; each loads the model (default: %(default)s)"
+    )
     ray.add_argument("--ray-address", help="address of a Ray cluster (default: start Ray on this machine)")
 
 

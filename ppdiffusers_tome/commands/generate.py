@@ -24,25 +24,26 @@ def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "generate",
         help="generate an image for each prompt of a file; run it again to resume",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = command.add_argument
     option("--prompts", type=Path, required=True, help=".txt: a prompt per line; .jsonl: a JSON object per line")
     option("--output", type=Path, required=True, help="folder for the images")
     option("--model", type=Path, required=True, help="folder written by the command export")
-    option("--steps", type=int, default=20, help="denoising steps")
-    option("--guidance-scale", type=float, default=7.5, help="weight of classifier-free guidance")
+    option("--steps", type=int, default=20, help="denoising steps (default: %(default)s)")
+    option(
+        "--guidance-scale", type=float, default=7.5, help="weight of classifier-free guidance (default: %(default)s)"
+    )
     option(
         "--size",
         nargs="+",
-        help="px or WIDTHxHEIGHT in px; the first exported if absent. For a model that was exported for any size: "
-        "all sizes in the file, the default first",
+        help="px or WIDTHxHEIGHT in px (default: the first exported). For a model that was exported for any size: all "
+        "sizes in the prompt file, the default first",
     )
-    option("--ratio", type=float, help="share of tokens to merge; the first exported if absent")
-    option("--seed", type=int, default=0, help="seed of the first prompt; each further prompt has the next one")
+    option("--ratio", type=float, help="share of tokens to merge (default: the first exported)")
+    option("--seed", type=int, default=0, help="of the first prompt; each further one adds 1 (default: %(default)s)")
     option("--negative-prompt", default="", help="what the images should not show")
-    option("--batch", type=int, default=4, help="most images in one pipeline call")
-    option("--device", default="cpu", help="cpu or gpu")
+    option("--batch", type=int, default=4, help="most images in one pipeline call (default: %(default)s)")
+    option("--device", default="cpu", help="cpu or gpu (default: %(default)s)")
     option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
     add_options(command)
     command.set_defaults(run=_generate)

@@ -29,40 +29,40 @@ def add(commands: argparse._SubParsersAction) -> None:
         "serve",
         help="serve an exported model over HTTP, for clients of OpenAI and of stable-diffusion-webui",
         description=f"Clients must send the API key in the environment variable {KEY_VARIABLE}, if it is set.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = serve.add_argument
+    default = "(default: %(default)s)"
     option("--model", type=Path, required=True, help="folder written by the command export")
-    option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all of this machine's")
-    option("--port", type=int, default=8000, help="0 for a free one")
+    option("--host", default="127.0.0.1", help=f"address to listen on, 0.0.0.0 for all of this machine's {default}")
+    option("--port", type=int, default=8000, help=f"0 for a free one {default}")
     option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
-    option("--device", default="cpu", help="cpu or gpu")
-    option("--threads", type=int, help="CPU threads; all cores if absent")
+    option("--device", default="cpu", help=f"cpu or gpu {default}")
+    option("--threads", type=int, help="CPU threads (default: all cores)")
+    option("--size", nargs="+", help="px or WIDTHxHEIGHT in px, the default first (default: all exported sizes)")
+    option("--queue", type=int, default=64, help=f"most images that wait; further requests get 429 {default}")
+    option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
+    option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
+    option("--timeout", type=float, default=DEFAULTS["request_seconds"], help=f"seconds for one request {default}")
+    option("--steps", type=int, default=DEFAULTS["steps"], help=f"for requests without steps {default}")
     option(
-        "--size",
-        nargs="+",
-        help="sizes to serve, px or WIDTHxHEIGHT in px, the default first; all exported sizes if absent",
+        "--guidance-scale", type=float, default=DEFAULTS["guidance_scale"], help=f"for requests without it {default}"
     )
-    option("--queue", type=int, default=64, help="most images that wait; further requests get 429")
-    option("--batch", type=int, default=4, help="most images in one pipeline call")
-    option("--batch-wait", type=float, default=0.02, help="seconds to wait for other images in the same call")
-    option("--timeout", type=float, default=DEFAULTS["request_seconds"], help="seconds for one request")
-    option("--steps", type=int, default=DEFAULTS["steps"], help="default steps of requests")
-    option("--guidance-scale", type=float, default=DEFAULTS["guidance_scale"], help="default of requests")
-    option("--max-images", type=int, default=LIMITS["images"], help="most images in one request")
-    option("--max-steps", type=int, default=LIMITS["steps"], help="most steps")
-    option("--max-prompt", type=int, default=LIMITS["prompt_characters"], help="most characters of a prompt")
-    option("--max-body", type=int, default=DEFAULTS["body_bytes"], help="largest request, bytes")
+    option("--max-images", type=int, default=LIMITS["images"], help=f"most images in one request {default}")
+    option("--max-steps", type=int, default=LIMITS["steps"], help=f"most steps {default}")
+    option("--max-prompt", type=int, default=LIMITS["prompt_characters"], help=f"characters of a prompt {default}")
+    option("--max-body", type=int, default=DEFAULTS["body_bytes"], help=f"largest request, bytes {default}")
     option("--allow-host", action="append", default=[], help="another name of this server, without an API key")
     option("--allow-origin", action="append", default=[], help="https://... of web pages that may send requests")
-    option("--max-pixels", type=int, default=LIMITS["image_pixels"], help="largest image of a client")
+    option(
+        "--max-pixels", type=int, default=LIMITS["image_pixels"], help=f"largest image of a client, pixels {default}"
+    )
     ray = serve.add_argument_group("on several processes or machines, with Ray Serve (ppdiffusers_tome[ray])")
     ray.add_argument("--ray", action="store_true", help="run engines in their own processes; replace those that die")
-    ray.add_argument("--replicas", type=int, default=1, help="number of engines; each loads the model")
+    ray.add_argument("--replicas", type=int, default=1, help=f"number of engines; each loads the model {default}")
     ray.add_argument("--min-replicas", type=int, help="instead of --replicas: the number follows the load")
     ray.add_argument("--max-replicas", type=int, help="see --min-replicas")
-    ray.add_argument("--replica-cpus", type=float, help="CPUs reserved per engine; an equal share if absent")
-    ray.add_argument("--ray-address", help="address of a Ray cluster; starts Ray on 127.0.0.1 if absent")
+    ray.add_argument("--replica-cpus", type=float, help="CPUs reserved per engine (default: an equal share)")
+    ray.add_argument("--ray-address", help="address of a Ray cluster (default: start Ray on this machine)")
     serve.set_defaults(run=_serve)
 
 
@@ -89,11 +89,11 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         hosts=(options.host, *options.allow_host),
         origins=tuple(options.allow_origin),
     )
-    warm_up = warm_ups(limits, config.guidance_scale)
-    limits.check(replace(warm_up[0], steps=config.steps))  # the defaults, or requests without them would be refused
+    jobs = warm_up_jobs(limits, config.guidance_scale)
+    limits.check(replace(jobs[0], steps=config.steps))  # the defaults, or requests without them would be refused
     # Check the device now and not when the model loads; the GPUs of a Ray cluster's machines are not known here.
     Runtime("cpu" if options.ray_address else options.device, options.threads)
-    load = partial(_load, options.model.resolve(), warm_up, options.device, options.verify)
+    load = partial(_load, options.model.resolve(), jobs, options.device, options.verify)
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     if options.ray:
@@ -115,16 +115,16 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _load(folder: Path, warm_up: Sequence[Job], device: str, verify: bool, threads: int | None) -> "Engine":
+def _load(folder: Path, jobs: Sequence[Job], device: str, verify: bool, threads: int | None) -> "Engine":
     from ..serving.engine import load_engine
 
     engine = load_engine(folder, device, threads, verify)
-    for job in warm_up:
+    for job in jobs:
         engine.generate([job])
     return engine
 
 
-def warm_ups(limits: Limits, guidance_scale: float) -> list[Job]:
+def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
     """One small job for each program of the model, to run before the server is ready.
 
     A predictor is created at its first use. Meanwhile Paddle holds Python's global lock for seconds, and the server
@@ -149,14 +149,14 @@ def _serve_on_ray(
         raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
     from ..serving.cluster import Cluster, serve_on_ray
 
-    smallest = options.replicas if options.min_replicas is None else options.min_replicas
-    largest = max(smallest, options.replicas) if options.max_replicas is None else options.max_replicas
+    min_replicas = options.replicas if options.min_replicas is None else options.min_replicas
+    max_replicas = max(min_replicas, options.replicas) if options.max_replicas is None else options.max_replicas
     cpus = options.replica_cpus
     if cpus is None:
-        cpus = max(1.0, (os.cpu_count() or 1) / max(1, largest)) if options.ray_address is None else 1.0
+        cpus = max(1.0, (os.cpu_count() or 1) / max(1, max_replicas)) if options.ray_address is None else 1.0
     cluster = Cluster(
-        min_replicas=smallest,
-        max_replicas=largest,
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
         cpus=cpus,
         gpus=1.0 if options.device.startswith("gpu") else 0.0,
         largest_batch=options.batch,
