@@ -124,18 +124,18 @@ def test_worker_that_ends_at_the_same_definition_again_fails_all_arms(tmp_path, 
 
 def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     requests, output = stub(), tmp_path / "new" / "speed.json"
-    save = runner.Partial.save
+    save = runner.IncompleteResult.save
 
     def save_until_round_2(self, index, case):
         if len(case["arms"][0]["seconds"]) == 3:
             raise KeyboardInterrupt
         save(self, index, case)
 
-    monkeypatch.setattr(runner.Partial, "save", save_until_round_2)
+    monkeypatch.setattr(runner.IncompleteResult, "save", save_until_round_2)
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
     assert [path.name for path in output.parent.iterdir()] == ["speed.json.partial"]
-    monkeypatch.setattr(runner.Partial, "save", save)
+    monkeypatch.setattr(runner.IncompleteResult, "save", save)
     arms = measure(tmp_path, command="bench, continued")
     assert [request["case"]["arms"][0]["seconds"] for request in requests()] == [[], [0.5, 1.5]]
     assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
@@ -145,7 +145,7 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
 
 def interrupt(folder, rounds):
     """Leave an incomplete result."""
-    partial = runner.Partial(folder / "new" / "speed.json", cases(), Settings(rounds), "bench", restart=False)
+    partial = runner.IncompleteResult(folder / "new" / "speed.json", cases(), Settings(rounds), "bench", restart=False)
     partial.save(0, asdict(cases()[0]))
 
 

@@ -66,9 +66,9 @@ class Arm:
         return f"{merging}{ratio}{level}, {self.backend}"
 
     @property
-    def config(self) -> ToMeConfig | None:
-        """How tokens merge; None if they do not."""
-        return merging_config(self.ratio, self.max_downsample) if self.ratio else None
+    def config(self) -> ToMeConfig:
+        """How tokens merge; dst is the first token of every cell, because tomesd draws other random ones."""
+        return ToMeConfig(ratio=self.ratio, max_downsample=self.max_downsample, use_rand=False)
 
     def fail(self, status: str, reason: str) -> None:
         """Record that the arm cannot be measured; its seconds are dropped."""
@@ -110,11 +110,6 @@ class Case:
     def with_status(self, *statuses: str) -> list[Arm]:
         """The arms that have one of these statuses."""
         return [arm for arm in self.arms if arm.status in statuses]
-
-
-def merging_config(ratio: float, max_downsample: int | None) -> ToMeConfig:
-    """The config of all arms: dst is the first token of every cell, because tomesd draws other random ones."""
-    return ToMeConfig(ratio=ratio, max_downsample=max_downsample, use_rand=False)
 
 
 def make_case(model: str, **fields: Any) -> Case:
@@ -212,7 +207,7 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
 
 
 def _count_kept(case: Case, ratio: float, level: int | None) -> int:
-    config = merging_config(ratio, level)
+    config = Arm(TOME, EAGER, ratio, level).config
     first = case.architecture.first_level
     if level is not None and case.scope == "block":
         raise ToMeConfigError("--max-downsample is not allowed with --scope block, which has one level: leave it out.")
