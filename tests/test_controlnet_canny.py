@@ -118,7 +118,7 @@ def test_runs_from_another_folder_and_writes_a_sheet(tmp_path):
 
 BAD = {
     "no image": (["--image", "/no/such.png"], "--image /no/such.png: "),
-    "no controlnet": (["--controlnet", "/no/such/folder"], "--controlnet /no/such/folder: "),
+    "no controlnet": (["--controlnet", "/no/such/folder"], "--controlnet /no/such/folder is neither a folder"),
     "no edges": (["--image", "white.png"], "has no edges at 128 px"),
 }
 
