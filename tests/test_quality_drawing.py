@@ -36,9 +36,10 @@ def pipe():
     return pipe
 
 
-def test_the_eager_engine_draws_as_the_pipeline_does_and_leaves_no_trace(pipe, tmp_path):
+def test_the_eager_engine_draws_as_the_pipeline_does_and_leaves_no_trace(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
     for setting in (PLAIN, FIXED):
-        engine = EagerEngine(pipe, setting.config)
+        engine = EagerEngine("model", setting.config)
         draw_setting(EVALUATION, setting, tmp_path, draw_here(lambda engine=engine: engine), batch=2)
     assert pipe.tome_summary().blocks == ()
     plain, merged = (read_images(image_paths(image_folder(name, tmp_path)), 32) for name in ("plain", "0.5"))

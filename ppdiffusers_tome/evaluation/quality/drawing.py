@@ -53,20 +53,15 @@ def _absolute(model: str) -> str:
 class EagerEngine(Engine):
     """Draws with the pipeline itself, which merges by `config` while it draws."""
 
-    def __init__(self, pipe: DiffusionPipeline, config: ToMeConfig, name: str = "model") -> None:
-        super().__init__(pipe, name=name)
-        self._pipe = pipe
+    def __init__(self, model: str, config: ToMeConfig) -> None:
+        self._pipe = load_model(model)
         self._config = config
+        super().__init__(self._pipe, name=model)
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[[], bool] | None = None) -> list[Image.Image]:
         """See `Engine.generate`."""
         with self._pipe.tome(**asdict(self._config)) if self._config.ratio else nullcontext():
             return super().generate(jobs, should_stop)
-
-
-def load_eager(model: str, config: ToMeConfig) -> EagerEngine:
-    """An engine over `load_model(model)`, also in the process of an actor."""
-    return EagerEngine(load_model(model), config, model)
 
 
 class RemoteUNet:
@@ -187,7 +182,7 @@ def draw(
             load = partial(load_engine, programs[setting], "cpu", evaluation.threads)
             draw_setting(evaluation, setting, output, make_drawer(load), batch)
         else:
-            eager = partial(load_eager, _absolute(evaluation.model), setting.config)
+            eager = partial(EagerEngine, _absolute(evaluation.model), setting.config)
             draw_setting(evaluation, setting, output, make_drawer(eager), batch)
     return about_torch
 
