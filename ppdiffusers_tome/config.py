@@ -26,6 +26,11 @@ class ToMeConfig:
         use_rand: draw the dst token of each cell at random; otherwise it is the cell's first (top left) token.
         seed: where the random choice of dst comes from: 0 <= seed < 2**64 for the same choice in every pass, None for
             a fresh one in each. Paddle's, NumPy's and Python's own random states are never read nor advanced.
+        window: side of the square windows, in tokens, within which each token looks for its dst: a multiple of sx and
+            sy. None: the whole grid. The time of matching grows with the number of tokens, not with its square, and
+            high ratios lose more in small windows. Not available where an export leaves height and width dynamic.
+        proportional: let a merged token count in self-attention as often as the tokens that it replaces, by adding
+            the logarithm of their number to the scores of its key. Nearer to the plain image in most cases.
         merge_attn: merge around self-attention (`attn1`).
         merge_crossattn: merge around cross-attention (`attn2`); seldom worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
@@ -34,9 +39,10 @@ class ToMeConfig:
         ToMeConfigError: a value is of the wrong type or out of range, or all three `merge_…` are False. The message
             names the argument, the value and what is allowed.
 
-    Source: names and meanings are tomesd's (Bolya & Hoffman 2023, arXiv:2303.17604). Differs from it in: `seed` is
-    new, a ratio above the maximum is an error here, where tomesd silently lowers it, and `max_downsample` is 1 by
-    default there, which merges nothing in SDXL.
+    Source: names and meanings are tomesd's (Bolya & Hoffman 2023, arXiv:2303.17604); `proportional` is from ToMe for
+    ViT (Bolya et al. 2022, arXiv:2210.09461). Differs from tomesd in: `seed`, `window` and `proportional` are new, a
+    ratio above the maximum is an error here, where tomesd silently lowers it, and `max_downsample` is 1 by default
+    there, which merges nothing in SDXL.
 
     Example:
         >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
@@ -49,6 +55,8 @@ class ToMeConfig:
     sy: int = 2
     use_rand: bool = True
     seed: int | None = 0
+    window: int | None = None
+    proportional: bool = False
     merge_attn: bool = True
     merge_crossattn: bool = False
     merge_mlp: bool = False
@@ -62,6 +70,7 @@ class ToMeConfig:
             )
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
         checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"])
+        checked["window"] = None if self.window is None else _window(self.window, checked["sx"], checked["sy"])
         checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
         checked["seed"] = None if self.seed is None else _seed(self.seed)
         for name, value in checked.items():
@@ -85,7 +94,7 @@ class ToMeConfig:
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
 
 
-_FLAGS = ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
+_FLAGS = ("use_rand", "proportional", "merge_attn", "merge_crossattn", "merge_mlp")
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -107,6 +116,16 @@ def _count(name: str, value: Any) -> int:
     number = _integer(value)
     if number is None or number < 1:
         raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be a whole number of tokens, 1 or more.")
+    return number
+
+
+def _window(value: Any, sx: int, sy: int) -> int:
+    number = _integer(value)
+    if number is None or number < 1 or number % sx or number % sy:
+        raise ToMeConfigError(
+            f"window={value!r} is not allowed: it must be a number of tokens that is a multiple of sx={sx} and "
+            f"sy={sy}, or None for the whole grid."
+        )
     return number
 
 

@@ -9,6 +9,7 @@ which lives as long as the forward does, also when that ends in an exception. Al
 thread. All state hangs on the hooks, so a deep copy of a model has its own.
 """
 
+import math
 import threading
 import weakref
 from typing import Any
@@ -19,7 +20,7 @@ from paddle import nn
 
 from .config import ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
-from .matching import MergePlan, match_tokens
+from .matching import MergePlan, cast, match_tokens
 from .merging import merge, unmerge
 from .models import is_chunked, token_grid
 from .positions import Grid, count_removed, is_zero
@@ -28,6 +29,7 @@ CHUNKED = (
     "merge_mlp=True does not go together with chunked feed-forward layers (enable_forward_chunking(), "
     "set_chunk_feed_forward()), which get the tokens in pieces: turn chunking off or leave merge_mlp=False."
 )
+CHANNELS = 8  # that a head of a joint attention gets for the sizes: fused kernels want a multiple of 8
 
 
 class _PerThread(threading.local):
@@ -41,6 +43,7 @@ class _Call:
     """One forward of a block."""
 
     plan: MergePlan | None = None  # None where nothing merges
+    has_sizes: bool = False  # whether the self-attention has been given the sizes of merged tokens
 
 
 class _Arguments(tuple):
@@ -130,12 +133,29 @@ class CallHook(ConfigHook):
         removed = count_removed(grid, self.config)
         if not is_zero(removed):
             random_key = self._grid_hook.random_key(self._index)
-            call.plan = match_tokens(metric, grid, removed, self.config.sx, self.config.sy, random_key)
+            config = self.config
+            call.plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window)
 
     def plan(self) -> MergePlan | None:
         """The plan of the call that is running in this thread; None where nothing merges."""
         call = self._running()
         return None if call is None else call.plan
+
+    def note_sizes(self) -> None:
+        """The block's self-attention has been given the sizes of merged tokens."""
+        call = self._running()
+        assert call is not None
+        call.has_sizes = True
+
+    def require_sizes(self, attention: nn.Layer) -> None:
+        """Raise ToMePassError where a self-attention that merged has not been given the sizes of merged tokens."""
+        call = self._running()
+        if call is not None and call.plan is not None and not call.has_sizes:
+            raise ToMePassError(
+                f"proportional=True: {type(attention.processor).__name__} does not call prepare_attention_mask(), so "
+                "merged tokens cannot be weighted by their size: set another attention processor, or merge with "
+                "proportional=False."
+            )
 
     def forget(self) -> None:
         """The block's forward is over: from here on a direct call of one of its layers merges nothing."""
@@ -196,33 +216,121 @@ class MergeOutputHook(BlockHook):
 
 
 class UnmergeHook(BlockHook):
-    """Post-hook of a layer that runs on merged tokens; of a joint attention's two outputs the text comes second."""
+    """Post-hook of a layer that runs on merged tokens; of a joint attention's two outputs the text comes second.
+
+    Args:
+        call_hook: of the layer's block.
+        requires_sizes: whether a `MaskHook` of the layer must have added the sizes of merged tokens.
+    """
+
+    def __init__(self, call_hook: CallHook, requires_sizes: bool = False) -> None:
+        super().__init__(call_hook)
+        self._requires_sizes = requires_sizes
 
     def __call__(self, layer: nn.Layer, inputs: tuple, outputs: Any) -> Any:
         plan = self._call_hook.plan()
         if plan is None:
             return None
+        if self._requires_sizes:
+            self._call_hook.require_sizes(layer)
         return (unmerge(outputs[0], plan), *outputs[1:]) if isinstance(outputs, tuple) else unmerge(outputs, plan)
 
 
-class MaskGuard(BlockHook):
-    """Stands before `prepare_attention_mask` of an attention layer: refuse a mask over tokens that are merged.
+class MaskHook(BlockHook):
+    """Runs instead of `prepare_attention_mask` of an attention layer: adds the sizes of merged tokens, refuses masks.
 
-    Masks come by keyword, which Paddle's hooks do not see, and every attention processor hands them to that method.
+    Masks are keyword arguments, which Paddle's hooks do not see, and every attention processor passes them to that
+    method and adds what it returns to the scores.
+
+    Args:
+        call_hook: of the layer's block.
+        attention: the layer.
+        is_proportional: whether the layer's keys are the merged tokens, each of which counts as often as the tokens
+            that it replaces.
     """
+
+    def __init__(self, call_hook: CallHook, attention: nn.Layer, is_proportional: bool) -> None:
+        super().__init__(call_hook)
+        self._attention = attention
+        self._is_proportional = is_proportional
+
+    def __call__(
+        self,
+        attention_mask: paddle.Tensor | None,
+        target_length: int,
+        batch_size: int,
+        out_dim: int = 4,
+        **kwargs: Any,
+    ) -> Any:
+        plan = self._call_hook.plan()
+        if plan is not None and attention_mask is not None and attention_mask.shape[-1] != target_length:
+            raise ToMePassError(
+                f"attention_mask has shape {list(attention_mask.shape)} but attention sees {target_length} of "
+                f"{plan.tokens} tokens, the others being merged, and a mean of masked and other tokens has no "
+                "mask: call without attention_mask, or remove_tome() first."
+            )
+        attention = self._attention
+        mask = type(attention).prepare_attention_mask(
+            attention, attention_mask, target_length, batch_size, out_dim, **kwargs
+        )
+        if plan is None or not self._is_proportional:
+            return mask
+        if type(attention.processor).__name__.startswith("CrossFrame"):
+            raise ToMePassError(
+                f"proportional=True: {type(attention.processor).__name__} attends to the keys of another frame, whose "
+                "tokens merge otherwise: merge with proportional=False."
+            )
+        self._call_hook.note_sizes()
+        sizes = cast(plan.log_sizes(), attention.to_k.weight.dtype)
+        if out_dim == 3:  # attention slicing: [B·heads, 1, keys]
+            sizes = sizes.repeat_interleave(attention.heads, axis=0).unsqueeze(1)
+        else:  # [B, 1, 1, keys]
+            sizes = sizes.unsqueeze([1, 2])
+        return sizes if mask is None else mask + sizes
+
+
+class SizeChannelHook(BlockHook):
+    """Post-hook of a projection of a joint attention: give its heads channels that add the sizes to the scores.
+
+    A joint attention takes no mask. Each head gets 8 channels, as many as fused kernels need: in the first, queries
+    hold a constant, the keys of merged tokens the logarithm of their size, and all others 0, so that the product of
+    query and key is the score plus that logarithm. `DropChannelHook` takes them off the output.
+
+    Args:
+        call_hook: of the attention's block.
+        attention: the joint attention.
+        role: "query", "key" (of image tokens), or "other" (values, and the keys of text, which count once).
+    """
+
+    def __init__(self, call_hook: CallHook, attention: nn.Layer, role: str) -> None:
+        super().__init__(call_hook)
+        self._heads, self._role = attention.heads, role
+
+    def __call__(self, projection: nn.Layer, inputs: tuple, output: paddle.Tensor) -> paddle.Tensor | None:
+        plan = self._call_hook.plan()
+        if plan is None:
+            return None
+        heads = output.reshape([0, 0, self._heads, -1])  # [B, N, heads, C]
+        width = heads.shape[-1] + CHANNELS
+        extra = paddle.zeros_like(heads[..., :1])
+        if self._role == "query":  # the attention divides by the root of the width, which is larger now
+            heads = heads * math.sqrt(width / heads.shape[-1])
+            extra = extra + math.sqrt(width)
+        elif self._role == "key":
+            extra = extra + cast(plan.log_sizes(), output.dtype).unsqueeze([2, 3])
+        zeros = paddle.zeros_like(heads[..., : CHANNELS - 1])
+        return paddle.concat([heads, extra, zeros], axis=-1).reshape([0, 0, self._heads * width])
+
+
+class DropChannelHook(BlockHook):
+    """Pre-hook of an output projection of a joint attention: take off the channels of `SizeChannelHook`."""
 
     def __init__(self, call_hook: CallHook, attention: nn.Layer) -> None:
         super().__init__(call_hook)
-        self._attention = attention
+        self._heads = attention.heads
 
-    def __call__(self, attention_mask: paddle.Tensor | None, target_length: int, *args: Any, **kwargs: Any) -> Any:
-        if attention_mask is not None and attention_mask.shape[-1] != target_length:
-            plan = self._call_hook.plan()
-            if plan is not None:
-                raise ToMePassError(
-                    f"attention_mask has shape {list(attention_mask.shape)} but attention sees {target_length} of "
-                    f"{plan.tokens} tokens, the others being merged, and a mean of masked and other tokens has no "
-                    "mask: call without attention_mask, or remove_tome() first."
-                )
-        attention = self._attention
-        return type(attention).prepare_attention_mask(attention, attention_mask, target_length, *args, **kwargs)
+    def __call__(self, projection: nn.Layer, inputs: tuple) -> tuple | None:
+        if self._call_hook.plan() is None:
+            return None
+        heads = _first(projection, inputs).reshape([0, 0, self._heads, -1])[..., :-CHANNELS]
+        return heads.reshape([0, 0, -1]), *inputs[1:]

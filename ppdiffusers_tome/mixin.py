@@ -27,6 +27,8 @@ def apply_tome(
     sy: int = 2,
     use_rand: bool = True,
     seed: int | None = 0,
+    window: int | None = None,
+    proportional: bool = False,
     merge_attn: bool = True,
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
@@ -46,6 +48,10 @@ def apply_tome(
         use_rand: draw each cell's dst token at random, or take the cell's first.
         seed: what the random choice comes from: an int for the same in every pass, None for a fresh one in each. It
             neither reads nor advances any global random state.
+        window: side, in tokens, of the windows within which tokens look for their dst, a multiple of sx and sy; None
+            for the whole grid. 8 makes matching ten times as fast at 512 px.
+        proportional: let a merged token count in self-attention as often as the tokens that it replaces. In most cases
+            nearer to the plain image.
         merge_attn: merge around self-attention; in SD3 the image tokens of the joint attention, never the text.
         merge_crossattn: merge around cross-attention.
         merge_mlp: merge around the feed-forward layers; not together with `enable_forward_chunking()`.
@@ -73,6 +79,8 @@ def apply_tome(
         sy=sy,
         use_rand=use_rand,
         seed=seed,
+        window=window,
+        proportional=proportional,
         merge_attn=merge_attn,
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,

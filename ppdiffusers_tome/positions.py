@@ -44,6 +44,16 @@ class Grid(NamedTuple):
         return not is_known(self.h)
 
 
+class Windows(NamedTuple):
+    """The dst and src of a grid window by window. T windows hold up to S src and D dst; shorter ones are padded."""
+
+    number: int  # T
+    src: paddle.Tensor  # [T·S] int64: positions; padding repeats a src of the window
+    dst: paddle.Tensor  # [T·D] int64: positions; padding repeats a dst of the window
+    dst_index: paddle.Tensor  # [T·D] int64: where each stands in `Positions.dst`
+    src_slot: paddle.Tensor  # [number of src] int64: where each of `Positions.src` stands in `src`
+
+
 class Positions(NamedTuple):
     """Which positions of a grid are dst and which src, and where each stands in the sequence dst | src."""
 
@@ -54,6 +64,7 @@ class Positions(NamedTuple):
     slot: paddle.Tensor  # [N] int64: where each position stands in dst | src
     count_d: paddle.Tensor  # [D] int64: 0, 1, ... D - 1
     count_s: paddle.Tensor  # [S] int64: 0, 1, ... S - 1
+    windows: Windows | None = None  # None: one window, the whole grid
 
 
 def count_dst(grid: Grid, sx: int, sy: int) -> Count:
@@ -72,6 +83,16 @@ def count_removed(grid: Grid, config: ToMeConfig) -> Count:
     ratio = paddle.full([], config.ratio, dtype="float64")
     wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio).cast("int64")
     return paddle.minimum(wanted, grid.tokens - dst) * paddle.cast(dst > 0, "int64")
+
+
+def count_pairs(
+    grid: Grid,  # not dynamic
+    config: ToMeConfig,
+) -> int:
+    """How many pairs of src and dst tokens matching compares: all pairs, or those within a window."""
+    window = window_of(grid, config.sx, config.sy, config.window)
+    dst = np.bincount(window[choose_dst(grid, config.sx, config.sy)], minlength=1)
+    return int((dst * (np.bincount(window, minlength=len(dst)) - dst)).sum())
 
 
 def choose_dst(
@@ -110,17 +131,79 @@ def choose_dst(
     return np.sort((y * grid.w + x).reshape(-1))
 
 
-def constant_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Positions:
+def window_of(
+    grid: Grid,  # not dynamic
+    sx: int,
+    sy: int,
+    window: int | None,
+) -> np.ndarray:  # [N] int64
+    """In which window each token lies, counted row by row; all in window 0 where window is None.
+
+    Windows begin at multiples of `window`. A remainder at the right or bottom edge that holds no whole cell, and
+    therefore no dst, belongs to the window before it.
+    """
+    if window is None:
+        return np.zeros(grid.tokens, dtype=np.int64)
+    rows, columns = _windows_along(grid.h, sy, window), _windows_along(grid.w, sx, window)
+    return (rows[:, None] * (columns[-1] + 1) + columns).reshape(-1)
+
+
+def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
+    """[length] int64: the window of each place along an axis."""
+    place = np.arange(length) // window
+    return np.minimum(place, max(0, (length - cell) // window))
+
+
+def constant_positions(
+    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
+) -> Positions:
     """The positions on a known grid, chosen as `choose_dst` says: a program holds them as constants."""
     dst = choose_dst(grid, sx, sy, random_key)
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     slot = np.argsort(np.concatenate([dst, src]))
     # Constants, also where arange would do: Paddle 2.6's arange switches a device that all threads share.
-    constants = (dst, src, slot, np.arange(len(dst)), np.arange(len(src)))
-    return Positions(len(dst), len(src), *(paddle.to_tensor(each, dtype="int64") for each in constants))
+    constants = _constants(dst, src, slot, np.arange(len(dst)), np.arange(len(src)))
+    windows = _windows(dst, src, window_of(grid, sx, sy, window))
+    return Positions(len(dst), len(src), *constants)._replace(windows=windows)
 
 
-def computed_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Positions:
+def _windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Windows | None:
+    """dst and src sorted into windows [N]; None where there is one window."""
+    count = int(window.max(initial=0)) + 1
+    if count == 1:
+        return None
+    dst_index, _ = _pad(window[dst], count)
+    src_index, src_slot = _pad(window[src], count)
+    return Windows(count, *_constants(src[src_index], dst[dst_index], dst_index, src_slot))
+
+
+def _pad(window: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sort tokens into windows of equal length.
+
+    Args:
+        window: of each token [L], each of 0 … count - 1 at least once.
+
+    Returns:
+        [count·P] which token stands in each place, in ascending order within a window, the last repeated as padding;
+        and [L] the place of each token.
+    """
+    order = np.argsort(window, kind="stable")
+    sizes = np.bincount(window, minlength=count)
+    begins = np.cumsum(sizes) - sizes
+    longest = sizes.max()
+    within = np.minimum(np.arange(longest), sizes[:, None] - 1)  # [count, P]
+    place = np.empty(len(window), dtype=np.int64)
+    place[order] = np.arange(len(window)) - np.repeat(begins - np.arange(count) * longest, sizes)
+    return order[(begins[:, None] + within).reshape(-1)], place
+
+
+def _constants(*arrays: np.ndarray) -> list[paddle.Tensor]:
+    return [paddle.to_tensor(array, dtype="int64") for array in arrays]
+
+
+def computed_positions(
+    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
+) -> Positions:
     """The positions on a dynamic grid, computed by the program: dst is the first (top left) token of each whole cell.
 
     On a grid smaller than one cell the first token is dst all the same: nothing merges there (`count_removed` is 0),
@@ -128,9 +211,14 @@ def computed_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] |
     src, is an error of Paddle's when the program runs.
 
     Raises:
-        ToMePassError: dst is to be random. That choice is drawn by NumPy, so that it is the same on every machine, and
-            cannot be part of a program.
+        ToMePassError: dst is to be random: that choice is drawn by NumPy, so that it is the same on every machine, and
+            cannot be part of a program. Or window is given, whose sizes and counts are not known.
     """
+    if window is not None:
+        raise ToMePassError(
+            f"window={window} needs a known height and width, which this export leaves dynamic: export a fixed height "
+            "and width, or merge with window=None."
+        )
     if random_key is not None:
         raise ToMePassError(
             "height and width are dynamic, as in an export with InputSpec([None, 4, None, None]), but the random "

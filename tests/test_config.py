@@ -13,6 +13,8 @@ def test_defaults_are_those_of_tomesd_but_for_level_and_seed():
         "sy": 2,
         "use_rand": True,
         "seed": 0,
+        "window": None,
+        "proportional": False,
         "merge_attn": True,
         "merge_crossattn": False,
         "merge_mlp": False,
