@@ -24,6 +24,10 @@ def test_defaults_are_those_of_tomesd_but_for_level_and_seed():
 @pytest.mark.parametrize(
     ("argument", "value", "allowed"),
     [
+        ("window", 0, "a multiple of sx=2 and sy=2"),
+        ("window", 7, "a multiple of sx=2 and sy=2"),
+        ("window", 8.0, "or None for the whole grid"),
+        ("proportional", 1, "True or False"),
         ("ratio", -0.1, "from 0 to 1 - 1/(sx·sy) = 0.75"),
         ("ratio", 0.76, "from 0 to 1 - 1/(sx·sy) = 0.75"),
         ("ratio", 1, "from 0 to"),
