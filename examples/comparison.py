@@ -1,7 +1,6 @@
-"""Draw plain and merged pictures in turn and tell how they differ."""
+"""Generate plain and merged images in turn and compare them."""
 
 import contextlib
-import json
 import os
 import shlex
 import statistics
@@ -10,16 +9,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# The first import of Pillow; it has to come before Paddle: Paddle 2.6 brings a zlib along that breaks its PNGs.
+# Imports Pillow, which must come before Paddle: otherwise Paddle 2.6's bundled zlib breaks Pillow's PNGs.
 from options import TRAINED_AT, steps_for
 
 
 @dataclass
 class Arm:
-    """One row: pictures drawn plain (ratio None) or merged."""
+    """One row: images generated plain (ratio None) or merged."""
 
     ratio: float | None
-    summary: object  # what pipe.tome_summary says of this ratio; of ratio 0 for plain
+    summary: object  # pipe.tome_summary() at this ratio; at ratio 0 for plain
     images: list = field(default_factory=list)
     seconds: list = field(default_factory=list)
 
@@ -27,41 +26,41 @@ class Arm:
     def label(self) -> str:
         return "plain" if self.ratio is None else f"{self.ratio:g}"
 
-    def measured_against(self, plain: "Arm") -> dict:
-        """The row's figures; what compares with plain is None for plain itself."""
+    def figures(self, plain: "Arm") -> dict:
+        """The row's figures; those that compare with plain are None for plain itself."""
         block, share = self.summary.blocks[0], self.summary.saved_share
-        psnr, ssim = (None, None) if self is plain else likeness(plain.images, self.images)
+        psnr, ssim = (None, None) if self is plain else image_similarity(plain.images, self.images)
         return {
-            "row": self.label,
+            "arm": self.label,
             "tokens": block.grid.tokens,
             "kept": block.kept,
-            "MACs saved": None if self is plain else share,
+            "macs_saved": None if self is plain else share,
             "seconds": statistics.median(self.seconds),
-            "speed-up": statistics.median(plain.seconds) / statistics.median(self.seconds),
-            "PSNR": psnr,
-            "SSIM": ssim,
+            "speed_up": statistics.median(plain.seconds) / statistics.median(self.seconds),
+            "psnr": psnr,
+            "ssim": ssim,
         }
 
 
 def compare(
-    pipe, args, name, size, prompts, draw, source=None, warm_up=2, merging=None, rows=(), measure=None, **more
+    pipe, args, name, size, prompts, draw, source=None, warm_up=2, merging=None, rows=(), measure=None, **details
 ) -> None:
-    """Draw each prompt plain and at each ratio, from the seed's noise; print the table, write PNGs and JSON.
+    """Generate each prompt plain and at each ratio from the same noise; print the table, write PNGs and JSON.
 
-    `merging` are further settings of `pipe.tome`, `rows` further rows of the sheet: (label, caption, images), and
-    `measure` a function that tells further figures of the arms, for the JSON.
+    `merging` has further settings for `pipe.tome`, `rows` further rows of the sheet as (label, caption, images), and
+    `measure` is a function that returns further figures of the arms for the JSON. `details` go into PNG and JSON.
     """
     import paddle
 
     from ppdiffusers_tome import ToMeConfig, __version__
-    from ppdiffusers_tome.evaluation.environment import describe_environment
     from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, metadata
+    from ppdiffusers_tome.evaluation.results import make_result, write_result
 
     steps, merging = steps_for(args, size), merging or {}
-    about = {"model": "examples/emoji_sd" if args.bundled else args.model, "seed": args.seed, "steps": steps}
-    about |= {"size": size, "guidance": args.guidance, "xformers": args.xformers}
-    about |= {**more, **({"merging": merging} if merging else {}), "ppdiffusers_tome": __version__}
-    settings = [str(ToMeConfig(ratio=ratio)) for ratio in args.ratio]
+    settings = {"model": "examples/emoji_sd" if args.bundled else args.model, "seed": args.seed, "steps": steps}
+    settings |= {"size": size, "guidance_scale": args.guidance_scale, "xformers": args.xformers}
+    settings |= {**details, **({"merging": merging} if merging else {})}
+    configs = [str(ToMeConfig(ratio=ratio)) for ratio in args.ratio]
     print(f"\n{size} px, prompts: {len(prompts)}, steps: {steps}, seed: {args.seed}")
     pipe.set_progress_bar_config(desc="warm-up", leave=False)
     draw(prompts[0], num_inference_steps=warm_up)
@@ -70,35 +69,37 @@ def compare(
         with pipe.tome(ratio=ratio or 0.0, **merging):
             arms.append(Arm(ratio, pipe.tome_summary(height=size, width=size)))
     for n, prompt in enumerate(prompts, 1):
-        for arm, tome in zip(arms, ["off", *settings], strict=True):
-            pipe.set_progress_bar_config(desc=f"picture {n} of {len(prompts)}, {arm.label}", leave=False)
+        for arm, config in zip(arms, ["off", *configs], strict=True):
+            pipe.set_progress_bar_config(desc=f"image {n} of {len(prompts)}, {arm.label}", leave=False)
             paddle.seed(args.seed)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             with contextlib.nullcontext() if arm.ratio is None else pipe.tome(ratio=arm.ratio, **merging):
                 image = draw(prompt, num_inference_steps=steps).images[0]
-            arm.seconds.append(time.perf_counter() - begin)
+            arm.seconds.append(time.perf_counter() - start)
             arm.images.append(image)
-            if args.save_each:
-                each = args.output / f"{name}_{size}_{arm.label}_{n}.png"
-                image.save(each, pnginfo=metadata(prompt=prompt, ratio=arm.ratio or 0, tome=tome, **about))
-    figures = [arm.measured_against(arms[0]) for arm in arms]
+            if args.save_images:
+                text = metadata(
+                    prompt=prompt, ratio=arm.ratio or 0, tome=config, **settings, ppdiffusers_tome=__version__
+                )
+                image.save(args.output / f"{name}_{size}_{arm.label}_{n}.png", pnginfo=text)
+    figures = [arm.figures(arms[0]) for arm in arms]
     print_table(figures)
     if args.bundled and size > TRAINED_AT:
-        print(f"The bundled model was trained at {TRAINED_AT} px: here it repeats pieces of the thing.")
+        print(f"The bundled model was trained at {TRAINED_AT} px: here it repeats parts of the object.")
     path = args.output / f"{name}_{size}.png"
     rows = [*([("input", "", [source] * len(prompts))] if source else []), *rows]
-    rows += [(arm.label, f"{f['seconds']:.1f} s", arm.images) for arm, f in zip(arms, figures, strict=True)]
-    text = metadata(prompts=prompts, ratios=args.ratio, tome=settings, **about)
+    rows += [(arm.label, f"{row['seconds']:.1f} s", arm.images) for arm, row in zip(arms, figures, strict=True)]
+    text = metadata(prompts=prompts, ratios=args.ratio, tome=configs, **settings, ppdiffusers_tome=__version__)
     make_sheet(rows, prompts, size).save(path, pnginfo=text)
-    command = shlex.join(["python", f"examples/{name}.py", *args.given])
-    record = {"command": command, "prompts": prompts, **about, "rows": figures, "environment": describe_environment()}
     print(f"Rows {', '.join(row[0] for row in rows)}: {path}")
-    record |= measure(arms) if measure else {}
-    path.with_suffix(".json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    command = shlex.join(["python", f"examples/{name}.py", *args.arguments])
+    result = make_result("comparison", command, prompts=prompts, **settings, arms=figures)
+    result |= measure(arms) if measure else {}
+    write_result(path.with_suffix(".json"), result)
 
 
-def likeness(plain, merged) -> tuple[float, float]:
-    """PSNR in dB, infinite for equal pictures, and SSIM; means over the pairs."""
+def image_similarity(plain, merged) -> tuple[float, float]:
+    """PSNR in dB, infinite for equal images, and SSIM; means over the pairs."""
     from ppdiffusers_tome.evaluation.quality.distances import psnr, ssim
 
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain, merged, strict=True)]
@@ -107,12 +108,12 @@ def likeness(plain, merged) -> tuple[float, float]:
 
 def print_table(figures: list[dict]) -> None:
     threads = os.environ["OMP_NUM_THREADS"]
-    print(f"Seconds per picture, medians over the prompts, on this machine with {threads} thread(s): expect noise.")
+    print(f"Seconds per image, median over the prompts, on this machine with {threads} thread(s): expect noise.")
     print("       tokens       MACs saved  s/image  speed-up  PSNR dB   SSIM")
-    for f in figures:
-        tokens = f"{f['tokens']}" if f["row"] == "plain" else f"{f['tokens']} → {f['kept']}"
-        saved = "" if f["MACs saved"] is None else f"{f['MACs saved']:.1%}"
-        line = f"{f['row']:<6} {tokens:<12} {saved:>10} {f['seconds']:>8.2f} {f['speed-up']:>8.2f}×"
-        print(line if f["PSNR"] is None else f"{line}{f['PSNR']:>9.1f} {f['SSIM']:>6.3f}")
-    if all(f["MACs saved"] is None for f in figures):
-        print("MACs are not counted for this kind of model.")
+    for row in figures:
+        tokens = f"{row['tokens']}" if row["arm"] == "plain" else f"{row['tokens']} → {row['kept']}"
+        saved = "" if row["macs_saved"] is None else f"{row['macs_saved']:.1%}"
+        line = f"{row['arm']:<6} {tokens:<12} {saved:>10} {row['seconds']:>8.2f} {row['speed_up']:>8.2f}×"
+        print(line if row["psnr"] is None else f"{line}{row['psnr']:>9.1f} {row['ssim']:>6.3f}")
+    if all(row["macs_saved"] is None for row in figures):
+        print("MACs cannot be counted for this kind of model.")

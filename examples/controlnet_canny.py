@@ -1,13 +1,13 @@
-"""Draw prompts along a picture's Canny edges, plain and with merged tokens, from the same noise, all on one sheet.
+"""Generate prompts along an image's Canny edges, plain and with merged tokens, from the same noise, on one sheet.
 
 python examples/controlnet_canny.py
 python examples/controlnet_canny.py "a 3d render of owl" --image owl.jpg --ratio 0.3 0.6 --plain-controlnet
 python examples/controlnet_canny.py "a house in the snow" --image house.jpg --size 512 \\
     --model stable-diffusion-v1-5/stable-diffusion-v1-5 --controlnet lllyasviel/sd-controlnet-canny
 
-By default the bundled ControlNet gets a drawing that it never saw. A picture of another shape is cropped to a square.
-Merging reaches UNet and ControlNet; `--plain-controlnet` leaves the ControlNet out. The second table says how far, in
-px, the drawn edges lie from the given ones; the row "without" is the same prompt and noise without a ControlNet.
+The default is a drawing that the bundled ControlNet never saw in training. Other images are cropped to a square.
+UNet and ControlNet merge; with `--plain-controlnet` only the UNet does. The second table shows the mean distance in px
+between the edges of the input and those of the generated images; the row "without" has no ControlNet.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ CONTROLNET = options.BUNDLED / "controlnet"
 
 
 def load(parser, args):
-    """The model's pipelines without and with the ControlNet, over the same weights."""
+    """The model's pipelines without and with the ControlNet, sharing their weights."""
     options.check_source(parser, "--controlnet", str(args.controlnet))
     without = options.load(parser, args, "StableDiffusionPipeline")
     from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline
@@ -41,47 +41,62 @@ def load(parser, args):
     return without, pipe
 
 
-def draw_without(pipe, args, size, prompt):
+def draw_without_controlnet(pipe, args, size, prompt):
     import paddle
 
     paddle.seed(args.seed)
     steps = options.steps_for(args, size)
-    return pipe(prompt, height=size, width=size, num_inference_steps=steps, guidance_scale=args.guidance).images[0]
+    return pipe(prompt, height=size, width=size, num_inference_steps=steps, guidance_scale=args.guidance_scale).images[
+        0
+    ]
 
 
-def edge_distances(given, free, arms) -> dict:
-    """Print and return how far the edges of the free pictures and of each arm's lie from the given ones."""
-    drawn = {"without": free, **{arm.label: arm.images for arm in arms}}
-    table = {label: edges.mean_distances(given, images) for label, images in drawn.items()}
-    print("\nMean distance of edges, px   given to drawn   drawn to given")
-    for label, ways in table.items():
-        print("{:<26} {:>16.2f} {:>16.2f}".format(label, *ways.values()))
-    return {"edge distances, px": table}
+def edge_distances(input_edges, without, arms) -> dict:
+    """Print and return the mean distances between the input edges and those of the generated images."""
+    rows = {"without": without, **{arm.label: arm.images for arm in arms}}
+    table = {label: edges.mean_distances(input_edges, images) for label, images in rows.items()}
+    print("\nMean edge distance, px      input to output  output to input")
+    for label, directions in table.items():
+        print("{:<26} {:>16.2f} {:>16.2f}".format(label, *directions.values()))
+    return {"edge_distances_px": table}
 
 
 def main(argv=None) -> None:
     parser = options.make_parser(__doc__)
     add = parser.add_argument
-    add("--image", type=Path, default=CONTROLNET / "penguin.png", help="whose edges to follow (default: a penguin)")
+    add(
+        "--image",
+        type=Path,
+        default=CONTROLNET / "penguin.png",
+        help="image whose edges to follow (default: a penguin)",
+    )
     add("--controlnet", default=CONTROLNET, help="ppdiffusers folder or hub name (default: the bundled one)")
-    add("--plain-controlnet", action="store_true", help="merge in the UNet only")
+    add("--plain-controlnet", action="store_true", help="merge only in the UNet")
     args = options.parse(parser, argv)
     image = options.open_image(parser, args.image)
     sizes, prompts = args.size, args.prompts or PROMPTS
-    without, pipe = load(parser, args)
+    plain_pipe, pipe = load(parser, args)
     for size in sizes or args.size[:1]:
         source = ImageOps.fit(image, (size, size))
-        given = edges.canny(source)
-        if not given.any():
-            parser.error(f"--image {args.image}: there are no edges at {size} px.")
-        condition, free = edges.as_picture(given), [draw_without(without, args, size, prompt) for prompt in prompts]
-        draw = partial(pipe, image=condition, guidance_scale=args.guidance)
-        merging = {"controlnet": False} if args.plain_controlnet else {}
-        rows = [("edges", "", [condition] * len(prompts)), ("without", "", free)]
-        more = {"image": options.recorded(args.image), "controlnet": options.recorded(args.controlnet)}
-        more["merging"] = merging
-        more["measure"] = partial(edge_distances, given, free)
-        comparison.compare(pipe, args, "controlnet_canny", size, prompts, draw, source, rows=rows, **more)
+        input_edges = edges.canny(source)
+        if not input_edges.any():
+            parser.error(f"--image {args.image} has no edges at {size} px.")
+        condition = edges.as_image(input_edges)
+        without = [draw_without_controlnet(plain_pipe, args, size, prompt) for prompt in prompts]
+        comparison.compare(
+            pipe,
+            args,
+            "controlnet_canny",
+            size,
+            prompts,
+            draw=partial(pipe, image=condition, guidance_scale=args.guidance_scale),
+            source=source,
+            merging={"controlnet": False} if args.plain_controlnet else {},
+            rows=[("edges", "", [condition] * len(prompts)), ("without", "", without)],
+            measure=partial(edge_distances, input_edges, without),
+            image=options.repository_path(args.image),
+            controlnet=options.repository_path(args.controlnet),
+        )
 
 
 if __name__ == "__main__":

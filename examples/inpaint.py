@@ -1,4 +1,4 @@
-"""Draw a part of a picture anew, as the prompts say, plain and with merged tokens, from the same noise.
+"""Regenerate a part of an image by prompts, plain and with merged tokens, from the same noise.
 
 python examples/inpaint.py
 python examples/inpaint.py "a 3d render of wolf" --mask ears.png --ratio 0.3 0.6 --seed 3
@@ -6,9 +6,9 @@ python examples/inpaint.py "a boat" --image harbour.jpg --mask water.png --size 
     --model stabilityai/stable-diffusion-2-inpainting
 python examples/inpaint.py --tiny
 
-The mask is white where the picture is drawn anew, by default in its lower half. Inpainting models (9 channels)
-see the rest of the picture; with others, as the bundled one, it is put back at every step. A picture and a mask of
-another shape are cropped to a square.
+The mask is white where the image is regenerated, by default in its lower half. Inpainting models (9 channels) get the
+rest of the image as an input; with other models, such as the bundled one, it is pasted back at every step. Images and
+masks that are not square are cropped.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ def lower_half(size) -> Image.Image:
 def main(argv=None) -> None:
     parser = options.make_parser(__doc__, tiny="inpaint")
     parser.add_argument("--image", type=Path, default=options.BUNDLED / "fox.png", help="default: a fox")
-    parser.add_argument("--mask", type=Path, help="white where to draw anew (default: the lower half)")
+    parser.add_argument("--mask", type=Path, help="white where to regenerate (default: the lower half)")
     args = options.parse(parser, argv)
     sizes = args.size
     try:
@@ -39,16 +39,17 @@ def main(argv=None) -> None:
     except OSError as error:
         parser.error(f"--image or --mask: {error}.")
     if mask and mask.getextrema()[1] < 128:
-        parser.error(f"--mask {args.mask}: it is white nowhere, so nothing would be drawn anew.")
+        parser.error(f"--mask {args.mask} has no white pixels, so nothing would be regenerated.")
     pipe = options.load(parser, args, "AutoPipelineForInpainting")
     for size in sizes or args.size[:1]:
         source = ImageOps.fit(image, (size, size))
-        where = ImageOps.fit(mask, (size, size)) if mask else lower_half(size)
-        draw = partial(pipe, image=source, mask_image=where, height=size, width=size, guidance_scale=args.guidance)
+        region = ImageOps.fit(mask, (size, size)) if mask else lower_half(size)
+        call = {"image": source, "mask_image": region, "guidance_scale": args.guidance_scale}
+        draw = partial(pipe, **call, height=size, width=size)
         prompts = args.prompts or PROMPTS
-        rows = [("mask", "", [where.convert("RGB")] * len(prompts))]
-        more = {"image": str(args.image), "mask": str(args.mask or "lower half")}
-        comparison.compare(pipe, args, "inpaint", size, prompts, draw, source, rows=rows, **more)
+        rows = [("mask", "", [region.convert("RGB")] * len(prompts))]
+        details = {"image": options.repository_path(args.image), "mask": str(args.mask or "lower half")}
+        comparison.compare(pipe, args, "inpaint", size, prompts, draw, source, rows=rows, **details)
 
 
 if __name__ == "__main__":

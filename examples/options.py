@@ -1,4 +1,4 @@
-"""The command line that the examples share, and loading the model it names."""
+"""The command line that the examples share, and loading of its model."""
 
 import argparse
 import contextlib
@@ -12,11 +12,11 @@ from pathlib import Path
 from PIL import Image
 
 BUNDLED = Path(__file__).resolve().parent / "emoji_sd"
-TRAINED_AT = 128  # px: the bundled model; 256 px takes several times as long
+TRAINED_AT = 128  # px, for the bundled model; 256 px takes several times as long
 
 
 def make_parser(doc: str, tiny: str | None = None, bundled: bool = True) -> argparse.ArgumentParser:
-    """The options. `tiny` names the builder in tiny.py that --tiny calls; not `bundled` means no default model."""
+    """The options. `tiny` is the function in tiny.py for --tiny; without `bundled` there is no default model."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("prompts", nargs="*", help="one column each; put them before the options")
@@ -26,41 +26,43 @@ def make_parser(doc: str, tiny: str | None = None, bundled: bool = True) -> argp
         "--model", default=BUNDLED if bundled else None, help=f"ppdiffusers folder or hub name{default}"
     )
     if tiny:
-        which.add_argument("--tiny", action="store_const", const=tiny, help="a tiny random model: no download, noise")
+        which.add_argument(
+            "--tiny", action="store_const", const=tiny, help="a tiny random model: no download, the images are noise"
+        )
     parser.set_defaults(tiny=None)
     add("--ratio", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="one row each (default: 0.25 0.5 0.75)")
-    add("--seed", type=int, default=0, help="of the noise, the same for every picture (default: 0)")
-    add("--steps", type=int, help="default: 20; 6 for the bundled model beyond 128 px, 4 for a tiny one")
-    add("--size", type=int, nargs="+", help="px; a table and a PNG each (default: 128 256, or the model's own)")
-    add("--guidance", type=float, help="default: 2 for the bundled model, else the pipeline's own")
-    add("--threads", type=int, help="default: OMP_NUM_THREADS, or the number of cores")
+    add("--seed", type=int, default=0, help="of the noise, the same for every image (default: 0)")
+    add("--steps", type=int, help="default: 20; 6 for the bundled model above 128 px, 4 for a tiny one")
+    add("--size", type=int, nargs="+", help="px; a table and a PNG each (default: 128 256, or the model's own size)")
+    add("--guidance-scale", type=float, help="default: 2 for the bundled model, otherwise the pipeline's default")
+    add("--threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or the number of cores)")
     add("--xformers", action="store_true", help="memory-efficient attention; needs a GPU")
     add("--output", type=Path, default=Path("outputs"), help="folder to write to (default: outputs)")
-    add("--save-each", action="store_true", help="also write every picture on its own")
+    add("--save-images", action="store_true", help="also write every image as its own PNG")
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, given: list[str] | None) -> argparse.Namespace:
-    """The options; `given` itself stays with them, for the record."""
-    return argparse.Namespace(**vars(parser.parse_args(given)), given=sys.argv[1:] if given is None else given)
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options, and as `arguments` the command line itself, for the result file."""
+    return argparse.Namespace(**vars(parser.parse_args(argv)), arguments=sys.argv[1:] if argv is None else argv)
 
 
-def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
-    """Load `args.model` as ppdiffusers' class `kind`, or build what --tiny asks for.
+def load(parser: argparse.ArgumentParser, args: argparse.Namespace, class_name: str):
+    """Load `args.model` as ppdiffusers' class `class_name`, or build the --tiny model.
 
-    What cannot work ends the program: one sentence, exit code 2.
+    Invalid options end the program with one sentence and exit code 2.
     """
     args.model = f"tiny random {args.tiny}" if args.tiny else str(args.model)
     args.bundled = Path(args.model).resolve() == BUNDLED
     if not args.tiny:
         check_source(parser, "--model", args.model)
-    for name, least in (("steps", 1), ("threads", 1), ("seed", 0)):
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            parser.error(f"--{name} {getattr(args, name)} is not allowed: it must be {least} or more.")
+    for name, minimum in (("steps", 1), ("threads", 1), ("seed", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < minimum:
+            parser.error(f"--{name} {getattr(args, name)} is not allowed: it must be {minimum} or more.")
     for size in args.size or ():
         if size < 8 or size % 8:
             parser.error(f"--size {size} is not allowed: it must be a multiple of 8 px.")
-    # Paddle reads it when it is imported, takes one thread where it is not set, and prints a warning at more than one.
+    # Paddle reads it on import, uses one thread if it is not set, and prints a warning for more than one.
     os.environ["OMP_NUM_THREADS"] = str(args.threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
     with contextlib.redirect_stderr(io.StringIO()):
         import paddle
@@ -78,11 +80,11 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
             import tiny
 
             pipe = getattr(tiny, args.tiny)()
-            print("random weights: the picture is noise")
+            print("random weights: the images are noise")
         else:
             dtype = paddle.float16 if half else paddle.float32
-            pipe = getattr(ppdiffusers, kind).from_pretrained(args.model, paddle_dtype=dtype)
-        pipe.apply_tome(ratio=args.ratio[0]).remove_tome()  # raises where the model has nothing to merge
+            pipe = getattr(ppdiffusers, class_name).from_pretrained(args.model, paddle_dtype=dtype)
+        pipe.apply_tome(ratio=args.ratio[0]).remove_tome()  # raises if the model has nothing to merge
         args.output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, ToMeError) as error:
         parser.error(" ".join(str(error).split()))
@@ -90,13 +92,14 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, kind: str):
         pipe.enable_xformers_memory_efficient_attention()
     denoiser = pipe.unet if "unet" in pipe.components else pipe.transformer
     args.size = args.size or ([128, 256] if args.bundled else [denoiser.config.sample_size * pipe.vae_scale_factor])
-    if args.guidance is None:
-        args.guidance = 2.0 if args.bundled else inspect.signature(pipe.__call__).parameters["guidance_scale"].default
+    if args.guidance_scale is None:
+        default = inspect.signature(pipe.__call__).parameters["guidance_scale"].default
+        args.guidance_scale = 2.0 if args.bundled else default
     return pipe
 
 
 def open_image(parser: argparse.ArgumentParser, path: Path) -> Image.Image:
-    """The RGB picture that --image names; one that cannot be read ends the program."""
+    """The RGB image of --image; ends the program if it cannot be read."""
     try:
         return Image.open(path).convert("RGB")
     except OSError as error:
@@ -104,13 +107,13 @@ def open_image(parser: argparse.ArgumentParser, path: Path) -> Image.Image:
 
 
 def check_source(parser: argparse.ArgumentParser, option: str, source: str) -> None:
-    """End the program where a source is neither a folder nor like a hub's name; ppdiffusers would make that folder."""
+    """End the program if a source is neither a folder nor a hub name: ppdiffusers would create that folder."""
     if not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
-        parser.error(f"{option} {source}: there is no such folder, and a hub name looks like owner/name.")
+        parser.error(f"{option} {source} is neither a folder nor a hub name (owner/name).")
 
 
-def recorded(path) -> str:
-    """A path as results tell it: within this repository from its root."""
+def repository_path(path) -> str:
+    """A path for result files: relative to the root of this repository if it is inside."""
     return str(path).removeprefix(f"{BUNDLED.parents[1]}{os.sep}")
 
 

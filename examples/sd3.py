@@ -1,9 +1,9 @@
-"""Draw prompts with Stable Diffusion 3, plain and with merged tokens, from the same noise: one PNG and one table.
+"""Generate prompts with Stable Diffusion 3, plain and merged, from the same noise: one PNG and one table.
 
 python examples/sd3.py --tiny
 python examples/sd3.py "a photo of an owl on a branch" --model stabilityai/stable-diffusion-3-medium-diffusers
 
-Its transformer has image and text tokens in one attention. Only image tokens merge: 4,096 of them at 1024 px.
+Its transformer attends to image and text tokens together. Only image tokens merge: 4,096 of them at 1024 px.
 """
 
 from functools import partial
@@ -15,13 +15,13 @@ PROMPTS = ["a photo of an owl on a branch", "a sign that says hello"]
 
 
 class JointAttention:
-    """What JointAttnProcessor2_5 computes, from Paddle's own attention, for builds of Paddle without CUDA."""
+    """JointAttnProcessor2_5 with Paddle's own attention, for builds of Paddle without CUDA."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states, **kwargs):
         import paddle
 
-        def heads(of_image, of_text):  # [B, image tokens + text tokens, heads, channels of a head]
-            both = paddle.concat([of_image(hidden_states), of_text(encoder_hidden_states)], axis=1)
+        def heads(image_projection, text_projection):  # [B, image tokens + text tokens, heads, channels of a head]
+            both = paddle.concat([image_projection(hidden_states), text_projection(encoder_hidden_states)], axis=1)
             return both.reshape([*both.shape[:2], attn.heads, -1])
 
         query, key, value = (
@@ -40,11 +40,11 @@ def main(argv=None) -> None:
     pipe = options.load(parser, args, "StableDiffusion3Pipeline")
     from paddle.nn import functional
 
-    # ppdiffusers 0.29 calls this function in SD3, but only defines it where its CUDA attention is there.
+    # ppdiffusers 0.29 calls this function in SD3, but only defines it if its CUDA attention is available.
     if not hasattr(functional, "scaled_dot_product_attention_"):
         pipe.transformer.set_attn_processor(JointAttention())
     for size in args.size:
-        draw = partial(pipe, height=size, width=size, guidance_scale=args.guidance)
+        draw = partial(pipe, height=size, width=size, guidance_scale=args.guidance_scale)
         comparison.compare(pipe, args, "sd3", size, args.prompts or PROMPTS, draw)
 
 

@@ -1,10 +1,10 @@
-"""Draw prompts with SDXL, plain and with merged tokens, from the same noise: one PNG and one table.
+"""Generate prompts with SDXL, plain and with merged tokens, from the same noise: one PNG and one table.
 
 python examples/sdxl.py --tiny
 python examples/sdxl.py "a photo of an owl on a branch" --model stabilityai/stable-diffusion-xl-base-1.0
 python examples/sdxl.py "a photo of an owl on a branch" --model ./sdxl --size 1024 1536 --ratio 0.3 0.6 --xformers
 
-SDXL has no attention at level 1, so merging takes place at level 2: 4,096 tokens at 1024 px. `--tiny` has that layout.
+SDXL has no attention at level 1, so it merges at level 2: 4,096 tokens at 1024 px. `--tiny` has the same layout.
 """
 
 from functools import partial
@@ -19,10 +19,10 @@ def main(argv=None) -> None:
     parser = options.make_parser(__doc__, tiny="sdxl", bundled=False)
     args = options.parse(parser, argv)
     pipe = options.load(parser, args, "StableDiffusionXLPipeline")
-    if pipe.text_encoder_2 is None:  # ppdiffusers loads Stable Diffusion 1.5 as SDXL, too
-        parser.error(f"--model {args.model}: that is no SDXL, for it has one text encoder.")
+    if pipe.text_encoder_2 is None:  # ppdiffusers also loads Stable Diffusion 1.5 as SDXL
+        parser.error(f"--model {args.model} is not SDXL: it has only one text encoder.")
     for size in args.size:
-        draw = partial(pipe, height=size, width=size, guidance_scale=args.guidance)
+        draw = partial(pipe, height=size, width=size, guidance_scale=args.guidance_scale)
         comparison.compare(pipe, args, "sdxl", size, args.prompts or PROMPTS, draw)
 
 

@@ -1,12 +1,12 @@
-"""Draw prompts plain and with merged tokens, from the same noise: one PNG and one table for each size.
+"""Generate prompts plain and with merged tokens, from the same noise: one PNG and one table for each size.
 
 python examples/text_to_image.py
 python examples/text_to_image.py "a 3d render of owl" "a flat drawing of owl" --ratio 0.3 0.6 --seed 3 --size 128
 python examples/text_to_image.py "a photo of an owl" --model stable-diffusion-v1-5/stable-diffusion-v1-5 --xformers
 
 The bundled model knows "a 3d render of X" and "a flat drawing of X", X from examples/emoji_sd/training/concepts.txt.
-At 128 px (1,024 tokens) attention is a small part of the work, so merging saves little; at 256 px it saves more: there
-are 4,096 tokens, as many as Stable Diffusion 1.5 has at 512 px.
+At 128 px (1,024 tokens) attention is a small part of the work, so merging saves little. At 256 px there are 4,096
+tokens, as many as in Stable Diffusion 1.5 at 512 px, and it saves more.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import comparison
 import options
 
 PROMPTS = ["a 3d render of fox", "a flat drawing of fox"]
-LARGE_PROMPTS = ["a 3d render of cookie"]  # a size the bundled model was not trained at, and one that takes its time
+LARGE_PROMPTS = ["a 3d render of cookie"]  # one prompt, because larger sizes take longer
 
 
 def main(argv=None) -> None:
@@ -24,7 +24,7 @@ def main(argv=None) -> None:
     pipe = options.load(parser, args, "DiffusionPipeline")
     for size in args.size:
         prompts = args.prompts or (PROMPTS if size <= options.TRAINED_AT else LARGE_PROMPTS)
-        draw = partial(pipe, height=size, width=size, guidance_scale=args.guidance)
+        draw = partial(pipe, height=size, width=size, guidance_scale=args.guidance_scale)
         comparison.compare(pipe, args, "text_to_image", size, prompts, draw)
 
 

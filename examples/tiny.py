@@ -1,11 +1,11 @@
-"""Tiny random pipelines, which --tiny takes: they show that a script runs, and draw noise. Paddle comes with them."""
+"""Tiny random pipelines for --tiny: they show that a script runs, and their images are noise. Imports Paddle."""
 
 import paddle
 import ppdiffusers
 from options import BUNDLED
 from ppdiffusers import transformers as clip
 
-WIDTH = 32  # channels of texts and of the denoisers' first level
+WIDTH = 32  # channels of text embeddings and of the denoisers' first level
 SHARED = {"sample_size": 32, "layers_per_block": 1}  # latent pixels: 64 px
 TEXT = {
     "vocab_size": 2048,  # the bundled tokenizer's
@@ -22,7 +22,7 @@ TEXT = {
 
 
 def texts(suffix="", projection=True):
-    """A text encoder and its tokenizer, under the names that pipelines know them by."""
+    """A text encoder and its tokenizer, under their names in pipelines."""
     encoder = clip.CLIPTextModelWithProjection if projection else clip.CLIPTextModel
     return {
         f"text_encoder{suffix}": encoder(clip.CLIPTextConfig(**TEXT)),
@@ -31,7 +31,7 @@ def texts(suffix="", projection=True):
 
 
 def vae(**changes):
-    """2×2 pixels are one latent pixel."""
+    """A VAE with 2×2 pixels per latent pixel."""
     down, up = 2 * ("DownEncoderBlock2D",), 2 * ("UpDecoderBlock2D",)
     sizes = {"block_out_channels": (WIDTH, WIDTH), "down_block_types": down, "up_block_types": up}
     return ppdiffusers.AutoencoderKL(**sizes, **changes)
@@ -65,7 +65,7 @@ def sdxl():
 
 
 def sd3():
-    """Stable Diffusion 3's layout: image and text tokens in one attention, pooled text beside it; no T5."""
+    """Stable Diffusion 3's layout: joint attention over image and text tokens, pooled text embeddings; no T5."""
     paddle.seed(0)
     transformer = ppdiffusers.SD3Transformer2DModel(
         sample_size=SHARED["sample_size"],
@@ -85,7 +85,7 @@ def sd3():
 
 
 def inpaint():
-    """An inpainting model's UNet: 4 channels for the latents, 1 for the mask, 4 for the masked picture."""
+    """An inpainting model's UNet: 4 channels for the latents, 1 for the mask, 4 for the masked image."""
     paddle.seed(0)
     unet = ppdiffusers.UNet2DConditionModel(
         **SHARED,

@@ -1,10 +1,10 @@
 """Token merging for ppdiffusers: `pipe.apply_tome(ratio=0.5)`.
 
 Importing the package gives every ppdiffusers pipeline and model the methods `apply_tome`, `remove_tome`, `tome` and
-`tome_summary`, in place of the `apply_tome` that ppdiffusers ships. It has no other side effect.
+`tome_summary`, which replace the `apply_tome` that ppdiffusers ships. It has no other side effect.
 """
 
-import zlib  # noqa: F401 - before Paddle 2.6, whose own copy of zlib's symbols crashes Pillow's PNG writer otherwise
+import zlib  # noqa: F401 - must precede Paddle 2.6, whose bundled zlib otherwise crashes Pillow's PNG writer
 
 from ._version import __version__
 from .compatibility import check_paddle_version, check_ppdiffusers_version
@@ -33,11 +33,11 @@ check_ppdiffusers_version(ppdiffusers.__version__)
 
 from .matching import MergePlan, match_tokens  # noqa: E402
 from .merging import merge, unmerge  # noqa: E402
-from .mixin import ToMeMixin, apply_tome, equip, remove_tome, tome, tome_summary  # noqa: E402
+from .mixin import ToMeMixin, apply_tome, install_methods, remove_tome, tome, tome_summary  # noqa: E402
 from .positions import Grid, choose_dst  # noqa: E402
 from .summary import BlockSummary, ToMeSummary  # noqa: E402
 
-equip()
+install_methods()
 
 __all__ = [
     "BlockSummary",

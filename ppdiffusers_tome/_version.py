@@ -1,3 +1,3 @@
-"""The version, in its one place: setup.py reads it here."""
+"""The version of the package; setup.py reads it from here."""
 
 __version__ = "0.5.0"

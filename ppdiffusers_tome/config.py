@@ -1,4 +1,4 @@
-"""ToMeConfig: the settings of token merging, checked when they are made. No Paddle here."""
+"""ToMeConfig: the settings of token merging, validated on creation. This module does not import Paddle."""
 
 import operator
 from dataclasses import dataclass, fields
@@ -8,41 +8,42 @@ from typing import Any
 from .errors import ToMeConfigError
 
 LEVELS = (1, 2, 4, 8)
-LAYERS = ("attn", "crossattn", "mlp")  # what the `merge_…` settings stand for
+LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
 
 
 @dataclass(frozen=True)
 class ToMeConfig:
-    """How tokens are merged. Immutable; two configs with equal fields are equal.
+    """Settings of token merging. Immutable; two configs with equal fields are equal.
 
     Args:
-        ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy). 0.5 halves them; 0 merges nothing.
-        max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d where its tokens are latent
-            pixels downsampled d times along each axis. None, the default, is the shallowest level that a model has
-            attention at: 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all tokens lie on one
-            grid, which is level 1 whatever the patch size, so there this setting changes nothing.
+        ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy). 0.5, the default and a good start, halves
+            them; 0 merges nothing.
+        max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
+            downsampled d times along each axis. None, the default, is the shallowest level with attention in a
+            model: 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all tokens lie on one grid,
+            which is level 1 whatever the patch size, so this setting has no effect there.
         sx: width of a cell, in tokens, >= 1. Each sx×sy cell keeps one dst token.
         sy: height of a cell, in tokens, >= 1.
         use_rand: draw the dst token of each cell at random; otherwise it is the cell's first (top left) token.
-        seed: where the random choice of dst comes from: 0 <= seed < 2**64 for the same choice in every pass, None for
-            a fresh one in each. Paddle's, NumPy's and Python's own random states are never read nor advanced.
-        window: side of the square windows, in tokens, within which each token looks for its dst: a multiple of sx and
-            sy. None: the whole grid. The time of matching grows with the number of tokens, not with its square, and
-            high ratios lose more in small windows. Not available where an export leaves height and width dynamic.
-        proportional: let a merged token count in self-attention as often as the tokens that it replaces, by adding
-            the logarithm of their number to the scores of its key. Nearer to the plain image in most cases.
+        seed: seed of the random choice of dst: 0 <= seed < 2**64 for the same choice in every pass, None for a new
+            one in each. The global random states of Paddle, NumPy and Python are neither read nor advanced.
+        window: side, in tokens, of the square windows in which each token looks for its dst: a multiple of sx and sy.
+            None, the default, is the whole grid. With a window the time of matching grows with the number of tokens,
+            not with its square. Needs a height and width that are known when a program is exported.
+        proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
+            logarithm of this number is added to the scores of its key.
         merge_attn: merge around self-attention (`attn1`).
-        merge_crossattn: merge around cross-attention (`attn2`); seldom worth it.
+        merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
 
     Raises:
-        ToMeConfigError: a value is of the wrong type or out of range, or all three `merge_…` are False. The message
-            names the argument, the value and what is allowed.
+        ToMeConfigError: a value has the wrong type or is out of range, or all three `merge_…` are False. The
+            message names the argument, its value and the allowed values.
 
-    Source: names and meanings are tomesd's (Bolya & Hoffman 2023, arXiv:2303.17604); `proportional` is from ToMe for
-    ViT (Bolya et al. 2022, arXiv:2210.09461). Differs from tomesd in: `seed`, `window` and `proportional` are new, a
-    ratio above the maximum is an error here, where tomesd silently lowers it, and `max_downsample` is 1 by default
-    there, which merges nothing in SDXL.
+    Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
+    `seed`, `window` and `proportional` are new; a ratio above the maximum is an error, where tomesd silently lowers
+    it; and `max_downsample` defaults to None, where tomesd's default of 1 merges nothing in SDXL. `proportional` is
+    the proportional attention of ToMe for ViT (Bolya et al. 2022, arXiv:2210.09461).
 
     Example:
         >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
@@ -77,21 +78,21 @@ class ToMeConfig:
             object.__setattr__(self, name, value)
 
     def removed(self, tokens: int, dst: int) -> int:
-        """How many of a grid's tokens merge away.
+        """Number of tokens of a grid that are merged away, r.
 
         Args:
             tokens: tokens in the grid, N.
-            dst: dst tokens among them: one per whole cell. 0 for a grid smaller than one cell, where nothing merges.
+            dst: dst tokens among them: one per complete cell; 0 in a grid smaller than one cell, where nothing merges.
 
         Returns:
-            r = ⌊N·ratio⌋, at most N - dst; as in tomesd.
+            r = ⌊N·ratio⌋, at most N - dst, as in tomesd.
         """
         return min(int(tokens * self.ratio), tokens - dst) if dst else 0
 
     def describe(self) -> str:
-        """`ratio` and the settings that differ from their defaults, as "name=value, …", for logs and metadata."""
-        shown = [f for f in fields(self) if f.name == "ratio" or getattr(self, f.name) != f.default]
-        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in shown)
+        """`ratio` and all settings that differ from their defaults, as "name=value, …"; for logs and metadata."""
+        described = [f for f in fields(self) if f.name == "ratio" or getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in described)
 
 
 _FLAGS = ("use_rand", "proportional", "merge_attn", "merge_crossattn", "merge_mlp")
@@ -115,7 +116,7 @@ def _integer(value: Any) -> int | None:
 def _count(name: str, value: Any) -> int:
     number = _integer(value)
     if number is None or number < 1:
-        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be a whole number of tokens, 1 or more.")
+        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be an integer number of tokens, 1 or more.")
     return number
 
 
@@ -143,8 +144,8 @@ def _seed(value: Any) -> int:
     number = _integer(value)
     if number is None or not 0 <= number < 2**64:
         raise ToMeConfigError(
-            f"seed={value!r} is not allowed: it must be an int from 0 to 2**64 - 1, or None for a fresh choice in "
-            "each pass."
+            f"seed={value!r} is not allowed: it must be an int from 0 to 2**64 - 1, or None for a new choice in each "
+            "pass."
         )
     return number
 
@@ -155,7 +156,7 @@ def _ratio(value: Any, sx: int, sy: int) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}.")
     ratio = float(value)
-    if not 0 <= ratio <= largest:  # also refuses NaN
-        remedy = "; larger sx or sy raise it" if largest < ratio < 1 else ""
+    if not 0 <= ratio <= largest:  # also rejects NaN
+        remedy = "; larger sx or sy raise the maximum" if largest < ratio < 1 else ""
         raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}{remedy}.")
     return ratio

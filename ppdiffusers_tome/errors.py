@@ -1,20 +1,20 @@
-"""What can go wrong, as types: each error is a `ToMeError` and also the built-in error that its cause suggests."""
+"""The package's exceptions: each is a `ToMeError` and also the matching built-in exception."""
 
 
 class ToMeError(Exception):
-    """Base class of the errors that this package raises on purpose."""
+    """Base class of all exceptions that this package defines."""
 
 
 class ToMeConfigError(ToMeError, ValueError):
-    """An argument has a value that is not allowed; the message names the argument, the value and what is allowed."""
+    """An argument has a value that is not allowed; the message names argument, value and allowed values."""
 
 
 class NoMergeableLayerError(ToMeError, ValueError):
-    """A pipeline or model has no layer that the given settings could merge."""
+    """A pipeline or model has no layer that these settings could merge."""
 
 
 class ToMePassError(ToMeError, RuntimeError):
-    """A forward pass reached a merging layer with tensors that do not fit its token grid."""
+    """In a forward pass, a merging layer received tensors that do not match its token grid."""
 
 
 class ToMeExportError(ToMeError, RuntimeError):
@@ -22,4 +22,4 @@ class ToMeExportError(ToMeError, RuntimeError):
 
 
 class UnsupportedVersionError(ToMeError, RuntimeError):
-    """An installed package has a version that is known or presumed to give wrong results."""
+    """An installed package has a version that gives wrong results or was never tested."""

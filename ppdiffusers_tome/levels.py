@@ -1,4 +1,4 @@
-"""At which level a layer of a denoiser sits: the downsample factor of the feature map that it gets."""
+"""The level of a layer in a denoiser: the downsample factor of its input feature map."""
 
 from paddle import nn
 
@@ -6,20 +6,20 @@ from .positions import Grid
 
 
 def level_of(denoiser: nn.Layer, path: str) -> int:
-    """The level of a layer's input, read off its path in a UNet or ControlNet and the samplers that come before it.
+    """The level of a layer's input, derived from its path in a UNet or ControlNet and the samplers before it.
 
-    A model without `down_blocks` (DiT, PixArt, SD3) works at one resolution: all its layers are at level 1.
+    A model without `down_blocks` (DiT, PixArt, SD3) has one resolution: all its layers are at level 1.
     """
     if not hasattr(denoiser, "down_blocks"):
         return 1
     stage, _, rest = path.partition(".")
-    entries, exits = [], [1]  # the level at which each down block begins, and the level after it
+    entries, exits = [], [1]  # the level at the input of each down block, and at its output
     for block in denoiser.down_blocks:
         entries.append(exits[-1])
         exits.append(exits[-1] * (2 if block.downsamplers is not None else 1))
     if stage == "down_blocks":
         return entries[int(rest.partition(".")[0])]
-    if stage == "controlnet_down_blocks":  # one 1×1 convolution per residual that the ControlNet hands over
+    if stage == "controlnet_down_blocks":  # one 1×1 convolution per residual of the ControlNet
         levels = [1]
         for block, entry, exit_ in zip(denoiser.down_blocks, entries, exits[1:], strict=True):
             levels += [entry] * len(block.resnets) + ([exit_] if block.downsamplers is not None else [])
@@ -30,7 +30,9 @@ def level_of(denoiser: nn.Layer, path: str) -> int:
         return 1
     position = int(rest.partition(".")[0])
     before = [block for block in list(denoiser.up_blocks)[:position] if block.upsamplers is not None]
-    return exits[-1] >> (len(before) + (".upsamplers." in path))  # an upsampler convolves what it has enlarged
+    return exits[-1] >> (
+        len(before) + (".upsamplers." in path)
+    )  # an upsampler's convolution follows its interpolation
 
 
 def grid_at(latent: Grid, level: int) -> Grid:

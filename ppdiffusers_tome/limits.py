@@ -1,50 +1,52 @@
-"""What does not merge, and why: a sentence for each kind of ppdiffusers model that has no block to merge in."""
+"""Which models do not merge, and why: one reason for each kind of ppdiffusers model without a mergeable block."""
 
 from typing import Any
 
 from paddle import nn
 
-from .models import label, parts
+from .models import components, label
 
-_WHOLE_MAPS = "its attention sits in convolutional blocks and takes whole feature maps; it has no transformer blocks"
-_ONE_SEQUENCE = "pixels share one sequence with text and time tokens, which must not merge"
+_NO_TRANSFORMERS = "its attention works on feature maps inside convolutional blocks; it has no transformer blocks"
+_ONE_SEQUENCE = "image tokens share one sequence with text and time tokens, which must not merge"
+_OWN_ATTENTION = "its own kind of transformer block has its own kind of attention"
+_ROTARY = "its own kind of block rotates queries and keys by token position, which a merged token does not have"
 
-# Model class, also of a parent: why nothing merges in it.
+# Name of a model class, also as a parent class: why nothing merges in it.
 REASONS = {
-    "UNet1DModel": "its data has one axis, and merging needs a picture's two",
-    "UNet2DModel": _WHOLE_MAPS,
-    "T5FilmDecoder": "its tokens are spectrogram frames along one axis, and merging needs a picture's two",
-    "PriorTransformer": "its tokens are embeddings of text and image, not pixels",
-    "UNetFlatConditionModel": "it works on text, whose tokens are not pixels",
-    "Kandinsky3UNet": "its attention blocks, its own kind, take whole feature maps, at level 2 and deeper",
-    "WuerstchenPrior": "its attention looks at pixels and text in one, over maps of some 24×24",
-    "WuerstchenDiffNeXt": "its attention looks at pixels and text in one, in blocks of its own kind",
+    "UNet1DModel": "its data has one axis, and merging needs the two of an image",
+    "UNet2DModel": _NO_TRANSFORMERS,
+    "T5FilmDecoder": "its tokens are spectrogram frames along one axis, and merging needs the two of an image",
+    "PriorTransformer": "its tokens are text and image embeddings, not pixels",
+    "UNetFlatConditionModel": "its tokens are text, not pixels",
+    "Kandinsky3UNet": "its own kind of attention block works on feature maps, at level 2 and deeper",
+    "WuerstchenPrior": "its attention takes pixels and text together, on feature maps of about 24×24",
+    "WuerstchenDiffNeXt": "its own kind of block attends to pixels and text together",
     "UViTT2IModel": _ONE_SEQUENCE,
     "UniDiffuserModel": _ONE_SEQUENCE,
-    "DiTLLaMA2DModel": "its blocks, its own kind, turn queries and keys by each token's place, which a mean has not",
-    "DiTLLaMAT2IModel": "its blocks, its own kind, turn queries and keys by each token's place, which a mean has not",
-    "LVDMUNet3DModel": "its blocks, its own kind, rearrange space and time between their layers",
-    "STUNetModel": "its transformer blocks are its own kind, with an attention of their own",
-    "Vid2VidSTUNet": "its transformer blocks are its own kind, with an attention of their own",
-    "ExportedUNet": "it runs exported programs: choose among their ratios by pipe.unet.ratio, or export again",
-    "PaddleInferRuntimeModel": "it runs an exported program, and merging has to be in it when it is exported",
+    "DiTLLaMA2DModel": _ROTARY,
+    "DiTLLaMAT2IModel": _ROTARY,
+    "LVDMUNet3DModel": "its own kind of block rearranges space and time between its layers",
+    "STUNetModel": _OWN_ATTENTION,
+    "Vid2VidSTUNet": _OWN_ATTENTION,
+    "ExportedUNet": "it runs exported programs: select one of the exported ratios by pipe.unet.ratio, or export again",
+    "PaddleInferRuntimeModel": "it runs an exported program, which merges only if it was exported with merging",
 }
-# Kind of UNet block: why nothing merges in a UNet2DConditionModel that is made of it.
+# Prefix of the class name of a UNet block: why nothing merges in a UNet2DConditionModel made of such blocks.
 BLOCK_REASONS = {
-    "SimpleCrossAttn": "its attention (SimpleCrossAttn… blocks) looks at pixels and text in one",
-    "KCrossAttn": "its blocks (KCrossAttn…) attend to pixels at the deepest level alone, in layers of their own",
-    "AttnDown": _WHOLE_MAPS,
+    "SimpleCrossAttn": "its attention (SimpleCrossAttn… blocks) takes pixels and text together",
+    "KCrossAttn": "its KCrossAttn… blocks have self-attention at the deepest level only, in their own kind of layer",
+    "AttnDown": _NO_TRANSFORMERS,
 }
 
 
-def why_nothing_merges(model: Any) -> str | None:
-    """The reason why a model of ppdiffusers has nothing to merge; None where none is known, as for text encoders.
+def no_merge_reason(model: Any) -> str | None:
+    """Why a model of ppdiffusers has nothing to merge; None if no reason is known, as for text encoders.
 
     Args:
         model: a component of a pipeline.
     """
     if getattr(model, "inference_optimize", False):
-        return "it was made with INFERENCE_OPTIMIZE=True, which replaces its blocks by fused ones"
+        return "it was created with INFERENCE_OPTIMIZE=True, which replaces its blocks by fused ones"
     for parent in type(model).__mro__:
         if parent.__name__ in REASONS:
             return REASONS[parent.__name__]
@@ -56,7 +58,7 @@ def why_nothing_merges(model: Any) -> str | None:
     return None
 
 
-def reasons(target: Any) -> list[str]:
-    """One sentence for each model of a pipeline (or for the one model) of which it is known why nothing merges."""
-    known = ((label(name, part), why_nothing_merges(part)) for name, part in parts(target).items())
-    return [f"{called}: {reason}." for called, reason in known if reason]
+def no_merge_reasons(target: Any) -> list[str]:
+    """One sentence for each component of a pipeline (or for the model) with a known reason why nothing merges."""
+    reasons = ((label(name, component), no_merge_reason(component)) for name, component in components(target).items())
+    return [f"{name}: {reason}." for name, reason in reasons if reason]

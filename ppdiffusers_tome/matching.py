@@ -1,4 +1,4 @@
-"""Choose: from tokens on a grid to a `MergePlan` that says which tokens merge into which."""
+"""Choose: build a `MergePlan`, which tokens merge into which, from tokens on a grid."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,24 +15,24 @@ _TIE = 2**24
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
-    """Which rows of a flattened [B·N, C] batch of tokens merge, and where each token finds its result again.
+    """Which rows of a flattened [B·N, C] batch of tokens merge, and which row each token takes its result from.
 
-    Of an image's N tokens D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst
-    tokens first, in the order of their positions, then the src tokens that stay, the one most like its dst first.
-    Indices count rows of the flattened batch, so that one gather serves every image. With r = 0 the index tensors are
+    Of an image's N tokens, D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst
+    tokens first, in the order of their positions, then the remaining src tokens, the most similar to its dst first.
+    Indices count rows of the flattened batch, so one gather serves all images. With r = 0 the index tensors are
     empty.
 
-    Where height and width are dynamic, counts are tensors and the src tokens that stay count as dst: D is N - r.
+    If height and width are dynamic, counts are tensors and the remaining src tokens count as dst: D is N - r.
     """
 
     tokens: Count  # N: tokens per image before merging
     removed: Count  # r: tokens per image that merge away
     dst: Count  # D: dst tokens per image
     dst_rows: paddle.Tensor  # [B·D] int64: the input rows of the dst tokens
-    stay_rows: paddle.Tensor | None  # [B·(N-r-D)] int64: the input rows of the src tokens that stay; None if none does
+    stay_rows: paddle.Tensor | None  # [B·(N-r-D)] int64: the input rows of the remaining src tokens; None if none
     merged_rows: paddle.Tensor  # [B·r] int64: the input rows that merge away ...
     target_rows: paddle.Tensor  # [B·r, 1] int64: ... and which row of dst_rows each is added to
-    weights: paddle.Tensor  # [B·D, 1] float32: 1 / how many tokens each dst token becomes the mean of
+    weights: paddle.Tensor  # [B·D, 1] float32: 1 / the number of tokens averaged in each dst token
     source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
 
     @property
@@ -41,7 +41,7 @@ class MergePlan:
         return self.tokens - self.removed
 
     def log_sizes(self) -> paddle.Tensor:  # [B, N-r] float32
-        """For each merged token the logarithm of how many tokens it is the mean of."""
+        """The logarithm of the number of tokens that each merged token is the mean of."""
         sizes = -paddle.log(self.weights).reshape([-1, self.dst])
         if self.stay_rows is None:
             return sizes
@@ -59,29 +59,29 @@ def match_tokens(
 ) -> MergePlan:
     """Pair each src token with its most similar dst token and keep the r best pairs.
 
-    The choice of dst is one pattern for the whole batch; the pairs are each image's own.
+    All images of the batch share one pattern of dst; each image has its own pairs.
 
     Args:
-        metric: what similarity is computed from: the cosine of the angle between two tokens, in float32 whatever the
-            dtype is. A token that holds NaN or infinity, or whose norm is 0 or overflows, has similarity 0 to every
-            other. Nothing is differentiated through the choice.
+        metric: tokens whose cosine similarity is compared, in float32 whatever their dtype. A token that contains NaN
+            or infinity, or whose norm is 0 or overflows, has similarity 0 to all others. No gradient flows through
+            the choice.
         grid: tokens along each axis. On a dynamic grid (`Grid.is_dynamic`) one program serves every size of two
-            tokens or more, whatever its remainders, also where nothing merges; `random_key` must then be None.
-        removed: tokens per image to merge away, r; on a dynamic grid a tensor made by `count_removed`.
+            tokens or more, including sizes at which nothing merges; `random_key` must then be None.
+        removed: tokens per image to merge away, r; on a dynamic grid a tensor from `count_removed`.
         sx, sy, random_key: as in `choose_dst`.
-        window: side of the windows within which each src token looks for its dst; None: the whole grid. The r best
-            pairs are chosen over the whole grid either way.
+        window: side of the windows in which each src token looks for its dst; None for the whole grid. The r best
+            pairs are chosen from the whole grid in both cases.
 
     Returns:
-        The plan. Ties, to within 2**-24 among pairs, go to the lowest index.
+        The plan. Ties (pairs whose similarities agree to within 2**-24) go to the lowest index.
 
     Raises:
-        ToMeConfigError: metric is no [B, N, C] of floating point numbers, h·w is not N, or r is out of range. On a
-            dynamic grid the last two are not looked at.
-        ToMePassError: dst is to be random, or window is given, on a dynamic grid.
+        ToMeConfigError: metric is not a floating-point [B, N, C], h·w is not N, or r is out of range. The last two
+            are not checked on a dynamic grid.
+        ToMePassError: random_key or window is given for a dynamic grid.
 
     Source: Bolya & Hoffman 2023, arXiv:2303.17604, section 4. The result is that of tomesd 0.1.3 with use_rand=False,
-    which leaves ties and NaN to chance.
+    which does not define ties and NaN.
 
     Example:
         >>> match_tokens(paddle.randn([2, 24, 8]), Grid(4, 6), removed=12).kept
@@ -102,17 +102,17 @@ def match_tokens(
         # No two keys are equal, so the order does not depend on whether a platform's sort is stable.
         key = paddle.round(similarity.cast("float64") * _TIE).cast("int64") * s - count_s
         order = paddle.argsort(key, axis=1, descending=True)  # [B, S]: src, best pair first
-        rank = paddle.argsort(order, axis=1)  # [B, S]: the place of each src in that order
+        rank = paddle.argsort(order, axis=1)  # [B, S]: the position of each src in that order
 
         dst_rows = dst_tokens + batch * n
         by_rank = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
         from_src = paddle.where(rank < r, best, rank + (d - r))  # [B, S]: the merged row that each src token gets
         if grid.is_dynamic:
-            # Paddle's programs cannot gather by an empty index, so there is none: what stays counts as dst that
-            # nothing merges into, and where r is 0 one token merges into itself: the mean of two equals is the same.
+            # Paddle's programs cannot gather by an empty index. So the remaining src tokens count as dst that nothing
+            # merges into, and where r is 0 one token merges into itself, which leaves it unchanged.
             dst, pairs, stay_rows = n - r, paddle.maximum(r, paddle.ones_like(r)), None
-            stay_first = paddle.gather(by_rank, (count_s + r) % s, axis=1)
-            dst_rows = paddle.concat([dst_rows, stay_first], axis=1)[:, :dst]
+            rolled = paddle.gather(by_rank, (count_s + r) % s, axis=1)
+            dst_rows = paddle.concat([dst_rows, rolled], axis=1)[:, :dst]
         else:
             dst, pairs = d, r
             stay_rows = by_rank[:, r:].reshape([-1]) if r < s else None
@@ -138,37 +138,36 @@ def _most_similar(
     positions: Positions,
     batch: paddle.Tensor,  # [B, 1] int64: 0, 1, ... B - 1
 ) -> tuple[paddle.Tensor, paddle.Tensor]:  # [B, S] int64, [B, S] float32
-    """For each src token the dst token it resembles most, as an index into `dst`, and the cosine between the two."""
+    """For each src token its most similar dst token, as an index into `dst`, and their cosine similarity."""
     metric = cast(metric.detach(), paddle.float32)
     inverse = paddle.rsqrt((metric * metric).sum(axis=-1))  # [B, N]: 1 / norm; infinite where that is 0
     inverse = paddle.where(paddle.isfinite(inverse), inverse, paddle.zeros_like(inverse))
 
     windows = positions.windows
     dst, src = (positions.dst, positions.src) if windows is None else (windows.dst, windows.src)
-    to = paddle.gather(metric, dst, axis=1)
-    to = paddle.where(paddle.isfinite(to), to, paddle.zeros_like(to)) * paddle.gather(inverse, dst, axis=1).unsqueeze(
-        -1
-    )
-    tokens, from_inverse = paddle.gather(metric, src, axis=1), paddle.gather(inverse, src, axis=1)
+    normed = paddle.gather(metric, dst, axis=1)
+    normed = paddle.where(paddle.isfinite(normed), normed, paddle.zeros_like(normed))
+    normed = normed * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
+    tokens, src_inverse = paddle.gather(metric, src, axis=1), paddle.gather(inverse, src, axis=1)
     row, column = batch, positions.count_s
     if windows is not None:  # the batch becomes B·T windows
-        tokens, to = (x.reshape([-1, x.shape[1] // windows.number, x.shape[2]]) for x in (tokens, to))
-        from_inverse = from_inverse.reshape([-1, tokens.shape[1]])
-        row = paddle.cumsum(paddle.ones_like(from_inverse[:, :1], dtype="int64"), axis=0) - 1
+        tokens, normed = (x.reshape([-1, x.shape[1] // windows.count_w, x.shape[2]]) for x in (tokens, normed))
+        src_inverse = src_inverse.reshape([-1, tokens.shape[1]])
+        row = paddle.cumsum(paddle.ones_like(src_inverse[:, :1], dtype="int64"), axis=0) - 1
         column = column[: tokens.shape[1]]
-    scores = paddle.matmul(tokens, to, transpose_y=True)  # [B, S, D]: cosine · norm of src
-    # Measured, and not faster in both eager and oneDNN: argmax in two stages, src in chunks, max pooling with indices.
+    scores = paddle.matmul(tokens, normed, transpose_y=True)  # [B, S, D]: cosine · norm of src
+    # Measured in eager and oneDNN, not faster: argmax in two stages, src in chunks, max pooling with indices.
     best = paddle.argmax(scores, axis=-1)
     none = paddle.zeros_like(best)
-    # Not by take_along_axis, which copies all scores first.
+    # Not take_along_axis, which copies all scores first.
     similarity = paddle.gather_nd(scores, paddle.stack([row + none, column + none, best], axis=-1))
-    resembles = from_inverse.cast("bool")  # NaN in a src token is in its own row of scores alone
-    best = paddle.where(resembles, best, none)
-    similarity = paddle.where(resembles, similarity * from_inverse, paddle.zeros_like(similarity))
+    is_valid = src_inverse.cast("bool")  # NaN in a src token only affects its own row of scores
+    best = paddle.where(is_valid, best, none)
+    similarity = paddle.where(is_valid, similarity * src_inverse, paddle.zeros_like(similarity))
     if windows is None:
         return best, similarity
-    begin = (positions.count_d[: windows.number] * to.shape[1]).unsqueeze(-1)  # [T, 1]: where each window's dst begin
-    best = (best.reshape([-1, windows.number, tokens.shape[1]]) + begin).reshape([-1])
+    begin = (positions.count_d[: windows.count_w] * normed.shape[1]).unsqueeze(-1)  # [T, 1]: first dst of each window
+    best = (best.reshape([-1, windows.count_w, tokens.shape[1]]) + begin).reshape([-1])
     return tuple(
         paddle.gather(x.reshape([-1, windows.src.shape[0]]), windows.src_slot, axis=1)
         for x in (paddle.gather(windows.dst_index, best), similarity)
@@ -176,12 +175,12 @@ def _most_similar(
 
 
 def cast(x: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
-    """`x.cast(dtype)`, but Paddle's copies even where there is nothing to cast."""
+    """`x.cast(dtype)` without the copy that Paddle makes even if the dtype is the same."""
     return x if x.dtype == dtype else x.cast(dtype)
 
 
 def _full_precision() -> AbstractContextManager:
-    """Mixed precision off, so that the matmul keeps float32; inside a static program Paddle has no such switch."""
+    """Turn mixed precision off so that the matmul stays in float32; Paddle cannot do so in a static program."""
     return paddle.amp.auto_cast(enable=False) if paddle.in_dynamic_mode() else nullcontext()
 
 
@@ -190,16 +189,16 @@ def _check(metric: paddle.Tensor, grid: Grid, removed: Count, dst: Count) -> Non
         raise ToMeConfigError(
             f"metric is {metric.dtype} of shape {list(metric.shape)}: it must be floating point of shape [B, N, C]."
         )
-    if grid.is_dynamic:  # the program that reads the grid off its input counts N and r from it
+    if grid.is_dynamic:  # the program computes N and r from its input
         return
     if metric.shape[1] not in (grid.tokens, -1):
         raise ToMeConfigError(
             f"grid={grid.h}×{grid.w} has {grid.tokens} tokens but metric has shape {list(metric.shape)}: "
             f"h·w must be {metric.shape[1]}."
         )
-    most = grid.tokens - dst if dst else 0
-    if not 0 <= removed <= most:
+    largest = grid.tokens - dst if dst else 0
+    if not 0 <= removed <= largest:
         raise ToMeConfigError(
             f"removed={removed} is not allowed on a grid of {grid.h}×{grid.w} tokens with {dst} dst tokens: "
-            f"it must be from 0 to {most}."
+            f"it must be from 0 to {largest}."
         )

@@ -1,4 +1,4 @@
-"""Move: merge tokens as a `MergePlan` says, and put the results back in every token's place."""
+"""Move: merge tokens by a `MergePlan`, and copy the results back to the place of every token."""
 
 import paddle
 
@@ -13,19 +13,19 @@ def merge(
     x: paddle.Tensor,  # [B, N, C] floating point
     plan: MergePlan,
 ) -> paddle.Tensor:  # [B, N-r, C]
-    """Average the tokens that the plan merges; the others pass as they are. Differentiable; `x` is not changed.
+    """Average the tokens that the plan merges; the others pass unchanged. Differentiable; `x` is not modified.
 
     Args:
         x: tokens, in float32, float16 or bfloat16; half precision is summed in float32 and rounded once.
-        plan: made for the same B and N; C may differ from that of the plan's metric.
+        plan: built for the same B and N; C may differ from that of the plan's metric.
 
     Returns:
-        The merged tokens in x's dtype, dst first, then the src tokens that stayed.
+        The merged tokens in x's dtype: dst first, then the remaining src tokens.
 
     Raises:
-        ToMePassError: x is no [B, N, C] with the plan's N (the message gives both).
+        ToMePassError: x is not a [B, N, C] with the plan's N; the message gives both.
 
-    Source: tomesd's `merge` in mode "mean"; the order of the rows within an image is our own.
+    Source: `merge` of tomesd in mode "mean", except for the order of the rows within an image.
 
     Example:
         >>> x = paddle.randn([2, 24, 8])
@@ -38,33 +38,37 @@ def merge(
     channels = x.shape[2]
     rows = x.reshape([-1, channels])
     wide = paddle.float32 if x.dtype in _HALF else x.dtype
-    # No names for what is used once: freed at once, its memory is there for the next operation. Measured: 20 % faster.
+    # Intermediates have no names so that they are freed at once and their memory is reused: measured 20 % faster.
     means = paddle.scatter_nd_add(
-        cast(_take(rows, plan.dst_rows), wide), plan.target_rows, cast(_take(rows, plan.merged_rows), wide)
+        cast(_gather_rows(rows, plan.dst_rows), wide),
+        plan.target_rows,
+        cast(_gather_rows(rows, plan.merged_rows), wide),
     )
     means = cast(means * cast(plan.weights, wide), x.dtype).reshape([-1, plan.dst, channels])
     if plan.stay_rows is None:
         return means
-    return paddle.concat([means, _take(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1)
+    return paddle.concat(
+        [means, _gather_rows(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1
+    )
 
 
 def unmerge(
     y: paddle.Tensor,  # [B, N-r, C]
     plan: MergePlan,
 ) -> paddle.Tensor:  # [B, N, C]
-    """Give every token the row that it was merged into. Differentiable; `y` is not changed.
+    """Give every token the row that it was merged into. Differentiable; `y` is not modified.
 
     Args:
-        y: what was computed from the merged tokens; any C and dtype.
-        plan: the plan they were merged by.
+        y: the output of a layer that ran on merged tokens; any C and dtype.
+        plan: the plan by which they were merged.
 
     Returns:
         One row per original token, in the original order.
 
     Raises:
-        ToMePassError: y is no [B, N-r, C] with the plan's N - r (the message gives both).
+        ToMePassError: y is not a [B, N-r, C] with the plan's N - r; the message gives both.
 
-    Source: tomesd's `unmerge`; one gather here, three scatters there.
+    Source: `unmerge` of tomesd, which uses three scatters instead of one gather.
 
     Example:
         >>> plan = match_tokens(x := paddle.randn([2, 24, 8]), Grid(4, 6), removed=12)
@@ -75,18 +79,18 @@ def unmerge(
     if is_zero(plan.removed):
         return y
     channels = y.shape[2]
-    return _take(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
+    return _gather_rows(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
 
 
-def _take(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
-    """`rows[index]` by one gather; on the CPU, where Paddle has none for float16, by way of float32."""
+def _gather_rows(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
+    """`rows[index]` by one gather; float16 goes through float32 on the CPU, where Paddle has no float16 gather."""
     if rows.dtype == paddle.float16 and paddle.get_device() == "cpu":
         return paddle.gather(rows.cast("float32"), index).cast("float16")
     return paddle.gather(rows, index)
 
 
 def _check(operation: str, x: paddle.Tensor, tokens: Count) -> None:
-    if x.ndim != 3 or x.shape[1] not in (-1, tokens):  # in this order: -1 is not compared with a tensor
+    if x.ndim != 3 or x.shape[1] not in (-1, tokens):  # in this order, so that -1 is not compared with a tensor
         raise ToMePassError(
             f"{operation} expects tokens of shape [B, {tokens}, C] but got {list(x.shape)}: "
             "was the plan made for another size?"

@@ -1,4 +1,4 @@
-"""What users call: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
+"""The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ppdiffusers import DiffusionPipeline, ModelMixin
 from .config import ToMeConfig
 from .errors import ToMeConfigError
 from .models import half_on_cpu
-from .patch import attach, attached, detach, restore
+from .patch import attach, attached_configs, detach, restore
 from .summary import ToMeSummary, summarize
 
 PipelineOrModel = TypeVar("PipelineOrModel")
@@ -34,38 +34,41 @@ def apply_tome(
     merge_mlp: bool = False,
     controlnet: bool | float = True,
 ) -> PipelineOrModel:
-    """Merge similar tokens in a pipeline's denoisers, or in one model; again, to replace the settings.
+    """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
 
     Args:
-        target: a ppdiffusers pipeline, or a model such as `pipe.unet`. UNets (also those of video models, frame by
-            frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt and SD3 transformers merge.
-        ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy), the main knob. More is faster and less
-            like the plain picture.
-        max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None
-            for the shallowest level that each model has attention at: 1 in Stable Diffusion, 2 in SDXL. The tokens
-            of a DiT, PixArt or SD3 transformer all lie on one grid, so there it changes nothing.
+        target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
+            video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt and SD3
+            transformers.
+        ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
+            faster, and the image differs more from the plain one. 0.5, the default, is a good start.
+        max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None,
+            the default, is the shallowest level with attention in each model: 1 in Stable Diffusion, 2 in SDXL. The
+            tokens of a DiT, PixArt or SD3 transformer all lie on one grid, so it has no effect there.
         sx, sy: width and height, in tokens, of the cells that keep one dst token each.
         use_rand: draw each cell's dst token at random, or take the cell's first.
-        seed: what the random choice comes from: an int for the same in every pass, None for a fresh one in each. It
-            neither reads nor advances any global random state.
-        window: side, in tokens, of the windows within which tokens look for their dst, a multiple of sx and sy; None
-            for the whole grid. 8 makes matching ten times as fast at 512 px.
-        proportional: let a merged token count in self-attention as often as the tokens that it replaces. In most cases
-            nearer to the plain image.
+        seed: seed of the random choice: an int for the same in every pass, None for a new one in each. No global
+            random state is read or advanced.
+        window: side, in tokens, of the square windows in which tokens look for their dst, a multiple of sx and sy.
+            None, the default, is the whole grid. A window of 8 makes matching much faster; high ratios lose quality.
+        proportional: weight each merged token in self-attention by the number of tokens that it replaces. Does not
+            work with attention processors that take no mask or attend to other frames.
         merge_attn: merge around self-attention; in SD3 the image tokens of the joint attention, never the text.
-        merge_crossattn: merge around cross-attention.
-        merge_mlp: merge around the feed-forward layers; not together with `enable_forward_chunking()`.
-        controlnet: True to merge in ControlNets as in the rest, False to leave them plain, or a ratio of their own.
+        merge_crossattn: merge around cross-attention; rarely worth it.
+        merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
+        controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
+            them.
 
     Returns:
         target itself.
 
     Raises:
-        ToMeConfigError: an argument is not allowed (the message names it), or target is no pipeline or model.
-        NoMergeableLayerError: the target has no layer that these settings merge. After any error it is as it was.
+        ToMeConfigError: an argument is not allowed (the message names it), or target is not a pipeline or model.
+        NoMergeableLayerError: the target has no layer that these settings merge. After any error the target is
+            unchanged.
 
     Warns:
-        UserWarning: weights lie on the CPU in float16 or bfloat16, in which it cannot compute.
+        UserWarning: weights are on the CPU in float16 or bfloat16, in which it cannot compute.
 
     Source: Bolya & Hoffman 2023, arXiv:2303.17604; names as in tomesd.
 
@@ -87,16 +90,16 @@ def apply_tome(
     )
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
-            f"the CPU has {', '.join(half)}, and Paddle has no such kernels for it, merged or plain: load with "
-            "from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",
+            f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
+            "load with from_pretrained(..., paddle_dtype=paddle.float32), or move to a GPU before the first call.",
             stacklevel=2,
         )
-    attach(target, common, for_controlnets(common, controlnet))
+    attach(target, common, controlnet_config(common, controlnet))
     return target
 
 
-def for_controlnets(common: ToMeConfig, controlnet: bool | float) -> ToMeConfig | None:
-    """The config of ControlNets beside the others' one, None to leave them plain; raises as `apply_tome` does."""
+def controlnet_config(common: ToMeConfig, controlnet: bool | float) -> ToMeConfig | None:
+    """The config for ControlNets, given the common one; None leaves them plain. Raises as `apply_tome` does."""
     if isinstance(controlnet, bool):
         return common if controlnet else None
     try:
@@ -107,13 +110,13 @@ def for_controlnets(common: ToMeConfig, controlnet: bool | float) -> ToMeConfig 
 
 
 def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
-    """Turn merging off: the pipeline or model computes bit for bit what it did before. Does nothing where it is off.
+    """Turn merging off: outputs are again bit for bit those of the plain pipeline or model. No-op if it is off.
 
     Returns:
         target itself.
 
     Raises:
-        ToMeConfigError: target is no pipeline or model.
+        ToMeConfigError: target is not a pipeline or model.
     """
     detach(target)
     return target
@@ -121,11 +124,11 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
 
 @contextmanager
 def tome(target: PipelineOrModel, ratio: float = 0.5, **settings: Any) -> Iterator[PipelineOrModel]:
-    """Merge within a `with` block; leaving it, also by an exception, brings back the settings that were there before.
+    """Merge within a `with` block. Leaving it, even by an exception, restores the settings from before.
 
     Args:
-        target, ratio, settings: as for `apply_tome`. The setting counts for every thread that uses the model. Merging
-            that ppdiffusers' built-in `apply_tome` had applied is not brought back.
+        target, ratio, settings: as for `apply_tome`. They affect all threads that use the model. Merging applied by
+            ppdiffusers' built-in `apply_tome` is not restored.
 
     Yields:
         target itself.
@@ -137,7 +140,7 @@ def tome(target: PipelineOrModel, ratio: float = 0.5, **settings: Any) -> Iterat
         >>> with pipe.tome(ratio=0.6):
         ...     image = pipe("a 3d render of fox").images[0]
     """
-    before = attached(target)
+    before = attached_configs(target)
     apply_tome(target, ratio, **settings)
     try:
         yield target
@@ -146,18 +149,18 @@ def tome(target: PipelineOrModel, ratio: float = 0.5, **settings: Any) -> Iterat
 
 
 def tome_summary(target: Any, height: int | None = None, width: int | None = None) -> ToMeSummary:
-    """Say which blocks merge, at which level and grid, how many tokens stay, and what share of the MACs that saves.
+    """Report which blocks merge, their level and grid, how many tokens they keep, and the share of MACs saved.
 
     Args:
-        target: a pipeline or model; where merging is off, no block is listed and nothing is saved.
-        height, width: the picture's size; of a pipeline in image pixels, as in its call, of a model in latent pixels.
-            Default: the size in the config of its denoiser, for the other one's value where just one is given too.
+        target: a pipeline or model; if merging is off, no block is listed and nothing is saved.
+        height, width: the image size; for a pipeline in image pixels, as in its call, for a model in latent pixels.
+            Each defaults to the size in the config of the denoiser.
 
     Returns:
-        A ToMeSummary, whose str() is a table. Every denoiser of a pipeline counts; all see one latent size.
+        A ToMeSummary, whose str() is a table. It covers all denoisers of a pipeline, at one latent size.
 
     Raises:
-        ToMeConfigError: target is no pipeline or model, or a size is not positive or unknown.
+        ToMeConfigError: target is not a pipeline or model, or a size is not positive or unknown.
 
     Example:
         >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
@@ -166,10 +169,10 @@ def tome_summary(target: Any, height: int | None = None, width: int | None = Non
 
 
 class ToMeMixin:
-    """The four functions as methods, for a pipeline or model class of one's own.
+    """The four functions as methods, for your own pipeline or model class.
 
-    Importing the package gives them to every ppdiffusers pipeline and model; a class that inherits from those needs
-    no mixin.
+    Importing the package adds them to every ppdiffusers pipeline and model; subclasses of those do not need this
+    mixin.
     """
 
     apply_tome = apply_tome
@@ -178,11 +181,11 @@ class ToMeMixin:
     tome_summary = tome_summary
 
 
-def equip() -> None:
-    """Give ppdiffusers' pipelines and models the methods of `ToMeMixin`, in place of the built-in `apply_tome`.
+def install_methods() -> None:
+    """Add the methods of `ToMeMixin` to ppdiffusers' pipelines and models, replacing the built-in `apply_tome`.
 
-    ppdiffusers puts its own on every `nn.Layer`, so that is where they are replaced; the two new names go on
-    ppdiffusers' classes alone.
+    ppdiffusers adds its own methods to every `nn.Layer`, so they are replaced there; the two new names are added to
+    ppdiffusers' classes only.
     """
     for cls in (DiffusionPipeline, ModelMixin):
         for name in ("apply_tome", "remove_tome", "tome", "tome_summary"):

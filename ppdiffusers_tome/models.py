@@ -1,4 +1,4 @@
-"""The one file that knows ppdiffusers' insides: which models denoise, where their blocks are, and at what level."""
+"""ppdiffusers' internals, in one place: which models denoise, where their blocks are, and at what level."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
 from .positions import Grid
 
-LOOKED_FOR = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
+MERGEABLE_BLOCKS = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class MergeableBlock:
     index: int  # position among all such blocks of its denoiser, whatever their level
     level: int  # downsample factor of the feature map: tokens per side = latent pixels per side / level
     grid_layer: nn.Layer  # the layer whose input shows the token grid: the transformer around the block, or its stem
-    block: nn.Layer
+    block: nn.Layer  # the transformer block itself
 
     @property
     def is_joint(self) -> bool:
-        """Whether text and image tokens attend together, as in SD3; only its image tokens merge."""
+        """Whether text and image tokens attend together, as in SD3; only the image tokens merge."""
         return isinstance(self.block, JointTransformerBlock)
 
     @property
@@ -41,24 +41,24 @@ class MergeableBlock:
         block = self.block
         if self.is_joint:
             return {"attn": (block.attn,), "mlp": (block.ff,)}
-        found: dict[str, list[nn.Layer]] = {"attn": [], "crossattn": [], "mlp": [block.ff]}
-        # As in Stable Diffusion's upscaler, where attn1 looks at the text too.
-        found["crossattn" if block.only_cross_attention else "attn"].append(block.attn1)
+        layers: dict[str, list[nn.Layer]] = {"attn": [], "crossattn": [], "mlp": [block.ff]}
+        # In Stable Diffusion's upscaler attn1 attends to the text as well.
+        layers["crossattn" if block.only_cross_attention else "attn"].append(block.attn1)
         if block.attn2 is not None:
-            found["crossattn"].append(block.attn2)
-        return {name: tuple(layers) for name, layers in found.items() if layers}
+            layers["crossattn"].append(block.attn2)
+        return {name: tuple(some) for name, some in layers.items() if some}
 
 
 def is_chunked(block: nn.Layer) -> bool:
-    """Whether a transformer block feeds its feed-forward layer in pieces, as `enable_forward_chunking` makes it do."""
+    """Whether a transformer block calls its feed-forward layer in chunks, see `enable_forward_chunking`."""
     return block._chunk_size is not None
 
 
-def parts(target: Any) -> dict[str, Any]:
-    """What a pipeline is made of, by name, or the one model under the name of its class.
+def components(target: Any) -> dict[str, Any]:
+    """A pipeline's components by name, members of a list as "name[i]"; or a model under the name of its class.
 
     Raises:
-        ToMeConfigError: target is neither a ppdiffusers pipeline nor a model.
+        ToMeConfigError: target is not a ppdiffusers pipeline or model.
     """
     if isinstance(target, nn.Layer):
         return {type(target).__name__: target}
@@ -67,59 +67,59 @@ def parts(target: Any) -> dict[str, Any]:
             f"token merging applies to a ppdiffusers pipeline or model, not to {type(target).__name__!r}: "
             "pass pipe or pipe.unet."
         )
-    found: dict[str, Any] = {}
-    # .components refuses some pipelines, and ppdiffusers warns where a setting is asked for as an attribute.
+    by_name: dict[str, Any] = {}
+    # Not .components, which raises for some pipelines, nor getattr, for which ppdiffusers warns about config values.
     for name in (name for name in target.config if not name.startswith("_")):
         component = vars(target).get(name)
-        several = isinstance(component, (list, tuple))
-        found.update({f"{name}[{i}]": part for i, part in enumerate(component)} if several else {name: component})
-    return found
+        if isinstance(component, (list, tuple)):
+            by_name |= {f"{name}[{i}]": member for i, member in enumerate(component)}
+        else:
+            by_name[name] = component
+    return by_name
 
 
-def label(name: str, part: Any) -> str:
-    """One of the `parts` in a message: "unet (UNet2DConditionModel)", or the class alone where that is its name."""
-    kind = type(part).__name__
-    return name if name == kind else f"{name} ({kind})"
+def label(name: str, component: Any) -> str:
+    """A component in a message: "unet (UNet2DConditionModel)", or only the class if that is its name."""
+    class_name = type(component).__name__
+    return name if name == class_name else f"{name} ({class_name})"
 
 
-def components(target: Any) -> dict[str, nn.Layer]:
-    """The layers among the `parts` of a pipeline or model; raises as `parts` does."""
-    return {name: part for name, part in parts(target).items() if isinstance(part, nn.Layer)}
+def layer_components(target: Any) -> dict[str, nn.Layer]:
+    """The `components` of a pipeline or model that are layers; raises as `components` does."""
+    return {name: component for name, component in components(target).items() if isinstance(component, nn.Layer)}
 
 
 def half_on_cpu(target: Any) -> list[str]:
-    """The `components` whose weights lie on the CPU in a dtype that Paddle's CPU kernels lack, each with its dtype."""
-    found = []
-    for name, component in components(target).items():
+    """Labels of the components that have half-precision weights on the CPU, where Paddle lacks kernels for them."""
+    labels = []
+    for name, component in layer_components(target).items():
         for parameter in component.parameters():
             if parameter.dtype in (paddle.float16, paddle.bfloat16) and parameter.place.is_cpu_place():
-                found.append(f"{label(name, component)} in {str(parameter.dtype).rpartition('.')[2]}")
+                labels.append(f"{label(name, component)} in {str(parameter.dtype).rpartition('.')[2]}")
                 break
-    return found
+    return labels
 
 
 def denoisers(target: Any) -> dict[str, nn.Layer]:
-    """The models of a pipeline (or within a model) that have blocks to merge, by name: UNets, ControlNets, DiTs.
+    """The models of a pipeline (or within a model) that have mergeable blocks, by name: UNets, ControlNets, DiTs.
 
     Raises:
-        ToMeConfigError: as `parts`.
+        ToMeConfigError: as `components`.
     """
-    found: dict[str, nn.Layer] = {}
-    for name, component in components(target).items():
-        inside = (
-            None  # what the paths inside the denoiser found last begin with; sublayers come right after their layer
-        )
+    by_name: dict[str, nn.Layer] = {}
+    for name, component in layer_components(target).items():
+        prefix = None  # of the paths inside the last denoiser; sublayers come right after their layer
         for path, layer in component.named_sublayers(include_self=True):
-            if inside is not None and path.startswith(inside):
+            if prefix is not None and path.startswith(prefix):
                 continue
-            if _is_denoiser(layer) and not any(layer is other for other in found.values()):
-                found[f"{name}.{path}" if path else name] = layer
-                inside = f"{path}." if path else ""
-    return found
+            if _is_denoiser(layer) and not any(layer is other for other in by_name.values()):
+                by_name[f"{name}.{path}" if path else name] = layer
+                prefix = f"{path}." if path else ""
+    return by_name
 
 
 def _is_denoiser(layer: nn.Layer) -> bool:
-    if isinstance(layer, UNetFlatConditionModel):  # Versatile Diffusion's text UNet: its tokens are no pixels
+    if isinstance(layer, UNetFlatConditionModel):  # Versatile Diffusion's text UNet: its tokens are not pixels
         return False
     if hasattr(layer, "down_blocks"):
         return next(_transformers(layer), None) is not None
@@ -127,18 +127,18 @@ def _is_denoiser(layer: nn.Layer) -> bool:
 
 
 def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
-    """All blocks of a denoiser that could merge, in the order of its layers, at every level."""
-    found: list[MergeableBlock] = []
+    """All mergeable blocks of a denoiser, at every level, in the order of its layers."""
+    blocks: list[MergeableBlock] = []
     for path, transformer, grid_layer in _transformers(denoiser):
         for i, block in enumerate(transformer.transformer_blocks):
             if isinstance(block, (BasicTransformerBlock, JointTransformerBlock)):
                 block_path = f"{path}.transformer_blocks.{i}".lstrip(".")
-                found.append(MergeableBlock(block_path, len(found), level_of(denoiser, path), grid_layer, block))
-    return found
+                blocks.append(MergeableBlock(block_path, len(blocks), level_of(denoiser, path), grid_layer, block))
+    return blocks
 
 
 def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer]]:
-    """Path, layer and stem of each transformer over pixels; INFERENCE_OPTIMIZE replaces the blocks by fused ones."""
+    """Path, layer and stem of each transformer over pixels, except those that INFERENCE_OPTIMIZE has fused."""
     for path, layer in denoiser.named_sublayers(include_self=True):
         stem = _stem(layer)
         if stem is not None and not getattr(layer, "inference_optimize", False):
@@ -146,7 +146,7 @@ def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer]
 
 
 def _stem(layer: nn.Layer) -> nn.Layer | None:
-    """The layer whose input shows the token grid of a transformer over pixels; None where `layer` is no such thing."""
+    """The layer whose input shows the token grid of a transformer over pixels; None if `layer` is no such model."""
     if isinstance(layer, SD3Transformer2DModel):
         return layer.pos_embed
     if isinstance(layer, Transformer2DModel):
@@ -157,22 +157,22 @@ def _stem(layer: nn.Layer) -> nn.Layer | None:
 
 
 def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
-    """The grid of the tokens that a transformer makes of the input of its `grid_layer`.
+    """The token grid of a transformer, from the input x of its `grid_layer`.
 
-    Where x has no fixed height and width (an export with dynamic sizes), the program itself reads them off x.
+    If x has no fixed height and width (in an export with dynamic sizes), the program itself reads them from x.
 
     Raises:
-        ToMePassError: x is no feature map, or has fewer indices than its grid.
+        ToMePassError: x is not a feature map, or has fewer indices than its grid.
     """
     if isinstance(grid_layer, ImagePositionalEmbeddings):  # [B, h·w] indices of a fixed grid, as in VQ-Diffusion
         grid = Grid(grid_layer.height, grid_layer.width)
         if x.shape[-1] not in (grid.tokens, -1):
             raise ToMePassError(
-                f"{type(grid_layer).__name__} got {x.shape[-1]} indices, and its grid of {grid.h}×{grid.w} has "
-                f"{grid.tokens}: merging needs the whole grid. Pass all indices, or remove_tome() first."
+                f"{type(grid_layer).__name__} got {x.shape[-1]} indices, but its grid of {grid.h}×{grid.w} has "
+                f"{grid.tokens}: merging needs the complete grid. Pass all indices, or remove_tome() first."
             )
         return grid
-    if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W]: its F frames are then taken for images
+    if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W], whose F frames become images of the batch
         raise ToMePassError(
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
         )
@@ -185,11 +185,11 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
     return _in_patches(grid_layer, Grid(h, w))
 
 
-def block_grid(found: MergeableBlock, latent: Grid) -> Grid:
-    """The token grid of a block on latents of a size."""
-    if isinstance(found.grid_layer, ImagePositionalEmbeddings):
-        return Grid(found.grid_layer.height, found.grid_layer.width)
-    return _in_patches(found.grid_layer, grid_at(latent, found.level))
+def block_grid(block: MergeableBlock, latent: Grid) -> Grid:
+    """The token grid of a block for a grid of latents."""
+    if isinstance(block.grid_layer, ImagePositionalEmbeddings):
+        return Grid(block.grid_layer.height, block.grid_layer.width)
+    return _in_patches(block.grid_layer, grid_at(latent, block.level))
 
 
 def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
@@ -198,17 +198,17 @@ def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
 
 
 def is_controlnet(denoiser: nn.Layer) -> bool:
-    """Whether a model is a ControlNet, which `apply_tome(controlnet=…)` can treat apart."""
+    """Whether a model is a ControlNet, to which `apply_tome(controlnet=…)` applies."""
     return isinstance(denoiser, ControlNetModel)
 
 
 def is_countable(denoiser: nn.Layer) -> bool:
-    """Whether `level_of` is right for all layers of a model, so that their cost can be read off their shapes."""
+    """Whether `level_of` holds for all layers of a model, so that their MACs follow from their shapes."""
     return isinstance(denoiser, (UNet2DConditionModel, ControlNetModel))
 
 
 def latent_grid(denoiser: nn.Layer) -> Grid | None:
-    """The latents' grid that a model was made for, from its config's `sample_size`; None where there is none."""
+    """The default grid of latents: `sample_size` of the model's config; None if it has none."""
     size = getattr(getattr(denoiser, "config", None), "sample_size", None)
     if size is None:
         return None
@@ -221,13 +221,13 @@ def vae_factor(pipe: DiffusionPipeline) -> int:
 
 
 def text_tokens(target: Any) -> int:
-    """How many text tokens cross-attention sees: the tokenizer's maximum, 77 where there is none."""
+    """Number of text tokens in cross-attention: the tokenizer's maximum, 77 if it has none."""
     length = getattr(getattr(target, "tokenizer", None), "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30
 
 
 def remove_builtin(model: nn.Layer) -> None:
-    """Take the merging that ppdiffusers itself ships off a model: its classes, hooks and `_tome_info`."""
+    """Remove the merging that ppdiffusers ships from a model: its classes, hooks and `_tome_info`."""
     for layer in model.sublayers(include_self=True):
         parent = getattr(type(layer), "_parent", None)
         if parent is not None and type(layer).__name__.startswith("ToMe"):

@@ -1,7 +1,7 @@
-"""Attach and detach: put the hooks of `hooks.py` on a pipeline's models, and take them off without a trace.
+"""Attach and detach: register the hooks of `hooks.py` on a pipeline's models, and remove them completely.
 
-Nothing is kept beside the hooks themselves. What merges, and by which config, is read off the model each time, so deep
-copies, swapped components and pipelines that share a model need no bookkeeping.
+The hooks are the only state. What merges, and by which config, is read from the model each time, so deep copies,
+swapped components and pipelines that share a model need no bookkeeping.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from paddle import nn
 from .config import LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .hooks import (
-    CHUNKED,
+    CHUNKED_FEED_FORWARD,
     CallHook,
     ConfigHook,
     DropChannelHook,
@@ -25,60 +25,60 @@ from .hooks import (
     ToMeHook,
     UnmergeHook,
 )
-from .limits import reasons
+from .limits import no_merge_reasons
 from .models import (
-    LOOKED_FOR,
+    MERGEABLE_BLOCKS,
     MergeableBlock,
-    components,
     denoisers,
     find_blocks,
     is_chunked,
     is_controlnet,
     label,
+    layer_components,
     remove_builtin,
 )
 
 
-def attached(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
-    """The denoisers of a pipeline or model, each with the config it merges by, None where it does not merge."""
+def attached_configs(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
+    """The denoisers of a pipeline or model, each with its config; None if it does not merge."""
     return [(denoiser, config_of(denoiser)) for denoiser in denoisers(target).values()]
 
 
 def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> None:
-    """Merge in every denoiser of a pipeline or model that has blocks for its config; replaces what was there.
+    """Merge in every denoiser of a pipeline or model that has blocks for its config, replacing earlier settings.
 
     Args:
         target: a pipeline or model.
-        config: for every denoiser but ControlNets.
+        config: for all denoisers except ControlNets.
         controlnet: for ControlNets; None leaves them plain.
 
     Raises:
-        ToMeConfigError: target is no pipeline or model, or merge_mlp meets chunked feed-forward layers.
-        NoMergeableLayerError: no block lies at the configs' levels. Nothing has changed after any error.
+        ToMeConfigError: target is not a pipeline or model, or merge_mlp meets chunked feed-forward layers.
+        NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
-    before = attached(target)
+    before = attached_configs(target)
     chosen: list[tuple[list[MergeableBlock], ToMeConfig]] = []
     for denoiser, _ in before:
-        its_config = controlnet if is_controlnet(denoiser) else config
-        if its_config is not None and (blocks := chosen_blocks(denoiser, its_config)):
-            chosen.append((blocks, its_config))
+        denoiser_config = controlnet if is_controlnet(denoiser) else config
+        if denoiser_config is not None and (blocks := chosen_blocks(denoiser, denoiser_config)):
+            chosen.append((blocks, denoiser_config))
     if not chosen:
         raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
-    merging = [found.block for blocks, its_config in chosen for found in blocks if its_config.ratio]
+    merging = [block.block for blocks, denoiser_config in chosen for block in blocks if denoiser_config.ratio]
     if config.merge_mlp and any(map(is_chunked, merging)):
-        raise ToMeConfigError(CHUNKED)
+        raise ToMeConfigError(CHUNKED_FEED_FORWARD)
     try:
         detach(target)
-        for blocks, its_config in chosen:
-            _install(blocks, its_config)
+        for blocks, denoiser_config in chosen:
+            _install(blocks, denoiser_config)
     except BaseException:
         restore(target, before)
         raise
 
 
 def detach(target: Any) -> None:
-    """Take every hook of this package, and the merging that ppdiffusers ships, off a pipeline or model."""
-    for component in components(target).values():
+    """Remove all hooks of this package, and the merging that ppdiffusers ships, from a pipeline or model."""
+    for component in layer_components(target).values():
         remove_builtin(component)
         for layer in component.sublayers(include_self=True):
             for hooks in (layer._forward_pre_hooks, layer._forward_post_hooks):
@@ -89,7 +89,7 @@ def detach(target: Any) -> None:
 
 
 def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> None:
-    """Put a pipeline or model back to what `attached` said of it; also denoisers that have left the pipeline since."""
+    """Restore the result of `attached_configs`, also for denoisers that the pipeline no longer contains."""
     detach(target)
     for denoiser, config in before:
         detach(denoiser)
@@ -99,35 +99,36 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 
 def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
     grid_hooks: dict[int, GridHook] = {}
-    for found in blocks:
+    for mergeable in blocks:
+        block, grid_layer = mergeable.block, mergeable.grid_layer
         if config.ratio == 0:
-            found.block.register_forward_pre_hook(ConfigHook(config))
+            block.register_forward_pre_hook(ConfigHook(config))
             continue
-        grid_hook = grid_hooks.get(id(found.grid_layer))
+        grid_hook = grid_hooks.get(id(grid_layer))
         if grid_hook is None:
-            grid_hook = grid_hooks[id(found.grid_layer)] = GridHook(config)
-            found.grid_layer.register_forward_pre_hook(grid_hook)
-        call_hook = CallHook(config, grid_hook, found.index)
-        found.block.register_forward_pre_hook(call_hook)
-        found.block.register_forward_post_hook(FinishHook(call_hook))
-        (found.block.norm1 if found.is_joint else found.block).register_forward_pre_hook(PlanHook(call_hook))
-        for name, layers in merging_layers(found, config).items():
+            grid_hook = grid_hooks[id(grid_layer)] = GridHook(config)
+            grid_layer.register_forward_pre_hook(grid_hook)
+        call_hook = CallHook(config, grid_hook, mergeable.index)
+        block.register_forward_pre_hook(call_hook)
+        block.register_forward_post_hook(FinishHook(call_hook))
+        (block.norm1 if mergeable.is_joint else block).register_forward_pre_hook(PlanHook(call_hook))
+        for name, layers in merging_layers(mergeable, config).items():
             is_proportional = config.proportional and name == "attn"
             for layer in layers:
-                if found.is_joint and name == "attn":
-                    found.block.norm1.register_forward_post_hook(MergeOutputHook(call_hook))
+                if mergeable.is_joint and name == "attn":
+                    block.norm1.register_forward_post_hook(MergeOutputHook(call_hook))
                     if is_proportional:
                         _install_size_channels(layer, call_hook)
                 else:
                     layer.register_forward_pre_hook(MergeHook(call_hook))
-                has_mask = name != "mlp" and not found.is_joint
+                has_mask = name != "mlp" and not mergeable.is_joint
                 layer.register_forward_post_hook(UnmergeHook(call_hook, has_mask and is_proportional))
                 if name != "mlp":
                     layer.prepare_attention_mask = MaskHook(call_hook, layer, is_proportional)
 
 
 def _install_size_channels(attention: nn.Layer, call_hook: CallHook) -> None:
-    """Give a joint attention the sizes of merged tokens; its processor passes no mask on."""
+    """Add the sizes of merged tokens to the scores of a joint attention, whose processor has no mask."""
     roles = {"to_q": "query", "add_q_proj": "query", "to_k": "key"}
     for name in (*roles, "to_v", "add_k_proj", "add_v_proj"):
         hook = SizeChannelHook(call_hook, attention, roles.get(name, "other"))
@@ -138,21 +139,21 @@ def _install_size_channels(attention: nn.Layer, call_hook: CallHook) -> None:
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:
-    """The layers of a block that a config merges around, under some of "attn", "crossattn" and "mlp"."""
+    """The layers of a block around which a config merges, by "attn", "crossattn" and "mlp"."""
     return {name: layers for name, layers in block.sublayers.items() if getattr(config, f"merge_{name}")}
 
 
 def chosen_blocks(denoiser: nn.Layer, config: ToMeConfig) -> list[MergeableBlock]:
-    """The blocks of a denoiser that a config merges in; without max_downsample those at the shallowest level."""
-    found = [block for block in find_blocks(denoiser) if merging_layers(block, config)]
-    deepest = config.max_downsample or min((block.level for block in found), default=1)
-    return [block for block in found if block.level <= deepest]
+    """The blocks of a denoiser in which a config merges; without max_downsample those at the shallowest level."""
+    blocks = [block for block in find_blocks(denoiser) if merging_layers(block, config)]
+    deepest = config.max_downsample or min((block.level for block in blocks), default=1)
+    return [block for block in blocks if block.level <= deepest]
 
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
-    """The config that a denoiser merges by, None where it does not merge."""
-    for found in find_blocks(denoiser):
-        for hook in found.block._forward_pre_hooks.values():
+    """The config of a denoiser; None if it does not merge."""
+    for mergeable in find_blocks(denoiser):
+        for hook in mergeable.block._forward_pre_hooks.values():
             if isinstance(hook, ConfigHook):
                 return hook.config
     return None
@@ -162,20 +163,22 @@ def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | 
     start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
     models = denoisers(target)
     if not models:
-        names = ", ".join(label(name, layer) for name, layer in components(target).items())
-        why = "".join(f" {reason}" for reason in reasons(target))
-        return f"{start}: looked for {LOOKED_FOR}, and found none in {names or 'a pipeline without models'}.{why}"
-    others = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
-    if not others:
-        return f"{start}, controlnet=False: there is nothing but ControlNets here. Pass controlnet=True."
+        names = ", ".join(label(name, layer) for name, layer in layer_components(target).items())
+        reasons = "".join(f" {reason}" for reason in no_merge_reasons(target))
+        where = names or "a pipeline without models"
+        return f"{start}: it looks for {MERGEABLE_BLOCKS}, and there are none in {where}.{reasons}"
+    included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
+    if not included:
+        return f"{start}, controlnet=False: it only has ControlNets. Pass controlnet=True."
     levels: dict[int, int] = {}
-    for denoiser in others:
-        for found in find_blocks(denoiser):
-            if merging_layers(found, config):
-                levels[found.level] = levels.get(found.level, 0) + 1
+    for denoiser in included:
+        for block in find_blocks(denoiser):
+            if merging_layers(block, config):
+                levels[block.level] = levels.get(block.level, 0) + 1
     if not levels:
         layers = ", ".join(f"merge_{name}" for name in LAYERS if getattr(config, f"merge_{name}"))
         return f"{start}: none of its blocks has a layer for {layers}."
-    seen = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
+    listed = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
     remedy = "leave max_downsample out" + (f" or pass {min(levels)}" if min(levels) in LEVELS else "")
-    return f"{start}: no block lies at level {config.max_downsample} or less, but at {seen}. To merge there, {remedy}."
+    reason = f"no block is at level {config.max_downsample} or less, its blocks are at {listed}"
+    return f"{start}: {reason}. To merge there, {remedy}."

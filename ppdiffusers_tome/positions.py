@@ -1,7 +1,7 @@
-"""Where the tokens of a grid stand: how many there are, and which of them are dst and which src.
+"""The tokens of a grid: how many there are, and which are dst and which src.
 
-Counts are Python ints where height and width are known. In a program exported with dynamic height and width they are
-0-d int64 tensors of that program, and so is every count that follows from them.
+Counts are Python ints if height and width are known. In a program exported with dynamic height and width they are 0-d
+int64 tensors of that program, as is every count derived from them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Count: TypeAlias = int | paddle.Tensor
 
 
 def is_known(count: Count) -> bool:
-    """Whether a count is a number, and no tensor, whose value only the running program knows."""
+    """Whether a count is a number rather than a tensor, whose value only the running program knows."""
     return isinstance(count, Integral)
 
 
@@ -28,7 +28,7 @@ def is_zero(count: Count) -> bool:
 
 
 class Grid(NamedTuple):
-    """Height and width of a picture, counted in tokens; token n lies in row n // w, column n % w."""
+    """Height and width of a feature map in tokens; token n is in row n // w, column n % w."""
 
     h: Count
     w: Count
@@ -40,46 +40,46 @@ class Grid(NamedTuple):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether height and width are tensors: both are, or neither."""
+        """Whether height and width are tensors; both are, or neither."""
         return not is_known(self.h)
 
 
 class Windows(NamedTuple):
-    """The dst and src of a grid window by window. T windows hold up to S src and D dst; shorter ones are padded."""
+    """dst and src sorted into T windows, each padded to the same number of dst and of src."""
 
-    number: int  # T
-    src: paddle.Tensor  # [T·S] int64: positions; padding repeats a src of the window
-    dst: paddle.Tensor  # [T·D] int64: positions; padding repeats a dst of the window
-    dst_index: paddle.Tensor  # [T·D] int64: where each stands in `Positions.dst`
-    src_slot: paddle.Tensor  # [number of src] int64: where each of `Positions.src` stands in `src`
+    count_w: int  # T
+    src: paddle.Tensor  # [T·P] int64: positions; padding repeats a src of the window
+    dst: paddle.Tensor  # [T·Q] int64: positions; padding repeats a dst of the window
+    dst_index: paddle.Tensor  # [T·Q] int64: the index of each in `Positions.dst`
+    src_slot: paddle.Tensor  # [S] int64: the index in `src` of each of `Positions.src`
 
 
 class Positions(NamedTuple):
-    """Which positions of a grid are dst and which src, and where each stands in the sequence dst | src."""
+    """Which positions of a grid are dst and which src, and the index of each in the sequence dst | src."""
 
-    d: Count  # how many are dst ...
-    s: Count  # ... and how many are src
+    d: Count  # number of dst positions, D
+    s: Count  # number of src positions, S
     dst: paddle.Tensor  # [D] int64, ascending
     src: paddle.Tensor  # [S] int64, ascending
-    slot: paddle.Tensor  # [N] int64: where each position stands in dst | src
+    slot: paddle.Tensor  # [N] int64: the index of each position in dst | src
     count_d: paddle.Tensor  # [D] int64: 0, 1, ... D - 1
     count_s: paddle.Tensor  # [S] int64: 0, 1, ... S - 1
-    windows: Windows | None = None  # None: one window, the whole grid
+    windows: Windows | None = None  # None: a single window, the whole grid
 
 
 def count_dst(grid: Grid, sx: int, sy: int) -> Count:
-    """How many dst tokens a grid has: one per whole sx×sy cell, none in a remainder at the right or bottom edge."""
+    """Number of dst tokens of a grid: one per complete sx×sy cell, none in a remainder at the right or bottom."""
     return (grid.h // sy) * (grid.w // sx)
 
 
 def count_removed(grid: Grid, config: ToMeConfig) -> Count:
-    """r: how many of a grid's tokens merge away under a config; on a dynamic grid as on a known one."""
+    """r: number of tokens of a known or dynamic grid that a config merges away."""
     dst = count_dst(grid, config.sx, config.sy)
     if not grid.is_dynamic:
         return config.removed(grid.tokens, dst)
     if config.ratio == 0:
         return 0
-    # A tensor, because Paddle 2.6 rounds the numbers that stand in a program's operations to float32.
+    # A tensor, because Paddle 2.6 rounds numbers that are attributes of a program's operations to float32.
     ratio = paddle.full([], config.ratio, dtype="float64")
     wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio).cast("int64")
     return paddle.minimum(wanted, grid.tokens - dst) * paddle.cast(dst > 0, "int64")
@@ -89,7 +89,7 @@ def count_pairs(
     grid: Grid,  # not dynamic
     config: ToMeConfig,
 ) -> int:
-    """How many pairs of src and dst tokens matching compares: all pairs, or those within a window."""
+    """The number of pairs of src and dst tokens that matching compares: all, or those in the same window."""
     window = window_of(grid, config.sx, config.sy, config.window)
     dst = np.bincount(window[choose_dst(grid, config.sx, config.sy)], minlength=1)
     return int((dst * (np.bincount(window, minlength=len(dst)) - dst)).sum())
@@ -106,13 +106,13 @@ def choose_dst(
     Args:
         grid: tokens along each axis.
         sx, sy: width and height of a cell, in tokens.
-        random_key: whole numbers >= 0 that decide a random choice: the same key and grid give the same choice on every
+        random_key: integers >= 0 that seed a random choice: the same key and grid give the same choice on every
             machine. None chooses the first (top left) token of each cell.
 
     Returns:
         The positions of the dst tokens, D = (h // sy)·(w // sx). No global random state is read or advanced.
 
-    Source: tomesd draws the same distribution, from a generator that depends on what ran before.
+    Source: tomesd draws from the same distribution, but from a generator whose state depends on earlier calls.
 
     Example:
         >>> choose_dst(Grid(4, 6)).tolist()
@@ -137,9 +137,9 @@ def window_of(
     sy: int,
     window: int | None,
 ) -> np.ndarray:  # [N] int64
-    """In which window each token lies, counted row by row; all in window 0 where window is None.
+    """The window of each token, numbered row by row; all tokens are in window 0 if `window` is None.
 
-    Windows begin at multiples of `window`. A remainder at the right or bottom edge that holds no whole cell, and
+    Windows begin at multiples of `window`. A remainder at the right or bottom edge that has no complete cell, and
     therefore no dst, belongs to the window before it.
     """
     if window is None:
@@ -149,26 +149,25 @@ def window_of(
 
 
 def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
-    """[length] int64: the window of each place along an axis."""
-    place = np.arange(length) // window
-    return np.minimum(place, max(0, (length - cell) // window))
+    """[length] int64: the window of each position along one axis."""
+    return np.minimum(np.arange(length) // window, max(0, (length - cell) // window))
 
 
 def constant_positions(
     grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
 ) -> Positions:
-    """The positions on a known grid, chosen as `choose_dst` says: a program holds them as constants."""
+    """The positions on a known grid, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     slot = np.argsort(np.concatenate([dst, src]))
-    # Constants, also where arange would do: Paddle 2.6's arange switches a device that all threads share.
+    # Constants instead of arange, because Paddle 2.6's arange switches a device that all threads share.
     constants = _constants(dst, src, slot, np.arange(len(dst)), np.arange(len(src)))
     windows = _windows(dst, src, window_of(grid, sx, sy, window))
     return Positions(len(dst), len(src), *constants)._replace(windows=windows)
 
 
 def _windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Windows | None:
-    """dst and src sorted into windows [N]; None where there is one window."""
+    """dst and src sorted by the window [N] of each token; None if there is only one window."""
     count = int(window.max(initial=0)) + 1
     if count == 1:
         return None
@@ -178,23 +177,23 @@ def _windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Windows | 
 
 
 def _pad(window: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sort tokens into windows of equal length.
+    """Sort tokens by window and pad the windows to one length P.
 
     Args:
-        window: of each token [L], each of 0 … count - 1 at least once.
+        window: of each token [L]; every one of 0 … count - 1 occurs.
 
     Returns:
-        [count·P] which token stands in each place, in ascending order within a window, the last repeated as padding;
-        and [L] the place of each token.
+        [count·P] the token in each slot, ascending within a window, the last one repeated as padding; and [L] the
+        slot of each token.
     """
     order = np.argsort(window, kind="stable")
     sizes = np.bincount(window, minlength=count)
     begins = np.cumsum(sizes) - sizes
     longest = sizes.max()
     within = np.minimum(np.arange(longest), sizes[:, None] - 1)  # [count, P]
-    place = np.empty(len(window), dtype=np.int64)
-    place[order] = np.arange(len(window)) - np.repeat(begins - np.arange(count) * longest, sizes)
-    return order[(begins[:, None] + within).reshape(-1)], place
+    slot = np.empty(len(window), dtype=np.int64)
+    slot[order] = np.arange(len(window)) - np.repeat(begins - np.arange(count) * longest, sizes)
+    return order[(begins[:, None] + within).reshape(-1)], slot
 
 
 def _constants(*arrays: np.ndarray) -> list[paddle.Tensor]:
@@ -204,15 +203,15 @@ def _constants(*arrays: np.ndarray) -> list[paddle.Tensor]:
 def computed_positions(
     grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
 ) -> Positions:
-    """The positions on a dynamic grid, computed by the program: dst is the first (top left) token of each whole cell.
+    """The positions on a dynamic grid, computed by the program: dst is the first (top left) token of each cell.
 
-    On a grid smaller than one cell the first token is dst all the same: nothing merges there (`count_removed` is 0),
-    but Paddle's kernels refuse tensors without elements. For the same reason a grid of one single token, which has no
-    src, is an error of Paddle's when the program runs.
+    On a grid smaller than one cell, where nothing merges (`count_removed` is 0), the first token is dst, because
+    Paddle's kernels reject tensors without elements. For the same reason Paddle raises an error when the program runs
+    on a grid of a single token, which has no src.
 
     Raises:
-        ToMePassError: dst is to be random: that choice is drawn by NumPy, so that it is the same on every machine, and
-            cannot be part of a program. Or window is given, whose sizes and counts are not known.
+        ToMePassError: random_key is given. NumPy draws random choices, so that they are the same on every machine;
+            they cannot be part of a program. Or window is given, whose number is not known.
     """
     if window is not None:
         raise ToMePassError(
@@ -225,18 +224,20 @@ def computed_positions(
             "choice of dst needs them: export a fixed height and width, or merge with use_rand=False."
         )
     begins_cell = paddle.logical_and(_begins_cell(grid.h, sy).unsqueeze(1), _begins_cell(grid.w, sx)).reshape([-1])
-    place = _count_up(begins_cell)
-    is_dst = paddle.logical_or(begins_cell, place == 0).cast("int64")  # [N]
+    index = _count_up(begins_cell)
+    is_dst = paddle.logical_or(begins_cell, index == 0).cast("int64")  # [N]
     n, d = grid.tokens, is_dst.sum()
-    order = paddle.argsort((1 - is_dst) * n + place)  # [N]: dst | src; no two keys are equal, so any sort will do
+    order = paddle.argsort(
+        (1 - is_dst) * n + index
+    )  # [N]: dst | src; no two keys are equal, so the sort need not be stable
     s = n - d
-    return Positions(d, s, order[:d], order[d:], paddle.argsort(order), place[:d], place[:s])
+    return Positions(d, s, order[:d], order[d:], paddle.argsort(order), index[:d], index[:s])
 
 
 def _begins_cell(length: paddle.Tensor, cell: int) -> paddle.Tensor:
-    """[length] bool: whether a whole cell begins at each place along an axis."""
-    place = _count_up(paddle.ones([length]))
-    return paddle.logical_and(place % cell == 0, place + cell <= length)
+    """[length] bool: whether a complete cell begins at each index along an axis."""
+    index = _count_up(paddle.ones([length]))
+    return paddle.logical_and(index % cell == 0, index + cell <= length)
 
 
 def _count_up(like: paddle.Tensor) -> paddle.Tensor:

@@ -1,4 +1,4 @@
-"""What merging does to a pipeline or model at one picture size: which blocks, how many tokens, how much work saved."""
+"""What merging does in a pipeline or model at one image size: which blocks, how many tokens, how many MACs saved."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,28 +16,28 @@ from .positions import Grid, count_removed
 class BlockSummary:
     """One block that merges."""
 
-    denoiser: str  # its model's name in the pipeline, e.g. "unet"
-    path: str  # its path in that model
+    denoiser: str  # name of its model in the pipeline, e.g. "unet"
+    path: str  # path in that model
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
-    kept: int  # tokens that stay, of grid.tokens
+    kept: int  # tokens after merging, of grid.tokens
     merges: tuple[str, ...]  # some of "attn", "crossattn", "mlp"
 
 
 @dataclass(frozen=True)
 class ToMeSummary:
-    """The blocks that merge, and what that saves of the denoisers' multiply-accumulates. `str()` is a table."""
+    """The blocks that merge, and the multiply-accumulates that this saves. `str()` is a table."""
 
     settings: dict[str, str]  # denoiser: its config, or "off"
     latent: Grid
     blocks: tuple[BlockSummary, ...]
-    notes: tuple[str, ...]  # one for each denoiser that has no attention at level 1, on what counts as the first
-    macs: int | None  # of one pass for one image without merging; None where a model's cannot be counted
-    saved: int | None  # of them, with the matching's own cost taken off
+    notes: tuple[str, ...]  # one for each denoiser without attention at level 1: its shallowest level
+    macs: int | None  # of one pass for one image without merging; None for models that cannot be counted
+    saved: int | None  # MACs saved, net of the cost of matching
 
     @property
     def saved_share(self) -> float | None:
-        """saved / macs, from 0 to 1; below 0 where the matching costs more than merging saves."""
+        """saved / macs, at most 1; negative if the matching costs more than merging saves."""
         return None if self.macs is None or self.saved is None else self.saved / self.macs
 
     def __str__(self) -> str:
@@ -46,27 +46,27 @@ class ToMeSummary:
         lines.append(f"latents {self.latent.h}×{self.latent.w}")
         if self.blocks:
             width = max(len(f"{b.denoiser}.{b.path}") for b in self.blocks)
-            lines.append(f"{'block':<{width}}  level  grid       tokens stay      merges")
+            lines.append(f"{'block':<{width}}  level  grid       tokens kept      merges")
             for b in self.blocks:
-                grid, stay = f"{b.grid.h}×{b.grid.w}", f"{b.kept} of {b.grid.tokens}"
+                grid, kept = f"{b.grid.h}×{b.grid.w}", f"{b.kept} of {b.grid.tokens}"
                 name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges)
-                lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {stay:<15}  {merges}")
+                lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {kept:<15}  {merges}")
         if self.macs is None or self.saved_share is None:
-            lines.append("MACs: not counted for this kind of model")
+            lines.append("MACs: cannot be counted for this kind of model")
         else:
             lines.append(f"MACs saved: {self.saved_share:.1%} of {self.macs / 1e9:.2f} G per image and pass")
         return "\n".join(lines)
 
 
 def summarize(target: Any, height: int | None = None, width: int | None = None) -> ToMeSummary:
-    """See `mixin.tome_summary`, which users call."""
+    """See `mixin.tome_summary`, its public form."""
     models = denoisers(target)
     configs = {name: config_of(denoiser) for name, denoiser in models.items()}
     factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
-    made_for = next((grid for grid in map(latent_grid, models.values()) if grid), None)
+    default = next((grid for grid in map(latent_grid, models.values()) if grid), None)
     latent = Grid(
-        _latent_side("height", height, factor, made_for.h if made_for else None),
-        _latent_side("width", width, factor, made_for.w if made_for else None),
+        _latent_side("height", height, factor, default.h if default else None),
+        _latent_side("width", width, factor, default.w if default else None),
     )
     text = text_tokens(target)
     countable = all(is_countable(denoiser) for denoiser in models.values())
@@ -76,12 +76,12 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             continue
         chosen = chosen_blocks(models[name], config)
         if config.max_downsample is None and chosen[0].level > 1:
-            notes.append(f"{name}: no shallower attention than at level {chosen[0].level}, which counts as the first")
-        for found in chosen:
-            grid, merges = block_grid(found, latent), tuple(merging_layers(found, config))
+            notes.append(f"{name}: its shallowest attention is at level {chosen[0].level}")
+        for block in chosen:
+            grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
             kept = grid.tokens - count_removed(grid, config)
-            blocks.append(BlockSummary(name, found.path, found.level, grid, kept, merges))
-            saved += saved_macs(found, config, latent, text) if countable else 0
+            blocks.append(BlockSummary(name, block.path, block.level, grid, kept, merges))
+            saved += saved_macs(block, config, latent, text) if countable else 0
     return ToMeSummary(
         settings={name: config.describe() if config else "off" for name, config in configs.items()},
         latent=latent,
@@ -92,13 +92,11 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
     )
 
 
-def _latent_side(name: str, pixels: int | None, factor: int, made_for: int | None) -> int:
+def _latent_side(name: str, pixels: int | None, factor: int, default: int | None) -> int:
     if pixels is None:
-        if made_for is None:
-            raise ToMeConfigError(
-                f"{name}=None is not allowed here: the model's config has no sample_size to fall back on."
-            )
-        return made_for
+        if default is None:
+            raise ToMeConfigError(f"{name} is required: the model's config has no sample_size to use as the default.")
+        return default
     if isinstance(pixels, bool) or not isinstance(pixels, int) or pixels < factor:
         raise ToMeConfigError(f"{name}={pixels!r} is not allowed: it must be an int of at least {factor} pixels.")
     return pixels // factor

@@ -1,4 +1,4 @@
-"""What the tests share: tiny random models, pipelines over the bundled one, and ways to look into a pass or a plan."""
+"""Shared by the tests: tiny random models, pipelines over the bundled one, and tools to inspect passes and plans."""
 
 import os
 from pathlib import Path
@@ -87,23 +87,23 @@ def inputs(batch=2, h=16, w=16, seed=0):
 @paddle.no_grad()
 def run(model, **changes):
     """One forward pass, as a NumPy array."""
-    given = inputs(**changes)
-    out = model(given["sample"], given["timestep"], encoder_hidden_states=given["encoder_hidden_states"])
+    arguments = inputs(**changes)
+    out = model(arguments["sample"], arguments["timestep"], encoder_hidden_states=arguments["encoder_hidden_states"])
     return out.sample.numpy()
 
 
 def traces(model):
-    """All that merging could leave on a model: classes, attributes, hooks, parameters."""
-    found = {}
+    """Everything that merging could leave behind on a model: classes, attributes, hooks, parameters."""
+    layers = {}
     for path, layer in model.named_sublayers(include_self=True):
         attributes = {key for key in layer.__dict__ if key not in ("_forward_pre_hooks", "_forward_post_hooks")}
         all_hooks = [*layer._forward_pre_hooks.values(), *layer._forward_post_hooks.values()]
-        found[path] = (type(layer), attributes, all_hooks)
-    return found, list(model.state_dict())
+        layers[path] = (type(layer), attributes, all_hooks)
+    return layers, list(model.state_dict())
 
 
 class Recorder(AttnProcessor):
-    """What reaches the attention kernel: token counts of the queries and of the context, None for self-attention."""
+    """Records what reaches the attention kernel: token counts of queries and context, None for self-attention."""
 
     def __init__(self):
         self.lengths = []
@@ -118,8 +118,8 @@ class Recorder(AttnProcessor):
 
 def groups(plan, batch):
     """[B, N]: for each token the original position whose merged row it gets."""
-    rows = [rows for rows in (plan.dst_rows, plan.stay_rows) if rows is not None]
-    kept = np.concatenate([each.numpy().reshape(batch, -1) for each in rows], axis=1)
+    parts = [rows for rows in (plan.dst_rows, plan.stay_rows) if rows is not None]
+    kept = np.concatenate([rows.numpy().reshape(batch, -1) for rows in parts], axis=1)
     return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, -1) % int(plan.tokens)
 
 
@@ -151,7 +151,7 @@ def image_pipe(pipe):
 
 
 def draw(pipe, prompt="a 3d render of fox", size=64, steps=2, seed=0, **settings):
-    """One small picture as a float array [H, W, 3], from a fixed starting noise."""
+    """One small image as a float array [H, W, 3], from fixed noise."""
     latents = np.random.RandomState(seed).standard_normal((1, 4, size // 4, size // 4)).astype("float32")
     out = pipe(
         prompt,
@@ -170,7 +170,7 @@ def draw(pipe, prompt="a 3d render of fox", size=64, steps=2, seed=0, **settings
 def exported_folder(tmp_path_factory):
     """A tiny pipeline, exported: 32×32 and 48×32 px (width × height), ratios 0.5 and 0, with the VAE's encoder.
 
-    Tests that change it must work on a copy: all processes of a run share it.
+    Tests that modify it must work on a copy, because all processes of a run share it.
     """
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
@@ -183,7 +183,7 @@ def exported_folder(tmp_path_factory):
 
 
 def tiny_pipeline(**changes):
-    """Text to image with one level, 32 px by default, random weights: exported in seconds."""
+    """A text-to-image pipeline with one level, 32 px and random weights: it exports in seconds."""
     paddle.seed(0)
     one_level = {"block_out_channels": (32,), "down_block_types": ("CrossAttnDownBlock2D",)}
     small = unet_of_zoo(**one_level, up_block_types=("CrossAttnUpBlock2D",))

@@ -1,4 +1,4 @@
-"""Exported programs as lists of operations: `.pdmodel` as Paddle 2 writes it, `.json` as Paddle 3 does."""
+"""Read exported programs as lists of operations: `.pdmodel` of Paddle 2 and `.json` of Paddle 3."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 DTYPES = {"bool": "bool", "i8": "int8", "ui8": "uint8", "i16": "int16", "i32": "int32", "i64": "int64"}
 DTYPES |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 DTYPES |= {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-# What Paddle 2's operations call the operand that they work on: gathered from, scattered into, sliced, expanded.
+# Names of the main operand in Paddle 2's operations: the tensor to gather from, scatter into, slice or expand.
 MAIN_OPERANDS = ("X", "Input", "x")
 
 
@@ -19,7 +19,7 @@ class Variable:
     """A tensor of a program; `shape` holds -1 where only the running program knows, `dtype` is as in NumPy."""
 
     name: str
-    dtype: str = ""  # empty: no tensor, but a list of them or a parameter
+    dtype: str = ""  # empty for lists of tensors and for parameters
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation, by the name that its Paddle gives it. The operand that it works on is the first of its inputs."""
+    """One operation, by its name in this version of Paddle. The first of its inputs is the main operand."""
 
     name: str
     inputs: tuple[Variable, ...]
@@ -36,31 +36,31 @@ class Operation:
     attributes: dict[str, Any]
 
     def __str__(self) -> str:
-        inputs, outputs = ("; ".join(map(str, some)) for some in (self.inputs, self.outputs))
+        inputs, outputs = ("; ".join(map(str, variables)) for variables in (self.inputs, self.outputs))
         return f"{outputs} = {self.name}({inputs})"
 
 
 def read_program(path: Path) -> list[Operation]:
-    """All operations of a saved program in the order they run, those of branches and loops among them.
+    """All operations of a saved program in the order they run, including those of branches and loops.
 
     Raises:
-        ValueError: the file ends neither in .pdmodel nor in .json, or holds something that this reader does not know.
+        ValueError: the file ends neither in .pdmodel nor in .json.
     """
     if path.suffix == ".json":
         return list(_operations_of_region(json.loads(path.read_text(encoding="utf-8"))["program"], {}))
     if path.suffix == ".pdmodel":
         return list(_operations_of_blocks(path.read_bytes()))
-    raise ValueError(f"{path.name} is no program: it must end in .pdmodel or .json.")
+    raise ValueError(f"{path.name} is not a program: it must end in .pdmodel or .json.")
 
 
 # Paddle 2: a protocol buffer
 
 
 def _operations_of_blocks(data: bytes) -> Iterator[Operation]:
-    from paddle.base.proto import framework_pb2  # Paddle 2 alone has and needs it
+    from paddle.base.proto import framework_pb2  # only Paddle 2 has it
 
     kinds = framework_pb2.VarType.Type
-    known: dict[str, Variable] = {}  # a block sees the variables of those around it, which come before it
+    known: dict[str, Variable] = {}  # blocks use variables of enclosing blocks, which come first
     for block in framework_pb2.ProgramDesc.FromString(data).blocks:
         for var in block.vars:
             is_tensor = var.type.type == framework_pb2.VarType.LOD_TENSOR
@@ -68,14 +68,14 @@ def _operations_of_blocks(data: bytes) -> Iterator[Operation]:
             dtype = _dtype(kinds.Name(tensor.data_type)) if is_tensor else ""
             known[var.name] = Variable(var.name, dtype, tuple(tensor.dims) if is_tensor else ())
         for op in block.ops:
-            operands = sorted(op.inputs, key=lambda each: each.parameter not in MAIN_OPERANDS)
-            inputs = tuple(known[name] for each in operands for name in each.arguments)
-            outputs = tuple(known[name] for each in op.outputs for name in each.arguments if name in known)
-            yield Operation(op.type, inputs, outputs, {each.name: _value_of(each) for each in op.attrs})
+            operands = sorted(op.inputs, key=lambda operand: operand.parameter not in MAIN_OPERANDS)
+            inputs = tuple(known[name] for operand in operands for name in operand.arguments)
+            outputs = tuple(known[name] for output in op.outputs for name in output.arguments if name in known)
+            yield Operation(op.type, inputs, outputs, {attribute.name: _value_of(attribute) for attribute in op.attrs})
 
 
 def _value_of(attribute: Any) -> Any:
-    """The field that is set, besides name and type; an empty list where none is."""
+    """The value of the field that is set, besides name and type; an empty list if none is."""
     values = [value for field, value in attribute.ListFields() if field.name not in ("name", "type")]
     if not values:
         return []
@@ -83,8 +83,8 @@ def _value_of(attribute: Any) -> Any:
 
 
 # Paddle 3: the intermediate representation (PIR) as JSON. "#" is a kind, "I" the inputs, "O" the outputs, "%" the
-# number of a value, 0 for an operand that is left out, "TT" a type, "A" the attributes with their names "N" and values
-# "AT", "D" data. What a branch or loop takes as an argument has its number, below 0, under "#".
+# number of a value, 0 for an omitted operand, "TT" a type, "A" the attributes with their names "N" and values "AT",
+# "D" data. Arguments of branches and loops have a negative number under "#".
 
 
 def _operations_of_region(node: dict[str, Any], known: dict[int, Variable]) -> Iterator[Operation]:
@@ -97,12 +97,12 @@ def _operations_of_region(node: dict[str, Any], known: dict[int, Variable]) -> I
 
 
 def _operations_of(op: dict[str, Any], known: dict[int, Variable]) -> Iterator[Operation]:
-    made = [op["O"]] if isinstance(op.get("O"), dict) else op.get("O", [])
-    outputs = tuple(_remember(value, known) for value in made)
+    values = [op["O"]] if isinstance(op.get("O"), dict) else op.get("O", [])
+    outputs = tuple(_remember(value, known) for value in values)
     if op["#"] == "p":  # a parameter, not computed
         return
     inputs = tuple(known[value["%"]] for value in op["I"] if value["%"] != 0)
-    attributes = {each["N"]: _plain(each["AT"]) for each in op["A"]}
+    attributes = {attribute["N"]: _plain(attribute["AT"]) for attribute in op["A"]}
     yield Operation(op["#"].split(".", 1)[1], inputs, outputs, attributes)
     yield from _operations_of_region(op, known)
 
@@ -119,7 +119,7 @@ def _remember(value: dict[str, Any], known: dict[int, Variable]) -> Variable:
 
 def _plain(attribute: dict[str, Any]) -> Any:
     data = attribute.get("D")
-    return [_plain(each) if isinstance(each, dict) else each for each in data] if isinstance(data, list) else data
+    return [_plain(item) if isinstance(item, dict) else item for item in data] if isinstance(data, list) else data
 
 
 def _dtype(name: str) -> str:

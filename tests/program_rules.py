@@ -1,4 +1,4 @@
-"""The rules of the tensor code (docs/architecture.md), held against an exported program, whoever wrote it."""
+"""Check an exported program against the rules of the tensor code (docs/architecture.md)."""
 
 from typing import Any, NamedTuple
 
@@ -14,21 +14,21 @@ INTEGERS = ("int32", "int64")
 SCATTERS = {"scatter", "scatter_nd", "scatter_nd_add", "put_along_axis", "index_add", "index_put"}
 FILLS = {"fill_constant", "fill_constant_batch_size_like", "full", "full_batch_size_like", "full_int_array"}
 FILLS |= {"fill_any_like", "full_like", "full_with_tensor", "assign_value"}
-SHAPES = {"shape", "shape64"}
-# What puts elements elsewhere, or gives them another dtype, and makes no new ones: zeros stay zeros.
+SHAPE_OPERATIONS = {"shape", "shape64"}
+# Operations that move, copy or cast elements: zeros stay zeros.
 MOVES = {"assign", "share_data", "cast", "transpose", "transpose2", "reshape", "reshape2", "flatten"}
 MOVES |= {"flatten_contiguous_range", "squeeze", "squeeze2", "unsqueeze", "unsqueeze2", "expand", "expand_v2", "tile"}
 MOVES |= {"slice", "strided_slice", "gather", "gather_nd", "index_select", "take_along_axis"}
 JOINS = {"concat", "stack", "combine", "add", "elementwise_add", "subtract", "elementwise_sub"}
 PRODUCTS = {"multiply", "elementwise_mul"}
 
-# The number of elements that come out, or which branch runs, is known when the device is done.
+# The size of the output, or the branch to run, is only known when the device has finished.
 WAITING = {"nonzero", "where_index", "masked_select", "unique", "unique_consecutive", "memcpy", "memcpy_d2h", "print"}
 WAITING |= {"while", "if", "conditional_block", "conditional_block_infer", "select_input", "py_func", "assert"}
-# Operations whose operands beside the first say a shape, a place or a count, which the host must know.
+# Operations whose operands after the first are a shape, an index or a count, which the host must know.
 SHAPED = {"reshape", "reshape2", "expand", "expand_v2", "slice", "strided_slice", "tile", "topk", "top_k_v2", "split"}
 SHAPED |= {"fill_constant", "full_with_tensor", "range", "arange", "linspace", "roll"}
-ALL_OPERANDS = {"fill_constant", "full_with_tensor", "range", "arange", "linspace"}  # these have no first to leave out
+ALL_OPERANDS = {"fill_constant", "full_with_tensor", "range", "arange", "linspace"}  # without a main operand
 
 
 class Finding(NamedTuple):
@@ -42,27 +42,27 @@ class Finding(NamedTuple):
 
 
 def broken_rules(program: list[Operation], channels: int) -> list[Finding]:
-    """What in a program breaks the rules, in the order it runs.
+    """The operations of a program that break rules, in the order they run.
 
     Args:
-        program: all operations, as `read_program` gives them.
+        program: all operations, from `read_program`.
         channels: C, the size that no index may have along any axis; no other dimension of the program may equal it.
     """
     makers = {out.name: op for op in program for out in op.outputs}
     written: set[str] = set()
-    found = []
+    findings = []
     for op in program:
         name = op.name.removesuffix("_")
         if name in SCATTERS and (name == "scatter_nd" or _is_zero(op.inputs[0], makers)):
-            found.append(Finding(ZEROS, op))
+            findings.append(Finding(ZEROS, op))
         if name in WAITING or _is_shaped_by_values(op, name, makers):
-            found.append(Finding(WAITS, op))
+            findings.append(Finding(WAITS, op))
         if any(out.dtype in INTEGERS and channels in out.shape for out in op.outputs):
-            found.append(Finding(EXPANDED, op))
+            findings.append(Finding(EXPANDED, op))
         if _is_in_place(op, makers, written):
-            found.append(Finding(IN_PLACE, op))
+            findings.append(Finding(IN_PLACE, op))
         written |= {out.name for out in op.outputs}
-    return found
+    return findings
 
 
 def _is_zero(variable: Variable, makers: dict[str, Operation]) -> bool:
@@ -76,10 +76,10 @@ def _is_zero(variable: Variable, makers: dict[str, Operation]) -> bool:
     if name in MOVES:
         return _is_zero(op.inputs[0], makers)
     if name in JOINS:
-        is_list = not op.inputs[0].dtype  # Paddle 3: one list of tensors, and for concat the axis
-        return all(_is_zero(each, makers) for each in (op.inputs[:1] if is_list else op.inputs))
+        is_list = not op.inputs[0].dtype  # in Paddle 3 a list of tensors, and for concat the axis
+        return all(_is_zero(operand, makers) for operand in (op.inputs[:1] if is_list else op.inputs))
     if name in PRODUCTS:
-        return any(_is_zero(each, makers) for each in op.inputs)
+        return any(_is_zero(operand, makers) for operand in op.inputs)
     if name == "scale":
         factor = _is_zero(op.inputs[1], makers) if len(op.inputs) > 1 else op.attributes.get("scale") == 0
         return op.attributes.get("bias", 0) == 0 and (factor or _is_zero(op.inputs[0], makers))
@@ -87,14 +87,14 @@ def _is_zero(variable: Variable, makers: dict[str, Operation]) -> bool:
 
 
 def _is_zero_fill(op: Operation, makers: dict[str, Operation]) -> bool:
-    if op.name == "full_like":  # like what, and the value
+    if op.name == "full_like":  # operands: tensor, value
         return _is_zero(op.inputs[1], makers)
-    if op.name == "full_with_tensor":  # the value, and the shape
+    if op.name == "full_with_tensor":  # operands: value, shape
         return _is_zero(op.inputs[0], makers)
-    if op.attributes.get("str_value"):  # Paddle 2's fill_constant: exact where `value` is a rounded float
+    if op.attributes.get("str_value"):  # of Paddle 2's fill_constant: exact, unlike `value`
         return float(op.attributes["str_value"]) == 0
     names = [key for key in op.attributes if key == "value" or key.endswith("values")]
-    values = [each for key in names for each in _as_list(op.attributes[key])]
+    values = [value for key in names for value in _as_list(op.attributes[key])]
     return bool(values) and not any(values)
 
 
@@ -106,11 +106,11 @@ def _is_shaped_by_values(op: Operation, name: str, makers: dict[str, Operation])
     if name not in SHAPED:
         return False
     operands = op.inputs if name in ALL_OPERANDS else op.inputs[1:]
-    return any(_depends_on_values(each, makers) for each in operands)
+    return any(_depends_on_values(operand, makers) for operand in operands)
 
 
 def _depends_on_values(variable: Variable, makers: dict[str, Operation]) -> bool:
-    """Whether a variable follows from what an input or a parameter holds, and not from constants and shapes alone."""
+    """Whether a variable depends on the values of an input or a parameter, not only on constants and shapes."""
     pending, seen = [variable.name], set()
     while pending:
         name = pending.pop()
@@ -121,15 +121,16 @@ def _depends_on_values(variable: Variable, makers: dict[str, Operation]) -> bool
         if op is None or op.name in ("feed", "data"):
             return True
         like = op.name in ("fill_any_like", "full_like", "fill_constant_batch_size_like", "full_batch_size_like")
-        if op.name not in SHAPES:
-            pending += [each.name for each in op.inputs[1 if like else 0 :]]
+        if op.name not in SHAPE_OPERATIONS:
+            pending += [operand.name for operand in op.inputs[1 if like else 0 :]]
     return False
 
 
 def _is_in_place(op: Operation, makers: dict[str, Operation], written: set[str]) -> bool:
-    """Whether an operation changes a tensor that is there already.
+    """Whether an operation modifies an existing tensor.
 
-    Not meant: Paddle 3's way to write a constant (`assign_value_` into a fresh `full`) and to detach (`share_data_`).
+    Allowed are Paddle 3's operations to write a constant (`assign_value_` into a new `full`) and to detach
+    (`share_data_`).
     """
     if op.name in ("feed", "fetch", "share_data_"):
         return False
@@ -138,5 +139,5 @@ def _is_in_place(op: Operation, makers: dict[str, Operation], written: set[str])
         return maker is None or maker.name != "full"
     if op.name.startswith("set_value") or op.name.endswith("_"):
         return True
-    before = written | {each.name for each in op.inputs}
+    before = written | {operand.name for operand in op.inputs}
     return any(out.name in before for out in op.outputs)

@@ -1,13 +1,13 @@
-"""Token merging in plain NumPy loops: slow, obvious, and written from the paper. The oracle of the tests.
+"""Token merging in plain NumPy loops, written from the paper: slow, but easy to check. The oracle of the tests.
 
-No line is shared with the package. Where the package has a rule of its own (ties, NaN), so has this.
+It shares no code with the package, but implements the same rules for ties and NaN.
 """
 
 import numpy as np
 
 
 def dst_positions(h, w, sx, sy):
-    """The top left token of every whole cell, in reading order."""
+    """The top left token of every complete cell, in reading order."""
     positions = []
     for cell_y in range(h // sy):
         for cell_x in range(w // sx):
@@ -71,7 +71,7 @@ def merge(tokens, dst, merged_into):
 
 
 def unmerge(kept, merged_into, count):
-    """The kept tokens' values back in every token's place: [N, C]."""
+    """The kept tokens' values copied to the place of every token: [N, C]."""
     return np.stack([kept[merged_into.get(position, position)] for position in range(count)])
 
 

@@ -4,7 +4,7 @@ import pytest
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 
 
-def test_defaults_are_those_of_tomesd_but_for_level_and_seed():
+def test_defaults():
     config = ToMeConfig()
     assert vars(config) == {
         "ratio": 0.5,
@@ -57,7 +57,7 @@ def test_defaults_are_those_of_tomesd_but_for_level_and_seed():
         ("merge_mlp", "yes", "True or False"),
     ],
 )
-def test_bad_value_is_named_with_what_is_allowed(argument, value, allowed):
+def test_invalid_value_is_reported_with_allowed_ones(argument, value, allowed):
     with pytest.raises(ToMeConfigError) as caught:
         ToMeConfig(**{argument: value})
     assert f"{argument}={value!r}" in str(caught.value)
@@ -72,19 +72,19 @@ def test_config_error_is_a_value_error_and_a_tome_error():
 
 
 @pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 4), (2, 3), (3, 2), (1, 2), (3, 3), (1, 1), (7, 11)])
-def test_largest_ratio_is_allowed_and_no_more(sx, sy):
+def test_maximum_ratio(sx, sy):
     largest = 1 - 1 / (sx * sy)
     assert ToMeConfig(ratio=largest, sx=sx, sy=sy).ratio == largest
     with pytest.raises(ToMeConfigError, match=rf"sx={sx}, sy={sy}"):
         ToMeConfig(ratio=largest + 1e-6, sx=sx, sy=sy)
 
 
-def test_nothing_to_merge_around_is_refused():
+def test_no_layer_to_merge_is_rejected():
     with pytest.raises(ToMeConfigError, match="merge_attn, merge_crossattn and merge_mlp are all False"):
         ToMeConfig(merge_attn=False)
 
 
-def test_numpy_numbers_become_python_ones():
+def test_numpy_numbers_are_converted():
     config = ToMeConfig(ratio=np.float32(0.25), sx=np.int64(4), seed=np.uint32(7))
     assert (type(config.ratio), type(config.sx), type(config.seed)) == (float, int, int)
     assert config == ToMeConfig(ratio=0.25, sx=4, seed=7)
@@ -103,6 +103,6 @@ def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed):
     assert ToMeConfig(ratio=ratio).removed(tokens, dst) == removed
 
 
-def test_describe_names_ratio_and_what_differs():
+def test_describe_has_ratio_and_changed_settings():
     assert ToMeConfig().describe() == "ratio=0.5"
     assert ToMeConfig(ratio=0.25, seed=None, sx=4).describe() == "ratio=0.25, sx=4, seed=None"

@@ -1,4 +1,4 @@
-"""The ControlNet example: its pictures and figures, the distance of edges, and that the bundled ControlNet steers."""
+"""The ControlNet example: its images and figures, edge distances, and the effect of the bundled ControlNet."""
 
 import hashlib
 import importlib
@@ -13,6 +13,8 @@ import paddle
 import pytest
 from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline
+
+from ppdiffusers_tome.evaluation.results import check_result, read_json
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -33,20 +35,20 @@ def masks():
     return rng.rand(9, 13) < 0.2, rng.rand(9, 13) < 0.1
 
 
-def by_brute_force(of, to):
-    pixels, targets = np.argwhere(of), np.argwhere(to)
+def brute_force_distances(edges, reference):
+    pixels, targets = np.argwhere(edges), np.argwhere(reference)
     return np.sqrt(((pixels[:, None] - targets[None]) ** 2).sum(axis=2)).min(axis=1)
 
 
-def test_distance_is_that_of_brute_force_and_has_a_direction(edges, masks):
+def test_distance_equals_brute_force_and_is_directed(edges, masks):
     a, b = masks
-    np.testing.assert_allclose(edges.distances(a, b), by_brute_force(a, b), atol=1e-5)
-    assert edges.mean_distance(a, b) == pytest.approx(by_brute_force(a, b).mean(), abs=1e-5)
-    assert edges.mean_distance(b, a) == pytest.approx(by_brute_force(b, a).mean(), abs=1e-5)
+    np.testing.assert_allclose(edges.distances(a, b), brute_force_distances(a, b), atol=1e-5)
+    assert edges.mean_distance(a, b) == pytest.approx(brute_force_distances(a, b).mean(), abs=1e-5)
+    assert edges.mean_distance(b, a) == pytest.approx(brute_force_distances(b, a).mean(), abs=1e-5)
     assert edges.mean_distance(a, b) != edges.mean_distance(b, a)
 
 
-def test_distance_of_equal_and_of_empty_edges(edges, masks):
+def test_distance_of_equal_and_empty_edges(edges, masks):
     a, nothing = masks[0], np.zeros((9, 13), bool)
     assert edges.mean_distance(a, a) == 0
     assert edges.mean_distance(a, nothing) == pytest.approx(math.hypot(9, 13))
@@ -54,37 +56,40 @@ def test_distance_of_equal_and_of_empty_edges(edges, masks):
 
 
 def test_edges_and_their_outline(edges):
-    picture = np.full((64, 64, 3), 255, "uint8")
-    picture[8:56, 8:56] = (200, 30, 30)
-    picture[26:38, 26:38] = 255  # a white hole is no background
-    found, outline = edges.canny(picture), edges.outline_region(picture)
-    assert found.dtype == bool and found.any()
-    condition = np.asarray(edges.as_picture(found))
-    assert condition.shape == (64, 64, 3) and np.array_equal(condition[..., 1] > 0, found)
+    image = np.full((64, 64, 3), 255, "uint8")
+    image[8:56, 8:56] = (200, 30, 30)
+    image[26:38, 26:38] = 255  # a white hole does not belong to the background
+    mask, outline = edges.canny(image), edges.outline_region(image)
+    assert mask.dtype == bool and mask.any()
+    condition = np.asarray(edges.as_image(mask))
+    assert condition.shape == (64, 64, 3) and np.array_equal(condition[..., 1] > 0, mask)
     square = np.zeros((64, 64), bool)
     square[20:44, 20:44] = True
-    assert np.array_equal(found & ~outline, found & square)
-    assert (found & outline).sum() > (found & ~outline).sum() > 0
+    assert np.array_equal(mask & ~outline, mask & square)
+    assert (mask & outline).sum() > (mask & ~outline).sum() > 0
 
 
 @pytest.fixture
 def control_pipe(pipe):
     controlnet = ControlNetModel.from_pretrained(str(CONTROLNET), paddle_dtype=paddle.float32)
     controlnet.eval()
-    whole = StableDiffusionControlNetPipeline(**pipe.components, controlnet=controlnet, requires_safety_checker=False)
-    whole.set_progress_bar_config(disable=True)
-    return whole
+    controlled = StableDiffusionControlNetPipeline(
+        **pipe.components, controlnet=controlnet, requires_safety_checker=False
+    )
+    controlled.set_progress_bar_config(disable=True)
+    return controlled
 
 
-def test_the_bundled_controlnet_steers(edges, pipe, control_pipe):
-    given = edges.canny(Image.open(CONTROLNET / "penguin.png").convert("RGB"))
+def test_bundled_controlnet_follows_edges(edges, pipe, control_pipe):
+    input_edges = edges.canny(Image.open(CONTROLNET / "penguin.png").convert("RGB"))
     noise = np.random.RandomState(0).standard_normal((1, 4, 32, 32)).astype("float32")
-    same = {"num_inference_steps": 6, "guidance_scale": 2.0, "latents": paddle.to_tensor(noise)}
-    free = pipe(PROMPT, height=128, width=128, **same).images
-    steered = control_pipe(PROMPT, image=edges.as_picture(given), **same).images
-    without, with_controlnet = edges.mean_distances(given, free), edges.mean_distances(given, steered)
-    for way in ("given to drawn", "drawn to given"):
-        assert with_controlnet[way] < 0.7 * without[way], way
+    settings = {"num_inference_steps": 6, "guidance_scale": 2.0, "latents": paddle.to_tensor(noise)}
+    uncontrolled = pipe(PROMPT, height=128, width=128, **settings).images
+    controlled = control_pipe(PROMPT, image=edges.as_image(input_edges), **settings).images
+    without = edges.mean_distances(input_edges, uncontrolled)
+    with_controlnet = edges.mean_distances(input_edges, controlled)
+    for direction in ("input_to_output", "output_to_input"):
+        assert with_controlnet[direction] < 0.7 * without[direction], direction
 
 
 def test_runs_from_another_folder_and_writes_a_sheet(tmp_path):
@@ -98,27 +103,28 @@ def test_runs_from_another_folder_and_writes_a_sheet(tmp_path):
     assert f"Rows {', '.join(rows)}:" in ran.stdout
     assert json.loads(sheet.text["merging"]) == {"controlnet": False}
     left, top = sheet.width - side - gap, sheet.height - len(rows) * (side + gap)
-    assert 16 <= top <= 80, "the sheet has another number of rows"
+    assert 16 <= top <= 80, "the sheet has a different number of rows"
     cells = [sheet.crop((left, y, left + side, y + side)) for y in range(top, sheet.height, side + gap)]
     assert len({cell.tobytes() for cell in cells}) == len(rows)
-    record = json.loads((tmp_path / "outputs" / "controlnet_canny_64.json").read_text(encoding="utf-8"))
-    table = record["edge distances, px"]
+    result = json.loads((tmp_path / "outputs" / "controlnet_canny_64.json").read_text(encoding="utf-8"))
+    check_result(result, "comparison", "controlnet_canny_64.json")
+    table = result["edge_distances_px"]
     assert list(table) == ["without", "plain", "0.5"]
-    for label, ways in table.items():
-        figures = " +".join(rf"{value:.2f}" for value in ways.values())
-        assert f"{label} {figures.replace(' +', ' ')}" in " ".join(ran.stdout.split())
-    assert [row["row"] for row in record["rows"]] == ["plain", "0.5"]
+    for label, directions in table.items():
+        figures = " ".join(f"{value:.2f}" for value in directions.values())
+        assert f"{label} {figures}" in " ".join(ran.stdout.split())
+    assert [arm["arm"] for arm in result["arms"]] == ["plain", "0.5"]
 
 
 BAD = {
     "no image": (["--image", "/no/such.png"], "--image /no/such.png: "),
-    "no controlnet": (["--controlnet", "/no/such/folder"], "--controlnet /no/such/folder: "),
-    "no edges": (["--image", "white.png"], "there are no edges at 128 px"),
+    "no controlnet": (["--controlnet", "/no/such/folder"], "--controlnet /no/such/folder is neither a folder"),
+    "no edges": (["--image", "white.png"], "has no edges at 128 px"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused(case, tmp_path, monkeypatch, capsys):
+def test_invalid_option_is_rejected(case, tmp_path, monkeypatch, capsys):
     arguments, message = BAD[case]
     Image.new("RGB", (32, 32), "white").save(tmp_path / "white.png")
     monkeypatch.chdir(tmp_path)
@@ -129,31 +135,37 @@ def test_bad_input_is_refused(case, tmp_path, monkeypatch, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_figures_of_the_card_are_those_of_the_record():
+def test_figures_of_the_model_card_are_those_of_the_result():
     card = (EXAMPLES / "emoji_sd" / "README.md").read_text(encoding="utf-8")
-    sets = json.loads((CONTROLNET / "edges.json").read_text(encoding="utf-8"))["sets"]
+    result = read_json(CONTROLNET / "edges.json")
+    check_result(result, "comparison", "edges.json")
+    sets = result["sets"]
     assert list(sets) == ["Noto", "held out"]
     for name, figures in sets.items():
         for arm in ("with", "without", "shuffled"):
             cells = [
-                f"{figures[arm][way][part]['mean']:.1f}"
-                for way in ("given to drawn", "drawn to given")
+                f"{figures[arm][direction][part]['mean']:.1f}"
+                for direction in ("input_to_output", "output_to_input")
                 for part in ("all", "outline", "inner")
             ]
             assert f"| {name}, {arm} | {' | '.join(cells)} |" in card
     inner = [
-        f"{figures[arm][way]['inner']['within 2 px']:.0%}".replace("%", " %")
-        for way, arm in (("given to drawn", "with"), ("given to drawn", "without"), ("drawn to given", "with"))
+        f"{figures[arm][direction]['inner']['within_2_px']:.0%}".replace("%", " %")
+        for direction, arm in (
+            ("input_to_output", "with"),
+            ("input_to_output", "without"),
+            ("output_to_input", "with"),
+        )
         for figures in sets.values()
     ]
     text = " ".join(card.split())
-    assert f"{inner[0]} (Noto) and {inner[1]} (held out) have a drawn one within 2 px" in text
+    assert f"{inner[0]} (Noto) and {inner[1]} (held out) have an output edge within 2 px" in text
     assert (
-        f"without the ControlNet {inner[2]} and {inner[3]}; of the drawn inner edges {inner[4]} and {inner[5]}" in text
+        f"without the ControlNet {inner[2]} and {inner[3]}; of the inner output edges, {inner[4]} and {inner[5]}"
+        in text
     )
 
 
-def test_record_is_of_the_weights_here():
+def test_result_is_of_the_bundled_weights():
     weights = (CONTROLNET / "diffusion_paddle_model.safetensors").read_bytes()
-    record = json.loads((CONTROLNET / "edges.json").read_text(encoding="utf-8"))
-    assert record["weights"] == f"sha256 {hashlib.sha256(weights).hexdigest()[:12]}…"
+    assert read_json(CONTROLNET / "edges.json")["weights"] == f"sha256 {hashlib.sha256(weights).hexdigest()[:12]}…"

@@ -1,4 +1,4 @@
-"""The examples, run as a reader runs them, on the bundled model: pictures, metadata, the table, and bad input."""
+"""The examples, run like a user runs them, with the bundled model: images, metadata, table, and invalid options."""
 
 import importlib
 import json
@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from ppdiffusers.models.attention_processor import JointAttnProcessor2_5
 
 from ppdiffusers_tome import ToMeConfig, __version__
+from ppdiffusers_tome.evaluation.results import check_result
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LEFT, SIDE, GAP = 56, 64, 4  # of the sheet, in px
@@ -27,7 +28,7 @@ FOX, OWL = "a 3d render of fox", "a flat drawing of owl"
 
 @pytest.fixture(scope="module")
 def examples():
-    """The scripts as modules; what `load` sets for the whole process is put back afterwards."""
+    """The scripts as modules; settings of the process that `load` changes are restored afterwards."""
     verbosity, level = ppdiffusers.utils.logging.get_verbosity(), logger.logger.level
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
@@ -43,39 +44,39 @@ def small(*args, folder):
 
 
 def cells(path, rows, columns):
-    """The sheet's pictures, [rows][columns]; they stand at its lower right."""
+    """The sheet's images, [rows][columns], which are at its lower right."""
     sheet = Image.open(path)
     assert sheet.width == LEFT + columns * (SIDE + GAP)
     top = sheet.height - rows * (SIDE + GAP)
-    assert 16 <= top <= 64, "the sheet has another number of rows"
+    assert 16 <= top <= 64, "the sheet has a different number of rows"
     corners = [[(LEFT + x * (SIDE + GAP), top + y * (SIDE + GAP)) for x in range(columns)] for y in range(rows)]
     return [[np.asarray(sheet.crop((x, y, x + SIDE, y + SIDE))) for x, y in row] for row in corners]
 
 
 def table(text):
-    """The table's rows by their first word; each as its other words."""
-    found = {}
+    """The table's rows: first word → other words."""
+    rows = {}
     for line in text.splitlines():
         words = line.split()
         if any(word.endswith("×") for word in words):
-            found[words[0]] = words[1:]
-    return found
+            rows[words[0]] = words[1:]
+    return rows
 
 
 @pytest.fixture(scope="module")
-def drawn(examples, tmp_path_factory):
-    """text_to_image.py's folder: two prompts, plain, merged by nothing, and merged by half."""
+def output(examples, tmp_path_factory):
+    """Output folder of text_to_image.py with two prompts: plain, ratio 0 and ratio 0.5."""
     folder = tmp_path_factory.mktemp("text_to_image")
-    arguments = small(FOX, OWL, "--ratio", "0", "0.5", "--seed", "7", "--save-each", folder=folder)
+    arguments = small(FOX, OWL, "--ratio", "0", "0.5", "--seed", "7", "--save-images", folder=folder)
     examples.text_to_image.main(arguments)
     return folder
 
 
-def test_sheet_has_a_row_for_each_arm_and_a_column_for_each_prompt(drawn):
-    sheet = cells(drawn / "text_to_image_64.png", rows=3, columns=2)
+def test_sheet_has_a_row_for_each_arm_and_a_column_for_each_prompt(output):
+    sheet = cells(output / "text_to_image_64.png", rows=3, columns=2)
     for row, arm in zip(sheet, ("plain", "0", "0.5"), strict=True):
         for n, cell in enumerate(row, 1):
-            assert np.array_equal(cell, np.asarray(Image.open(drawn / f"text_to_image_64_{arm}_{n}.png"))), (arm, n)
+            assert np.array_equal(cell, np.asarray(Image.open(output / f"text_to_image_64_{arm}_{n}.png"))), (arm, n)
     for column in range(2):
         plain, nothing, half = (row[column] for row in sheet)
         assert np.array_equal(plain, nothing)
@@ -83,38 +84,41 @@ def test_sheet_has_a_row_for_each_arm_and_a_column_for_each_prompt(drawn):
     assert not np.array_equal(sheet[0][0], sheet[0][1])
 
 
-def test_sheet_names_its_settings(drawn):
-    text = Image.open(drawn / "text_to_image_64.png").text
-    assert {key: json.loads(text[key]) for key in ("prompts", "ratios", "seed", "steps", "size", "guidance")} == {
+def test_sheet_has_its_settings_as_metadata(output):
+    text = Image.open(output / "text_to_image_64.png").text
+    assert {
+        key: json.loads(text[key]) for key in ("prompts", "ratios", "seed", "steps", "size", "guidance_scale")
+    } == {
         "prompts": [FOX, OWL],
         "ratios": [0, 0.5],
         "seed": 7,
         "steps": 2,
         "size": 64,
-        "guidance": 2,
+        "guidance_scale": 2,
     }
     assert text["model"] == "examples/emoji_sd"
     assert text["ppdiffusers_tome"] == __version__
     assert json.loads(text["tome"]) == [str(ToMeConfig(ratio=0)), str(ToMeConfig(ratio=0.5))]
 
 
-def test_record_has_the_tables_figures_and_where_they_come_from(drawn):
-    record = json.loads((drawn / "text_to_image_64.json").read_text(encoding="utf-8"))
-    assert record["command"].startswith(f"python examples/text_to_image.py '{FOX}' '{OWL}' --ratio 0 0.5")
-    assert (record["prompts"], record["seed"], record["size"]) == ([FOX, OWL], 7, 64)
-    assert record["environment"]["ppdiffusers_tome"] == __version__ and record["environment"]["machine"]
-    assert [(row["row"], row["tokens"], row["kept"]) for row in record["rows"]] == [
+def test_result_has_the_figures_of_the_table_and_their_origin(output):
+    result = json.loads((output / "text_to_image_64.json").read_text(encoding="utf-8"))
+    check_result(result, "comparison", "text_to_image_64.json")
+    assert result["command"].startswith(f"python examples/text_to_image.py '{FOX}' '{OWL}' --ratio 0 0.5")
+    assert (result["prompts"], result["seed"], result["size"]) == ([FOX, OWL], 7, 64)
+    assert result["environment"]["ppdiffusers_tome"] == __version__ and result["environment"]["machine"]
+    assert [(arm["arm"], arm["tokens"], arm["kept"]) for arm in result["arms"]] == [
         ("plain", 256, 256),
         ("0", 256, 256),
         ("0.5", 256, 128),
     ]
-    plain, _, half = record["rows"]
-    assert plain["PSNR"] is None and 10 < half["PSNR"] < 80 and half["MACs saved"] > 0
-    assert half["speed-up"] == pytest.approx(plain["seconds"] / half["seconds"])
+    plain, _, half = result["arms"]
+    assert plain["psnr"] is None and 10 < half["psnr"] < 80 and half["macs_saved"] > 0
+    assert half["speed_up"] == pytest.approx(plain["seconds"] / half["seconds"])
 
 
-def test_single_pictures_can_be_drawn_again_from_their_metadata(drawn, pipe):
-    for path in (drawn / "text_to_image_64_plain_2.png", drawn / "text_to_image_64_0.5_2.png"):
+def test_images_can_be_reproduced_from_their_metadata(output, pipe):
+    for path in (output / "text_to_image_64_plain_2.png", output / "text_to_image_64_0.5_2.png"):
         image = Image.open(path)
         text = {
             key: json.loads(value) for key, value in image.text.items() if key in ("ratio", "seed", "steps", "size")
@@ -126,23 +130,23 @@ def test_single_pictures_can_be_drawn_again_from_their_metadata(drawn, pipe):
                 height=text["size"],
                 width=text["size"],
                 num_inference_steps=text["steps"],
-                guidance_scale=float(image.text["guidance"]),
+                guidance_scale=float(image.text["guidance_scale"]),
             ).images[0]
         assert np.array_equal(np.asarray(again), np.asarray(image)), path.name
     assert image.text["tome"] == str(ToMeConfig(ratio=0.5))
-    assert Image.open(drawn / "text_to_image_64_plain_1.png").text["tome"] == "off"
+    assert Image.open(output / "text_to_image_64_plain_1.png").text["tome"] == "off"
 
 
 def test_table(examples, tmp_path, capsys):
     examples.text_to_image.main(small(FOX, "--ratio", "0", "0.5", folder=tmp_path))
     out = capsys.readouterr().out
     assert "64 px, prompts: 1, steps: 2, seed: 0" in out
-    assert "medians over the prompts, on this machine" in out
+    assert "median over the prompts, on this machine" in out
     assert "tokens       MACs saved  s/image  speed-up  PSNR dB   SSIM" in out
     assert "trained at" not in out
     rows = table(out)
     assert list(rows) == ["plain", "0", "0.5"]
-    tokens, seconds, speed_up = rows["plain"]  # plain is not compared with itself: no fourth word
+    tokens, seconds, speed_up = rows["plain"]  # no fourth word, because plain is not compared with itself
     assert (tokens, speed_up) == ("256", "1.00×")
     assert float(seconds) > 0
     assert rows["0"][:4] == ["256", "→", "256", "0.0%"]
@@ -154,26 +158,26 @@ def test_table(examples, tmp_path, capsys):
     assert 0 < float(rows["0.5"][7]) <= 1
 
 
-def test_image_to_image_and_the_remark_on_large_pictures(examples, monkeypatch, tmp_path, capsys):
+def test_image_to_image_and_the_note_on_large_images(examples, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(examples.comparison, "TRAINED_AT", 48)
-    given = tmp_path / "given.png"
-    Image.open(EXAMPLES / "emoji_sd" / "fox.png").crop((0, 0, 128, 96)).save(given)
-    arguments = small(OWL, "--image", str(given), "--strength", "0.5", "--ratio", "0.5", folder=tmp_path)
+    file = tmp_path / "input.png"
+    Image.open(EXAMPLES / "emoji_sd" / "fox.png").crop((0, 0, 128, 96)).save(file)
+    arguments = small(OWL, "--image", str(file), "--strength", "0.5", "--ratio", "0.5", folder=tmp_path)
     examples.image_to_image.main(arguments)
     path = tmp_path / "image_to_image_64.png"
     (source,), (plain,), (half,) = cells(path, rows=3, columns=1)
-    assert np.array_equal(source, np.asarray(ImageOps.fit(Image.open(given), (SIDE, SIDE))))
+    assert np.array_equal(source, np.asarray(ImageOps.fit(Image.open(file), (SIDE, SIDE))))
     assert not np.array_equal(source, plain)
     assert not np.array_equal(plain, half)
     text = Image.open(path).text
-    assert (text["strength"], text["image"], text["ratios"]) == ("0.5", str(given), "[0.5]")
+    assert (text["strength"], text["image"], text["ratios"]) == ("0.5", str(file), "[0.5]")
     out = capsys.readouterr().out
     assert list(table(out)) == ["plain", "0.5"]
     assert f"Rows input, plain, 0.5: {path}" in out
     assert "was trained at 48 px" in out
 
 
-def test_inpaint_redraws_where_the_mask_is_white_and_merges(examples, tmp_path):
+def test_inpaint_regenerates_the_white_region_and_merges(examples, tmp_path):
     right = tmp_path / "right.png"
     Image.fromarray(np.repeat([[0, 255]], 64, axis=1).repeat(128, axis=0).astype("uint8")).save(right)
     examples.inpaint.main(small("a 3d render of panda", "--mask", str(right), "--ratio", "0.5", folder=tmp_path))
@@ -184,14 +188,14 @@ def test_inpaint_redraws_where_the_mask_is_white_and_merges(examples, tmp_path):
     )
     assert (mask[:, : SIDE // 2 - 2] == 0).all() and (mask[:, SIDE // 2 + 2 :] == 255).all()
     assert not np.array_equal(plain, half)
-    for drawn in (plain, half):
-        change = np.abs(drawn.astype("float") - source).mean(axis=(0, 2))  # of each column of pixels
+    for image in (plain, half):
+        change = np.abs(image.astype("float") - source).mean(axis=(0, 2))  # of each column of pixels
         assert change[: SIDE // 2].mean() < 0.3 * change[SIDE // 2 :].mean()
     text = Image.open(path).text
-    assert (text["model"], text["mask"], text["guidance"]) == ("examples/emoji_sd", str(right), "2.0")
+    assert (text["model"], text["mask"], text["guidance_scale"]) == ("examples/emoji_sd", str(right), "2.0")
 
 
-TINY = {  # rows before the plain one, tokens plain and merged by half, the pipeline's own guidance
+TINY = {  # rows above the plain one, tokens plain and at ratio 0.5, the pipeline's default guidance scale
     "sdxl": ([], 256, 128, 5.0),  # level 2 of 32×32 latent pixels
     "sd3": ([], 256, 128, 7.0),  # patches of 2×2
     "inpaint": (["input", "mask"], 1024, 512, 7.5),
@@ -204,70 +208,70 @@ def test_tiny_random_models(examples, monkeypatch, tmp_path, capsys, script):
     monkeypatch.chdir(tmp_path)
     getattr(examples, script).main([FOX, "--tiny", "--ratio", "0.5", "--steps", "2"])
     out = capsys.readouterr().out
-    assert out.splitlines()[0] == "random weights: the picture is noise"
+    assert out.splitlines()[0] == "random weights: the images are noise"
     assert list(table(out)) == ["plain", "0.5"]
-    assert ("MACs are not counted" in out) == (script == "sd3")
-    *given, (plain,), (half,) = cells(tmp_path / "outputs" / f"{script}_64.png", len(before) + 2, columns=1)
+    assert ("MACs cannot be counted" in out) == (script == "sd3")
+    *above, (plain,), (half,) = cells(tmp_path / "outputs" / f"{script}_64.png", len(before) + 2, columns=1)
     assert plain.std() > 5 and not np.array_equal(plain, half)
-    assert f"Rows {', '.join([*before, 'plain', '0.5'])}: " in out and len(given) == len(before)
+    assert f"Rows {', '.join([*before, 'plain', '0.5'])}: " in out and len(above) == len(before)
     if "mask" in before:
-        mask = given[1][0]
+        mask = above[1][0]
         assert (mask[: SIDE // 2] == 0).all() and (mask[SIDE // 2 :] == 255).all()
-    record = json.loads((tmp_path / "outputs" / f"{script}_64.json").read_text(encoding="utf-8"))
-    assert (record["model"], record["guidance"], record["size"]) == (f"tiny random {script}", guidance, 64)
-    assert [(row["tokens"], row["kept"]) for row in record["rows"]] == [(tokens, tokens), (tokens, kept)]
-    saved = record["rows"][1]["MACs saved"]
+    result = json.loads((tmp_path / "outputs" / f"{script}_64.json").read_text(encoding="utf-8"))
+    assert (result["model"], result["guidance_scale"], result["size"]) == (f"tiny random {script}", guidance, 64)
+    assert [(arm["tokens"], arm["kept"]) for arm in result["arms"]] == [(tokens, tokens), (tokens, kept)]
+    saved = result["arms"][1]["macs_saved"]
     assert saved is None if script == "sd3" else saved > 0
 
 
-def test_joint_attention_is_that_of_ppdiffusers(examples):
+def test_joint_attention_equals_that_of_ppdiffusers(examples):
     transformer = importlib.import_module("tiny").sd3().transformer
     inputs = [paddle.randn(shape) for shape in ([2, 4, 6, 10], [2, 5, 64], [2, 64])]  # latents, text, pooled text
-    drawn = []
+    outputs = []
     for processor in (examples.sd3.JointAttention(), JointAttnProcessor2_5()):
         transformer.set_attn_processor(processor)
-        drawn.append(transformer(*inputs, timestep=paddle.to_tensor([500])).sample.numpy())
-    assert np.allclose(*drawn, rtol=0, atol=1e-6) and drawn[0].std() > 0.01
+        outputs.append(transformer(*inputs, timestep=paddle.to_tensor([500])).sample.numpy())
+    assert np.allclose(*outputs, rtol=0, atol=1e-6) and outputs[0].std() > 0.01
 
 
-def test_a_tiny_model_takes_few_steps(examples):
+def test_tiny_model_defaults_to_few_steps(examples):
     args = examples.options.parse(examples.options.make_parser("", tiny="sdxl", bundled=False), ["--tiny"])
     assert (args.tiny, examples.options.steps_for(args, 64)) == ("sdxl", 4)
 
 
-def test_a_mask_without_white_is_refused(examples, tmp_path, capsys):
+def test_mask_without_white_is_rejected(examples, tmp_path, capsys):
     Image.new("L", (8, 8), 100).save(tmp_path / "grey.png")
     with pytest.raises(SystemExit, match="2"):
         examples.inpaint.main(["--tiny", "--mask", str(tmp_path / "grey.png")])
-    assert re.search(r"error: --mask .*grey\.png: it is white nowhere", capsys.readouterr().err)
+    assert re.search(r"error: --mask .*grey\.png has no white pixels", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
-    ("script", "plan"),
+    ("script", "expected"),
     [
         ("text_to_image", [(128, 2, 20), (256, 1, 6)]),
         ("image_to_image", [(128, 1, 20), (256, 1, 6)]),
         ("inpaint", [(128, 2, 20)]),
     ],
 )
-def test_defaults_show_both_sizes(examples, monkeypatch, tmp_path, script, plan):
-    seen = []
+def test_default_sizes_prompts_and_steps(examples, monkeypatch, tmp_path, script, expected):
+    calls = []
 
-    def compare(pipe, args, name, size, prompts, draw, *rest, **more):
-        assert (args.ratio, args.seed, args.guidance) == ([0.25, 0.5, 0.75], 0, 2.0)
-        seen.append((size, len(prompts), examples.options.steps_for(args, size)))
+    def compare(pipe, args, name, size, prompts, draw, *rest, **details):
+        assert (args.ratio, args.seed, args.guidance_scale) == ([0.25, 0.5, 0.75], 0, 2.0)
+        calls.append((size, len(prompts), examples.options.steps_for(args, size)))
 
     monkeypatch.setattr(examples.comparison, "compare", compare)
     getattr(examples, script).main(["--output", str(tmp_path)])
-    assert seen == plan
+    assert calls == expected
 
 
 BAD = {
-    "no such folder": ("text_to_image", ["--model", "/no/folder/here"], r"/no/folder/here.* no such folder"),
-    "no hub name": ("text_to_image", ["--model", "emoji"], r"emoji.* no such folder"),
+    "no such folder": ("text_to_image", ["--model", "/no/folder/here"], r"/no/folder/here is neither a folder"),
+    "not a hub name": ("text_to_image", ["--model", "emoji"], r"emoji is neither a folder"),
     "no model in the folder": ("text_to_image", ["--model", str(EXAMPLES)], r"model_index\.json"),
     "ratio above the maximum": ("text_to_image", ["--ratio", "0.5", "0.8"], r"ratio=0\.8 .*0\.75"),
-    "ratio is no number": ("text_to_image", ["--ratio", "half"], r"half"),
+    "ratio is not a number": ("text_to_image", ["--ratio", "half"], r"half"),
     "size": ("text_to_image", ["--size", "128", "100"], r"--size 100 .*multiple of 8"),
     "steps": ("text_to_image", ["--steps", "0"], r"--steps 0 .*1 or more"),
     "threads": ("text_to_image", ["--threads", "0"], r"--threads 0 .*1 or more"),
@@ -275,21 +279,21 @@ BAD = {
     "missing image": ("image_to_image", ["--image", "/no/such.png"], r"--image /no/such\.png: .*No such file"),
     "no image": ("image_to_image", ["--image", __file__], r"--image .*cannot identify"),
     "strength": ("image_to_image", ["--strength", "1.5"], r"--strength 1\.5 .*at most 1"),
-    "strength leaves no step": ("image_to_image", ["--strength", "0.1", "--steps", "5"], r"leaves none of the steps"),
+    "strength leaves no step": ("image_to_image", ["--strength", "0.1", "--steps", "5"], r"leaves no steps"),
     "missing mask": ("inpaint", ["--mask", "/no/such.png"], r"--mask: .*No such file"),
     "no SDXL model": ("sdxl", [], r"--model --tiny is required"),
     "no SD3 model": ("sd3", [], r"--model --tiny is required"),
     "two models": ("sdxl", ["--tiny", "--model", "a/b"], r"--model: not allowed with argument --tiny"),
-    "another kind than SDXL": ("sdxl", ["--model", str(EXAMPLES / "emoji_sd")], r"no SDXL, .* one text encoder"),
-    "another kind than SD3": ("sd3", ["--model", str(EXAMPLES / "emoji_sd")], r"StableDiffusion3Pipeline.* expected"),
-    "tiny at a bad ratio": ("sd3", ["--tiny", "--ratio", "0.9"], r"ratio=0\.9 .*0\.75"),
+    "not an SDXL model": ("sdxl", ["--model", str(EXAMPLES / "emoji_sd")], r"not SDXL: .* one text encoder"),
+    "not an SD3 model": ("sd3", ["--model", str(EXAMPLES / "emoji_sd")], r"StableDiffusion3Pipeline.* expected"),
+    "tiny with an invalid ratio": ("sd3", ["--tiny", "--ratio", "0.9"], r"ratio=0\.9 .*0\.75"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_before_anything_is_drawn(examples, monkeypatch, tmp_path, capsys, case):
+def test_invalid_option_is_rejected_before_generation(examples, monkeypatch, tmp_path, capsys, case):
     script, arguments, message = BAD[case]
-    monkeypatch.setattr(examples.comparison, "compare", lambda *args, **more: pytest.fail("it drew"))
+    monkeypatch.setattr(examples.comparison, "compare", lambda *args, **kwargs: pytest.fail("images were generated"))
     with pytest.raises(SystemExit) as stopped:
         getattr(examples, script).main([*arguments, "--output", str(tmp_path)])
     assert stopped.value.code == 2
@@ -297,13 +301,13 @@ def test_bad_input_is_refused_before_anything_is_drawn(examples, monkeypatch, tm
     assert re.search(rf"error: .*{message}", last), last
 
 
-def test_xformers_error_is_ppdiffusers_own(examples, tmp_path):
-    with cuda_attention.found(False), pytest.raises(NotImplementedError):
+def test_xformers_error_of_ppdiffusers_is_raised(examples, tmp_path):
+    with cuda_attention.available(False), pytest.raises(NotImplementedError):
         examples.text_to_image.main(["--xformers", "--output", str(tmp_path)])
 
 
 def test_xformers(examples, tmp_path):
-    with cuda_attention.found():
+    with cuda_attention.available():
         examples.text_to_image.main(
             [FOX, "--xformers", "--size", "64", "--steps", "1", "--ratio", "0.5", "--output", str(tmp_path)]
         )

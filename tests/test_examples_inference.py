@@ -1,4 +1,4 @@
-"""The examples of an exported folder and of a client, run as a reader runs them: a tiny export and a fake engine."""
+"""The examples for an exported folder and for a client, run like a user runs them: a tiny export, a fake engine."""
 
 import importlib
 import sys
@@ -17,55 +17,55 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture
 def example(monkeypatch):
-    """Import a script by its name; what it sets in the environment is put back."""
+    """Import a script by its name; its changes of the environment are undone."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     return importlib.import_module
 
 
-def test_exported_pictures_stand_beside_eager_ones(example, exported_folder, tmp_path, capsys):
+def test_exported_and_eager_images_on_one_sheet(example, exported_folder, tmp_path, capsys):
     tiny_pipeline().save_pretrained(str(tmp_path / "eager"))
     options = ["a fox", "--eager", str(tmp_path / "eager"), "--steps", "2", "--output", str(tmp_path)]
     example("export_and_run").main([str(exported_folder), *options])
     printed = capsys.readouterr().out
-    assert "ratio 0.5, 2 steps" in printed and "times as fast" in printed
-    assert int(printed.rsplit("a pixel is ")[1].split()[0]) <= 1
+    assert "ratio 0.5, 2 steps" in printed and "as fast as eager" in printed
+    assert int(printed.rsplit("a pixel: ")[1].split()[0]) <= 1
     sheet = Image.open(tmp_path / "export_and_run_32x32.png")
     rows = [np.asarray(sheet)[-36 * (2 - row) :][:32, -36:-4] for row in range(2)]
     assert np.abs(rows[0].astype(int) - rows[1]).max() <= 1 and np.ptp(rows[0]) > 0
     assert sheet.text["ratio"] == "0.5"
 
 
-def test_exported_pictures_alone(example, exported_folder, tmp_path, capsys):
+def test_exported_images_only(example, exported_folder, tmp_path, capsys):
     options = ["a fox", "--ratio", "0", "--steps", "1", "--threads", "1", "--output", str(tmp_path)]
     example("export_and_run").main([str(exported_folder), *options])
     printed = capsys.readouterr().out
     assert "ratio 0, 1 steps" in printed and "eager" not in printed
 
 
-def test_a_folder_that_is_no_export_ends_the_script(example, tmp_path, capsys):
+def test_invalid_folder_ends_the_script(example, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         example("export_and_run").main([str(tmp_path)])
-    assert ended.value.code == 2 and "no exported pipeline" in capsys.readouterr().err
+    assert ended.value.code == 2 and "not an exported pipeline" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("start", [[], ["--image", str(EXAMPLES / "emoji_sd" / "fox.png")]])
-def test_client_gets_a_picture(example, start, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("image", [[], ["--image", str(EXAMPLES / "emoji_sd" / "fox.png")]])
+def test_client_writes_an_image(example, image, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PPDIFFUSERS_TOME_API_KEY", "secret")
-    output = tmp_path / "pictures" / "one.png"
+    output = tmp_path / "images"
     with serving(FakeEngine(), settings=Settings(api_key="secret")) as server:
         options = ["a fox", "--url", server.url, "--seed", "7", "--ratio", "0.5", "--steps", "2"]
-        assert example("serve_client").main([*options, *start, "--output", str(output)]) == 0
+        assert example("serve_client").main([*options, *image, "--output", str(output)]) == 0
         (job,) = server.engine.calls[0]
     assert (job.prompt, job.seed, job.ratio, job.steps) == ("a fox", 7, 0.5, 2)
-    assert (job.image is not None) == bool(start)
-    assert Image.open(output).getpixel((0, 0)) == (7, 0, 0)
-    assert "wrote" in capsys.readouterr().out
+    assert (job.image is not None) == bool(image)
+    assert Image.open(output / "served.png").getpixel((0, 0)) == (7, 0, 0)
+    assert str(output / "served.png") in capsys.readouterr().out
 
 
-def test_client_shows_why_it_got_none(example, tmp_path, capsys):
+def test_client_shows_the_error(example, tmp_path, capsys):
     with serving(FakeEngine()) as server:
-        options = ["a fox", "--url", server.url, "--ratio", "0.3", "--output", str(tmp_path / "one.png")]
+        options = ["a fox", "--url", server.url, "--ratio", "0.3", "--output", str(tmp_path)]
         assert example("serve_client").main(options) == 1
     assert "422" in (error := capsys.readouterr().err) and "tome_ratio" in error
-    assert not (tmp_path / "one.png").exists()
+    assert not (tmp_path / "served.png").exists()

@@ -54,9 +54,9 @@ def exported(tmp_path_factory, request):
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_exported_program_equals_eager(exported, batch):
     folder, unet = exported
-    program, given = paddle.jit.load(str(folder / "unet")), inputs(batch=batch)
+    program, arguments = paddle.jit.load(str(folder / "unet")), inputs(batch=batch)
     with paddle.no_grad():
-        out = program(given["sample"], given["timestep"], given["encoder_hidden_states"])
+        out = program(arguments["sample"], arguments["timestep"], arguments["encoder_hidden_states"])
     out = (out[0] if isinstance(out, (list, tuple)) else out).numpy()
     merged = run(unet, batch=batch)
     np.testing.assert_array_equal(out, merged)
@@ -82,8 +82,8 @@ class OfSD3(paddle.nn.Layer):
         self.transformer = sd3()
 
     def forward(self, latents, timestep, text, pooled):
-        given = {"hidden_states": latents, "encoder_hidden_states": text, "pooled_projections": pooled}
-        return self.transformer(**given, timestep=timestep, return_dict=False)[0]
+        arguments = {"hidden_states": latents, "encoder_hidden_states": text, "pooled_projections": pooled}
+        return self.transformer(**arguments, timestep=timestep, return_dict=False)[0]
 
 
 class MergeAtAnySize(paddle.nn.Layer):
@@ -145,9 +145,9 @@ def test_one_program_equals_eager_at_every_size(dynamic):
     folder, unet = dynamic
     program, plain = paddle.jit.load(str(folder / "unet")), make_unet(**SMALL)
     for batch, h, w in SIZES:
-        given = inputs(batch=batch, h=h, w=w)
+        arguments = inputs(batch=batch, h=h, w=w)
         with paddle.no_grad():
-            out = program(given["sample"], given["timestep"], given["encoder_hidden_states"]).numpy()
+            out = program(arguments["sample"], arguments["timestep"], arguments["encoder_hidden_states"]).numpy()
         np.testing.assert_allclose(out, run(unet, batch=batch, h=h, w=w), rtol=0, atol=1e-5)
         different = np.abs(out - run(plain, batch=batch, h=h, w=w)).max()
         assert different > 1e-2 if min(h, w) > 1 else different < 1e-5  # one row of tokens has no 2×2 cell
@@ -161,9 +161,9 @@ def test_one_predictor_equals_eager_at_every_size(dynamic):
     config.enable_mkldnn()
     predictor = create_predictor(config)
     for batch, h, w in SIZES:
-        given = inputs(batch=batch, h=h, w=w)
+        arguments = inputs(batch=batch, h=h, w=w)
         for name in predictor.get_input_names():
-            predictor.get_input_handle(name).copy_from_cpu(given[name].numpy())
+            predictor.get_input_handle(name).copy_from_cpu(arguments[name].numpy())
         predictor.run()
         out = predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()
         np.testing.assert_allclose(out, run(unet, batch=batch, h=h, w=w), rtol=0, atol=1e-5)
@@ -177,15 +177,15 @@ def test_dynamic_program_keeps_the_rules(dynamic):
 
 
 @on_paddle_2
-def test_random_dst_is_not_exported_with_dynamic_sizes(tmp_path):
+def test_random_dst_with_dynamic_sizes_is_rejected(tmp_path):
     with pytest.raises(ToMePassError, match="export a fixed height and width, or merge with use_rand=False"):
         export(make_unet(**SMALL).apply_tome(), tmp_path, size=(None, None))
 
 
-def test_grid_of_an_export_that_is_over_is_not_used():
+def test_grid_of_an_earlier_export_is_not_used():
     unet, stem = make_unet(**SMALL), paddle.nn.Identity()
     hook, transformer = GridHook(ToMeConfig(use_rand=False)), find_blocks(unet)[0].grid_layer
-    stem.register_forward_pre_hook(lambda layer, given: hook(transformer, given))
+    stem.register_forward_pre_hook(lambda layer, arguments: hook(transformer, arguments))
     spec = [InputSpec([None, 3, None, None], "float32")]
     program = paddle.jit.to_static(paddle.nn.Sequential(stem), input_spec=spec, full_graph=True)
     program(paddle.zeros([1, 3, 4, 6]))
@@ -197,17 +197,17 @@ def test_grid_of_an_export_that_is_over_is_not_used():
 @pytest.mark.parametrize("proportional", [False, True])
 @pytest.mark.parametrize(("of", "shapes"), [(OfDiT, []), (OfSD3, [[2, 6, 64], [2, 64]])])
 @paddle.no_grad()
-def test_transformers_survive_too(of, shapes, proportional, tmp_path):
+def test_transformers_can_be_exported(of, shapes, proportional, tmp_path):
     model = of()
     model.eval()
-    given = [paddle.randn([2, 4, 16, 16]), paddle.to_tensor([3, 3])]
-    given += [paddle.randn(shape) for shape in shapes] or [paddle.to_tensor([1, 2])]
-    plain = model(*given).numpy()
+    arguments = [paddle.randn([2, 4, 16, 16]), paddle.to_tensor([3, 3])]
+    arguments += [paddle.randn(shape) for shape in shapes] or [paddle.to_tensor([1, 2])]
+    plain = model(*arguments).numpy()
     model.transformer.apply_tome(ratio=0.5, proportional=proportional)
-    merged = model(*given).numpy()
-    spec = [InputSpec(each.shape, each.dtype) for each in given]
+    merged = model(*arguments).numpy()
+    spec = [InputSpec(tensor.shape, tensor.dtype) for tensor in arguments]
     paddle.jit.save(paddle.jit.to_static(model, input_spec=spec, full_graph=True), str(tmp_path / "model"))
     loaded = paddle.jit.load(str(tmp_path / "model"))
     loaded.eval()
     assert np.abs(merged - plain).max() > 1e-2
-    np.testing.assert_allclose(loaded(*given).numpy(), merged, atol=1e-5)
+    np.testing.assert_allclose(loaded(*arguments).numpy(), merged, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Every family: plain, merged (the picture differs), removed (bit-equal, no trace left); or refused with a reason."""
+"""Every family: plain, merged (the image differs), removed (bit-equal, nothing left); or rejected with a reason."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from ppdiffusers import (
     StableDiffusionControlNetPipeline,
     StableDiffusionPipeline,
 )
-from zoo import ZOO, Tiny, picture
+from zoo import ZOO, Tiny, generate
 from zoo.controlnets import ONE
 from zoo.images import IMAGE, INPAINT, TEXT, UNET, ip_adapter
 from zoo.parts import controlnet, image
@@ -21,10 +21,10 @@ from zoo.parts import controlnet, image
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
 from ppdiffusers_tome.hooks import ConfigHook, ToMeHook
-from ppdiffusers_tome.models import components
-from ppdiffusers_tome.published.families import verdicts
+from ppdiffusers_tome.models import layer_components
+from ppdiffusers_tome.published.families import pipeline_support
 
-# ppdiffusers' pipelines announce the end of arguments and classes of their own; Paddle 3 finds fault with their code.
+# ppdiffusers' pipelines warn about deprecated arguments and classes, and Paddle 3 about their code.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning"),
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def all_traces(pipe):
-    return {name: traces(model) for name, model in components(pipe).items()}
+    return {name: traces(model) for name, model in layer_components(pipe).items()}
 
 
 def hooks_of(model_traces):
@@ -46,39 +46,41 @@ def merging(pipe):
     return {block.denoiser for block in pipe.tome_summary().blocks}
 
 
-def all_differ(*pictures):
-    return all(np.abs(one - other).max() > 1e-4 for i, one in enumerate(pictures) for other in pictures[:i])
+def all_differ(*images):
+    return all(np.abs(image - other).max() > 1e-4 for i, image in enumerate(images) for other in images[:i])
 
 
 @pytest.fixture(scope="module")
 def table():
-    """The verdicts of docs/families.md, as the components that merge."""
-    return {each.pipeline: {part.partition(":")[0] for part in each.blocks.split("; ") if part} for each in verdicts()}
+    """The components that merge, by pipeline, as in docs/families.md."""
+    return {
+        row.pipeline: {part.partition(":")[0] for part in row.blocks.split("; ") if part} for row in pipeline_support()
+    }
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_family(name, table):
     tiny = ZOO[name]()
-    plain, before = picture(tiny), all_traces(tiny.pipe)
+    plain, before = generate(tiny), all_traces(tiny.pipe)
     assert np.isfinite(plain).all()
-    told = table.get(name, table.get(name.partition("_")[0]))  # a builder's name is its class, or class_variant
-    assert told is None or told == {model.partition(".")[0] for model in tiny.merges}
+    listed = table.get(name, table.get(name.partition("_")[0]))  # a builder's name is its class, or class_variant
+    assert listed is None or listed == {model.partition(".")[0] for model in tiny.merges}
     if tiny.merges:
         assert tiny.pipe.apply_tome(ratio=0.5) is tiny.pipe
         assert merging(tiny.pipe) == set(tiny.merges)
-        merged = picture(tiny)
+        merged = generate(tiny)
         assert merged.shape == plain.shape and np.isfinite(merged).all()
         assert np.abs(merged - plain).max() > 1e-4
         hooks = [hook for model in all_traces(tiny.pipe.apply_tome(ratio=0)).values() for hook in hooks_of(model)]
-        assert {type(hook) for hook in hooks if isinstance(hook, ToMeHook)} == {ConfigHook}  # it does nothing
+        assert {type(hook) for hook in hooks if isinstance(hook, ToMeHook)} == {ConfigHook}
         assert tiny.pipe.remove_tome() is tiny.pipe
     else:
         with pytest.raises(NoMergeableLayerError) as error:
             tiny.pipe.apply_tome(ratio=0.5)
-        listed = {f"{name} ({type(model).__name__})" for name, model in components(tiny.pipe).items()}
-        assert all(model in str(error.value) for model in listed)
-        assert any(f"{model}: " in str(error.value) for model in listed)  # and why, of one at least
-    np.testing.assert_array_equal(picture(tiny), plain)
+        labels = {f"{name} ({type(model).__name__})" for name, model in layer_components(tiny.pipe).items()}
+        assert all(model in str(error.value) for model in labels)
+        assert any(f"{model}: " in str(error.value) for model in labels)  # the reason, for at least one
+    np.testing.assert_array_equal(generate(tiny), plain)
     assert all_traces(tiny.pipe) == before
 
 
@@ -103,7 +105,7 @@ def test_attention_sees_the_merged_tokens(name, expected):
     recorders = {name: Recorder() for name in expected}
     for model, recorder in recorders.items():
         models[model].set_attn_processor(recorder)
-    picture(tiny, num_inference_steps=1, **({"strength": 1.0} if "strength" in tiny.call else {}))
+    generate(tiny, num_inference_steps=1, **({"strength": 1.0} if "strength" in tiny.call else {}))
     for model, recorder in recorders.items():
         assert Counter(tokens for tokens, context in recorder.lengths if context is None) == expected[model]
         assert recorder.all_contiguous
@@ -122,10 +124,10 @@ def test_attention_sees_the_merged_tokens(name, expected):
 )
 def test_every_layer_at_every_level(name):
     tiny = ZOO[name]()
-    plain = picture(tiny)
+    plain = generate(tiny)
     with tiny.pipe.tome(ratio=0.75, max_downsample=8, merge_crossattn=True, merge_mlp=True):
-        assert merging(tiny.pipe) == set(tiny.merges) and all_differ(plain, picture(tiny))
-    np.testing.assert_array_equal(picture(tiny), plain)
+        assert merging(tiny.pipe) == set(tiny.merges) and all_differ(plain, generate(tiny))
+    np.testing.assert_array_equal(generate(tiny), plain)
 
 
 def test_ip_adapter_loaded_before_and_after():
@@ -133,38 +135,38 @@ def test_ip_adapter_loaded_before_and_after():
     weights = ip_adapter(tiny.pipe.unet)
     tiny.pipe.load_ip_adapter(weights)
     tiny.pipe.apply_tome(ratio=0.5)
-    merged = picture(tiny)
+    merged = generate(tiny)
     tiny.pipe.load_ip_adapter(weights)
-    np.testing.assert_array_equal(picture(tiny), merged)
+    np.testing.assert_array_equal(generate(tiny), merged)
 
 
-# Every way in
+# Pipelines, models and functions
 
 
-def test_pipeline_function_and_model_are_the_same_way_in():
+def test_pipeline_function_and_model_merge_alike():
     tiny = ZOO["StableDiffusionPipeline"]()
-    plain, before = picture(tiny), all_traces(tiny.pipe)
+    plain, before = generate(tiny), all_traces(tiny.pipe)
     tiny.pipe.apply_tome(ratio=0.5)
-    merged = picture(tiny)
+    merged = generate(tiny)
     assert all_differ(plain, merged)
     for apply in (tiny.pipe.unet.apply_tome, lambda ratio: ppdiffusers_tome.apply_tome(tiny.pipe, ratio)):
         tiny.pipe.remove_tome()
         apply(0.5)
-        np.testing.assert_array_equal(picture(tiny), merged)
+        np.testing.assert_array_equal(generate(tiny), merged)
     tiny.pipe.unet.remove_tome()
-    np.testing.assert_array_equal(picture(tiny), plain)
+    np.testing.assert_array_equal(generate(tiny), plain)
     assert all_traces(tiny.pipe) == before
 
 
 class Custom(StableDiffusionPipeline):
-    """A pipeline of somebody's own, which draws two pictures."""
+    """A user's pipeline, which generates two images."""
 
     def __call__(self, *args, **kwargs):
         return super().__call__(*args, num_images_per_prompt=2, **kwargs)
 
 
 class OtherNames(DiffusionPipeline):
-    """A pipeline whose denoiser goes by another name."""
+    """A pipeline whose denoiser has another name."""
 
     def __init__(self, painter, noise):
         super().__init__()
@@ -174,11 +176,11 @@ class OtherNames(DiffusionPipeline):
 def test_subclass():
     pipe = Custom(**ZOO["StableDiffusionPipeline"]().pipe.components, requires_safety_checker=False)
     tiny = Tiny(pipe, TEXT, UNET)
-    plain = picture(tiny)
+    plain = generate(tiny)
     assert plain.shape[0] == 2
     with pipe.tome(ratio=0.5):
-        assert merging(pipe) == {"unet"} and all_differ(plain, picture(tiny))
-    np.testing.assert_array_equal(picture(tiny), plain)
+        assert merging(pipe) == {"unet"} and all_differ(plain, generate(tiny))
+    np.testing.assert_array_equal(generate(tiny), plain)
 
 
 def test_pipeline_with_other_names():
@@ -206,20 +208,20 @@ CALLS = {"text": TEXT, "image": IMAGE, "inpaint": INPAINT}
 )
 def test_saved_and_loaded(name, loaders, tmp_path):
     tiny = ZOO[name]()
-    plain = picture(tiny)
+    plain = generate(tiny)
     tiny.pipe.apply_tome(ratio=0.5)
-    merged = picture(tiny)
-    tiny.pipe.save_pretrained(str(tmp_path))  # while it merges: what is saved is the plain model
+    merged = generate(tiny)
+    tiny.pipe.save_pretrained(str(tmp_path))  # while merging is on: the saved model is the plain one
     for loader in loaders:
         task = next((task for task, cls in AUTO.items() if cls is loader), "text")
         loaded = Tiny(loader.from_pretrained(str(tmp_path)), CALLS[task], UNET)
         assert merging(loaded.pipe) == set()
-        pictures = picture(loaded), picture(Tiny(loaded.pipe.apply_tome(ratio=0.5), CALLS[task], UNET))
-        assert merging(loaded.pipe) == {"unet"} and all_differ(*pictures)
+        images = generate(loaded), generate(Tiny(loaded.pipe.apply_tome(ratio=0.5), CALLS[task], UNET))
+        assert merging(loaded.pipe) == {"unet"} and all_differ(*images)
         if task == "text":
-            np.testing.assert_array_equal(pictures, (plain, merged))
+            np.testing.assert_array_equal(images, (plain, merged))
         loaded.pipe.remove_tome()
-        np.testing.assert_array_equal(picture(loaded), pictures[0])
+        np.testing.assert_array_equal(generate(loaded), images[0])
 
 
 @pytest.mark.parametrize("name", ["StableDiffusionPipeline", "StableDiffusionXLPipeline"])
@@ -228,12 +230,12 @@ def test_auto_pipelines_over_the_same_models_share_merging(name):
     for task, cls in AUTO.items():
         pipe = cls.from_pipe(tiny.pipe)
         other = Tiny(pipe, CALLS[task], UNET)
-        plain = picture(other)
+        plain = generate(other)
         tiny.pipe.apply_tome(ratio=0.5)
-        assert merging(pipe) == {"unet"} and all_differ(plain, picture(other))
+        assert merging(pipe) == {"unet"} and all_differ(plain, generate(other))
         pipe.remove_tome()
         assert merging(tiny.pipe) == set()
-        np.testing.assert_array_equal(picture(other), plain)
+        np.testing.assert_array_equal(generate(other), plain)
 
 
 # ControlNets
@@ -247,33 +249,33 @@ def test_auto_pipelines_over_the_same_models_share_merging(name):
         "StableDiffusionXLControlNetPipeline",
     ],
 )
-def test_controlnets_merge_too_or_stay_plain_or_have_a_ratio_of_their_own(name):
+def test_controlnet_setting(name):
     tiny = ZOO[name]()
-    plain, before = picture(tiny), all_traces(tiny.pipe)
+    plain, before = generate(tiny), all_traces(tiny.pipe)
     nets = set(tiny.merges) - {"unet"}
 
-    def drawn(**settings):
+    def output(**settings):
         tiny.pipe.apply_tome(ratio=0.5, **settings)
-        return picture(tiny)
+        return generate(tiny)
 
-    both = drawn()
+    both = output()
     assert merging(tiny.pipe) == {"unet"} | nets
-    np.testing.assert_array_equal(drawn(controlnet=True), both)
-    np.testing.assert_array_equal(drawn(controlnet=0.5), both)
-    unet_alone = drawn(controlnet=False)
+    np.testing.assert_array_equal(output(controlnet=True), both)
+    np.testing.assert_array_equal(output(controlnet=0.5), both)
+    unet_only = output(controlnet=False)
     assert merging(tiny.pipe) == {"unet"}
-    np.testing.assert_array_equal(drawn(controlnet=0.0), unet_alone)
-    less = drawn(controlnet=0.25)
+    np.testing.assert_array_equal(output(controlnet=0.0), unet_only)
+    less = output(controlnet=0.25)
     blocks = [block for block in tiny.pipe.tome_summary().blocks if block.denoiser in nets]
     assert blocks and all(block.kept == 0.75 * block.grid.tokens for block in blocks)
     tiny.pipe.remove_tome()
     for net in nets:
         ppdiffusers_tome.models.denoisers(tiny.pipe)[net].apply_tome(ratio=0.5)
-    nets_alone = picture(tiny)
+    nets_only = generate(tiny)
     assert merging(tiny.pipe) == nets
-    assert all_differ(plain, both, unet_alone, less, nets_alone)
+    assert all_differ(plain, both, unet_only, less, nets_only)
     tiny.pipe.remove_tome()
-    np.testing.assert_array_equal(picture(tiny), plain)
+    np.testing.assert_array_equal(generate(tiny), plain)
     assert all_traces(tiny.pipe) == before
 
 
@@ -281,25 +283,25 @@ def test_one_of_two_controlnets():
     tiny = ZOO["StableDiffusionControlNetPipeline_two"]()
     tiny.pipe.controlnet.nets[1].apply_tome(ratio=0.5)
     assert merging(tiny.pipe) == {"controlnet.nets.1"}
-    one = picture(tiny)
+    one = generate(tiny)
     tiny.pipe.controlnet.apply_tome(ratio=0.5)  # the MultiControlNetModel: both
     assert merging(tiny.pipe) == {"controlnet.nets.0", "controlnet.nets.1"}
-    both = picture(tiny)
-    assert all_differ(picture(Tiny(tiny.pipe.remove_tome(), tiny.call, tiny.merges)), one, both)
+    both = generate(tiny)
+    assert all_differ(generate(Tiny(tiny.pipe.remove_tome(), tiny.call, tiny.merges)), one, both)
 
 
 @pytest.mark.parametrize("task", sorted(AUTO))
-def test_controlnet_that_joins_a_merging_pipeline_is_plain_until_applied(task):
+def test_controlnet_added_to_a_merging_pipeline_is_plain_until_applied(task):
     pipe = ZOO["StableDiffusionPipeline"]().pipe.apply_tome(ratio=0.5)
-    hint = "image" if task == "text" else "control_image"
-    joined = Tiny(AUTO[task].from_pipe(pipe, controlnet=controlnet()), {**CALLS[task], hint: image(seed=1)}, ONE)
+    argument = "image" if task == "text" else "control_image"
+    joined = Tiny(AUTO[task].from_pipe(pipe, controlnet=controlnet()), {**CALLS[task], argument: image(seed=1)}, ONE)
     assert merging(joined.pipe) == {"unet"}
-    unet_alone = picture(joined)
+    unet_only = generate(joined)
     joined.pipe.apply_tome(ratio=0.5)
-    assert merging(joined.pipe) == set(ONE) and all_differ(unet_alone, picture(joined))
+    assert merging(joined.pipe) == set(ONE) and all_differ(unet_only, generate(joined))
 
 
-def test_controlnet_alone_and_plain_is_nothing_to_merge():
+def test_plain_controlnet_alone_has_nothing_to_merge():
     pipe = ZOO["StableDiffusionControlNetPipeline"]().pipe
     with pytest.raises(NoMergeableLayerError, match="controlnet=False"):
         pipe.controlnet.apply_tome(ratio=0.5, controlnet=False)
@@ -307,15 +309,15 @@ def test_controlnet_alone_and_plain_is_nothing_to_merge():
 
 def test_controlnet_pipelines_saved_and_loaded(tmp_path):
     tiny = ZOO["StableDiffusionControlNetPipeline"]()
-    plain = picture(tiny)
-    merged = picture(Tiny(tiny.pipe.apply_tome(ratio=0.5), tiny.call, tiny.merges))
+    plain = generate(tiny)
+    merged = generate(Tiny(tiny.pipe.apply_tome(ratio=0.5), tiny.call, tiny.merges))
     tiny.pipe.save_pretrained(str(tmp_path))
     for cls in (DiffusionPipeline, StableDiffusionControlNetPipeline):
         loaded = Tiny(cls.from_pretrained(str(tmp_path)), tiny.call, tiny.merges)
-        np.testing.assert_array_equal(picture(loaded), plain)
+        np.testing.assert_array_equal(generate(loaded), plain)
         loaded.pipe.apply_tome(ratio=0.5)
         assert merging(loaded.pipe) == {"unet", "controlnet"}
-        np.testing.assert_array_equal(picture(loaded), merged)
+        np.testing.assert_array_equal(generate(loaded), merged)
 
 
 def test_sdxl_merges_at_level_2_by_default():

@@ -1,4 +1,4 @@
-"""docs/families.md and `python -m ppdiffusers_tome families`; test_families.py holds the verdicts to what happens."""
+"""docs/families.md and `python -m ppdiffusers_tome families`; test_families.py runs the pipelines themselves."""
 
 import inspect
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 
 from ppdiffusers_tome import cli
 from ppdiffusers_tome.commands import families
-from ppdiffusers_tome.published.families import PIPELINES, format_text, pipeline_classes, verdicts
+from ppdiffusers_tome.published.families import PIPELINES, format_text, pipeline_classes, pipeline_support
 
-# Listing all pipelines imports all, and one wants a program, and a module that Python 3.13 drops.
+# Listing all pipelines imports them; one needs ffmpeg and a module that Python 3.13 removes.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'audioop' is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Couldn't find ffmpeg:RuntimeWarning"),
@@ -20,16 +20,16 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 @pytest.fixture(scope="module")
 def table():
-    return {verdict.pipeline: verdict for verdict in verdicts()}
+    return {row.pipeline: row for row in pipeline_support()}
 
 
-def test_every_pipeline_class_is_listed_and_no_other():
+def test_table_has_all_pipeline_classes():
     assert pipeline_classes() == sorted(PIPELINES)
     assert len(PIPELINES) == 126  # of ppdiffusers 0.29.0
 
 
 @pytest.mark.parametrize("name", sorted(PIPELINES))
-def test_components_are_those_of_the_class(name):
+def test_components_exist_in_the_class(name):
     try:
         cls = getattr(ppdiffusers, name, None) or getattr(ppdiffusers.pipelines, name)
     except RuntimeError:
@@ -37,20 +37,20 @@ def test_components_are_those_of_the_class(name):
     assert set(PIPELINES[name]) <= set(inspect.signature(cls).parameters)
 
 
-def test_every_refusal_has_a_reason(table):
-    for verdict in table.values():
-        assert verdict.merges == bool(verdict.blocks)
-        assert verdict.merges or (verdict.reason and "no reason is known" not in verdict.reason)
+def test_every_class_that_does_not_merge_has_a_reason(table):
+    for row in table.values():
+        assert row.merges == bool(row.blocks)
+        assert row.merges or (row.reason and "no reason is known" not in row.reason)
 
 
-def test_a_class_that_the_table_does_not_know(monkeypatch, capsys):
+def test_unknown_pipeline_class_is_an_error(monkeypatch, capsys):
     monkeypatch.delitem(PIPELINES, "DiTPipeline")
     assert cli.main(["families"]) == 2
-    assert "also has DiTPipeline: apply_tome() on such a pipeline says" in capsys.readouterr().err
+    assert "also has DiTPipeline: call apply_tome() on such a pipeline" in capsys.readouterr().err
 
 
-def test_the_page_is_what_the_command_writes(table, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(families, "verdicts", lambda: list(table.values()))  # once is enough: it builds 20 models
+def test_committed_page_is_the_output_of_the_command(table, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(families, "pipeline_support", lambda: list(table.values()))  # saves building 20 models again
     assert cli.main(["families", "--markdown", str(tmp_path / "families.md")]) == 0
     assert capsys.readouterr().out.rstrip("\n") == format_text(list(table.values()))
     assert (DOCS / "families.md").read_text(encoding="utf-8") == (tmp_path / "families.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""All that users do with a pipeline beside merging, with merging applied before and after it."""
+"""Other features of pipelines, combined with merging that is applied before and after them."""
 
 import copy
 import tempfile
@@ -17,14 +17,14 @@ from conftest import groups, inputs
 from paddle import nn
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from ppdiffusers.utils import paddle_utils
-from zoo import ZOO, parts, picture
+from zoo import ZOO, generate, parts
 from zoo.noise import noise
 
 from ppdiffusers_tome import ToMeConfigError, hooks
 from ppdiffusers_tome.models import find_blocks
 
 pytestmark = [
-    # Pipelines of ppdiffusers announce the end of arguments and classes of their own, and log as one no longer should.
+    # ppdiffusers' pipelines warn about their deprecated arguments and classes, and use a deprecated log function.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning"),
 ]
@@ -35,7 +35,7 @@ FOX, BEAR, CRAB = "a 3d render of fox", "a flat drawing of bear", "a photo of cr
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
-    """A tiny pipeline for all tests of this module, which leave it as it was, and its latents plain and merged."""
+    """A tiny pipeline for all tests of this module, which restore it, and its latents plain and merged."""
     tiny = ZOO[request.param]()
     plain = latents(tiny)
     tiny.pipe.apply_tome(ratio=0.5)
@@ -52,18 +52,18 @@ def tiny(family):
 
 
 def latents(tiny, **call):
-    """What a pipeline draws, before its VAE; in one step on 8×8 latents if the call does not say otherwise."""
-    return picture(tiny, **{"num_inference_steps": 1, "output_type": "latent", "height": 16, "width": 16, **call})
+    """A pipeline's output before its VAE; by default after one step on 8×8 latents."""
+    return generate(tiny, **{"num_inference_steps": 1, "output_type": "latent", "height": 16, "width": 16, **call})
 
 
-# What each feature does to a pipeline: a context that turns it on and off, and yields what to add to the call.
+# Each feature is a context that turns it on and off, and yields further arguments of the call.
 
 FEATURES = {}
-INVISIBLE = {  # the picture is the plain one
+WITHOUT_EFFECT = {  # the image is that without the feature
     "attention slicing",
-    "attention slicing to the most",
-    "feed-forward in chunks",
-    "feed-forward in chunks of the batch",
+    "attention slicing, max",
+    "feed-forward chunking",
+    "feed-forward chunking of the batch",
     "LoRA fused and unfused",
     "xformers",
 }
@@ -77,24 +77,24 @@ def feature(name, *arguments):
     return register
 
 
-def called(name, **call):
-    """A feature that is nothing but arguments of the call."""
+def call_feature(name, **call):
+    """Register a feature that only consists of arguments of the call."""
     FEATURES[name] = lambda pipe: nullcontext(call)
 
 
-called("no guidance", guidance_scale=1.0)
-called("weak guidance", guidance_scale=2.0)
-called("guidance rescale", guidance_rescale=0.7)
-called("negative prompt", negative_prompt="a photo of bear")
-called("eta", eta=0.8, num_inference_steps=2)  # draws noise from the global generator in every step
-called("clip skip", clip_skip=1)
-called("latents", latents=noise(1, 4, 8, 8, seed=7))
-called("two prompts, three pictures each", prompt=[FOX, CRAB], num_images_per_prompt=3)
-called("a wide picture", width=40)
+call_feature("no guidance", guidance_scale=1.0)
+call_feature("weak guidance", guidance_scale=2.0)
+call_feature("guidance rescale", guidance_rescale=0.7)
+call_feature("negative prompt", negative_prompt="a photo of bear")
+call_feature("eta", eta=0.8, num_inference_steps=2)  # uses noise from the global generator in every step
+call_feature("clip skip", clip_skip=1)
+call_feature("latents", latents=noise(1, 4, 8, 8, seed=7))
+call_feature("two prompts, three images each", prompt=[FOX, CRAB], num_images_per_prompt=3)
+call_feature("wide image", width=40)
 
 
 def save_lora(unet, folder):
-    """Random LoRA weights of rank 4 for all attention projections, in the layout that ppdiffusers writes."""
+    """Random LoRA weights of rank 4 for all attention projections, in ppdiffusers' format."""
     rng, state = np.random.RandomState(0), {}
     for path, layer in unet.named_sublayers():
         if path.endswith((".to_q", ".to_k", ".to_v", ".to_out.0")):
@@ -106,7 +106,7 @@ def save_lora(unet, folder):
 
 
 @feature("LoRA")
-@feature("LoRA at half its strength", {"cross_attention_kwargs": {"scale": 0.5}})
+@feature("LoRA at scale 0.5", {"cross_attention_kwargs": {"scale": 0.5}})
 def lora(pipe, call=None):
     with tempfile.TemporaryDirectory() as folder:
         save_lora(pipe.unet, folder)
@@ -114,17 +114,17 @@ def lora(pipe, call=None):
     try:
         yield call or {}
     finally:
-        with pytest.raises(ValueError, match="should be removed"):  # ppdiffusers 0.29 trips over a guard of its own
+        with pytest.raises(ValueError, match="should be removed"):  # raised by ppdiffusers 0.29 after it has worked
             pipe.unload_lora_weights()
 
 
 @feature("LoRA fused")
 @feature("LoRA fused and unfused", True)
 def fused_lora(pipe, unfused=False):
-    weights = {name: each.numpy() for name, each in pipe.unet.state_dict().items()}
+    weights = {name: weight.numpy() for name, weight in pipe.unet.state_dict().items()}
     try:
         with contextmanager(lora)(pipe) as call:
-            with pytest.raises(ValueError, match="should be removed"):  # the same guard, after the UNet is fused
+            with pytest.raises(ValueError, match="should be removed"):  # also raised, after the UNet is fused
                 pipe.fuse_lora(lora_scale=0.7)
             if unfused:
                 with pytest.raises(ValueError, match="should be removed"):
@@ -133,7 +133,7 @@ def fused_lora(pipe, unfused=False):
             if not unfused:
                 pipe.unet.unfuse_lora()
     finally:
-        pipe.unet.set_state_dict(weights)  # what ppdiffusers takes off again is off by some last bits
+        pipe.unet.set_state_dict(weights)  # unfusing in ppdiffusers changes the last bits
 
 
 @feature("textual inversion")
@@ -141,8 +141,9 @@ def textual_inversion(pipe):
     names = [name for name in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2") if hasattr(pipe, name)]
     before = {name: getattr(pipe, name) for name in names}
     try:
-        for name, part in before.items():
-            setattr(pipe, name, parts.tokenizer() if name.startswith("tokenizer") else copy.deepcopy(part))
+        for name, component in before.items():
+            is_tokenizer = name.startswith("tokenizer")
+            setattr(pipe, name, parts.tokenizer() if is_tokenizer else copy.deepcopy(component))
         with tempfile.TemporaryDirectory() as folder:
             paddle.save({"<owl>": noise(32, seed=3)}, str(Path(folder) / "learned_embeds.pdparams"))
             for tokenizer, encoder in zip(names[::2], names[1::2], strict=True):
@@ -150,12 +151,12 @@ def textual_inversion(pipe):
                 pipe.load_textual_inversion(folder, **both)
         yield {"prompt": "a photo of <owl>"}
     finally:
-        for name, part in before.items():
-            setattr(pipe, name, part)
+        for name, component in before.items():
+            setattr(pipe, name, component)
 
 
 def fourier_filter(x, threshold, scale):
-    """FreeU's filter, for ppdiffusers 0.29's own raises on every Paddle."""
+    """FreeU's filter, because that of ppdiffusers 0.29 raises with every Paddle."""
     axes, middle = (-2, -1), tuple(slice(side // 2 - threshold, side // 2 + threshold) for side in x.shape[-2:])
     frequencies = np.fft.fftshift(np.fft.fftn(x.numpy(), axes=axes), axes=axes)
     frequencies[(..., *middle)] *= scale
@@ -173,7 +174,7 @@ def free_u(pipe):
 
 
 @feature("attention slicing", "auto")
-@feature("attention slicing to the most", "max")
+@feature("attention slicing, max", "max")
 def attention_slicing(pipe, slices):
     pipe.enable_attention_slicing(slices)
     try:
@@ -184,23 +185,23 @@ def attention_slicing(pipe, slices):
 
 @contextmanager
 def attention_calls():
-    """What reaches ppdiffusers' attention for GPUs: lengths of queries, keys and values, and how often."""
+    """Count the calls of ppdiffusers' attention for GPUs by the lengths of queries, keys and values."""
     attend, lengths = nn.functional.scaled_dot_product_attention_, Counter()
 
-    def note(*heads, **settings):  # queries, keys and values, each [B, N, heads, C/heads]
-        assert all(each.is_contiguous() for each in heads)
-        lengths[tuple(each.shape[1] for each in heads)] += 1
+    def record(*heads, **settings):  # queries, keys and values, each [B, N, heads, C/heads]
+        assert all(head.is_contiguous() for head in heads)
+        lengths[tuple(head.shape[1] for head in heads)] += 1
         return attend(*heads, **settings)
 
-    with patch.object(nn.functional, "scaled_dot_product_attention_", note):
+    with patch.object(nn.functional, "scaled_dot_product_attention_", record):
         yield lengths
 
 
 @feature("xformers")
 def xformers(pipe):
-    with cuda_attention.found():
+    with cuda_attention.available():
         pipe.enable_xformers_memory_efficient_attention()
-    assert {type(each) for each in pipe.unet.attn_processors.values()} == {XFormersAttnProcessor}
+    assert {type(processor) for processor in pipe.unet.attn_processors.values()} == {XFormersAttnProcessor}
     try:
         with attention_calls() as lengths:
             yield {}
@@ -227,30 +228,30 @@ def vae_tiling(pipe):
         pipe.disable_vae_tiling()
 
 
-@feature("feed-forward in chunks", 2, 1)
-@feature("feed-forward in chunks of the batch", 1, 0)
+@feature("feed-forward chunking", 2, 1)
+@feature("feed-forward chunking of the batch", 1, 0)
 def chunks(pipe, size, dim):
-    """What `enable_forward_chunking` does in the models that have it."""
-    for found in find_blocks(pipe.unet):
-        found.block.set_chunk_feed_forward(size, dim=dim)
+    """Do what `enable_forward_chunking` does in models that have it."""
+    for mergeable in find_blocks(pipe.unet):
+        mergeable.block.set_chunk_feed_forward(size, dim=dim)
     try:
         yield {}
     finally:
-        for found in find_blocks(pipe.unet):
-            found.block.set_chunk_feed_forward(None)
+        for mergeable in find_blocks(pipe.unet):
+            mergeable.block.set_chunk_feed_forward(None)
 
 
 @feature("weighted prompts")
 def weighted_prompts(pipe):
-    """Embeddings mixed by hand, as tools for prompt weighting do."""
+    """Mixed embeddings, as prompt weighting tools produce them."""
 
-    def encoded(prompt):
+    def encode(prompt):
         settings = {"num_images_per_prompt": 1, "do_classifier_free_guidance": True}
         return pipe.encode_prompt(prompt, negative_prompt=BEAR, **settings)
 
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     with paddle.no_grad():
-        mixed = [0.7 * one + 0.3 * other for one, other in zip(encoded(FOX), encoded(CRAB), strict=True)]
+        mixed = [0.7 * fox + 0.3 * crab for fox, crab in zip(encode(FOX), encode(CRAB), strict=True)]
     yield {"prompt": None, **dict(zip(names, mixed, strict=False))}
 
 
@@ -282,36 +283,36 @@ def next_random():
 @pytest.mark.parametrize("name", FEATURES)
 def test_merging_before_and_after_a_feature(family, tiny, name):
     _, plain, merged = family
-    pipe, on = tiny.pipe, FEATURES[name]
-    with on(pipe) as call:
-        alone, dice = latents(tiny, **call), next_random()
+    pipe, feature_on = tiny.pipe, FEATURES[name]
+    with feature_on(pipe) as call:
+        unmerged, expected_random = latents(tiny, **call), next_random()
         pipe.apply_tome(ratio=0.5)
         both = latents(tiny, **call)
-        assert next_random() == dice  # merging draws nothing from the generator of a pipeline's noise
+        assert next_random() == expected_random  # merging does not use the generator of the pipeline's noise
         pipe.remove_tome()
-        np.testing.assert_array_equal(latents(tiny, **call), alone)
-    assert np.isfinite(both).all() and both.shape == alone.shape
-    assert np.abs(both - alone).max() > 1e-3
-    if alone.shape == plain.shape:
-        assert (np.abs(alone - plain).max() > 1e-4) == (name not in INVISIBLE)
+        np.testing.assert_array_equal(latents(tiny, **call), unmerged)
+    assert np.isfinite(both).all() and both.shape == unmerged.shape
+    assert np.abs(both - unmerged).max() > 1e-3
+    if unmerged.shape == plain.shape:
+        assert (np.abs(unmerged - plain).max() > 1e-4) == (name not in WITHOUT_EFFECT)
     pipe.apply_tome(ratio=0.5)
-    with on(pipe) as call:
+    with feature_on(pipe) as call:
         np.testing.assert_array_equal(latents(tiny, **call), both)
         pipe.remove_tome()
-        np.testing.assert_array_equal(latents(tiny, **call), alone)
+        np.testing.assert_array_equal(latents(tiny, **call), unmerged)
         pipe.apply_tome(ratio=0.5)
     np.testing.assert_array_equal(latents(tiny), merged)
 
 
-# What ppdiffusers cannot do
+# Errors of ppdiffusers
 
 
 def enable_xformers(tiny):
-    with cuda_attention.found(False):
+    with cuda_attention.available(False):
         tiny.pipe.enable_xformers_memory_efficient_attention()
 
 
-def draw_with_free_u(tiny):
+def generate_with_free_u(tiny):
     tiny.pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
     try:
         latents(tiny)
@@ -319,29 +320,31 @@ def draw_with_free_u(tiny):
         tiny.pipe.disable_freeu()
 
 
-@pytest.mark.parametrize(("fails", "error"), [(enable_xformers, NotImplementedError), (draw_with_free_u, ValueError)])
-def test_errors_of_ppdiffusers_come_through_and_merging_stays(family, tiny, fails, error):
+@pytest.mark.parametrize(
+    ("failing", "error"), [(enable_xformers, NotImplementedError), (generate_with_free_u, ValueError)]
+)
+def test_errors_of_ppdiffusers_do_not_affect_merging(family, tiny, failing, error):
     _, plain, merged = family
     with pytest.raises(error) as before:
-        fails(tiny)
+        failing(tiny)
     np.testing.assert_array_equal(latents(tiny), plain)
     tiny.pipe.apply_tome(ratio=0.5)
     with pytest.raises(error) as after:
-        fails(tiny)
+        failing(tiny)
     assert type(after.value) is type(before.value) and str(after.value) == str(before.value)
     np.testing.assert_array_equal(latents(tiny), merged)
     tiny.pipe.disable_xformers_memory_efficient_attention()
     np.testing.assert_array_equal(latents(tiny), merged)
 
 
-# What reaches the attention
+# Inputs of the attention
 
 
 TEXT = 24  # text tokens of a prompt, the tokenizer's maximum
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),  # lengths of queries, keys and values, and how many layers see them
+    ("settings", "expected"),  # number of layers by the lengths of queries, keys and values
     [
         (None, {(64, 64, 64): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
         ({}, {(32, 32, 32): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
@@ -351,7 +354,7 @@ TEXT = 24  # text tokens of a prompt, the tokenizer's maximum
     ],
 )
 def test_queries_keys_and_values_are_merged_and_contiguous(settings, expected):
-    tiny, leaving = ZOO["StableDiffusionPipeline"](), []
+    tiny, outputs = ZOO["StableDiffusionPipeline"](), []
 
     class Processor(XFormersAttnProcessor):
         def __call__(self, attn, hidden_states, *args, **kwargs):
@@ -362,33 +365,33 @@ def test_queries_keys_and_values_are_merged_and_contiguous(settings, expected):
         tiny.pipe.unet.set_attn_processor(Processor())
         if settings is not None:
             tiny.pipe.apply_tome(**settings)
-        for found in find_blocks(tiny.pipe.unet):
-            found.block.attn1.register_forward_post_hook(lambda layer, given, out: leaving.append(out))
+        for mergeable in find_blocks(tiny.pipe.unet):
+            mergeable.block.attn1.register_forward_post_hook(lambda layer, arguments, out: outputs.append(out))
         latents(tiny)
     assert lengths == expected
-    assert all(out.is_contiguous() for out in leaving)
-    assert Counter(out.shape[1] for out in leaving) == {64: 3, 16: 4}
+    assert all(out.is_contiguous() for out in outputs)
+    assert Counter(out.shape[1] for out in outputs) == {64: 3, 16: 4}
 
 
 # Batches
 
 
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
-@pytest.mark.parametrize(("prompts", "each"), [(1, 2), (1, 3), (2, 1), (3, 1), (2, 2)])
-def test_a_picture_of_a_batch_is_the_picture_alone(tiny, prompts, each, guidance):
-    texts, start = [FOX, BEAR, CRAB][:prompts], noise(prompts * each, 4, 8, 8)
-    plain = latents(tiny, prompt=texts, num_images_per_prompt=each, guidance_scale=guidance, latents=start)
+@pytest.mark.parametrize(("prompts", "images"), [(1, 2), (1, 3), (2, 1), (3, 1), (2, 2)])
+def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance):
+    texts, start = [FOX, BEAR, CRAB][:prompts], noise(prompts * images, 4, 8, 8)
+    plain = latents(tiny, prompt=texts, num_images_per_prompt=images, guidance_scale=guidance, latents=start)
     tiny.pipe.apply_tome(ratio=0.5)
     plans, match_tokens = [], hooks.match_tokens
     with patch.object(hooks, "match_tokens", lambda *args: plans.append(match_tokens(*args)) or plans[-1]):
-        together = latents(tiny, prompt=texts, num_images_per_prompt=each, guidance_scale=guidance, latents=start)
+        together = latents(tiny, prompt=texts, num_images_per_prompt=images, guidance_scale=guidance, latents=start)
     assert together.shape == plain.shape and (np.abs(together - plain).max(axis=(1, 2, 3)) > 1e-3).all()
-    for i, drawn in enumerate(together):
-        alone = latents(tiny, prompt=texts[i // each], guidance_scale=guidance, latents=start[i : i + 1])
-        np.testing.assert_allclose(drawn, alone[0], atol=1e-4)
-    batch = prompts * each * (1 if guidance == 1.0 else 2)
+    for i, latent in enumerate(together):
+        single = latents(tiny, prompt=texts[i // images], guidance_scale=guidance, latents=start[i : i + 1])
+        np.testing.assert_allclose(latent, single[0], atol=1e-4)
+    batch = prompts * images * (1 if guidance == 1.0 else 2)
     assert plans
-    for plan in plans:  # one dst pattern for all, pairs for each
+    for plan in plans:  # one dst pattern for all images, but different pairs
         dst = plan.dst_rows.numpy().reshape(batch, -1) - plan.tokens * np.arange(batch)[:, None]
         assert (dst == dst[0]).all()
         pairs = groups(plan, batch)
@@ -399,43 +402,43 @@ def test_a_picture_of_a_batch_is_the_picture_alone(tiny, prompts, each, guidance
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.5, 0.75), (0.5, None), (None, 0.5)])
-def test_a_callback_may_change_the_ratio_or_turn_merging_off(tiny, first, second):
-    """As if the first step had been drawn by itself and the second from there."""
+def test_callback_changes_the_ratio_or_turns_merging_off(tiny, first, second):
+    """The result equals a run with the second ratio that starts from the latents after the first step."""
 
     def merge(pipe, ratio):
         pipe.remove_tome() if ratio is None else pipe.apply_tome(ratio=ratio)
 
-    def drawn(ratio, callback):
+    def output(ratio, callback):
         merge(tiny.pipe, ratio)
         return latents(tiny, num_inference_steps=3, callback_on_step_end=callback)
 
-    def step(pipe, i, t, given):
-        steps.append(given["latents"])
+    def step(pipe, i, t, arguments):
+        steps.append(arguments["latents"])
         return {}
 
-    def change(pipe, i, t, given):
+    def change(pipe, i, t, arguments):
         if i == 0:
-            np.testing.assert_array_equal(given["latents"], steps[0])
+            np.testing.assert_array_equal(arguments["latents"], steps[0])
             merge(pipe, second)
         return {}
 
-    def from_first(pipe, i, t, given):
+    def from_first(pipe, i, t, arguments):
         return {"latents": steps[0]} if i == 0 else {}
 
     steps = []
-    throughout = drawn(first, step)
-    changed = drawn(first, change)
+    throughout = output(first, step)
+    changed = output(first, change)
     assert np.abs(changed - throughout).max() > 1e-3
-    np.testing.assert_array_equal(changed, drawn(second, from_first))
+    np.testing.assert_array_equal(changed, output(second, from_first))
     merge(tiny.pipe, first)
-    older = {"callback": lambda i, t, now: merge(tiny.pipe, second), "callback_steps": 5}  # after step 0 alone
-    np.testing.assert_array_equal(latents(tiny, num_inference_steps=3, **older), changed)
+    legacy = {"callback": lambda i, t, now: merge(tiny.pipe, second), "callback_steps": 5}  # only after step 0
+    np.testing.assert_array_equal(latents(tiny, num_inference_steps=3, **legacy), changed)
 
 
 # Chunked feed-forward layers
 
 
-CHUNKED = {
+CHUNKABLE = {
     "UNetMotionModel": "AnimateDiffPipeline",
     "UNet3DConditionModel": "TextToVideoSDPipeline",
     "UNetSpatioTemporalConditionModel": "StableVideoDiffusionPipeline",
@@ -445,56 +448,56 @@ CHUNKED = {
 
 @contextmanager
 def concat_with_dim():
-    """ppdiffusers calls `paddle.concat(dim=…)` in some chunked layers, which Paddle 3 takes and Paddle 2 refuses."""
+    """Accept `paddle.concat(dim=…)`, which ppdiffusers uses in some chunked layers, but Paddle 2 does not support."""
     concat = paddle.concat
 
-    def either(x, axis=0, dim=None):
+    def concat_with_either(x, axis=0, dim=None):
         return concat(x, axis=axis if dim is None else dim)
 
-    with patch.object(paddle, "concat", either):
+    with patch.object(paddle, "concat", concat_with_either):
         yield
 
 
-@pytest.mark.parametrize("model", CHUNKED)
+@pytest.mark.parametrize("model", CHUNKABLE)
 def test_feed_forward_chunks_of_models_that_have_them(model):
-    tiny = ZOO[CHUNKED[model]]()
+    tiny = ZOO[CHUNKABLE[model]]()
     denoiser = tiny.pipe.components[tiny.merges[0]]
 
-    def drawn():
+    def output():
         with concat_with_dim():
-            return picture(tiny, num_inference_steps=1, output_type="latent")
+            return generate(tiny, num_inference_steps=1, output_type="latent")
 
-    plain = drawn()
+    plain = output()
     tiny.pipe.apply_tome(ratio=0.5)
-    merged = drawn()
+    merged = output()
     assert np.abs(merged - plain).max() > 1e-4
     denoiser.enable_forward_chunking(1, dim=0)
-    assert all(found.block._chunk_size == 1 for found in find_blocks(denoiser))
-    chunked = drawn()
+    assert all(mergeable.block._chunk_size == 1 for mergeable in find_blocks(denoiser))
+    chunked = output()
     tiny.pipe.remove_tome()
-    chunked_alone = drawn()
-    assert np.abs(chunked - chunked_alone).max() > 1e-4
-    if model != "UNetSpatioTemporalConditionModel":  # where chunks go through another layer, a slip of ppdiffusers
+    chunked_plain = output()
+    assert np.abs(chunked - chunked_plain).max() > 1e-4
+    if model != "UNetSpatioTemporalConditionModel":  # whose chunks go through another layer, a bug in ppdiffusers
         np.testing.assert_allclose(chunked, merged, atol=1e-4)
-        np.testing.assert_allclose(chunked_alone, plain, atol=1e-4)
+        np.testing.assert_allclose(chunked_plain, plain, atol=1e-4)
     with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
         tiny.pipe.apply_tome(ratio=0.5, merge_mlp=True)
-    np.testing.assert_array_equal((tiny.pipe.apply_tome(ratio=0.5), drawn())[1], chunked)
+    np.testing.assert_array_equal((tiny.pipe.apply_tome(ratio=0.5), output())[1], chunked)
     for layer in denoiser.sublayers():  # two of the four have no disable_forward_chunking()
         if hasattr(layer, "set_chunk_feed_forward"):
             layer.set_chunk_feed_forward(None)
-    np.testing.assert_array_equal(drawn(), merged)
+    np.testing.assert_array_equal(output(), merged)
     tiny.pipe.apply_tome(ratio=0.5, merge_mlp=True)
-    assert np.abs(drawn() - merged).max() > 1e-4
+    assert np.abs(output() - merged).max() > 1e-4
     for dim in (0, 1):
         denoiser.enable_forward_chunking(1, dim=dim)
         with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
-            drawn()
+            output()
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_feed_forward_chunks_refuse_merge_mlp(tiny, size, dim):
+def test_feed_forward_chunks_with_merge_mlp_are_rejected(tiny, size, dim):
     tiny.pipe.apply_tome(ratio=0.5, merge_mlp=True)
     expected = latents(tiny)
     with contextmanager(chunks)(tiny.pipe, size, dim), pytest.raises(ToMeConfigError, match="merge_mlp=True"):
@@ -519,15 +522,15 @@ def is_half(x):
 def nested(x):
     """The tensors in lists of lists."""
     if isinstance(x, (list, tuple)):
-        return [tensor for each in x for tensor in nested(each)]
+        return [tensor for item in x for tensor in nested(item)]
     return [x] if isinstance(x, paddle.Tensor) else []
 
 
 @contextmanager
 def kernels_for_half():
-    """The kernels for half precision that Paddle lacks on the CPU, and `auto_cast` at O1: in float32, then rounded.
+    """Emulate half-precision kernels, which Paddle lacks on the CPU, and `auto_cast` at O1: in float32, then rounded.
 
-    A result is in half precision where all tensors that went in are: what mixes the two is wide, as in Paddle.
+    The result is in half precision if all inputs are; mixed inputs give float32, as in Paddle.
     """
     autocast = [None]
 
@@ -537,74 +540,74 @@ def kernels_for_half():
         yield
         autocast.pop()
 
-    def widened(x):
+    def to_float32(x):
         if isinstance(x, (list, tuple)):
-            return type(x)(map(widened, x))
+            return type(x)(map(to_float32, x))
         return x.cast("float32") if is_half(x) else x
 
     def make(kernel, name):
         def run(*args, **kwargs):
             tensors = [x for x in nested((args, list(kwargs.values()))) if x.is_floating_point()]
             halves = [x.dtype for x in tensors if is_half(x)]
-            out = kernel(*widened(args), **{key: widened(x) for key, x in kwargs.items()})
+            out = kernel(*to_float32(args), **{key: to_float32(x) for key, x in kwargs.items()})
             if autocast[-1] and name in AUTOCAST:
                 return out.cast(autocast[-1])
-            narrow = halves and len(halves) == len(tensors) and out.is_floating_point()
-            return out.cast(halves[0]) if narrow else out
+            is_rounded = halves and len(halves) == len(tensors) and out.is_floating_point()
+            return out.cast(halves[0]) if is_rounded else out
 
         return run
 
-    found = [(owner, name) for owner in (paddle._C_ops, paddle, nn.functional) for name in KERNELS]
-    found += [(paddle.Tensor, name) for name in OPERATORS]
+    targets = [(owner, name) for owner in (paddle._C_ops, paddle, nn.functional) for name in KERNELS]
+    targets += [(paddle.Tensor, name) for name in OPERATORS]
     with ExitStack() as stack:
         stack.enter_context(patch.object(paddle.amp, "auto_cast", auto_cast))
-        for owner, name in found:
+        for owner, name in targets:
             if hasattr(owner, name):
                 stack.enter_context(patch.object(owner, name, make(getattr(owner, name), name)))
         yield
 
 
 def dtypes(unet, dtype):
-    """What goes into and comes out of every layer of a UNet, and the UNet's output."""
+    """The dtypes of inputs and outputs of every layer of a UNet, and the UNet's output."""
     seen, handles = [], []
     for path, layer in unet.named_sublayers():
 
-        def note(layer, given, out, path=path):
-            seen.append((path, *(x.dtype for x in (*given, out) if isinstance(x, paddle.Tensor))))
+        def record(layer, arguments, out, path=path):
+            seen.append((path, *(x.dtype for x in (*arguments, out) if isinstance(x, paddle.Tensor))))
 
-        handles.append(layer.register_forward_post_hook(note))
-    given = inputs(h=8, w=8)
-    sample, text = given["sample"].cast(dtype), given["encoder_hidden_states"].cast(dtype)
+        handles.append(layer.register_forward_post_hook(record))
+    arguments = inputs(h=8, w=8)
+    sample, text = arguments["sample"].cast(dtype), arguments["encoder_hidden_states"].cast(dtype)
     with paddle.no_grad():
-        out = unet(sample, given["timestep"], text).sample
+        out = unet(sample, arguments["timestep"], text).sample
     for handle in handles:
         handle.remove()
     assert out.dtype == sample.dtype
     return seen, out.cast("float32").numpy()
 
 
-@pytest.mark.filterwarnings("ignore:the CPU has UNet2DConditionModel in:UserWarning")
+@pytest.mark.filterwarnings("ignore:weights on the CPU. UNet2DConditionModel in:UserWarning")
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_models_in_half_precision_stay_in_it(unet, half, autocast, monkeypatch):
     dtype = "float32" if autocast else half
-    wide, _ = dtypes(unet, "float32")
+    full, _ = dtypes(unet, "float32")
     unet.to(dtype=dtype)
     moved = []
 
-    def noted(move, x, plan):
+    def recorded(move, x, plan):
         out = move(x, plan)
         moved.append((x.dtype, out.dtype))
         return out
 
     for name in ("merge", "unmerge"):
-        monkeypatch.setattr(hooks, name, partial(noted, getattr(hooks, name)))
+        monkeypatch.setattr(hooks, name, partial(recorded, getattr(hooks, name)))
     with kernels_for_half(), paddle.amp.auto_cast(enable=autocast, dtype=half):
         plain, before = dtypes(unet, dtype)
         settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2}
         merged, after = dtypes(unet.apply_tome(ratio=0.5, **settings), dtype)
         np.testing.assert_array_equal(dtypes(unet.remove_tome(), dtype)[1], before)
-    assert merged == plain != wide
-    assert len(moved) == 2 * 3 * 7 and all(given == out for given, out in moved)
-    assert {str(given).split(".")[-1] for given, _ in moved} == ({half, "float32"} if autocast else {half})
+    assert merged == plain != full
+    assert len(moved) == 2 * 3 * 7 and all(dtype_in == dtype_out for dtype_in, dtype_out in moved)
+    assert {str(dtype_in).split(".")[-1] for dtype_in, _ in moved} == ({half, "float32"} if autocast else {half})
     assert np.abs(after - before).max() > 1e-3

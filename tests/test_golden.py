@@ -1,4 +1,4 @@
-"""Held to what tomesd 0.1.3 computed (tests/golden/README.md), and to tomesd itself where PyTorch is installed."""
+"""Checked against outputs of tomesd 0.1.3 (tests/golden/README.md), and tomesd itself if PyTorch is installed."""
 
 import json
 from pathlib import Path
@@ -32,48 +32,48 @@ def tokens_of(case, arrays):
 
 
 def plan_for(x, case):
-    removed = case["h"] * case["w"] - case["kept"]  # tomesd lowers an r that is too large without a word
+    removed = case["h"] * case["w"] - case["kept"]  # tomesd silently lowers an r that is too large
     return match_tokens(paddle.to_tensor(x), Grid(case["h"], case["w"]), removed, case["sx"], case["sy"])
 
 
 @pytest.mark.parametrize("case", cases_of("merge.npz"))
-def test_merging_is_that_of_tomesd(case):
+def test_merging_equals_tomesd(case):
     arrays = arrays_of("merge.npz", case)
     x = tokens_of(case, arrays)
     plan = plan_for(x, case)
     merged = merge(paddle.to_tensor(x), plan)
     assert merged.shape[1] == plan.kept == case["kept"]
-    if not case["tie"]:  # in which tomesd's choice is left to an unstable sort
+    if not case["tie"]:  # with ties, tomesd's choice depends on an unstable sort
         if plan.removed:
             np.testing.assert_array_equal(groups(plan, case["B"]), arrays["group"])
         np.testing.assert_allclose(unmerge(merged, plan).numpy(), arrays["roundtrip"], atol=2e-6)
 
 
 @pytest.mark.parametrize("case", cases_of("unet.npz"))
-def test_unet_is_that_of_diffusers_under_tomesd(pipe, case):
+def test_unet_equals_diffusers_with_tomesd(pipe, case):
     arrays = arrays_of("unet.npz", case)
     rng = np.random.RandomState(case["seed"])
     sample = rng.standard_normal((case["B"], 4, case["h"], case["w"])).astype("float32")
     states = rng.standard_normal((case["B"], 24, 192)).astype("float32")
-    given = [paddle.to_tensor(sample), paddle.to_tensor([case["timestep"]]), paddle.to_tensor(states)]
+    arguments = [paddle.to_tensor(sample), paddle.to_tensor([case["timestep"]]), paddle.to_tensor(states)]
     with paddle.no_grad():
-        plain = pipe.unet(*given).sample.numpy()
+        plain = pipe.unet(*arguments).sample.numpy()
         with pipe.unet.tome(use_rand=False, **case["tome"]):
-            merged = pipe.unet(*given).sample.numpy()
+            merged = pipe.unet(*arguments).sample.numpy()
     np.testing.assert_allclose(plain, arrays["plain"], atol=1e-4)
     np.testing.assert_allclose(merged, arrays["merged"], atol=1e-4)
     assert np.abs(merged - plain).max() == pytest.approx(case["effect"], abs=3e-4)
 
 
 @pytest.mark.parametrize("case", [case for case in cases_of("merge.npz") if not case.values[0]["tie"]])
-def test_merging_is_that_of_tomesd_live(case):
+def test_merging_equals_installed_tomesd(case):
     torch = pytest.importorskip("torch")
-    theirs = pytest.importorskip("tomesd.merge")
+    tomesd = pytest.importorskip("tomesd.merge")
     x = tokens_of(case, arrays_of("merge.npz", case))
-    their_merge, their_unmerge = theirs.bipartite_soft_matching_random2d(
+    tomesd_merge, tomesd_unmerge = tomesd.bipartite_soft_matching_random2d(
         torch.from_numpy(x), case["w"], case["h"], case["sx"], case["sy"], case["r"], no_rand=True
     )
     plan = plan_for(x, case)
-    ours = unmerge(merge(paddle.to_tensor(x), plan), plan)
-    expected = their_unmerge(their_merge(torch.from_numpy(x))).numpy()
-    np.testing.assert_allclose(ours.numpy(), expected, atol=2e-6)
+    actual = unmerge(merge(paddle.to_tensor(x), plan), plan)
+    expected = tomesd_unmerge(tomesd_merge(torch.from_numpy(x))).numpy()
+    np.testing.assert_allclose(actual.numpy(), expected, atol=2e-6)

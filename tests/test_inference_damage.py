@@ -1,4 +1,4 @@
-"""Damaged exports: whatever is wrong with a file, loading ends in one clear error, or nothing was lost."""
+"""Damaged exports: loading raises one clear error, or the damage has no effect."""
 
 import hashlib
 import json
@@ -24,13 +24,13 @@ def copy(exported_folder, tmp_path):
 
 
 def edit(path, change):
-    """Change a JSON file; the change may return another value in its place."""
+    """Modify a JSON file; `change` may return a new value for it."""
     data = json.loads(path.read_text())
     path.write_text(json.dumps(change(data) or data))
 
 
 def set_to(*keys_and_value):
-    """What sets data[key][key]… to a value."""
+    """A function that sets data[key][key]… to a value."""
     *keys, last, value = keys_and_value
 
     def change(data):
@@ -41,18 +41,18 @@ def set_to(*keys_and_value):
     return change
 
 
-def decisive(manifest):
-    """All that decides which programs are loaded, and how they are called."""
-    programs = [replace(each, parity={}, onednn_parity={}) for each in manifest.programs]
+def relevant_fields(manifest):
+    """The fields that determine which programs are loaded, and how they are called."""
+    programs = [replace(file, parity={}, onednn_parity={}) for file in manifest.programs]
     return programs, manifest.sizes, manifest.ratios, manifest.pipeline, manifest.vae_factor, manifest.residuals
 
 
-def test_seeded_damages_of_tome_json(exported_folder, tmp_path):
-    """What is read without a complaint says the same as before of all that decides."""
-    expected = decisive(read_manifest(exported_folder))
+def test_random_damage_of_tome_json(exported_folder, tmp_path):
+    """Either reading raises, or the relevant fields are unchanged."""
+    expected = relevant_fields(read_manifest(exported_folder))
     folder = tmp_path / "copy"
     shutil.copytree(exported_folder, folder, copy_function=os.link)
-    refused = 0
+    rejected = 0
     for number, path, kind, damaged in fuzz_files.cases(exported_folder, 400, seed=0):
         if path.name != "tome.json":
             continue
@@ -60,14 +60,14 @@ def test_seeded_damages_of_tome_json(exported_folder, tmp_path):
         if damaged is not None:
             (folder / path).write_bytes(damaged)
         try:
-            assert decisive(read_manifest(folder, verify=True)) == expected, f"damage {number}, {kind}"
+            assert relevant_fields(read_manifest(folder, verify=True)) == expected, f"damage {number}, {kind}"
         except ToMeExportError as error:
             assert str(folder) in str(error) and len(str(error)) < 2000 and "\n" not in str(error)
-            refused += 1
-    assert refused > 120, "of 200"
+            rejected += 1
+    assert rejected > 120, "of 200"
 
 
-def test_seeded_damages_of_the_other_files(exported_folder, tmp_path):
+def test_random_damage_of_the_other_files(exported_folder, tmp_path):
     paths = set()
     for number, path, kind, damaged in fuzz_files.cases(exported_folder, 90, seed=1):
         if path.name != "tome.json":
@@ -90,19 +90,19 @@ def test_seeded_damages_of_the_other_files(exported_folder, tmp_path):
         (set_to("ratios", []), "ratios: Tuple should have at least 1 item"),
         (set_to("sizes", 0, [32]), "sizes.0.width: Missing required argument"),
         (set_to("sizes", 0, 0, 10**30), "sizes.0.0: Input should be less than or equal to 99999"),
-        (set_to("programs", 0, "size", [32, 48]), "programs is unknown or does not go with the other"),
-        (set_to("programs", 0, "ratio", 0.25), "programs is unknown or does not go with the other"),
-        (set_to("programs", 0, "program", "unet/no.pdmodel"), "files is unknown or does not go with the other"),
+        (set_to("programs", 0, "size", [32, 48]), "programs is unknown or inconsistent with the other"),
+        (set_to("programs", 0, "ratio", 0.25), "programs is unknown or inconsistent with the other"),
+        (set_to("programs", 0, "program", "unet/no.pdmodel"), "files is unknown or inconsistent with the other"),
         (set_to("programs", 0, "program", "../unet/inference.pdmodel"), "programs.0.program: String should match"),
         (
             set_to("programs", 0, "parity", "batch 1", float("nan")),
             "programs.0.parity.batch 1: .* finite number",
         ),
-        (set_to("merging", {}), "merging is unknown or does not"),
-        (set_to("merging", "0.5", 0, "sx", 0), "sx=0 is not allowed: it must be a whole number"),
-        (set_to("pipeline", "Popen"), "pipeline is unknown or does not"),
-        (set_to("residuals", 13), "residuals is unknown or does not"),
-        (set_to("vae_factor", 5), "vae_factor is unknown or does not"),
+        (set_to("merging", {}), "merging is unknown or inconsistent"),
+        (set_to("merging", "0.5", 0, "sx", 0), "sx=0 is not allowed: it must be an integer"),
+        (set_to("pipeline", "Popen"), "pipeline is unknown or inconsistent"),
+        (set_to("residuals", 13), "residuals is unknown or inconsistent"),
+        (set_to("vae_factor", 5), "vae_factor is unknown or inconsistent"),
         (set_to("files", "unet/config.json", {"bytes": 1}), "files.unet/config.json.sha256: Field required"),
         (set_to("files", "../x", {"bytes": 1, "sha256": "0" * 64}), "files.../x.*: String should match pattern"),
         (set_to("files", "/etc/passwd", {"bytes": 1, "sha256": "0" * 64}), "files./etc/passwd.*: String should match"),
@@ -110,23 +110,23 @@ def test_seeded_damages_of_the_other_files(exported_folder, tmp_path):
         (lambda data: [data], "Input should be a dictionary or an instance of Manifest|Input should be an object"),
     ],
 )
-def test_tome_json_is_refused_by_field(copy, change, message):
+def test_invalid_field_of_tome_json_is_named(copy, change, message):
     edit(copy / "tome.json", change)
     with pytest.raises(ToMeExportError, match=message):
         read_manifest(copy)
 
 
-def test_a_factor_that_is_not_the_models_is_refused_when_it_is_loaded(copy):
+def test_wrong_vae_factor_is_rejected_on_loading(copy):
     edit(copy / "tome.json", set_to("vae_factor", 4))
     with pytest.raises(ToMeExportError, match="vae_factor is not 2, the VAE's"):
         load_pipeline(copy)
 
 
-def test_links_out_of_the_folder_and_in_circles_are_refused(copy, tmp_path):
+def test_links_out_of_the_folder_and_circular_links_are_rejected(copy, tmp_path):
     path = copy / "unet" / "config.json"
     outside = path.replace(tmp_path / "config.json")
     path.symlink_to(outside)
-    with pytest.raises(ToMeExportError, match=r"unet/config.json is a link out of"):
+    with pytest.raises(ToMeExportError, match=r"unet/config.json is a link to a file outside of"):
         read_manifest(copy)
     path.unlink()
     path.symlink_to(path)
@@ -140,23 +140,23 @@ def test_links_out_of_the_folder_and_in_circles_are_refused(copy, tmp_path):
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("name", [None, "vae_decoder/config.json", "tokenizer/merges.txt"])
-def test_all_but_the_weights_is_verified_whatever_is_asked_for(copy, verify, name):
+def test_all_files_except_weights_are_always_verified(copy, verify, name):
     path = copy / (name or read_manifest(copy).programs[0].program)
     path.write_bytes(fuzz_files.flip(path.read_bytes(), fuzz_files.Random(0)))
-    assert read_manifest(copy), "the sizes are right"
-    with pytest.raises(ToMeExportError, match=rf"{path.name} is not what was exported"):
+    assert read_manifest(copy), "only compares sizes"
+    with pytest.raises(ToMeExportError, match=rf"{path.name} differs from the exported file"):
         load_pipeline(copy, verify=verify)
 
 
-def test_weights_are_verified_unless_it_is_switched_off(copy):
+def test_weights_are_verified_unless_switched_off(copy):
     weights = copy / "unet" / "inference.pdiparams"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(ToMeExportError, match=r"unet/inference.pdiparams is not what was exported"):
+    with pytest.raises(ToMeExportError, match=r"unet/inference.pdiparams differs from the exported file"):
         load_pipeline(copy)
     load_pipeline(copy, verify=False)
 
 
-def test_each_file_is_hashed_once(exported_folder, monkeypatch):
+def test_every_file_is_hashed_once(exported_folder, monkeypatch):
     hashed = []
     real = read_manifest.__globals__["sha256"]
     monkeypatch.setitem(read_manifest.__globals__, "sha256", lambda path: hashed.append(path) or real(path))
@@ -179,11 +179,11 @@ def test_each_file_is_hashed_once(exported_folder, monkeypatch):
         ("scheduler/scheduler_config.json", '{"num_train_timesteps": "many"}', "TypeError|ValueError"),
     ],
 )
-def test_what_has_its_hash_and_makes_no_sense_is_refused(copy, name, content, message):
-    """As if somebody had edited an export and its tome.json by hand."""
+def test_invalid_content_with_a_valid_hash_is_rejected(copy, name, content, message):
+    """As if an export and its tome.json had been edited by hand."""
     data = content.encode(errors="surrogateescape")
     (copy / name).write_bytes(data)
-    facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit(copy / "tome.json", set_to("files", name, facts))
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit(copy / "tome.json", set_to("files", name, entry))
     with pytest.raises(ToMeExportError, match=rf"copy cannot be loaded \(({message})"):
         load_pipeline(copy)

@@ -1,4 +1,4 @@
-"""Exporting: what is written, what is refused, and that nothing is left behind or changed."""
+"""Exporting: what is written, what is rejected, and that errors leave nothing behind."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError,
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.inference import Size, export_pipeline, parse_size, read_manifest
 from ppdiffusers_tome.inference import export as export_module
-from ppdiffusers_tome.inference.tracing import TOLERANCE, distance
+from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
 
 PADDLE2 = paddle.__version__.startswith("2.")
 
@@ -34,10 +34,10 @@ def export(pipe, folder, *args, **settings):
     return export_pipeline(pipe, folder, *args, progress=False, **settings)
 
 
-# What is written
+# Contents of the folder
 
 
-def test_manifest_tells_what_is_there(exported_folder):
+def test_manifest_describes_the_folder(exported_folder):
     manifest = read_manifest(exported_folder, verify=True)
     assert manifest.sizes == (Size(32, 32), Size(32, 48))
     assert manifest.ratios == (0.5, 0.0)
@@ -46,7 +46,7 @@ def test_manifest_tells_what_is_there(exported_folder):
     assert manifest.merging["0"] == (None, None)
     assert manifest.merging["0.5"][0] == ToMeConfig(ratio=0.5)
     assert manifest.versions["paddle"] == paddle.__version__
-    assert [each.program.split("/")[0] for each in manifest.of("unet")] == [
+    assert [file.program.split("/")[0] for file in manifest.programs_of("unet")] == [
         "unet",
         "unet_32x32_0",
         "unet_48x32_0.5",
@@ -56,20 +56,20 @@ def test_manifest_tells_what_is_there(exported_folder):
     assert written == {*manifest.files, "tome.json"}
 
 
-def test_manifest_is_written_as_it_was_read(exported_folder, tmp_path):
+def test_manifest_is_unchanged_by_reading_and_saving(exported_folder, tmp_path):
     read_manifest(exported_folder).save(tmp_path)
     assert (tmp_path / "tome.json").read_bytes() == (exported_folder / "tome.json").read_bytes()
 
 
-def test_every_program_was_held_to_eager(exported_folder):
-    for each in read_manifest(exported_folder).programs:
-        assert set(each.parity) == {"batch 1", "batch 2"}
-        assert max(each.parity.values()) <= TOLERANCE
-        assert bool(each.onednn_parity) == PADDLE2
+def test_every_program_was_compared_with_eager(exported_folder):
+    for file in read_manifest(exported_folder).programs:
+        assert set(file.parity) == {"batch 1", "batch 2"}
+        assert max(file.parity.values()) <= TOLERANCE
+        assert bool(file.onednn_parity) == PADDLE2
 
 
 def test_programs_of_one_model_share_its_weights(exported_folder):
-    weights = {each.params for each in read_manifest(exported_folder).of("unet")}
+    weights = {file.params for file in read_manifest(exported_folder).programs_of("unet")}
     assert weights == {"unet/inference.pdiparams"}
     assert len(list(exported_folder.rglob("*.pdiparams"))) == 4  # unet, text encoder, VAE encoder and decoder
 
@@ -83,33 +83,33 @@ def test_model_index_is_what_ppdiffusers_reads(exported_folder):
     assert index["safety_checker"] == [None, None]
 
 
-def test_pipeline_stays_as_it_is_and_its_own_merging_is_exported(tiny, tmp_path):
+def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, tmp_path):
     tiny.apply_tome(ratio=0.25, use_rand=False)
     try:
         before = traces(tiny.unet), traces(tiny.vae), traces(tiny.text_encoder), str(tiny.tome_summary())
         with paddle.no_grad():
             latents = paddle.randn([1, 4, 16, 16])
-            drawn = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
+            before_export = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
             manifest = export(tiny, tmp_path / "out")
-            again = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
+            after_export = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
         assert before == (
             traces(tiny.unet),
             traces(tiny.vae),
             traces(tiny.text_encoder),
             str(tiny.tome_summary()),
         )
-        np.testing.assert_array_equal(drawn, again)
+        np.testing.assert_array_equal(before_export, after_export)
         assert manifest.ratios == (0.25,)
         assert manifest.merging["0.25"][0].use_rand is False
     finally:
         tiny.remove_tome()
 
 
-# Nothing is left behind
+# Errors leave nothing behind
 
 
-def test_a_program_that_differs_is_an_error_and_leaves_nothing(tiny, tmp_path):
-    """A hook that counts its calls in Python: the program repeats what the first call did, eager goes on."""
+def test_program_that_differs_is_an_error(tiny, tmp_path):
+    """A hook that counts its calls in Python: the program repeats the traced call, eager does not."""
     calls = []
     hook = tiny.unet.conv_out.register_forward_post_hook(lambda *_: _[-1] + 1e-3 * (calls.append(0) or len(calls)))
     try:
@@ -121,22 +121,22 @@ def test_a_program_that_differs_is_an_error_and_leaves_nothing(tiny, tmp_path):
 
 
 def test_failing_overwrite_keeps_the_earlier_export(exported_folder, tiny, tmp_path, monkeypatch):
-    def full(request, folder):
+    def failing_copy(request, folder):
         (folder / "model_index.json").write_text("half of i")
         raise OSError("No space left on device")
 
     folder = tmp_path / "out"
     shutil.copytree(exported_folder, folder)
     monkeypatch.setattr(export_module, "list_programs", lambda *_: [])
-    monkeypatch.setattr(export_module, "copy_parts", full)
+    monkeypatch.setattr(export_module, "copy_parts", failing_copy)
     with pytest.raises(OSError, match="No space left"):
         export(tiny, folder, 0.5, overwrite=True)
     assert read_manifest(folder, verify=True) == read_manifest(exported_folder)
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "program", "format", "json"])
-def test_a_damaged_folder_is_refused(exported_folder, tmp_path, damage):
+def test_damaged_folder_is_rejected(exported_folder, tmp_path, damage):
     folder = tmp_path / "copy"
     shutil.copytree(exported_folder, folder)
     weights, manifest = folder / "unet" / "inference.pdiparams", folder / "tome.json"
@@ -146,7 +146,7 @@ def test_a_damaged_folder_is_refused(exported_folder, tmp_path, damage):
         weights.write_bytes(weights.read_bytes()[:-1])
     elif damage == "changed":
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-        read_manifest(folder)  # sizes are right
+        read_manifest(folder)  # only compares sizes
     elif damage == "program":
         program = folder / read_manifest(folder).programs[0].program
         program.write_bytes(b"?" + program.read_bytes()[1:])
@@ -158,16 +158,16 @@ def test_a_damaged_folder_is_refused(exported_folder, tmp_path, damage):
         read_manifest(folder, verify=damage == "changed")
 
 
-def test_distance_sees_what_it_should():
+def test_relative_difference():
     one = [np.array([1.0, -4.0]), np.array([2.0])]
-    assert distance(one, one) == 0
-    assert distance([one[0] + [0, 0.4], one[1]], one) == pytest.approx(0.1)
-    assert distance([one[0], one[1] * 1.5], one) == pytest.approx(0.5)
-    assert np.isnan(distance([one[0] * np.nan, one[1]], one))
-    assert not distance([one[0] * np.nan, one[1]], one) <= TOLERANCE
+    assert relative_difference(one, one) == 0
+    assert relative_difference([one[0] + [0, 0.4], one[1]], one) == pytest.approx(0.1)
+    assert relative_difference([one[0], one[1] * 1.5], one) == pytest.approx(0.5)
+    assert np.isnan(relative_difference([one[0] * np.nan, one[1]], one))
+    assert not relative_difference([one[0] * np.nan, one[1]], one) <= TOLERANCE
 
 
-# What is refused, before anything is written
+# Errors before anything is written
 
 
 @pytest.mark.parametrize(
@@ -179,26 +179,26 @@ def test_distance_sees_what_it_should():
         ({"sizes": [(32, 33)]}, "size=33x32"),
         ({"sizes": [(0, 32)]}, "size=32x0"),
         ({"sizes": []}, "sizes is empty"),
-        ({"sizes": [(32, 32)], "dynamic": True}, "dynamic=True and sizes"),
-        ({"ratios": None, "use_rand": False}, "use_rand given without ratios"),
+        ({"sizes": [(32, 32)], "dynamic": True}, "dynamic=True cannot be combined with sizes"),
+        ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
     ],
 )
-def test_arguments_that_are_refused(tiny, tmp_path, settings, message):
+def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         export(tiny, tmp_path / "out", **{"ratios": 0.5, **settings})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dynamic_sizes_say_what_they_need(tiny, tmp_path):
-    error, message = (ToMeConfigError, "no-rand") if PADDLE2 else (ToMeExportError, "--sizes")
+def test_requirements_of_dynamic_sizes(tiny, tmp_path):
+    error, message = (ToMeConfigError, "no-rand") if PADDLE2 else (ToMeExportError, "--size")
     with pytest.raises(error, match=message):
         export(tiny, tmp_path / "out", 0.5, dynamic=True)
 
 
 def test_settings_that_merge_nothing_are_an_error(tmp_path):
-    deep = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D")}
-    deep["up_block_types"] = ("CrossAttnUpBlock2D", "UpBlock2D")
-    pipe = StableDiffusionPipeline(**stable_diffusion(unet=unet(**deep)))
+    level_2 = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D")}
+    level_2["up_block_types"] = ("CrossAttnUpBlock2D", "UpBlock2D")
+    pipe = StableDiffusionPipeline(**stable_diffusion(unet=unet(**level_2)))
     with pytest.raises(NoMergeableLayerError, match="level 2"):
         export(pipe, tmp_path / "out", 0.5, max_downsample=1)
     assert list(tmp_path.iterdir()) == []
@@ -207,42 +207,43 @@ def test_settings_that_merge_nothing_are_an_error(tmp_path):
 def test_pipelines_that_cannot_be_exported(tiny, tmp_path):
     with pytest.raises(ToMeExportError, match="DiffusionPipeline cannot be exported"):
         export(DiffusionPipeline(), tmp_path / "out", 0.5)
-    guided = StableDiffusionPipeline(**stable_diffusion(unet=unet(time_cond_proj_dim=8)))
+    lcm = StableDiffusionPipeline(**stable_diffusion(unet=unet(time_cond_proj_dim=8)))
     with pytest.raises(ToMeExportError, match="time_cond_proj_dim"):
-        export(guided, tmp_path / "out", 0.5)
-    both = MultiControlNetModel([controlnet(), controlnet()])
+        export(lcm, tmp_path / "out", 0.5)
+    multi = MultiControlNetModel([controlnet(), controlnet()])
     with pytest.raises(ToMeExportError, match="single ControlNetModel"):
-        export(StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=both)), tmp_path / "out", 0.5)
-    checked = tiny_pipeline()
-    checked.safety_checker = paddle.nn.Identity()
+        export(StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), tmp_path / "out", 0.5)
+    with_checker = tiny_pipeline()
+    with_checker.safety_checker = paddle.nn.Identity()
     with pytest.raises(ToMeExportError, match="--no-safety-checker"):
-        export(checked, tmp_path / "out", 0.5)
+        export(with_checker, tmp_path / "out", 0.5)
 
 
-def test_folders_that_are_not_written_to(tiny, tmp_path):
+def test_folders_with_other_content_are_rejected(tiny, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.txt").write_text("mine")
     with pytest.raises(ToMeExportError, match="is a file"):
         export(tiny, tmp_path / "file", 0.5)
-    with pytest.raises(ToMeExportError, match="not empty: name another"):
+    with pytest.raises(ToMeExportError, match="not empty: pass another"):
         export(tiny, tmp_path / "folder", 0.5, overwrite=True)
     assert (tmp_path / "folder" / "thesis.txt").read_text() == "mine"
 
 
-def test_an_earlier_export_is_replaced_only_when_asked(exported_folder, tiny):
+def test_earlier_export_is_only_replaced_with_overwrite(exported_folder, tiny):
     with pytest.raises(ToMeExportError, match="--overwrite"):
         export(tiny, exported_folder, 0.5)
 
 
-@pytest.mark.parametrize("text", ["", "32", "32x", "x32", "axb", "0x32", "-8x32", "32x32x32", "32.5x32"])
-def test_sizes_that_are_none(text):
+@pytest.mark.parametrize("text", ["", "32x", "x32", "axb", "0x32", "-8x32", "32x32x32", "32.5x32"])
+def test_invalid_sizes_are_rejected(text):
     with pytest.raises(ToMeConfigError, match="WIDTHxHEIGHT"):
         parse_size(text)
 
 
 def test_size_is_width_before_height():
     assert parse_size("48x32") == Size(height=32, width=48)
+    assert parse_size("32") == Size(height=32, width=32)
     assert str(Size(height=32, width=48)) == "48x32"
 
 
@@ -252,29 +253,27 @@ def test_size_is_width_before_height():
 def test_command_exports_a_folder(tiny, tmp_path, capsys):
     tiny.save_pretrained(str(tmp_path / "model"))
     command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--ratio", "0.5"]
-    assert main([*command, "--sizes", "32x32", "--seed", "7"]) == 0
+    assert main([*command, "--size", "32x32", "--seed", "7"]) == 0
     manifest = read_manifest(tmp_path / "out", verify=True)
     assert manifest.sizes == (Size(32, 32),) and not manifest.image_to_image
     assert manifest.merging["0.5"][0].seed == 7
     printed = capsys.readouterr().out
     assert "unet/inference." in printed and "sizes 32x32, ratios 0.5" in printed
-    assert main(command) == 2  # it is there already
+    assert main(command) == 2  # the folder exists
     assert "--overwrite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "/no/such"], "no such folder"),
-        (["--controlnet", "/no/such"], "no such folder"),
-        (["--height", "32"], "--height and --width go together"),
-        (["--height", "32", "--width", "32", "--sizes", "32x32"], "both given"),
-        (["--sizes", "32"], "WIDTHxHEIGHT"),
+        (["--model", "/no/such"], "/no/such is neither a folder"),
+        (["--controlnet", "/no/such"], "/no/such is neither a folder"),
+        (["--size", "32x"], "WIDTHxHEIGHT"),
     ],
 )
-def test_command_refuses(options, message, tmp_path, capsys):
-    given = ["export", "--model", str(tmp_path), "--output", str(tmp_path / "out"), *options]
-    assert main(given) == 2
+def test_command_rejects(options, message, tmp_path, capsys):
+    command = ["export", "--model", str(tmp_path), "--output", str(tmp_path / "out"), *options]
+    assert main(command) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Running an exported folder: an ordinary pipeline that draws what eager draws, and refuses what it has not."""
+"""Running an exported folder: an ordinary pipeline with the images of eager; what it does not support is an error."""
 
 import json
 import shutil
@@ -26,10 +26,10 @@ from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportE
 from ppdiffusers_tome.inference import Runtime, export_pipeline, load_pipeline, read_manifest
 from ppdiffusers_tome.inference import runtime as runtime_module
 from ppdiffusers_tome.inference.manifest import sha256
-from ppdiffusers_tome.inference.runtime import SHAPES, Predictor
+from ppdiffusers_tome.inference.runtime import SHAPE_FILE, Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
-NEAR = 2e-5  # pictures in 0 ... 1, two steps, oneDNN's rounding
+TOLERANCE = 2e-5  # of images from 0 to 1 after two steps, because of oneDNN's rounding
 ONE_LEVEL = {
     "block_out_channels": (32,),
     "down_block_types": ("CrossAttnDownBlock2D",),
@@ -39,11 +39,11 @@ ONE_DEPTH = {"transformer_layers_per_block": 1, "attention_head_dim": 2}
 
 
 def draw(pipe, **settings):
-    """A picture from seed 0, as a float array."""
+    """An image from seed 0, as a float array."""
     pipe.set_progress_bar_config(disable=True)
     paddle.seed(0)
-    given = {"prompt": "a 3d render of fox", "num_inference_steps": 2, "output_type": "np", **settings}
-    return pipe(**given).images[0]
+    arguments = {"prompt": "a 3d render of fox", "num_inference_steps": 2, "output_type": "np", **settings}
+    return pipe(**arguments).images[0]
 
 
 def load(folder, **settings):
@@ -66,38 +66,38 @@ def exported(_exported):
     return _exported
 
 
-# The same picture as eager
+# The same images as eager
 
 
 @pytest.mark.parametrize("size", [{"height": 32, "width": 32}, {"height": 32, "width": 48}, {}])
 @pytest.mark.parametrize("ratio", [0.5, 0])
-def test_draws_what_eager_draws(exported, eager, ratio, size):
+def test_images_equal_those_of_eager(exported, eager, ratio, size):
     exported.unet.ratio = ratio
     with eager.tome(ratio=ratio):
         merged = draw(eager, **size)
-    np.testing.assert_allclose(draw(exported, **size), merged, atol=NEAR)
+    np.testing.assert_allclose(draw(exported, **size), merged, atol=TOLERANCE)
     with eager.tome(ratio=0 if ratio else 0.5):
-        assert np.abs(merged - draw(eager, **size)).max() > 100 * NEAR
+        assert np.abs(merged - draw(eager, **size)).max() > 100 * TOLERANCE
 
 
 def test_batches_and_guidance(exported, eager):
-    given = {"prompt": ["a fox", "a red apple", "a fish"], "negative_prompt": ["blue"] * 3, "guidance_scale": 3.0}
+    arguments = {"prompt": ["a fox", "a red apple", "a fish"], "negative_prompt": ["blue"] * 3, "guidance_scale": 3.0}
     with eager.tome(ratio=0.5):
-        several = draw(eager, **given)
-    np.testing.assert_allclose(draw(exported, **given), several, atol=NEAR)
+        expected = draw(eager, **arguments)
+    np.testing.assert_allclose(draw(exported, **arguments), expected, atol=TOLERANCE)
 
 
-def test_schedulers_callbacks_and_progress_are_ordinary(exported, eager, capfd):
+def test_schedulers_callbacks_and_progress_bar(exported, eager, capfd):
     steps = []
 
-    def note(pipe, step, timestep, kwargs):
+    def record(pipe, step, timestep, kwargs):
         steps.append((step, list(kwargs["latents"].shape)))
         return kwargs
 
     before = exported.scheduler
     exported.scheduler = EulerDiscreteScheduler.from_config(before.config)
     try:
-        found = draw(exported, callback_on_step_end=note)
+        actual = draw(exported, callback_on_step_end=record)
         exported.set_progress_bar_config(disable=False)
         exported("a fox", num_inference_steps=2, output_type="latent")
     finally:
@@ -107,7 +107,7 @@ def test_schedulers_callbacks_and_progress_are_ordinary(exported, eager, capfd):
     ddim, eager.scheduler = eager.scheduler, EulerDiscreteScheduler.from_config(before.config)
     try:
         with eager.tome(ratio=0.5):
-            np.testing.assert_allclose(found, draw(eager), atol=NEAR)
+            np.testing.assert_allclose(actual, draw(eager), atol=TOLERANCE)
     finally:
         eager.scheduler = ddim
 
@@ -120,12 +120,12 @@ def test_schedulers_callbacks_and_progress_are_ordinary(exported, eager, capfd):
     ],
 )
 def test_other_pipelines_over_the_same_programs(exported, eager, cls, settings, exported_folder):
-    given = {"image": image(), **settings}
+    arguments = {"image": image(), **settings}
     pipe = cls(**exported.components, requires_safety_checker=False)
     with eager.tome(ratio=0.5):
-        expected = draw(cls(**eager.components, requires_safety_checker=False), **given)
-    np.testing.assert_allclose(draw(pipe, **given), expected, atol=NEAR)
-    np.testing.assert_allclose(draw(load(exported_folder, cls=cls), **given), expected, atol=NEAR)
+        expected = draw(cls(**eager.components, requires_safety_checker=False), **arguments)
+    np.testing.assert_allclose(draw(pipe, **arguments), expected, atol=TOLERANCE)
+    np.testing.assert_allclose(draw(load(exported_folder, cls=cls), **arguments), expected, atol=TOLERANCE)
 
 
 def test_controlnet_is_fused_with_the_unet(tmp_path):
@@ -141,7 +141,7 @@ def test_controlnet_is_fused_with_the_unet(tmp_path):
     ):
         with pipe.tome(ratio=0.5, controlnet=0.25):
             expected = draw(pipe, **settings)
-        np.testing.assert_allclose(draw(exported, **settings), expected, atol=NEAR)
+        np.testing.assert_allclose(draw(exported, **settings), expected, atol=TOLERANCE)
     with pytest.raises(ToMeConfigError, match="guess_mode"):
         draw(exported, image=image(), guess_mode=True)
     with pytest.raises(ToMeConfigError, match="StableDiffusionControlNetPipeline"):
@@ -151,31 +151,32 @@ def test_controlnet_is_fused_with_the_unet(tmp_path):
 
 
 def xl_parts(pipe):
-    """What ppdiffusers' pipelines over SDXL have in common."""
-    return {name: each for name, each in pipe.components.items() if name not in ("image_encoder", "feature_extractor")}
+    """The components that ppdiffusers' SDXL pipelines have in common."""
+    excluded = ("image_encoder", "feature_extractor")
+    return {name: component for name, component in pipe.components.items() if name not in excluded}
 
 
-def test_sdxl_with_its_further_inputs(tmp_path):
+def test_sdxl_with_its_additional_inputs(tmp_path):
     pipe = StableDiffusionXLPipeline(**sdxl(unet=unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH})))
     export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], image_to_image=True, progress=False)
     exported = load(tmp_path / "out")
     with pipe.tome(ratio=0.5):
-        np.testing.assert_allclose(draw(exported), draw(pipe), atol=NEAR)
-        given = {"image": image(), "strength": 1.0}
-        expected = draw(StableDiffusionXLImg2ImgPipeline(**xl_parts(pipe)), **given)
-    found = draw(StableDiffusionXLImg2ImgPipeline(**xl_parts(exported)), **given)
-    np.testing.assert_allclose(found, expected, atol=NEAR)
+        np.testing.assert_allclose(draw(exported), draw(pipe), atol=TOLERANCE)
+        arguments = {"image": image(), "strength": 1.0}
+        expected = draw(StableDiffusionXLImg2ImgPipeline(**xl_parts(pipe)), **arguments)
+    actual = draw(StableDiffusionXLImg2ImgPipeline(**xl_parts(exported)), **arguments)
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
     with pytest.raises(ToMeConfigError, match="clip_skip"):
         draw(exported, clip_skip=1)
 
 
-def test_an_inpainting_model_with_nine_channels(tmp_path):
+def test_inpainting_model_with_nine_channels(tmp_path):
     pipe = StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(**ONE_LEVEL, in_channels=9)))
     manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], progress=False)
     assert manifest.image_to_image
-    given = {"image": image(), "mask_image": mask(), "height": 32, "width": 32}
+    arguments = {"image": image(), "mask_image": mask(), "height": 32, "width": 32}
     with pipe.tome(ratio=0.5):
-        np.testing.assert_allclose(draw(load(tmp_path / "out"), **given), draw(pipe, **given), atol=NEAR)
+        np.testing.assert_allclose(draw(load(tmp_path / "out"), **arguments), draw(pipe, **arguments), atol=TOLERANCE)
 
 
 @pytest.mark.skipif(not PADDLE2, reason="Paddle 3 cannot export UNets with dynamic height and width")
@@ -186,12 +187,12 @@ def test_one_dynamic_program_for_all_sizes(eager, tmp_path):
     for height, width in ((32, 32), (48, 64)):
         with eager.tome(ratio=0.5, use_rand=False):
             expected = draw(eager, height=height, width=width)
-        np.testing.assert_allclose(draw(exported, height=height, width=width), expected, atol=NEAR)
+        np.testing.assert_allclose(draw(exported, height=height, width=width), expected, atol=TOLERANCE)
 
 
 @pytest.mark.skipif(PADDLE2, reason="ppdiffusers calls predictor.run([tensors]), which crashes on Paddle 2.6's CPU")
-def test_the_pipeline_class_of_ppdiffusers_loads_the_folder(exported_folder, eager, monkeypatch):
-    def on_the_cpu():
+def test_pipeline_class_of_ppdiffusers_loads_the_folder(exported_folder, eager, monkeypatch):
+    def cpu_config():
         config = inference.Config()
         config.disable_gpu()
         config.disable_mkldnn()
@@ -199,41 +200,41 @@ def test_the_pipeline_class_of_ppdiffusers_loads_the_folder(exported_folder, eag
 
     index = json.loads((exported_folder / "model_index.json").read_text())
     parts = {
-        # Its own from_pretrained looks for inference.pdmodel, which Paddle 3 does not write.
+        # The pipeline's from_pretrained expects inference.pdmodel, which Paddle 3 does not write.
         name: PaddleInferRuntimeModel.from_pretrained(
-            str(exported_folder / name), model_file_name="inference.json", infer_configs=on_the_cpu()
+            str(exported_folder / name), model_file_name="inference.json", infer_configs=cpu_config()
         )
-        for name, kind in index.items()
-        if kind == ["ppdiffusers", "PaddleInferRuntimeModel"]
+        for name, library_and_class in index.items()
+        if library_and_class == ["ppdiffusers", "PaddleInferRuntimeModel"]
     }
     others = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"))
     pipe = PaddleInferStableDiffusionPipeline(**parts, **others, tokenizer=eager.tokenizer, scheduler=eager.scheduler)
-    # It takes every VAE for Stable Diffusion's own.
+    # It assumes Stable Diffusion's VAE.
     pipe.post_init(eager.vae.config.scaling_factor, eager.vae_scale_factor)
-    monkeypatch.setattr(paddle.device, "synchronize", lambda: None)  # it calls that on CPUs too, where it raises
+    monkeypatch.setattr(paddle.device, "synchronize", lambda: None)  # it calls this on CPUs, where it raises
     with eager.tome(ratio=0.5):
         expected = draw(eager)
-    np.testing.assert_allclose(draw(pipe, height=32, width=32, parse_prompt_type="raw"), expected, atol=NEAR)
+    np.testing.assert_allclose(draw(pipe, height=32, width=32, parse_prompt_type="raw"), expected, atol=TOLERANCE)
 
 
-# What it refuses
+# Errors
 
 
 def test_sizes_and_ratios_that_were_not_exported(exported):
-    with pytest.raises(ToMeConfigError, match=r"size=64x32 .* there is 32x32, 48x32"):
+    with pytest.raises(ToMeConfigError, match=r"size=64x32 .* only 32x32, 48x32"):
         draw(exported, height=32, width=64)
-    with pytest.raises(ToMeConfigError, match=r"ratio=0.25 was not exported: there is 0.5, 0\."):
+    with pytest.raises(ToMeConfigError, match=r"ratio=0.25 was not exported, only 0.5, 0\."):
         exported.unet.ratio = 0.25
     assert exported.unet.ratio == 0.5
 
 
-def test_load_refuses_a_ratio_at_once(exported_folder):
+def test_load_rejects_a_ratio_that_was_not_exported(exported_folder):
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.3"):
         load(exported_folder, ratio=0.3)
     assert load(exported_folder, ratio=0).unet.ratio == 0
 
 
-def test_apply_tome_says_where_the_ratio_is_chosen(exported):
+def test_apply_tome_points_to_the_ratio_of_the_unet(exported):
     with pytest.raises(NoMergeableLayerError, match=r"pipe\.unet\.ratio"):
         exported.apply_tome(ratio=0.5)
 
@@ -250,7 +251,7 @@ def test_inputs_that_programs_do_not_have(exported, settings, message):
         draw(exported, **settings)
 
 
-def test_unet_by_itself(exported):
+def test_unet_called_directly(exported):
     sample, text = paddle.zeros([1, 4, 16, 16]), paddle.zeros([1, 24, 32])
     out = exported.unet(sample, 10, encoder_hidden_states=text)
     assert out.sample.shape == [1, 4, 16, 16]
@@ -262,14 +263,14 @@ def test_unet_by_itself(exported):
         exported.unet(sample, paddle.to_tensor([1, 2]), encoder_hidden_states=text)
 
 
-def test_folders_that_are_no_exports(tmp_path, exported_folder):
-    with pytest.raises(ToMeExportError, match="no exported pipeline"):
+def test_other_folders_and_classes_are_rejected(tmp_path, exported_folder):
+    with pytest.raises(ToMeExportError, match="not an exported pipeline"):
         load(tmp_path)
     with pytest.raises(ToMeConfigError, match=r"needs a controlnet"):
         load(exported_folder, cls=StableDiffusionControlNetPipeline)
 
 
-def test_a_folder_names_no_class_outside_ppdiffusers(exported_folder, tmp_path):
+def test_classes_outside_of_ppdiffusers_are_rejected(exported_folder, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(exported_folder, folder)
     index = json.loads((folder / "model_index.json").read_text())
@@ -285,7 +286,7 @@ def test_a_folder_names_no_class_outside_ppdiffusers(exported_folder, tmp_path):
         load(folder)
 
 
-# The machine's settings
+# Runtime settings
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_a_folder_names_no_class_outside_ppdiffusers(exported_folder, tmp_path):
         ({"tensorrt": "yes"}, "tensorrt='yes'"),
     ],
 )
-def test_runtime_refuses(settings, message):
+def test_invalid_runtime_settings_are_rejected(settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         Runtime(**settings)
 
@@ -314,34 +315,34 @@ def test_runtime_refuses(settings, message):
         (True, 2, "gpu:2", "device='gpu:2' .* 2 GPUs: .* CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_a_gpu_must_be_there(monkeypatch, cuda, gpus, device, message):
+def test_missing_gpu_is_an_error(monkeypatch, cuda, gpus, device, message):
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: cuda)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: gpus)
     with pytest.raises(ToMeConfigError, match=message):
         Runtime(device=device)
 
 
-def test_onednn_is_on_where_it_is_right(exported_folder, monkeypatch):
-    asked = []
+def test_onednn_is_on_if_it_passed_the_export(exported_folder, monkeypatch):
+    settings = []
 
-    class Noted(Predictor):
+    class Recording(Predictor):
         def __init__(self, program, params, runtime, tensorrt=False):
-            asked.append(runtime.onednn)
+            settings.append(runtime.onednn)
             super().__init__(program, params, runtime, tensorrt)
 
-    monkeypatch.setattr("ppdiffusers_tome.inference.pipeline.Predictor", Noted)
+    monkeypatch.setattr("ppdiffusers_tome.inference.pipeline.Predictor", Recording)
     draw(load(exported_folder))
-    assert asked == 3 * [PADDLE2]  # text encoder, UNet, decoder
-    asked.clear()
+    assert settings == 3 * [PADDLE2]  # text encoder, UNet, decoder
+    settings.clear()
     draw(load(exported_folder, onednn=False))
-    assert asked == 3 * [False]
+    assert settings == 3 * [False]
     if not PADDLE2:
         with pytest.raises(ToMeConfigError, match="onednn=True is not allowed"):
             draw(load(exported_folder, onednn=True))
 
 
 @pytest.mark.skipif(not PADDLE2, reason="only .pdmodel programs are compared with oneDNN")
-def test_onednn_stays_off_where_the_export_found_it_wrong(exported_folder, tmp_path):
+def test_onednn_is_off_if_it_failed_the_export(exported_folder, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(exported_folder, folder)
     manifest = json.loads((folder / "tome.json").read_text())
@@ -359,15 +360,15 @@ def test_threads_default_to_the_cores():
 
 
 @pytest.mark.parametrize("tensorrt", [False, "tune", True])
-def test_gpu_settings_call_what_paddle_has(tensorrt, tmp_path, monkeypatch):
-    """Not run on a GPU: the calls exist under these names, in the order of ppdiffusers' deploy/."""
+def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
+    """Without a GPU: the methods exist under these names, called as in ppdiffusers' deploy/."""
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 2)
     config = mock.create_autospec(inference.Config, instance=True)
     runtime = Runtime(device="gpu:1", tensorrt=tensorrt, precision="fp16")
     if tensorrt is True:
         with pytest.raises(ToMeExportError, match='tensorrt="tune"'):
             runtime_module._for_gpu(config, runtime, tmp_path)
-        (tmp_path / SHAPES).write_text("")
+        (tmp_path / SHAPE_FILE).write_text("")
     runtime_module._for_gpu(config, runtime, tmp_path)
     config.enable_use_gpu.assert_called_with(2000, 1, inference.PrecisionType.Half)
     assert config.collect_shape_range_info.called == (tensorrt == "tune")
@@ -376,11 +377,11 @@ def test_gpu_settings_call_what_paddle_has(tensorrt, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
-def test_programs_of_paddle_3_are_refused_by_paddle_2(tmp_path):
+def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
         Predictor(tmp_path / "inference.json", tmp_path / "inference.pdiparams", Runtime())
 
 
-def test_manifest_is_told_by_the_pipeline(exported_folder):
+def test_default_size_is_the_first_exported_one(exported_folder):
     manifest = read_manifest(exported_folder)
     assert load(exported_folder).unet.config.sample_size * manifest.vae_factor == manifest.sizes[0].height

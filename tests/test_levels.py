@@ -1,4 +1,4 @@
-"""Levels: told from the layers of a model, as they are in a pass; and which level merges by default."""
+"""Levels derived from the layers of a model equal those of a forward pass; which level merges by default."""
 
 import numpy as np
 import paddle
@@ -10,15 +10,15 @@ from ppdiffusers_tome.levels import grid_at, level_of
 from ppdiffusers_tome.models import find_blocks
 
 
-def seen_inputs(model, layers, h, w):
-    """The spatial size at which each layer's input really arrives, by a forward pass."""
+def record_grids(model, layers, h, w):
+    """The spatial size of each layer's input in a forward pass."""
     seen, hooks = {}, []
     for path, layer in layers:
 
-        def note(layer, given, path=path):
-            seen[path] = Grid(*given[0].shape[2:])
+        def record(layer, arguments, path=path):
+            seen[path] = Grid(*arguments[0].shape[2:])
 
-        hooks.append(layer.register_forward_pre_hook(note))
+        hooks.append(layer.register_forward_pre_hook(record))
     run(model, h=h, w=w)
     for hook in hooks:
         hook.remove()
@@ -27,16 +27,16 @@ def seen_inputs(model, layers, h, w):
 
 @pytest.mark.parametrize("changes", [{}, THREE_LEVELS], ids=["levels 1 and 2", "levels 2 and 4, as in SDXL"])
 @pytest.mark.parametrize(("h", "w"), [(16, 16), (16, 24), (17, 19), (21, 13)])
-def test_every_convolution_gets_its_input_at_the_level_told(changes, h, w):
+def test_level_of_every_convolution(changes, h, w):
     unet = make_unet(**changes)
     convolutions = [(path, layer) for path, layer in unet.named_sublayers() if isinstance(layer, paddle.nn.Conv2D)]
-    seen = seen_inputs(unet, convolutions, h, w)
+    seen = record_grids(unet, convolutions, h, w)
     assert len(seen) > 20
     assert seen == {path: grid_at(Grid(h, w), level_of(unet, path)) for path in seen}
 
 
-def test_attention_to_text_alone_is_no_self_attention():
-    """As in Stable Diffusion's upscaler, whose shallow blocks look at the text twice and never at the picture."""
+def test_attention_to_text_only_is_not_self_attention():
+    """As in Stable Diffusion's upscaler, whose shallow blocks attend to the text twice and never to the image."""
     unet = make_unet(only_cross_attention=(True, False))
     blocks = find_blocks(unet)
     assert [len(block.sublayers.get("attn", ())) for block in blocks] == [0, 1, 1, 1, 0, 0, 1]
@@ -48,11 +48,11 @@ def test_attention_to_text_alone_is_no_self_attention():
         unet.apply_tome(max_downsample=1)
 
 
-def test_what_merges_by_default_is_the_shallowest_level_with_attention():
+def test_shallowest_level_with_attention_merges_by_default():
     unet = make_unet(**THREE_LEVELS)
     summary = tome_summary(unet.apply_tome())
     assert [block.level for block in summary.blocks] == [2, 2, 2]
-    assert "no shallower attention than at level 2, which counts as the first" in str(summary)
+    assert "its shallowest attention is at level 2" in str(summary)
     assert np.array_equal(run(unet), run(unet.apply_tome(max_downsample=2)))
     assert not tome_summary(unet).notes
     assert not tome_summary(make_unet().apply_tome()).notes

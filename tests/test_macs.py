@@ -1,4 +1,4 @@
-"""The MACs that are read off layer shapes must be those of a real forward pass, counted layer by layer."""
+"""MACs computed from layer shapes equal those of a real forward pass, counted layer by layer."""
 
 import paddle
 import pytest
@@ -26,10 +26,10 @@ def measured(model, call):
     """MACs of one call for one image, by hooks on all convolutions and linear layers and by counting processors."""
     counted = [0]
 
-    def conv(layer, given, out):
+    def conv(layer, arguments, out):
         counted[0] += out.shape[2] * out.shape[3] * layer.weight.size
 
-    def linear(layer, given, out):
+    def linear(layer, arguments, out):
         counted[0] += out.size // out.shape[-1] * layer.weight.size
 
     processor = CountingProcessor()
@@ -57,12 +57,12 @@ def test_unet_is_counted_as_measured(changes, h, w):
 
 
 def test_controlnet_is_counted_as_measured(controlnet):
-    given = inputs(batch=1)
+    arguments = inputs(batch=1)
 
     @paddle.no_grad()
     def call():
-        condition = paddle.randn([1, 3, 32, 32])  # this one's embedding halves once
-        controlnet(given["sample"], given["timestep"], given["encoder_hidden_states"], condition)
+        condition = paddle.randn([1, 3, 32, 32])  # its embedding halves once
+        controlnet(arguments["sample"], arguments["timestep"], arguments["encoder_hidden_states"], condition)
 
     assert count_macs(controlnet, Grid(16, 16), TEXT) == measured(controlnet, call)
 
@@ -78,12 +78,12 @@ def test_controlnet_is_counted_as_measured(controlnet):
         {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
     ],
 )
-def test_saving_is_what_a_merged_pass_does_not_compute(settings):
+def test_saved_macs_are_those_that_a_merged_pass_skips(settings):
     unet, config, grid = make_unet(), ToMeConfig(**settings), Grid(16, 16)
-    saved = sum(saved_macs(found, config, grid, TEXT) for found in chosen_blocks(unet, config))
+    saved = sum(saved_macs(mergeable, config, grid, TEXT) for mergeable in chosen_blocks(unet, config))
     matching = 0
-    for found in chosen_blocks(unet, config):
-        tokens, channels = (256, 32) if found.level == 1 else (64, 64)
+    for mergeable in chosen_blocks(unet, config):
+        tokens, channels = (256, 32) if mergeable.level == 1 else (64, 64)
         dst = tokens // (config.sx * config.sy)
         matching += (tokens - dst) * dst * channels
     plain = measured(unet, lambda: run(unet, batch=1))
@@ -110,17 +110,17 @@ def test_summary_with_merging_off(pipe):
     assert (summary.blocks, summary.saved, summary.settings) == ((), 0, {"unet": "off"})
 
 
-def test_matching_that_costs_more_than_it_saves_is_told(unet):
+def test_saved_macs_can_be_negative(unet):
     assert unet.apply_tome(0.01).tome_summary().saved < 0
 
 
 @pytest.mark.parametrize(("argument", "value"), [("height", 0), ("height", 2.5), ("width", -8), ("width", True)])
-def test_bad_size_is_named(pipe, argument, value):
+def test_invalid_size_is_rejected(pipe, argument, value):
     with pytest.raises(ToMeConfigError, match=f"{argument}={value!r}"):
         pipe.tome_summary(**{argument: value})
 
 
-def test_unknown_size_must_be_given():
+def test_size_is_required_without_sample_size():
     unet = make_unet(sample_size=None).apply_tome()
     with pytest.raises(ToMeConfigError, match="no sample_size"):
         unet.tome_summary()

@@ -1,4 +1,4 @@
-"""Attention masks: refused where they lie over merged tokens, untouched everywhere else."""
+"""Attention masks: rejected over merged tokens, unchanged everywhere else."""
 
 import numpy as np
 import paddle
@@ -17,14 +17,14 @@ def unet(request):
     return unet
 
 
-def test_mask_over_merged_tokens_is_refused(unet):
-    """The pass without a mask is the control: masks as such are ppdiffusers' own affair, and reach it unchanged."""
+def test_mask_over_merged_tokens_is_rejected(unet):
+    """Without merging masks reach ppdiffusers unchanged."""
     transformer, x, text = find_blocks(unet)[0].grid_layer, paddle.randn([2, 32, 16, 16]), paddle.randn([2, TEXT, 24])
     mask = paddle.to_tensor(np.arange(512).reshape(2, 256) % 3 > 0)
 
     @paddle.no_grad()
-    def attend(**given):
-        return transformer(x, encoder_hidden_states=text, **given).sample.numpy()
+    def attend(**arguments):
+        return transformer(x, encoder_hidden_states=text, **arguments).sample.numpy()
 
     plain, masked = attend(), attend(attention_mask=mask)
     assert np.abs(plain - masked).max() > 1e-4
@@ -38,19 +38,19 @@ def test_mask_over_merged_tokens_is_refused(unet):
     assert np.array_equal(attend(attention_mask=mask), masked)
 
 
-def test_mask_over_text_is_not_touched(unet):
-    """Around cross-attention the image tokens merge; the text and its mask stay as they are."""
-    given = inputs()
+def test_mask_over_text_is_unchanged(unet):
+    """Around cross-attention only the image tokens merge, not the text and its mask."""
+    arguments = inputs()
     mask = paddle.to_tensor([[1] * TEXT, [1, 1, 1] + [0] * (TEXT - 3)])
 
     @paddle.no_grad()
     def attend():
-        text = given["encoder_hidden_states"]
-        return unet(given["sample"], 10, text, encoder_attention_mask=mask).sample.numpy()
+        text = arguments["encoder_hidden_states"]
+        return unet(arguments["sample"], 10, text, encoder_attention_mask=mask).sample.numpy()
 
     plain = attend()
     unet.apply_tome(merge_crossattn=True)
     merged = attend()
-    given["encoder_hidden_states"][1, 3:] = 5.0  # behind the mask
+    arguments["encoder_hidden_states"][1, 3:] = 5.0  # behind the mask
     assert np.abs(merged - plain).max() > 1e-4
     assert np.array_equal(attend(), merged)

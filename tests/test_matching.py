@@ -45,7 +45,7 @@ def test_no_global_random_state_is_touched():
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_plan_is_the_oracles(data):
+def test_plan_equals_that_of_the_oracle(data):
     grid = Grid(data.draw(st.integers(1, 11), "h"), data.draw(st.integers(1, 13), "w"))
     sx, sy = data.draw(st.integers(1, 4), "sx"), data.draw(st.integers(1, 4), "sy")
     batch, channels = data.draw(st.integers(1, 3), "B"), data.draw(st.sampled_from([3, 5, 7]), "C")
@@ -95,8 +95,8 @@ def test_windows_need_a_known_grid():
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_dynamic_grid_merges_as_the_known_one_does(data):
-    """Also where nothing merges, where no src token stays, and where cells leave remainders."""
+def test_dynamic_grid_merges_like_a_known_one(data):
+    """Including grids where nothing merges, no src token remains, or cells leave remainders."""
     sizes = {"h": 11, "w": 13, "sx": 4, "sy": 4, "B": 3}
     h, w, sx, sy, batch = (data.draw(st.integers(1, most), name) for name, most in sizes.items())
     assume(h * w > 1 and sx * sy > 1)
@@ -110,13 +110,13 @@ def test_dynamic_grid_merges_as_the_known_one_does(data):
     np.testing.assert_array_equal(unmerge(merged, plan).numpy(), unmerge(merge(x, expected), expected).numpy())
 
 
-def test_random_dst_on_a_dynamic_grid_is_refused():
+def test_random_dst_on_a_dynamic_grid_is_rejected():
     grid = Grid(paddle.to_tensor(8), paddle.to_tensor(8))
     with pytest.raises(ToMePassError, match="use_rand=False"):
         match_tokens(paddle.randn([1, 64, 3]), grid, paddle.to_tensor(32), random_key=(0, 0))
 
 
-def test_random_dst_merges_as_the_oracle_does():
+def test_random_dst_merges_like_the_oracle():
     grid, x = Grid(7, 9), tokens(2, Grid(7, 9), 5)
     dst = choose_dst(grid, 2, 3, (5, 1))
     plan = match_tokens(paddle.to_tensor(x), grid, 30, 2, 3, random_key=(5, 1))
@@ -148,23 +148,23 @@ def test_zero_and_non_finite_tokens_follow_the_stated_rule(bad, removed):
     np.testing.assert_array_equal(groups(plan, 2), roundtrip(x, 8, 8, 2, 2, removed)[1])
 
 
-def test_token_whose_norm_overflows_resembles_nothing():
+def test_token_whose_norm_overflows_has_similarity_0():
     x = tokens(1, Grid(4, 4), 5)
     x[0, 5] = 3e38
     zero = x.copy()
     zero[0, 5] = 0
-    plans = [match_tokens(paddle.to_tensor(each), Grid(4, 4), 6) for each in (x, zero)]
+    plans = [match_tokens(paddle.to_tensor(metric), Grid(4, 4), 6) for metric in (x, zero)]
     np.testing.assert_array_equal(groups(plans[0], 1), groups(plans[1], 1))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_dtypes_choose_as_float32_does(dtype):
+def test_other_dtypes_choose_like_float32(dtype):
     x = paddle.to_tensor(tokens(2, Grid(8, 10), 7)).cast(dtype)
     plan, same = match_tokens(x, Grid(8, 10), 30), match_tokens(x.cast("float32"), Grid(8, 10), 30)
     np.testing.assert_array_equal(groups(plan, 2), groups(same, 2))
 
 
-def test_images_of_a_batch_are_matched_each_by_itself():
+def test_images_of_a_batch_are_matched_independently():
     x = tokens(3, Grid(6, 8), 5)
     together = groups(match_tokens(paddle.to_tensor(x), Grid(6, 8), 20, random_key=(1, 2)), 3)
     for image in range(3):
@@ -172,7 +172,7 @@ def test_images_of_a_batch_are_matched_each_by_itself():
         np.testing.assert_array_equal(together[image], groups(alone, 1)[0])
 
 
-def test_matching_is_not_differentiated_and_leaves_its_input_alone():
+def test_matching_is_not_differentiated_and_does_not_modify_its_input():
     x = paddle.to_tensor(tokens(2, Grid(6, 8), 5), stop_gradient=False)
     before = x.numpy().copy()
     plan = match_tokens(x, Grid(6, 8), 20)
@@ -191,6 +191,6 @@ def test_matching_is_not_differentiated_and_leaves_its_input_alone():
         ((2, 3, 5), "float32", (1, 3), 1, "from 0 to 0"),
     ],
 )
-def test_bad_input_is_named(shape, dtype, grid, removed, message):
+def test_invalid_argument_is_rejected(shape, dtype, grid, removed, message):
     with pytest.raises(ToMeConfigError, match=message):
         match_tokens(paddle.ones(shape, dtype=dtype), Grid(*grid), removed)

@@ -31,7 +31,7 @@ def test_merge_averages_and_unmerge_copies(batch, removed):
     np.testing.assert_array_equal(unmerge(merged, plan).numpy(), copies @ merged.numpy())
 
 
-def test_nothing_removed_is_the_same_tensor():
+def test_removing_nothing_returns_the_same_tensor():
     x, plan = make(removed=0)
     assert merge(x, plan) is x and unmerge(x, plan) is x
 
@@ -56,7 +56,7 @@ def test_many_float16_tokens_do_not_overflow_on_one_dst():
     assert (merge(x, plan).cast("float32") == x[:, :4].cast("float32")).all()
 
 
-def test_channels_need_not_be_those_of_the_metric():
+def test_channels_may_differ_from_those_of_the_metric():
     _, plan = make()
     means, copies = matrices(plan, 2)
     other = paddle.randn([2, 48, 11])
@@ -64,7 +64,7 @@ def test_channels_need_not_be_those_of_the_metric():
 
 
 @pytest.mark.parametrize("removed", [20, 36])
-def test_gradients_are_those_of_the_matrices(removed):
+def test_gradients_equal_those_of_the_matrices(removed):
     x, plan = make(removed=removed)
     means, copies = matrices(plan, 2)
     x.stop_gradient = False
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_matrices(removed):
     np.testing.assert_allclose(x.grad.numpy(), expected, atol=2e-6)
 
 
-def test_inputs_are_not_changed():
+def test_inputs_are_not_modified():
     x, plan = make()
     before = x.numpy().copy()
     merged = merge(x, plan)
@@ -84,7 +84,7 @@ def test_inputs_are_not_changed():
     np.testing.assert_array_equal(merged.numpy(), merged_before)
 
 
-def test_wrong_token_count_names_operation_and_shapes():
+def test_wrong_token_count_is_rejected():
     x, plan = make()
     with pytest.raises(ToMePassError, match=r"merge expects tokens of shape \[B, 48, C\] but got \[2, 47, 5\]"):
         merge(x[:, 1:], plan)

@@ -1,4 +1,4 @@
-"""What users call, on the bundled text-to-image and image-to-image pipelines."""
+"""The user interface, with the bundled text-to-image and image-to-image pipelines."""
 
 import copy
 
@@ -19,23 +19,23 @@ from ppdiffusers_tome.inference import export_pipeline
 
 
 def ratios(target):
-    return [config and config.ratio for _, config in patch.attached(target)]
+    return [config and config.ratio for _, config in patch.attached_configs(target)]
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_weights_that_the_cpu_cannot_compute_with(half, recwarn):
-    """A warning, because they may move to a GPU later."""
+def test_half_precision_weights_on_the_cpu_are_a_warning(half, recwarn):
+    """Not an error, because they may be moved to a GPU later."""
     pipe = tiny_pipeline()
     pipe.text_encoder.to(dtype=half)
     pipe.apply_tome(ratio=0).remove_tome()
     assert not recwarn
     with pytest.warns(
-        UserWarning, match=rf"has text_encoder \(CLIPTextModel\) in {half}, .*paddle_dtype=paddle.float32"
+        UserWarning, match=rf"CPU: text_encoder \(CLIPTextModel\) in {half}\. .*paddle_dtype=paddle.float32"
     ):
         pipe.apply_tome(ratio=0.5)
     assert pipe.unet.tome_summary().blocks
     pipe.unet.to(dtype=half)
-    with pytest.warns(UserWarning, match=rf"has UNet2DConditionModel in {half}, .* or move to a GPU") as warned:
+    with pytest.warns(UserWarning, match=rf"CPU: UNet2DConditionModel in {half}\. .* or move to a GPU") as warned:
         pipe.unet.apply_tome(ratio=0.5)
     assert warned[0].filename == __file__
     with pytest.raises(RuntimeError, match=rf"CPU.* {half}\) of kernel"):
@@ -49,27 +49,27 @@ def test_half_precision_weights_are_exported_in_float32(tmp_path):
     assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
 
 
-def test_every_way_in_merges_alike(pipe):
+def test_functions_and_methods_merge_alike(pipe):
     plain = draw(pipe)
     assert pipe.apply_tome(ratio=0.5) is pipe
     expected = draw(pipe)
     assert np.abs(expected - plain).max() > 1e-3
-    for way in (
+    for apply in (
         lambda: pipe.apply_tome(0.5),
         lambda: pipe.unet.apply_tome(ratio=0.5),
         lambda: ppdiffusers_tome.apply_tome(pipe, 0.5),
         lambda: ppdiffusers_tome.apply_tome(pipe.unet, ratio=0.5),
     ):
         pipe.remove_tome()
-        way()
+        apply()
         np.testing.assert_array_equal(draw(pipe), expected)
-    for off in (pipe.remove_tome, pipe.unet.remove_tome, lambda: ppdiffusers_tome.remove_tome(pipe)):
+    for remove in (pipe.remove_tome, pipe.unet.remove_tome, lambda: ppdiffusers_tome.remove_tome(pipe)):
         pipe.apply_tome()
-        off()
+        remove()
         np.testing.assert_array_equal(draw(pipe), plain)
 
 
-def test_settings_after_ratio_are_by_keyword_alone(pipe):
+def test_settings_after_ratio_are_keyword_only(pipe):
     with pytest.raises(TypeError, match="positional"):
         pipe.apply_tome(0.5, 2)
     with pytest.raises(TypeError, match="ration"):
@@ -77,24 +77,24 @@ def test_settings_after_ratio_are_by_keyword_alone(pipe):
 
 
 def test_image_to_image(image_pipe):
-    picture = Image.open(EMOJI_SD / "fox.png").convert("RGB")
+    source = Image.open(EMOJI_SD / "fox.png").convert("RGB")
 
-    def redraw():
+    def generate():
         generator = paddle.Generator().manual_seed(0)
         return image_pipe(
-            "a 3d render of wolf", picture, strength=0.6, num_inference_steps=5, generator=generator, output_type="np"
+            "a 3d render of wolf", source, strength=0.6, num_inference_steps=5, generator=generator, output_type="np"
         ).images[0]
 
-    plain = redraw()
-    merged = (image_pipe.apply_tome(ratio=0.5), redraw())[1]
+    plain = generate()
+    merged = (image_pipe.apply_tome(ratio=0.5), generate())[1]
     assert merged.shape == plain.shape == (128, 128, 3)
     assert np.abs(merged - plain).max() > 1e-3
     image_pipe.remove_tome()
-    np.testing.assert_array_equal(redraw(), plain)
+    np.testing.assert_array_equal(generate(), plain)
 
 
-def test_merged_picture_is_near_the_plain_one(pipe):
-    """With half the tokens merged; a merge that loses its tokens' places gives below 20 dB."""
+def test_merged_image_is_similar_to_the_plain_one(pipe):
+    """With half the tokens merged; merging that loses token positions gives less than 20 dB."""
     plain = draw(pipe, size=64, steps=12)
     with pipe.tome(ratio=0.5):
         merged = draw(pipe, size=64, steps=12)
@@ -107,15 +107,15 @@ def test_batches(pipe, batch):
     prompts = ["a flat drawing of fox", "a 3d render of bear", "a 3d render of crab"][:batch]
     latents = paddle.to_tensor(np.random.RandomState(0).standard_normal((3, 4, 16, 24)).astype("float32"))
 
-    def both(prompts, latents):
+    def images(prompts, latents):
         settings = {"height": 64, "width": 96, "num_inference_steps": 1, "guidance_scale": 2.0, "output_type": "np"}
         return pipe(prompts, latents=latents, **settings).images
 
     pipe.apply_tome(0.5)
-    together = both(prompts, latents[:batch])
+    together = images(prompts, latents[:batch])
     assert together.shape == (batch, 64, 96, 3)
-    for i in range(batch):  # one dst pattern for all: a picture does not depend on its neighbours
-        np.testing.assert_allclose(both(prompts[i], latents[i : i + 1])[0], together[i], atol=1e-4)
+    for i in range(batch):  # one dst pattern for all: an image does not depend on the others
+        np.testing.assert_allclose(images(prompts[i], latents[i : i + 1])[0], together[i], atol=1e-4)
 
 
 def test_without_guidance_the_batch_is_odd_and_merges(pipe):
@@ -132,13 +132,13 @@ def test_without_guidance_the_batch_is_odd_and_merges(pipe):
 # with pipe.tome(...)
 
 
-def test_context_restores_what_was_there(pipe):
+def test_context_restores_earlier_settings(pipe):
     with pipe.tome(ratio=0.6, max_downsample=2) as inside:
         assert inside is pipe and ratios(pipe) == [0.6]
         with pipe.unet.tome(ratio=0.3):
             assert ratios(pipe) == [0.3]
         assert ratios(pipe) == [0.6]
-        assert patch.attached(pipe)[0][1].max_downsample == 2
+        assert patch.attached_configs(pipe)[0][1].max_downsample == 2
     assert ratios(pipe) == [None]
 
 
@@ -159,7 +159,7 @@ def test_context_restores_after_a_change_inside(pipe):
     assert ratios(pipe) == [0.25]
 
 
-def test_context_restores_a_model_that_left_the_pipeline_meanwhile(pipe):
+def test_context_restores_a_model_that_was_replaced_inside(pipe):
     first, second = pipe.unet, copy.deepcopy(pipe.unet)
     plain = draw(pipe)
     try:
@@ -171,7 +171,7 @@ def test_context_restores_a_model_that_left_the_pipeline_meanwhile(pipe):
     np.testing.assert_array_equal(draw(pipe), plain)
 
 
-def test_context_that_cannot_begin_changes_nothing(pipe):
+def test_context_with_invalid_settings_changes_nothing(pipe):
     pipe.apply_tome(ratio=0.25)
     with pytest.raises(ToMeConfigError, match="ratio"), pipe.tome(ratio=6):
         pytest.fail("not reached")
@@ -190,14 +190,14 @@ def test_two_pipelines_do_not_share_state(pipe):
     assert ratios(pipe) == [0.5] and ratios(other) == [0.75]
 
 
-def test_pipelines_over_one_unet_see_one_setting(pipe, image_pipe):
+def test_pipelines_over_one_unet_share_its_settings(pipe, image_pipe):
     image_pipe.apply_tome(ratio=0.4)
     assert ratios(pipe) == [0.4]
     pipe.remove_tome()
     assert ratios(image_pipe) == [None]
 
 
-def test_saved_pipeline_is_the_plain_one(pipe, tmp_path):
+def test_saved_pipeline_is_plain(pipe, tmp_path):
     plain = draw(pipe)
     pipe.apply_tome(0.5)
     pipe.save_pretrained(str(tmp_path), safe_serialization=True)
@@ -212,19 +212,19 @@ def test_saved_pipeline_is_the_plain_one(pipe, tmp_path):
 @pytest.fixture
 def control_pipe(pipe, controlnet):
     paddle.seed(2)
-    big = ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(16, 32, 64))
+    large = ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(16, 32, 64))
     parts = {k: v for k, v in pipe.components.items() if k != "image_encoder"}
-    made = StableDiffusionControlNetPipeline(**parts, controlnet=big, requires_safety_checker=False)
-    made.set_progress_bar_config(disable=True)
-    return made
+    control = StableDiffusionControlNetPipeline(**parts, controlnet=large, requires_safety_checker=False)
+    control.set_progress_bar_config(disable=True)
+    return control
 
 
 def test_controlnet_and_unet_merge(control_pipe):
-    names = [type(model).__name__ for model, _ in patch.attached(control_pipe.apply_tome(0.5))]
+    names = [type(model).__name__ for model, _ in patch.attached_configs(control_pipe.apply_tome(0.5))]
     assert sorted(names) == ["ControlNetModel", "UNet2DConditionModel"]
     assert ratios(control_pipe) == [0.5, 0.5]
-    shown = control_pipe.tome_summary()
-    assert {b.denoiser for b in shown.blocks} == {"unet", "controlnet"} and 0 < shown.saved_share < 1
+    summary = control_pipe.tome_summary()
+    assert {b.denoiser for b in summary.blocks} == {"unet", "controlnet"} and 0 < summary.saved_share < 1
     image = control_pipe(
         "a flat drawing of fox", image=Image.new("RGB", (64, 64)), num_inference_steps=1, output_type="np"
     )
@@ -250,7 +250,7 @@ def test_methods_are_on_pipelines_and_models_through_the_mixin():
     assert not hasattr(paddle.nn.Linear, "tome")  # a name that a model's own sublayer may have
 
 
-def test_mixin_on_a_class_of_ones_own():
+def test_mixin_in_a_users_class():
     class Wrapper(ToMeMixin, paddle.nn.Layer):
         def __init__(self):
             super().__init__()
@@ -263,41 +263,41 @@ def test_mixin_on_a_class_of_ones_own():
     np.testing.assert_array_equal(run(wrapper.inner), plain)
 
 
-def test_pipeline_with_nothing_to_merge_names_its_models(pipe):
+def test_error_without_mergeable_layers_names_the_models(pipe):
     from ppdiffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 
     unet = UNet2DModel(
         sample_size=8, block_out_channels=(32, 32), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"), layers_per_block=1,
     )  # fmt: skip
-    with pytest.raises(NoMergeableLayerError, match=r"found none in unet \(UNet2DModel\)"):
+    with pytest.raises(NoMergeableLayerError, match=r"there are none in unet \(UNet2DModel\)"):
         DDPMPipeline(unet, DDPMScheduler()).apply_tome()
 
 
 def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe):
-    """A pipeline rounds no array to 8 bits, as a PIL image is: what docs/api.md says of near-equal inputs."""
+    """Arrays are not rounded to 8 bits like PIL images: the claim on nearly equal inputs in docs/api.md."""
     y, x = np.mgrid[0:64, 0:64] / 64
     waves = np.stack(
         [0.5 + 0.4 * np.sin(7 * x + 3 * y), 0.5 + 0.4 * np.cos(5 * y - 2 * x), 0.2 + 0.6 * x * y], axis=-1
     )
-    given = {"strength": 0.5, "num_inference_steps": 4, "guidance_scale": 2.0, "output_type": "np"}
+    arguments = {"strength": 0.5, "num_inference_steps": 4, "guidance_scale": 2.0, "output_type": "np"}
 
-    def redraw(image):
+    def generate(image):
         paddle.seed(0)
-        return image_pipe("a 3d render of fox", image=image[None].astype("float32"), **given).images[0]
+        return image_pipe("a 3d render of fox", image=image[None].astype("float32"), **arguments).images[0]
 
     inputs = waves, np.round(255 * waves) / 255
-    plain, merged, pairs = [redraw(image) for image in inputs], [], []
+    plain, merged, pairs = [generate(image) for image in inputs], [], []
     with image_pipe.tome(ratio=0.5):
         for image in inputs:
             with record_plans(image_pipe) as recorded:
-                merged.append(redraw(image))
-            plans = [each.plan for each in recorded]
+                merged.append(generate(image))
+            plans = [call.plan for call in recorded]
             targets = [plan.dst_rows.numpy()[plan.target_rows.numpy()[:, 0]] for plan in plans]
             pairs.append(
                 [set(zip(p.merged_rows.tolist(), t, strict=True)) for p, t in zip(plans, targets, strict=True)]
             )
     different = [len(exact - rounded) / len(exact) for exact, rounded in zip(*pairs, strict=True)]
     assert 0 < max(different) < 0.1
-    apart = [peak_signal_noise_ratio(*images, data_range=1) for images in (plain, merged)]
-    assert 35 < apart[1] < apart[0]
+    psnr = [peak_signal_noise_ratio(*images, data_range=1) for images in (plain, merged)]
+    assert 35 < psnr[1] < psnr[0]

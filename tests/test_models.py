@@ -8,7 +8,7 @@ from ppdiffusers_tome import Grid, ToMeConfigError, ToMePassError
 from ppdiffusers_tome.models import components, denoisers, find_blocks, token_grid
 
 
-def test_blocks_are_all_found_with_level_and_place():
+def test_blocks_have_index_level_and_path():
     blocks = find_blocks(make_unet(**THREE_LEVELS))
     assert [(block.index, block.level) for block in blocks] == list(enumerate([2, 4, 4, 4, 2, 2, 4]))
     assert blocks[0].path == "down_blocks.1.attentions.0.transformer_blocks.0"
@@ -16,7 +16,7 @@ def test_blocks_are_all_found_with_level_and_place():
     assert list(blocks[0].sublayers) == ["attn", "crossattn", "mlp"]
 
 
-def test_all_denoisers_of_a_pipeline_are_found_and_nothing_else(pipe, controlnet):
+def test_denoisers_of_pipelines_and_models(pipe, controlnet):
     assert denoisers(pipe) == {"unet": pipe.unet}
     assert denoisers(pipe.unet) == {"UNet2DConditionModel": pipe.unet}
     assert denoisers(pipe.vae) == {} and denoisers(pipe.text_encoder) == {}
@@ -24,7 +24,7 @@ def test_all_denoisers_of_a_pipeline_are_found_and_nothing_else(pipe, controlnet
     assert denoisers(wrapper) == {"LayerList.0": pipe.unet, "LayerList.1": controlnet}
 
 
-def test_components_of_what_is_no_model():
+def test_components_of_other_objects_are_rejected():
     with pytest.raises(ToMeConfigError, match=r"not to 'str': pass pipe or pipe\.unet"):
         components("stable-diffusion")
 
@@ -37,24 +37,24 @@ def test_token_grid_is_read_from_the_feature_map(unet):
 
 
 class ReadGrid(paddle.nn.Layer):
-    """Height, width and tokens of the grid that a transformer's pre-hook sees."""
+    """Height, width and tokens of the grid in a transformer's pre-hook."""
 
     def __init__(self, transformer):
         super().__init__()
-        self.of = paddle.nn.Identity()
-        self.of.register_forward_post_hook(lambda layer, inputs, x: self.read(token_grid(transformer, x)))
+        self.identity = paddle.nn.Identity()
+        self.identity.register_forward_post_hook(lambda layer, inputs, x: self.read(token_grid(transformer, x)))
 
     def read(self, grid):
         assert grid.is_dynamic
         return paddle.stack([grid.h, grid.w, grid.tokens])
 
     def forward(self, x):
-        return self.of(x)
+        return self.identity(x)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("known", [(None, None), (None, 7), (5, None)])
-def test_program_reads_a_dynamic_grid_off_its_input(layout, known):
+def test_program_reads_a_dynamic_grid_from_its_input(layout, known):
     last = layout == "NHWC"
     shape = [None, *known, 32] if last else [None, 32, *known]
     spec = [InputSpec(shape, "float32")]

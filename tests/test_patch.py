@@ -1,4 +1,4 @@
-"""Three ways, over and over: plain, applied (must differ), removed (bit-equal, and no trace left)."""
+"""Attaching and detaching: plain, applied (must differ), removed (bit-equal, and nothing left behind)."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ from ppdiffusers_tome.models import find_blocks
 
 def plans():
     gc.collect()
-    return [each for each in gc.get_objects() if isinstance(each, MergePlan)]
+    return [item for item in gc.get_objects() if isinstance(item, MergePlan)]
 
 
 @pytest.mark.parametrize(
@@ -71,33 +71,33 @@ def test_applying_again_replaces(unet):
     unet.apply_tome(ratio=0.75, max_downsample=2)
     unet.apply_tome(ratio=0.25)
     np.testing.assert_array_equal(run(unet), quarter)
-    assert [config.ratio for _, config in patch.attached(unet)] == [0.25]
+    assert [config.ratio for _, config in patch.attached_configs(unet)] == [0.25]
     before = traces(make_unet())[0]
     assert before == traces(unet.remove_tome())[0]
 
 
-def test_ratio_too_small_to_remove_a_token_computes_the_plain_result(unet):
+def test_ratio_that_removes_no_token_gives_the_plain_result(unet):
     plain = run(unet)
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0)), plain)
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003)), plain)  # ⌊256 · 0.003⌋ = 0
 
 
 def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
-    """What merging would refuse: chunks, blocks without a feature map, keyword calls, a hook that comes later."""
+    """Even what merging rejects: chunks, blocks without a feature map, keyword calls, later hooks."""
     chunk(unet, 16)
-    found = find_blocks(unet)[0]
+    mergeable = find_blocks(unet)[0]
     x, tokens, text = paddle.randn([2, 32, 16, 16]), paddle.randn([2, 240, 32]), paddle.randn([2, 7, 24])
 
     @paddle.no_grad()
     def passes():
-        outputs = [found.grid_layer(hidden_states=x, encoder_hidden_states=text).sample]
-        outputs.append(found.block(tokens, encoder_hidden_states=text))
-        return [run(unet), *(each.numpy() for each in outputs)]
+        outputs = [mergeable.grid_layer(hidden_states=x, encoder_hidden_states=text).sample]
+        outputs.append(mergeable.block(tokens, encoder_hidden_states=text))
+        return [run(unet), *(output.numpy() for output in outputs)]
 
     plain = passes()
     unet.apply_tome(ratio=0, max_downsample=8, merge_mlp=True)
     assert patch.config_of(unet) == ToMeConfig(ratio=0, max_downsample=8, merge_mlp=True)
-    helper = found.block.register_forward_pre_hook(lambda block, given: (given[0] * 1, *given[1:]))
+    helper = mergeable.block.register_forward_pre_hook(lambda block, arguments: (arguments[0] * 1, *arguments[1:]))
     np.testing.assert_equal(passes(), plain)
     helper.remove()
     for layer in unet.sublayers():
@@ -113,20 +113,20 @@ def test_same_seed_same_result_in_every_pass_and_batch(unet):
     unet.apply_tome(ratio=0.5, seed=3)
     first, second = run(unet), run(unet)
     np.testing.assert_array_equal(first, second)
-    given = inputs()
+    arguments = inputs()
     with paddle.no_grad():
-        one = unet(given["sample"][:1], 10, given["encoder_hidden_states"][:1]).sample.numpy()
-    np.testing.assert_allclose(one, first[:1], atol=1e-5)  # an odd batch merges as an even one does
+        one = unet(arguments["sample"][:1], 10, arguments["encoder_hidden_states"][:1]).sample.numpy()
+    np.testing.assert_allclose(one, first[:1], atol=1e-5)  # odd batches merge like even ones
     assert np.abs(run(unet.apply_tome(ratio=0.5, seed=4)) - first).max() > 1e-4
     assert np.abs(run(unet.apply_tome(ratio=0.5, use_rand=False)) - first).max() > 1e-4
 
 
-def test_no_seed_draws_anew_in_each_pass(unet):
+def test_without_seed_each_pass_differs(unet):
     unet.apply_tome(ratio=0.5, seed=None)
     assert np.abs(run(unet) - run(unet)).max() > 1e-4
 
 
-def test_the_pipelines_noise_is_not_touched(unet):
+def test_noise_of_the_pipeline_is_unaffected(unet):
     paddle.seed(5)
     expected = paddle.randn([4]).numpy()
     unet.apply_tome(seed=None)
@@ -137,14 +137,14 @@ def test_the_pipelines_noise_is_not_touched(unet):
 
 def test_each_block_merges_by_its_own_input(unet, monkeypatch):
     """The metric is the block's input, and the grid that of the feature map."""
-    seen, real = [], hooks.match_tokens
+    calls, real = [], hooks.match_tokens
     monkeypatch.setattr(
         hooks,
         "match_tokens",
-        lambda metric, grid, *rest: seen.append((metric.shape, grid)) or real(metric, grid, *rest),
+        lambda metric, grid, *rest: calls.append((metric.shape, grid)) or real(metric, grid, *rest),
     )
     run(unet.apply_tome(max_downsample=2), h=17, w=12)
-    assert [(shape, tuple(grid)) for shape, grid in seen] == [
+    assert [(shape, tuple(grid)) for shape, grid in calls] == [
         ([2, 204, 32], (17, 12)),
         ([2, 54, 64], (9, 6)),
         ([2, 54, 64], (9, 6)),
@@ -155,7 +155,7 @@ def test_each_block_merges_by_its_own_input(unet, monkeypatch):
     ]
 
 
-def test_attention_sees_the_merged_length(unet):
+def test_attention_gets_merged_tokens(unet):
     recorder = Recorder()
     unet.set_attn_processor(recorder)
     run(unet.apply_tome(ratio=0.5))
@@ -164,20 +164,20 @@ def test_attention_sees_the_merged_length(unet):
     assert recorder.lengths.count((256, 7)) == 3 and recorder.lengths.count((64, None)) == 4
 
 
-# What leaves the model as it was
+# Errors leave the model unchanged
 
 
-@pytest.mark.parametrize("bad", [{"ratio": 2}, {"max_downsample": 3}, {"seed": "x"}, {"merge_mlp": 1}])
-def test_bad_settings_leave_the_model_as_it_was(unet, bad):
+@pytest.mark.parametrize("invalid", [{"ratio": 2}, {"max_downsample": 3}, {"seed": "x"}, {"merge_mlp": 1}])
+def test_invalid_settings_leave_the_model_unchanged(unet, invalid):
     unet.apply_tome(ratio=0.25)
     expected, before = run(unet), traces(unet)
-    with pytest.raises(ToMeConfigError, match=next(iter(bad))):
-        unet.apply_tome(**bad)
+    with pytest.raises(ToMeConfigError, match=next(iter(invalid))):
+        unet.apply_tome(**invalid)
     assert traces(unet) == before
     np.testing.assert_array_equal(run(unet), expected)
 
 
-def test_failure_half_way_leaves_nothing_behind(unet, monkeypatch):
+def test_error_during_installation_restores_the_model(unet, monkeypatch):
     unet.apply_tome(ratio=0.25)
     expected, real, calls = run(unet), patch.UnmergeHook, []
 
@@ -191,54 +191,58 @@ def test_failure_half_way_leaves_nothing_behind(unet, monkeypatch):
     with pytest.raises(MemoryError):
         unet.apply_tome(ratio=0.75)
     np.testing.assert_array_equal(run(unet), expected)
-    assert [config.ratio for _, config in patch.attached(unet)] == [0.25]
+    assert [config.ratio for _, config in patch.attached_configs(unet)] == [0.25]
 
 
-def test_nothing_to_merge_says_what_would_help():
+def test_error_without_blocks_at_the_level_has_a_remedy():
     unet = make_unet(**THREE_LEVELS)
     with pytest.raises(
         NoMergeableLayerError,
-        match=r"max_downsample=1: no block lies at level 1 or less, but at level 2 \(3\), level 4 \(4\)\. "
+        match=r"max_downsample=1: no block is at level 1 or less, its blocks are at level 2 \(3\), level 4 \(4\)\. "
         r"To merge there, leave max_downsample out or pass 2\.",
     ):
         unet.apply_tome(max_downsample=1)
-    assert not any(isinstance(hook, hooks.ToMeHook) for _, _, found in traces(unet)[0].values() for hook in found)
+    assert not any(
+        isinstance(hook, hooks.ToMeHook) for _, _, layer_hooks in traces(unet)[0].values() for hook in layer_hooks
+    )
     plain = run(unet)
     assert np.abs(run(unet.apply_tome(max_downsample=2)) - plain).max() > 1e-4
 
 
-def test_model_without_attention_blocks_says_what_was_looked_for(pipe):
-    with pytest.raises(NoMergeableLayerError, match=r"looked for transformer blocks .* found none in AutoencoderKL"):
+def test_error_for_a_model_without_mergeable_blocks(pipe):
+    with pytest.raises(
+        NoMergeableLayerError, match=r"looks for transformer blocks .* there are none in AutoencoderKL"
+    ):
         pipe.vae.apply_tome()
     with pytest.raises(ValueError, match="Linear"):
         paddle.nn.Linear(2, 2).apply_tome()
 
 
-def test_applying_to_no_model():
+def test_other_objects_are_rejected():
     with pytest.raises(ToMeConfigError, match="'int'"):
         ppdiffusers_tome.apply_tome(3)
     with pytest.raises(ToMeConfigError, match="'NoneType'"):
         ppdiffusers_tome.remove_tome(None)
 
 
-# What a pass computes lives in that pass
+# Plans end with their pass
 
 
 def test_no_plan_outlives_a_pass(unet, monkeypatch):
-    alive, most = [], []
+    references, alive = [], []
     real = hooks.match_tokens
 
     def watching(*args):
         plan = real(*args)
-        alive.append(weakref.ref(plan))
-        most.append(sum(reference() is not None for reference in alive))
+        references.append(weakref.ref(plan))
+        alive.append(sum(reference() is not None for reference in references))
         return plan
 
     monkeypatch.setattr(hooks, "match_tokens", watching)
     run(unet.apply_tome(max_downsample=2))
-    assert len(alive) == 7
-    assert max(most) == 1  # and only one at a time in it
-    assert all(reference() is None for reference in alive)
+    assert len(references) == 7
+    assert max(alive) == 1  # only one at a time
+    assert all(reference() is None for reference in references)
 
 
 def test_no_plan_outlives_a_pass_that_fails(unet):
@@ -258,7 +262,7 @@ def test_no_plan_outlives_a_pass_that_fails(unet):
 
 
 def test_two_threads_on_one_model_each_get_their_own_plan(unet, monkeypatch):
-    # Paddle 2.6's arange, in ppdiffusers' time embedding, switches a device that all threads share: put it back.
+    # Paddle 2.6's arange, in ppdiffusers' time embedding, switches a device that all threads share: restore it.
     monkeypatch.setattr(paddle.base.framework, "_current_device", None, raising=False)
     unet.apply_tome(ratio=0.5)
     sizes = [(2, 16, 16), (1, 12, 20), (3, 8, 32), (2, 17, 15)]  # two of them with 256 tokens, one with 255
@@ -281,7 +285,7 @@ def test_two_threads_on_one_model_each_get_their_own_plan(unet, monkeypatch):
             np.testing.assert_allclose(result, expected[i], atol=1e-6)
 
 
-def test_layers_called_by_themselves_do_not_merge(unet):
+def test_layers_called_directly_do_not_merge(unet):
     attention = find_blocks(unet)[0].block.attn1
     tokens = paddle.randn([2, 10, 32])
     plain = attention(tokens).numpy()
@@ -291,7 +295,7 @@ def test_layers_called_by_themselves_do_not_merge(unet):
     np.testing.assert_array_equal(attention(tokens).numpy(), plain)
 
 
-def test_block_called_without_a_feature_map_is_refused(unet):
+def test_block_called_without_a_feature_map_is_rejected(unet):
     block = find_blocks(unet)[0].block
     unet.apply_tome()
     with pytest.raises(ToMePassError, match="no feature map was seen"):
@@ -301,25 +305,27 @@ def test_block_called_without_a_feature_map_is_refused(unet):
         block(paddle.randn([2, 255, 32]), encoder_hidden_states=paddle.randn([2, 7, 24]))
 
 
-def test_a_call_by_keyword_alone_of_an_inner_layer_says_what_to_do(unet):
+def test_keyword_call_of_an_inner_layer_is_rejected(unet):
     transformer = find_blocks(unet.apply_tome())[0].grid_layer
-    with pytest.raises(ToMePassError, match="Transformer2DModel was called by keyword alone"):
+    with pytest.raises(ToMePassError, match="Transformer2DModel was called with keyword arguments only"):
         transformer(hidden_states=paddle.zeros([2, 32, 16, 16]))
 
 
-def test_a_later_hook_that_replaces_the_blocks_arguments_is_told(unet):
+def test_later_hook_that_replaces_arguments_is_an_error(unet):
     unet.apply_tome()
-    helper = find_blocks(unet)[0].block.register_forward_pre_hook(lambda block, given: (given[0] * 1, *given[1:]))
+    helper = find_blocks(unet)[0].block.register_forward_pre_hook(
+        lambda block, arguments: (arguments[0] * 1, *arguments[1:])
+    )
     with pytest.raises(ToMePassError, match=r"Register such hooks before apply_tome\(\)"):
         run(unet)
     helper.remove()
     run(unet)
 
 
-def test_an_earlier_hook_that_replaces_the_blocks_arguments_is_fine(unet):
+def test_earlier_hook_that_replaces_arguments_is_supported(unet):
     expected = run(unet.apply_tome())
     unet.remove_tome()
-    find_blocks(unet)[0].block.register_forward_pre_hook(lambda block, given: (given[0] * 1, *given[1:]))
+    find_blocks(unet)[0].block.register_forward_pre_hook(lambda block, arguments: (arguments[0] * 1, *arguments[1:]))
     np.testing.assert_array_equal(run(unet.apply_tome()), expected)
 
 
@@ -336,7 +342,7 @@ def test_two_models_do_not_share_state(unet):
     assert np.abs(run(other) - plain).max() > 1e-4
 
 
-def test_deep_copy_merges_alike_and_by_itself(unet):
+def test_deep_copy_merges_independently(unet):
     plain, merged = run(unet), run(unet.apply_tome())
     twin = copy.deepcopy(unet)
     np.testing.assert_array_equal(run(twin), merged)
@@ -354,7 +360,7 @@ def test_hooks_can_be_pickled(unet):
     assert pickle.loads(pickle.dumps(hook)).config == ToMeConfig()
 
 
-def test_saved_model_is_the_plain_one(unet, tmp_path):
+def test_saved_model_is_plain(unet, tmp_path):
     plain = run(unet)
     unet.apply_tome()
     unet.save_pretrained(str(tmp_path))
@@ -390,9 +396,9 @@ def test_attention_slicing_on_and_off(unet):
 
 
 def chunk(unet, size):
-    """What `enable_forward_chunking` of the models that have it does to every block."""
-    for found in find_blocks(unet):
-        found.block.set_chunk_feed_forward(size, dim=1)
+    """Do what `enable_forward_chunking` does in models that have it."""
+    for mergeable in find_blocks(unet):
+        mergeable.block.set_chunk_feed_forward(size, dim=1)
 
 
 def test_forward_chunking_before_and_after(unet):
@@ -402,7 +408,7 @@ def test_forward_chunking_before_and_after(unet):
     np.testing.assert_allclose(run(unet.remove_tome().apply_tome()), expected, atol=1e-5)
 
 
-def test_merge_mlp_with_forward_chunking_is_refused(unet):
+def test_merge_mlp_with_forward_chunking_is_rejected(unet):
     chunk(unet, 16)
     before = traces(unet)
     with pytest.raises(ToMeConfigError, match=r"merge_mlp=True .* turn chunking off"):
@@ -415,9 +421,9 @@ def test_merge_mlp_with_forward_chunking_is_refused(unet):
         run(unet)
 
 
-def test_xformers_error_comes_through_and_merging_stays(unet):
+def test_xformers_error_does_not_affect_merging(unet):
     expected = run(unet.apply_tome())
-    with cuda_attention.found(False), pytest.raises(NotImplementedError):
+    with cuda_attention.available(False), pytest.raises(NotImplementedError):
         unet.enable_xformers_memory_efficient_attention()
     np.testing.assert_array_equal(run(unet), expected)
 
@@ -426,9 +432,9 @@ def test_xformers_error_comes_through_and_merging_stays(unet):
 
 
 def gradients(unet, **changes):
-    given = inputs(**changes)
+    arguments = inputs(**changes)
     unet.clear_gradients()
-    out = unet(given["sample"], given["timestep"], given["encoder_hidden_states"]).sample
+    out = unet(arguments["sample"], arguments["timestep"], arguments["encoder_hidden_states"]).sample
     (out * out).mean().backward()
     return {name: p.grad.numpy().copy() for name, p in unet.named_parameters() if p.grad is not None}
 
@@ -443,10 +449,10 @@ def test_gradients_flow_to_every_parameter(unet):
     assert np.abs(merged[key]).max() > 0 and np.abs(merged[key] - plain[key]).max() > 0
 
 
-def test_gradient_is_the_slope(unet):
-    """Central differences along a random direction, with the choice of tokens held still."""
+def test_gradient_equals_central_differences(unet):
+    """Along a random direction, with a fixed choice of tokens."""
     unet.apply_tome(max_downsample=2)
-    # behind the last plan, so that no choice of tokens depends on it
+    # after the last plan, so that no choice of tokens depends on it
     name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1.to_v.weight"
     parameter = dict(unet.named_parameters())[name]
     slope = gradients(unet)[name]
@@ -462,25 +468,21 @@ def test_gradient_is_the_slope(unet):
 def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, seed, monkeypatch):
     seeds, real = [], hooks.match_tokens
     monkeypatch.setattr(hooks, "match_tokens", lambda *args: seeds.append(args[-1]) or real(*args))
-    for module in (
-        transformer_2d,
-        unet_2d_blocks,
-    ):  # on the CPU Paddle cannot keep its random state: here is none to keep
+    for module in (transformer_2d, unet_2d_blocks):  # Paddle cannot preserve its random state on the CPU
         monkeypatch.setattr(module, "recompute", functools.partial(module.recompute, preserve_rng_state=False))
     unet.train()
     unet.apply_tome(seed=seed)
-    straight = gradients(unet)
+    expected = gradients(unet)
     unet.enable_gradient_checkpointing()
     seeds.clear()
-    again = gradients(unet)
-    assert len(seeds) == 6 and sorted(seeds[:3]) == sorted(
-        seeds[3:]
-    )  # three blocks forward, three in the backward pass
+    actual = gradients(unet)
+    # three blocks in the forward pass, three in the backward pass
+    assert len(seeds) == 6 and sorted(seeds[:3]) == sorted(seeds[3:])
     if seed is not None:
-        assert all(np.allclose(again[name], straight[name], atol=1e-6) for name in straight)
+        assert all(np.allclose(actual[name], expected[name], atol=1e-6) for name in expected)
 
 
-# The merging that ppdiffusers ships
+# The built-in merging of ppdiffusers
 
 
 def test_builtin_is_replaced_everywhere():
@@ -490,7 +492,7 @@ def test_builtin_is_replaced_everywhere():
 
 
 def apply_builtin(model, ratio):
-    """What ppdiffusers' own apply_tome did before it was replaced."""
+    """Do what ppdiffusers' built-in apply_tome does."""
     model._tome_info = {
         "size": None,
         "hooks": [],
@@ -499,27 +501,27 @@ def apply_builtin(model, ratio):
             "merge_attn": True, "merge_crossattn": False, "merge_mlp": False,
         },
     }  # fmt: skip
-    for found in find_blocks(model):
-        found.block.__class__ = builtin.make_tome_block(type(found.block))
-        found.block._tome_info = model._tome_info
+    for mergeable in find_blocks(model):
+        mergeable.block.__class__ = builtin.make_tome_block(type(mergeable.block))
+        mergeable.block._tome_info = model._tome_info
     builtin.hook_tome_model(model)
 
 
-@pytest.mark.parametrize("how", ["apply", "remove"])
-def test_active_builtin_is_removed_first(unet, how):
+@pytest.mark.parametrize("action", ["apply", "remove"])
+def test_built_in_merging_is_removed_first(unet, action):
     before, plain = traces(unet), run(unet)
-    ours = run(unet.apply_tome(0.5, use_rand=False))
+    expected = run(unet.apply_tome(0.5, use_rand=False))
     unet.remove_tome()
     apply_builtin(unet, 0.5)
-    np.testing.assert_allclose(run(unet), ours, atol=2e-5)
-    if how == "apply":
-        np.testing.assert_array_equal(run(unet.apply_tome(0.5, use_rand=False)), ours)
+    np.testing.assert_allclose(run(unet), expected, atol=2e-5)
+    if action == "apply":
+        np.testing.assert_array_equal(run(unet.apply_tome(0.5, use_rand=False)), expected)
     unet.remove_tome()
     np.testing.assert_array_equal(run(unet), plain)
     assert traces(unet) == before
 
 
-def test_merging_without_randomness_changes_the_picture(pipe):
+def test_merging_without_randomness_changes_the_image(pipe):
     assert dst_positions(4, 4, 2, 2) == [0, 2, 8, 10]
     plain = draw(pipe)
     with pipe.tome(ratio=0.5, use_rand=False):

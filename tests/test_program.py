@@ -1,6 +1,6 @@
-"""The exported programs keep the rules of the tensor code: read, traced back to constants and shapes, and judged.
+"""Exported programs follow the rules of the tensor code.
 
-Programs that break each rule are exported too, so that a rule that finds nothing is known to look.
+The tests also export programs that break each rule, to show that the checks detect them.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.positions import Grid, count_dst, count_removed
 
 CHANNELS = 32  # of tiny_pipeline's one level
-MERGING = {"argsort": 2, "scatter_nd_add": 2, "gather": 8}  # a block's, at least: matching, merging, unmerging
+MERGING = {"argsort": 2, "scatter_nd_add": 2, "gather": 8}  # minimum per block: matching, merging, unmerging
 BLOCKS = 4
 
 
@@ -26,27 +26,27 @@ def programs(exported_folder):
     """The UNet's programs by size and ratio."""
     manifest = read_manifest(exported_folder)
     return {
-        (each.size, each.ratio): read_program(exported_folder / each.program) for each in manifest.of("unet")
+        (file.size, file.ratio): read_program(exported_folder / file.program) for file in manifest.programs_of("unet")
     }, manifest.vae_factor
 
 
-def test_merging_keeps_the_rules(programs):
+def test_merging_follows_the_rules(programs):
     by_size_and_ratio, factor = programs
     assert {ratio for _, ratio in by_size_and_ratio} == {0.5, 0}
     for (size, ratio), program in by_size_and_ratio.items():
         grid = Grid(size.height // factor, size.width // factor)
         n, d, r = grid.tokens, count_dst(grid, 2, 2), count_removed(grid, ToMeConfig(ratio=0.5))
-        assert CHANNELS not in (n, d, n - d, r, n - r, n - d - r)  # or an index could be taken for an expanded one
+        assert CHANNELS not in (n, d, n - d, r, n - r, n - d - r)  # otherwise an index could look like an expanded one
         assert any(out.dtype == "float32" and out.shape == (-1, n, CHANNELS) for op in program for out in op.outputs)
         assert list(map(str, broken_rules(program, CHANNELS))) == [], (size, ratio)
 
 
-def test_merging_is_what_was_read(programs):
+def test_programs_contain_merging(programs):
     by_size_and_ratio, _ = programs
     for size in {size for size, _ in by_size_and_ratio}:
         plain, merging = (Counter(op.name for op in by_size_and_ratio[size, ratio]) for ratio in (0, 0.5))
         added = merging - plain
-        assert {name: added[name] // BLOCKS >= least for name, least in MERGING.items()} == dict.fromkeys(
+        assert {name: added[name] // BLOCKS >= minimum for name, minimum in MERGING.items()} == dict.fromkeys(
             MERGING, True
         )
 
@@ -58,9 +58,9 @@ N = H * W
 
 
 class Broken(paddle.nn.Layer):
-    """Tokens [B, N, C] and, for each of N tokens, a row [B, N] → something.
+    """A computation on tokens [B, N, C] and, for each of N tokens, a row [B, N].
 
-    Both are returned too, for Paddle exports no layer that leaves an input unused.
+    The inputs are returned as well, because Paddle cannot export layers with unused inputs.
     """
 
     def __init__(self, compute):
@@ -72,13 +72,13 @@ class Broken(paddle.nn.Layer):
 
 
 def built_in_merge(x, rows):
-    """ppdiffusers' own."""
+    """Merging as in ppdiffusers' built-in apply_tome."""
     matched = bipartite_soft_matching_random2d(x, W, H, 2, 2, R, no_rand=True)
     return matched[0](x)
 
 
 def unmerge_as_built_in(x, rows):
-    """ppdiffusers' and tomesd's, which Paddle exports only out of place."""
+    """Unmerging as in ppdiffusers and tomesd, out of place, because Paddle cannot export the in-place form."""
     index = rows.unsqueeze(-1).expand([B, N, C])
     return paddle.put_along_axis(paddle.zeros([B, N, C]), index, x, axis=1)
 
@@ -96,7 +96,7 @@ def sum_into_nothing(x, rows):
     return paddle.scatter_nd(rows.reshape([-1, 1]), x.reshape([-1, C]), [B * N, C])
 
 
-def sum_into_zero_times_it(x, rows):
+def sum_into_zero_times_x(x, rows):
     return paddle.index_add((x * 0.0).reshape([-1, C]), rows.reshape([-1]), 0, x.reshape([-1, C]))
 
 
@@ -108,7 +108,7 @@ def mask_rows(x, rows):
     return paddle.masked_select(x, x > 0)
 
 
-def as_many_as_a_row_says(x, rows):
+def slice_by_a_value(x, rows):
     return x[:, : rows.max()]
 
 
@@ -117,7 +117,7 @@ def branch(x, rows):
 
 
 def loop(x, rows):
-    return paddle.static.nn.while_loop(lambda each: each.sum() < 9, lambda each: [each + 1.0], [x])[0]
+    return paddle.static.nn.while_loop(lambda y: y.sum() < 9, lambda y: [y + 1.0], [x])[0]
 
 
 def expanded_index(x, rows):
@@ -148,10 +148,10 @@ BROKEN = {
     sum_into_zeros_like: {ZEROS},
     sum_into_expanded_zeros: {ZEROS},
     sum_into_nothing: {ZEROS},
-    sum_into_zero_times_it: {ZEROS},
+    sum_into_zero_times_x: {ZEROS},
     find_rows: {WAITS},
     mask_rows: {WAITS},
-    as_many_as_a_row_says: {WAITS},
+    slice_by_a_value: {WAITS},
     branch: WAITS_IN_FLOW,
     loop: WAITS_IN_FLOW,
     expanded_index: {EXPANDED},
@@ -170,30 +170,30 @@ def sum_into_ones(x, rows):
     return paddle.scatter_nd_add(paddle.ones_like(x).reshape([-1, C]), rows.reshape([-1, 1]), x.reshape([-1, C]))
 
 
-def as_many_as_its_shape_says(x, rows):
+def slice_by_a_shape(x, rows):
     return x[:, : paddle.shape(x)[1] // 2]
 
 
-KEPT = [merge_and_unmerge, sum_into_ones, as_many_as_its_shape_says]
+ALLOWED = [merge_and_unmerge, sum_into_ones, slice_by_a_shape]
 
 
-@pytest.mark.filterwarnings("ignore")  # Paddle's tracer warns of what Paddle and ppdiffusers themselves do
+@pytest.mark.filterwarnings("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
 @pytest.mark.parametrize(
     ("compute", "rules"),
-    [*BROKEN.items(), *((compute, set()) for compute in KEPT)],
-    ids=lambda each: getattr(each, "__name__", ""),
+    [*BROKEN.items(), *((compute, set()) for compute in ALLOWED)],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_each_rule_finds_what_breaks_it(compute, rules, tmp_path):
+def test_each_check_detects_violations(compute, rules, tmp_path):
     spec = [InputSpec([None, N, C], "float32", "x"), InputSpec([None, N], "int64", "rows")]
     paddle.jit.save(paddle.jit.to_static(Broken(compute), input_spec=spec, full_graph=True), str(tmp_path / "layer"))
     path = next(path for path in tmp_path.iterdir() if path.suffix in (".json", ".pdmodel"))
     program = read_program(path)
     assert Variable("x", "float32", (-1, N, C)) in {
         Variable(op.attributes.get("name", out.name), out.dtype, out.shape) for op in program for out in op.outputs
-    } | {each for op in program for each in op.inputs}
-    assert {each.rule for each in broken_rules(program, C)} == rules
+    } | {operand for op in program for operand in op.inputs}
+    assert {finding.rule for finding in broken_rules(program, C)} == rules
 
 
-def test_what_is_no_program_is_not_read(tmp_path):
-    with pytest.raises(ValueError, match=r"unet\.pdiparams is no program: it must end in \.pdmodel or \.json"):
+def test_other_files_are_rejected(tmp_path):
+    with pytest.raises(ValueError, match=r"unet\.pdiparams is not a program: it must end in \.pdmodel or \.json"):
         read_program(tmp_path / "unet.pdiparams")

@@ -1,4 +1,4 @@
-"""Transformers without a UNet: one grid of patches, at level 1; in SD3 only the image's tokens merge."""
+"""Transformers without a UNet: one grid of patches, at level 1; in SD3 only image tokens merge."""
 
 import cuda_attention
 import numpy as np
@@ -32,7 +32,7 @@ def sd3_inputs():
 
 
 def pixart_of_1024_px():
-    """It is told the size of the picture, too."""
+    """PixArt-α at 1024 px, which is also conditioned on the image size."""
     return pixart(sample_size=128, num_attention_heads=3)  # a width that three embeddings can share
 
 
@@ -43,8 +43,8 @@ FAMILIES = {dit: dit_inputs, pixart: pixart_inputs, pixart_of_1024_px: pixart_in
 def draw(make, model, h=16, w=16, keyword=False):
     """One forward pass; 16×16 latents are 64 tokens."""
     latents = noise(BATCH, 4, h, w)
-    given = {"hidden_states": latents} if keyword else {}
-    return model(*([] if keyword else [latents]), **given, **FAMILIES[make]()).sample.numpy()
+    arguments = {"hidden_states": latents} if keyword else {}
+    return model(*([] if keyword else [latents]), **arguments, **FAMILIES[make]()).sample.numpy()
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda make: make.__name__)
@@ -53,7 +53,7 @@ def make(request):
 
 
 class Recorder(AttnProcessor):
-    """Notes the tokens of the queries and of the text that an attention layer gets."""
+    """Records the number of query and text tokens of an attention layer."""
 
     def __init__(self, path, seen):
         self.path, self.seen = path, seen
@@ -65,7 +65,7 @@ class Recorder(AttnProcessor):
 
 
 class JointRecorder(JointAttnProcessor2_5):
-    """Notes image and text tokens as they come into SD3's attention, and as they leave it."""
+    """Records the number of image and text tokens before and after SD3's attention."""
 
     def __init__(self, path, seen):
         super().__init__()
@@ -73,40 +73,40 @@ class JointRecorder(JointAttnProcessor2_5):
 
     def __call__(self, attn, hidden_states, encoder_hidden_states, **kwargs):
         out = super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
-        given = (hidden_states, encoder_hidden_states)
-        self.seen[self.path] = tuple(tokens.shape[1] for tokens in (*given, *out))
+        arguments = (hidden_states, encoder_hidden_states)
+        self.seen[self.path] = tuple(tokens.shape[1] for tokens in (*arguments, *out))
         return out
 
 
 def record(make, model, **size):
-    """What each attention layer of a model gets in one pass, by its path."""
-    seen, kind = {}, JointRecorder if make is sd3 else Recorder
+    """The token counts of each attention layer in one pass, by path."""
+    seen, processor = {}, JointRecorder if make is sd3 else Recorder
     for path, layer in model.named_sublayers():
         if isinstance(layer, Attention):
-            layer.set_processor(kind(path, seen))
+            layer.set_processor(processor(path, seen))
     draw(make, model, **size)
     return seen
 
 
 def attended(make, model, **size):
-    """What the self-attentions get, each kind once."""
+    """The distinct token counts of the self-attention layers."""
     return {shape for path, shape in record(make, model, **size).items() if path.endswith(("attn", "attn1"))}
 
 
 def widths(model, ending):
-    """A dict that a later pass fills with the tokens that the layers of this name get, by their path."""
+    """A dict that the next pass fills with the token counts of layers whose path has this ending."""
     seen = {}
 
-    def note(path):
+    def recorder(path):
         return lambda layer, inputs: seen.__setitem__(path, inputs[0].shape[1])
 
     for path, layer in model.named_sublayers():
         if path.endswith(ending):
-            layer.register_forward_pre_hook(note(path))
+            layer.register_forward_pre_hook(recorder(path))
     return seen
 
 
-def test_self_attention_sees_the_tokens_that_stay(make):
+def test_self_attention_gets_merged_tokens(make):
     model = make().apply_tome(ratio=0.5)
     seen = record(make, model)
     if make is sd3:  # 32 of 64 image tokens and all of the text, into one attention and out of it again
@@ -117,7 +117,7 @@ def test_self_attention_sees_the_tokens_that_stay(make):
     assert len(seen) >= len(model.transformer_blocks)
 
 
-def test_merged_pictures_differ_and_removal_restores_every_bit(make):
+def test_merged_output_differs_and_removal_is_bit_equal(make):
     model = make()
     plain = draw(make, model)
     assert not np.array_equal(draw(make, model.apply_tome(ratio=0.5)), plain)
@@ -127,11 +127,11 @@ def test_merged_pictures_differ_and_removal_restores_every_bit(make):
 
 @pytest.mark.parametrize("make", [dit, pixart], ids=lambda make: make.__name__)
 def test_xformers_before_and_after(make):
-    """PixArt's text has a mask, which reaches the attention; SD3's attention is the one below xformers anyway."""
+    """PixArt's text mask reaches the attention. SD3 is left out because it always uses the function below xformers."""
     settings = {"ratio": 0.5, "merge_crossattn": make is pixart}
     model = make().apply_tome(**settings)
     expected = draw(make, model)
-    with cuda_attention.found():
+    with cuda_attention.available():
         model.enable_xformers_memory_efficient_attention()
     merged = draw(make, model)
     plain = draw(make, model.remove_tome())
@@ -143,16 +143,16 @@ def test_xformers_before_and_after(make):
 
 def test_max_downsample_makes_no_difference(make):
     model = make()
-    drawn = [draw(make, model.apply_tome(ratio=0.5, max_downsample=deepest)) for deepest in (None, 1, 2, 4, 8)]
-    assert all(np.array_equal(drawn[0], other) for other in drawn[1:])
+    outputs = [draw(make, model.apply_tome(ratio=0.5, max_downsample=level)) for level in (None, 1, 2, 4, 8)]
+    assert all(np.array_equal(outputs[0], other) for other in outputs[1:])
 
 
-def test_the_latents_may_come_by_keyword(make):
+def test_latents_by_keyword(make):
     model = make().apply_tome(ratio=0.5)
     assert np.array_equal(draw(make, model, keyword=True), draw(make, model))
 
 
-def test_merge_mlp_merges_image_tokens_alone(make):
+def test_merge_mlp_only_merges_image_tokens(make):
     model = make().apply_tome(ratio=0.5, merge_mlp=True)
     image, text = widths(model, ".ff"), widths(model, ".ff_context")
     draw(make, model)
@@ -161,7 +161,7 @@ def test_merge_mlp_merges_image_tokens_alone(make):
     assert set(text.values()) == ({TEXT} if make is sd3 else set())
 
 
-def test_merge_mlp_alone_leaves_attention_alone(make):
+def test_merge_mlp_without_merge_attn_leaves_attention_plain(make):
     model = make().apply_tome(ratio=0.5, merge_attn=False, merge_mlp=True)
     image = widths(model, ".ff")
     assert attended(make, model) == ({(64, TEXT, 64, TEXT)} if make is sd3 else {(64, None)})
@@ -174,19 +174,19 @@ def test_cross_attention_merges_under_a_text_mask():
 
 
 @pytest.mark.parametrize("make", [pixart, pixart_of_1024_px, sd3], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(("h", "w", "stay"), [(12, 20, 30), (20, 12, 30), (10, 14, 18)])
-def test_latents_need_not_be_square(make, h, w, stay):
-    """5×7 patches have 6 whole cells; half of the 35 tokens, rounded down, merge away."""
+@pytest.mark.parametrize(("h", "w", "kept"), [(12, 20, 30), (20, 12, 30), (10, 14, 18)])
+def test_latents_that_are_not_square(make, h, w, kept):
+    """5×7 patches have 6 complete cells; half of the 35 tokens, rounded down, merge away."""
     model = make()
     plain = draw(make, model, h=h, w=w)
     model.apply_tome(ratio=0.5)
-    assert {shape[0] for shape in attended(make, model, h=h, w=w)} == {stay}
+    assert {shape[0] for shape in attended(make, model, h=h, w=w)} == {kept}
     assert draw(make, model, h=h, w=w).shape == plain.shape
     assert np.array_equal(draw(make, model.remove_tome(), h=h, w=w), plain)
 
 
 def test_fewer_codes_than_the_grid_has():
-    """VQ-Diffusion's transformer also takes fewer codes than the 64 of its grid."""
+    """VQ-Diffusion's transformer also accepts fewer codes than the 64 of its grid."""
     model = ZOO["VQDiffusionPipeline"]().pipe.transformer
     text, timestep = noise(BATCH, TEXT, HIDDEN, seed=1), TIMESTEP[0]
 
@@ -200,12 +200,14 @@ def test_fewer_codes_than_the_grid_has():
     np.testing.assert_equal([denoise(codes) for codes in (64, 20)], plain)
     model.apply_tome(ratio=0.5)
     assert not np.array_equal(denoise(64), plain[0])
-    with pytest.raises(ToMePassError, match=r"got 20 indices, and its grid of 8×8 has 64: merging needs the whole"):
+    with pytest.raises(
+        ToMePassError, match=r"got 20 indices, but its grid of 8×8 has 64: merging needs the complete grid"
+    ):
         denoise(20)
 
 
 @pytest.mark.parametrize("make", [dit, sd3], ids=lambda make: make.__name__)
-def test_models_with_fused_blocks_are_refused(make, monkeypatch):
+def test_models_with_fused_blocks_are_rejected(make, monkeypatch):
     monkeypatch.setenv("INFERENCE_OPTIMIZE", "True")
     model = make()
     assert model.inference_optimize

@@ -1,4 +1,4 @@
-"""Video UNets: pixels merge within each frame, frames never do, and all frames of a video keep the same dst tokens."""
+"""Video UNets: pixels merge within each frame, frames never merge, and all frames share their dst positions."""
 
 import numpy as np
 import paddle
@@ -28,8 +28,8 @@ def video(channels, seed=0):
 def draw(model, seed=0):
     """One forward pass over two videos."""
     if hasattr(model, "add_embedding"):  # Stable Video Diffusion: frames before channels, an image instead of text
-        model_input, more = video(8, seed).transpose([0, 2, 1, 3, 4]), {"added_time_ids": noise(VIDEOS, 3)}
-        return model(model_input, paddle.to_tensor(10), noise(VIDEOS, 1, parts.HIDDEN), **more).sample.numpy()
+        model_input, arguments = video(8, seed).transpose([0, 2, 1, 3, 4]), {"added_time_ids": noise(VIDEOS, 3)}
+        return model(model_input, paddle.to_tensor(10), noise(VIDEOS, 1, parts.HIDDEN), **arguments).sample.numpy()
     return model(video(4, seed), paddle.to_tensor([10]), noise(VIDEOS, TEXT, parts.HIDDEN)).sample.numpy()
 
 
@@ -54,7 +54,7 @@ def model(request):
 
 
 class Recorder(AttnProcessor):
-    """Notes what each attention layer of a model gets: rows and tokens."""
+    """Records the input shape of an attention layer: rows and tokens."""
 
     def __init__(self, path, seen):
         self.path, self.seen = path, seen
@@ -65,7 +65,7 @@ class Recorder(AttnProcessor):
 
 
 def record(model):
-    """Rows and tokens of each attention layer in one pass, by its path: over frames, and over pixels."""
+    """Rows and tokens of each attention layer in one pass, by path: over frames, and over pixels."""
     seen = {}
     for path, layer in model.named_sublayers():
         if isinstance(layer, Attention):
@@ -94,7 +94,7 @@ def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model):
         assert over_pixels[path] == (merged if path in at_level_1 else shape), path
 
 
-def test_all_frames_keep_the_same_dst_tokens_and_pair_for_themselves(model, monkeypatch):
+def test_frames_share_dst_positions_but_not_pairs(model, monkeypatch):
     plans = []
 
     def spy(metric, *args):
@@ -112,7 +112,7 @@ def test_all_frames_keep_the_same_dst_tokens_and_pair_for_themselves(model, monk
         assert not (np.sort(merged - offsets) == np.sort(merged[0])).all()
 
 
-def test_removal_restores_every_bit(model):
+def test_removal_is_bit_equal(model):
     plain = draw(model)
     assert not np.array_equal(draw(model.apply_tome(ratio=0.5)), plain)
     assert np.array_equal(draw(model.remove_tome()), plain)

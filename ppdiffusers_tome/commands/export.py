@@ -26,8 +26,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--max-downsample", type=int, help="deepest level that merges (default: shallowest with self-attention)")
     option("--seed", type=int, default=0, help="what random dst are drawn from, once (default: 0)")
     option("--no-rand", action="store_true", help="dst is the first token of each cell")
-    option("--window", type=int, help="side of the windows, in tokens, that dst are looked for in (default: the grid)")
-    option("--proportional", action="store_true", help="merged tokens count as often as the tokens that they replace")
+    option("--window", type=int, help="side, in tokens, of the windows to match in (default: the whole grid)")
+    option(
+        "--proportional", action="store_true", help="weight merged tokens by the number of tokens that they replace"
+    )
     option("--merge-crossattn", action="store_true", help="merge around cross-attention too")
     option("--merge-mlp", action="store_true", help="merge around feed-forward layers too")
     option("--no-safety-checker", action="store_true", help="leave out a safety checker, which cannot be exported")

@@ -1,4 +1,4 @@
-"""Paddle Inference: export a pipeline with token merging inside, and run the folder."""
+"""Paddle Inference: export a pipeline with token merging, and run the exported folder."""
 
 from .export import export_pipeline
 from .manifest import Manifest, Size, parse_size, read_manifest

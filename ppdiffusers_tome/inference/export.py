@@ -1,4 +1,4 @@
-"""A pipeline, with token merging in it, becomes a folder of Paddle Inference programs."""
+"""Export a pipeline, with token merging, to a folder of Paddle Inference programs."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from . import programs
 from .layout import copy_parts, describe_export, share_weights
 from .manifest import Manifest, ProgramFile, Size, list_programs
 from .programs import Traceable
-from .request import Request, check
+from .request import Request, check_request
 from .runtime import Runtime
 from .tracing import save
 
@@ -35,44 +35,44 @@ def export_pipeline(
     progress: bool = True,
     **settings: Any,
 ) -> Manifest:
-    """Write a pipeline's models, with token merging inside, as Paddle Inference programs; the pipeline stays as it is.
+    """Write a pipeline's models, with token merging, as Paddle Inference programs; the pipeline is not changed.
 
-    The folder has the layout of ppdiffusers' `PaddleInfer…Pipeline` classes, which find the first size and ratio in
-    it, and `tome.json` beside it. Batch and text length are dynamic. Each program is loaded in a predictor and
-    compared with eager on random inputs and two batch sizes. Random dst are drawn once, from `seed`, and part of the
+    The folder has the layout that ppdiffusers' `PaddleInfer…Pipeline` classes read (they use the first size and
+    ratio), plus `tome.json`. Batch and text length are dynamic. Each program is loaded in a predictor and compared
+    with eager on random inputs and two batch sizes. Random dst are drawn once, from `seed`, and are part of the
     program: the same as in eager with that seed.
 
     Args:
         pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.
-        folder: must not exist or be empty, unless overwrite.
-        ratios: one or several, 0 for a plain program; the first is the default. A UNet program is written for each,
-            all sharing one file of weights. None: what is applied to the pipeline now.
-        sizes: (height, width) in pixels, a UNet program for each. None: what the UNet was made for.
-        dynamic: one UNet program for all heights and widths instead; needs Paddle 2.6 and use_rand=False.
-        image_to_image: write the VAE's encoder too, for image-to-image and inpainting.
+        folder: must be new or empty, unless overwrite.
+        ratios: one or several ratios, 0 for a plain program; the first is the default. A UNet program is written for
+            each; all share one file of weights. None: the config that is applied to the pipeline now.
+        sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
+        dynamic: write one UNet program for all heights and widths instead; needs Paddle 2.6 and use_rand=False.
+        image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         overwrite: replace an earlier export in folder, once the new one is complete.
         progress: show a progress bar.
-        settings: `apply_tome`'s: max_downsample, sx, sy, use_rand, seed, window, proportional,
-            merge_attn, merge_crossattn, merge_mlp.
+        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn,
+            merge_crossattn, merge_mlp.
 
     Returns:
-        What was written to `tome.json`.
+        The manifest that was written to `tome.json`.
 
     Raises:
         ToMeConfigError: an argument is not allowed.
-        NoMergeableLayerError: there is nothing to merge by these settings.
+        NoMergeableLayerError: there is nothing to merge with these settings.
         ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
-            than 1e-5 of its largest output. After any error the folder is as it was.
+            than 1e-5 of its largest output. After any error the folder is unchanged.
 
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
-    request = check(pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, settings)
-    with _complete_or_nothing(request.folder) as partial:
+    request = check_request(pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, settings)
+    with _atomic_folder(request.folder) as partial:
         written: list[ProgramFile] = []
-        planned = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
-        for model, size, ratio in tqdm(planned, desc="export", unit="program", disable=not progress):
+        programs_to_write = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
+        for model, size, ratio in tqdm(programs_to_write, desc="export", unit="program", disable=not progress):
             written.append(_write(request, model, size, ratio, partial, written))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
@@ -81,8 +81,8 @@ def export_pipeline(
 
 
 @contextmanager
-def _complete_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder to write to, beside the one that it becomes when all is well; otherwise it goes."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that replaces it on success, and is deleted on any error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -99,20 +99,20 @@ def _complete_or_nothing(folder: Path) -> Iterator[Path]:
 def _write(
     request: Request, model: str, size: Size | None, ratio: float | None, folder: Path, written: list[ProgramFile]
 ) -> ProgramFile:
-    """Save one program, at any size where `size` is None; one copy of one model is in memory at a time."""
+    """Save one program, for any size if `size` is None; only one copy of one model is in memory at a time."""
     factor = vae_factor(request.pipe)
-    # A dynamic program is compared at a size whose sides differ.
-    shown = size or (request.sizes[0] if request.sizes else Size(32 * factor, 48 * factor))
-    fixed = {"height": shown.height, "width": shown.width}
-    fixed |= {"latent_height": shown.height // factor, "latent_width": shown.width // factor}
+    # A dynamic program is compared at a size that is not square.
+    example = size or (request.sizes[0] if request.sizes else Size(32 * factor, 48 * factor))
+    fixed = {"height": example.height, "width": example.width}
+    fixed |= {"latent_height": example.height // factor, "latent_width": example.width // factor}
     dims = {**fixed, "tokens": text_tokens(request.pipe)}
     traceable = _traceable(request, model, size, ratio)
     label = f"{model} at {size}" if size else model
-    # ppdiffusers looks into "unet"; the others are ours alone.
-    parts = [model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])]
-    into = folder / ("_".join(parts) if written else "unet")
-    saved = save(traceable, into, fixed if size else {}, dims, label, Runtime().cores())
-    params = share_weights(saved.params, [folder / each.params for each in written if each.model == model])
+    # ppdiffusers reads "unet"; only this package reads the others.
+    name = [model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])]
+    target = folder / ("_".join(name) if written else "unet")
+    saved = save(traceable, target, fixed if size else {}, dims, label, Runtime().cores())
+    params = share_weights(saved.params, [folder / file.params for file in written if file.model == model])
     program, params = (path.relative_to(folder) for path in (saved.program, params))
     return ProgramFile(model, str(program), str(params), size, ratio, saved.parity, saved.onednn_parity)
 
@@ -126,10 +126,10 @@ def _traceable(request: Request, model: str, size: Size | None, ratio: float | N
     if ratio is None:
         return programs.text_encoder(getattr(pipe, model), request.is_xl)
     traceable = programs.denoiser(pipe.unet, request.controlnet, size is not None)
-    config, for_controlnet = request.configs[ratio]
-    detach(traceable.layer)  # what the copies brought along
+    config, controlnet_config = request.configs[ratio]
+    detach(traceable.layer)  # hooks of the originals, which were copied too
     if config is not None:
         attach(traceable.layer.unet, config, None)
-    if for_controlnet is not None and request.controlnet is not None:
-        attach(traceable.layer.controlnet, for_controlnet, for_controlnet)
+    if controlnet_config is not None and request.controlnet is not None:
+        attach(traceable.layer.controlnet, controlnet_config, controlnet_config)
     return traceable

@@ -1,4 +1,4 @@
-"""The layers that are traced: one around each of a pipeline's models, which takes its inputs by name."""
+"""The layers that are traced: one wrapper for each of a pipeline's models, with named inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from paddle import nn
 
 
 class TextEncoder(nn.Layer):
-    """Stable Diffusion's: the last hidden state [B, T, D], and the pooled one [B, D]."""
+    """Text encoder of Stable Diffusion: the last hidden state [B, T, D] and the pooled one [B, D]."""
 
     def __init__(self, model: nn.Layer) -> None:
         super().__init__()
@@ -20,16 +20,16 @@ class TextEncoder(nn.Layer):
 
 
 class TextEncoderXL(TextEncoder):
-    """SDXL's two: the last but one hidden state [B, T, D], and the pooled one, in the second projected, [B, D]."""
+    """Text encoders of SDXL: the penultimate hidden state [B, T, D] and the pooled (second: projected) one [B, D]."""
 
     def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
         out = self.model(input_ids, output_hidden_states=True, return_dict=True)
-        # Where there is no projection the first output is the last hidden state, and SDXL takes it for the pooled one.
+        # Without a projection the first output is the last hidden state, which SDXL reads as the pooled one.
         return out.hidden_states[-2], out[0]
 
 
 class VaeEncoder(nn.Layer):
-    """The mode of the latent distribution, [B, 4, h, w], and its log variance."""
+    """VAE encoder: the mode of the latent distribution, [B, 4, h, w], and its log variance."""
 
     def __init__(self, model: nn.Layer) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class VaeEncoder(nn.Layer):
 
 
 class VaeDecoder(nn.Layer):
-    """A picture in -1 ... 1, [B, 3, H, W]."""
+    """VAE decoder: an image [B, 3, H, W], from -1 to 1."""
 
     def __init__(self, model: nn.Layer) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class VaeDecoder(nn.Layer):
 
 
 class Fused(nn.Layer):
-    """The UNet's prediction [B, C, h, w], with a ControlNet inside where there is one; and the same for SDXL.
+    """UNet, fused with a ControlNet if there is one: the prediction [B, C, h, w].
 
-    Each variant has a forward of its own, for `paddle.jit` exports no `*args`.
+    Each subclass has its own forward because `paddle.jit` cannot export `*args`.
     """
 
     def __init__(self, unet: nn.Layer, controlnet: nn.Layer | None = None) -> None:
@@ -62,22 +62,22 @@ class Fused(nn.Layer):
         self.unet = unet
         self.controlnet: Any = controlnet
 
-    def record_directly(self) -> None:
-        """Record what the models do without having Paddle translate their Python first: an export takes a tenth.
+    def skip_translation(self) -> None:
+        """Trace the models without translating their Python code first, which takes nine tenths of an export.
 
-        Only where height and width are known: where they are not, ppdiffusers decides by shapes that it reads as -1.
+        Only for known height and width: ppdiffusers branches on shapes, which are -1 if they are dynamic.
         """
         for method in (self._predict, self._control):
             setattr(self, method.__name__, paddle.jit.not_to_static(_function(method)))
 
     def _predict(self, sample: Any, timestep: Any, text: Any, added: Any, **residuals: Any) -> paddle.Tensor:
-        given = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
-        return self.unet(sample, timestep, **given, **residuals)[0]
+        arguments = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
+        return self.unet(sample, timestep, **arguments, **residuals)[0]
 
     def _control(self, sample: Any, timestep: Any, text: Any, added: Any, image: Any, scale: Any) -> paddle.Tensor:
-        given = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
-        down, mid = self.controlnet(sample, timestep, controlnet_cond=image, **given)
-        # One scale for each residual, as ppdiffusers hands over.
+        arguments = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
+        down, mid = self.controlnet(sample, timestep, controlnet_cond=image, **arguments)
+        # One scale for each residual, as ppdiffusers passes them.
         down = [residual * scale[i] for i, residual in enumerate(down)]
         residuals = {
             "down_block_additional_residuals": down,
@@ -87,7 +87,7 @@ class Fused(nn.Layer):
 
 
 class Denoiser(Fused):
-    """Stable Diffusion's UNet."""
+    """UNet of Stable Diffusion."""
 
     def forward(
         self, sample: paddle.Tensor, timestep: paddle.Tensor, encoder_hidden_states: paddle.Tensor
@@ -96,7 +96,7 @@ class Denoiser(Fused):
 
 
 class DenoiserXL(Fused):
-    """SDXL's UNet."""
+    """UNet of SDXL."""
 
     def forward(
         self,
@@ -111,7 +111,7 @@ class DenoiserXL(Fused):
 
 
 class ControlledDenoiser(Fused):
-    """Stable Diffusion's UNet with a ControlNet."""
+    """UNet of Stable Diffusion with a ControlNet."""
 
     def forward(
         self,
@@ -126,7 +126,7 @@ class ControlledDenoiser(Fused):
 
 
 class ControlledDenoiserXL(Fused):
-    """SDXL's UNet with a ControlNet."""
+    """UNet of SDXL with a ControlNet."""
 
     def forward(
         self,
@@ -144,5 +144,5 @@ class ControlledDenoiserXL(Fused):
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method as a function, which takes the mark that Paddle puts on it."""
-    return lambda *given, **more: method(*given, **more)
+    """A bound method as a function, on which Paddle can set attributes."""
+    return lambda *args, **kwargs: method(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The parts of an exported folder that are no programs, and its description."""
+"""The parts of an exported folder that are not programs, and its manifest."""
 
 import filecmp
 import inspect
@@ -15,15 +15,15 @@ from .manifest import FileFacts, Manifest, ProgramFile, sha256
 from .programs import count_residuals
 from .request import Request
 
-RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # what ppdiffusers loads a program as
-# Where the config of each model lies, for ppdiffusers reads it beside a program.
+RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppdiffusers loads a program with
+# The folder of each model's config: ppdiffusers reads it from beside a program.
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")
 
 
 def share_weights(params: Path, others: list[Path]) -> Path:
-    """The file to take weights from: `params`, or one of the others that is equal; then `params` is deleted."""
+    """The file to read weights from: one of `others` that equals `params`, which is then deleted, or `params`."""
     for other in dict.fromkeys(others):
         if filecmp.cmp(other, params, shallow=False):
             params.unlink()
@@ -35,19 +35,19 @@ def copy_parts(request: Request, folder: Path) -> None:
     """Write tokenizers and scheduler, the models' configs, and `model_index.json`."""
     pipe = request.pipe
     for name in COPIED:
-        part = vars(pipe).get(name)
-        if part is not None:
-            part.save_pretrained(str(folder / name))
-    for name, where in CONFIGS.items():
+        component = vars(pipe).get(name)
+        if component is not None:
+            component.save_pretrained(str(folder / name))
+    for name, subfolder in CONFIGS.items():
         if name in pipe.config:
-            _write_json(folder / where / "config.json", _config(getattr(pipe, name)))
+            _write_json(folder / subfolder / "config.json", _config(getattr(pipe, name)))
     if request.controlnet is not None:
         _write_json(folder / CONTROLNET_CONFIG / "config.json", _config(request.controlnet))
     _write_json(folder / "model_index.json", _model_index(request, folder))
 
 
 def describe_export(request: Request, folder: Path, written: list[ProgramFile]) -> Manifest:
-    """The folder's manifest; every other file must be there already."""
+    """The folder's manifest; all other files must already exist."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {
         path.relative_to(folder).as_posix(): FileFacts(bytes=path.stat().st_size, sha256=sha256(path))
@@ -74,15 +74,15 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
 
 
 def _model_index(request: Request, folder: Path) -> dict[str, Any]:
-    """What `PaddleInfer…Pipeline.from_pretrained` reads: each part of its class, with its own class."""
-    known = request.pipe.config
+    """The contents of `model_index.json` for `PaddleInfer…Pipeline.from_pretrained`: the class of each component."""
+    config = request.pipe.config
     reader = getattr(ppdiffusers, request.reader)
     index = {"_class_name": request.reader, "_ppdiffusers_version": ppdiffusers.__version__}
     for name, parameter in list(inspect.signature(reader.__init__).parameters.items())[1:]:
         if name in COPIED and vars(request.pipe).get(name) is not None:
-            index[name] = list(known[name])
+            index[name] = list(config[name])
         elif isinstance(parameter.default, bool):
-            index[name] = known.get(name, parameter.default) if name != "requires_safety_checker" else False
+            index[name] = config.get(name, parameter.default) if name != "requires_safety_checker" else False
         else:
             index[name] = RUNTIME_MODEL if (folder / name).is_dir() else [None, None]
     return index

@@ -1,4 +1,4 @@
-"""`tome.json`: what an exported folder holds, for whom it was made and how far its programs are from the model."""
+"""`tome.json`: the contents of an exported folder, their versions, and how closely programs match the model."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from ..errors import ToMeConfigError, ToMeExportError
 
 MANIFEST = "tome.json"
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-# ppdiffusers' pipelines that can be exported: its class that reads the folder without and with a VAE encoder.
+# Pipelines that can be exported: ppdiffusers' class that reads the folder without and with a VAE encoder.
 READERS = {
     "StableDiffusionPipeline": ("PaddleInferStableDiffusionPipeline", "PaddleInferStableDiffusionMegaPipeline"),
     "StableDiffusionImg2ImgPipeline": (None, "PaddleInferStableDiffusionImg2ImgPipeline"),
@@ -30,14 +30,14 @@ READERS = {
 
 Side: TypeAlias = Annotated[int, Field(ge=1, le=99_999)]
 Ratio: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Distance: TypeAlias = Annotated[float, AllowInfNan(True)]
+RelativeDifference: TypeAlias = Annotated[float, AllowInfNan(True)]
 # A path inside the folder: no component is empty or begins with a dot.
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 InnerPath: TypeAlias = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME}){{0,9}}$")]
 
 
 class Size(NamedTuple):
-    """Height and width of an image in pixels, in ppdiffusers' order; written "WIDTHxHEIGHT", as everybody does."""
+    """Height and width of an image in pixels, in ppdiffusers' order; as text "WIDTHxHEIGHT", the usual order."""
 
     height: Side
     width: Side
@@ -47,33 +47,36 @@ class Size(NamedTuple):
 
 
 def parse_size(text: str) -> Size:
-    """The size that "WIDTHxHEIGHT" stands for.
+    """The size of "WIDTHxHEIGHT", or of one number for a square.
 
     Raises:
-        ToMeConfigError: the text is no such thing.
+        ToMeConfigError: the text is neither.
     """
-    sides = re.fullmatch("([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", str(text).lower())
+    sides = re.fullmatch("([1-9][0-9]{0,4})(?:x([1-9][0-9]{0,4}))?", str(text).lower())
     if sides is None:
-        raise ToMeConfigError(f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT in pixels, such as 512x768.")
-    return Size(int(sides[2]), int(sides[1]))
+        raise ToMeConfigError(
+            f"size={text!r:.60} is not allowed: it must be WIDTHxHEIGHT, or one number for a square, in pixels, such "
+            "as 512x768 or 512."
+        )
+    return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
 @dataclass(frozen=True, config=STRICT)
 class ProgramFile:
-    """One program of an exported folder, whose weights it may share with others."""
+    """One program of an exported folder; several may share one file of weights."""
 
     model: str  # "unet", "text_encoder", "vae_decoder", ...
-    program: InnerPath  # "unet/inference.pdmodel", on Paddle 3 ".json"
+    program: InnerPath  # "unet/inference.pdmodel", with Paddle 3 "….json"
     params: InnerPath  # "unet/inference.pdiparams"
-    size: Size | None = None  # the one it runs at; None: any
-    ratio: Ratio | None = None  # by which it merges, 0 for a plain denoiser; None where there is nothing to merge
-    # Largest |program - eager| over the largest |eager|, by batch size, with the kernels that eager has and oneDNN's.
+    size: Size | None = None  # of its images; None: any
+    ratio: Ratio | None = None  # 0 for a plain denoiser; None for models that do not merge
+    # max|program - eager| / max|eager| by batch size, with Paddle's own kernels and with oneDNN's.
     parity: dict[str, float] = field(default_factory=dict, hash=False)
-    onednn_parity: dict[str, Distance] = field(default_factory=dict, hash=False)
+    onednn_parity: dict[str, RelativeDifference] = field(default_factory=dict, hash=False)
 
 
 class FileFacts(TypedDict):
-    """How a file is recognized."""
+    """Size and hash of a file."""
 
     bytes: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -81,36 +84,38 @@ class FileFacts(TypedDict):
 
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Manifest:
-    """What `export_pipeline` writes and `load_pipeline` reads; pydantic refuses what is wrong or does not agree."""
+    """What `export_pipeline` writes and `load_pipeline` reads; pydantic rejects wrong or inconsistent values."""
 
     format: Literal[1]  # of tome.json
-    name: str  # of the model: its folder's name
-    pipeline: str  # the class in ppdiffusers that it came from and is loaded as, e.g. "StableDiffusionPipeline"
-    sizes: tuple[Size, ...]  # in the order they were asked for; () where height and width are dynamic
+    name: str  # of the model's folder
+    pipeline: str  # its class in ppdiffusers, e.g. "StableDiffusionPipeline"
+    sizes: tuple[Size, ...]  # in the order of the arguments; () if height and width are dynamic
     ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
-    image_to_image: bool  # whether the VAE's encoder is there
-    residuals: Annotated[int, Field(ge=0)]  # of the ControlNet fused with the UNet, with the mid block's; 0: no such
+    image_to_image: bool  # whether the VAE's encoder was exported
+    residuals: Annotated[
+        int, Field(ge=0)
+    ]  # of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet
     vae_factor: Side  # image pixels per latent pixel, along each side
-    # By ratio: how the UNet merges and how the ControlNet does, None where it is plain or there is none.
+    # By ratio: the configs of UNet and ControlNet; None if it is plain or absent.
     merging: dict[str, tuple[ToMeConfig | None, ToMeConfig | None]]
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
 
     def __post_init__(self) -> None:
-        planned = list_programs(self.sizes, self.ratios, "XL" in self.pipeline, self.image_to_image)
-        paths = {path for each in self.programs for path in (each.program, each.params)}
-        agree = {
+        expected = list_programs(self.sizes, self.ratios, "XL" in self.pipeline, self.image_to_image)
+        paths = {path for file in self.programs for path in (file.program, file.params)}
+        is_consistent = {
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
             "merging": list(self.merging) == [f"{ratio:g}" for ratio in self.ratios],
-            "programs": [(each.model, each.size, each.ratio) for each in self.programs] == planned,
+            "programs": [(file.model, file.size, file.ratio) for file in self.programs] == expected,
             "files": {*paths, "model_index.json"} <= set(self.files),
         }
-        for name, does in agree.items():
-            if not does:
-                raise ValueError(f"{name} is unknown or does not go with the other fields")
+        for name, consistent in is_consistent.items():
+            if not consistent:
+                raise ValueError(f"{name} is unknown or inconsistent with the other fields")
 
     @property
     def controlnet(self) -> bool:
@@ -119,27 +124,27 @@ class Manifest:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the denoiser runs at any height and width."""
+        """Whether the denoiser's program runs at any height and width."""
         return not self.sizes
 
-    def of(self, model: str) -> list[ProgramFile]:
+    def programs_of(self, model: str) -> list[ProgramFile]:
         """The programs of one model, the default first."""
-        return [each for each in self.programs if each.model == model]
+        return [file for file in self.programs if file.model == model]
 
     def denoiser(self, size: Size, ratio: float) -> ProgramFile:
         """The UNet's program for a size and a ratio.
 
         Raises:
-            ToMeConfigError: there is none; the message lists what there is.
+            ToMeConfigError: there is none; the message lists the exported ones.
         """
         check_ratio(ratio, self.ratios)
-        for each in self.of("unet"):
-            if each.size in (size, None) and each.ratio == ratio:
-                return each
+        for file in self.programs_of("unet"):
+            if file.size in (size, None) and file.ratio == ratio:
+                return file
         listed = ", ".join(map(str, self.sizes))
         raise ToMeConfigError(
-            f"size={size} (width x height) was not exported: there is {listed}. Pass height= and width= of one of "
-            "these, or export again with this size among --sizes."
+            f"size={size} (width x height) was not exported, only {listed}. Pass height= and width= of one of these, "
+            "or export again with this size in --size."
         )
 
     def save(self, folder: Path) -> None:
@@ -151,7 +156,7 @@ class Manifest:
 def list_programs(
     sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool
 ) -> list[tuple[str, Size | None, float | None]]:
-    """Model, size and ratio of each program of an export, in their order."""
+    """Model, size and ratio of each program of an export, in order."""
     models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
     models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
     unets = [("unet", size, ratio) for size in sizes or (None,) for ratio in ratios]
@@ -159,47 +164,51 @@ def list_programs(
 
 
 def check_ratio(ratio: float, ratios: Iterable[float]) -> None:
-    """Raise ToMeConfigError, listing the ratios that there are, where `ratio` is not among them."""
+    """Raise ToMeConfigError, listing the exported ratios, if `ratio` is not one of them."""
     if ratio not in ratios:
-        listed = ", ".join(f"{each:g}" for each in ratios)
+        listed = ", ".join(f"{exported:g}" for exported in ratios)
         raise ToMeConfigError(
-            f"ratio={ratio!r} was not exported: there is {listed}. Export again with --ratio {ratio} among them."
+            f"ratio={ratio!r} was not exported, only {listed}. Export again with this ratio in --ratio."
         )
 
 
 def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
-    """Read an exported folder's `tome.json`, and check that its files are there.
+    """Read an exported folder's `tome.json`, and check its files.
 
     Args:
-        folder: what `export_pipeline` wrote.
-        verify: True compares the SHA-256 of all files, which takes seconds for each GB; False of all but the weights,
-            because Paddle crashes on a damaged program; None compares sizes alone.
+        folder: written by `export_pipeline`.
+        verify: True compares the SHA-256 of all files, which takes seconds per GB; False of all except the weights,
+            because Paddle crashes on a damaged program; None only compares sizes.
 
     Raises:
-        ToMeExportError: the folder was not exported by this package, is damaged, or newer than this package.
+        ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
     """
     folder = Path(folder)
     path = folder / MANIFEST
     if not path.is_file():
         raise ToMeExportError(
-            f"{folder} has no {MANIFEST}, so it is no exported pipeline: make one with "
-            "python -m ppdiffusers_tome export --model DIR --output OUT."
+            f"{folder} has no {MANIFEST}, so it is not an exported pipeline: create one with "
+            "python -m ppdiffusers_tome export --model DIR --output DIR."
         )
     try:
         manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
-        for name, facts in manifest.files.items():
+        for name, expected in manifest.files.items():
             file = Path(os.path.realpath(folder / name, strict=True))
             if not file.is_relative_to(folder.resolve()):
-                raise ToMeExportError(f"{folder / name} is a link out of {folder}: put the file itself there.")
-            if file.stat().st_size != facts["bytes"]:
                 raise ToMeExportError(
-                    f"{folder / name} has not the size that was exported: export or copy the folder again."
+                    f"{folder / name} is a link to a file outside of {folder}: replace it by the file."
+                )
+            if file.stat().st_size != expected["bytes"]:
+                raise ToMeExportError(
+                    f"{folder / name} does not have its exported size: export or copy the folder again."
                 )
             is_hashed = verify if name.endswith(".pdiparams") else verify is not None
-            if is_hashed and sha256(file) != facts["sha256"]:
-                raise ToMeExportError(f"{folder / name} is not what was exported: export or copy the folder again.")
+            if is_hashed and sha256(file) != expected["sha256"]:
+                raise ToMeExportError(
+                    f"{folder / name} differs from the exported file: export or copy the folder again."
+                )
     except ValidationError as error:
-        reason = f"{path} is damaged, or of another version of this package ({first_error(error)})"
+        reason = f"{path} is damaged, or was written by another version of this package ({first_error(error)})"
         raise ToMeExportError(f"{reason}: export the model again.") from error
     except OSError as error:
         raise ToMeExportError(f"{folder} cannot be read ({error}): export or copy it again.") from error
@@ -207,7 +216,7 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
 
 
 def first_error(error: ValidationError) -> str:
-    """The first thing that pydantic found wrong, in a line: field, reason and value."""
+    """The first of pydantic's errors in one line: field, reason and value."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
     value = "" if first["type"] in ("json_invalid", "missing", "value_error") else f", not {first['input']!r:.60}"
@@ -218,6 +227,6 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What stands for a UNet, ControlNet, text encoder or VAE in an ordinary pipeline, and runs exported programs."""
+"""Replacements for UNet, ControlNet, text encoder and VAE in an ordinary pipeline, which run exported programs."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,9 +21,9 @@ Load = Callable[[ProgramFile], Predictor]
 
 
 class ExportedModel:
-    """Base class: what pipelines ask of any model. A program is loaded when it first runs, and then kept."""
+    """Base class: what pipelines need of any model. Programs are loaded when they first run, and kept."""
 
-    dtype = paddle.float32  # of inputs and outputs, whatever precision it computes in
+    dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
 
     def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load) -> None:
         self.config = FrozenDict(config)
@@ -38,11 +38,11 @@ class ExportedModel:
 
 
 class ExportedTextEncoder(ExportedModel):
-    """A text encoder of Stable Diffusion or, with is_xl, of SDXL. Called as the original is."""
+    """A text encoder of Stable Diffusion or, with is_xl, of SDXL. Called like the original."""
 
     def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, name: str, is_xl: bool) -> None:
         super().__init__(config, manifest, load)
-        self._program = manifest.of(name)[0]
+        self._program = manifest.programs_of(name)[0]
         self._is_xl = is_xl
 
     def __call__(
@@ -55,7 +55,8 @@ class ExportedTextEncoder(ExportedModel):
         _refuse("text encoder", attention_mask=attention_mask, **others)
         if output_hidden_states and not self._is_xl:
             raise ToMeConfigError(
-                "clip_skip is not there in an exported text encoder, which gives its last layer alone: leave it out."
+                "clip_skip is not supported by an exported text encoder, which only returns its last layer: "
+                "leave it out."
             )
         first, second = self._predictor(self._program)(input_ids=input_ids)
         if self._is_xl:
@@ -64,37 +65,38 @@ class ExportedTextEncoder(ExportedModel):
 
 
 class _XLEmbeddings(tuple):
-    """What SDXL reads: the pooled embedding, and of the hidden states the last but one."""
+    """The outputs that SDXL reads: the pooled embedding and the penultimate hidden state."""
 
     def __new__(cls, pooled: paddle.Tensor, hidden: paddle.Tensor) -> "_XLEmbeddings":
         return super().__new__(cls, (pooled,))
 
     def __init__(self, pooled: paddle.Tensor, hidden: paddle.Tensor) -> None:
-        self.hidden_states = _LastButOne(hidden)
+        self.hidden_states = _PenultimateOnly(hidden)
 
 
-class _LastButOne:
+class _PenultimateOnly:
     def __init__(self, hidden: paddle.Tensor) -> None:
         self._hidden = hidden
 
     def __getitem__(self, index: int) -> paddle.Tensor:
         if index != -2:
             raise ToMeConfigError(
-                "clip_skip is not there in an exported text encoder, which gives its last but one layer: leave it out."
+                "clip_skip is not supported by an exported text encoder, which only returns its penultimate layer: "
+                "leave it out."
             )
         return self._hidden
 
 
 class ExportedVAE(ExportedModel):
-    """A VAE: its decoder, and its encoder where that was exported."""
+    """A VAE: its decoder, and its encoder if that was exported."""
 
     def to(self, dtype: Any) -> "ExportedVAE":
-        """Does nothing: SDXL's pipelines lift the VAE to float32 and back, and programs take and give float32."""
+        """Does nothing: SDXL's pipelines cast the VAE to float32 and back, but programs always use float32."""
         return self
 
     def encode(self, x: paddle.Tensor, return_dict: bool = True) -> Any:
-        """The distribution of latents [B, 4, h, w] of pictures [B, 3, H, W] in -1 ... 1."""
-        programs = self._manifest.of("vae_encoder")
+        """The distribution of latents [B, 4, h, w] of images [B, 3, H, W] from -1 to 1."""
+        programs = self._manifest.programs_of("vae_encoder")
         if not programs:
             raise ToMeConfigError("the VAE's encoder was not exported: export with --img2img (image_to_image=True).")
         mean, log_variance = self._predictor(programs[0])(sample=x)
@@ -102,15 +104,15 @@ class ExportedVAE(ExportedModel):
         return AutoencoderKLOutput(latent_dist=distribution) if return_dict else (distribution,)
 
     def decode(self, z: paddle.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
-        """Pictures [B, 3, H, W] in -1 ... 1 of latents [B, 4, h, w]; `generator` is not used, as in the original."""
-        (picture,) = self._predictor(self._manifest.of("vae_decoder")[0])(latent_sample=z)
-        return DecoderOutput(sample=picture) if return_dict else (picture,)
+        """Images [B, 3, H, W] from -1 to 1 of latents [B, 4, h, w]; `generator` is ignored, as in the original."""
+        (image,) = self._predictor(self._manifest.programs_of("vae_decoder")[0])(latent_sample=z)
+        return DecoderOutput(sample=image) if return_dict else (image,)
 
 
 class ExportedControlNet(ControlNetModel):
-    """A ControlNet that is part of the UNet's program: it hands on what it is given.
+    """A ControlNet that is part of the UNet's program: it only passes its inputs on to the UNet.
 
-    It is a ControlNetModel, for pipelines ask for that, without any layer or weight.
+    It is a ControlNetModel without layers and weights, because pipelines check for that class.
     """
 
     dtype = paddle.float32
@@ -131,24 +133,26 @@ class ExportedControlNet(ControlNetModel):
         **others: Any,
     ) -> Any:
         if guess_mode:
-            raise ToMeConfigError("guess_mode=True needs a ControlNet of its own; this one is fused with the UNet.")
-        _refuse("ControlNet", **{name: each for name, each in others.items() if name != "added_cond_kwargs"})
+            raise ToMeConfigError(
+                "guess_mode=True is not supported: this ControlNet is fused with the UNet. Leave it out."
+            )
+        _refuse("ControlNet", **{name: value for name, value in others.items() if name != "added_cond_kwargs"})
         return (controlnet_cond, conditioning_scale), None
 
 
 class ExportedUNet(ExportedModel):
-    """A UNet, with or without a ControlNet in it: one program for each exported size and ratio."""
+    """A UNet, with or without a fused ControlNet: one program for each exported size and ratio."""
 
     def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float) -> None:
         super().__init__(config, manifest, load)
         self.ratio = ratio
-        # SDXL's pipelines ask for the width of this layer.
+        # SDXL's pipelines read the width of this layer.
         width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
         self.add_embedding = SimpleNamespace(linear_1=width)
 
     @property
     def ratio(self) -> float:
-        """The ratio to merge by, one of those that were exported; 0 is the plain program."""
+        """The merge ratio, one of the exported ones; 0 is the plain program."""
         return self._ratio
 
     @ratio.setter
@@ -172,7 +176,7 @@ class ExportedUNet(ExportedModel):
             timestep = paddle.to_tensor([timestep])
         if timestep.size != 1:
             raise ToMeConfigError(f"timestep has {timestep.size} values: an exported UNet takes one for the batch.")
-        given = {
+        inputs = {
             "sample": sample,
             "timestep": timestep.reshape([1]).cast("float32"),
             "encoder_hidden_states": encoder_hidden_states,
@@ -182,24 +186,24 @@ class ExportedUNet(ExportedModel):
         factor = self._manifest.vae_factor
         size = Size(sample.shape[2] * factor, sample.shape[3] * factor)
         predictor = self._predictor(self._manifest.denoiser(size, self.ratio))
-        if unknown := set(given) - set(predictor.inputs):
+        if unknown := set(inputs) - set(predictor.inputs):
             raise ToMeConfigError(f"the exported UNet has no input {', '.join(sorted(unknown))}: leave it out.")
-        (prediction,) = predictor(**given)
+        (prediction,) = predictor(**inputs)
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
 
-    def _control(self, handed_on: Any) -> dict[str, paddle.Tensor]:
+    def _control(self, condition: Any) -> dict[str, paddle.Tensor]:
         if not self._manifest.controlnet:
-            if handed_on is not None:
+            if condition is not None:
                 raise ToMeConfigError(
                     "this UNet was exported without a ControlNet and takes no residuals: export with --controlnet DIR."
                 )
             return {}
-        if handed_on is None:
+        if condition is None:
             raise ToMeConfigError(
-                "this UNet was exported with a ControlNet in it: load it as a ControlNet pipeline, such as "
+                "this UNet was exported with a ControlNet: load it as a ControlNet pipeline, such as "
                 f"{self._manifest.pipeline}."
             )
-        image, scale = handed_on
+        image, scale = condition
         return {
             "controlnet_cond": image,
             "controlnet_conditioning_scale": paddle.full([self._manifest.residuals], float(scale)),
@@ -207,7 +211,7 @@ class ExportedUNet(ExportedModel):
 
 
 def _refuse(model: str, **others: Any) -> None:
-    """Raise ToMeConfigError where an input is given that exported programs do not have."""
-    given = [name for name, value in others.items() if value is not None and value is not True and value is not False]
-    if given:
-        raise ToMeConfigError(f"the exported {model} has no input {', '.join(given)}: leave it out.")
+    """Raise ToMeConfigError for inputs that exported programs do not have."""
+    names = [name for name, value in others.items() if value is not None and value is not True and value is not False]
+    if names:
+        raise ToMeConfigError(f"the exported {model} has no input {', '.join(names)}: leave it out.")

@@ -1,4 +1,4 @@
-"""An exported folder becomes an ordinary pipeline of ppdiffusers, whose models are predictors."""
+"""Load an exported folder as an ordinary ppdiffusers pipeline whose models are predictors."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
 from .manifest import MANIFEST, Manifest, ProgramFile, read_manifest
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE, Load
 from .runtime import Predictor, Runtime
-from .tracing import right_for_onednn
+from .tracing import is_onednn_safe
 
 
 def load_pipeline(
@@ -32,21 +32,21 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load an exported folder as an ordinary pipeline: same call, schedulers, callbacks and progress bar.
 
-    Programs are loaded when they first run, and kept: a UNet per size and ratio that is used. `pipe.unet.ratio`
-    chooses among the exported ratios. Other pipelines over the same programs are made as always:
+    Programs are loaded when they first run, and kept: one UNet per size and ratio in use. `pipe.unet.ratio` selects
+    one of the exported ratios. Create other pipelines over the same programs as usual:
     `StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)`.
 
     Args:
-        folder: what `export_pipeline` wrote.
-        cls: class of ppdiffusers to load it as; None: the class that was exported.
-        ratio: to merge by, one of the exported; None: the first of them.
+        folder: written by `export_pipeline`.
+        cls: ppdiffusers class to load it as; None: the class that was exported.
+        ratio: merge ratio, one of the exported ones; None: the first.
         device, threads, onednn, tensorrt, precision: as in `Runtime`.
-        verify: compare the weights with the hashes in `tome.json`, which takes seconds for each GB. All other files
-            are compared in any case. Damaged weights that were not compared draw black images or end the process.
+        verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
+            always compared. With unnoticed damaged weights, images are black or the process crashes.
 
     Raises:
-        ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists what there is).
-        ToMeExportError: the folder is none that was exported, is damaged, or this Paddle cannot run it.
+        ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists those that were).
+        ToMeExportError: the folder is not an exported one, is damaged, or this Paddle cannot run it.
 
     Example:
         >>> image = load_pipeline("build/emoji")("a 3d render of fox", height=128, width=128).images[0]
@@ -56,17 +56,17 @@ def load_pipeline(
     manifest = read_manifest(folder, verify)
 
     def load(program: ProgramFile) -> Predictor:
-        is_open = runtime.onednn is None and runtime.gpu is None
-        fast = right_for_onednn(program.onednn_parity) if is_open else runtime.onednn
+        is_unset = runtime.onednn is None and runtime.gpu is None
+        onednn = is_onednn_safe(program.onednn_parity) if is_unset else runtime.onednn
         return Predictor(
-            folder / program.program, folder / program.params, replace(runtime, onednn=fast), program.model == "unet"
+            folder / program.program, folder / program.params, replace(runtime, onednn=onednn), program.model == "unet"
         )
 
     try:
         return _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio)
     except ToMeError:
         raise
-    except Exception as error:  # whatever ppdiffusers and paddlenlp raise on configs that they do not understand
+    except Exception as error:  # ppdiffusers and paddlenlp raise many types on invalid configs
         reason = f"{type(error).__name__}: {error}"
         raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
 
@@ -75,52 +75,58 @@ def _assemble(
     folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: float | None
 ) -> DiffusionPipeline:
     index = _read_json(folder / "model_index.json")
-    parts: dict[str, Any] = _exported(folder, manifest, load, manifest.ratios[0] if ratio is None else ratio)
+    available = _exported_components(folder, manifest, load, manifest.ratios[0] if ratio is None else ratio)
     for name in COPIED:
         if (folder / name).is_dir():
-            parts[name] = _copied(folder, name, index)
-    taken = {}
+            available[name] = _copied_component(folder, name, index)
+    arguments = {}
     for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
-        if name in parts:
-            taken[name] = parts[name]
+        if name in available:
+            arguments[name] = available[name]
         elif parameter.default is inspect.Parameter.empty:
             if name in ("unet", "vae", "text_encoder", "tokenizer", "controlnet", "text_encoder_2", "tokenizer_2"):
                 raise ToMeConfigError(
-                    f"{cls.__name__} needs a {name}, and {folder} has none: it was exported from {manifest.pipeline}."
+                    f"{cls.__name__} needs a {name}, but {folder} has none: it was exported from {manifest.pipeline}. "
+                    "Load it as that class."
                 )
-            taken[name] = None
+            arguments[name] = None
         elif isinstance(parameter.default, bool):
-            taken[name] = index.get(name, parameter.default if name != "requires_safety_checker" else False)
-    pipe = cls(**taken)
+            arguments[name] = index.get(name, parameter.default if name != "requires_safety_checker" else False)
+    pipe = cls(**arguments)
     if getattr(pipe, "vae_scale_factor", manifest.vae_factor) != manifest.vae_factor:
         raise ToMeExportError(f"{folder / MANIFEST} is damaged: vae_factor is not {pipe.vae_scale_factor}, the VAE's.")
     return pipe
 
 
-def _exported(folder: Path, manifest: Manifest, load: Load, ratio: float) -> dict[str, Any]:
-    """The parts that are programs, under their names in ordinary pipelines."""
-    paths = {name: folder / where / "config.json" for name, where in CONFIGS.items()}
+def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: float) -> dict[str, Any]:
+    """The components that are programs, under their names in ordinary pipelines."""
+    paths = {name: folder / subfolder / "config.json" for name, subfolder in CONFIGS.items()}
     configs = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
     if manifest.sizes and manifest.sizes[0].height == manifest.sizes[0].width:
-        configs["unet"]["sample_size"] = manifest.sizes[0].height // manifest.vae_factor  # the size without height=
+        configs["unet"]["sample_size"] = (
+            manifest.sizes[0].height // manifest.vae_factor
+        )  # the default height and width
     encoders = [name for name in ("text_encoder", "text_encoder_2") if name in configs]
-    parts: dict[str, Any] = {
+    exported: dict[str, Any] = {
         name: ExportedTextEncoder(configs[name], manifest, load, name, len(encoders) == 2) for name in encoders
     }
-    parts["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio)
-    parts["vae"] = ExportedVAE(configs["vae"], manifest, load)
+    exported["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio)
+    exported["vae"] = ExportedVAE(configs["vae"], manifest, load)
     if manifest.controlnet:
-        parts["controlnet"] = ExportedControlNet(_read_json(folder / CONTROLNET_CONFIG / "config.json"))
-    return parts
+        exported["controlnet"] = ExportedControlNet(_read_json(folder / CONTROLNET_CONFIG / "config.json"))
+    return exported
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _copied(folder: Path, name: str, index: dict[str, Any]) -> Any:
-    """A tokenizer, scheduler or feature extractor, of the class that model_index.json names."""
-    library, kind = index[name]
+def _copied_component(folder: Path, name: str, index: dict[str, Any]) -> Any:
+    """A tokenizer, scheduler or feature extractor, of the class in model_index.json."""
+    library, class_name = index[name]
     if library.partition(".")[0] not in ("ppdiffusers", "paddlenlp"):
-        raise ToMeExportError(f"{folder / 'model_index.json'}: {name} is of {library}, which is not ppdiffusers'.")
-    return getattr(importlib.import_module(library), kind).from_pretrained(str(folder / name))
+        raise ToMeExportError(
+            f"{folder / 'model_index.json'}: {name} is from {library}, but only ppdiffusers and paddlenlp are "
+            "allowed: export the model again."
+        )
+    return getattr(importlib.import_module(library), class_name).from_pretrained(str(folder / name))

@@ -1,7 +1,7 @@
-"""What is traced: the layers of `layers.py`, with the inputs that they take.
+"""What is traced: the layers of `layers.py` and their inputs.
 
-The names of programs and inputs, and the order of outputs, are those that ppdiffusers' `PaddleInfer…Pipeline` classes
-read. What our own `load_pipeline` needs beyond that comes after what they look at.
+Names of programs and inputs, and the order of outputs, are those that ppdiffusers' `PaddleInfer…Pipeline` classes
+expect. Further outputs, which only `load_pipeline` reads, come last.
 """
 
 import copy
@@ -25,7 +25,7 @@ from .layers import (
     VaeEncoder,
 )
 
-# The draws are parity's inputs: the scales that models meet, where rounding is what it is in use.
+# Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Draw = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
 
 
@@ -33,17 +33,17 @@ def _normal(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray
     return random.standard_normal(shape)
 
 
-def _whole(below: int) -> Draw:
+def _integers(below: int) -> Draw:
     return lambda random, shape: random.randint(0, below, shape)
 
 
-def _from_zero_to_one(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
+def _uniform(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
     return random.random_sample(shape)
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a program. A dimension is a number, or the name of one that may differ from call to call."""
+    """One input of a program. A dimension is a number, or a name if it may differ from call to call."""
 
     name: str
     dims: tuple[int | str, ...]  # names: "batch", "tokens", "height", "width" in px, "latent_height", "latent_width"
@@ -51,77 +51,77 @@ class Input:
     dtype: str = "float32"
 
     def spec(self, fixed: Mapping[str, int]) -> InputSpec:
-        """The input's shape with the dimensions in `fixed` known, and the other named ones dynamic."""
+        """The input's shape, in which the named dimensions are those of `fixed` or else dynamic."""
         return InputSpec([fixed.get(d) if isinstance(d, str) else d for d in self.dims], self.dtype, name=self.name)
 
     def random(self, random: np.random.RandomState, dims: Mapping[str, int]) -> paddle.Tensor:
-        """A random value, with all named dimensions given."""
+        """A random value; `dims` has all named dimensions."""
         shape = tuple(dims[d] if isinstance(d, str) else d for d in self.dims)
         return paddle.to_tensor(np.asarray(self.draw(random, shape), dtype=self.dtype))
 
 
 @dataclass(frozen=True)
 class Traceable:
-    """A layer in float32 and evaluation mode, which may be changed, and what it takes."""
+    """A layer to trace, in float32 and evaluation mode, and its inputs. Tracing may modify the layer."""
 
     layer: nn.Layer
     inputs: tuple[Input, ...]
 
 
 def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -> Traceable:
-    """The UNet of Stable Diffusion or SDXL, fused with a ControlNet where one is given. Works on copies."""
+    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any. Both are copied."""
     config, batch = unet.config, "batch"
     inputs = [
         Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
-        Input("timestep", (1,), _whole(1000)),
+        Input("timestep", (1,), _integers(1000)),
         Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
     ]
     is_xl = config.addition_embed_type == "text_time"
     if is_xl:
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        inputs += [Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _whole(1024))]
+        inputs += [Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))]
     if controlnet is not None:
         inputs += [
-            Input("controlnet_cond", (batch, 3, "height", "width"), _from_zero_to_one),
-            Input("controlnet_conditioning_scale", (count_residuals(controlnet),), _from_zero_to_one),
+            Input("controlnet_cond", (batch, 3, "height", "width"), _uniform),
+            Input("controlnet_conditioning_scale", (count_residuals(controlnet),), _uniform),
         ]
         controlnet = _working_copy(controlnet)
-    kinds: dict[tuple[bool, bool], type[Fused]]
-    kinds = {(False, False): Denoiser, (True, False): DenoiserXL}
-    kinds |= {(False, True): ControlledDenoiser, (True, True): ControlledDenoiserXL}
-    layer = kinds[is_xl, controlnet is not None](_working_copy(unet), controlnet)
+    classes: dict[tuple[bool, bool], type[Fused]]
+    classes = {(False, False): Denoiser, (True, False): DenoiserXL}
+    classes |= {(False, True): ControlledDenoiser, (True, True): ControlledDenoiserXL}
+    layer = classes[is_xl, controlnet is not None](_working_copy(unet), controlnet)
     if is_size_known:
-        layer.record_directly()
+        layer.skip_translation()
     return _ready(layer, *inputs)
 
 
 def count_residuals(controlnet: nn.Layer) -> int:
-    """How many residuals a ControlNet hands to the UNet, the mid block's included; 13 for Stable Diffusion 1 and 2."""
+    """Number of residuals of a ControlNet, including the mid block's; 13 for Stable Diffusion 1 and 2."""
     return len(controlnet.controlnet_down_blocks) + 1
 
 
 def text_encoder(model: nn.Layer, is_xl: bool) -> Traceable:
-    """A text encoder. Works on a copy."""
-    ids = Input("input_ids", ("batch", "tokens"), _whole(model.config.vocab_size), "int64")
+    """A text encoder. It is copied."""
+    ids = Input("input_ids", ("batch", "tokens"), _integers(model.config.vocab_size), "int64")
     return _ready((TextEncoderXL if is_xl else TextEncoder)(_working_copy(model)), ids)
 
 
 def vae_encoder(model: nn.Layer) -> Traceable:
-    """The VAE's encoder, for pictures in -1 ... 1. Works on a copy."""
+    """The VAE's encoder, for images from -1 to 1. It is copied."""
     return _ready(
         VaeEncoder(_working_copy(model)), Input("sample", ("batch", model.config.in_channels, "height", "width"))
     )
 
 
 def vae_decoder(model: nn.Layer) -> Traceable:
-    """The VAE's decoder. Works on a copy."""
+    """The VAE's decoder. It is copied."""
     dims = ("batch", model.config.latent_channels, "latent_height", "latent_width")
     return _ready(VaeDecoder(_working_copy(model)), Input("latent_sample", dims))
 
 
 def _working_copy(model: nn.Layer) -> nn.Layer:
-    """A copy that tracing may change; float32, for the precision of a program is chosen when it is loaded."""
-    return copy.deepcopy(model).float()  # astype("float32") leaves half precision as it is on Paddle 3 (Paddle #76614)
+    """A copy that tracing may modify, in float32: the precision of a program is chosen when it is loaded."""
+    return copy.deepcopy(model).float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)
 
 
 def _ready(layer: nn.Layer, *inputs: Input) -> Traceable:

@@ -1,4 +1,4 @@
-"""One program in a Paddle Inference predictor: the settings of the machine, and a call."""
+"""Run one program in a Paddle Inference predictor, with the settings of the machine."""
 
 import os
 import threading
@@ -12,10 +12,10 @@ from paddle import inference
 
 from ..errors import ToMeConfigError, ToMeExportError
 
-SHAPES = "shape_range_info.pbtxt"  # what tensorrt="tune" writes beside a program, as ppdiffusers' deploy/ does
-MOST_THREADS = 1024  # of one predictor
+SHAPE_FILE = "shape_range_info.pbtxt"  # written beside a program by tensorrt="tune", as in ppdiffusers' deploy/
+MAX_THREADS = 1024  # of one predictor
 PRECISIONS = {"fp32": "Float32", "fp16": "Half", "bf16": "Bfloat16"}
-# What ppdiffusers' deploy/ takes out of every diffusion model on a GPU.
+# Passes that ppdiffusers' deploy/ removes for every diffusion model on a GPU.
 GPU_PASSES_OFF = (
     "trt_prompt_tuning_embedding_eltwise_layernorm_fuse_pass",
     "add_support_int8_pass",
@@ -28,20 +28,21 @@ GPU_PASSES_OFF = (
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how programs run.
+    """Device and settings to run programs with.
 
     Args:
         device: "cpu", "gpu" or "gpu:1".
-        threads: of one predictor on the CPU, 1 to 1024; None: as many as the machine has cores.
-        onednn: oneDNN's kernels on the CPU, several times faster. None: on for `.pdmodel` programs whose export found
-            it right, off for Paddle 3's `.json`, with which it crashes (Paddle #77340) or is inaccurate.
-        tensorrt: run the UNet by TensorRT (GPU): "tune" notes the shapes that a first picture meets, True uses them.
-        precision: "fp32", and on a GPU also "fp16" and "bf16".
+        threads: CPU threads of one predictor, 1 to 1024; None: the number of available cores.
+        onednn: use oneDNN's kernels on the CPU, which are several times faster. None: on for `.pdmodel` programs that
+            passed the export's oneDNN check, off for Paddle 3's `.json`, with which it crashes (Paddle #77340) or is
+            inaccurate.
+        tensorrt: run the UNet with TensorRT (GPU): "tune" records the shapes of a first image, True uses them.
+        precision: "fp32"; on a GPU also "fp16" and "bf16".
 
-    The GPU's settings follow ppdiffusers' deploy/ and Paddle's documentation; they have not been run by us.
+    The GPU settings follow ppdiffusers' deploy/ and Paddle's documentation and have not been tested.
 
     Raises:
-        ToMeConfigError: a value is not allowed, or does not go with the device.
+        ToMeConfigError: a value is not allowed, or not on this device.
     """
 
     device: str = "cpu"
@@ -55,46 +56,44 @@ class Runtime:
         if kind not in ("cpu", "gpu") or (index and not (kind == "gpu" and index.isdecimal())):
             raise ToMeConfigError(f'device={self.device!r} is not allowed: it must be "cpu", "gpu" or "gpu:N".')
         is_count = isinstance(self.threads, int) and not isinstance(self.threads, bool)
-        if self.threads is not None and not (is_count and 1 <= self.threads <= MOST_THREADS):
-            raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MOST_THREADS}, or None.")
+        if self.threads is not None and not (is_count and 1 <= self.threads <= MAX_THREADS):
+            raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MAX_THREADS}, or None.")
         if self.precision not in PRECISIONS:
             raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
         if self.tensorrt not in (True, False, "tune"):
             raise ToMeConfigError(f'tensorrt={self.tensorrt!r} is not allowed: it must be True, False or "tune".')
         if kind == "cpu" and (self.tensorrt or self.precision != "fp32"):
             raise ToMeConfigError(
-                f"tensorrt={self.tensorrt!r}, precision={self.precision!r} need device='gpu': CPUs compute in fp32."
+                f"tensorrt={self.tensorrt!r}, precision={self.precision!r} need device='gpu': CPUs run fp32."
             )
         if kind == "gpu" and self.onednn:
-            raise ToMeConfigError("onednn=True needs device='cpu': it is the CPU's library.")
+            raise ToMeConfigError("onednn=True needs device='cpu': oneDNN has CPU kernels only.")
         gpus = paddle.device.cuda.device_count()
         if kind == "gpu" and int(index or 0) >= gpus:
-            remedy = (
-                "compare nvidia-smi and CUDA_VISIBLE_DEVICES"
-                if paddle.is_compiled_with_cuda()
-                else ("this is a CPU build of Paddle, install paddlepaddle-gpu in place of paddlepaddle")
-            )
-            raise ToMeConfigError(f"device={self.device!r} is not there, Paddle finds {gpus} GPUs: {remedy}.")
+            remedy = "this is a CPU build of Paddle, install paddlepaddle-gpu in place of paddlepaddle"
+            if paddle.is_compiled_with_cuda():
+                remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+            raise ToMeConfigError(f"device={self.device!r} does not exist, Paddle finds {gpus} GPUs: {remedy}.")
 
     @property
     def gpu(self) -> int | None:
-        """The GPU's number; None on the CPU."""
+        """The index of the GPU; None on the CPU."""
         kind, _, index = self.device.partition(":")
         return int(index or 0) if kind == "gpu" else None
 
     def cores(self) -> int:
-        """How many threads a predictor gets on the CPU."""
+        """Number of CPU threads of a predictor."""
         return self.threads or len(os.sched_getaffinity(0))
 
 
 class Predictor:
-    """A program in Paddle Inference. Calls from several threads take turns.
+    """A program in Paddle Inference. Thread-safe: calls from several threads run one after another.
 
     Args:
         program: `.pdmodel` or `.json` file.
         params: `.pdiparams` file.
-        runtime: where it runs; `onednn` None means off here.
-        tensorrt: whether this program is one that TensorRT takes, given that the runtime asks for it.
+        runtime: device and settings; `onednn` None means off here.
+        tensorrt: whether to apply the runtime's `tensorrt` setting to this program.
 
     Raises:
         ToMeExportError: this Paddle cannot load the program.
@@ -103,7 +102,8 @@ class Predictor:
     def __init__(self, program: Path, params: Path, runtime: Runtime, tensorrt: bool = False) -> None:
         if program.suffix == ".json" and paddle.__version__.startswith("2."):
             raise ToMeExportError(
-                f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it again."
+                f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it "
+                "again with this Paddle."
             )
         if program.suffix == ".json" and runtime.onednn:
             raise ToMeConfigError(
@@ -117,28 +117,30 @@ class Predictor:
         else:
             _for_gpu(config, runtime, program.parent if tensorrt else None)
         self._gpu = runtime.gpu is not None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         try:
             self._predictor = inference.create_predictor(config)
         except Exception as error:
-            raise ToMeExportError(f"Paddle {paddle.__version__} cannot load {program}: {gist(error)}") from error
+            raise ToMeExportError(
+                f"Paddle {paddle.__version__} cannot load {program}: {error_summary(error)}"
+            ) from error
         self.inputs = list(self._predictor.get_input_names())
         self.outputs = list(self._predictor.get_output_names())
 
-    def __call__(self, **given: paddle.Tensor) -> list[paddle.Tensor]:
-        """Run the program on inputs by name; returns its outputs in their order."""
-        with self._turn:
+    def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
+        """Run the program on inputs by name; returns its outputs in order."""
+        with self._lock:
             for name in self.inputs:
                 handle = self._predictor.get_input_handle(name)
                 if self._gpu:
-                    handle.share_external_data(given[name])
+                    handle.share_external_data(inputs[name])
                 else:  # predictor.run([tensors]) crashes on the CPU of Paddle 2.6
-                    value = np.ascontiguousarray(given[name].numpy())
+                    value = np.ascontiguousarray(inputs[name].numpy())
                     handle.reshape(value.shape)
                     handle.copy_from_cpu(value)
             self._predictor.run()
-            found = [self._predictor.get_output_handle(name).copy_to_cpu() for name in self.outputs]
-        return [paddle.to_tensor(each) for each in found]
+            outputs = [self._predictor.get_output_handle(name).copy_to_cpu() for name in self.outputs]
+        return [paddle.to_tensor(output) for output in outputs]
 
 
 def _for_cpu(config: Any, runtime: Runtime, is_pir: bool) -> None:
@@ -146,30 +148,30 @@ def _for_cpu(config: Any, runtime: Runtime, is_pir: bool) -> None:
     config.set_cpu_math_library_num_threads(runtime.cores())
     if runtime.onednn:
         config.enable_mkldnn()
-        config.set_mkldnn_cache_capacity(10)  # shapes that stay compiled; without a limit memory grows with every one
+        config.set_mkldnn_cache_capacity(10)  # shapes; without a limit memory grows with each new shape
     else:
-        config.disable_mkldnn()  # it is on by default
-    if not is_pir:  # fails on Paddle 3's .json programs
+        config.disable_mkldnn()  # on by default
+    if not is_pir:  # it fails with Paddle 3's .json programs
         config.enable_memory_optim()
 
 
 def _for_gpu(config: Any, runtime: Runtime, tensorrt_folder: Path | None) -> None:
     precision = getattr(inference.PrecisionType, PRECISIONS[runtime.precision])
     config.enable_memory_optim()
-    config.enable_use_gpu(2000, runtime.gpu, precision)  # MB that the memory pool begins with
+    config.enable_use_gpu(2000, runtime.gpu, precision)  # initial size of the memory pool, MB
     for name in GPU_PASSES_OFF:
         config.delete_pass(name)
     if tensorrt_folder is None or not runtime.tensorrt:
         return
-    shapes = tensorrt_folder / SHAPES
+    shapes = tensorrt_folder / SHAPE_FILE
     if runtime.tensorrt == "tune":
         config.collect_shape_range_info(str(shapes))
         config.switch_ir_optim(False)
         return
     if not shapes.is_file():
         raise ToMeExportError(
-            f'{shapes} is not there: load once with tensorrt="tune" and draw a picture at each size and batch that '
-            "you will use."
+            f'{shapes} does not exist: load once with tensorrt="tune" and draw an image at each size and batch '
+            "size in use."
         )
     config.enable_tensorrt_engine(
         workspace_size=24 << 30, max_batch_size=1, min_subgraph_size=3, precision_mode=precision, use_static=True
@@ -179,8 +181,8 @@ def _for_gpu(config: Any, runtime: Runtime, tensorrt_folder: Path | None) -> Non
     config.set_optim_cache_dir(str(tensorrt_folder / "_opt_cache"))
 
 
-def gist(error: Exception) -> str:
-    """The line of Paddle's long messages that says what is wrong."""
+def error_summary(error: Exception) -> str:
+    """The most informative line of one of Paddle's long error messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line or "not " in line] or lines or [type(error).__name__]
-    return telling[-1][:300]
+    informative = [line for line in lines if "Error" in line or "not " in line] or lines or [type(error).__name__]
+    return informative[-1][:300]

@@ -1,4 +1,4 @@
-"""One program: traced, saved, loaded again and compared with the layer that it came from."""
+"""Trace and save one program, load it again and compare it with its layer."""
 
 import functools
 import inspect
@@ -14,114 +14,119 @@ import paddle
 
 from ..errors import ToMeExportError
 from .programs import Traceable
-from .runtime import Predictor, Runtime, gist
+from .runtime import Predictor, Runtime, error_summary
 
-STEM = "inference"  # the file name that ppdiffusers looks for
+STEM = "inference"  # the file name that ppdiffusers expects
 BATCHES = (1, 2)
-TOLERANCE = 1e-5  # largest |program - eager| over the largest |eager|, in fp32
-# oneDNN rounds otherwise than eager, by some 5e-6. Where two dst are equally similar to within that, it may take the
-# other, and what depends on that token differs, with nothing wrong. Wrong kernels are off for every input.
+TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp32
+# oneDNN's rounding differs from eager's by about 5e-6. If two dst are equally similar within that, a token may merge
+# into the other one, so the outputs of an input may differ by more although nothing is wrong. Wrong kernels differ on
+# all inputs.
 ONEDNN_TOLERANCE = 1e-4
 ONEDNN_TRIES = 3
-# Paddle 2.6 asks for the stack at every operator with a dynamic batch, to name the line in a warning. Without the
-# source text around each frame, which it does not use, an export takes a third less time.
+# Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
+# source text around each frame, which it does not use, an export is a third faster.
 _SHALLOW_STACK = functools.partial(inspect.stack, 0)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A program's files, and how far it is from eager by batch size."""
+    """A program's files, and its relative difference to eager by batch size."""
 
     program: Path
     params: Path
     parity: dict[str, float]
-    onednn_parity: dict[str, float]  # empty where oneDNN cannot run it
+    onednn_parity: dict[str, float]  # empty if oneDNN cannot run it
 
 
 def save(
-    traceable: Traceable, folder: Path, fixed: Mapping[str, int], dims: Mapping[str, int], what: str, threads: int
+    traceable: Traceable, folder: Path, fixed: Mapping[str, int], dims: Mapping[str, int], label: str, threads: int
 ) -> Saved:
-    """Save a layer's program as folder/inference.* and hold it to the layer, which is of no more use afterwards.
+    """Save a layer's program as folder/inference.* and compare both. The layer must not be used afterwards.
 
     Args:
         traceable: the layer; hooks on it become part of the program.
-        folder: is made.
-        fixed: the named dimensions that the program is bound to; the others stay dynamic.
-        dims: values of all named dimensions but the batch, to compare at.
-        what: the program's name for messages.
-        threads: for the predictors.
+        folder: created if it does not exist.
+        fixed: the named dimensions that are fixed in the program; the others stay dynamic.
+        dims: values of all named dimensions except the batch, for the comparison.
+        label: the program's name in messages.
+        threads: of the predictors.
 
     Returns:
-        The files and the distances. oneDNN's may lie above its tolerance: then it is not to be used.
+        The files and relative differences. oneDNN's may exceed its tolerance: see `is_onednn_safe`.
 
     Raises:
-        ToMeExportError: Paddle cannot trace the layer, or the program is further than TOLERANCE from eager.
+        ToMeExportError: Paddle cannot trace the layer, or the program differs from eager by more than TOLERANCE.
     """
     random = np.random.RandomState(0)
-    given = {batch: _draw(traceable, random, dims, batch) for batch in BATCHES}
+    inputs = {batch: _random_inputs(traceable, random, dims, batch) for batch in BATCHES}
     with paddle.no_grad():
-        eager = {batch: _arrays(traceable.layer(**given[batch])) for batch in BATCHES}
-    program, params = _trace(traceable, folder, fixed, what)
-    exact = Predictor(program, params, Runtime(threads=threads, onednn=False))
+        eager = {batch: _arrays(traceable.layer(**inputs[batch])) for batch in BATCHES}
+    program, params = _trace(traceable, folder, fixed, label)
+    native = Predictor(program, params, Runtime(threads=threads, onednn=False))
     parity = {}
     for batch in BATCHES:
-        parity[f"batch {batch}"] = found = distance(_arrays(exact(**given[batch])), eager[batch])
-        if not found <= TOLERANCE:
+        parity[f"batch {batch}"] = difference = relative_difference(_arrays(native(**inputs[batch])), eager[batch])
+        if not difference <= TOLERANCE:
             raise ToMeExportError(
-                f"the exported {what} differs from the model by {found:.1e} of its largest output at batch {batch}, "
-                f"where at most {TOLERANCE:.0e} is allowed: nothing was written. Please report this with the versions "
-                f"of Paddle ({paddle.__version__}) and ppdiffusers."
+                f"the exported {label} differs from the model by {difference:.1e} of its largest output at batch "
+                f"{batch}, more than the allowed {TOLERANCE:.0e}: nothing was written. Please report this with the "
+                f"versions of Paddle ({paddle.__version__}) and ppdiffusers."
             )
     onednn = {}
     if program.suffix != ".json":
-        fast = Predictor(program, params, Runtime(threads=threads, onednn=True))
+        candidate = Predictor(program, params, Runtime(threads=threads, onednn=True))
         for batch in BATCHES:
-            tries = [given[batch], *(_draw(traceable, random, dims, batch) for _ in range(ONEDNN_TRIES - 1))]
-            onednn[f"batch {batch}"] = _closest(fast, exact, tries)
+            tries = [inputs[batch], *(_random_inputs(traceable, random, dims, batch) for _ in range(ONEDNN_TRIES - 1))]
+            onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries)
     return Saved(program, params, parity, onednn)
 
 
-def right_for_onednn(onednn_parity: Mapping[str, float]) -> bool:
-    """Whether oneDNN can run a program, and was found to do so rightly, by the distances that `save` measured."""
+def is_onednn_safe(onednn_parity: Mapping[str, float]) -> bool:
+    """Whether oneDNN can run a program correctly, by the relative differences that `save` measured."""
     return bool(onednn_parity) and max(onednn_parity.values()) <= ONEDNN_TOLERANCE
 
 
-def distance(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """The largest |found - wanted| over the largest |wanted|, over all outputs; NaN where one holds NaN."""
-    pairs = zip(found, wanted, strict=True)
+def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """max|actual - expected| / max|expected|, the largest over all outputs; NaN if one contains NaN."""
+    pairs = zip(actual, expected, strict=True)
     tiny = np.finfo("float32").tiny
-    return float(np.max([np.abs(one - other).max() / max(np.abs(other).max(), tiny) for one, other in pairs]))
+    return float(np.max([np.abs(a - b).max() / max(np.abs(b).max(), tiny) for a, b in pairs]))
 
 
-def _closest(fast: Predictor, exact: Predictor, tries: list[dict[str, paddle.Tensor]]) -> float:
-    found = float("inf")
-    for given in tries:
-        found = min(found, distance(_arrays(fast(**given)), _arrays(exact(**given))))
-        if found <= ONEDNN_TOLERANCE:
+def _smallest_difference(candidate: Predictor, native: Predictor, tries: list[dict[str, paddle.Tensor]]) -> float:
+    smallest = float("inf")
+    for inputs in tries:
+        smallest = min(smallest, relative_difference(_arrays(candidate(**inputs)), _arrays(native(**inputs))))
+        if smallest <= ONEDNN_TOLERANCE:
             break
-    return found
+    return smallest
 
 
-def _draw(
+def _random_inputs(
     traceable: Traceable, random: np.random.RandomState, dims: Mapping[str, int], batch: int
 ) -> dict[str, paddle.Tensor]:
-    return {each.name: each.random(random, {**dims, "batch": batch}) for each in traceable.inputs}
+    return {field.name: field.random(random, {**dims, "batch": batch}) for field in traceable.inputs}
 
 
 def _arrays(outputs: Any) -> list[np.ndarray]:
-    several = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    return [each.numpy() for each in several]
+    tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return [tensor.numpy() for tensor in tensors]
 
 
-def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], what: str) -> tuple[Path, Path]:
-    spec = [each.spec(fixed) for each in traceable.inputs]
+def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
+    spec = [field.spec(fixed) for field in traceable.inputs]
     try:
         with warnings.catch_warnings(), mock.patch.object(inspect, "stack", _SHALLOW_STACK):
-            warnings.simplefilter("ignore")  # Paddle's tracer warns of what Paddle and ppdiffusers themselves do
+            warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
             static = paddle.jit.to_static(traceable.layer, input_spec=spec, full_graph=True)
             paddle.jit.save(static, str(folder / STEM))
     except Exception as error:
-        raise ToMeExportError(f"Paddle {paddle.__version__} cannot export the {what}: {gist(error)}") from error
-    (folder / f"{STEM}.pdiparams.info").unlink(missing_ok=True)  # for training on; holds pickled objects
+        raise ToMeExportError(
+            f"Paddle {paddle.__version__} cannot export the {label}: {error_summary(error)}"
+        ) from error
+    (folder / f"{STEM}.pdiparams.info").unlink(
+        missing_ok=True
+    )  # only needed to continue training; contains pickled objects
     program = next(path for path in (folder / f"{STEM}.json", folder / f"{STEM}.pdmodel") if path.is_file())
     return program, folder / f"{STEM}.pdiparams"

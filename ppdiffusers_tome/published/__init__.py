@@ -1,1 +1,1 @@
-"""Published models by their layout: their blocks and sizes, and which of ppdiffusers' pipelines merge."""
+"""Published models: their layouts and architectures, and which of ppdiffusers' pipelines merge."""

@@ -1,4 +1,4 @@
-"""Which of ppdiffusers' pipelines merge: each class, its denoisers as published, and what merges by default."""
+"""Which of ppdiffusers' pipelines merge: for each class its published denoisers, and the blocks that merge."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import ppdiffusers
 
 from ..errors import NoMergeableLayerError, UnsupportedVersionError
-from ..limits import REASONS, why_nothing_merges
+from ..limits import REASONS, no_merge_reason
 from ..mixin import apply_tome, tome_summary
 from ..models import find_blocks
 from .layouts import (
@@ -32,7 +32,7 @@ from .layouts import (
     Layout,
 )
 
-# Pipelines: their denoisers by component, each a layout, or the class of a model in which nothing can merge.
+# Pipelines, and their denoisers by component: a layout, or the name of a model class in which nothing can merge.
 _GROUPS: tuple[tuple[str, dict[str, Layout | str]], ...] = (
     (
         """AltDiffusion AltDiffusionImg2Img BlipDiffusion CycleDiffusion LatentConsistencyModel
@@ -119,113 +119,114 @@ _GROUPS: tuple[tuple[str, dict[str, Layout | str]], ...] = (
     ),
 )
 PIPELINES = {
-    name if "Pipeline" in name else f"{name}Pipeline": parts for names, parts in _GROUPS for name in names.split()
+    name if "Pipeline" in name else f"{name}Pipeline": models for names, models in _GROUPS for name in names.split()
 }
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What apply_tome does, at its defaults, with one class of pipelines."""
+class PipelineSupport:
+    """What apply_tome does by default in one class of pipelines."""
 
     pipeline: str
     merges: bool
-    blocks: str  # for each denoiser how many of its blocks merge, at which level and grid; "" where none does
-    told_from: str  # the published models
-    reason: str  # for each denoiser that does not merge why
+    blocks: str  # for each denoiser that merges: number, level and grid of the blocks; "" if none does
+    models: str  # the published models that the class was checked with
+    reason: str  # for each denoiser that does not merge: why
 
 
 def pipeline_classes() -> list[str]:
-    """All pipeline classes that the installed ppdiffusers offers, by name; also what this Paddle fails to import."""
-    found = set()
+    """Names of all pipeline classes of the installed ppdiffusers, including those that this Paddle cannot import."""
+    names = set()
     for module in (ppdiffusers, ppdiffusers.pipelines):
         for name in (name for name in dir(module) if "Pipeline" in name):
             try:
-                offered = getattr(module, name)
-            except AttributeError:  # announced and not there
+                member = getattr(module, name)
+            except AttributeError:  # listed, but does not exist
                 continue
-            except RuntimeError:  # there, but what it imports is not: LDMTextToImageLargeDiTPipeline on Paddle 3.3
-                found.add(name)
+            except RuntimeError:  # exists, but an import fails: LDMTextToImageLargeDiTPipeline on Paddle 3.3
+                names.add(name)
                 continue
-            if isinstance(offered, type) and issubclass(offered, ppdiffusers.DiffusionPipeline):
-                found.add(offered.__name__)
-    return sorted(found - {"DiffusionPipeline"})
+            if isinstance(member, type) and issubclass(member, ppdiffusers.DiffusionPipeline):
+                names.add(member.__name__)
+    return sorted(names - {"DiffusionPipeline"})
 
 
-def verdicts() -> list[Verdict]:
-    """One for each class, the merging ones first.
+def pipeline_support() -> list[PipelineSupport]:
+    """Support of every pipeline class; those that merge come first.
 
     Raises:
-        UnsupportedVersionError: ppdiffusers has pipeline classes that the table does not know.
+        UnsupportedVersionError: ppdiffusers has pipeline classes that are missing in the table.
     """
     pipelines = pipeline_classes()
     if unknown := set(pipelines) - set(PIPELINES):
         raise UnsupportedVersionError(
-            f"the table was made for ppdiffusers 0.29.0, and {ppdiffusers.__version__} also has "
-            f"{', '.join(sorted(unknown))}: apply_tome() on such a pipeline says whether it merges."
+            f"the table is for ppdiffusers 0.29.0, but {ppdiffusers.__version__} also has "
+            f"{', '.join(sorted(unknown))}: call apply_tome() on such a pipeline to see whether it merges."
         )
-    seen: dict[str, tuple[str, str]] = {}
-    found = []
+    by_model: dict[str, tuple[str, str]] = {}
+    table = []
     for pipeline in pipelines:
         merging, refusals = [], []
         for component, model in PIPELINES[pipeline].items():
-            key = model if isinstance(model, str) else model.of
-            blocks, reason = seen[key] = seen.get(key) or _try(model)
+            key = model if isinstance(model, str) else model.name
+            blocks, reason = by_model[key] = by_model.get(key) or _blocks_or_reason(model)
             if blocks:
                 merging.append(f"{component}: {blocks}")
             else:
                 refusals.append(f"{component}: {reason}")
-        of = [model.of if isinstance(model, Layout) else model for model in PIPELINES[pipeline].values()]
-        found.append(Verdict(pipeline, bool(merging), "; ".join(merging), ", ".join(of), "; ".join(refusals)))
-    return sorted(found, key=lambda verdict: not verdict.merges)
+        models = [model.name if isinstance(model, Layout) else model for model in PIPELINES[pipeline].values()]
+        support = PipelineSupport(pipeline, bool(merging), "; ".join(merging), ", ".join(models), "; ".join(refusals))
+        table.append(support)
+    return sorted(table, key=lambda support: not support.merges)
 
 
-def _try(model: Layout | str) -> tuple[str, str]:
-    """Which blocks merge in a model, or why none does; one of the two is empty."""
+def _blocks_or_reason(model: Layout | str) -> tuple[str, str]:
+    """Which blocks of a model merge, or why none does; one of the two is empty."""
     if isinstance(model, str):
         return "", REASONS[model]
     denoiser = model.build()
     try:
         apply_tome(denoiser)
     except NoMergeableLayerError:
-        return "", why_nothing_merges(denoiser) or "no reason is known"
+        return "", no_merge_reason(denoiser) or "no reason is known"
     blocks, total = tome_summary(denoiser, model.latent, model.latent).blocks, len(find_blocks(denoiser))
     return f"{len(blocks)} of {total} at level {blocks[0].level}, {blocks[0].grid.h}×{blocks[0].grid.w} tokens", ""
 
 
-def format_text(found: list[Verdict]) -> str:
-    """A table for the terminal."""
-    width = max(len(verdict.pipeline) for verdict in found)
-    lines = [f"{verdict.pipeline:<{width}}  {_word(verdict):<5}  {_what(verdict)}" for verdict in found]
-    merging = sum(verdict.merges for verdict in found)
-    lines.append(f"{merging} of {len(found)} pipeline classes of ppdiffusers {ppdiffusers.__version__} merge.")
+def format_text(table: list[PipelineSupport]) -> str:
+    """The table for the terminal."""
+    width = max(len(row.pipeline) for row in table)
+    lines = [f"{row.pipeline:<{width}}  {_yes_or_no(row):<5}  {_details(row)}" for row in table]
+    merging = sum(row.merges for row in table)
+    lines.append(f"{merging} of {len(table)} pipeline classes of ppdiffusers {ppdiffusers.__version__} merge.")
     return "\n".join(lines)
 
 
-def format_markdown(found: list[Verdict]) -> str:
-    """docs/families.md."""
-    return "\n".join(_markdown_lines(found)) + "\n"
+def format_markdown(table: list[PipelineSupport]) -> str:
+    """The page docs/families.md."""
+    return "\n".join(_markdown_lines(table)) + "\n"
 
 
-def _markdown_lines(found: list[Verdict]) -> Iterator[str]:
-    yield "# Pipelines"
+def _markdown_lines(table: list[PipelineSupport]) -> Iterator[str]:
+    yield "# Supported pipelines"
     yield ""
-    yield "Written by `python -m ppdiffusers_tome families --markdown`; do not edit."
+    yield "Generated by `python -m ppdiffusers_tome families --markdown`; do not edit."
     yield ""
-    merging = sum(verdict.merges for verdict in found)
+    merging = sum(row.merges for row in table)
     yield (
-        f"{merging} of the {len(found)} pipeline classes of ppdiffusers {ppdiffusers.__version__} merge. The blocks "
-        "are those that `apply_tome()` merges at its defaults in the published models named, at their config's size."
+        f"{merging} of the {len(table)} pipeline classes of ppdiffusers {ppdiffusers.__version__} merge. The table "
+        "shows the blocks that `apply_tome()` merges by default in the published models, at their default sizes."
     )
     yield ""
-    yield "| pipeline | merges | blocks at the defaults, or why not | told from |"
+    yield "| pipeline | merges | blocks that merge by default, or why none do | published model |"
     yield "|---|---|---|---|"
-    for verdict in found:
-        yield f"| `{verdict.pipeline}` | {_word(verdict)} | {_what(verdict)} | {verdict.told_from} |"
+    for row in table:
+        yield f"| `{row.pipeline}` | {_yes_or_no(row)} | {_details(row)} | {row.models} |"
 
 
-def _word(verdict: Verdict) -> str:
-    return "yes" if verdict.merges else "no"
+def _yes_or_no(row: PipelineSupport) -> str:
+    return "yes" if row.merges else "no"
 
 
-def _what(verdict: Verdict) -> str:
-    return "; ".join(part for part in (verdict.blocks, verdict.reason) if part)
+def _details(row: PipelineSupport) -> str:
+    return "; ".join(text for text in (row.blocks, row.reason) if text)

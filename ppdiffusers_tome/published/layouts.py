@@ -1,7 +1,7 @@
-"""How the denoisers of ppdiffusers' pipelines are laid out, and which pipeline is published with which.
+"""Layouts of the published denoisers of ppdiffusers' pipelines.
 
-Which blocks merge follows from a model's layout, not from its width: so these have the blocks, levels and sizes of the
-published models and a few channels, and are built in milliseconds.
+Which blocks merge depends on a model's layout, not on its width. So these have the blocks, levels and sizes of the
+published models but only a few channels, and take milliseconds to build.
 """
 
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ from paddle import nn
 
 @dataclass(frozen=True)
 class Layout:
-    """A denoiser with its published blocks and few channels."""
+    """A denoiser with the blocks of a published model, but few channels."""
 
-    of: str  # the published model, or family of models
+    name: str  # the published model, or family of models
     model: str  # its class in ppdiffusers
-    config: dict[str, Any] = field(default_factory=dict)  # what differs from the class's defaults
-    latent: int | None = None  # latent pixels per side, where the config does not say it
+    config: dict[str, Any] = field(default_factory=dict)  # differences from the class's defaults
+    latent: int | None = None  # latent pixels per side, if the config has no sample_size
 
     def build(self) -> nn.Layer:
         """The model, with random weights."""
         return getattr(ppdiffusers, self.model)(**self.config)
 
 
-WIDTH = 32  # channels: one group of a group norm
+WIDTH = 32  # channels: the 32 groups of the group norms
 NARROW = {"block_out_channels": (WIDTH,) * 4, "cross_attention_dim": 8, "attention_head_dim": 8}
 SHALLOW = {"block_out_channels": (WIDTH,) * 3, "cross_attention_dim": 8, "attention_head_dim": 8}
 SDXL_CONTROL = {
@@ -60,7 +60,7 @@ SDXL = Layout(
     {**SDXL_CONTROL, "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), "sample_size": 128},
 )
 UPSCALER = Layout(
-    "Stable Diffusion's x4 upscaler",
+    "Stable Diffusion x4 upscaler",
     "UNet2DConditionModel",
     {
         **NO_ATTENTION_AT_LEVEL_1,
@@ -70,7 +70,7 @@ UPSCALER = Layout(
     },
 )
 LATENT_UPSCALER = Layout(
-    "Stable Diffusion's x2 latent upscaler",
+    "Stable Diffusion x2 latent upscaler",
     "UNet2DConditionModel",
     {
         **NARROW,
@@ -94,7 +94,7 @@ ADDED_TEXT = Layout(
         "resnet_time_scale_shift": "scale_shift",
     },
 )
-LDM = Layout("latent diffusion's text-to-image model", "UNet2DConditionModel", {**NARROW, "sample_size": 32})
+LDM = Layout("latent diffusion, text to image", "UNet2DConditionModel", {**NARROW, "sample_size": 32})
 AUDIO = Layout(
     "AudioLDM, MusicLDM", "UNet2DConditionModel", {**NO_ATTENTION_AT_LEVEL_1, "in_channels": 8, "sample_size": 128}
 )
@@ -116,7 +116,7 @@ MOTION = Layout(
         "sample_size": 64,
     },
 )
-MODELSCOPE = Layout("ModelScope's text-to-video", "UNet3DConditionModel", {**NARROW, "sample_size": 32})
+MODELSCOPE = Layout("ModelScope text-to-video", "UNet3DConditionModel", {**NARROW, "sample_size": 32})
 SVD = Layout(
     "Stable Video Diffusion",
     "UNetSpatioTemporalConditionModel",

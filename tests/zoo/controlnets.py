@@ -1,4 +1,4 @@
-"""Stable Diffusion and SDXL with one ControlNet or two, each for drawing, redrawing and inpainting."""
+"""Stable Diffusion and SDXL with one or two ControlNets: text to image, image to image and inpainting."""
 
 from functools import partial
 
@@ -10,20 +10,22 @@ from .parts import SDXL, controlnet, image, sdxl, stable_diffusion
 
 ONE = ("unet", "controlnet")
 TWO = ("unet", "controlnet.nets.0", "controlnet.nets.1")
-HINT = image(seed=1)
+CONDITION = image(seed=1)
 
 
-def controlled(cls, given, hint, two=False, **changes):
-    """A pipeline of a class, whose call takes the picture that the ControlNet sees by the name `hint`."""
+def controlled(cls, call, argument, two=False, **changes):
+    """A pipeline of a class; `argument` is the name of the ControlNet's image in its call."""
     xl = "XL" in cls.__name__
     layout = SDXL if xl else {}
     nets = [controlnet(**layout) for _ in range(1 + two)]
     pipe = cls(**(sdxl if xl else stable_diffusion)(controlnet=nets if two else nets[0], **changes))
-    seen = {hint: [HINT, image(seed=2)] if two else HINT, "controlnet_conditioning_scale": [1.0, 0.5] if two else 1.0}
-    return Tiny(pipe, {**given, **seen}, TWO if two else ONE)
+    condition = [CONDITION, image(seed=2)] if two else CONDITION
+    scale = [1.0, 0.5] if two else 1.0
+    call = {**call, argument: condition, "controlnet_conditioning_scale": scale}
+    return Tiny(pipe, call, TWO if two else ONE)
 
 
-TAKES = {  # a call without the picture that the ControlNet sees, and the name that this picture has in it
+CALLS = {  # the call without the ControlNet's image, and the name of that argument
     "StableDiffusionControlNetPipeline": (TEXT, "image"),
     "StableDiffusionControlNetImg2ImgPipeline": (IMAGE, "control_image"),
     "StableDiffusionControlNetInpaintPipeline": (INPAINT, "control_image"),
@@ -31,6 +33,6 @@ TAKES = {  # a call without the picture that the ControlNet sees, and the name t
     "StableDiffusionXLControlNetImg2ImgPipeline": (IMAGE, "control_image"),
     "StableDiffusionXLControlNetInpaintPipeline": (INPAINT, "control_image"),
 }
-for name, (given, hint) in TAKES.items():
-    ZOO[name] = partial(controlled, getattr(pp, name), given, hint)
+for name, (call, argument) in CALLS.items():
+    ZOO[name] = partial(controlled, getattr(pp, name), call, argument)
     ZOO[f"{name}_two"] = partial(ZOO[name], two=True)

@@ -1,4 +1,4 @@
-"""Text-to-image, image-to-image and editing over UNets: Stable Diffusion 1.x, 2.x, SDXL and what was built on them."""
+"""Text to image, image to image and editing with UNets: Stable Diffusion 1.x, 2.x, SDXL and models based on them."""
 
 import paddle
 import ppdiffusers as pp
@@ -50,7 +50,7 @@ def StableDiffusionPipeline():
 
 @family
 def StableDiffusionPipeline_v2():
-    """As Stable Diffusion 2.x: linear projections, more heads the deeper, v-prediction."""
+    """Like Stable Diffusion 2.x: linear projections, more heads at deeper levels, v-prediction."""
     parts = stable_diffusion(unet=unet(**V2), scheduler=scheduler(prediction_type="v_prediction"))
     return Tiny(pp.StableDiffusionPipeline(**parts), TEXT, UNET)
 
@@ -62,7 +62,7 @@ def StableDiffusionImg2ImgPipeline():
 
 @family
 def StableDiffusionInpaintPipeline():
-    """The UNet of an inpainting model, which also sees the mask and the masked picture."""
+    """The UNet of an inpainting model, which also gets the mask and the masked image."""
     return Tiny(pp.StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(in_channels=9))), INPAINT, UNET)
 
 
@@ -108,7 +108,7 @@ def StableDiffusionUpscalePipeline():
 
 @family
 def StableDiffusionLatentUpscalePipeline():
-    """K-blocks, whose attention sees no Transformer2DModel."""
+    """K-blocks, whose attention is not inside a Transformer2DModel."""
     upscaler = unet(
         in_channels=8,
         out_channels=5,
@@ -140,13 +140,13 @@ def StableDiffusionLatentUpscalePipeline():
 @family
 def StableDiffusionDepth2ImgPipeline():
     parts = {key: part for key, part in stable_diffusion(unet=unet(in_channels=5)).items() if "safety" not in key}
-    given = {**IMAGE, "depth_map": paddle.randn([1, 16, 16])}
-    return Tiny(pp.StableDiffusionDepth2ImgPipeline(**parts, depth_estimator=None), given, UNET)
+    call = {**IMAGE, "depth_map": paddle.randn([1, 16, 16])}
+    return Tiny(pp.StableDiffusionDepth2ImgPipeline(**parts, depth_estimator=None), call, UNET)
 
 
 @family
 def StableDiffusionInstructPix2PixPipeline():
-    """Its UNet sees the picture to edit; each pass draws three pictures, not two."""
+    """Its UNet gets the image to edit; each pass has a batch of three images, not two."""
     pipe = pp.StableDiffusionInstructPix2PixPipeline(**stable_diffusion(unet=unet(in_channels=8)))
     return Tiny(pipe, {**TEXT, "image": image()}, UNET)
 
@@ -160,14 +160,14 @@ def StableDiffusionImageVariationPipeline():
 
 @family
 def CycleDiffusionPipeline():
-    given = {**IMAGE, "source_prompt": "a fox", "eta": 0.1, "guidance_scale": 3, "source_guidance_scale": 1}
-    return Tiny(pp.CycleDiffusionPipeline(**stable_diffusion()), given, UNET)
+    call = {**IMAGE, "source_prompt": "a fox", "eta": 0.1, "guidance_scale": 3, "source_guidance_scale": 1}
+    return Tiny(pp.CycleDiffusionPipeline(**stable_diffusion()), call, UNET)
 
 
 @family
 def StableDiffusionPanoramaPipeline():
-    given = {**TEXT, "height": 24, "width": 32, "circular_padding": True}
-    return Tiny(pp.StableDiffusionPanoramaPipeline(**stable_diffusion()), given, UNET)
+    call = {**TEXT, "height": 24, "width": 32, "circular_padding": True}
+    return Tiny(pp.StableDiffusionPanoramaPipeline(**stable_diffusion()), call, UNET)
 
 
 @family
@@ -179,8 +179,8 @@ def StableDiffusionSAGPipeline():
 
 @family
 def StableDiffusionAttendAndExcitePipeline():
-    given = {**TEXT, "token_indices": [2, 3], "attn_res": (16, 16), "thresholds": {}}
-    return Tiny(pp.StableDiffusionAttendAndExcitePipeline(**stable_diffusion()), given, UNET)
+    call = {**TEXT, "token_indices": [2, 3], "attn_res": (16, 16), "thresholds": {}}
+    return Tiny(pp.StableDiffusionAttendAndExcitePipeline(**stable_diffusion()), call, UNET)
 
 
 @family
@@ -193,13 +193,13 @@ def StableDiffusionDiffEditPipeline():
     pipe = pp.StableDiffusionDiffEditPipeline(
         **stable_diffusion(), inverse_scheduler=scheduler(pp.DDIMInverseScheduler)
     )
-    given = {"mask_image": mask(16), "image_latents": paddle.randn([1, 2, 4, 16, 16]), "inpaint_strength": 1.0}
-    return Tiny(pipe, {**TEXT, **given}, UNET)
+    call = {"mask_image": mask(16), "image_latents": paddle.randn([1, 2, 4, 16, 16]), "inpaint_strength": 1.0}
+    return Tiny(pipe, {**TEXT, **call}, UNET)
 
 
 @family
 def StableDiffusionLDM3DPipeline():
-    """Draws a picture and its depth."""
+    """Generates an image and its depth."""
     parts = stable_diffusion(vae=vae(in_channels=6, out_channels=6))
     return Tiny(pp.StableDiffusionLDM3DPipeline(**parts), TEXT, UNET, output="rgb")
 
@@ -211,7 +211,7 @@ def StableDiffusionPipelineSafe():
 
 @family
 def StableDiffusionGLIGENPipeline():
-    """Each block has one more attention, over the boxes and the picture's tokens together."""
+    """Each block has one more attention, over the boxes and the image tokens together."""
     pipe = pp.StableDiffusionGLIGENPipeline(**stable_diffusion(unet=unet(attention_type="gated")))
     boxes = {"gligen_phrases": ["fox"], "gligen_boxes": [[0.1, 0.2, 0.6, 0.7]], "gligen_scheduled_sampling_beta": 1}
     return Tiny(pipe, {**TEXT, **boxes}, UNET)
@@ -226,13 +226,13 @@ def StableDiffusionGLIGENTextImagePipeline():
         image_encoder=image_encoder(),
         image_project=ready(CLIPImageProjection(HIDDEN)),
     )
-    given = {
+    call = {
         "gligen_phrases": ["fox"],
         "gligen_images": [image()],
         "gligen_boxes": [[0.1, 0.2, 0.6, 0.7]],
         "gligen_scheduled_sampling_beta": 1,
     }
-    return Tiny(pipe, {**TEXT, **given}, UNET)
+    return Tiny(pipe, {**TEXT, **call}, UNET)
 
 
 @family
@@ -330,7 +330,7 @@ def LatentConsistencyModelImg2ImgPipeline():
     return Tiny(pp.LatentConsistencyModelImg2ImgPipeline(**parts), IMAGE, UNET)
 
 
-# Other ways to say what to draw
+# Other kinds of prompts
 
 
 def roberta():
@@ -349,7 +349,7 @@ def roberta():
 
 @family
 def AltDiffusionPipeline():
-    """With an XLM-R text encoder; the words come from the tokenizer of CLIP, for there is no tiny one of XLM-R."""
+    """With an XLM-R text encoder; it uses CLIP's tokenizer, because there is no tiny one of XLM-R."""
     return Tiny(pp.AltDiffusionPipeline(**stable_diffusion(text_encoder=roberta())), TEXT, UNET)
 
 
@@ -363,12 +363,12 @@ def PaintByExamplePipeline():
     parts = stable_diffusion(unet=unet(in_channels=9))
     del parts["text_encoder"], parts["tokenizer"]
     pipe = pp.PaintByExamplePipeline(**parts, image_encoder=ready(PaintByExampleImageEncoder(image_config(), HIDDEN)))
-    given = {"image": image(), "mask_image": mask(), "example_image": image(seed=1)}
-    return Tiny(pipe, {**given, "num_inference_steps": 2, "output_type": "np"}, UNET)
+    call = {"image": image(), "mask_image": mask(), "example_image": image(seed=1)}
+    return Tiny(pipe, {**call, "num_inference_steps": 2, "output_type": "np"}, UNET)
 
 
 def unclip_parts():
-    """What both pipelines of StableUnCLIP share: a UNet that sees an image's embedding beside the text."""
+    """Components of both StableUnCLIP pipelines: a UNet that also gets an image embedding."""
     return {
         "image_normalizer": ready(StableUnCLIPImageNormalizer(HIDDEN)),
         "image_noising_scheduler": scheduler(pp.DDPMScheduler),
@@ -413,7 +413,7 @@ def StableUnCLIPImg2ImgPipeline():
 
 
 def super_resolution():
-    """A UNet without text, whose attention is no Transformer2DModel."""
+    """A UNet without text, whose attention is not in a Transformer2DModel."""
     return ready(
         pp.UNet2DModel(
             sample_size=32,
@@ -428,7 +428,7 @@ def super_resolution():
 
 
 def unclip_decoder_parts():
-    """What both UnCLIP pipelines share: no block of theirs holds a Transformer2DModel."""
+    """Components of both UnCLIP pipelines, which have no Transformer2DModel."""
     decoder = unet(
         in_channels=3,
         out_channels=6,
@@ -469,7 +469,7 @@ def UnCLIPImageVariationPipeline():
     return Tiny(pipe, {"image": image(), "output_type": "np", **steps}, ())
 
 
-# DeepFloyd IF: draws pixels, not latents, with attention that is no Transformer2DModel
+# DeepFloyd IF: denoises pixels instead of latents, with attention outside of a Transformer2DModel
 
 
 def floyd(**changes):
@@ -528,11 +528,11 @@ def IFSuperResolutionPipeline():
 
 @family
 def IFImg2ImgSuperResolutionPipeline():
-    given = floyd_call(image=image(16), original_image=image(), strength=1.0)
-    return Tiny(pp.IFImg2ImgSuperResolutionPipeline(**floyd_upscaler()), given, ())
+    call = floyd_call(image=image(16), original_image=image(), strength=1.0)
+    return Tiny(pp.IFImg2ImgSuperResolutionPipeline(**floyd_upscaler()), call, ())
 
 
 @family
 def IFInpaintingSuperResolutionPipeline():
-    given = floyd_call(image=image(16), original_image=image(), mask_image=mask(), strength=1.0)
-    return Tiny(pp.IFInpaintingSuperResolutionPipeline(**floyd_upscaler()), given, ())
+    call = floyd_call(image=image(16), original_image=image(), mask_image=mask(), strength=1.0)
+    return Tiny(pp.IFInpaintingSuperResolutionPipeline(**floyd_upscaler()), call, ())

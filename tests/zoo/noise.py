@@ -1,4 +1,4 @@
-"""Random tensors to hand to a pipeline in place of what an encoder would compute."""
+"""Random tensors that replace the outputs of a pipeline's encoders."""
 
 import numpy as np
 import paddle
@@ -10,5 +10,5 @@ def noise(*shape, seed=0):
 
 
 def embeddings(*shape):
-    """The keyword arguments that stand for a prompt and a negative prompt."""
+    """Keyword arguments that replace a prompt and a negative prompt."""
     return {"prompt_embeds": noise(*shape, seed=1), "negative_prompt_embeds": noise(*shape, seed=2)}

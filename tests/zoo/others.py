@@ -1,4 +1,4 @@
-"""Pipelines that are neither Stable Diffusion nor a transformer alone: older, unconditional, audio, priors."""
+"""Other pipelines: older models, unconditional ones, audio, priors."""
 
 import inspect
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ from .images import prior, prior_scheduler
 from .noise import embeddings, noise
 
 HIDDEN = parts.HIDDEN
-TEXT = 6  # text tokens where a call hands over embeddings
+TEXT = 6  # text tokens of calls with embeddings
 
 
 # Text to image
@@ -68,8 +68,8 @@ def SemanticStableDiffusionPipeline():
 
 
 def _versatile(cls):
-    """Versatile Diffusion: a UNet for images whose attention is exchanged for, or mixed with, a text UNet's."""
-    made = {
+    """Versatile Diffusion: an image UNet whose attention is replaced by, or mixed with, that of a text UNet."""
+    builders = {
         "tokenizer": parts.tokenizer,
         "image_feature_extractor": parts.image_processor,
         "text_encoder": parts.text_encoder_with_projection,
@@ -79,7 +79,7 @@ def _versatile(cls):
         "vae": parts.vae,
         "scheduler": parts.scheduler,
     }
-    return cls(**{name: made[name]() for name in inspect.signature(cls).parameters})
+    return cls(**{name: builders[name]() for name in inspect.signature(cls).parameters})
 
 
 def text_unet():
@@ -115,7 +115,7 @@ def VersatileDiffusionDualGuidedPipeline():
 
 
 class Vocoder(nn.Layer):
-    """Stands for the model that turns a spectrogram into sound."""
+    """Replaces the model that converts spectrograms to sound."""
 
     config = SimpleNamespace(model_in_dim=32, upsample_rates=[2], sampling_rate=100)
 
@@ -124,7 +124,7 @@ class Vocoder(nn.Layer):
 
 
 def _latent_audio(**changes):
-    """AudioLDM's UNet, which hears of the text only as a class; both of a block's attentions look at the pixels."""
+    """AudioLDM's UNet, which gets the text only as a class embedding; both attentions of a block are over pixels."""
     settings = {
         "cross_attention_dim": parts.UNET["block_out_channels"],
         "class_embed_type": "simple_projection",
@@ -159,7 +159,7 @@ def MusicLDMPipeline():
 
 @family
 def AudioLDM2Pipeline():
-    """Its UNet has three transformers in a row: over the pixels alone, over one text, over the other."""
+    """Its UNet has three transformers in a row: with self-attention only, and with each of two texts."""
     unet = AudioLDM2UNet2DConditionModel(
         sample_size=16,
         layers_per_block=1,
@@ -193,7 +193,7 @@ def AudioLDM2Pipeline():
 
 
 def unet_2d(**changes):
-    """A UNet without text; its attention sits in convolutional blocks."""
+    """A UNet without text; its attention is inside convolutional blocks."""
     settings = {
         "sample_size": 16,
         "layers_per_block": 1,
@@ -277,7 +277,7 @@ def DanceDiffusionPipeline():
 
 
 class Sound:
-    """Stands for what turns a picture of a spectrogram into sound."""
+    """Replaces the converter from spectrogram images to sound."""
 
     def get_sample_rate(self):
         return 100
@@ -311,7 +311,7 @@ def SpectrogramDiffusionPipeline():
 
 
 def kandinsky_unet(condition, **changes):
-    """Kandinsky's UNet; its attention blocks look at pixels and text in one."""
+    """Kandinsky's UNet; its attention takes pixels and text together."""
     settings = {
         "sample_size": 16,
         "in_channels": 4,
@@ -416,10 +416,10 @@ def KandinskyV22ControlnetImg2ImgPipeline():
 
 
 def _prior(prefix=""):
-    """What turns a text's embedding into an image's."""
+    """The prior, which converts text embeddings to image embeddings."""
     model = prior()
     model.clip_std.set_value(paddle.ones_like(model.clip_std))
-    made = {
+    components = {
         "prior": model,
         "image_encoder": parts.image_encoder(),
         "text_encoder": parts.text_encoder_with_projection(),
@@ -427,7 +427,7 @@ def _prior(prefix=""):
         "scheduler": prior_scheduler(),
         "image_processor": parts.image_processor(),
     }
-    return {prefix + name: part for name, part in made.items()}
+    return {prefix + name: part for name, part in components.items()}
 
 
 @family
@@ -515,13 +515,13 @@ def _wuerstchen():
 
 
 def _wuerstchen_prior(prefix=""):
-    made = {
+    components = {
         "tokenizer": parts.tokenizer(),
         "text_encoder": parts.text_encoder(),
         "scheduler": DDPMWuerstchenScheduler(),
         "prior": parts.ready(WuerstchenPrior(c_in=4, c=HIDDEN, c_cond=HIDDEN, depth=1, nhead=2, dropout=0.0)),
     }
-    return {prefix + name: part for name, part in made.items()}
+    return {prefix + name: part for name, part in components.items()}
 
 
 @family

@@ -1,4 +1,4 @@
-"""The tiny random components that the pipelines of the zoo are made of; made anew on every call, none is shared."""
+"""Tiny random components of the zoo's pipelines. Every call creates new ones."""
 
 import inspect
 from pathlib import Path
@@ -29,7 +29,7 @@ UNET = {
     "cross_attention_dim": HIDDEN,
     "attention_head_dim": 2,
 }
-SDXL = {  # SDXL's own layout: no attention at level 1, more layers the deeper
+SDXL = {  # SDXL's layout: no attention at level 1, more layers at deeper levels
     "block_out_channels": (32, 32, 64),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -50,11 +50,11 @@ SCHEDULER = {
     "skip_prk_steps": True,
     "steps_offset": 1,
 }
-NOT_IN_A_CONTROLNET = ("sample_size", "up_block_types")
+UNET_ONLY = ("sample_size", "up_block_types")
 
 
 def ready(model):
-    """A model as from_pretrained gives it: in evaluation mode."""
+    """The model in evaluation mode, as from_pretrained returns it."""
     model.eval()
     return model
 
@@ -65,8 +65,8 @@ def unet(**changes):
 
 
 def controlnet(**changes):
-    """A ControlNet for `unet(**changes)`, whose output convolutions are no longer zero: it changes the picture."""
-    settings = {key: value for key, value in {**UNET, **changes}.items() if key not in NOT_IN_A_CONTROLNET}
+    """A ControlNet for `unet(**changes)`, with non-zero output convolutions, so that it affects the image."""
+    settings = {key: value for key, value in {**UNET, **changes}.items() if key not in UNET_ONLY}
     model = ControlNetModel(**settings, conditioning_embedding_out_channels=(16, 32))
     for layer in (*model.controlnet_down_blocks, model.controlnet_mid_block, model.controlnet_cond_embedding.conv_out):
         layer.weight.set_value(0.1 * paddle.randn(layer.weight.shape))
@@ -90,7 +90,7 @@ def tokenizer():
 
 
 def text_config(hidden=HIDDEN, **changes):
-    """A CLIP text encoder's config, for the tokens of `tokenizer()`."""
+    """A CLIP text encoder's config for the tokens of `tokenizer()`."""
     settings = {
         "vocab_size": 2048,
         "hidden_size": hidden,
@@ -115,7 +115,7 @@ def text_encoder_with_projection(hidden=HIDDEN, **changes):
 
 
 def image_config(hidden=HIDDEN, **changes):
-    """A CLIP image encoder's config, for images of 32 px, which it sees as 16 patches."""
+    """A CLIP image encoder's config, for images of 32 px in 16 patches."""
     settings = {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -133,32 +133,32 @@ def image_encoder(hidden=HIDDEN, **changes):
 
 
 def image_processor(size=32):
-    """What prepares an image for `image_encoder()`, and for a safety checker."""
+    """The image processor of `image_encoder()` and of safety checkers."""
     return CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
 def scheduler(cls=DDIMScheduler, **changes):
-    """Any scheduler, with those of Stable Diffusion's settings that it has."""
+    """A scheduler with the settings of Stable Diffusion that its class supports."""
     names = inspect.signature(cls.__init__).parameters
     return cls(**{**{name: value for name, value in SCHEDULER.items() if name in names}, **changes})
 
 
 def image(size=32, seed=0):
-    """A picture of smooth noise."""
+    """An image of smooth noise."""
     pixels = np.random.RandomState(seed).randint(0, 256, (size // 8, size // 8, 3)).astype("uint8")
     return Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC)
 
 
 def mask(size=32):
-    """A mask whose right half is to be drawn anew."""
+    """A mask to regenerate the right half."""
     pixels = np.zeros((size, size), "uint8")
     pixels[:, size // 2 :] = 255
     return Image.fromarray(pixels)
 
 
 def stable_diffusion(**changes):
-    """The components that most pipelines over Stable Diffusion 1.x take, as their keyword arguments."""
-    made = {
+    """The components of most pipelines over Stable Diffusion 1.x, as keyword arguments."""
+    builders = {
         "vae": vae,
         "text_encoder": text_encoder,
         "tokenizer": tokenizer,
@@ -166,13 +166,13 @@ def stable_diffusion(**changes):
         "scheduler": scheduler,
         "feature_extractor": image_processor,
     }
-    components = {name: make() for name, make in made.items() if name not in changes}
+    components = {name: build() for name, build in builders.items() if name not in changes}
     return {**components, "safety_checker": None, "requires_safety_checker": False, **changes}
 
 
 def sdxl(**changes):
-    """The components that pipelines over SDXL take, as their keyword arguments."""
-    made = {
+    """The components of pipelines over SDXL, as keyword arguments."""
+    builders = {
         "vae": vae,
         "text_encoder": text_encoder,
         "text_encoder_2": text_encoder_with_projection,
@@ -181,4 +181,4 @@ def sdxl(**changes):
         "unet": lambda: unet(**SDXL),
         "scheduler": scheduler,
     }
-    return {**{name: make() for name, make in made.items() if name not in changes}, **changes}
+    return {**{name: build() for name, build in builders.items() if name not in changes}, **changes}

@@ -20,7 +20,7 @@ from .base import Tiny, family
 from .noise import embeddings
 
 HIDDEN = parts.HIDDEN
-TEXT = 6  # text tokens where a call hands over embeddings
+TEXT = 6  # text tokens of calls with embeddings
 
 PATCHED = {  # 64 tokens: 16×16 latents in patches of 2×2
     "num_attention_heads": 2,
@@ -38,12 +38,12 @@ PATCHED = {  # 64 tokens: 16×16 latents in patches of 2×2
 
 
 def dit(**changes):
-    """DiT's transformer, which is told a class."""
+    """DiT's transformer, conditioned on a class."""
     return parts.ready(Transformer2DModel(**{**PATCHED, "norm_type": "ada_norm_zero", **changes}))
 
 
 def pixart(**changes):
-    """PixArt-α's transformer, which reads text; with sample_size=128 it is told the picture's size too.
+    """PixArt-α's transformer, conditioned on text; with sample_size=128 also on the image size.
 
     It has no caption_channels as the real one has: ppdiffusers 0.29 fails to build that projection (a TypeError).
     """
@@ -52,7 +52,7 @@ def pixart(**changes):
 
 
 def sd3(**changes):
-    """Stable Diffusion 3's transformer: image and text tokens in one attention; the last block drops the text."""
+    """Stable Diffusion 3's transformer: joint attention over image and text tokens; the last block drops the text."""
     settings = {
         "sample_size": 16,
         "patch_size": 2,

@@ -1,4 +1,4 @@
-"""Pipelines that draw videos."""
+"""Video pipelines."""
 
 import atexit
 import shutil
@@ -81,7 +81,7 @@ def unet_hotshot(**changes):
     }
     model = HotshotUNet(**{**settings, **changes})
     for layer in model.sublayers():
-        if isinstance(layer, Transformer3DModel):  # made to do nothing at first
+        if isinstance(layer, Transformer3DModel):  # initialized as an identity
             layer.proj_out.weight.set_value(0.1 * paddle.randn(layer.proj_out.weight.shape))
     return parts.ready(model)
 
@@ -148,7 +148,7 @@ class CrossFrameAttention(AttnProcessor):
 
 
 def _zero(cls, components, **changes):
-    """Text2Video-Zero, a text-to-image pipeline made to draw frames that belong together."""
+    """Text2Video-Zero, a text-to-image pipeline that generates consistent frames."""
     pipe = cls(**components)
     pipe.unet.set_attn_processor(CrossFrameAttention())
     call = {"prompt": "a red fox", "video_length": FRAMES, "num_inference_steps": 4, "t0": 1, "t1": 2}
@@ -185,7 +185,7 @@ def _lvdm(**changes):
 
 
 def _lvdm_call():
-    """LVDM's pipelines write every video into a folder, too; this one goes when the tests end."""
+    """LVDM's pipelines also write every video to a folder, which is deleted when the tests end."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     size = {"height": 64, "width": 64, "num_frames": FRAMES}

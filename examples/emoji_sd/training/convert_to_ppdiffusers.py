@@ -1,16 +1,16 @@
-"""Turn the trained model from diffusers' layout into ppdiffusers' layout, in fp16, and check every weight.
+"""Convert the trained model from diffusers' format to ppdiffusers' format, in fp16, and check every weight.
 
     python convert_to_ppdiffusers.py SOURCE TARGET [--controlnet]
 
-SOURCE is what train_unet.py leaves in $EMOJI_WORK/model (model_index.json, unet/, vae/, text_encoder/, scheduler/,
-tokenizer/); TARGET is the folder to fill, for instance examples/emoji_sd. Needs ppdiffusers 0.29 and no PyTorch.
-A folder controlnet/ beside SOURCE or in it, as train_controlnet.py leaves it, is converted too;
-`--controlnet` converts nothing else.
+SOURCE is $EMOJI_WORK/model, written by train_unet.py (model_index.json, unet/, vae/, text_encoder/, scheduler/,
+tokenizer/). TARGET is the folder to write, such as examples/emoji_sd. Needs ppdiffusers 0.29, but not PyTorch.
+A folder controlnet/ in SOURCE or beside it, written by train_controlnet.py, is converted too; with `--controlnet`
+nothing else is.
 
-The work is ppdiffusers' own (`from_pretrained(from_diffusers=True)`, then `save_pretrained`). On top of that the
-script removes from the JSON files what only held on the machine that converted (paths) and the one key ppdiffusers
-would warn about, and then reads both sets of files again: a weight must equal its source bit for bit, a Linear's
-weight transposed, because Paddle stores it as [in, out] and PyTorch as [out, in].
+ppdiffusers converts the weights (`from_pretrained(from_diffusers=True)`, then `save_pretrained`). The script then
+removes local paths, and one key that ppdiffusers warns about, from the JSON files. Finally it reads both sets of files
+again: each weight must equal its source bit for bit; the weights of Linear layers are transposed, because Paddle
+stores them as [in, out] and PyTorch as [out, in].
 """
 
 import json
@@ -24,14 +24,14 @@ import paddle
 from ppdiffusers import ControlNetModel, StableDiffusionPipeline
 from safetensors.numpy import load_file, save_file
 
-# part -> (file in diffusers' layout, file in ppdiffusers' layout)
+# model -> (file in diffusers' format, file in ppdiffusers' format)
 WEIGHTS = {
     "unet": ("diffusion_pytorch_model.safetensors", "diffusion_paddle_model.safetensors"),
     "vae": ("diffusion_pytorch_model.safetensors", "diffusion_paddle_model.safetensors"),
     "text_encoder": ("model.safetensors", "model.safetensors"),
 }
 CONTROLNET = ("diffusion_pytorch_model.safetensors", "diffusion_paddle_model.safetensors")
-# file -> keys to drop; ppdiffusers 0.29's AutoencoderKL always has that attention and warns about the key
+# file -> keys to remove; ppdiffusers 0.29's AutoencoderKL always has mid-block attention and warns about the key
 DROPPED = {
     "model_index.json": ["_name_or_path"],
     "unet/config.json": ["_name_or_path"],
@@ -41,8 +41,8 @@ DROPPED = {
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write `source` to `target` in ppdiffusers' layout."""
-    with tempfile.TemporaryDirectory() as scratch:  # loading leaves a converted text encoder next to the original
+    """Write `source` to `target` in ppdiffusers' format."""
+    with tempfile.TemporaryDirectory() as scratch:  # loading writes a converted text encoder next to the original
         copy = Path(scratch) / "model"
         copy.mkdir()
         shutil.copy(source / "model_index.json", copy)
@@ -63,9 +63,9 @@ def convert(source: Path, target: Path) -> None:
 
 
 def convert_controlnet(source: Path, target: Path) -> None:
-    """Write the ControlNet of folder `source` to folder `target` in ppdiffusers' layout.
+    """Write the ControlNet of folder `source` to folder `target` in ppdiffusers' format.
 
-    Its weights come in fp32. NumPy rounds them to the nearest fp16, which Paddle's cast on a CPU does not.
+    Its weights are in fp32. NumPy rounds them to the nearest fp16; Paddle's cast on a CPU does not.
     """
     with tempfile.TemporaryDirectory() as scratch:
         copy = shutil.copytree(source, Path(scratch) / "controlnet")
@@ -86,8 +86,8 @@ def drop(path: Path, keys: list) -> None:
 def check(source: Path, target: Path) -> None:
     """Compare the weights of `source` and `target`; raise SystemExit at the first that differs."""
     pipe = StableDiffusionPipeline.from_pretrained(str(target), paddle_dtype=paddle.float32)
-    for part, (theirs, ours) in WEIGHTS.items():
-        compare(part, getattr(pipe, part), source / part / theirs, target / part / ours)
+    for name, (source_file, target_file) in WEIGHTS.items():
+        compare(name, getattr(pipe, name), source / name / source_file, target / name / target_file)
 
 
 def check_controlnet(source: Path, target: Path) -> None:
@@ -95,21 +95,21 @@ def check_controlnet(source: Path, target: Path) -> None:
     compare("controlnet", model, source / CONTROLNET[0], target / CONTROLNET[1])
 
 
-def compare(part: str, model, theirs: Path, ours: Path) -> None:
-    """Each weight of file `theirs`, as fp16, with file `ours` and with the model loaded from it."""
+def compare(model_name: str, model, source_file: Path, target_file: Path) -> None:
+    """Compare each weight of `source_file`, as fp16, with `target_file` and with the model loaded from that."""
     layers = model.named_sublayers()
     linear = {f"{name}.weight" for name, layer in layers if isinstance(layer, paddle.nn.Linear)}
-    a, b, live = load_file(str(theirs)), load_file(str(ours)), model.state_dict()
-    if a.keys() != b.keys():
-        raise SystemExit(f"{part}: other names: {sorted(a.keys() ^ b.keys())}")
-    for name, weight in a.items():
-        want = (weight.T if name in linear else weight).astype(np.float16)
-        if want.dtype != b[name].dtype or not np.array_equal(want, b[name]):
-            raise SystemExit(f"{part}: {name} differs")
-        if not np.array_equal(want.astype(np.float32), live[name].numpy()):
-            raise SystemExit(f"{part}: {name} differs after loading")
-    count = sum(w.size for w in a.values())
-    print(f"{part}: {len(a)} tensors, {count:,} numbers, {len(linear)} transposed, all equal")
+    source, target, loaded = load_file(str(source_file)), load_file(str(target_file)), model.state_dict()
+    if source.keys() != target.keys():
+        raise SystemExit(f"{model_name}: names differ: {sorted(source.keys() ^ target.keys())}")
+    for name, weight in source.items():
+        expected = (weight.T if name in linear else weight).astype(np.float16)
+        if expected.dtype != target[name].dtype or not np.array_equal(expected, target[name]):
+            raise SystemExit(f"{model_name}: {name} differs")
+        if not np.array_equal(expected.astype(np.float32), loaded[name].numpy()):
+            raise SystemExit(f"{model_name}: {name} differs after loading")
+    count = sum(weight.size for weight in source.values())
+    print(f"{model_name}: {len(source)} tensors, {count:,} numbers, {len(linear)} transposed, all equal")
 
 
 def find_controlnet(source: Path) -> Path | None:

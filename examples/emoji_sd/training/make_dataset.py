@@ -1,8 +1,8 @@
-"""Captioned pictures from three npm packages, unpacked under $EMOJI_SRC.
+"""Make the captioned images from three npm packages, unpacked under $EMOJI_SRC.
 
     python make_dataset.py SIZE
 
-writes data_SIZE.npz and captions.json to $EMOJI_WORK.
+Writes data_SIZE.npz and captions.json to $EMOJI_WORK.
 """
 
 import io
@@ -55,7 +55,7 @@ code = {}
 for c, n in code_of.items():
     code.setdefault(n, plain(c))
 fluent = {plain(f): f"{SRC}/fe3d/package/assets/{f}" for f in os.listdir(f"{SRC}/fe3d/package/assets")}
-pictures, rows, seen = [], [], set()
+images, rows, seen = [], [], set()
 for cat in CATEGORIES:
     for n in meta["categories"][cat]:
         if n in seen or n not in twemoji["icons"] or n not in noto["icons"] or code.get(n) not in fluent:
@@ -66,8 +66,8 @@ for cat in CATEGORIES:
             ("a flat drawing of", render(twemoji, n)),
             ("a cartoon of", render(noto, n)),
         ):
-            pictures.append(on_white(im))
+            images.append(on_white(im))
             rows.append({"caption": f"{style} {n.replace('-', ' ')}", "concept": n, "category": cat})
-np.savez(f"{WORK}/data_{S}.npz", x=np.stack(pictures))
+np.savez(f"{WORK}/data_{S}.npz", x=np.stack(images))
 Path(f"{WORK}/captions.json").write_text(json.dumps(rows, indent=0))
-print(len(pictures), "pictures of", len(seen), "concepts")
+print(len(images), "images of", len(seen), "concepts")

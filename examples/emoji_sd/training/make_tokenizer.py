@@ -1,8 +1,8 @@
-"""A 2,048-entry BPE in CLIP's format, learned from the captions.
+"""Learn a BPE of 2,048 entries in CLIP's format from the captions.
 
     python make_tokenizer.py
 
-writes model/tokenizer/ under $EMOJI_WORK.
+Writes model/tokenizer/ under $EMOJI_WORK.
 """
 
 import json

@@ -1,21 +1,21 @@
-"""Train emoji_sd's canny ControlNet: UNet and text encoder stay as they are.
+"""Train emoji_sd's Canny ControlNet; UNet and text encoder are frozen.
 
     python train_controlnet.py MINUTES PEAK_LR FINAL_LR BATCH
 
-Starts from $EMOJI_WORK/controlnet where there is one (from the UNet's weights where not), goes on from
-controlnet.pt after an interruption, and leaves the averaged weights in $EMOJI_WORK/controlnet. Needs
-$EMOJI_WORK/model (diffusers' layout), and data_128.npz and captions.json by `make_dataset.py 128`.
+Starts from $EMOJI_WORK/controlnet if that exists, otherwise from the UNet's weights, resumes from controlnet.pt after
+an interruption, and writes the averaged weights to $EMOJI_WORK/controlnet. Needs $EMOJI_WORK/model (diffusers'
+format), and data_128.npz and captions.json from `make_dataset.py 128`.
 
-Two processes of one thread each share every batch, which on two cores is 1.4 times as fast as one of two threads and
-loses much less to other programs.
+Two processes with one thread each share every batch: on two cores this is 1.4 times as fast as one process with two
+threads, and less sensitive to other programs.
 
-So that edges are followed and pictures not recalled:
-- each picture is moved, scaled, stretched, sheared, turned, mirrored and bent anew, and such a variation comes twice
-  at most, with other noise;
-- a third of them show concepts that the UNet was never taught, and many come without their caption;
-- noisy steps, where the layout is decided, come more often, and the loss near an edge counts more.
+So that the model follows edges instead of recalling images:
+- each image is randomly moved, scaled, stretched, sheared, rotated, mirrored and bent; each variation is used at most
+  twice, with different noise;
+- a third of the images show concepts that the UNet was not trained on, and many come without their caption;
+- noisy steps, which decide the layout, are more frequent, and the loss near an edge has a higher weight.
 
-Never shown: held_out.txt's concepts in any style, and Noto's drawings ("a cartoon of ...") of all concepts.
+Excluded: the concepts of held_out.txt in any style, and Noto's drawings ("a cartoon of ...") of all concepts.
 """
 
 import json
@@ -47,30 +47,30 @@ import edges as edge  # noqa: E402  examples/edges.py
 
 MODEL, OUT, CHECKPOINT = WORK / "model", WORK / "controlnet", WORK / "controlnet.pt"
 DROPPED = 0.4  # share of captions replaced by ""
-UNTAUGHT = 0.35  # share of pictures of concepts that the UNet was not taught
-NOISY = 0.6  # share of steps drawn from the noisier 600 of the 1,000; the others from all
-EDGE_WEIGHT = 1.0  # what an edge adds to the loss of the latents around it
-ROUND, PASSES = 256, 2  # fresh variations are made ROUND at a time; each is used PASSES times, with other noise
+UNTRAINED = 0.35  # share of images of concepts that the UNet was not trained on
+NOISY = 0.6  # share of steps drawn from the noisier 600 of the 1,000; the others are drawn from all
+EDGE_WEIGHT = 1.0  # added weight of the loss of latents near an edge
+ROUND, PASSES = 256, 2  # variations are made ROUND at a time; each is used PASSES times, with different noise
 EMA = 0.998
 SAVE_EVERY, SAMPLE_EVERY = 240, 1200  # seconds
 PROCESSES = 2
 
 
-def read_pictures():
-    """Indices of what the UNet was taught, of what it was not, of samples; all pictures; all captions."""
+def read_images():
+    """Indices of images with concepts that the UNet knows, with others, of samples; all images; all captions."""
     rows = json.loads((WORK / "captions.json").read_text())
-    taught, held_out = ((HERE / name).read_text().split() for name in ("concepts.txt", "held_out.txt"))
+    trained, held_out = ((HERE / name).read_text().split() for name in ("concepts.txt", "held_out.txt"))
     flat = [i for i, row in enumerate(rows) if not row["caption"].startswith("a cartoon")]
-    known = [i for i in flat if rows[i]["concept"] in taught]
-    other = [i for i in flat if rows[i]["concept"] not in taught + held_out]
+    known = [i for i in flat if rows[i]["concept"] in trained]
+    other = [i for i in flat if rows[i]["concept"] not in trained + held_out]
     unseen = [i for i in flat if rows[i]["concept"] in held_out][::16]
-    unseen += [i for i, row in enumerate(rows) if i not in flat and row["concept"] in taught][::22]
+    unseen += [i for i, row in enumerate(rows) if i not in flat and row["concept"] in trained][::22]
     return known, other, unseen, np.load(WORK / "data_128.npz")["x"], [row["caption"] for row in rows]
 
 
-def vary(picture, rng):
-    """The picture under a random affine map and a gentle bend, on white."""
-    size = len(picture)
+def vary(image, rng):
+    """The image under a random affine map and a slight bend, on white."""
+    size = len(image)
     turn, shear = rng.normal(0, 0.15), rng.normal(0, 0.1)
     scale = rng.uniform(0.55, 1.1) * np.exp(rng.normal(0, 0.12, 2))
     turned = np.array([[math.cos(turn), -math.sin(turn)], [math.sin(turn), math.cos(turn)]])
@@ -82,16 +82,16 @@ def vary(picture, rng):
     back = np.linalg.inv(affine)
     maps = [back[i, 0] * (x - dx) + back[i, 1] * (y - dy) + bend[i] + (size - 1) / 2 for i in (0, 1)]
     maps = [m.astype(np.float32) for m in maps]
-    return cv2.remap(picture, *maps, cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT, borderValue=(255, 255, 255))
+    return cv2.remap(image, *maps, cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT, borderValue=(255, 255, 255))
 
 
-def variations(known, other, pictures, vae, rng):
-    """Without end: latents, edges, index of the caption."""
+def variations(known, other, images, vae, rng):
+    """Yield latents, edges and index of the caption, without end."""
     while True:
-        index = np.where(rng.random(ROUND) < UNTAUGHT, rng.choice(other, ROUND), rng.choice(known, ROUND))
-        fresh = np.stack([vary(pictures[i], rng) for i in index])
-        edges = torch.from_numpy(np.stack([edge.canny(picture) for picture in fresh]))[:, None].float()
-        x = torch.from_numpy(fresh).permute(0, 3, 1, 2).float() / 127.5 - 1
+        index = np.where(rng.random(ROUND) < UNTRAINED, rng.choice(other, ROUND), rng.choice(known, ROUND))
+        varied = np.stack([vary(images[i], rng) for i in index])
+        edges = torch.from_numpy(np.stack([edge.canny(image) for image in varied]))[:, None].float()
+        x = torch.from_numpy(varied).permute(0, 3, 1, 2).float() / 127.5 - 1
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             z = torch.cat([vae.encode(part).latent_dist.mean for part in x.split(32)]).float()
         for _ in range(PASSES):
@@ -100,7 +100,7 @@ def variations(known, other, pictures, vae, rng):
 
 
 def make_controlnet(unet):
-    """The one in OUT, or a new one whose encoder is the UNet's."""
+    """The ControlNet in OUT, or a new one with the UNet's encoder."""
     if (OUT / "config.json").exists():
         return ControlNetModel.from_pretrained(OUT, torch_dtype=torch.float32)
     controlnet = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16, 32, 64))
@@ -111,8 +111,8 @@ class Trainer:
     def __init__(self, minutes, peak, final, batch):
         self.minutes, self.peak, self.final, self.batch = minutes, peak, final, batch // PROCESSES
         self.first = dist.get_rank() == 0
-        known, other, self.unseen, self.pictures, self.captions = read_pictures()
-        self.say(f"{len(known)} pictures of what the UNet was taught, {len(other)} of what it was not")
+        known, other, self.unseen, self.images, self.captions = read_images()
+        self.log(f"{len(known)} images of concepts that the UNet knows, {len(other)} of others")
         self.tokenizer = CLIPTokenizer.from_pretrained(MODEL, subfolder="tokenizer")
         parts = {"text_encoder": CLIPTextModel, "unet": UNet2DConditionModel, "vae": AutoencoderKL}
         for name, kind in parts.items():
@@ -132,12 +132,12 @@ class Trainer:
             self.controlnet.load_state_dict(state["controlnet"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.ema, self.step, self.seconds = state["ema"], state["step"], state["seconds"]
-            self.say(f"goes on at step {self.step}")
+            self.log(f"resumes at step {self.step}")
         torch.manual_seed(PROCESSES * self.step + dist.get_rank())
         rng = np.random.default_rng((self.step, dist.get_rank()))
-        self.source = variations(known, other, self.pictures, self.vae, rng)
+        self.source = variations(known, other, self.images, self.vae, rng)
 
-    def say(self, line):
+    def log(self, line):
         if self.first:
             print(line, flush=True)
 
@@ -163,7 +163,7 @@ class Trainer:
         return (near * square).sum() / (near.sum() * z.shape[1])
 
     def share(self, loss, seconds):
-        """Average the gradients and the loss over the processes; the first one's clock holds for all."""
+        """Average gradients and loss over the processes, and broadcast the clock of the first."""
         parts = [p.grad for p in self.params] + [loss.detach(), torch.tensor(seconds * self.first * PROCESSES)]
         flat = torch.cat([part.reshape(-1) for part in parts])
         dist.all_reduce(flat)
@@ -189,7 +189,7 @@ class Trainer:
             losses.append(mean)
             if self.step % 100 == 0:
                 mean, rate = np.mean(losses[-100:]), self.learning_rate()
-                self.say(f"step {self.step} {self.seconds / 60:.1f} min loss {mean:.4f} lr {rate:.1e}")
+                self.log(f"step {self.step} {self.seconds / 60:.1f} min loss {mean:.4f} lr {rate:.1e}")
             if self.first and time.time() - saved > SAVE_EVERY:
                 self.save()
                 saved = time.time()
@@ -207,7 +207,7 @@ class Trainer:
         CHECKPOINT.with_suffix(".tmp").replace(CHECKPOINT)
 
     def sample(self):
-        """Write the averaged weights to OUT and draw unseen pictures' edges with them."""
+        """Write the averaged weights to OUT and generate images from the edges of unseen ones."""
         current = [p.detach().clone() for p in self.params]
         for p, mean in zip(self.params, self.ema, strict=True):
             p.data.copy_(mean)
@@ -224,16 +224,16 @@ class Trainer:
             requires_safety_checker=False,
         )
         pipe.set_progress_bar_config(disable=True)
-        edges = [edge.as_picture(edge.canny(self.pictures[i])) for i in self.unseen]
+        edges = [edge.as_image(edge.canny(self.images[i])) for i in self.unseen]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            drawn = pipe(
+            outputs = pipe(
                 [self.captions[i].replace("a cartoon of", "a flat drawing of") for i in self.unseen],
                 image=edges,
                 num_inference_steps=10,
                 guidance_scale=2.0,
                 generator=torch.Generator().manual_seed(0),
             ).images
-        rows = [np.concatenate([np.asarray(image) for image in row], 1) for row in (edges, drawn)]
+        rows = [np.concatenate([np.asarray(image) for image in row], 1) for row in (edges, outputs)]
         Image.fromarray(np.concatenate(rows)).save(WORK / f"controlnet_{self.step}.png")
         for p, value in zip(self.params, current, strict=True):
             p.data.copy_(value)

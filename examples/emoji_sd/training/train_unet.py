@@ -2,8 +2,8 @@
 
     python train_unet.py PIXELS:BATCH:SHARE,... MINUTES PEAK_LR FINAL_LR
 
-64 and 128 px show one picture; 256 px a sheet of four, each as large as at 128 px and mirrored by chance, so that
-both sizes agree on scale.
+Images of 64 and 128 px show one object; those of 256 px four, each as large as at 128 px and randomly mirrored, so
+that objects have the same scale at both sizes.
 """
 
 import json
@@ -39,7 +39,7 @@ vae.register_to_config(scaling_factor=SF)
 x = torch.from_numpy(np.load(WORK + "/data_256.npz")["x"][keep]).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def pictures(size):
+def training_images(size):
     if size < 256:
         return F.interpolate(x, size=(size, size), mode="area")
     one = F.interpolate(x, size=(128, 128), mode="area")
@@ -49,7 +49,7 @@ def pictures(size):
 
 
 with torch.no_grad():
-    Z = {r: torch.cat([vae.encode(b).latent_dist.mean for b in pictures(r).split(8)]) * SF for r, _, _ in SIZES}
+    Z = {r: torch.cat([vae.encode(b).latent_dist.mean for b in training_images(r).split(8)]) * SF for r, _, _ in SIZES}
 print(len(caps), "images", {r: (tuple(z.shape), round(z.std().item(), 3)) for r, z in Z.items()}, flush=True)
 
 tok = CLIPTokenizer.from_pretrained(OUT, subfolder="tokenizer")
@@ -88,7 +88,7 @@ opt = torch.optim.AdamW(params, lr=LR0, betas=(0.9, 0.99), weight_decay=1e-2)
 CK = WORK + "/ck.pt"
 it = 0
 ema = [p.detach().clone() for p in params]
-if os.path.exists(CK):  # fp16 state dicts alone will do
+if os.path.exists(CK):  # fp16 state dicts suffice
     ck = torch.load(CK)
     unet.load_state_dict(ck["u"])
     te.load_state_dict(ck["t"])

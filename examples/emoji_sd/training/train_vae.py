@@ -1,8 +1,8 @@
-"""Train emoji_sd's VAE on crops of the 128 px pictures, then store it with an identity mid-block attention.
+"""Train emoji_sd's VAE on crops of the 128 px images, then store it with an identity mid-block attention.
 
     python train_vae.py MINUTES
 
-writes vae/ under $EMOJI_WORK.
+Writes vae/ under $EMOJI_WORK.
 """
 
 import math
@@ -78,7 +78,7 @@ while (el := (time.time() - t0) / 60) < MIN:
 vae.eval()
 full = AutoencoderKL(**config)
 full.load_state_dict(vae.state_dict(), strict=False)
-for side in (full.encoder, full.decoder):  # attention that adds exactly nothing
+for side in (full.encoder, full.decoder):  # attention with a zero output, so an identity
     torch.nn.init.zeros_(side.mid_block.attentions[0].to_out[0].weight)
     torch.nn.init.zeros_(side.mid_block.attentions[0].to_out[0].bias)
 with torch.no_grad():
