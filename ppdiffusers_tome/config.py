@@ -27,6 +27,11 @@ class ToMeConfig:
         use_rand: draw the dst token of each cell at random; otherwise it is the cell's first (top left) token.
         seed: seed of the random choice of dst: 0 <= seed < 2**64 for the same choice in every pass, None for a new
             one in each. The global random states of Paddle, NumPy and Python are neither read nor advanced.
+        window: side, in tokens, of the square windows in which each token looks for its dst: a multiple of sx and sy.
+            None, the default, is the whole grid. With a window the time of matching grows with the number of tokens,
+            not with its square. Needs a height and width that are known when a program is exported.
+        proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
+            logarithm of this number is added to the scores of its key.
         merge_attn: merge around self-attention (`attn1`).
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
@@ -35,9 +40,10 @@ class ToMeConfig:
         ToMeConfigError: a value has the wrong type or is out of range, or all three `merge_…` are False. The
             message names the argument, its value and the allowed values.
 
-    Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with three differences:
-    `seed` is new; a ratio above the maximum is an error, where tomesd silently lowers it; and `max_downsample`
-    defaults to None, where tomesd's default of 1 merges nothing in SDXL.
+    Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
+    `seed`, `window` and `proportional` are new; a ratio above the maximum is an error, where tomesd silently lowers
+    it; and `max_downsample` defaults to None, where tomesd's default of 1 merges nothing in SDXL. `proportional` is
+    the proportional attention of ToMe for ViT (Bolya et al. 2022, arXiv:2210.09461).
 
     Example:
         >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
@@ -50,6 +56,8 @@ class ToMeConfig:
     sy: int = 2
     use_rand: bool = True
     seed: int | None = 0
+    window: int | None = None
+    proportional: bool = False
     merge_attn: bool = True
     merge_crossattn: bool = False
     merge_mlp: bool = False
@@ -63,6 +71,7 @@ class ToMeConfig:
             )
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
         checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"])
+        checked["window"] = None if self.window is None else _window(self.window, checked["sx"], checked["sy"])
         checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
         checked["seed"] = None if self.seed is None else _seed(self.seed)
         for name, value in checked.items():
@@ -86,7 +95,7 @@ class ToMeConfig:
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in described)
 
 
-_FLAGS = ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
+_FLAGS = ("use_rand", "proportional", "merge_attn", "merge_crossattn", "merge_mlp")
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -108,6 +117,16 @@ def _count(name: str, value: Any) -> int:
     number = _integer(value)
     if number is None or number < 1:
         raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be an integer number of tokens, 1 or more.")
+    return number
+
+
+def _window(value: Any, sx: int, sy: int) -> int:
+    number = _integer(value)
+    if number is None or number < 1 or number % sx or number % sy:
+        raise ToMeConfigError(
+            f"window={value!r} is not allowed: it must be a number of tokens that is a multiple of sx={sx} and "
+            f"sy={sy}, or None for the whole grid."
+        )
     return number
 
 

@@ -9,6 +9,7 @@ ends with the forward, even if that raises. Everything else holds weak reference
 the hooks, so a deep copy of a model has its own.
 """
 
+import math
 import threading
 import weakref
 from typing import Any
@@ -19,7 +20,7 @@ from paddle import nn
 
 from .config import ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
-from .matching import MergePlan, match_tokens
+from .matching import MergePlan, cast, match_tokens
 from .merging import merge, unmerge
 from .models import is_chunked, token_grid
 from .positions import Grid, count_removed, is_zero
@@ -28,6 +29,7 @@ CHUNKED_FEED_FORWARD = (
     "merge_mlp=True cannot be combined with chunked feed-forward layers (enable_forward_chunking(), "
     "set_chunk_feed_forward()), which get the tokens in pieces: turn chunking off or leave merge_mlp=False."
 )
+SIZE_CHANNELS = 8  # added to each head of a joint attention: fused kernels need a multiple of 8
 
 
 class _PerThread(threading.local):
@@ -41,6 +43,7 @@ class _Call:
     """One forward of a block."""
 
     plan: MergePlan | None = None  # None where nothing merges
+    has_sizes: bool = False  # whether the self-attention has received the sizes of the merged tokens
 
 
 class _Arguments(tuple):
@@ -132,12 +135,29 @@ class CallHook(ConfigHook):
         removed = count_removed(grid, self.config)
         if not is_zero(removed):
             random_key = self._grid_hook.random_key(self._index)
-            call.plan = match_tokens(metric, grid, removed, self.config.sx, self.config.sy, random_key)
+            config = self.config
+            call.plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window)
 
     def plan(self) -> MergePlan | None:
         """The plan of the current call in this thread; None where nothing merges."""
         call = self._current_call()
         return None if call is None else call.plan
+
+    def note_sizes(self) -> None:
+        """Record that the block's self-attention has received the sizes of the merged tokens."""
+        call = self._current_call()
+        assert call is not None
+        call.has_sizes = True
+
+    def require_sizes(self, attention: nn.Layer) -> None:
+        """Raise ToMePassError if a self-attention over merged tokens has not received their sizes."""
+        call = self._current_call()
+        if call is not None and call.plan is not None and not call.has_sizes:
+            raise ToMePassError(
+                f"proportional=True: {type(attention.processor).__name__} does not call prepare_attention_mask(), so "
+                "merged tokens cannot be weighted by their size: set another attention processor, or use "
+                "proportional=False."
+            )
 
     def close_call(self) -> None:
         """End the call: from here on a direct call of one of the block's layers merges nothing."""
@@ -198,34 +218,120 @@ class MergeOutputHook(BlockHook):
 
 
 class UnmergeHook(BlockHook):
-    """Post-hook of a layer that runs on merged tokens: unmerge its output, of joint attention the first (image)."""
+    """Post-hook of a layer that runs on merged tokens: unmerge its output, of joint attention the first (image).
+
+    Args:
+        call_hook: that of the layer's block.
+        requires_sizes: whether the layer's `MaskHook` must have added the sizes of the merged tokens.
+    """
+
+    def __init__(self, call_hook: CallHook, requires_sizes: bool = False) -> None:
+        super().__init__(call_hook)
+        self._requires_sizes = requires_sizes
 
     def __call__(self, layer: nn.Layer, inputs: tuple, outputs: Any) -> Any:
         plan = self._call_hook.plan()
         if plan is None:
             return None
+        if self._requires_sizes:
+            self._call_hook.require_sizes(layer)
         return (unmerge(outputs[0], plan), *outputs[1:]) if isinstance(outputs, tuple) else unmerge(outputs, plan)
 
 
-class MaskGuard(BlockHook):
-    """Wraps `prepare_attention_mask` of an attention layer: raises on a mask over merged tokens.
+class MaskHook(BlockHook):
+    """Wraps `prepare_attention_mask` of an attention layer: weights merged tokens, raises on a mask over them.
 
     Masks are keyword arguments, which Paddle's hooks do not receive, but every attention processor passes them to
-    this method.
+    this method and adds the result to the scores.
+
+    Args:
+        call_hook: that of the layer's block.
+        attention: the layer.
+        is_proportional: whether the layer's keys are the merged tokens and are weighted by their sizes.
     """
+
+    def __init__(self, call_hook: CallHook, attention: nn.Layer, is_proportional: bool) -> None:
+        super().__init__(call_hook)
+        self._attention = attention
+        self._is_proportional = is_proportional
+
+    def __call__(
+        self,
+        attention_mask: paddle.Tensor | None,
+        target_length: int,
+        batch_size: int,
+        out_dim: int = 4,
+        **kwargs: Any,
+    ) -> Any:
+        plan = self._call_hook.plan()
+        if plan is not None and attention_mask is not None and attention_mask.shape[-1] != target_length:
+            raise ToMePassError(
+                f"attention_mask has shape {list(attention_mask.shape)} but attention sees {target_length} of "
+                f"{plan.tokens} tokens because the others are merged, and a mean of masked and unmasked tokens "
+                "has no mask: call without attention_mask, or remove_tome() first."
+            )
+        attention = self._attention
+        mask = type(attention).prepare_attention_mask(
+            attention, attention_mask, target_length, batch_size, out_dim, **kwargs
+        )
+        if plan is None or not self._is_proportional:
+            return mask
+        if type(attention.processor).__name__.startswith("CrossFrame"):
+            raise ToMePassError(
+                f"proportional=True: {type(attention.processor).__name__} attends to the tokens of another frame, "
+                "which merge differently: use proportional=False."
+            )
+        self._call_hook.note_sizes()
+        sizes = cast(plan.log_sizes(), attention.to_k.weight.dtype)
+        if out_dim == 3:  # attention slicing: [B·heads, 1, keys]
+            sizes = sizes.repeat_interleave(attention.heads, axis=0).unsqueeze(1)
+        else:  # [B, 1, 1, keys]
+            sizes = sizes.unsqueeze([1, 2])
+        return sizes if mask is None else mask + sizes
+
+
+class SizeChannelHook(BlockHook):
+    """Post-hook of a projection of a joint attention: add channels to each head that weight merged tokens.
+
+    A joint attention has no mask. In the first of the added channels, queries hold a constant and the keys of merged
+    image tokens the logarithm of their size; everything else is 0. The product of query and key is then the score
+    plus this logarithm. `DropChannelHook` removes the channels from the output.
+
+    Args:
+        call_hook: that of the attention's block.
+        attention: the joint attention.
+        role: "query", "key" (of image tokens), or "other" (values, and the keys of text tokens, whose size is 1).
+    """
+
+    def __init__(self, call_hook: CallHook, attention: nn.Layer, role: str) -> None:
+        super().__init__(call_hook)
+        self._heads, self._role = attention.heads, role
+
+    def __call__(self, projection: nn.Layer, inputs: tuple, output: paddle.Tensor) -> paddle.Tensor | None:
+        plan = self._call_hook.plan()
+        if plan is None:
+            return None
+        heads = output.reshape([0, 0, self._heads, -1])  # [B, N, heads, C]
+        width = heads.shape[-1] + SIZE_CHANNELS
+        extra = paddle.zeros_like(heads[..., :1])
+        if self._role == "query":  # the attention divides by the root of the new width
+            heads = heads * math.sqrt(width / heads.shape[-1])
+            extra = extra + math.sqrt(width)
+        elif self._role == "key":
+            extra = extra + cast(plan.log_sizes(), output.dtype).unsqueeze([2, 3])
+        zeros = paddle.zeros_like(heads[..., : SIZE_CHANNELS - 1])
+        return paddle.concat([heads, extra, zeros], axis=-1).reshape([0, 0, self._heads * width])
+
+
+class DropChannelHook(BlockHook):
+    """Pre-hook of an output projection of a joint attention: remove the channels of `SizeChannelHook`."""
 
     def __init__(self, call_hook: CallHook, attention: nn.Layer) -> None:
         super().__init__(call_hook)
-        self._attention = attention
+        self._heads = attention.heads
 
-    def __call__(self, attention_mask: paddle.Tensor | None, target_length: int, *args: Any, **kwargs: Any) -> Any:
-        if attention_mask is not None and attention_mask.shape[-1] != target_length:
-            plan = self._call_hook.plan()
-            if plan is not None:
-                raise ToMePassError(
-                    f"attention_mask has shape {list(attention_mask.shape)} but attention sees {target_length} of "
-                    f"{plan.tokens} tokens because the others are merged, and a mean of masked and unmasked tokens "
-                    "has no mask: call without attention_mask, or remove_tome() first."
-                )
-        attention = self._attention
-        return type(attention).prepare_attention_mask(attention, attention_mask, target_length, *args, **kwargs)
+    def __call__(self, projection: nn.Layer, inputs: tuple) -> tuple | None:
+        if self._call_hook.plan() is None:
+            return None
+        heads = _hidden_states(projection, inputs).reshape([0, 0, self._heads, -1])[..., :-SIZE_CHANNELS]
+        return heads.reshape([0, 0, -1]), *inputs[1:]

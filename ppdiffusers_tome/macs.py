@@ -10,7 +10,7 @@ from .config import ToMeConfig
 from .levels import grid_at, level_of
 from .models import MergeableBlock, find_blocks
 from .patch import merging_layers
-from .positions import Grid, count_dst, count_removed
+from .positions import Grid, count_pairs, count_removed
 
 
 def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
@@ -54,8 +54,7 @@ def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
     tokens, kept = grid.tokens, grid.tokens - count_removed(grid, config)
     if kept == tokens:
         return 0
-    dst = count_dst(grid, config.sx, config.sy)
-    matching = (tokens - dst) * dst * block.block.attn1.to_q.weight.shape[0]
+    matching = count_pairs(grid, config) * block.block.attn1.to_q.weight.shape[0]
     names = merging_layers(block, config)
     return sum(_layer_macs(block, n, tokens, text) - _layer_macs(block, n, kept, text) for n in names) - matching
 

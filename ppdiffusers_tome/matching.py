@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import paddle
 
 from .errors import ToMeConfigError
-from .positions import Count, Grid, computed_positions, constant_positions, count_dst, is_zero
+from .positions import Count, Grid, Positions, computed_positions, constant_positions, count_dst, is_zero
 
 # Similarities that agree to within 2**-24, the resolution of float32 just below 1, are ties.
 _TIE = 2**24
@@ -40,6 +40,13 @@ class MergePlan:
         """N - r: tokens per image after merging."""
         return self.tokens - self.removed
 
+    def log_sizes(self) -> paddle.Tensor:  # [B, N-r] float32
+        """The logarithm of the number of tokens that each merged token is the mean of."""
+        sizes = -paddle.log(self.weights).reshape([-1, self.dst])
+        if self.stay_rows is None:
+            return sizes
+        return paddle.concat([sizes, paddle.zeros([sizes.shape[0], self.kept - self.dst])], axis=1)
+
 
 def match_tokens(
     metric: paddle.Tensor,  # [B, N, C] floating point
@@ -48,6 +55,7 @@ def match_tokens(
     sx: int = 2,
     sy: int = 2,
     random_key: Sequence[int] | None = None,
+    window: int | None = None,
 ) -> MergePlan:
     """Pair each src token with its most similar dst token and keep the r best pairs.
 
@@ -61,6 +69,8 @@ def match_tokens(
             tokens or more, including sizes at which nothing merges; `random_key` must then be None.
         removed: tokens per image to merge away, r; on a dynamic grid a tensor from `count_removed`.
         sx, sy, random_key: as in `choose_dst`.
+        window: side of the windows in which each src token looks for its dst; None for the whole grid. The r best
+            pairs are chosen from the whole grid in both cases.
 
     Returns:
         The plan. Ties (pairs whose similarities agree to within 2**-24) go to the lowest index.
@@ -68,7 +78,7 @@ def match_tokens(
     Raises:
         ToMeConfigError: metric is not a floating-point [B, N, C], h·w is not N, or r is out of range. The last two
             are not checked on a dynamic grid.
-        ToMePassError: random_key is given for a dynamic grid.
+        ToMePassError: random_key or window is given for a dynamic grid.
 
     Source: Bolya & Hoffman 2023, arXiv:2303.17604, section 4. The result is that of tomesd 0.1.3 with use_rand=False,
     which does not define ties and NaN.
@@ -82,12 +92,13 @@ def match_tokens(
     if is_zero(r):
         none = paddle.zeros([0], dtype="int64")
         return MergePlan(n, r, count_dst(grid, sx, sy), none, none, none, none, none.cast("float32"), none)
-    positions = computed_positions if grid.is_dynamic else constant_positions
-    d, s, dst_tokens, src_tokens, slot, count_d, count_s = positions(grid, sx, sy, random_key)
+    compute = computed_positions if grid.is_dynamic else constant_positions
+    positions = compute(grid, sx, sy, random_key, window)
+    d, s, dst_tokens, src_tokens, slot, count_d, count_s, _ = positions
 
     with paddle.no_grad(), _full_precision():
         batch = paddle.cumsum(paddle.ones_like(metric[:, :1, 0], dtype="int64"), axis=0) - 1  # [B, 1]: 0, 1, ... B - 1
-        best, similarity = _most_similar(metric, dst_tokens, src_tokens, batch, count_s)  # [B, S] each
+        best, similarity = _most_similar(metric, positions, batch)  # [B, S] each
         # No two keys are equal, so the order does not depend on whether a platform's sort is stable.
         key = paddle.round(similarity.cast("float64") * _TIE).cast("int64") * s - count_s
         order = paddle.argsort(key, axis=1, descending=True)  # [B, S]: src, best pair first
@@ -124,32 +135,42 @@ def match_tokens(
 
 def _most_similar(
     metric: paddle.Tensor,  # [B, N, C]
-    dst: paddle.Tensor,  # [D] int64
-    src: paddle.Tensor,  # [S] int64
+    positions: Positions,
     batch: paddle.Tensor,  # [B, 1] int64: 0, 1, ... B - 1
-    count_s: paddle.Tensor,  # [S] int64: 0, 1, ... S - 1
 ) -> tuple[paddle.Tensor, paddle.Tensor]:  # [B, S] int64, [B, S] float32
     """For each src token its most similar dst token, as an index into `dst`, and their cosine similarity."""
     metric = cast(metric.detach(), paddle.float32)
     inverse = paddle.rsqrt((metric * metric).sum(axis=-1))  # [B, N]: 1 / norm; infinite where that is 0
     inverse = paddle.where(paddle.isfinite(inverse), inverse, paddle.zeros_like(inverse))
 
+    windows = positions.windows
+    dst, src = (positions.dst, positions.src) if windows is None else (windows.dst, windows.src)
     normed = paddle.gather(metric, dst, axis=1)
     normed = paddle.where(paddle.isfinite(normed), normed, paddle.zeros_like(normed))
     normed = normed * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
-    scores = paddle.matmul(
-        paddle.gather(metric, src, axis=1), normed, transpose_y=True
-    )  # [B, S, D]: cosine · norm of src
+    tokens, src_inverse = paddle.gather(metric, src, axis=1), paddle.gather(inverse, src, axis=1)
+    row, column = batch, positions.count_s
+    if windows is not None:  # the batch becomes B·T windows
+        tokens, normed = (x.reshape([-1, x.shape[1] // windows.count_w, x.shape[2]]) for x in (tokens, normed))
+        src_inverse = src_inverse.reshape([-1, tokens.shape[1]])
+        row = paddle.cumsum(paddle.ones_like(src_inverse[:, :1], dtype="int64"), axis=0) - 1
+        column = column[: tokens.shape[1]]
+    scores = paddle.matmul(tokens, normed, transpose_y=True)  # [B, S, D]: cosine · norm of src
     # Measured in eager and oneDNN, not faster: argmax in two stages, src in chunks, max pooling with indices.
     best = paddle.argmax(scores, axis=-1)
     none = paddle.zeros_like(best)
     # Not take_along_axis, which copies all scores first.
-    similarity = paddle.gather_nd(scores, paddle.stack([batch + none, count_s + none, best], axis=-1))
-    src_inverse = paddle.gather(inverse, src, axis=1)
+    similarity = paddle.gather_nd(scores, paddle.stack([row + none, column + none, best], axis=-1))
     is_valid = src_inverse.cast("bool")  # NaN in a src token only affects its own row of scores
-    return (
-        paddle.where(is_valid, best, none),
-        paddle.where(is_valid, similarity * src_inverse, paddle.zeros_like(similarity)),
+    best = paddle.where(is_valid, best, none)
+    similarity = paddle.where(is_valid, similarity * src_inverse, paddle.zeros_like(similarity))
+    if windows is None:
+        return best, similarity
+    begin = (positions.count_d[: windows.count_w] * normed.shape[1]).unsqueeze(-1)  # [T, 1]: first dst of each window
+    best = (best.reshape([-1, windows.count_w, tokens.shape[1]]) + begin).reshape([-1])
+    return tuple(
+        paddle.gather(x.reshape([-1, windows.src.shape[0]]), windows.src_slot, axis=1)
+        for x in (paddle.gather(windows.dst_index, best), similarity)
     )
 
 

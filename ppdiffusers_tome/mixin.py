@@ -27,6 +27,8 @@ def apply_tome(
     sy: int = 2,
     use_rand: bool = True,
     seed: int | None = 0,
+    window: int | None = None,
+    proportional: bool = False,
     merge_attn: bool = True,
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
@@ -47,6 +49,10 @@ def apply_tome(
         use_rand: draw each cell's dst token at random, or take the cell's first.
         seed: seed of the random choice: an int for the same in every pass, None for a new one in each. No global
             random state is read or advanced.
+        window: side, in tokens, of the square windows in which tokens look for their dst, a multiple of sx and sy.
+            None, the default, is the whole grid. A window of 8 makes matching much faster; high ratios lose quality.
+        proportional: weight each merged token in self-attention by the number of tokens that it replaces. Does not
+            work with attention processors that take no mask or attend to other frames.
         merge_attn: merge around self-attention; in SD3 the image tokens of the joint attention, never the text.
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
@@ -76,6 +82,8 @@ def apply_tome(
         sy=sy,
         use_rand=use_rand,
         seed=seed,
+        window=window,
+        proportional=proportional,
         merge_attn=merge_attn,
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,

@@ -44,6 +44,16 @@ class Grid(NamedTuple):
         return not is_known(self.h)
 
 
+class Windows(NamedTuple):
+    """dst and src sorted into T windows, each padded to the same number of dst and of src."""
+
+    count_w: int  # T
+    src: paddle.Tensor  # [T·P] int64: positions; padding repeats a src of the window
+    dst: paddle.Tensor  # [T·Q] int64: positions; padding repeats a dst of the window
+    dst_index: paddle.Tensor  # [T·Q] int64: the index of each in `Positions.dst`
+    src_slot: paddle.Tensor  # [S] int64: the index in `src` of each of `Positions.src`
+
+
 class Positions(NamedTuple):
     """Which positions of a grid are dst and which src, and the index of each in the sequence dst | src."""
 
@@ -54,6 +64,7 @@ class Positions(NamedTuple):
     slot: paddle.Tensor  # [N] int64: the index of each position in dst | src
     count_d: paddle.Tensor  # [D] int64: 0, 1, ... D - 1
     count_s: paddle.Tensor  # [S] int64: 0, 1, ... S - 1
+    windows: Windows | None = None  # None: a single window, the whole grid
 
 
 def count_dst(grid: Grid, sx: int, sy: int) -> Count:
@@ -72,6 +83,16 @@ def count_removed(grid: Grid, config: ToMeConfig) -> Count:
     ratio = paddle.full([], config.ratio, dtype="float64")
     wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio).cast("int64")
     return paddle.minimum(wanted, grid.tokens - dst) * paddle.cast(dst > 0, "int64")
+
+
+def count_pairs(
+    grid: Grid,  # not dynamic
+    config: ToMeConfig,
+) -> int:
+    """The number of pairs of src and dst tokens that matching compares: all, or those in the same window."""
+    window = window_of(grid, config.sx, config.sy, config.window)
+    dst = np.bincount(window[choose_dst(grid, config.sx, config.sy)], minlength=1)
+    return int((dst * (np.bincount(window, minlength=len(dst)) - dst)).sum())
 
 
 def choose_dst(
@@ -110,17 +131,78 @@ def choose_dst(
     return np.sort((y * grid.w + x).reshape(-1))
 
 
-def constant_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Positions:
+def window_of(
+    grid: Grid,  # not dynamic
+    sx: int,
+    sy: int,
+    window: int | None,
+) -> np.ndarray:  # [N] int64
+    """The window of each token, numbered row by row; all tokens are in window 0 if `window` is None.
+
+    Windows begin at multiples of `window`. A remainder at the right or bottom edge that has no complete cell, and
+    therefore no dst, belongs to the window before it.
+    """
+    if window is None:
+        return np.zeros(grid.tokens, dtype=np.int64)
+    rows, columns = _windows_along(grid.h, sy, window), _windows_along(grid.w, sx, window)
+    return (rows[:, None] * (columns[-1] + 1) + columns).reshape(-1)
+
+
+def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
+    """[length] int64: the window of each position along one axis."""
+    return np.minimum(np.arange(length) // window, max(0, (length - cell) // window))
+
+
+def constant_positions(
+    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
+) -> Positions:
     """The positions on a known grid, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     slot = np.argsort(np.concatenate([dst, src]))
     # Constants instead of arange, because Paddle 2.6's arange switches a device that all threads share.
-    constants = (dst, src, slot, np.arange(len(dst)), np.arange(len(src)))
-    return Positions(len(dst), len(src), *(paddle.to_tensor(constant, dtype="int64") for constant in constants))
+    constants = _constants(dst, src, slot, np.arange(len(dst)), np.arange(len(src)))
+    windows = _windows(dst, src, window_of(grid, sx, sy, window))
+    return Positions(len(dst), len(src), *constants)._replace(windows=windows)
 
 
-def computed_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Positions:
+def _windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Windows | None:
+    """dst and src sorted by the window [N] of each token; None if there is only one window."""
+    count = int(window.max(initial=0)) + 1
+    if count == 1:
+        return None
+    dst_index, _ = _pad(window[dst], count)
+    src_index, src_slot = _pad(window[src], count)
+    return Windows(count, *_constants(src[src_index], dst[dst_index], dst_index, src_slot))
+
+
+def _pad(window: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sort tokens by window and pad the windows to one length P.
+
+    Args:
+        window: of each token [L]; every one of 0 … count - 1 occurs.
+
+    Returns:
+        [count·P] the token in each slot, ascending within a window, the last one repeated as padding; and [L] the
+        slot of each token.
+    """
+    order = np.argsort(window, kind="stable")
+    sizes = np.bincount(window, minlength=count)
+    begins = np.cumsum(sizes) - sizes
+    longest = sizes.max()
+    within = np.minimum(np.arange(longest), sizes[:, None] - 1)  # [count, P]
+    slot = np.empty(len(window), dtype=np.int64)
+    slot[order] = np.arange(len(window)) - np.repeat(begins - np.arange(count) * longest, sizes)
+    return order[(begins[:, None] + within).reshape(-1)], slot
+
+
+def _constants(*arrays: np.ndarray) -> list[paddle.Tensor]:
+    return [paddle.to_tensor(array, dtype="int64") for array in arrays]
+
+
+def computed_positions(
+    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
+) -> Positions:
     """The positions on a dynamic grid, computed by the program: dst is the first (top left) token of each cell.
 
     On a grid smaller than one cell, where nothing merges (`count_removed` is 0), the first token is dst, because
@@ -129,8 +211,13 @@ def computed_positions(grid: Grid, sx: int, sy: int, random_key: Sequence[int] |
 
     Raises:
         ToMePassError: random_key is given. NumPy draws random choices, so that they are the same on every machine;
-            they cannot be part of a program.
+            they cannot be part of a program. Or window is given, whose number is not known.
     """
+    if window is not None:
+        raise ToMePassError(
+            f"window={window} needs a known height and width, which this export leaves dynamic: export a fixed height "
+            "and width, or merge with window=None."
+        )
     if random_key is not None:
         raise ToMePassError(
             "height and width are dynamic, as in an export with InputSpec([None, 4, None, None]), but the random "

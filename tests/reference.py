@@ -23,17 +23,35 @@ def cosine(a, b):
     return a @ b / (np.sqrt(a @ a) * np.sqrt(b @ b))
 
 
-def match(tokens, dst, removed):
-    """For one image's tokens [N, C]: {src: dst} for the `removed` most similar pairs."""
+def windows(h, w, sx, sy, window):
+    """For each token of the grid, (row, column) of its window.
+
+    A window begins at every multiple of `window`; a remainder without a whole cell belongs to the window before it.
+    """
+    found = []
+    for y in range(h):
+        for x in range(w):
+            row, column = y // window, x // window
+            while row > 0 and h - row * window < sy:
+                row -= 1
+            while column > 0 and w - column * window < sx:
+                column -= 1
+            found.append((row, column))
+    return found
+
+
+def match(tokens, dst, removed, window_of=None):
+    """For one image's tokens [N, C]: {src: dst} for the `removed` most similar pairs, of one window each if given."""
     if removed == 0:  # also where the grid is smaller than one cell and has no dst
         return {}
     pairs = []
     for src in range(len(tokens)):
         if src in dst:
             continue
-        similarities = [cosine(tokens[src], tokens[d]) for d in dst]
+        near = [d for d in dst if window_of is None or window_of[d] == window_of[src]]
+        similarities = [cosine(tokens[src], tokens[d]) for d in near]
         best = int(np.argmax(similarities))  # the first of equals
-        pairs.append((similarities[best], src, dst[best]))
+        pairs.append((similarities[best], src, near[best]))
     pairs.sort(key=lambda pair: (-pair[0], pair[1]))  # the lowest src of equals first
     return {src: d for _, src, d in pairs[:removed]}
 
@@ -57,12 +75,13 @@ def unmerge(kept, merged_into, count):
     return np.stack([kept[merged_into.get(position, position)] for position in range(count)])
 
 
-def roundtrip(x, h, w, sx, sy, removed, dst=None):
+def roundtrip(x, h, w, sx, sy, removed, dst=None, window=None):
     """[B, N, C] -> unmerge(merge(x)), and the group of each token: the position whose value it gets, [B, N]."""
     dst = dst_positions(h, w, sx, sy) if dst is None else [int(d) for d in dst]
+    window_of = None if window is None else windows(h, w, sx, sy, window)
     out, groups = [], []
     for tokens in x:
-        merged_into = match(tokens, dst, removed)
+        merged_into = match(tokens, dst, removed, window_of)
         out.append(unmerge(merge(tokens, dst, merged_into), merged_into, h * w))
         groups.append([merged_into.get(position, position) for position in range(h * w)])
     return np.stack(out), np.array(groups)

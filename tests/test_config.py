@@ -13,6 +13,8 @@ def test_defaults():
         "sy": 2,
         "use_rand": True,
         "seed": 0,
+        "window": None,
+        "proportional": False,
         "merge_attn": True,
         "merge_crossattn": False,
         "merge_mlp": False,
@@ -22,6 +24,10 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("argument", "value", "allowed"),
     [
+        ("window", 0, "a multiple of sx=2 and sy=2"),
+        ("window", 7, "a multiple of sx=2 and sy=2"),
+        ("window", 8.0, "or None for the whole grid"),
+        ("proportional", 1, "True or False"),
         ("ratio", -0.1, "from 0 to 1 - 1/(sx·sy) = 0.75"),
         ("ratio", 0.76, "from 0 to 1 - 1/(sx·sy) = 0.75"),
         ("ratio", 1, "from 0 to"),

@@ -1,3 +1,4 @@
+import math
 import random
 
 import numpy as np
@@ -58,6 +59,38 @@ def test_plan_equals_that_of_the_oracle(data):
         np.testing.assert_array_equal(groups(plan, batch), expected_groups)
     out = unmerge(merge(paddle.to_tensor(x), plan), plan).numpy()
     np.testing.assert_allclose(out, expected, atol=2e-6)  # a mean of up to N float32 of size 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_plan_within_windows_is_the_oracles(data):
+    """Also where cells or windows leave remainders, and where a window is larger than the grid."""
+    grid = Grid(data.draw(st.integers(1, 14), "h"), data.draw(st.integers(1, 14), "w"))
+    sx, sy = data.draw(st.sampled_from([(2, 2), (1, 2), (3, 1), (2, 3)]), "sx, sy")
+    window = math.lcm(sx, sy) * data.draw(st.integers(1, 4), "window / lcm")
+    dst = choose_dst(grid, sx, sy, (7, 0))
+    assume(len(dst))
+    removed = data.draw(st.integers(1, grid.tokens - len(dst)), "r")
+    x = tokens(2, grid, 5, data.draw(st.integers(0, 999), "seed"))
+    x[0, data.draw(st.integers(0, grid.tokens - 1), "token of zeros")] = 0
+    plan = match_tokens(paddle.to_tensor(x), grid, removed, sx, sy, (7, 0), window)
+    expected, expected_groups = roundtrip(x, *grid, sx, sy, removed, dst, window)
+    np.testing.assert_array_equal(groups(plan, 2), expected_groups)
+    np.testing.assert_allclose(unmerge(merge(paddle.to_tensor(x), plan), plan).numpy(), expected, atol=2e-6)
+
+
+def test_window_of_the_whole_grid_is_the_plan_without_windows():
+    x = paddle.to_tensor(tokens(2, Grid(8, 12), 320))
+    plans = [match_tokens(x, Grid(8, 12), 48, random_key=(3, 1), window=window) for window in (None, 12)]
+    for name, values in vars(plans[0]).items():
+        if isinstance(values, paddle.Tensor):
+            assert np.array_equal(values.numpy(), getattr(plans[1], name).numpy()), name
+
+
+def test_windows_need_a_known_grid():
+    grid = Grid(paddle.to_tensor(8), paddle.to_tensor(8))
+    with pytest.raises(ToMePassError, match="window=4 needs a known height and width"):
+        match_tokens(paddle.randn([1, 64, 3]), grid, paddle.to_tensor(32), window=4)
 
 
 @settings(max_examples=40, deadline=None)

@@ -23,6 +23,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--max-downsample", type=int, help="deepest level that merges (default: shallowest with self-attention)")
     option("--seed", type=int, default=0, help="seed of the random dst tokens, which are fixed (default: 0)")
     option("--no-rand", action="store_true", help="dst is the first token of each cell")
+    option("--window", type=int, help="side, in tokens, of the windows to match in (default: the whole grid)")
+    option(
+        "--proportional", action="store_true", help="weight merged tokens by the number of tokens that they replace"
+    )
     option("--merge-crossattn", action="store_true", help="merge around cross-attention too")
     option("--merge-mlp", action="store_true", help="merge around feed-forward layers too")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
@@ -44,6 +48,8 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         max_downsample=options.max_downsample,
         use_rand=not options.no_rand,
         seed=options.seed,
+        window=options.window,
+        proportional=options.proportional,
         merge_crossattn=options.merge_crossattn,
         merge_mlp=options.merge_mlp,
     )
