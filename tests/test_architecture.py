@@ -1,4 +1,4 @@
-"""The tree keeps to docs/architecture.md: imports run one way, and no file grows into two rooms."""
+"""The package keeps to docs/architecture.md: a module imports only modules before it in the table there."""
 
 import ast
 import re
@@ -9,134 +9,80 @@ import pytest
 import ppdiffusers_tome
 
 PACKAGE = Path(ppdiffusers_tome.__file__).parent
-# Each room may import from those before it; a line's rooms not from each other.
-ORDER = [
-    ["_version", "errors"],
-    ["compatibility", "config"],
-    ["positions"],
-    ["matching"],
-    ["merging", "levels"],
-    ["models"],
-    ["limits", "hooks"],
-    ["patch"],
-    ["macs"],
-    ["summary"],
-    ["mixin"],
-    ["inference.layers"],
-    ["inference.manifest", "inference.programs", "inference.runtime", "inference.loading"],
-    ["inference.request", "inference.tracing"],
-    ["inference.layout"],
-    ["inference.models"],
-    ["inference.export", "inference.pipeline"],
-    ["inference"],
-    ["serving.errors"],
-    ["serving.jobs", "serving.settings", "serving.metrics"],
-    ["serving.engine", "serving.pictures", "serving.service"],
-    ["serving.queue", "serving.protocol"],
-    ["serving.refusals"],
-    ["serving.gate", "serving.drawing"],
-    ["serving.api_openai", "serving.api_webui", "serving.server"],
-    ["serving.app"],
-    ["serving.ray_session"],
-    ["serving.cluster"],
-    ["serving"],
-    ["generation.prompts"],
-    ["generation.offline"],
-    ["generation.actors"],
-    ["generation"],
-    ["published.layouts", "published.architectures"],
-    ["published.families"],
-    ["published"],
-    ["evaluation.environment", "evaluation.clock", "evaluation.free_merge", "evaluation.plotting"],
-    ["evaluation.worker_loop"],
-    ["evaluation.worker_process", "evaluation.torch_worker"],
-    ["evaluation.results", "evaluation.markdown"],
-    ["evaluation.operations", "evaluation.torch_unet", "evaluation.torch_arm"],
-    [
-        "evaluation.speed.memory",
-        "evaluation.speed.overhead",
-        "evaluation.speed.names",
-        "evaluation.speed.original",
-        "evaluation.speed.shares",
-    ],
-    ["evaluation.speed.cases"],
-    ["evaluation.speed.workloads", "evaluation.speed.subjects"],
-    ["evaluation.speed.ways"],
-    ["evaluation.speed.backends", "evaluation.speed.parity", "evaluation.speed.arms", "evaluation.speed.agreement"],
-    ["evaluation.speed.worker", "evaluation.speed.partial", "evaluation.speed.progress", "evaluation.speed.summary"],
-    ["evaluation.speed.runner"],
-    ["evaluation.speed.frame", "evaluation.speed.results"],
-    ["evaluation.speed.plots", "evaluation.speed.markdown"],
-    ["evaluation.speed.compare", "evaluation.speed.details", "evaluation.speed.original_layouts"],
-    ["evaluation.speed.findings"],
-    ["evaluation.speed.report", "evaluation.speed.tables"],
-    ["evaluation.speed"],
-    ["evaluation.quality.compiled"],
-    ["evaluation.quality.torch_files", "evaluation.quality.settings", "evaluation.quality.sheets"],
-    ["evaluation.quality.networks", "evaluation.quality.efficientnet", "evaluation.quality.perceptual"],
-    ["evaluation.quality.recording", "evaluation.quality.findings"],
-    [
-        "evaluation.quality.metrics",
-        "evaluation.quality.distances",
-        "evaluation.quality.merge_maps",
-        "evaluation.quality.plots",
-    ],
-    ["evaluation.quality.engines"],
-    ["evaluation.quality.drawing"],
-    ["evaluation.quality.prompts", "evaluation.quality.timing", "evaluation.quality.measuring"],
-    ["evaluation.quality.report"],
-    ["evaluation.quality.evaluation"],
-    ["evaluation.quality"],
-    ["evaluation"],
-    ["commands.drawers"],
-    [f"commands.{name}" for name in ("bench", "evaluate", "families", "export", "generate", "serve")],
-    ["commands"],
-    ["cli"],
-    ["__init__", "__main__"],
-]
-RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 400
 
 
-def room_of(path):
+def documented_modules():
+    """The modules of the table in its order, each package after its modules: "inference.export", "inference", …"""
+    for package, modules in re.findall(r"^\| (.+?) \| (`.+) \|$", DOCUMENT.read_text(encoding="utf-8"), re.M):
+        prefix = package.strip("`").replace("/", ".") if package.startswith("`") else ""
+        names = [f"{prefix}{module}" for module in re.findall(r"`(\w+)\.py`", modules)]
+        yield from [*names, prefix.rstrip(".")] if prefix else names
+
+
+RANK = {module: rank for rank, module in enumerate(documented_modules())}
+
+
+def module_of(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imported_rooms(path):
-    inside = path.relative_to(PACKAGE).parts[:-1]
+def imported_modules(path):
+    folder = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = inside[: len(inside) - (node.level - 1)]
-            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            # "from .rooms import room" is an arrow to each room, not to the house
-            rooms = [f"{module}.{alias.name}" for alias in node.names if f"{module}.{alias.name}" in RANK]
-            yield from rooms or [module]
+            base = folder[: len(folder) - (node.level - 1)]
+            package = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            # "from .package import module" imports the module
+            modules = [name for alias in node.names if (name := f"{package}.{alias.name}".strip(".")) in RANK]
+            yield from modules or [package]
 
 
-@pytest.mark.parametrize("path", FILES, ids=room_of)
+def test_the_table_lists_every_module_once():
+    modules = list(documented_modules())
+    assert sorted(modules) == sorted(module_of(path) for path in FILES if module_of(path) != "evaluation.__init__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_imports_run_one_way(path):
-    room = room_of(path)
-    backward = [other for other in imported_rooms(path) if RANK[other] >= RANK[room]]
-    assert not backward, f"{room} imports {backward}"
+    module = module_of(path)
+    backward = [other for other in imported_modules(path) if RANK[other] >= RANK[module]]
+    assert not backward, f"{module} imports {backward}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=room_of)
-def test_a_file_is_one_room(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_a_module_is_not_too_long(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
-def test_no_paddle_where_none_is_needed():
-    for room in ("config", "errors", "compatibility"):
-        assert not re.search(r"^(import|from) paddle", (PACKAGE / f"{room}.py").read_text(encoding="utf-8"), re.M)
+def test_no_two_modules_of_the_evaluation_share_a_name():
+    names = [path.stem for path in FILES if "evaluation" in path.parts and path.stem != "__init__"]
+    assert len(names) == len(set(names))
 
 
-def test_only_models_and_the_entrances_know_ppdiffusers():
-    knowing = {
-        room_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
+def test_some_modules_do_not_import_paddle():
+    for module in ("config", "errors", "compatibility"):
+        assert not re.search(r"^(import|from) paddle", (PACKAGE / f"{module}.py").read_text(encoding="utf-8"), re.M)
+
+
+def test_only_models_and_the_entry_points_import_ppdiffusers():
+    importing = {
+        module_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
     }
-    exporting = {f"inference.{room}" for room in ("loading", "request", "layout", "models", "export", "pipeline")}
-    measuring = {f"evaluation.{room}" for room in ("operations", "quality.engines")}
-    measuring |= {f"evaluation.speed.{room}" for room in ("subjects", "ways")}
-    measuring |= {f"published.{room}" for room in ("families", "layouts", "architectures")}
-    assert knowing == {"models", "mixin", "summary", "__init__", "serving.engine", *exporting, *measuring}
+    inference = {f"inference.{module}" for module in ("loading", "request", "layout", "models", "export", "pipeline")}
+    evaluation = {"evaluation.operations", "evaluation.quality.drawing"}
+    evaluation |= {f"evaluation.speed.{module}" for module in ("workloads", "backends")}
+    published = {f"published.{module}" for module in ("families", "layouts", "architectures")}
+    assert importing == {
+        "models",
+        "mixin",
+        "summary",
+        "__init__",
+        "serving.engine",
+        *inference,
+        *evaluation,
+        *published,
+    }

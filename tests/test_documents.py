@@ -17,8 +17,8 @@ from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
 from ppdiffusers_tome import cli, config, matching, merging
-from ppdiffusers_tome.evaluation.quality import report as quality_report
-from ppdiffusers_tome.evaluation.speed import report as speed_report
+from ppdiffusers_tome.evaluation.quality import quality_report as quality_report
+from ppdiffusers_tome.evaluation.speed import speed_report as speed_report
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}

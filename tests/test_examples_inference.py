@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from conftest import tiny_pipeline
 from PIL import Image
-from serving_support import FakeEngine, serving
-
 from ppdiffusers_tome.serving.settings import Settings
+from serving_support import FakeEngine, serving
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 from quality_support import RATIOS, add_real, make_result
 
-from ppdiffusers_tome.evaluation.quality import plots
-from ppdiffusers_tome.evaluation.quality.report import read_frame, write_report
+from ppdiffusers_tome.evaluation.quality import quality_plots as plots
+from ppdiffusers_tome.evaluation.quality.quality_report import read_frame, write_report
 
 RESULT = make_result(count=9)
 GROUPS = {"random dst": "ratio", "fixed dst": "use_rand", "tomesd on PyTorch": "tomesd"}

@@ -10,7 +10,7 @@ from PIL import Image
 from quality_support import RATIOS, add_real, make_kid, make_pairs, make_result, write_images
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.quality.report import default_setting, summarize, write_report
+from ppdiffusers_tome.evaluation.quality.quality_report import default_setting, summarize, write_report
 from ppdiffusers_tome.evaluation.quality.sheets import difference_map
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from speed_results import PLAIN, arm, case, result, times
 
-from ppdiffusers_tome.evaluation.speed import plots
+from ppdiffusers_tome.evaluation.speed import speed_plots as plots
 from ppdiffusers_tome.evaluation.speed.frame import make_frame
 
 

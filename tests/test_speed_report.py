@@ -6,7 +6,7 @@ import pytest
 from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed.report import format_result, write_report
+from ppdiffusers_tome.evaluation.speed.speed_report import format_result, write_report
 
 SHARES = {"matching": 0.05, "merge": 0.02, "unmerge": 0.01}
 
@@ -36,7 +36,9 @@ def report(tmp_path):
     """Writes the report on results, given as their contents."""
 
     def report(*results):
-        files = [write(tmp_path / "results" / f"{name}.json", data) for name, data in zip("abc", results, strict=False)]
+        files = [
+            write(tmp_path / "results" / f"{name}.json", data) for name, data in zip("abc", results, strict=False)
+        ]
         return write_report(files, tmp_path / "report")
 
     return report

@@ -174,7 +174,7 @@ def _lines(case: Case) -> Iterator[str]:
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     # Imported here because pandas and matplotlib take seconds to load.
     from ..evaluation.speed.compare import compare
-    from ..evaluation.speed.report import write_report
+    from ..evaluation.speed.speed_report import write_report
 
     text, is_slower = compare(options.compare, options.files, SLOWER) if options.compare else ("", False)
     page = write_report(options.files, options.output)

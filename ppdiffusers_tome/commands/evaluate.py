@@ -116,7 +116,7 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _write_report(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> str:
     """Write the report, with sheets and merge maps if the folder of the evaluation is known; return its Markdown."""
     from ..evaluation.quality.evaluation import draw_merge_maps
-    from ..evaluation.quality.report import write_report
+    from ..evaluation.quality.quality_report import write_report
 
     maps = [] if images is None else draw_merge_maps(result, output)
     return write_report(result, output, file, images, maps)

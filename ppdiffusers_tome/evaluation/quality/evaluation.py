@@ -21,7 +21,7 @@ from .drawing import claim_folder, draw, image_folder, image_paths, load_model, 
 from .merge_maps import write_merge_maps
 from .metrics import blur, find_inception, inception_fid, kid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, EfficientNetLite0, ShiftTolerantLPIPS
-from .report import default_setting
+from .quality_report import default_setting
 from .settings import OTHER_SEEDS, PLAIN, Evaluation, Setting
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one

@@ -27,7 +27,7 @@ from .cases import (
     TOME,
 )
 from .frame import CASE, medians, nearest, partners, read_frame
-from .plots import TARGET, eager_against_predictor, speed_up_by_size, time_above_limit, time_and_memory_by_ratio
+from .speed_plots import TARGET, eager_against_predictor, speed_up_by_size, time_above_limit, time_and_memory_by_ratio
 
 COLUMNS = (PLAIN, TOME, MEMORY_EFFICIENT, BOTH, LIMIT)  # of the tables by size, batch and ratio
 SUMMARY = [  # arm, column of its speed-up, and the comparison in words
@@ -180,7 +180,7 @@ def _time_sentences(frame: pd.DataFrame) -> Iterator[str]:
     above = medians(merged["over_limit"])
     if above.count():
         yield (
-            f"{(above <= 1 + TARGET).sum()} of {above.count()} merged arms take at most {100 * TARGET:g} % longer than the "
+            f"{(above <= 1 + TARGET).sum()} of {above.count()} merged arms take at most {100 * TARGET:g} % longer than the"
             f"free-merge limit, the fastest that merging can be; the most is {change(above.max())}, in "
             f"{_where(merged.loc[above.idxmax()])}."
         )

@@ -14,7 +14,7 @@ from ...errors import ToMeConfigError
 from ..clock import quartiles
 from ..markdown import NOT_MEASURED, figure, link, table
 from ..results import check_result
-from .plots import MEASURES, OTHER_SEEDS, write_plots
+from .quality_plots import MEASURES, OTHER_SEEDS, write_plots
 from .sheets import GAIN, contact_sheet, save_png
 
 DIGITS = {"psnr": 1, "ssim": 3, "perceptual": 4}
