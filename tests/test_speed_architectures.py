@@ -60,5 +60,5 @@ def test_folder_without_a_usable_unet_is_refused(tmp_path):
 def test_unet_without_attention_is_refused():
     plain = ARCHITECTURES["tiny"]
     plain = type(plain)("a UNet", {**plain.config, "down_block_types": ("DownBlock2D",)})
-    with pytest.raises(ToMeConfigError, match="a UNet has no CrossAttnDownBlock2D"):
+    with pytest.raises(ToMeConfigError, match="a UNet has no CrossAttnDownBlock2D, only DownBlock2D"):
         _ = plain.first_level

@@ -7,34 +7,38 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import speed_results as stored
 from conftest import EMOJI_SD, tiny_pipeline
-from speed_results import arm, case, result
 
 from ppdiffusers_tome import ToMeError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import bench
+from ppdiffusers_tome.evaluation.speed.cases import read_cases
 
 TINY = ["bench", "--architecture", "tiny", "--size", "128", "--threads", "1"]
+
+
+def read(file):
+    """The only case of a result."""
+    (case,) = read_cases(json.loads(file.read_text()), file)
+    return case
 
 
 def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     out = tmp_path / "new" / "speed.json"
     options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "limit", "--output", str(out)]
     assert main(options) == 0
-    printed, result = capsys.readouterr().out, json.loads(out.read_text())
+    printed, case = capsys.readouterr().out, read(out)
     assert "tiny, one UNet pass, 128 px, batch 2, float32: 256 tokens" in printed
     assert re.search(r"ToMe 0\.5, eager +128 +\d\.\d{4} +\d+\.\d\d× +\d\.\d\n", printed)
-    assert result["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
-    (case,) = result["cases"]
-    assert [(arm["arm"], arm["status"]) for arm in case["arms"]] == [
-        ("plain", "measured"), ("tome", "measured"), ("limit", "measured"),
-    ]  # fmt: skip
-    plain, tome, limit = case["arms"]
-    assert all(len(arm["seconds"]) == 2 and min(arm["seconds"]) > 0 for arm in case["arms"])
-    assert tome["parity"]["against"] == "ppdiffusers' built-in ToMe 0.5, eager" and tome["parity"]["difference"] < 1e-5
-    assert limit["peak_memory_bytes"] <= tome["peak_memory_bytes"] < plain["peak_memory_bytes"]
-    assert limit["macs"] < tome["macs"] < plain["macs"]
-    assert set(tome["shares"]) == {"matching", "merge", "unmerge"} and limit["shares"] is None
+    assert json.loads(out.read_text())["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
+    assert [arm.arm for arm in case.with_status("measured")] == ["plain", "tome", "limit"]
+    plain, tome, limit = case.arms
+    assert all(len(arm.seconds) == 2 for arm in case.arms)
+    assert tome.parity["against"] == "ppdiffusers' built-in ToMe 0.5, eager" and tome.parity["difference"] < 1e-5
+    assert limit.peak_memory_bytes <= tome.peak_memory_bytes < plain.peak_memory_bytes
+    assert limit.macs < tome.macs < plain.macs
+    assert set(tome.shares) == {"matching", "merge", "unmerge"} and limit.shares is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,8 @@ def test_quick_replaces_only_defaults(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "BUNDLED", EMOJI_SD)
     command = ["bench", "--quick", "--arms", "plain", "tome", "--output", str(tmp_path / "speed.json")]
     options = ["--size", "192", "--ratio", "0.25", "--rounds", "5", "--backend", "eager"]
-    assert main(command) == main([*command, *options]) == main([*command, "--architecture", "tiny", "--batch", "3"]) == 2
+    assert main(command) == main([*command, *options]) == 2
+    assert main([*command, "--architecture", "tiny", "--batch", "3"]) == 2
     every = {(backend, ratio) for backend in ("eager", "predictor") for ratio in (0.0, 0.5)}
     assert measured[:2] == [[("tiny", 128, 2), ("emoji_sd", 128, 2)], (2, every)]
     assert measured[2:4] == [[("tiny", 192, 2), ("emoji_sd", 192, 2)], (5, {("eager", 0.0), ("eager", 0.25)})]
@@ -97,10 +102,20 @@ def test_torch_arms_without_torch_are_refused(capsys):
     assert f"--torch-python {sys.executable} cannot be used" in capsys.readouterr().err
 
 
+def result(seconds):
+    """A result in which plain takes 4 s and ToMe that many."""
+    arms = [
+        stored.arm("plain", [4.0] * 3),
+        stored.arm("tome", [seconds] * 3, ratio=0.5),
+        stored.arm("limit", [1.9] * 3, ratio=0.5),
+    ]
+    return stored.result([stored.case(arms), stored.case(arms, size=768)])
+
+
 def test_exit_status_reports_that_an_arm_became_slower(tmp_path, capsys):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
-    old.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [2.0] * 3, ratio=0.5)])])))
-    new.write_text(json.dumps(result([case([arm("plain", [4.0] * 3), arm("tome", [3.0] * 3, ratio=0.5)])])))
+    old.write_text(json.dumps(result(2.0)))
+    new.write_text(json.dumps(result(3.0)))
     report, out = ["bench", "report", "--output", str(tmp_path / "report")], tmp_path / "report" / "speed.md"
     assert main([*report, str(old), "--compare", str(old)]) == 0
     before = out.read_text()
@@ -112,8 +127,7 @@ def test_exit_status_reports_that_an_arm_became_slower(tmp_path, capsys):
 
 def test_report_is_printed_and_written_with_its_plots(tmp_path, capsys):
     file, out = tmp_path / "new.json", tmp_path / "report"
-    arms = [arm("plain", [4.0] * 3), arm("tome", [2.0] * 3, ratio=0.5), arm("limit", [1.9] * 3, ratio=0.5)]
-    file.write_text(json.dumps(result([case(arms), case(arms, size=768)])))
+    file.write_text(json.dumps(result(2.0)))
     assert main(["bench", "report", str(file), "--output", str(out)]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == (out / "speed.md").read_text().strip() and "speed.md" in printed.err
@@ -126,44 +140,31 @@ def test_report_of_a_missing_file_is_refused(tmp_path, capsys):
     assert f"{absent} cannot be read as a result" in capsys.readouterr().err
 
 
-def read(file):
-    """The case of a result, and its arms by backend and kind."""
-    (case,) = json.loads(file.read_text())["cases"]
-    return case, {(arm["backend"], arm["arm"]): arm for arm in case["arms"]}
-
-
-def test_predictors_agree_with_eager_and_are_timed(tmp_path):
-    out = tmp_path / "speed.json"
-    arms = ["--arms", "plain", "tome", "limit", "--backend", "predictor", "--rounds", "2"]
-    assert main([*TINY, *arms, "--output", str(out)]) == 0
-    case, arms = read(out)
-    assert list(arms) == [("predictor", name) for name in ("plain", "tome", "limit")]
-    for arm in arms.values():
-        assert arm["status"] == "measured" and len(arm["seconds"]) == 2
-        assert arm["parity"]["difference"] < 1e-4 and arm["shares"] is None
-    assert arms["predictor", "plain"]["peak_memory_bytes"] > arms["predictor", "tome"]["peak_memory_bytes"] > 0
-
-
-def test_whole_pipelines_are_timed_by_both_backends(tmp_path):
+def test_pipelines_are_timed_by_both_backends(tmp_path):
     folder, out = tmp_path / "model", tmp_path / "speed.json"
     tiny_pipeline().save_pretrained(str(folder))
     what = ["bench", "--model", str(folder), "--scope", "pipeline", "--size", "32", "--batch", "1", "--steps", "2"]
     how = ["--backend", "eager", "predictor", "--arms", "tome", "--rounds", "1", "--threads", "1"]
     assert main([*what, *how, "--output", str(out)]) == 0
-    case, arms = read(out)
-    assert (case["scope"], case["steps"], case["tokens"]) == ("pipeline", 2, 256)
-    assert list(arms) == [("eager", "tome"), ("predictor", "tome")]
-    for arm in arms.values():
-        assert arm["status"] == "measured" and len(arm["seconds"]) == 1 and arm["kept"] == 128
-        assert arm["peak_memory_bytes"] > 0 and arm["macs"] > 0 and arm["parity"]["difference"] < 1e-2
+    case = read(out)
+    assert (case.scope, case.steps, case.guidance_scale, case.tokens) == ("pipeline", 2, 7.5, 256)
+    eager, predictor = case.with_status("measured")
+    for arm in (eager, predictor):
+        assert len(arm.seconds) == 1 and arm.kept == 128
+        assert arm.peak_memory_bytes > 0 and arm.macs > 0 and arm.parity["difference"] < 1e-2
+    assert (eager.backend, predictor.backend) == ("eager", "predictor") and eager.shares
 
 
 def test_quick_measures_all_arms_of_a_tiny_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # without the bundled model
     assert main(["bench", "--quick", "--threads", "1"]) == 0
-    case, arms = read(tmp_path / "outputs" / "bench.json")
-    assert (case["model"], case["size"]) == ("tiny", 128)
-    ours = {key: arm for key, arm in arms.items() if key[0] != "PyTorch"}
-    assert len(ours) == 9 and all(arm["status"] == "measured" and len(arm["seconds"]) == 2 for arm in ours.values())
+    case = read(tmp_path / "outputs" / "bench.json")
+    assert (case.model, case.size) == ("tiny", 128)
+    ours = [arm for arm in case.with_status("measured") if arm.backend != "PyTorch"]
+    assert len(ours) == 9 and all(len(arm.seconds) == 2 for arm in ours)
+    predictors = [arm for arm in ours if arm.backend == "predictor"]
+    assert [arm.arm for arm in predictors] == ["plain", "tome", "limit"]
+    assert all(arm.parity["difference"] < 1e-4 and arm.shares is None for arm in predictors)
+    assert predictors[0].peak_memory_bytes > predictors[1].peak_memory_bytes > 0
     printed = capsys.readouterr().out
-    assert "written to outputs/bench.json" in printed and "limit" in printed
+    assert "written to outputs/bench.json" in printed and all(arm.name in printed for arm in ours)

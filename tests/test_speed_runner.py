@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -11,8 +12,8 @@ from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.cases import make_arms, make_case, read_cases
 from ppdiffusers_tome.evaluation.speed.runner import Settings, measure_all
 
-# A worker that measures nothing: round i takes i + 0.5 s; requests go to the file REQUESTS. The first worker does END at
-# the second round of its last arm.
+# A worker that measures nothing: round i takes i + 0.5 s. It writes its requests to a file. The first worker ends as
+# `end` says, at the second round of its last arm.
 STUB = """
 import json, os, signal, sys
 from pathlib import Path
@@ -90,7 +91,11 @@ def test_result_has_what_was_measured(tmp_path, stub):
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "out of memory", "round 2: the worker ended by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "round 2: the worker ended by SIGSEGV"),
-        ("sys.exit('terminate: std::bad_alloc')", "out of memory", "round 2: the worker ended with status 1: terminate"),
+        (
+            "sys.exit('terminate: std::bad_alloc')",
+            "out of memory",
+            "round 2: the worker ended with status 1: terminate",
+        ),
     ],
 )
 def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason):
@@ -119,18 +124,18 @@ def test_worker_that_ends_at_the_same_definition_again_fails_all_arms(tmp_path, 
 
 def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     requests, output = stub(), tmp_path / "new" / "speed.json"
-    save = runner.Partial.save
+    save = runner.IncompleteResult.save
 
     def save_until_round_2(self, index, case):
         if len(case["arms"][0]["seconds"]) == 3:
             raise KeyboardInterrupt
         save(self, index, case)
 
-    monkeypatch.setattr(runner.Partial, "save", save_until_round_2)
+    monkeypatch.setattr(runner.IncompleteResult, "save", save_until_round_2)
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
     assert [path.name for path in output.parent.iterdir()] == ["speed.json.partial"]
-    monkeypatch.setattr(runner.Partial, "save", save)
+    monkeypatch.setattr(runner.IncompleteResult, "save", save)
     arms = measure(tmp_path, command="bench, continued")
     assert [request["case"]["arms"][0]["seconds"] for request in requests()] == [[], [0.5, 1.5]]
     assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
@@ -138,9 +143,15 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     assert [path.name for path in output.parent.iterdir()] == ["speed.json"]
 
 
+def interrupt(folder, rounds):
+    """Leave an incomplete result."""
+    partial = runner.IncompleteResult(folder / "new" / "speed.json", cases(), Settings(rounds), "bench", restart=False)
+    partial.save(0, asdict(cases()[0]))
+
+
 def test_incomplete_result_of_other_settings_is_kept_without_restart(tmp_path, stub):
     stub()
-    runner.Partial(tmp_path / "new" / "speed.json", cases(), Settings(rounds=9), "", restart=False).save(0, asdict_case())
+    interrupt(tmp_path, rounds=9)
     with pytest.raises(ToMeConfigError, match=r"is an incomplete result with other settings: .* pass --restart"):
         measure(tmp_path)
     assert measure(tmp_path, restart=True)["plain, eager"].seconds == [0.5, 1.5, 2.5]
@@ -150,15 +161,11 @@ def test_incomplete_result_of_other_settings_is_kept_without_restart(tmp_path, s
 @pytest.mark.parametrize("name", ["sources", "versions", "describe_environment"])
 def test_incomplete_result_of_other_sources_versions_or_machine_is_refused(tmp_path, stub, monkeypatch, name):
     stub()
-    runner.Partial(tmp_path / "new" / "speed.json", cases(), Settings(rounds=3), "", restart=False).save(0, asdict_case())
+    interrupt(tmp_path, rounds=3)
     other = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}[name]
     monkeypatch.setattr(runner, name, lambda: other)
     with pytest.raises(ToMeConfigError, match="an incomplete result with other"):
         measure(tmp_path)
-
-
-def asdict_case():
-    return json.loads(json.dumps(runner.asdict(cases()[0])))
 
 
 def test_worker_that_cannot_start_fails_all_arms(tmp_path, monkeypatch):

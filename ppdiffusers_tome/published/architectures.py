@@ -1,4 +1,4 @@
-"""UNets by their published layout, with random weights: speed does not depend on what the weights are."""
+"""UNets with the published configs and random weights: speed does not depend on the weights."""
 
 import json
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ WITH_ATTENTION = "CrossAttnDownBlock2D"
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a UNet is built from, and at which sizes it works.
+    """The config of a UNet, and the sizes of its inputs.
 
     Args:
-        of: the published model, in words.
-        config: of UNet2DConditionModel, what differs from the class's defaults.
+        of: the published model, or the folder.
+        config: arguments of UNet2DConditionModel that differ from its defaults.
         factor: image pixels per latent pixel, along each side.
-        text: text tokens that cross-attention sees.
+        text: number of text tokens.
     """
 
     of: str
@@ -33,16 +33,16 @@ class Architecture:
     text: int = 77
 
     def build(self) -> nn.Layer:
-        """The UNet; random weights are drawn from Paddle's generator."""
+        """The UNet, with random weights from Paddle's generator."""
         return UNet2DConditionModel(**self.config)
 
     def build_one_level(self) -> nn.Layer:
-        """A UNet with nothing but the first level that has attention, one transformer block per transformer."""
+        """A UNet with only the first level that has attention, and one block in each transformer."""
         stage = self._first_stage
         heads = self.config.get("attention_head_dim", 8)
-        given = {name: value for name, value in self.config.items() if name in _OF_A_BLOCK}
+        arguments = {name: value for name, value in self.config.items() if name in _ONE_LEVEL}
         return UNet2DConditionModel(
-            **given,
+            **arguments,
             block_out_channels=(self.config["block_out_channels"][stage],),
             attention_head_dim=heads if isinstance(heads, int) else heads[stage],
             layers_per_block=1,
@@ -57,22 +57,22 @@ class Architecture:
         return 2**self._first_stage
 
     def latent(self, size: int) -> Grid:
-        """The latents' grid of a square picture of `size` px."""
+        """The grid of the latents of a square image of `size` px."""
         return Grid(size // self.factor, size // self.factor)
 
     def first_grid(self, size: int) -> Grid:
-        """The tokens' grid at the shallowest level with attention."""
+        """The grid of the tokens at the shallowest level with attention."""
         return grid_at(self.latent(size), self.first_level)
 
     @property
     def _first_stage(self) -> int:
         kinds = list(self.config["down_block_types"])
         if WITH_ATTENTION not in kinds:
-            raise ToMeConfigError(f"{self.of} has no {WITH_ATTENTION} to merge in, but {', '.join(kinds)}.")
+            raise ToMeConfigError(f"{self.of} has no {WITH_ATTENTION}, only {', '.join(kinds)}: nothing can merge.")
         return kinds.index(WITH_ATTENTION)
 
 
-_OF_A_BLOCK = (
+_ONE_LEVEL = (
     "in_channels",
     "out_channels",
     "cross_attention_dim",
@@ -89,8 +89,8 @@ _SD = {
     "up_block_types": ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
     "layers_per_block": 2,
 }
-# Sources: the unet/config.json of the models named, on Hugging Face. tests/test_speed_architectures.py holds them to
-# the published numbers of parameters.
+# Sources: unet/config.json of these models on Hugging Face. tests/test_speed_architectures.py compares the numbers of
+# parameters with the published ones.
 ARCHITECTURES = {
     "sd15": Architecture(
         "runwayml/stable-diffusion-v1-5",
@@ -138,7 +138,7 @@ ARCHITECTURES = {
         },
     ),
     "tiny": Architecture(
-        "nothing published: one level of 32 channels, to show that all works",
+        "nothing published: one level of 32 channels, for tests",
         {
             "in_channels": 4,
             "out_channels": 4,
@@ -157,7 +157,7 @@ ARCHITECTURES = {
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """The architecture of a pipeline's UNet, from the folder's configs.
+    """The architecture of a pipeline's UNet, from the configs in its folder.
 
     Raises:
         ToMeConfigError: the folder has no unet/config.json, or one of another class.
@@ -180,7 +180,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def architecture_of(model: str) -> Architecture:
-    """An architecture by its name here, or that of a pipeline's folder; raises as `read_architecture`."""
+    """The architecture of a name in ARCHITECTURES or of a pipeline's folder; raises as `read_architecture`."""
     return ARCHITECTURES[model] if model in ARCHITECTURES else read_architecture(Path(model))
 
 

@@ -25,7 +25,6 @@ from ..free_merge import attach_free_merge
 from ..torch_unet import TorchProcess
 from .cases import BUILT_IN, EAGER, LIMIT, PLANNED, PREDICTOR, PYTORCH, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
-from .overhead import measure_overhead
 from .workloads import PipelineWorkload, Workload, as_array
 
 Run = Callable[[bool], Any]  # one pass; the argument is `is_short` of Workload.run
@@ -86,8 +85,12 @@ class EagerBackend(Backend):
         processors = [layer.processor for layer in layers]
         try:
             _set_attention(layers, arm.attention)
-            if arm.config:
-                attach_arm(denoiser, arm, self._workload)
+            if arm.arm == BUILT_IN:
+                _attach_built_in(denoiser, arm)
+            elif arm.arm == LIMIT:
+                attach_free_merge(denoiser, arm.config, self._workload.latent)
+            elif arm.ratio:
+                attach(denoiser, arm.config, None)
             yield self._workload.run
         finally:
             detach(denoiser)
@@ -99,11 +102,6 @@ class EagerBackend(Backend):
             before = current_bytes()
             peak = peak_bytes(lambda: run(True))
         return None if peak is None else peak - before + self._workload.weights
-
-    def overhead(self, arm: Arm) -> dict[str, float]:
-        """The shares of merging in one pass, see `measure_overhead`."""
-        with self.prepared(arm) as run:
-            return measure_overhead(self._workload.denoiser, lambda: run(False))
 
 
 class PredictorBackend(Backend):
@@ -145,8 +143,11 @@ class PredictorBackend(Backend):
     def _export(self, arm: Arm) -> Callable[[], Run]:
         workload = self._workload
         traceable = workload.traceable()
-        if arm.config:
-            attach_arm(getattr(traceable.layer, "unet", traceable.layer), arm, workload)
+        denoiser = getattr(traceable.layer, "unet", traceable.layer)
+        if arm.arm == LIMIT:
+            attach_free_merge(denoiser, arm.config, workload.latent)
+        elif arm.ratio:
+            attach(denoiser, arm.config, None)
         fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
         folder = self._folder / f"program_{next(self._numbers)}"
         saved = save(traceable, folder, fixed, workload.dims, arm.name, self._threads)
@@ -206,7 +207,7 @@ class PyTorchBackend(Backend):
         self._process.close()
 
     def _merging(self, arm: Arm) -> dict[str, Any] | None:
-        if arm.config is None:
+        if not arm.ratio:
             return None
         deepest = _deepest_level(self._workload.denoiser, arm)
         return {"ratio": arm.ratio, "use_rand": False, "max_downsample": deepest}
@@ -215,31 +216,23 @@ class PyTorchBackend(Backend):
         return limited(self._limit, self._workload.weights, self._process.pid)
 
 
-TYPES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
+BACKEND_CLASSES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
 
 
-def attach_arm(model: nn.Layer, arm: Arm, workload: Workload) -> None:
-    """Make a denoiser merge as an arm does; `patch.detach` removes it."""
-    config = arm.config
-    assert config
-    if arm.arm == LIMIT:
-        attach_free_merge(model, config, workload.latent)
-    elif arm.arm != BUILT_IN:
-        attach(model, config, None)
-    else:  # as the apply_tome of ppdiffusers, which this package replaces, at the levels that the other arms merge at
-        names = ("ratio", "sx", "sy", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
-        arguments = {name: getattr(config, name) for name in names}
-        arguments["max_downsample"] = _deepest_level(model, arm)
-        model._tome_info = {"size": None, "hooks": [], "args": arguments}
-        for block in find_blocks(model):
-            block.block.__class__ = builtin.make_tome_block(type(block.block))
-            block.block._tome_info = model._tome_info
-        builtin.hook_tome_model(model)
+def _attach_built_in(denoiser: nn.Layer, arm: Arm) -> None:
+    """What ppdiffusers' apply_tome does, which this package replaces, at the levels that the other arms merge at."""
+    names = ("ratio", "sx", "sy", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
+    arguments = {name: getattr(arm.config, name) for name in names}
+    arguments["max_downsample"] = _deepest_level(denoiser, arm)
+    denoiser._tome_info = {"size": None, "hooks": [], "args": arguments}
+    for block in find_blocks(denoiser):
+        block.block.__class__ = builtin.make_tome_block(type(block.block))
+        block.block._tome_info = denoiser._tome_info
+    builtin.hook_tome_model(denoiser)
 
 
-def _deepest_level(model: nn.Layer, arm: Arm) -> int:
-    assert arm.config
-    return max(block.level for block in chosen_blocks(model, arm.config))
+def _deepest_level(denoiser: nn.Layer, arm: Arm) -> int:
+    return max(block.level for block in chosen_blocks(denoiser, arm.config))
 
 
 def _set_attention(layers: list[nn.Layer], attention: str) -> None:

@@ -41,37 +41,21 @@ ARM_NAMES = {
 
 @dataclass
 class Arm:
-    """One way to compute a case, and what it cost; the fields are those of the result file.
+    """One way to compute a case, and what it cost; the fields are those of the result file."""
 
-    Args:
-        arm: PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN or LIMIT.
-        backend: EAGER, PREDICTOR or PYTORCH.
-        ratio: share of tokens to merge; 0 if nothing merges.
-        max_downsample: deepest level that merges; None: the shallowest level with attention.
-        attention: "plain", "slicing" or "xformers".
-        kept: tokens that merging keeps at the shallowest level with attention.
-        status: PLANNED until it becomes MEASURED, OUT_OF_MEMORY or ERROR; or NOT_MEASURED.
-        reason: why the arm was not measured.
-        seconds: of each round.
-        parity: "against", the name of the arm whose output must be equal, and the relative "difference".
-        peak_memory_bytes: of one pass with the weights, by Paddle's counter.
-        macs: multiply-accumulates of one UNet or block pass of the whole batch.
-        shares: of the blocks' time: "matching", "merge", "unmerge".
-    """
-
-    arm: str
-    backend: str = EAGER
-    ratio: float = 0.0
-    max_downsample: int | None = None
-    attention: str = "plain"
-    kept: int = 0
-    status: str = PLANNED
-    reason: str | None = None
-    seconds: list[float] = field(default_factory=list)
-    parity: dict[str, Any] | None = None
-    peak_memory_bytes: int | None = None
-    macs: int | None = None
-    shares: dict[str, float] | None = None
+    arm: str  # one of ARMS, except TORCH
+    backend: str = EAGER  # or PREDICTOR, PYTORCH
+    ratio: float = 0.0  # share of tokens to merge; 0 if nothing merges
+    max_downsample: int | None = None  # deepest level that merges; None: the shallowest with attention
+    attention: str = "plain"  # or "slicing", "xformers"
+    kept: int = 0  # tokens after merging, at the shallowest level with attention
+    status: str = PLANNED  # until MEASURED, OUT_OF_MEMORY or ERROR; or NOT_MEASURED
+    reason: str | None = None  # why it was not measured
+    seconds: list[float] = field(default_factory=list)  # of each round
+    parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
+    peak_memory_bytes: int | None = None  # of one pass with the weights, by Paddle's counter
+    macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
+    shares: dict[str, float] | None = None  # of the blocks' time: "matching", "merge", "unmerge"
 
     @property
     def name(self) -> str:
@@ -82,9 +66,9 @@ class Arm:
         return f"{merging}{ratio}{level}, {self.backend}"
 
     @property
-    def config(self) -> ToMeConfig | None:
-        """How tokens merge; None if they do not."""
-        return merging_config(self.ratio, self.max_downsample) if self.ratio else None
+    def config(self) -> ToMeConfig:
+        """How tokens merge; dst is the first token of every cell, because tomesd draws other random ones."""
+        return ToMeConfig(ratio=self.ratio, max_downsample=self.max_downsample, use_rand=False)
 
     def fail(self, status: str, reason: str) -> None:
         """Record that the arm cannot be measured; its seconds are dropped."""
@@ -93,31 +77,18 @@ class Arm:
 
 @dataclass
 class Case:
-    """One model at one size, with the arms that take turns on it; the fields are those of the result file.
+    """One model at one size, with the arms that take turns on it; the fields are those of the result file."""
 
-    Args:
-        model: a name in ARCHITECTURES, or a pipeline's folder.
-        scope: "unet", "block" or "pipeline".
-        size: of a square image, in px.
-        batch: rows of the UNet or block; images of a pipeline.
-        dtype: one of DTYPES.
-        steps, guidance_scale: of a pipeline.
-        memory_limit_gb: 10⁹ bytes for the weights and one pass on the CPU; None: what the machine has.
-        latent: height and width of the latents.
-        tokens: at the shallowest level with attention.
-        arms: the arms.
-    """
-
-    model: str
-    scope: str = "unet"
-    size: int = 512
-    batch: int = 2
-    dtype: str = "float32"
-    steps: int | None = None
-    guidance_scale: float | None = None
-    latent: list[int] = field(default_factory=list)
-    tokens: int = 0
-    memory_limit_gb: float | None = None
+    model: str  # a name in ARCHITECTURES, or a pipeline's folder
+    scope: str = "unet"  # one of SCOPES
+    size: int = 512  # px, of a square image
+    batch: int = 2  # rows of the UNet or block; images of a pipeline
+    dtype: str = "float32"  # one of DTYPES
+    steps: int | None = None  # of a pipeline
+    guidance_scale: float | None = None  # of a pipeline
+    latent: list[int] = field(default_factory=list)  # height and width of the latents
+    tokens: int = 0  # at the shallowest level with attention
+    memory_limit_gb: float | None = None  # 10⁹ bytes for weights and one pass on the CPU; None: the machine's
     arms: list[Arm] = field(default_factory=list)
 
     @classmethod
@@ -141,35 +112,24 @@ class Case:
         return [arm for arm in self.arms if arm.status in statuses]
 
 
-def merging_config(ratio: float, max_downsample: int | None) -> ToMeConfig:
-    """The config of all arms: dst is the first token of every cell, because tomesd draws other random ones."""
-    return ToMeConfig(ratio=ratio, max_downsample=max_downsample, use_rand=False)
-
-
 def make_case(model: str, **fields: Any) -> Case:
-    """A case without arms.
-
-    Args:
-        model: as in `Case`.
-        fields: of `Case`, except `latent`, `tokens` and `arms`.
+    """A case without arms, from the fields of `Case` that say what to measure.
 
     Raises:
         ToMeConfigError: a value is not allowed, or cannot be measured on this machine.
     """
     case = Case(model, **fields)
-    architecture = case.architecture
+    architecture, limit, guidance = case.architecture, case.memory_limit_gb, case.guidance_scale
     for name, least in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
         value = getattr(case, name)
         if value is not None and value < least:
             raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more.")
     if case.size % architecture.factor:
         raise ToMeConfigError(f"--size {case.size} is not allowed: it must be a multiple of {architecture.factor} px.")
-    if case.guidance_scale is not None and not math.isfinite(case.guidance_scale):
-        raise ToMeConfigError(f"--guidance-scale {case.guidance_scale} is not allowed: it must be a finite number.")
-    if case.memory_limit_gb is not None and not 0 < case.memory_limit_gb <= 10**6:
-        raise ToMeConfigError(
-            f"--memory-limit {case.memory_limit_gb:g} is not allowed: it must be above 0 and at most 1,000,000 GB."
-        )
+    if guidance is not None and not math.isfinite(guidance):
+        raise ToMeConfigError(f"--guidance-scale {guidance} is not allowed: it must be a finite number.")
+    if limit is not None and not 0 < limit <= 10**6:
+        raise ToMeConfigError(f"--memory-limit {limit:g} is not allowed: it must be above 0 and at most 1,000,000 GB.")
     if case.dtype == "float16" and paddle.get_device() == "cpu":
         raise ToMeConfigError("--dtype float16 is not allowed on the CPU, where Paddle lacks kernels: pass float32.")
     if case.scope == "pipeline" and architecture.of != model:
@@ -247,7 +207,7 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
 
 
 def _count_kept(case: Case, ratio: float, level: int | None) -> int:
-    config = merging_config(ratio, level)
+    config = Arm(TOME, EAGER, ratio, level).config
     first = case.architecture.first_level
     if level is not None and case.scope == "block":
         raise ToMeConfigError("--max-downsample is not allowed with --scope block, which has one level: leave it out.")

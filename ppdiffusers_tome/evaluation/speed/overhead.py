@@ -1,7 +1,7 @@
 """What merging itself costs: the shares of a block's time that matching, merging and unmerging take."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle import nn
 
@@ -38,13 +38,13 @@ def measure_overhead(model: nn.Layer, run: Callable[[], Any]) -> dict[str, float
         >>> measure_overhead(unet, lambda: unet(sample, timestep, text))
         {'matching': 0.11, 'merge': 0.01, 'unmerge': 0.01}
     """
-    times = _Times()
+    calls: list[_Call] = []
     replaced: list[tuple[dict[int, Any], int, _TimedHook]] = []
     for layer in model.sublayers(include_self=True):
         for hooks in (layer._forward_pre_hooks, layer._forward_post_hooks):
             for key, hook in hooks.items():
                 if isinstance(hook, (CallHook, FinishHook, *PARTS)):
-                    replaced.append((hooks, key, _TimedHook(hook, times)))
+                    replaced.append((hooks, key, _TimedHook(hook, calls)))
     if not replaced:
         raise ToMeConfigError(f"{type(model).__name__} has no merging attached: call apply_tome(ratio=0.5) first.")
     try:
@@ -55,52 +55,50 @@ def measure_overhead(model: nn.Layer, run: Callable[[], Any]) -> dict[str, float
         for hooks, key, timed in replaced:
             if hooks.get(key) is timed:  # unless the pass has removed it
                 hooks[key] = timed.hook
-    if not times.blocks:
-        raise ToMeConfigError(
-            f"no block of {type(model).__name__} merged tokens in the pass: run it eagerly, with a ratio and a size "
-            "at which tokens merge."
-        )
-    return {part: seconds / times.blocks for part, seconds in times.parts.items()}
+    if shares := _shares(calls):
+        return shares
+    raise ToMeConfigError(
+        f"no block of {type(model).__name__} merged tokens in the pass: run it eagerly, with a ratio and a size "
+        "at which tokens merge."
+    )
 
 
-class _Times:
-    """Seconds of each part and of all blocks that merged. Blocks are not nested, so there is one current block."""
+class _Call(NamedTuple):
+    """A hook's call."""
 
-    def __init__(self) -> None:
-        self.parts = dict.fromkeys(PARTS.values(), 0.0)
-        self.blocks = 0.0
-        self._current: dict[str, float] = {}
-        self._start = 0.0
-
-    def start_block(self) -> None:
-        self._current, self._start = {}, now()
-
-    def add(self, part: str, seconds: float) -> None:
-        self._current[part] = self._current.get(part, 0.0) + seconds
-
-    def finish_block(self) -> None:
-        if "merge" in self._current:
-            self.blocks += now() - self._start
-            for part, seconds in self._current.items():
-                self.parts[part] += seconds
-        self._current = {}
+    hook: type[ToMeHook]
+    start: float
+    end: float
+    has_result: bool  # hooks that move tokens return None where nothing merges
 
 
 class _TimedHook(ToMeHook):
-    """Calls another hook in its place and records the time."""
+    """Calls another hook in its place and records when."""
 
-    def __init__(self, hook: Any, times: _Times) -> None:
-        self.hook, self._times = hook, times
+    def __init__(self, hook: Any, calls: list[_Call]) -> None:
+        self.hook, self._calls = hook, calls
 
     def __call__(self, *args: Any) -> Any:
-        if isinstance(self.hook, FinishHook):
-            self._times.finish_block()
-        if isinstance(self.hook, CallHook):
-            self._times.start_block()
         start = now()
         result = self.hook(*args)
-        part = PARTS.get(type(self.hook))
-        # Hooks that move tokens return None where nothing merges.
-        if part and (part == "matching" or result is not None):
-            self._times.add(part, now() - start)
+        self._calls.append(_Call(type(self.hook), start, now(), result is not None))
         return result
+
+
+def _shares(calls: list[_Call]) -> dict[str, float]:
+    """The parts' shares of the time of the blocks that merged; empty if none did. Blocks are not nested."""
+    parts, blocks = dict.fromkeys(PARTS.values(), 0.0), 0.0
+    block: dict[str, float] = {}
+    start = 0.0
+    for call in calls:
+        if issubclass(call.hook, CallHook):
+            block, start = {}, call.start
+        elif issubclass(call.hook, FinishHook):
+            if "merge" in block:
+                blocks += call.start - start
+                parts = {part: seconds + block.get(part, 0.0) for part, seconds in parts.items()}
+            block = {}
+        elif call.has_result or call.hook is PlanHook:
+            part = PARTS[call.hook]
+            block[part] = block.get(part, 0.0) + call.end - call.start
+    return {part: seconds / blocks for part, seconds in parts.items()} if blocks else {}

@@ -66,19 +66,19 @@ def measure_all(
     Raises:
         ToMeConfigError: the incomplete result belongs to other cases, settings, versions, sources or another machine.
     """
-    partial = Partial(output, cases, settings, command, restart)
+    result = IncompleteResult(output, cases, settings, command, restart)
     folder = output.with_name(f".{output.name}.work")
     passes = [len(case.with_status(PLANNED)) * (1 + settings.warm_up + settings.rounds) for case in cases]
     with tqdm(total=sum(passes), bar_format=BAR, disable=None) as bar:
-        for index, case in enumerate(partial.cases):
+        for index, case in enumerate(result.cases):
             bar.set_description(case.name)
             skip: list[str] = []
-            while partial.cases[index].with_status(PLANNED):
+            while result.cases[index].with_status(PLANNED):
                 at: dict[str, Any] = {"arm": None, "step": "starting"}
 
                 def see(event: dict[str, Any], index: int = index, at: dict[str, Any] = at) -> None:
                     if event["event"] == "case":
-                        partial.save(index, event["case"])
+                        result.save(index, event["case"])
                     else:
                         bar.update()
                         at.update(event)
@@ -86,30 +86,26 @@ def measure_all(
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 arguments = {name: getattr(settings, name) for name in ("warm_up", "threads", "torch_python")}
-                start = {**arguments, "case": asdict(partial.cases[index]), "folder": str(folder), "skip": skip}
+                start = {**arguments, "case": asdict(result.cases[index]), "folder": str(folder), "skip": skip}
                 try:
                     with WorkerProcess(WORKER, "the worker", settings.threads) as process:
-                        partial.save(index, process.ask("prepare", see, **start)["case"])
-                        while arms := partial.cases[index].with_status(PLANNED):
+                        result.save(index, process.ask("prepare", see, **start)["case"])
+                        while arms := result.cases[index].with_status(PLANNED):
                             is_done = len(arms[0].seconds) == settings.rounds
                             action = "finish" if is_done else "time_round"
-                            partial.save(index, process.ask(action, see)["case"])
+                            result.save(index, process.ask(action, see)["case"])
                 except (WorkerError, WorkerEndedError) as error:
-                    skip += _fail(partial.cases[index], at["arm"], at["step"], error, skip)
-                    partial.save(index, asdict(partial.cases[index]))
+                    skip += _fail(result.cases[index], at["arm"], at["step"], error, skip)
+                    result.save(index, asdict(result.cases[index]))
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
             bar.update(sum(passes[: index + 1]) - bar.n)
-    partial.complete()
-    return partial.cases
+    result.complete()
+    return result.cases
 
 
-class Partial:
-    """An incomplete result, on disk after every step.
-
-    Attributes:
-        cases: as far as they are measured.
-    """
+class IncompleteResult:
+    """The cases as far as they are measured, on disk after every step."""
 
     def __init__(self, output: Path, cases: Sequence[Case], settings: Settings, command: str, restart: bool) -> None:
         self._output, self._path = output, output.with_name(f"{output.name}.partial")

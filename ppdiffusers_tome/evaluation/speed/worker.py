@@ -7,17 +7,22 @@ the process dies, it was there. The event "case" has the case after a step of `p
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...inference.runtime import gist as error_summary
 from ..clock import order_of_round
 from ..worker_loop import answer_requests
-from .backends import TYPES, Backend
+from .backends import BACKEND_CLASSES, Backend
 from .cases import EAGER, ERROR, LIMIT, MEASURED, OUT_OF_MEMORY, PLANNED, PYTORCH, TOME, Arm, Case
 from .memory import is_out_of_memory, limited
+from .overhead import measure_overhead
 from .parity import check_parity
 from .workloads import Workload, open_workload
 
@@ -35,6 +40,7 @@ class Worker:
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._failed: set[str] = set()  # names of arms that must not run again, definitions included
+        self._has_garbage = False
 
     def prepare(
         self,
@@ -60,48 +66,45 @@ class Worker:
         report("begin", arm=None, step="building the model")
         with limited(None, 0):
             self._workload = workload = open_workload(self._case)
-        self._make_backend = lambda name: TYPES[name](workload, threads, Path(folder), torch_python)
+        self._make_backend = lambda name: BACKEND_CLASSES[name](workload, threads, Path(folder), torch_python)
         for arm in self._planned():
             arm.macs = self._workload.macs(arm.config, matching=arm.arm != LIMIT)
         unchecked = [arm for arm in self._planned() if arm.parity is None and not arm.seconds]
-        reasons = check_parity(
-            self._case,
-            unchecked,
-            workload.set_inputs,
-            lambda arm: self._attempt(report, "check", arm, "output"),
-        )
+        output = partial(self._output, report, "check")
+        reasons = check_parity(self._case, unchecked, workload.set_inputs, output)
         for arm in unchecked:
             if arm.name in reasons:
                 arm.fail(ERROR, f"not timed, because {reasons[arm.name]}")
         report("case", case=asdict(self._case))
         for arm in self._planned():
             for index in range(warm_up):
-                if index == 0 and arm.peak_memory_bytes is None:
-                    arm.peak_memory_bytes = self._attempt(report, "warm-up", arm, "peak_memory")
-                else:
-                    self._attempt(report, "warm-up", arm, "output")
+                if index or arm.peak_memory_bytes is not None:
+                    self._output(report, "warm-up", arm)
+                    continue
+                with self._attempt(report, "warm-up", arm):
+                    arm.peak_memory_bytes = self._backend(arm).peak_memory(arm)
             report("case", case=asdict(self._case))
         return {"case": asdict(self._case)}
 
     def time_round(self, report: Report) -> dict[str, Any]:
         """Time one pass of every arm; the order of a round is the same whenever it is timed."""
         arms = self._planned()
-        seconds: dict[str, float | None] = {}
+        has_pytorch = any(arm.backend == PYTORCH for arm in arms)
+        seconds: dict[str, float] = {}
         for arm in order_of_round(arms, len(arms[0].seconds)):
-            time.sleep(SETTLE if any(other.backend == PYTORCH for other in arms) else 0)
-            step = f"round {len(arm.seconds) + 1}"
-            seconds[arm.name] = self._attempt(report, step, arm, "seconds")
+            time.sleep(SETTLE if has_pytorch else 0)
+            with self._attempt(report, f"round {len(arm.seconds) + 1}", arm):
+                seconds[arm.name] = self._backend(arm).seconds(arm)
         for arm in self._planned():
-            taken = seconds[arm.name]
-            assert taken is not None
-            arm.seconds.append(taken)
+            arm.seconds.append(seconds[arm.name])
         return {"case": asdict(self._case)}
 
     def finish(self, report: Report) -> dict[str, Any]:
         """Measure the overhead of merging in eager mode; the arms are MEASURED then."""
         for arm in self._planned():
             if arm.backend == EAGER and arm.arm == TOME:
-                arm.shares = self._attempt(report, "overhead", arm, "overhead")
+                with self._attempt(report, "overhead", arm), self._backend(arm).prepared(arm) as run:
+                    arm.shares = measure_overhead(self._workload.denoiser, partial(run, False))
         for arm in self._planned():
             arm.status = MEASURED
         for backend in self._backends.values():
@@ -111,27 +114,38 @@ class Worker:
     def _planned(self) -> list[Arm]:
         return self._case.with_status(PLANNED)
 
-    def _attempt(self, report: Report, step: str, arm: Arm, method: str) -> Any:
-        """What a method of the arm's backend returns; None if the arm fails, now or before."""
-        if arm.name in self._failed:
-            return None
+    def _backend(self, arm: Arm) -> Backend:
+        if arm.backend not in self._backends:
+            self._backends[arm.backend] = self._make_backend(arm.backend)
+        return self._backends[arm.backend]
+
+    def _output(self, report: Report, step: str, arm: Arm) -> np.ndarray | None:
+        """What a pass of any arm computes; None if it fails, now or before."""
+        if arm.name not in self._failed:
+            with self._attempt(report, step, arm):
+                return self._backend(arm).output(arm)
+        return None
+
+    @contextmanager
+    def _attempt(self, report: Report, step: str, arm: Arm) -> Iterator[None]:
+        """A context in which an arm may fail without the others."""
+        if self._has_garbage:
+            gc.collect()  # cycles of frames refer to what a failed pass allocated
+            self._has_garbage = False
         report("begin", arm=arm.name, step=step)
         try:
-            if arm.backend not in self._backends:
-                self._backends[arm.backend] = self._make_backend(arm.backend)
-            return getattr(self._backends[arm.backend], method)(arm)
+            yield
         except Exception as error:
             is_memory = is_out_of_memory(error)
             lines = [line.strip() for line in str(error).splitlines() if is_out_of_memory(line)]
             reason = f"{step}: {type(error).__name__}: {lines[0] if lines else error_summary(error)}"
             self._failed.add(arm.name)
             for planned in self._planned():
-                if planned.name == arm.name:  # a definition is another object than the case's arm
+                if planned.name == arm.name:  # a definition is another object than the arm of the case
                     planned.fail(OUT_OF_MEMORY if is_memory else ERROR, reason)
-        if arm.backend in self._backends:
-            self._backends[arm.backend].release(arm)
-        gc.collect()  # cycles of frames still refer to what the failed pass allocated
-        return None
+            if arm.backend in self._backends:
+                self._backends[arm.backend].release(arm)
+            self._has_garbage = True
 
 
 def main() -> None:

@@ -72,17 +72,15 @@ class Workload(ABC):
         """The batch that reaches the UNet or block."""
         return self.case.batch
 
-    def macs(self, config: ToMeConfig | None, matching: bool = True) -> int:
+    def macs(self, config: ToMeConfig, matching: bool = True) -> int:
         """Multiply-accumulates of one pass of the UNet or block, for the whole batch.
 
         Args:
-            config: how tokens merge; None: they do not.
+            config: how tokens merge.
             matching: whether the product of the matching counts.
         """
         text = self.case.architecture.text
         total = count_macs(self.denoiser, self.latent, text)
-        if config is None:
-            return total * self.rows
         for block in chosen_blocks(self.denoiser, config):
             total -= saved_macs(block, config, self.latent, text)
             grid = block_grid(block, self.latent)
