@@ -88,7 +88,7 @@ def _judge(arm: dict[str, Any], threshold: float, is_same_machine: bool) -> tupl
     if (arm["arm"], arm["backend"]) == (PLAIN, EAGER):
         return "the same", "the reference"
     before, after = arm["share_old"], arm["share"]
-    if before is None or after is None:
+    if not (isinstance(before, Quartiles) and isinstance(after, Quartiles)):
         return "no reference", "its time against plain is not known"
     ratio = after.median / before.median
     reference = "eager plain" if arm["arm"] == PLAIN else "plain"

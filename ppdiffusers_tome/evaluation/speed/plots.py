@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from ..clock import Quartiles
 from ..plotting import BLUE, GREEN, GREY, ORANGE, RED, SKY, add_legend, make_figure, set_title
-from .cases import ARM_NAMES, BOTH, BUILT_IN, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, SCOPES, TOME
+from .cases import ARM_NAMES, BOTH, BUILT_IN, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
 from .frame import medians, nearest
 
 TARGET = 0.03  # largest time above the free-merge limit that counts as reaching it, as a share
@@ -48,7 +48,7 @@ def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
         panel.set(xticks=sorted(arms["size"].unique()), xlabel="image size (px, square)")
         panel.set_title(ARM_NAMES[name], fontsize=11)
     panels[0].set_ylabel("times as fast as plain")
-    set_title(figure, f"Speed-up against size, {_subject(arms)}, {backend}")
+    set_title(figure, f"Speed-up against size, {arms['subject'].iloc[0]}, {backend}")
     add_legend(figure, panels)
     return figure
 
@@ -104,7 +104,7 @@ def time_above_limit(arms: pd.DataFrame) -> Figure | None:
         panel.axhline(0, color=GREY, linewidth=1)
         panel.set_title(backend, fontsize=11)
     figure.supylabel("time above the free-merge limit (%)", fontsize=11)
-    set_title(figure, f"Time above the free-merge limit, {_subject(arms)}")
+    set_title(figure, f"Time above the free-merge limit, {arms['subject'].iloc[0]}")
     add_legend(figure, panels)
     return figure
 
@@ -129,7 +129,7 @@ def eager_against_predictor(arms: pd.DataFrame) -> Figure | None:
     _bars(axes, arms.assign(max_downsample=0), labels, arms["faster_than_eager_plain"], "{:.2f}")
     axes.axhline(1, color=GREY, linewidth=1)
     axes.set_ylabel("times as fast as eager, plain")
-    set_title(figure, f"Eager and predictor, {_subject(arms)}")
+    set_title(figure, f"Eager and predictor, {arms['subject'].iloc[0]}")
     add_legend(figure, [axes])
     return figure
 
@@ -153,8 +153,3 @@ def _bars(axes: Axes, arms: pd.DataFrame, labels: pd.Series, heights: pd.Series,
     axes.set_xticks(range(len(ticks)), ticks, fontsize=9 if len(ticks) <= 8 else 7)
     axes.set_xlim(-0.5, len(ticks) - 0.5)
     axes.grid(axis="x", visible=False)
-
-
-def _subject(arms: pd.DataFrame) -> str:
-    first = arms.iloc[0]
-    return f"{first['model']}, {SCOPES[first['scope']]}"

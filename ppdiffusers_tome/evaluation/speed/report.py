@@ -23,7 +23,6 @@ from .cases import (
     PLAIN,
     PREDICTOR,
     PYTORCH,
-    SCOPES,
     TOME,
 )
 from .frame import CASE, medians, nearest, partners, read_frame
@@ -210,10 +209,9 @@ def _sizes(frame: pd.DataFrame) -> list[str]:
     if arms.empty:
         return []
     arms = arms[arms["ratio"] == arms.groupby("backend")["ratio"].transform(nearest, 0.5)]
-    keys = {"model": arms["model"], "scope": arms["scope"].map(SCOPES), "size, px": arms["size"]}
     columns = "ToMe " + arms["ratio"].map("{:g}".format) + " over plain, " + arms["backend"]
-    ranges = medians(arms["faster_than_plain"]).groupby([*keys.values(), columns], sort=False).agg(_range).unstack()
-    return _table(ranges.rename_axis(list(keys)))
+    keys = [arms["subject"].rename("model"), arms["size, px"], columns]
+    return _table(medians(arms["faster_than_plain"]).groupby(keys, sort=False).agg(_range).unstack())
 
 
 def _slower(merged: pd.DataFrame) -> pd.DataFrame:
@@ -234,7 +232,7 @@ def _groups(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     frame = frame.assign(repeat=frame["case"].map(repeats))
     for _, arms in frame.groupby([*GROUP, "repeat"], dropna=False, sort=False):
         first = arms.iloc[0]
-        title = f"{first['model']}, {SCOPES[first['scope']]}, {first['dtype']}"
+        title = f"{first['subject']}, {first['dtype']}"
         title += f", {first['steps']:g} steps" if pd.notna(first["steps"]) else ""
         title += f", guidance scale {first['guidance_scale']:g}" if pd.notna(first["guidance_scale"]) else ""
         title += f", {first['file'].name}" if title in dict(groups) else ""
