@@ -14,8 +14,8 @@ from .frame import CASE, UNMERGED, partners, ratios, read_frame
 
 ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample"]  # equal if the arm is measured again
 HEADINGS = {
-    "slower": "Slower",
-    "faster": "Faster",
+    "slower": "Became slower",
+    "faster": "Became faster",
     "within the noise": "Changed, but within the noise (the quartiles overlap)",
     "no reference": "Not compared, because a run has no plain arm",
     "appeared": "Appeared",
