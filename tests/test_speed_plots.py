@@ -30,9 +30,9 @@ def test_speed_up_by_size():
     assert [axes.get_title() for axes in figure.axes] == ["ToMe", "ToMe + memory-efficient"]
     np.testing.assert_allclose(tome.lines[0].get_xydata(), [[512, 1.25], [1024, 2.0]])
     np.testing.assert_allclose(both.lines[0].get_xydata(), [[512, 1 / 0.88], [1024, 1 / 0.55]])
-    assert tome.get_ylim() == both.get_ylim()
+    assert tome.get_ylim() == both.get_ylim() and tome.get_ylim()[1] > 2.0
     [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["ratio 0.5", "batch 2"]
+    assert [text.get_text() for text in legend.get_texts()] == ["ratio 0.5, batch 2"]
 
 
 def test_batches_have_their_own_lines():

@@ -14,8 +14,8 @@ from .frame import CASE, UNMERGED, partners, ratios, read_frame
 
 ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample"]  # equal if the arm is measured again
 HEADINGS = {
-    "slower": "Slower",
-    "faster": "Faster",
+    "slower": "Became slower",
+    "faster": "Became faster",
     "within the noise": "Changed, but within the noise (the quartiles overlap)",
     "no reference": "Not compared, because a run has no plain arm",
     "appeared": "Appeared",
@@ -88,7 +88,7 @@ def _judge(arm: dict[str, Any], threshold: float, is_same_machine: bool) -> tupl
     if (arm["arm"], arm["backend"]) == (PLAIN, EAGER):
         return "the same", "the reference"
     before, after = arm["share_old"], arm["share"]
-    if before is None or after is None:
+    if not (isinstance(before, Quartiles) and isinstance(after, Quartiles)):
         return "no reference", "its time against plain is not known"
     ratio = after.median / before.median
     reference = "eager plain" if arm["arm"] == PLAIN else "plain"

@@ -43,7 +43,8 @@ def make_frame(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     The columns are the fields of the arm, its case and its file, except that missing numbers are NaN and
     `max_downsample` is 0 if the option was not used. In addition:
 
-    - `case`: number of the case; `case_name`, `shape` ("512 px, batch 2") and `name`: the case and the arm in words.
+    - `case`: number of the case. In words: `case_name`, made of `subject` ("sd15, one UNet pass") and `shape`
+      ("512 px, batch 2"), and `name`, of the arm.
     - `machine`: what seconds depend on. `merges`: whether this package merges tokens in the arm.
     - `time`: `Quartiles` of the seconds; None if the arm was not measured.
     - `faster_than_plain`, `…_efficient` (in the same backend), `…_pytorch`, `…_eager_plain`, of ToMe also
@@ -55,17 +56,14 @@ def make_frame(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     Raises:
         ToMeConfigError: there is no arm, or as `cases.read_cases`.
     """
+    cases = [(file, result, case) for file, result in results for case in read_cases(result, file)]
     rows: list[dict[str, Any]] = []
-    number = 0
-    for file, result in results:
-        for case in read_cases(result, file):
-            number += 1
-            about = {name: result[name] for name in ("command", "commit", "environment", "rounds", "threads")}
-            words = {"case": number, "case_name": case.name}
-            words["shape"] = case.name.removeprefix(f"{case.model}, {SCOPES[case.scope]}, ")
-            rows += [
-                {"file": file, **about, **vars(case), **vars(arm), **words, "name": arm.name} for arm in case.arms
-            ]
+    for number, (file, result, case) in enumerate(cases):
+        about = {name: result[name] for name in ("command", "commit", "environment", "rounds", "threads")}
+        subject = f"{case.model}, {SCOPES.get(case.scope, case.scope)}"
+        words = {"case": number, "case_name": case.name, "subject": subject}
+        words["shape"] = case.name.removeprefix(f"{subject}, ")
+        rows += [{"file": file, **about, **vars(case), **vars(arm), **words, "name": arm.name} for arm in case.arms]
     if not rows:
         raise ToMeConfigError(f"{', '.join(str(file) for file, _ in results)}: no arm was measured. Measure again.")
     frame = pd.DataFrame(rows).drop(columns="arms").astype(dict.fromkeys(NUMBERS, float)).fillna({"max_downsample": 0})

@@ -1,4 +1,4 @@
-"""The report on speed and memory: a page of tables and plots, and a few lines for the terminal."""
+"""The report on speed and memory: a page of tables and plots."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,7 +23,6 @@ from .cases import (
     PLAIN,
     PREDICTOR,
     PYTORCH,
-    SCOPES,
     TOME,
 )
 from .frame import CASE, medians, nearest, partners, read_frame
@@ -81,14 +80,14 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     """
     frame, skipped = read_frame(files)
     frame = _with_cells(frame)
-    lines = ["# Speed and memory", "", INTRODUCTION, "", *_summary(frame), "", HOW_TO_READ, ""]
+    lines = ["# Speed and memory", "", INTRODUCTION, "", *_summary(frame), HOW_TO_READ, ""]
     if (output / PUBLISHED).exists():
         lines += [f"Figures published by other projects, on other hardware: [{PUBLISHED}]({PUBLISHED}).", ""]
     if skipped:
         names = ", ".join(f"{_file_link(file, output)} ({kind})" for file, kind in skipped)
         lines += [f"Not in this report, because they are not speed results: {names}.", ""]
     figures: dict[str, Figure] = {}
-    for index, (title, arms) in enumerate(_groups(frame).items(), start=1):
+    for index, (title, arms) in enumerate(_groups(frame), start=1):
         plots = _plots(arms, index)
         figures |= plots
         lines += [f"## {title}", "", *_sources(arms, output), "", *_section(arms)]
@@ -102,15 +101,6 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         save_figure(figure, output / name)
     (output / "speed.md").write_text(text, encoding="utf-8")
     return text
-
-
-def format_result(file: Path) -> str:
-    """A speed result for the terminal: medians, speed-ups over plain and peak memory; errors as `write_report`."""
-    frame = _with_cells(read_frame([file])[0])
-    columns = {"arm": frame["name"], "seconds": frame["time_cell"]}
-    columns |= {"speed-up": _text(frame["faster_than_plain"], speed_up), "GB": frame["memory_cell"]}
-    rows = pd.DataFrame({**columns, "": frame["reason"]}).fillna("").groupby(frame["case_name"], sort=False)
-    return "\n\n".join(f"{case_name}\n{arms.to_string(index=False)}" for case_name, arms in rows)
 
 
 def _with_cells(frame: pd.DataFrame) -> pd.DataFrame:
@@ -144,8 +134,8 @@ def _table(cells: pd.DataFrame) -> list[str]:
 
 def _summary(frame: pd.DataFrame) -> list[str]:
     """Sentences and tables computed from all results, on gains and losses alike."""
-    sentences = [f"- {sentence}" for sentence in (*_time_sentences(frame), *_other_sentences(frame))]
-    return [*sentences, "", *_comparisons(frame), "", *_sizes(frame)]
+    blocks = [[f"- {sentence}" for sentence in _sentences(frame)], _comparisons(frame), _sizes(frame)]
+    return [line for block in blocks if block for line in (*block, "")]
 
 
 def _where(arm: pd.Series) -> str:
@@ -157,7 +147,7 @@ def _range(speed_ups: pd.Series) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _time_sentences(frame: pd.DataFrame) -> Iterator[str]:
+def _sentences(frame: pd.DataFrame) -> Iterator[str]:
     merged = frame[frame["merges"]]
     speed_ups = medians(merged["faster_than_plain"][merged["arm"] == TOME])
     if speed_ups.count():
@@ -171,28 +161,24 @@ def _time_sentences(frame: pd.DataFrame) -> Iterator[str]:
     if len(slower):
         worst = slower.sort_values("speed_up", kind="stable").iloc[0]
         yield (
-            f"**Where merging is slower:** {slower.index.nunique()} of {count} merged arms take longer than plain, or "
-            f"than memory-efficient attention alone. The slowest is {_where(worst)}: it takes "
-            f"{1 / worst['speed_up']:.2f} times as long as {worst['baseline']}. The sections below list them all."
+            f"**Where merging is slower** than plain or the same attention unmerged: {slower.index.nunique()} of "
+            f"{count} merged arms, listed below. The slowest is {_where(worst)}, which takes "
+            f"{1 / worst['speed_up']:.2f} times as long as {worst['baseline']}."
         )
     elif count:
-        yield f"None of {count} merged arms is slower than the same attention without merging."
+        yield f"None of {count} merged arms is slower than plain or the same attention unmerged."
     above = medians(merged["over_limit"])
     if above.count():
         yield (
-            f"{(above <= 1 + TARGET).sum()} of {above.count()} merged arms take at most {100 * TARGET:g} % longer than the"
-            f"free-merge limit, the fastest that merging can be; the most is {change(above.max())}, in "
-            f"{_where(merged.loc[above.idxmax()])}."
+            f"{(above <= 1 + TARGET).sum()} of {above.count()} merged arms take at most {100 * TARGET:g} % longer than"
+            " the free-merge limit, the fastest that merging can be; the most is "
+            f"{change(above.max())}, in {_where(merged.loc[above.idxmax()])}."
         )
-
-
-def _other_sentences(frame: pd.DataFrame) -> Iterator[str]:
-    merged = frame[frame["merges"]]
     memory = merged["memory_over_unmerged"]
     if memory.count():
         yield (
             f"Merging changes peak memory by {change(memory.max(), 0)} to {change(memory.min(), 0)} against the same "
-            f"attention without merging; it saves most in {_where(merged.loc[memory.idxmin()])}."
+            f"attention unmerged; it saves most in {_where(merged.loc[memory.idxmin()])}."
         )
     too_large = frame[(frame["arm"] == PLAIN) & (frame["status"] == OUT_OF_MEMORY)]
     fits = too_large.merge(merged[merged["time"].notna()], on=["case", "backend"], suffixes=("", "_merged"))
@@ -223,10 +209,9 @@ def _sizes(frame: pd.DataFrame) -> list[str]:
     if arms.empty:
         return []
     arms = arms[arms["ratio"] == arms.groupby("backend")["ratio"].transform(nearest, 0.5)]
-    keys = {"model": arms["model"], "scope": arms["scope"].map(SCOPES), "size, px": arms["size"]}
     columns = "ToMe " + arms["ratio"].map("{:g}".format) + " over plain, " + arms["backend"]
-    ranges = medians(arms["faster_than_plain"]).groupby([*keys.values(), columns], sort=False).agg(_range).unstack()
-    return _table(ranges.rename_axis(list(keys)))
+    keys = [arms["subject"].rename("model"), arms["size, px"], columns]
+    return _table(medians(arms["faster_than_plain"]).groupby(keys, sort=False).agg(_range).unstack())
 
 
 def _slower(merged: pd.DataFrame) -> pd.DataFrame:
@@ -239,19 +224,20 @@ def _slower(merged: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts).sort_index(kind="stable")
 
 
-def _groups(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The arms of each section by its title; a case that was measured twice is in two sections."""
+def _groups(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The title and the arms of each section; a case that was measured twice is in two sections."""
     cases = frame.drop_duplicates("case").set_index("case")
     repeats = cases.groupby([*CASE, "machine"], dropna=False, sort=False).cumcount()
-    groups: dict[str, pd.DataFrame] = {}
-    by_section = frame.assign(repeat=frame["case"].map(repeats)).groupby([*GROUP, "repeat"], dropna=False, sort=False)
-    for _, arms in by_section:
+    groups: list[tuple[str, pd.DataFrame]] = []
+    frame = frame.assign(repeat=frame["case"].map(repeats))
+    for _, arms in frame.groupby([*GROUP, "repeat"], dropna=False, sort=False):
         first = arms.iloc[0]
-        title = f"{first['model']}, {SCOPES[first['scope']]}, {first['dtype']}"
+        title = f"{first['subject']}, {first['dtype']}"
         title += f", {first['steps']:g} steps" if pd.notna(first["steps"]) else ""
         title += f", guidance scale {first['guidance_scale']:g}" if pd.notna(first["guidance_scale"]) else ""
-        title += f", {first['file'].name}" if title in groups else ""
-        groups[title] = arms.sort_values(["size", "batch", "memory_limit_gb"], kind="stable", na_position="first")
+        title += f", {first['file'].name}" if title in dict(groups) else ""
+        arms = arms.sort_values(["size", "batch", "memory_limit_gb"], kind="stable", na_position="first")
+        groups.append((title, arms))
     return groups
 
 
@@ -282,9 +268,7 @@ def _section(arms: pd.DataFrame) -> list[str]:
         "Share of the merging blocks' time": _shares(arms),
         "Against ppdiffusers' built-in ToMe": _peers(arms, "built-in", "faster_than_built_in", arm=BUILT_IN),
         "Against PyTorch with diffusers and tomesd": _peers(arms, "PyTorch", "faster_than_pytorch", backend=PYTORCH),
-        "Predictor against eager": _peers(
-            arms[arms["backend"] != PYTORCH], "eager", "faster_than_eager", backend=EAGER
-        ),
+        "Predictor against eager": _peers(arms, "eager", "faster_than_eager", backend=EAGER),
         "Not measured": _not_measured(arms),
     }
     return [line for heading, rows in tables.items() if rows for line in (f"### {heading}", "", *rows, "")]
@@ -328,7 +312,7 @@ def _slower_lines(arms: pd.DataFrame) -> list[str]:
         + (" (within the noise: the quartiles lie on both sides of 1)" if row["ratios"].high >= 1 else "")
         for row in _slower(merged).to_dict("records")
     ]
-    return lines or ["None: each merged arm is at least as fast as the same attention without merging."]
+    return lines or ["None: no merged arm is slower than plain or the same attention unmerged."]
 
 
 def _limit_table(arms: pd.DataFrame) -> list[str]:
