@@ -33,7 +33,6 @@ from ..published.architectures import ARCHITECTURES
 
 BUNDLED = Path("examples/emoji_sd")
 QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": list(BACKENDS)}  # defaults of --quick
-SLOWER = 0.05  # `bench report --compare`: relative changes of time from here on count
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -176,7 +175,7 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from ..evaluation.speed.compare import compare
     from ..evaluation.speed.speed_report import write_report
 
-    text, is_slower = compare(options.compare, options.files, SLOWER) if options.compare else ("", False)
+    text, is_slower = compare(options.compare, options.files) if options.compare else ("", False)
     page = write_report(options.files, options.output)
     print(text or page)
     print(f"written to {options.output / 'speed.md'}", file=sys.stderr)

@@ -13,7 +13,6 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 
-from ...errors import ToMeConfigError
 from ...inference import export_pipeline, load_pipeline
 from ...inference.layout import share_weights
 from ...inference.runtime import Predictor, Runtime
@@ -182,8 +181,7 @@ class PyTorchBackend(Backend):
 
     def __init__(self, workload: Workload, threads: int, folder: Path, torch_python: str | None) -> None:
         super().__init__(workload, threads, folder, torch_python)
-        if torch_python is None:
-            raise ToMeConfigError("the backend PyTorch needs --torch-python.")
+        assert torch_python is not None
         self._process = TorchProcess(torch_python, folder, workload.denoiser, threads)
         self._inputs: dict[str, paddle.Tensor] | None = None
 

@@ -1,12 +1,12 @@
 """Parity before timing: an arm whose output differs from that of its definition is not timed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ...inference.tracing import ONEDNN_TOLERANCE
 from ...inference.tracing import distance as relative_difference
-from .cases import BOTH, BUILT_IN, EAGER, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME, Arm, Case
+from .cases import BOTH, BUILT_IN, EAGER, ERROR, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME, Arm, Case
 
 # If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So an arm
 # must agree for one of several draws of the inputs.
@@ -20,21 +20,18 @@ HALF = 5e-2  # float16 and bfloat16, without merging
 Output = Callable[[Arm], np.ndarray | None]
 
 
-def check_parity(case: Case, arms: Iterable[Arm], set_inputs: Callable[[int], None], output: Output) -> dict[str, str]:
-    """Set the `parity` of arms that agree with their definitions; it stays None without a definition.
+def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], None], output: Output) -> None:
+    """Set the `parity` of arms that agree with their definitions, if they have any; fail the arms that differ.
 
     Args:
         case: what they compute.
         arms: the arms to compare.
         set_inputs: draws the inputs from a seed.
         output: computes one pass of any arm, also of one that is not among `arms`; None if it fails.
-
-    Returns:
-        For every arm that differs on all draws, by its name, the reason. Arms whose own pass fails are left out.
     """
-    reasons = {arm.name: "" for arm in arms}
-    to_check = {arm.name: arm for arm in arms}
-    for seed in range(TRIES):
+    unequal, reasons = {arm.name: arm for arm in arms}, dict[str, str]()
+    seed = 0
+    for seed in range(TRIES if arms else 0):
         set_inputs(seed)
         outputs: dict[str, np.ndarray | None] = {}
 
@@ -43,16 +40,17 @@ def check_parity(case: Case, arms: Iterable[Arm], set_inputs: Callable[[int], No
                 outputs[arm.name] = output(arm)
             return outputs[arm.name]
 
-        for name, arm in list(to_check.items()):
+        for name, arm in list(unequal.items()):
             values = output_once(arm)
             reasons[name] = "" if values is None else _compare(case, arm, values, output_once)
             if not reasons[name]:
-                del to_check[name]
-        if not to_check:
+                del unequal[name]
+        if not unequal:
             break
     if seed:
         set_inputs(0)
-    return {name: f"{reasons[name]} on each of {TRIES} draws of the inputs" for name in to_check}
+    for name, arm in unequal.items():
+        arm.fail(ERROR, f"not timed, because {reasons[name]} on each of {TRIES} draws of the inputs")
 
 
 def definition_of(arm: Arm) -> Arm | None:

@@ -70,11 +70,7 @@ class Worker:
         for arm in self._planned():
             arm.macs = self._workload.macs(arm.config, matching=arm.arm != LIMIT)
         unchecked = [arm for arm in self._planned() if arm.parity is None and not arm.seconds]
-        output = partial(self._output, report, "check")
-        reasons = check_parity(self._case, unchecked, workload.set_inputs, output)
-        for arm in unchecked:
-            if arm.name in reasons:
-                arm.fail(ERROR, f"not timed, because {reasons[arm.name]}")
+        check_parity(self._case, unchecked, workload.set_inputs, partial(self._output, report, "check"))
         report("case", case=asdict(self._case))
         for arm in self._planned():
             for index in range(warm_up):
