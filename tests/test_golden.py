@@ -66,7 +66,7 @@ def test_unet_equals_diffusers_with_tomesd(pipe, case):
 
 
 @pytest.mark.parametrize("case", [case for case in cases_of("merge.npz") if not case.values[0]["tie"]])
-def test_merging_equals_installed_tomesd(case):
+def test_merging_equals_tomesd_live(case):
     torch = pytest.importorskip("torch")
     tomesd = pytest.importorskip("tomesd.merge")
     x = tokens_of(case, arrays_of("merge.npz", case))

@@ -86,7 +86,7 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     workload, attend = open_workload(case), XFormersAttnProcessor.__call__
     eager = EagerBackend(workload, 1, tmp_path, None)
     with (
-        cuda_attention.found(),
+        cuda_attention.available(),
         patch.object(XFormersAttnProcessor, "__call__", autospec=True, side_effect=attend) as processor,
     ):
         merged, fused = eager.output(both), eager.output(efficient)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..published.families import format_markdown, format_text, verdicts
+from ..published.families import format_markdown, format_text, pipeline_support
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -18,9 +18,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _families(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    families = verdicts()
-    print(format_text(families))
+    table = pipeline_support()
+    print(format_text(table))
     if options.markdown:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(format_markdown(families), encoding="utf-8")
+        options.markdown.write_text(format_markdown(table), encoding="utf-8")
     return 0

@@ -1,14 +1,14 @@
-"""Record what tomesd 0.1.3 does to tokens: write merge.npz. Needs PyTorch and tomesd, not Paddle.
+"""Record merging by tomesd 0.1.3 and write merge.npz. Needs PyTorch and tomesd, but not Paddle.
 
     python tests/golden/make_golden.py            (writes merge.npz beside this file)
 
 Every case runs `tomesd.merge.bipartite_soft_matching_random2d(x, w, h, sx, sy, r, no_rand=True)` on one CPU thread.
-README.md beside this file says how to read the result.
+README.md beside this file describes the format.
 
-Nothing recorded depends on tomesd's inner order of tokens. The group of a token is found by merging one-hot rows:
+The records do not depend on tomesd's internal order of tokens. The group of a token follows from merging one-hot rows:
 after `unmerge(merge(eye(N)))` row n is non-zero exactly at the tokens averaged together with n, and one of those is a
-dst (the top left of its sx × sy cell) unless n stands alone. A case is refused when rounding could change it: when, in
-float64, a src token's best dst leads the second by less than MARGIN, or the r-th best edge the next one.
+dst (the top left of its sx × sy cell) unless n was not merged. A case is rejected if rounding could change it: if, in
+float64, a src token's best dst leads the second by less than MARGIN, or the r-th best edge leads the next one.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def case(name, b, h, w, c, sx, sy, r, seed, data=NORMAL):
     return {"name": name, "B": b, "h": h, "w": w, "C": c, "sx": sx, "sy": sy, "r": r, "seed": seed, "data": data}
 
 
-# r is given as tomesd gets it; its own caller computes int(N * ratio)
+# r is tomesd's argument; its caller computes int(N * ratio)
 CASES = [
     case("square", 2, 8, 8, 5, 2, 2, 32, 1),
     case("square_large", 2, 16, 16, 3, 2, 2, 128, 2),
@@ -56,7 +56,7 @@ CASES = [
     case("r_1", 2, 8, 8, 5, 2, 2, 1, 23),
     case("r_all_src", 2, 8, 8, 5, 2, 2, 48, 24),  # int(64 * .75): the ratio exactly 1 - 1/(sx*sy)
     case("r_all_src_uneven", 2, 5, 7, 5, 2, 2, 29, 25),  # 35 tokens, 6 dst
-    case("r_more_than_src", 2, 6, 6, 5, 2, 2, 36, 26),  # capped at 27 without a word
+    case("r_more_than_src", 2, 6, 6, 5, 2, 2, 36, 26),  # silently capped at 27
     case("many_src_one_dst", 2, 8, 8, 6, 2, 2, 44, 27, CLUSTERS),
     case("many_src_one_dst_uneven", 2, 9, 11, 6, 4, 3, 80, 28, CLUSTERS),
     case("ties", 2, 8, 8, 5, 2, 2, 32, 29, TIES),  # which tokens merge is unspecified: only the count is recorded
@@ -64,7 +64,7 @@ CASES = [
 
 
 def dst_mask(h, w, sx, sy):
-    """[h*w] bool: the top left token of every whole sx × sy cell."""
+    """[h*w] bool: the top left token of every complete sx × sy cell."""
     mask = np.zeros((h, w), bool)
     mask[: h // sy * sy : sy, : w // sx * sx : sx] = True
     return mask.reshape(-1)
@@ -85,7 +85,7 @@ def draw(c):
 
 
 def margins(x, c):
-    """How far the two decisions are from a tie, in float64: (best over second-best dst, edge r over edge r + 1)."""
+    """Margins of the two decisions, in float64: (best over second-best dst, edge r over edge r + 1)."""
     is_dst = dst_mask(c["h"], c["w"], c["sx"], c["sy"])
     unit = x.astype(np.float64)
     unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
@@ -100,7 +100,7 @@ def margins(x, c):
 
 
 def groups(merge, unmerge, c):
-    """[B, N] int32: the dst token each token was merged into; a token that was not merged names itself."""
+    """[B, N] int32: the dst token each token was merged into, or the token itself."""
     b, n = c["B"], c["h"] * c["w"]
     members = unmerge(merge(torch.eye(n).expand(b, n, n).contiguous())).numpy() > 0
     is_dst = dst_mask(c["h"], c["w"], c["sx"], c["sy"])
@@ -111,43 +111,43 @@ def groups(merge, unmerge, c):
 
 
 def record(c):
-    """Run one case; returns (facts for the index, arrays to store)."""
+    """Run one case; returns its entry in the index and the arrays to store."""
     x = draw(c)
     n = x.shape[1]
     merge, unmerge = bipartite_soft_matching_random2d(
         torch.from_numpy(x), c["w"], c["h"], c["sx"], c["sy"], c["r"], no_rand=True
     )
     merged = merge(torch.from_numpy(x))
-    facts = {**c, "kept": merged.shape[1], "tie": c["data"] == TIES}
+    entry = {**c, "kept": merged.shape[1], "tie": c["data"] == TIES}
     arrays = {} if c["data"] == NORMAL else {"x": x}
     if c["data"] == TIES:
-        return facts, arrays
+        return entry, arrays
     lead, edge = margins(x, c)
     if min(lead, edge) < MARGIN:
-        raise SystemExit(f"{c['name']}: too near a tie ({lead:.1e}, {edge:.1e}); choose another seed")
+        raise SystemExit(f"{c['name']}: too close to a tie ({lead:.1e}, {edge:.1e}); choose another seed")
     out = unmerge(merged).numpy()
     group = groups(merge, unmerge, c)
     dsts = int(dst_mask(c["h"], c["w"], c["sx"], c["sy"]).sum())
 
-    # the two records must tell one story: a token's output is the plain mean of its group
+    # the two records must agree: a token's output is the mean of its group
     for b in range(len(x)):
         for leader in np.unique(group[b]):
             inside = group[b] == leader
             np.testing.assert_allclose(out[b, inside], np.tile(x[b, inside].mean(0), (inside.sum(), 1)), atol=2e-6)
-        assert len(np.unique(group[b])) == facts["kept"] == max(n - c["r"], dsts)
-    return facts, {**arrays, "roundtrip": out, "group": group}
+        assert len(np.unique(group[b])) == entry["kept"] == max(n - c["r"], dsts)
+    return entry, {**arrays, "roundtrip": out, "group": group}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("merge.npz"))
-    out = parser.parse_args().out
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("merge.npz"))
+    out = parser.parse_args().output
     torch.set_num_threads(1)
     index, arrays = [], {}
     for c in CASES:
-        facts, found = record(c)
-        index.append(facts)
-        arrays.update({f"{c['name']}/{k}": v for k, v in found.items()})
+        entry, recorded = record(c)
+        index.append(entry)
+        arrays.update({f"{c['name']}/{k}": v for k, v in recorded.items()})
     made_with = {p: version(p) for p in ("tomesd", "torch", "numpy")} | {"python": platform.python_version()}
     np.savez_compressed(out, cases=json.dumps(index), made_with=json.dumps(made_with), **arrays)
     print(f"{len(index)} cases, {out.stat().st_size / 1e3:.0f} kB, {made_with}")

@@ -1,16 +1,15 @@
-"""Record what tomesd 0.1.3 does to a whole UNet: write unet.npz. Needs PyTorch, diffusers and tomesd, not Paddle.
+"""Record a UNet with tomesd 0.1.3 and write unet.npz. Needs PyTorch, diffusers and tomesd, but not Paddle.
 
     python tests/golden/make_unet_golden.py MODEL            (writes unet.npz beside this file)
 
-MODEL is the bundled model in diffusers' layout (see examples/emoji_sd/training/); its UNet runs in fp32 on one CPU
-thread. Random numbers stand in for latents and text, drawn from the case's seed. use_rand is off throughout.
-README.md beside this file says how to read the result.
+MODEL is the bundled model in diffusers' format (see examples/emoji_sd/training/); its UNet runs in fp32 on one CPU
+thread. Latents and text are random numbers from the case's seed. use_rand is always off.
+README.md beside this file describes the format.
 
 tomesd replaces the class of every BasicTransformerBlock by one whose forward is a copy of an old diffusers forward.
-diffusers 0.35 still sets all that the copy reads (`use_ada_layer_norm`, `use_ada_layer_norm_zero`,
-`only_cross_attention`); this script sets what is missing where another diffusers does not, counts that every block
-really goes through tomesd, and checks that ratio 0 gives the unpatched output. As in make_golden.py, a case too near a
-tie in any block is refused.
+diffusers 0.35 sets all attributes that the copy reads (`use_ada_layer_norm`, `use_ada_layer_norm_zero`,
+`only_cross_attention`); for other versions this script sets the missing ones. It checks that every block runs through
+tomesd, and that ratio 0 gives the unpatched output. As in make_golden.py, cases too close to a tie are rejected.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from diffusers import UNet2DConditionModel
 from make_golden import margins
 
 CHANNELS, POSITIONS, TEXT = 4, 24, 192
-MARGIN = 1e-5  # in cosine; wider than in make_golden.py, for the layers before a block add rounding of their own
+MARGIN = 1e-5  # in cosine; larger than in make_golden.py because the layers before a block also round
 EXACT = 1e-5  # allowed difference between patched at ratio 0 and not patched
 
 
@@ -67,7 +66,7 @@ def run(unet, c):
 
 
 class Watch:
-    """Stands in for tomesd's matching: notes how often it is called and how near to a tie."""
+    """Wraps tomesd's matching: records its calls and the smallest margin."""
 
     def __init__(self):
         self.calls, self.margin = [], np.inf
@@ -81,7 +80,7 @@ class Watch:
 
 
 def patched(unet, c, **change):
-    """The UNet's output under tomesd, and what its matching was asked for."""
+    """The UNet's output with tomesd, and the record of its matching."""
     tomesd.apply_patch(unet, **{**c["tome"], **change, "use_rand": False})
     blocks = [m for m in unet.modules() if type(m).__name__ == "ToMeBlock"]
     assert len(blocks) == 7, len(blocks)  # 3 at the first level, 3 at the second, 1 in the middle
@@ -100,8 +99,8 @@ def patched(unet, c, **change):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="the bundled model in diffusers layout")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("unet.npz"))
+    parser.add_argument("model", help="the bundled model in diffusers' format")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("unet.npz"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     unet = UNet2DConditionModel.from_pretrained(args.model, subfolder="unet", torch_dtype=torch.float32).eval()
@@ -109,20 +108,20 @@ def main():
     for c in CASES:
         plain = run(unet, c)
         zero, _ = patched(unet, c, ratio=0.0)
-        assert np.abs(zero - plain).max() <= EXACT, f"{c['name']}: the patched forward is another function"
+        assert np.abs(zero - plain).max() <= EXACT, f"{c['name']}: the patched forward computes something else"
         merged, watch = patched(unet, c)
-        assert np.array_equal(run(unet, c), plain), f"{c['name']}: the patch left something behind"
+        assert np.array_equal(run(unet, c), plain), f"{c['name']}: removing the patch did not restore the UNet"
         if watch.margin < MARGIN:
-            raise SystemExit(f"{c['name']}: too near a tie ({watch.margin:.1e}); choose another seed")
+            raise SystemExit(f"{c['name']}: too close to a tie ({watch.margin:.1e}); choose another seed")
         effect = float(np.abs(merged - plain).max())
-        assert watch.calls and effect > 1e-3, f"{c['name']}: merging did nothing"
+        assert watch.calls and effect > 1e-3, f"{c['name']}: merging had no effect"
         print(f"{c['name']:24} effect {effect:.3f}, margin {watch.margin:.1e}, blocks (h, w, r) {watch.calls}")
         index.append({**c, "effect": effect, "matched": watch.calls})
         arrays.update({f"{c['name']}/plain": plain, f"{c['name']}/merged": merged})
     made_with = {p: version(p) for p in ("tomesd", "torch", "diffusers", "numpy")}
     made_with["python"] = platform.python_version()
-    np.savez_compressed(args.out, cases=json.dumps(index), made_with=json.dumps(made_with), **arrays)
-    print(f"{len(index)} cases, {args.out.stat().st_size / 1e3:.0f} kB, {made_with}")
+    np.savez_compressed(args.output, cases=json.dumps(index), made_with=json.dumps(made_with), **arrays)
+    print(f"{len(index)} cases, {args.output.stat().st_size / 1e3:.0f} kB, {made_with}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 from ...inference import export_pipeline, load_pipeline
 from ...inference.layout import share_weights
 from ...inference.runtime import Predictor, Runtime
-from ...inference.tracing import right_for_onednn, save
+from ...inference.tracing import is_onednn_safe, save
 from ...models import find_blocks
 from ...patch import attach, chosen_blocks, detach
 from ..clock import seconds_of
@@ -152,7 +152,7 @@ class PredictorBackend(Backend):
         saved = save(traceable, folder, fixed, workload.dims, arm.name, self._threads)
         params = share_weights(saved.params, self._weights)
         self._weights.append(params)
-        runtime = Runtime(threads=self._threads, onednn=right_for_onednn(saved.onednn_parity))
+        runtime = Runtime(threads=self._threads, onednn=is_onednn_safe(saved.onednn_parity))
 
         def load() -> Run:
             predictor = Predictor(saved.program, params, runtime)

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...inference.tracing import ONEDNN_TOLERANCE
-from ...inference.tracing import distance as relative_difference
+from ...inference.tracing import ONEDNN_TOLERANCE, relative_difference
 from .cases import BOTH, BUILT_IN, EAGER, ERROR, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME, Arm, Case
 
 # If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So an arm

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError
-from ...inference.runtime import gist as error_summary
+from ...inference.runtime import error_summary
 from ..environment import describe_environment, sources, versions
 from ..results import make_result, read_json, write_result
 from ..torch_unet import torch_versions

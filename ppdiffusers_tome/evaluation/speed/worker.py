@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...inference.runtime import gist as error_summary
+from ...inference.runtime import error_summary
 from ..clock import order_of_round
 from ..worker_loop import answer_requests
 from .backends import BACKEND_CLASSES, Backend
