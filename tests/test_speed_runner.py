@@ -9,8 +9,10 @@ import pytest
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import runner
-from ppdiffusers_tome.evaluation.speed.cases import make_arms, make_case, read_cases
+from ppdiffusers_tome.evaluation.speed.backends import EagerBackend
+from ppdiffusers_tome.evaluation.speed.cases import Case, make_arms, make_case, read_cases
 from ppdiffusers_tome.evaluation.speed.runner import Settings, measure_all
+from ppdiffusers_tome.evaluation.speed.worker import Worker
 
 # A worker that measures nothing: round i takes i + 0.5 s. It writes its requests to a file. The first worker ends as
 # `end` says, at the second round of its last arm.
@@ -141,6 +143,61 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
     assert json.loads(output.read_text())["command"] == "bench"
     assert [path.name for path in output.parent.iterdir()] == ["speed.json"]
+
+
+def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
+    """In the real worker: the built-in ToMe, the definition of ours, has no memory; ours fails later."""
+    compute, passes = EagerBackend.output, []
+
+    def output(self, arm):
+        passes.append(arm.name)
+        if arm.arm == "built-in":
+            raise MemoryError("(ResourceExhausted) Fail to alloc\nmore lines")
+        return compute(self, arm)
+
+    def seconds(self, arm):
+        if arm.arm == "tome" and len(arm.seconds) == 1:
+            raise ValueError("no such luck")
+        return 1.0
+
+    monkeypatch.setattr(EagerBackend, "output", output)
+    monkeypatch.setattr(EagerBackend, "seconds", seconds)
+    case, events = make_case("tiny", size=64), []
+    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], [0.5], [None], None)
+    worker = Worker()
+    arguments = {"warm_up": 1, "threads": 1, "torch_python": None, "folder": str(tmp_path)}
+    worker.prepare(lambda event, **fields: events.append(event), asdict(case), **arguments)
+    for _ in range(2):
+        worker.time_round(lambda *event, **fields: None)
+    plain, tome, built_in = Case.from_json(worker.finish(lambda *event, **fields: None)["case"]).arms
+    assert (built_in.status, built_in.reason) == (
+        "out of memory",
+        "check: MemoryError: (ResourceExhausted) Fail to alloc",
+    )
+    assert passes.count(built_in.name) == 1
+    assert (tome.status, tome.reason) == ("error", "round 2: ValueError: no such luck")
+    assert (plain.status, plain.seconds) == ("measured", [1.0, 1.0]) and plain.peak_memory_bytes > 0
+    assert "case" in events and tome.parity is None
+
+
+def test_worker_continues_a_case(tmp_path, monkeypatch):
+    """Arms with seconds are not checked again; arms that failed before do not run."""
+    monkeypatch.setattr(EagerBackend, "seconds", lambda self, arm: 2.0)
+    case, passes = make_case("tiny", size=64), []
+    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], [0.5], [None], None)
+    plain, tome, built_in = case.arms
+    plain.seconds, tome.seconds = [1.0], [1.0]
+    built_in.fail("error", "before")
+    worker = Worker()
+
+    def report(event, arm=None, step=None, case=None):
+        passes.append((arm, step))
+
+    worker.prepare(report, asdict(case), warm_up=1, threads=1, torch_python=None, folder=str(tmp_path))
+    arms = Case.from_json(worker.time_round(report)["case"]).arms
+    assert [arm.seconds for arm in arms] == [[1.0, 2.0], [1.0, 2.0], []]
+    steps = [(arm, step) for arm, step in passes if arm]
+    assert sorted(steps) == [(arm.name, step) for arm in (tome, plain) for step in ("round 2", "warm-up")]
 
 
 def interrupt(folder, rounds):

@@ -31,12 +31,13 @@ class Workload(ABC):
         latent: the grid of the latents.
         inputs: of the next passes, by name.
         weights: bytes of all weights.
+        rows: the batch that reaches the UNet or block.
     """
 
     def __init__(self, case: Case, model: nn.Layer, latent: Grid) -> None:
         self.case, self.denoiser, self.latent = case, model, latent
         self.inputs: dict[str, paddle.Tensor] = {}
-        self.weights = weights_bytes(model)
+        self.weights, self.rows = weights_bytes(model), case.batch
         self.set_inputs(0)
 
     @abstractmethod
@@ -47,9 +48,9 @@ class Workload(ABC):
     def run(self, is_short: bool = False) -> paddle.Tensor | np.ndarray:
         """One pass, or images from the prompt (in few steps if `is_short`)."""
 
-    @abstractmethod
     def traceable(self) -> Traceable:
-        """A copy of the model for `inference.tracing.save`; hooks may be registered on it."""
+        """A copy of the denoiser for `inference.tracing.save`; hooks may be registered on it."""
+        return denoiser(self.denoiser, None, is_size_known=True)
 
     def set_inputs(self, seed: int) -> None:
         """Draw the inputs of the next passes."""
@@ -66,11 +67,6 @@ class Workload(ABC):
             "latent_width": self.latent.w,
             "tokens": self.case.architecture.text,
         }
-
-    @property
-    def rows(self) -> int:
-        """The batch that reaches the UNet or block."""
-        return self.case.batch
 
     def macs(self, config: ToMeConfig, matching: bool = True) -> int:
         """Multiply-accumulates of one pass of the UNet or block, for the whole batch.
@@ -94,16 +90,23 @@ class UNetWorkload(Workload):
     """One pass of a UNet."""
 
     def input_specs(self) -> tuple[Input, ...]:
-        return unet_inputs(self.denoiser)
+        config, batch = self.denoiser.config, "batch"
+        specs = [
+            Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
+            Input("timestep", (1,), lambda stream, shape: np.full(shape, 500)),
+            Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
+        ]
+        if config.addition_embed_type == "text_time":  # SDXL
+            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+            time_ids = Input("time_ids", (batch, 6), lambda stream, shape: stream.randint(0, 1024, shape))
+            specs += [Input("text_embeds", (batch, pooled)), time_ids]
+        return tuple(specs)
 
     @paddle.no_grad()
     def run(self, is_short: bool = False) -> paddle.Tensor:
         others = dict(self.inputs)
         positional = [others.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
         return self.denoiser(*positional, added_cond_kwargs=others or None, return_dict=False)[0]
-
-    def traceable(self) -> Traceable:
-        return denoiser(self.denoiser, None, is_size_known=True)
 
 
 class OneBlock(nn.Layer):
@@ -153,6 +156,7 @@ class PipelineWorkload(Workload):
         pipe.set_progress_bar_config(disable=True)
         super().__init__(case, pipe.unet, case.architecture.latent(case.size))
         self.weights = sum(weights_bytes(part) for part in pipe.components.values() if isinstance(part, nn.Layer))
+        self.rows = case.batch * (2 if (case.guidance_scale or 0) > 1 else 1)
 
     def input_specs(self) -> tuple[Input, ...]:
         channels = self.denoiser.config.in_channels
@@ -174,13 +178,6 @@ class PipelineWorkload(Workload):
             output_type="np",
         ).images
 
-    def traceable(self) -> Traceable:
-        raise NotImplementedError("inference.export_pipeline exports pipelines")
-
-    @property
-    def rows(self) -> int:
-        return self.case.batch * (2 if (self.case.guidance_scale or 0) > 1 else 1)
-
 
 def open_workload(case: Case) -> Workload:
     """Build or load a case's model.
@@ -201,23 +198,6 @@ def open_workload(case: Case) -> Workload:
         return UNetWorkload(case, _prepare(unet, case), architecture.latent(case.size))
     first = min(find_blocks(unet), key=lambda block: block.level)
     return BlockWorkload(case, _prepare(OneBlock(first.grid_layer), case), architecture.first_grid(case.size))
-
-
-def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
-    """The inputs of a UNet, for SDXL with time ids and text embeddings."""
-    config, batch = unet.config, "batch"
-    inputs = [
-        Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
-        Input("timestep", (1,), lambda stream, shape: np.full(shape, 500)),
-        Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
-    ]
-    if config.addition_embed_type == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        inputs += [
-            Input("text_embeds", (batch, pooled)),
-            Input("time_ids", (batch, 6), lambda stream, shape: stream.randint(0, 1024, shape)),
-        ]
-    return tuple(inputs)
 
 
 def as_array(value: paddle.Tensor | np.ndarray) -> np.ndarray:
