@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from conftest import tiny_pipeline
 from PIL import Image
-from ppdiffusers_tome.serving.app_config import AppConfig
 from serving_support import FakeEngine, serving
+
+from ppdiffusers_tome.serving.app_config import AppConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -10,11 +10,11 @@ from PIL import Image
 from ppdiffusers import ControlNetModel, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
-from ppdiffusers_tome.evaluation.quality.merge_maps import record_plans
 from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeMixin, patch
+from ppdiffusers_tome.evaluation.quality.merge_maps import record_plans
 from ppdiffusers_tome.inference import export_pipeline
 
 
