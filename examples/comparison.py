@@ -100,7 +100,7 @@ def compare(
 
 def image_similarity(plain, merged) -> tuple[float, float]:
     """PSNR in dB, infinite for equal images, and SSIM; means over the pairs."""
-    from ppdiffusers_tome.evaluation.quality.distances import psnr, ssim
+    from ppdiffusers_tome.evaluation.quality.metrics import psnr, ssim
 
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(plain, merged, strict=True)]
     return float(np.mean([psnr(*pair) for pair in pairs])), float(np.mean([ssim(*pair) for pair in pairs]))
