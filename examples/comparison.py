@@ -47,19 +47,20 @@ def compare(
 ) -> None:
     """Generate each prompt plain and at each ratio from the same noise; print the table, write PNGs and JSON.
 
-    `merging` has further settings for `pipe.tome`, `rows` further rows of the sheet as (label, caption, images), and
+    `merging` has further settings for `pipe.tome`, `rows` further rows of the sheet as (label, images), and
     `measure` is a function that returns further figures of the arms for the JSON. `details` go into PNG and JSON.
     """
     import paddle
 
     from ppdiffusers_tome import ToMeConfig, __version__
-    from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, metadata
+    from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, save_png
     from ppdiffusers_tome.evaluation.results import make_result, write_result
 
     steps, merging = steps_for(args, size), merging or {}
     settings = {"model": "examples/emoji_sd" if args.bundled else args.model, "seed": args.seed, "steps": steps}
     settings |= {"size": size, "guidance_scale": args.guidance_scale, "xformers": args.xformers}
     settings |= {**details, **({"merging": merging} if merging else {})}
+    about = {**settings, "ppdiffusers_tome": __version__}
     configs = [str(ToMeConfig(ratio=ratio)) for ratio in args.ratio]
     print(f"\n{size} px, prompts: {len(prompts)}, steps: {steps}, seed: {args.seed}")
     pipe.set_progress_bar_config(desc="warm-up", leave=False)
@@ -78,20 +79,17 @@ def compare(
             arm.seconds.append(time.perf_counter() - start)
             arm.images.append(image)
             if args.save_images:
-                text = metadata(
-                    prompt=prompt, ratio=arm.ratio or 0, tome=config, **settings, ppdiffusers_tome=__version__
-                )
-                image.save(args.output / f"{name}_{size}_{arm.label}_{n}.png", pnginfo=text)
+                path = args.output / f"{name}_{size}_{arm.label}_{n}.png"
+                save_png(image, path, prompt=prompt, ratio=arm.ratio or 0, tome=config, **about)
     figures = [arm.figures(arms[0]) for arm in arms]
     print_table(figures)
     if args.bundled and size > TRAINED_AT:
         print(f"The bundled model was trained at {TRAINED_AT} px: here it repeats parts of the object.")
     path = args.output / f"{name}_{size}.png"
-    rows = [*([("input", "", [source] * len(prompts))] if source else []), *rows]
-    rows += [(arm.label, f"{row['seconds']:.1f} s", arm.images) for arm, row in zip(arms, figures, strict=True)]
-    text = metadata(prompts=prompts, ratios=args.ratio, tome=configs, **settings, ppdiffusers_tome=__version__)
-    make_sheet(rows, prompts, size).save(path, pnginfo=text)
-    print(f"Rows {', '.join(row[0] for row in rows)}: {path}")
+    rows = [*([("input", [source] * len(prompts))] if source else []), *rows]
+    rows += [(f"{arm.label}\n{row['seconds']:.1f} s", arm.images) for arm, row in zip(arms, figures, strict=True)]
+    save_png(make_sheet(rows, prompts, size), path, prompts=prompts, ratios=args.ratio, tome=configs, **about)
+    print(f"Rows {', '.join(label.splitlines()[0] for label, _ in rows)}: {path}")
     command = shlex.join(["python", f"examples/{name}.py", *args.arguments])
     result = make_result("comparison", command, prompts=prompts, **settings, arms=figures)
     result |= measure(arms) if measure else {}

@@ -92,7 +92,7 @@ def main(argv=None) -> None:
             draw=partial(pipe, image=condition, guidance_scale=args.guidance_scale),
             source=source,
             merging={"controlnet": False} if args.plain_controlnet else {},
-            rows=[("edges", "", [condition] * len(prompts)), ("without", "", without)],
+            rows=[("edges", [condition] * len(prompts)), ("without", without)],
             measure=partial(edge_distances, input_edges, without),
             image=options.repository_path(args.image),
             controlnet=options.repository_path(args.controlnet),

@@ -36,7 +36,7 @@ def main(argv=None) -> None:
 
     import ppdiffusers_tome  # noqa: F401 - adds apply_tome to pipelines
     from ppdiffusers_tome import ToMeError
-    from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, metadata
+    from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, save_png
     from ppdiffusers_tome.inference import load_pipeline, read_manifest
 
     try:
@@ -59,11 +59,10 @@ def main(argv=None) -> None:
         if config is not None:
             arms["eager"].apply_tome(**vars(config))
     images, seconds = draw(arms, args, size)
-    rows = [(name, f"{statistics.median(seconds[name]):.2f} s", images[name]) for name in arms]
-    args.output.mkdir(parents=True, exist_ok=True)
+    rows = [(f"{name}\n{statistics.median(seconds[name]):.2f} s", images[name]) for name in arms]
     sheet = args.output / f"export_and_run_{size}.png"
     settings = {"model": manifest.name, "ratio": ratio, "steps": args.steps, "seed": args.seed}
-    make_sheet(rows, args.prompts, size.width).save(sheet, pnginfo=metadata(**settings))
+    save_png(make_sheet(rows, args.prompts, size.width), sheet, **settings)
     print(f"{manifest.name} at {size}, ratio {ratio:g}, {args.steps} steps, {args.threads} threads: {sheet}")
     for name in arms:
         print(f"{name:<9} {statistics.median(seconds[name]):7.2f} s per image")

@@ -47,7 +47,7 @@ def main(argv=None) -> None:
         call = {"image": source, "mask_image": region, "guidance_scale": args.guidance_scale}
         draw = partial(pipe, **call, height=size, width=size)
         prompts = args.prompts or PROMPTS
-        rows = [("mask", "", [region.convert("RGB")] * len(prompts))]
+        rows = [("mask", [region.convert("RGB")] * len(prompts))]
         details = {"image": options.repository_path(args.image), "mask": str(args.mask or "lower half")}
         comparison.compare(pipe, args, "inpaint", size, prompts, draw, source, rows=rows, **details)
 

@@ -1,6 +1,7 @@
 """A quality result with invented figures of realistic size, and images that belong to it."""
 
 import numpy as np
+from PIL import Image
 
 from ppdiffusers_tome.evaluation.quality.sheets import save_png
 
@@ -85,5 +86,5 @@ def write_images(result, folder, names=("plain", *(f"{r:g}" for r in RATIOS))):
     for name in names:
         for n, colour in enumerate(colours):
             brighter = 0 if name == "plain" else round(200 * distances[name][n])
-            image = np.full((side, side, 3), colour + brighter, np.uint8)
+            image = Image.new("RGB", (side, side), tuple((colour + brighter).tolist()))
             save_png(image, folder / "images" / name / f"{n:04d}.png")

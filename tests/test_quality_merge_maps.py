@@ -159,8 +159,8 @@ def test_merge_maps_of_an_image_drawn_with_guidance(pipe, tmp_path):
         paths = write_merge_maps(pipe, draw_one, tmp_path, size=64, prompt="fox")
         with record_plans(pipe) as recorded:
             image = draw_one()
-    assert [path.name for path in paths] == ["merge_map.png", "merge_map_steps.png"]
-    with Image.open(paths[0]) as pair, Image.open(paths[1]) as strip:
+    assert [path.name for path, _ in paths] == ["merge_map.png", "merge_map_steps.png"]
+    with Image.open(paths[0][0]) as pair, Image.open(paths[1][0]) as strip:
         assert pair.text["prompt"] == strip.text["prompt"] == "fox"
         pair, strip = np.asarray(pair), np.asarray(strip)
     assert {plan.batch for plan in recorded} == {2}

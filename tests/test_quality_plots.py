@@ -19,8 +19,8 @@ def lines(axes):
 
 def test_pairs_against_ratio():
     panels = plots.plot_pairs(read_frame(RESULT)).axes
-    assert [axes.get_title() for axes in panels] == list(plots.MEASURES.values())
-    for axes, measure in zip(panels, plots.MEASURES, strict=True):
+    assert [axes.get_title() for axes in panels] == list(plots.PAIRS.values())
+    for axes, measure in zip(panels, plots.PAIRS, strict=True):
         drawn = lines(axes)
         for label, group in GROUPS.items():
             settings = [setting for setting in RESULT["settings"] if setting["group"] == group]

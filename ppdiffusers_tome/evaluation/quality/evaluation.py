@@ -21,7 +21,7 @@ from .drawing import claim_folder, draw, image_folder, image_paths, load_model, 
 from .merge_maps import write_merge_maps
 from .metrics import blur, find_inception, inception_fid, kid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, EfficientNetLite0, ShiftTolerantLPIPS
-from .quality_report import default_setting
+from .quality_report import default_setting, read_frame
 from .settings import OTHER_SEEDS, PLAIN, Evaluation, Setting
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
@@ -196,21 +196,21 @@ def _pairs(measured: Measured) -> dict[str, list[float | None]]:
     return {name: [round(x, 5) if math.isfinite(x) else None for x in listed] for name, listed in values.items()}
 
 
-def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
+def draw_merge_maps(result: dict[str, Any], output: Path) -> list[tuple[Path, str]]:
     """Draw a result's first prompt in eager mode, and write maps of the tokens that merge.
 
     Args:
-        result: what `evaluate` returned; its `report.default_setting` is drawn.
+        result: what `evaluate` returned; its `quality_report.default_setting` is drawn.
         output: folder for the PNG files.
 
     Returns:
-        The files.
+        Each file with its caption.
 
     Raises:
         ToMeExportError: the model cannot be loaded.
     """
     pipe, (first, *_), size = load_model(result["model"]), result["prompts"], result["size"]
-    ratio = default_setting(result)["config"]["ratio"]
+    ratio = float((frame := read_frame(result)).at[default_setting(frame), "ratio"])
     fields = {"seed": first["seed"], "ratio": ratio, "steps": result["steps"]}
     job = Job(first["prompt"], size, size, **fields, guidance_scale=result["guidance_scale"])
     fields |= {"prompt": first["prompt"], "model": result["model"]}

@@ -4,7 +4,7 @@ As in Bolya et al. 2022, arXiv:2210.09461: each group of merged tokens is filled
 colour of its own. A token finds its dst anywhere in the image, so a group can have several parts.
 """
 
-import colorsys
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from paddle import nn
 from PIL import Image
+from skimage.color import label2rgb
+from skimage.morphology import dilation, erosion
 
 from ...errors import ToMeConfigError
-from ...hooks import CallHook
+from ...hooks import CallHook, GridHook
 from ...matching import MergePlan
-from ...models import MergeableBlock, denoisers, find_blocks, token_grid
+from ...models import MergeableBlock, denoisers, find_blocks
 from ...positions import Grid
 from .sheets import make_sheet, save_png
 
-LEGEND = (
-    "Tokens with one outline colour merge: they are filled with their mean colour, and the dot marks their dst. "
-    "Tokens without an outline do not merge. Drawn over the finished image."
+CAPTION = (
+    "Which tokens merge into which, in the first block that merges, halfway through the steps. Tokens with one "
+    "outline colour merge: they are filled with their mean colour, and the dot marks their dst."
 )
 GUIDED = " Of the two passes with guidance, this is the conditional one."
 
@@ -82,41 +85,39 @@ def record_plans(target: Any) -> Iterator[list[RecordedPlan]]:
     """
     recorded: list[RecordedPlan] = []
     merging = [
-        (name, block, hook)
+        (name, block)
         for name, denoiser in denoisers(target).items()
         for block in find_blocks(denoiser)
-        for hook in block.block._forward_pre_hooks.values()
-        if isinstance(hook, CallHook)
+        if _find_hook(block.block, CallHook)
     ]
     if not merging:
         raise ToMeConfigError(f"{type(target).__name__} merges nothing: apply_tome(ratio=...) before record_plans.")
     handles: list[Any] = []
     try:
-        for name, block, hook in merging:
-            handles += _record(name, block, hook, recorded)
+        for name, block in merging:
+            planned = block.block.norm1 if block.is_joint else block.block  # by whose input the block plans
+            handles.append(planned.register_forward_pre_hook(_plan_reader(name, block, recorded)))
         yield recorded
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _record(name: str, block: MergeableBlock, hook: CallHook, recorded: list[RecordedPlan]) -> list[Any]:
-    """Hooks beside those that merge: one reads the grid, one the plan as soon as the block has it."""
-    grid: Grid
-    steps = 0
+def _find_hook(layer: nn.Layer, kind: type) -> Any:
+    return next((hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, kind)), None)
 
-    def read_grid(layer: nn.Layer, inputs: tuple) -> None:
-        nonlocal grid
-        grid = token_grid(layer, inputs[0])
+
+def _plan_reader(name: str, block: MergeableBlock, recorded: list[RecordedPlan]) -> Callable[[nn.Layer, tuple], None]:
+    """A hook after those that merge, which records the block's plan as soon as it exists."""
+    call_hook, grid_hook = _find_hook(block.block, CallHook), _find_hook(block.grid_layer, GridHook)
+    steps = itertools.count()
 
     def read_plan(layer: nn.Layer, inputs: tuple) -> None:
-        nonlocal steps
-        if (plan := hook.plan()) is not None:
-            recorded.append(RecordedPlan(name, block.path, block.level, steps, grid, plan))
-        steps += 1
+        step, plan = next(steps), call_hook.plan()
+        if plan is not None:
+            recorded.append(RecordedPlan(name, block.path, block.level, step, grid_hook.grid(plan.tokens), plan))
 
-    planned = block.block.norm1 if block.is_joint else block.block
-    return [block.grid_layer.register_forward_pre_hook(read_grid), planned.register_forward_pre_hook(read_plan)]
+    return read_plan
 
 
 def draw_merge_map(
@@ -128,7 +129,7 @@ def draw_merge_map(
     """Draw groups of merged tokens over the image that they were merged in.
 
     A group of several tokens is filled with the mean colour of its pixels and outlined in a colour of its own; a dot
-    marks its dst. A token in a group of one shows the image.
+    of that colour marks its dst. A token in a group of one shows the image.
 
     Args:
         image: any size; it is scaled to the map's.
@@ -136,45 +137,25 @@ def draw_merge_map(
         size: px, about the longer side: each token has size / tokens px, rounded, and at least 6.
     """
     cell = max(6, round(size / max(groups.shape)))
-    height, width = (cell * side for side in groups.shape)
-    drawn = np.array(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
-    members = np.bincount(groups.reshape(-1))
-    at = np.kron(groups, np.ones((cell, cell), groups.dtype))  # [height, width]: the group of each pixel
-    sums = [np.bincount(at.reshape(-1), drawn[..., channel].reshape(-1)) for channel in range(3)]
-    means = np.stack(sums, -1) / np.maximum(members * cell * cell, 1)[:, None]
-    merged = members[at] > 1
-    drawn[merged] = np.rint(means[at[merged]])
-    outline = merged & _outline(at, max(1, cell // 8))
-    colours = _colours(len(members))
-    drawn[outline] = colours[at[outline]]
-    across = np.abs(np.arange(cell) - (cell - 1) / 2)
-    radius = np.hypot(across[:, None], across)
-    for disc, colour in ((radius < cell / 5 + 1, np.full_like(colours, 255)), (radius < cell / 5, colours // 2)):
-        dots = np.kron(dst, disc) & merged
-        drawn[dots] = colour[at[dots]]
-    return drawn
-
-
-def _outline(at: np.ndarray, width: int) -> np.ndarray:
-    """[H, W] bool: pixels with another group, or the edge of the image, within so many px.
-
-    A token is wider than the box around a pixel, so the corners of that box show all groups in it.
-    """
-    padded = np.pad(at, width, constant_values=-1)
-    height, across = at.shape
-    corners = [padded[y : y + height, x : x + across] for y in (0, 2 * width) for x in (0, 2 * width)]
-    return np.any([corner != at for corner in corners], axis=0)
-
-
-def _colours(count: int) -> np.ndarray:
-    """[count, 3] uint8: hues by the golden ratio, so that neighbouring groups are far apart, in three lightnesses."""
-    colours = [colorsys.hls_to_rgb(0.618034 * n % 1, (0.45, 0.6, 0.75)[n % 3], 0.95) for n in range(count)]
-    return np.rint(255 * np.array(colours)).astype(np.uint8)
+    at = np.kron(groups, np.ones((cell, cell), groups.dtype))  # the group of each pixel
+    height, width = at.shape
+    merged = (np.bincount(groups.ravel()) > 1)[at]
+    scaled = np.array(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+    means = label2rgb(np.where(merged, at, -1), scaled, kind="avg", bg_label=-1)
+    line = max(1, cell // 8)
+    padded, box = np.pad(at, line, constant_values=-1), np.ones((2 * line + 1, 2 * line + 1))
+    outline = (dilation(padded, box) != erosion(padded, box))[line:-line, line:-line]
+    across = np.arange(cell) - (cell - 1) / 2
+    dots = np.kron(dst, np.hypot.outer(across, across) < cell / 5)
+    # Hues by the golden ratio, so that those of neighbouring groups are far apart.
+    colours = colormaps["turbo"](0.618034 * np.arange(groups.max() + 1) % 1, bytes=True)[:, :3]
+    drawn = np.where(merged[..., None], means, scaled)
+    return np.where((merged & (outline | dots))[..., None], colours[at], drawn)
 
 
 def write_merge_maps(
     target: Any, draw: Callable[[], np.ndarray], output: Path, size: int = 512, **fields: Any
-) -> list[Path]:
+) -> list[tuple[Path, str]]:
     """Draw one image while its plans are recorded, and write its merge maps.
 
     Args:
@@ -185,6 +166,9 @@ def write_merge_maps(
         size: px, about the side of the map in the first; half of it in the second.
         fields: text for the PNGs, e.g. prompt and seed.
 
+    Returns:
+        Each file with its caption.
+
     Raises:
         ToMeConfigError: merging is off, or nothing merged.
     """
@@ -192,29 +176,35 @@ def write_merge_maps(
         image = draw()
     if not recorded:
         raise ToMeConfigError("no block merged anything: draw a larger image, or merge at a higher ratio.")
+
+    def map_of(entry: RecordedPlan, size: int) -> Image.Image:
+        return Image.fromarray(draw_merge_map(image, entry.groups(), entry.dst(), size))
+
     last = recorded[-1].step
+    middle = next(entry for entry in recorded if entry.step == last // 2)
+    merge_map = map_of(middle, size)
+    beside = Image.fromarray(image).resize(merge_map.size, Image.Resampling.BICUBIC)
+    title = f"step {middle.step + 1} of {last + 1}: {middle.plan.tokens} tokens, {middle.plan.kept} after merging"
+    pair = make_sheet([("", [beside, merge_map])], ["the image drawn with merging", title], max(merge_map.size))
     steps = sorted({0, last // 2, last})
     blocks: dict[tuple[str, str], list[RecordedPlan]] = {}
     for entry in recorded:
         if entry.step in steps:
             blocks.setdefault((entry.denoiser, entry.path), []).append(entry)
-    legend = LEGEND + (GUIDED if recorded[0].batch > 1 else "")
-    middle = next(entry for entry in recorded if entry.step == last // 2)
-    drawn = draw_merge_map(image, middle.groups(), middle.dst(), size)
-    height, width = drawn.shape[:2]
-    beside = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
-    title = f"step {middle.step + 1} of {last + 1}: {middle.plan.tokens} tokens, {middle.plan.kept} after merging"
-    pair = make_sheet([("", "", [beside, drawn])], ["the image drawn with merging", title], max(height, width), legend)
     rows = []
-    for (_, path), entries in blocks.items():
-        words, first = path.split("."), entries[0]
+    for (_, path), (first, *others) in blocks.items():
+        words = path.split(".")
         name = f"{words[0].split('_')[0]} {'.'.join(word for word in words[:-1] if word.isdigit())}"  # "down 0.1"
-        caption = f"level {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{first.plan.kept} stay"
-        maps = [draw_merge_map(image, entry.groups(), entry.dst(), size // 2) for entry in entries]
-        rows.append((name, caption, maps))
-    side = max(max(part.shape) for _, _, maps in rows for part in maps)
-    strip = make_sheet(rows, [f"step {step + 1} of {last + 1}" for step in steps], side, legend)
-    return [
+        label = f"{name}\nlevel {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{first.plan.kept} stay"
+        rows.append((label, [map_of(entry, size // 2) for entry in (first, *others)]))
+    side = max(max(part.size) for _, maps in rows for part in maps)
+    strip = make_sheet(rows, [f"step {step + 1} of {last + 1}" for step in steps], side)
+    captions = (
+        CAPTION + (GUIDED if recorded[0].batch > 1 else ""),
+        "The same in every block that merges, at the first step, halfway and at the last step.",
+    )
+    files = (
         save_png(pair, output / "merge_map.png", **fields),
         save_png(strip, output / "merge_map_steps.png", **fields),
-    ]
+    )
+    return list(zip(files, captions, strict=True))

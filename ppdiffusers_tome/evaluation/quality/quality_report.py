@@ -14,27 +14,20 @@ from ...errors import ToMeConfigError
 from ..clock import quartiles
 from ..markdown import NOT_MEASURED, figure, link, table
 from ..results import check_result
-from .quality_plots import MEASURES, OTHER_SEEDS, write_plots
-from .sheets import GAIN, contact_sheet, save_png
+from .quality_plots import OTHER_SEEDS, write_plots
+from .sheets import GAIN, difference_map, make_sheet, save_png
 
-DIGITS = {"psnr": 1, "ssim": 3, "perceptual": 4}
 KID = {"to plain, other seeds": "kid_others", "to real": "kid_real"}  # reference → column of the frame
-HEADER = [
-    "setting",
-    "ratio",
-    "PSNR, dB",
-    "SSIM",
-    "perceptual distance",
-    "KID × 1000 to plain, other seeds",
-    "KID × 1000 to real",
-    "FID to real",
-]
-COLUMNS = [
-    *("group", "label", "ratio"),
-    *(column for measure in MEASURES for column in (measure, f"{measure}_low", f"{measure}_high")),
-    *(column for kid in KID.values() for column in (kid, f"{kid}_std")),
-    "fid",
-]
+TABLE = {  # column of the frame → title and form of the table's
+    "label": ("setting", "{label}"),
+    "ratio": ("ratio", "{ratio:g}"),
+    "psnr": ("PSNR, dB", "{psnr:.1f} ({psnr_low:.1f}–{psnr_high:.1f})"),
+    "ssim": ("SSIM", "{ssim:.3f} ({ssim_low:.3f}–{ssim_high:.3f})"),
+    "perceptual": ("perceptual distance", "{perceptual:.4f} ({perceptual_low:.4f}–{perceptual_high:.4f})"),
+    "kid_others": ("KID × 1000 to plain, other seeds", "{kid_others:.2f} ± {kid_others_std:.2f}"),
+    "kid_real": ("KID × 1000 to real", "{kid_real:.2f} ± {kid_real_std:.2f}"),
+    "fid": ("FID to real", "{fid:.1f}"),
+}
 GROUPS = {
     "ratio": ("By ratio", "The defaults: random dst, self-attention alone, the shallowest level alone."),
     "use_rand": ("Random and fixed dst", "`use_rand=False` always chooses the first token of each cell as dst."),
@@ -55,11 +48,6 @@ This table shows what each measure gives for known differences. `plain, other se
 noise: the noise floor of KID (it can be below 0, because both sets have the same prompts) and, image by image, what a
 different image of the same prompt has. `blurred` is a blur of 1 px, which anyone notices."""
 NOTES = "Medians over the images, with the quartiles in parentheses; ± is one standard deviation."
-MERGE_MAPS = {
-    "merge_map.png": "Which tokens merge into which, in the first block that merges, halfway through the steps. One "
-    "outline colour is one group, filled with its mean colour; the dot marks its dst.",
-    "merge_map_steps.png": "The same in every block that merges, at the first step, halfway and at the last step.",
-}
 ABLATED = ["max_downsample", "layers"]  # groups of settings at one ratio, that of the ablations
 SHOWN = 6  # prompts on the contact sheet
 
@@ -69,7 +57,7 @@ def write_report(
     output: Path,
     result_file: Path,
     images: Path | None = None,
-    merge_maps: Sequence[Path] = (),
+    merge_maps: Sequence[tuple[Path, str]] = (),
 ) -> str:
     """Write `quality.md` with its plots and, where images are given, its contact sheets.
 
@@ -89,7 +77,8 @@ def write_report(
     """
     check_result(result, "quality", result_file)
     frame = read_frame(result)
-    sheets = [] if images is None else _write_sheets(result, images, output)
+    sheets = [] if images is None else _write_sheets(result, frame, images, output)  # first, because it can fail
+    plots = write_plots(frame, _ablation_ratio(frame), output)
     lines = ["# Image quality of merged images", "", *_about(result, result_file, output), ""]
     lines += ["## Summary", "", *(f"- {sentence}" for sentence in summarize(result)), ""]
     calibration = _table(frame[frame["group"] == "calibration"])
@@ -97,36 +86,36 @@ def write_report(
     for group, (title, about) in GROUPS.items():
         if (frame["group"] == group).any():
             lines += [f"## {title}", "", about, "", *_table(frame[frame["group"] == group]), ""]
-    lines += ["## Plots", ""]
-    for path, caption in write_plots(frame, _ablation_ratio(frame), output):
-        lines += figure(path, caption, output)
-    if sheets:
-        lines += ["## Images", "", *sheets]
-    if merge_maps:
-        lines += ["## Merge maps", ""]
-        for path in merge_maps:
-            lines += figure(path, MERGE_MAPS[path.name], output)
+    for title, figures in {"Plots": plots, "Images": sheets, "Merge maps": merge_maps}.items():
+        if figures:
+            lines += [
+                f"## {title}",
+                "",
+                *(line for path, caption in figures for line in figure(path, caption, output)),
+            ]
     text = "\n".join(lines).rstrip() + "\n"
     (output / "quality.md").write_text(text, encoding="utf-8")
     return text
 
 
 def read_frame(result: dict[str, Any]) -> pd.DataFrame:
-    """One row for each setting, and one of group "calibration" for each known difference; by name, columns COLUMNS.
+    """One row for each setting, and one of group "calibration" for each known difference; by name.
 
-    A measure has its median over the images, infinite where those are equal, and the quartiles as `_low` and `_high`;
-    KID is multiplied by 1000 and has its standard deviation as `_std`. NaN is not measured.
+    Columns are "group", "label", "ratio", "fid", and each measure with its ends as `_low` and `_high`. PSNR (infinite
+    for equal images), SSIM and the perceptual distance are medians over the images between their quartiles; KID is
+    multiplied by 1000, has its standard deviation as `_std`, and ends that far away. NaN is not measured, as is a
+    column that is missing.
     """
     rows: dict[str, dict[str, Any]] = {}
     for setting in result["settings"]:
         about = {"group": setting["group"], "label": _label(setting), "ratio": setting["config"]["ratio"]}
-        about["fid"] = setting.get("fid", math.nan)
+        about |= {"fid": setting["fid"]} if "fid" in setting else {}
         rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
     for name, known in result["calibration"].items():
         reference = "to real" if "real" in name else "to plain, other seeds"
         about = {"group": "calibration", "label": name}
         rows[name] = about | _measures(known["pairs"] or {}, {reference: known["kid"]})
-    return pd.DataFrame(list(rows.values()), index=list(rows), columns=COLUMNS)
+    return pd.DataFrame(list(rows.values()), index=list(rows))
 
 
 def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -135,7 +124,8 @@ def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, flo
         middle, low, high = quartiles(math.inf if value is None else value for value in values)
         columns |= {measure: middle, f"{measure}_low": low, f"{measure}_high": high}
     for reference, value in kid.items():
-        columns |= {KID[reference]: 1000 * value["mean"], f"{KID[reference]}_std": 1000 * value["std"]}
+        name, mean, std = KID[reference], 1000 * value["mean"], 1000 * value["std"]
+        columns |= {name: mean, f"{name}_low": mean - std, f"{name}_high": mean + std, f"{name}_std": std}
     return columns
 
 
@@ -143,22 +133,12 @@ def _label(setting: dict[str, Any]) -> str:
     """How a setting differs from the others of its ratio."""
     config = setting["config"]
     layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if config[f"merge_{layer}"])
-    return {
-        "ratio": "default (random dst)",
-        "use_rand": f"use_rand={config['use_rand']}",
-        "max_downsample": f"max_downsample={config['max_downsample']}",
-        "layers": f"layers: {layers}",
-        "tomesd": "tomesd",
-    }[setting["group"]]
+    labels = {"ratio": "default (random dst)", "layers": f"layers: {layers}", "tomesd": "tomesd"}
+    return labels.get(group := setting["group"]) or f"{group}={config[group]}"
 
 
-def default_setting(result: dict[str, Any]) -> dict[str, Any]:
+def default_setting(frame: pd.DataFrame) -> str:
     """The setting that differs from the defaults in the ratio alone and is nearest to the ratio of the ablations."""
-    name = _default(read_frame(result))
-    return next(setting for setting in result["settings"] if setting["name"] == name)
-
-
-def _default(frame: pd.DataFrame) -> str:
     ratios = frame.loc[frame["group"] == "ratio", "ratio"]
     return (ratios - _ablation_ratio(frame)).abs().idxmin()
 
@@ -170,46 +150,46 @@ def _ablation_ratio(frame: pd.DataFrame) -> float:
     return float(ratios[(ratios - 0.5).abs().idxmin()] if ablated.empty else ablated.iloc[0])
 
 
+def _distances(result: dict[str, Any]) -> pd.DataFrame:
+    """The perceptual distance of each image, one column for each setting."""
+    return pd.DataFrame({setting["name"]: setting["pairs"]["perceptual"] for setting in result["settings"]})
+
+
 def _about(result: dict[str, Any], result_file: Path, output: Path) -> list[str]:
     """What was drawn, by which command, where."""
     seeds = [prompt["seed"] for prompt in result["prompts"]]
     distinct = len({prompt["prompt"] for prompt in result["prompts"]})
-    facts = {
-        "Model": f"{result['model']}, {result['size']} px, {result['steps']} steps of {result['scheduler']}, guidance "
+    weights, machine = (
+        ", ".join(f"{name} {version}" for name, version in result[part].items()) for part in ("weights", "environment")
+    )
+    return [
+        f"- Model: {result['model']}, {result['size']} px, {result['steps']} steps of {result['scheduler']}, guidance "
         f"scale {result['guidance_scale']:g}",
-        "Images": f"{len(seeds)} for each setting, from {distinct} prompts, seeds {min(seeds)} to {max(seeds)}; an "
+        f"- Images: {len(seeds)} for each setting, from {distinct} prompts, seeds {min(seeds)} to {max(seeds)}; an "
         "image has the same noise in every setting",
-        "Weights of the measures": _versions(result["weights"]),
-        "Command": f"`{result['command']}`",
-        "Commit": f"`{result['commit']}`",
-        "Machine": _versions(result["environment"]).removeprefix("machine "),
-        "Result": f"[{result_file.name}]({link(result_file, output)})",
-    }
-    return [f"- {name}: {fact}" for name, fact in facts.items()]
-
-
-def _versions(versions: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+        f"- Weights of the measures: {weights}",
+        f"- Command: `{result['command']}`",
+        f"- Commit: `{result['commit']}`",
+        f"- Machine: {machine.removeprefix('machine ')}",
+        f"- Result: [{result_file.name}]({link(result_file, output)})",
+    ]
 
 
 def summarize(result: dict[str, Any]) -> list[str]:
     """The page's summary: at most ten points, computed from the result; what it did not measure is left out."""
-    frame = read_frame(result)
+    frame, distances = read_frame(result), _distances(result)
     by_ratio = frame[frame["group"] == "ratio"].sort_values("ratio")
-    distances = pd.DataFrame({setting["name"]: setting["pairs"]["perceptual"] for setting in result["settings"]})
-    default, other = frame.loc[_default(frame)], frame.loc[OTHER_SEEDS]
+    default, other = frame.loc[default_setting(frame)], frame.loc[OTHER_SEEDS, "perceptual"]
     points = [
-        f"At ratio {default['ratio']:g} the median perceptual distance between a merged image and the plain image of "
-        f"the same prompt and noise is {default['perceptual']:.4f} (quartiles {default['perceptual_low']:.4f} to "
-        f"{default['perceptual_high']:.4f}). The median PSNR is {default['psnr']:.1f} dB, the median SSIM "
-        f"{default['ssim']:.3f}.",
-        f"A plain image from another seed is at a distance of {other['perceptual']:.4f}. So merging "
-        f"{default['ratio']:.0%} of the tokens changes an image {default['perceptual'] / other['perceptual']:.0%} as "
-        "much as another seed does.",
+        "Medians at ratio {ratio:g}, against the plain image of the same prompt and noise: a perceptual distance of "
+        "{perceptual:.4f} (quartiles {perceptual_low:.4f} to {perceptual_high:.4f}), a PSNR of {psnr:.1f} dB and an "
+        "SSIM of {ssim:.3f}.".format(**default),
+        f"A plain image from another seed is at a distance of {other:.4f}: merging changes an image "
+        f"{default['perceptual'] / other:.0%} as much.",
     ]
     if len(by_ratio) > 1:
         points.append(_growth(by_ratio, distances))
-    points.append(_kid_verdict(by_ratio, other, len(distances)))
+    points.append(_kid_verdict(by_ratio, frame.loc[OTHER_SEEDS]))
     if fixed := [
         f"{(distances[row.name_y] < distances[row.name_x]).mean():.0%} at ratio {row.ratio:g}"
         for row in _beside_default(frame, "use_rand")
@@ -217,20 +197,16 @@ def summarize(result: dict[str, Any]) -> list[str]:
         points.append(f"Images that fixed dst (`use_rand=False`) change less than random dst: {', '.join(fixed)}.")
     ablated = frame[frame["group"].isin(ABLATED)].sort_values("perceptual")
     if not ablated.empty:
-        least, most = ablated.iloc[0], ablated.iloc[-1]
-        points.append(
-            f"Merging at more levels or around more layers, at ratio {least['ratio']:g}: the median distance is from "
-            f"{least['perceptual']:.4f} ({least['label']}) to {most['perceptual']:.4f} ({most['label']}). The default "
-            f"at ratio {default['ratio']:g} has {default['perceptual']:.4f}."
-        )
+        ends = (f"{row['perceptual']:.4f} ({row['label']})" for row in (ablated.iloc[0], ablated.iloc[-1]))
+        points.append(f"More levels or layers, at ratio {ablated['ratio'].iloc[0]:g}: distances {' to '.join(ends)}.")
     if torch := [
-        f"{row.perceptual_y:.4f} at ratio {row.ratio:g}, where this library has {row.perceptual_x:.4f}"
+        f"{row.perceptual_y:.4f} at ratio {row.ratio:g} (this library: {row.perceptual_x:.4f})"
         for row in _beside_default(frame, "tomesd")
     ]:
-        points.append(f"tomesd on PyTorch, with the same weights, has a median distance of {'; '.join(torch)}.")
+        points.append(f"tomesd on PyTorch, with the same weights, has a distance of {', '.join(torch)}.")
     points.append(
-        "A large distance is not low quality: PSNR, SSIM and the perceptual distance measure change, and another good "
-        "image of the same prompt is far from the plain one too. KID measures whether the images look worse as a set."
+        "A large distance is not low quality: another good image of the same prompt is far from the plain one too. "
+        "KID measures whether the images look worse as a set."
     )
     return points
 
@@ -244,20 +220,19 @@ def _beside_default(frame: pd.DataFrame, group: str) -> Iterable[Any]:
 
 def _growth(by_ratio: pd.DataFrame, distances: pd.DataFrame) -> str:
     """How surely a higher ratio changes an image more."""
-    ratios = by_ratio["ratio"]
+    ratios, medians = by_ratio["ratio"], by_ratio["perceptual"]
     share, step = min(
         (1 - (distances[high] < distances[low]).mean(), f"{ratios[low]:g} to {ratios[high]:g}")
         for low, high in pairwise(by_ratio.index)
     )
-    first, last = by_ratio.iloc[0], by_ratio.iloc[-1]
     return (
-        f"The median distance is {first['perceptual']:.4f} at ratio {first['ratio']:g} and {last['perceptual']:.4f} "
-        f"at ratio {last['ratio']:g}. From one ratio to the next, at least {share:.0%} of the images do not come "
-        f"nearer to plain (fewest from {step})."
+        f"The distance is {medians.iloc[0]:.4f} at ratio {ratios.iloc[0]:g} and {medians.iloc[-1]:.4f} at ratio "
+        f"{ratios.iloc[-1]:g}. From one ratio to the next, at least {share:.0%} of the images do not come nearer to "
+        f"plain (fewest from {step})."
     )
 
 
-def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series, count: int) -> str:
+def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series) -> str:
     """Which ratios KID separates from plain images: two standard deviations (of both) above the noise floor."""
     threshold = floor["kid_others"] + 2 * np.hypot(by_ratio["kid_others_std"], floor["kid_others_std"])
     differs = by_ratio["kid_others"] > threshold
@@ -266,72 +241,55 @@ def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series, count: int) -> str:
         for verdict, rows in (("no difference", ~differs), ("a difference", differs))
         if rows.any()
     ]
-    point = (
-        f"KID between the {count} images of a setting and plain images of other seeds shows {' and '.join(verdicts)}. "
-        "A difference is an excess over the noise floor of more than two standard deviations."
+    return (
+        f"KID to plain images of other seeds shows {' and '.join(verdicts)}. A difference is an excess over the noise "
+        "floor of more than two standard deviations."
     )
-    return f"{point} Below that, KID cannot rank ratios." if (~differs).sum() > 1 else point
 
 
 def _table(rows: pd.DataFrame) -> list[str]:
     """One row for each row of the frame, without the columns that were not measured."""
-    cells = []
-    for _, row in rows.iterrows():
-        pairs = [_median_cell(row, measure) for measure in MEASURES]
-        kid = [_kid_cell(row[column], row[f"{column}_std"]) for column in KID.values()]
-        cells.append([row["label"], _cell(row["ratio"], "g"), *pairs, *kid, _cell(row["fid"], ".1f")])
-    return table(HEADER, cells)
+    titles, forms = zip(*(TABLE[column] for column in TABLE if column in rows), strict=True)
+    cells = [[form.format(**row).replace("inf", "∞") for form in forms] for row in rows.to_dict("records")]
+    return table(titles, [[NOT_MEASURED if cell.startswith("nan") else cell for cell in row] for row in cells])
 
 
-def _median_cell(row: pd.Series, measure: str) -> str:
-    middle, low, high = (_cell(row[measure + part], f".{DIGITS[measure]}f") for part in ("", "_low", "_high"))
-    return NOT_MEASURED if middle == NOT_MEASURED else f"{middle} ({low}–{high})"
+def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, output: Path) -> list[tuple[Path, str]]:
+    """Two contact sheets with their captions: evenly spaced prompts, and examples chosen by their distance."""
+    prompts = result["prompts"]
+    ratios = frame.loc[frame["group"] == "ratio", "ratio"].sort_values()
+    folders = {"plain": "plain", **{f"{ratio:g}": name for name, ratio in ratios.items()}}
+    files = {label: _image_files(images / "images" / name, len(prompts)) for label, name in folders.items()}
+    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
 
+    def write(name: str, numbers: Sequence[int], titles: Sequence[str], with_differences: bool) -> Path:
+        rows = []
+        for label, paths in files.items():
+            rows.append((label, [Image.open(paths[n]).convert("RGB") for n in numbers]))
+            if with_differences and label != "plain":
+                differences = [difference_map(*pair) for pair in zip(rows[0][1], rows[-1][1], strict=True)]
+                rows.append((f"difference\nx {GAIN}", differences))
+        sheet = make_sheet(rows, titles, min(result["size"], 256))
+        return save_png(sheet, output / name, prompts=[prompts[n] for n in numbers], rows=list(files), **about)
 
-def _kid_cell(mean: float, std: float) -> str:
-    return NOT_MEASURED if math.isnan(mean) else f"{mean:.2f} ± {std:.2f}"
-
-
-def _cell(value: float, form: str) -> str:
-    return NOT_MEASURED if math.isnan(value) else f"{value:{form}}".replace("inf", "∞")
-
-
-def _write_sheets(result: dict[str, Any], images: Path, output: Path) -> list[str]:
-    """Two contact sheets, in Markdown: evenly spaced prompts, and examples chosen by their distance."""
-    prompts, default = result["prompts"], default_setting(result)
-    by_ratio = sorted((s for s in result["settings"] if s["group"] == "ratio"), key=lambda s: s["config"]["ratio"])
-    folders = {"plain": "plain", **{f"{setting['config']['ratio']:g}": setting["name"] for setting in by_ratio}}
-    files = {row: _image_files(images / "images" / folder, len(prompts)) for row, folder in folders.items()}
     spread = sorted({round(n) for n in np.linspace(0, len(prompts) - 1, SHOWN).tolist()})
-    distances = default["pairs"]["perceptual"]
-    order = sorted(range(len(prompts)), key=distances.__getitem__)
+    default = default_setting(frame)
+    distances = _distances(result)[default]
+    order = distances.argsort().tolist()
     examples = {"nearest": order[0], "median": order[(len(order) - 1) // 2], "furthest": order[-1]}
-    sheets = (  # file, (number, title) of each column, whether with differences, caption
+    titles = [f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}" for which, n in examples.items()]
+    return [
         (
-            "quality_sheet.png",
-            [(n, prompts[n]["prompt"]) for n in spread],
-            False,
+            write("quality_sheet.png", spread, [prompts[n]["prompt"] for n in spread], False),
             f"Plain images in the first row, then each ratio. Prompts {', '.join(map(str, spread))} of the list, "
             "evenly spaced.",
         ),
         (
-            "quality_examples.png",
-            [(n, f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}") for which, n in examples.items()],
-            True,
-            f"Of all {len(prompts)} images at ratio {default['config']['ratio']:g}, the one nearest to plain, the "
-            "median and the furthest, by the perceptual distance. Below each image: its difference from plain, "
-            f"{GAIN} times enlarged.",
+            write("quality_examples.png", list(examples.values()), titles, True),
+            f"Of all {len(prompts)} images at ratio {ratios[default]:g}, the one nearest to plain, the median and the "
+            f"furthest, by the perceptual distance. Below each image: its difference from plain, {GAIN} times enlarged.",
         ),
-    )
-    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
-    lines = []
-    for name, columns, differences, caption in sheets:
-        numbers, titles = zip(*columns, strict=True)
-        rows = {row: [np.array(Image.open(paths[n]).convert("RGB")) for n in numbers] for row, paths in files.items()}
-        sheet = contact_sheet(rows, titles, min(result["size"], 256), differences)
-        path = save_png(sheet, output / name, prompts=[prompts[n] for n in numbers], rows=list(files), **about)
-        lines += figure(path, caption, output)
-    return lines
+    ]
 
 
 def _image_files(folder: Path, count: int) -> list[Path]:
