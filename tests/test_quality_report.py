@@ -152,8 +152,8 @@ def test_summary_has_the_figures_of_the_result(result):
     other = np.median(result["calibration"]["plain, other seeds"]["pairs"]["perceptual"])
     assert f"a perceptual distance of {middle:.4f} (quartiles" in text
     assert f"merging changes an image {middle / other:.0%} as much" in text
-    assert "no difference at ratio 0.1, 0.25 and a difference at ratio 0.5, 0.75" in text
-    assert "at least 100% of the images do not come nearer" in text
+    assert "above the noise floor: 0.5, 0.75." in text
+    assert "changes more: 100% from 0.1 to 0.25, 100% from 0.25 to 0.5, 100% from 0.5 to 0.75" in text
     assert "random dst: 0% at ratio 0.1, 0% at ratio 0.25" in text
     assert "(layers: attn + crossattn)" in text and "(max_downsample=8)" in text
     assert "not low quality" in points[-1]
@@ -167,17 +167,17 @@ def test_summary_changes_with_the_figures():
         settings[f"{ratio:g}"]["kid"]["to plain, other seeds"] = make_kid(0.2)
     text = "\n".join(summarize(result))
     assert "100% at ratio 0.5" in text
-    assert "shows a difference at ratio 0.1, 0.25, 0.5, 0.75" in text
-    assert "at least 0% of the images do not come nearer to plain (fewest from 0.5 to 0.75)" in text
+    assert "above the noise floor: 0.1, 0.25, 0.5, 0.75." in text
+    assert "100% from 0.25 to 0.5, 0% from 0.5 to 0.75" in text
 
 
 def test_noise_floor_counts_the_uncertainty_of_both():
     result = make_result(count=3)
     result["settings"] = result["settings"][:1]
     result["calibration"]["plain, other seeds"]["kid"] = {"mean": 0.010, "std": 0.003}
-    for mean, verdict in ((0.0199, "no"), (0.0201, "a"), (0.0, "no")):
+    for mean, ratios in ((0.0199, "none"), (0.0201, "0.1"), (0.0, "none")):
         result["settings"][0]["kid"]["to plain, other seeds"] = {"mean": mean, "std": 0.004}  # 2·√(3² + 4²) = 10
-        assert f"shows {verdict} difference at ratio 0.1" in "\n".join(summarize(result))
+        assert f"above the noise floor: {ratios}." in "\n".join(summarize(result))
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(0.25, "0.25"), (0.3, "0.25"), (0.7, "0.75")])
@@ -194,4 +194,4 @@ def test_summary_leaves_out_what_was_not_measured():
     result = make_result(count=3)
     result["settings"] = result["settings"][1:2]
     assert default(result)["name"] == "0.25"
-    assert [point.split(" ", 2)[0] for point in summarize(result)] == ["At", "A", "KID", "A"]
+    assert [point.split(" ", 2)[0] for point in summarize(result)] == ["Medians", "A", "Ratios", "A"]

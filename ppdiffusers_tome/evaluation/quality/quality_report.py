@@ -59,7 +59,7 @@ def write_report(
     images: Path | None = None,
     merge_maps: Sequence[tuple[Path, str]] = (),
 ) -> str:
-    """Write `quality.md` with its plots and, where images are given, its contact sheets.
+    """Write `quality.md` with its plots and, where images are given, its contact sheets; return its text.
 
     Args:
         result: a quality result, as `evaluate` writes it.
@@ -68,9 +68,6 @@ def write_report(
         images: the folder that `evaluate --output` wrote, with `images/<setting>/*.png`; None for a page without
             sheets.
         merge_maps: from `merge_maps.write_merge_maps`; the page shows them where they are.
-
-    Returns:
-        The Markdown.
 
     Raises:
         ToMeConfigError: result is no quality result, or an image is missing; nothing is written then.
@@ -103,13 +100,13 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
 
     Columns are "group", "label", "ratio", "fid", and each measure with its ends as `_low` and `_high`. PSNR (infinite
     for equal images), SSIM and the perceptual distance are medians over the images between their quartiles; KID is
-    multiplied by 1000, has its standard deviation as `_std`, and ends that far away. NaN is not measured, as is a
-    column that is missing.
+    multiplied by 1000, has its standard deviation as `_std`, and ends that far away. What was not measured is NaN, or
+    no column.
     """
     rows: dict[str, dict[str, Any]] = {}
     for setting in result["settings"]:
         about = {"group": setting["group"], "label": _label(setting), "ratio": setting["config"]["ratio"]}
-        about |= {"fid": setting["fid"]} if "fid" in setting else {}
+        about["fid"] = setting.get("fid", math.nan)
         rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
     for name, known in result["calibration"].items():
         reference = "to real" if "real" in name else "to plain, other seeds"
@@ -139,15 +136,18 @@ def _label(setting: dict[str, Any]) -> str:
 
 def default_setting(frame: pd.DataFrame) -> str:
     """The setting that differs from the defaults in the ratio alone and is nearest to the ratio of the ablations."""
-    ratios = frame.loc[frame["group"] == "ratio", "ratio"]
-    return (ratios - _ablation_ratio(frame)).abs().idxmin()
+    return (_ratios(frame) - _ablation_ratio(frame)).abs().idxmin()
 
 
 def _ablation_ratio(frame: pd.DataFrame) -> float:
     """The ratio at which levels and layers vary; without them, the ratio nearest to 0.5."""
     ablated = frame.loc[frame["group"].isin(ABLATED), "ratio"]
-    ratios = frame.loc[frame["group"] == "ratio", "ratio"]
-    return float(ratios[(ratios - 0.5).abs().idxmin()] if ablated.empty else ablated.iloc[0])
+    return float(min(_ratios(frame), key=lambda ratio: abs(ratio - 0.5)) if ablated.empty else ablated.iloc[0])
+
+
+def _ratios(frame: pd.DataFrame) -> pd.Series:
+    """The ratios of the settings that differ from the defaults in nothing else, in ascending order."""
+    return frame.loc[frame["group"] == "ratio", "ratio"].sort_values()
 
 
 def _distances(result: dict[str, Any]) -> pd.DataFrame:
@@ -178,18 +178,27 @@ def _about(result: dict[str, Any], result_file: Path, output: Path) -> list[str]
 def summarize(result: dict[str, Any]) -> list[str]:
     """The page's summary: at most ten points, computed from the result; what it did not measure is left out."""
     frame, distances = read_frame(result), _distances(result)
-    by_ratio = frame[frame["group"] == "ratio"].sort_values("ratio")
-    default, other = frame.loc[default_setting(frame)], frame.loc[OTHER_SEEDS, "perceptual"]
+    ratios = _ratios(frame)
+    default, floor = frame.loc[default_setting(frame)], frame.loc[OTHER_SEEDS]
     points = [
         "Medians at ratio {ratio:g}, against the plain image of the same prompt and noise: a perceptual distance of "
         "{perceptual:.4f} (quartiles {perceptual_low:.4f} to {perceptual_high:.4f}), a PSNR of {psnr:.1f} dB and an "
         "SSIM of {ssim:.3f}.".format(**default),
-        f"A plain image from another seed is at a distance of {other:.4f}: merging changes an image "
-        f"{default['perceptual'] / other:.0%} as much.",
+        f"A plain image from another seed is at a distance of {floor['perceptual']:.4f}: merging changes an "
+        f"image {default['perceptual'] / floor['perceptual']:.0%} as much.",
     ]
-    if len(by_ratio) > 1:
-        points.append(_growth(by_ratio, distances))
-    points.append(_kid_verdict(by_ratio, frame.loc[OTHER_SEEDS]))
+    if growth := [
+        f"{(distances[high] > distances[low]).mean():.0%} from {ratios[low]:g} to {ratios[high]:g}"
+        for low, high in pairwise(ratios.index)
+    ]:
+        points.append(f"Images that the next higher ratio changes more: {', '.join(growth)}.")
+    deviation = np.hypot(frame["kid_others_std"], floor["kid_others_std"])  # of a difference
+    differs = frame["kid_others"] - floor["kid_others"] > 2 * deviation
+    different = ", ".join(f"{ratio:g}" for ratio in ratios[differs[ratios.index]])
+    points.append(
+        "Ratios at which KID to plain images of other seeds is more than two standard deviations above the noise "
+        f"floor: {different or 'none'}."
+    )
     if fixed := [
         f"{(distances[row.name_y] < distances[row.name_x]).mean():.0%} at ratio {row.ratio:g}"
         for row in _beside_default(frame, "use_rand")
@@ -198,12 +207,13 @@ def summarize(result: dict[str, Any]) -> list[str]:
     ablated = frame[frame["group"].isin(ABLATED)].sort_values("perceptual")
     if not ablated.empty:
         ends = (f"{row['perceptual']:.4f} ({row['label']})" for row in (ablated.iloc[0], ablated.iloc[-1]))
-        points.append(f"More levels or layers, at ratio {ablated['ratio'].iloc[0]:g}: distances {' to '.join(ends)}.")
+        ratio = ablated["ratio"].iloc[0]
+        points.append(f"More levels or layers, at ratio {ratio:g}: median distances from {' to '.join(ends)}.")
     if torch := [
         f"{row.perceptual_y:.4f} at ratio {row.ratio:g} (this library: {row.perceptual_x:.4f})"
         for row in _beside_default(frame, "tomesd")
     ]:
-        points.append(f"tomesd on PyTorch, with the same weights, has a distance of {', '.join(torch)}.")
+        points.append(f"tomesd on PyTorch, with the same weights, has a median distance of {', '.join(torch)}.")
     points.append(
         "A large distance is not low quality: another good image of the same prompt is far from the plain one too. "
         "KID measures whether the images look worse as a set."
@@ -218,35 +228,6 @@ def _beside_default(frame: pd.DataFrame, group: str) -> Iterable[Any]:
     return both.sort_values("ratio").itertuples()
 
 
-def _growth(by_ratio: pd.DataFrame, distances: pd.DataFrame) -> str:
-    """How surely a higher ratio changes an image more."""
-    ratios, medians = by_ratio["ratio"], by_ratio["perceptual"]
-    share, step = min(
-        (1 - (distances[high] < distances[low]).mean(), f"{ratios[low]:g} to {ratios[high]:g}")
-        for low, high in pairwise(by_ratio.index)
-    )
-    return (
-        f"The distance is {medians.iloc[0]:.4f} at ratio {ratios.iloc[0]:g} and {medians.iloc[-1]:.4f} at ratio "
-        f"{ratios.iloc[-1]:g}. From one ratio to the next, at least {share:.0%} of the images do not come nearer to "
-        f"plain (fewest from {step})."
-    )
-
-
-def _kid_verdict(by_ratio: pd.DataFrame, floor: pd.Series) -> str:
-    """Which ratios KID separates from plain images: two standard deviations (of both) above the noise floor."""
-    threshold = floor["kid_others"] + 2 * np.hypot(by_ratio["kid_others_std"], floor["kid_others_std"])
-    differs = by_ratio["kid_others"] > threshold
-    verdicts = [
-        f"{verdict} at ratio {', '.join(f'{ratio:g}' for ratio in by_ratio.loc[rows, 'ratio'])}"
-        for verdict, rows in (("no difference", ~differs), ("a difference", differs))
-        if rows.any()
-    ]
-    return (
-        f"KID to plain images of other seeds shows {' and '.join(verdicts)}. A difference is an excess over the noise "
-        "floor of more than two standard deviations."
-    )
-
-
 def _table(rows: pd.DataFrame) -> list[str]:
     """One row for each row of the frame, without the columns that were not measured."""
     titles, forms = zip(*(TABLE[column] for column in TABLE if column in rows), strict=True)
@@ -257,7 +238,7 @@ def _table(rows: pd.DataFrame) -> list[str]:
 def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, output: Path) -> list[tuple[Path, str]]:
     """Two contact sheets with their captions: evenly spaced prompts, and examples chosen by their distance."""
     prompts = result["prompts"]
-    ratios = frame.loc[frame["group"] == "ratio", "ratio"].sort_values()
+    ratios = _ratios(frame)
     folders = {"plain": "plain", **{f"{ratio:g}": name for name, ratio in ratios.items()}}
     files = {label: _image_files(images / "images" / name, len(prompts)) for label, name in folders.items()}
     about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
@@ -287,7 +268,8 @@ def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, out
         (
             write("quality_examples.png", list(examples.values()), titles, True),
             f"Of all {len(prompts)} images at ratio {ratios[default]:g}, the one nearest to plain, the median and the "
-            f"furthest, by the perceptual distance. Below each image: its difference from plain, {GAIN} times enlarged.",
+            "furthest, by the perceptual distance. Below each image: its difference from plain, "
+            f"{GAIN} times enlarged.",
         ),
     ]
 
