@@ -39,24 +39,21 @@ def same_partition(a, b):
 def test_groups_are_those_of_the_oracle(removed):
     tokens, recorded = record(removed)
     _, expected = reference.roundtrip(tokens, *GRID, 2, 2, removed)
-    for image in range(3):
-        groups = recorded.groups(image)
-        assert groups.shape == GRID
+    assert recorded.groups().shape == (3, *GRID)
+    for image, groups in enumerate(recorded.groups()):
         assert same_partition(groups, expected[image])
         assert sorted(set(groups.reshape(-1).tolist())) == list(range(GRID.tokens - removed)), "each label occurs"
-    assert not same_partition(recorded.groups(0), expected[1]), "each image has its own groups"
-    np.testing.assert_array_equal(recorded.groups(), recorded.groups(2))
-    with pytest.raises(IndexError):
-        recorded.groups(3)
+    assert not same_partition(recorded.groups()[0], expected[1]), "each image has its own groups"
 
 
 def test_dst_are_those_of_the_oracle():
     _, recorded = record()
-    dst, groups = recorded.dst(), recorded.groups()
-    assert np.flatnonzero(dst).tolist() == reference.dst_positions(*GRID, 2, 2)
-    shared = np.bincount(groups.reshape(-1))[groups] > 1
-    for group in set(groups[shared].tolist()):
-        assert dst[groups == group].sum() == 1, "a group of several tokens has one dst"
+    assert recorded.dst().shape == (3, *GRID)
+    for dst, groups in zip(recorded.dst(), recorded.groups(), strict=True):
+        assert np.flatnonzero(dst).tolist() == reference.dst_positions(*GRID, 2, 2)
+        shared = np.bincount(groups.reshape(-1))[groups] > 1
+        for group in set(groups[shared].tolist()):
+            assert dst[groups == group].sum() == 1, "a group of several tokens has one dst"
 
 
 def test_recording_notes_every_block_and_step_and_leaves_nothing():
@@ -74,7 +71,7 @@ def test_recording_notes_every_block_and_step_and_leaves_nothing():
     for plan in recorded[: len(blocks)]:
         block = blocks[plan.path]
         assert (plan.level, plan.grid, plan.plan.kept) == (block.level, block.grid, block.kept)
-        assert len(np.unique(plan.groups(1))) == block.kept
+        assert len(np.unique(plan.groups()[1])) == block.kept
     assert {plan.grid for plan in recorded if plan.step == 1} == {Grid(12, 16), Grid(6, 8)}
     run(unet)
     assert len(recorded) == 2 * len(blocks), "nothing is recorded afterwards"
@@ -88,7 +85,7 @@ def test_recording_sees_blocks_that_are_called_by_keyword():
         assert np.array_equal(draw_latents(sd3, model), merged)
     assert traces(model) == before
     assert {plan.path for plan in recorded} == {block.path for block in model.tome_summary().blocks}
-    assert {len(np.unique(plan.groups())) for plan in recorded} == {32}  # of 8×8
+    assert {len(np.unique(plan.groups()[-1])) for plan in recorded} == {32}  # of 8×8
 
 
 def test_recording_ends_with_an_exception_too():
@@ -163,13 +160,13 @@ def test_merge_maps_of_an_image_drawn_with_guidance(pipe, tmp_path):
     with Image.open(paths[0][0]) as pair, Image.open(paths[1][0]) as strip:
         assert pair.text["prompt"] == strip.text["prompt"] == "fox"
         pair, strip = np.asarray(pair), np.asarray(strip)
-    assert {plan.batch for plan in recorded} == {2}
+    assert {len(plan.groups()) for plan in recorded} == {2}
     middle = next(plan for plan in recorded if plan.step == 1)
-    assert shows(pair, draw_merge_map(image, middle.groups(1), middle.dst(1), size=64), -68)
+    assert shows(pair, draw_merge_map(image, middle.groups()[1], middle.dst()[1], size=64), -68)
     # Of the last block, because the first sees equal tokens in both passes: the prompt has not changed them yet.
     last = [plan for plan in recorded if plan.path == recorded[-1].path]
-    assert not np.array_equal(last[1].groups(0), last[1].groups(1))
-    maps = [draw_merge_map(image, plan.groups(1), plan.dst(1), size=32) for plan in last]
+    assert not np.array_equal(*last[1].groups())
+    maps = [draw_merge_map(image, plan.groups()[1], plan.dst()[1], size=32) for plan in last]
     step = len(maps[0]) + 4
     assert len(maps) == 3
     for column, expected in enumerate(maps):

@@ -43,26 +43,19 @@ class RecordedPlan:
     grid: Grid  # tokens along each axis
     plan: MergePlan
 
-    @property
-    def batch(self) -> int:
-        """Images in the pass: with guidance two for each image that is drawn, the unconditional ones first."""
-        return self.plan.source_rows.shape[0] // self.grid.tokens
+    def groups(self) -> np.ndarray:
+        """The group of each token: [B, h, w] int64 from 0 to N-r-1, equal where tokens of one image merge.
 
-    def groups(self, image: int = -1) -> np.ndarray:
-        """The group of each token: [h, w] int64 from 0 to N-r-1, equal where tokens merge.
-
-        Args:
-            image: which image of the batch. The last is, with guidance, the conditional pass of the last drawn image.
+        With guidance, the unconditional passes come first: the last is the conditional one of the last image.
         """
-        image = range(self.batch)[image]
-        rows = self.plan.source_rows.numpy().reshape(self.batch, *self.grid)[image]
-        return rows - image * int(self.plan.kept)
+        rows = self.plan.source_rows.numpy().reshape(-1, *self.grid)
+        return rows - int(self.plan.kept) * np.arange(len(rows))[:, None, None]
 
-    def dst(self, image: int = -1) -> np.ndarray:
-        """Which tokens are dst, those that others merge into: [h, w] bool."""
-        mask = np.zeros(self.grid.tokens, bool)
-        mask[self.plan.dst_rows.numpy().reshape(self.batch, -1)[image] % self.grid.tokens] = True
-        return mask.reshape(self.grid)
+    def dst(self) -> np.ndarray:
+        """Which tokens are dst, those that others merge into: [B, h, w] bool."""
+        mask = np.zeros(self.plan.source_rows.shape, bool)
+        mask[self.plan.dst_rows.numpy()] = True
+        return mask.reshape(-1, *self.grid)
 
 
 @contextmanager
@@ -178,29 +171,30 @@ def write_merge_maps(
         raise ToMeConfigError("no block merged anything: draw a larger image, or merge at a higher ratio.")
 
     def map_of(entry: RecordedPlan, size: int) -> Image.Image:
-        return Image.fromarray(draw_merge_map(image, entry.groups(), entry.dst(), size))
+        return Image.fromarray(draw_merge_map(image, entry.groups()[-1], entry.dst()[-1], size))
 
     last = recorded[-1].step
-    middle = next(entry for entry in recorded if entry.step == last // 2)
-    merge_map = map_of(middle, size)
-    beside = Image.fromarray(image).resize(merge_map.size, Image.Resampling.BICUBIC)
-    title = f"step {middle.step + 1} of {last + 1}: {middle.plan.tokens} tokens, {middle.plan.kept} after merging"
-    pair = make_sheet([("", [beside, merge_map])], ["the image drawn with merging", title], max(merge_map.size))
     steps = sorted({0, last // 2, last})
     blocks: dict[tuple[str, str], list[RecordedPlan]] = {}
     for entry in recorded:
         if entry.step in steps:
             blocks.setdefault((entry.denoiser, entry.path), []).append(entry)
     rows = []
-    for (_, path), (first, *others) in blocks.items():
-        words = path.split(".")
-        name = f"{words[0].split('_')[0]} {'.'.join(word for word in words[:-1] if word.isdigit())}"  # "down 0.1"
-        label = f"{name}\nlevel {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{first.plan.kept} stay"
-        rows.append((label, [map_of(entry, size // 2) for entry in (first, *others)]))
+    for (_, path), entries in blocks.items():
+        kind, *words = path.split(".")
+        name = f"{kind.split('_')[0]} {'.'.join(word for word in words[:-1] if word.isdigit())}"  # "down 0.1"
+        first, plan = entries[0], entries[0].plan
+        label = f"{name}\nlevel {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{plan.kept} stay"
+        rows.append((label, [map_of(entry, size // 2) for entry in entries]))
     side = max(max(part.size) for _, maps in rows for part in maps)
     strip = make_sheet(rows, [f"step {step + 1} of {last + 1}" for step in steps], side)
+    middle = next(entry for entry in recorded if entry.step == last // 2)
+    merge_map = map_of(middle, size)
+    beside = Image.fromarray(image).resize(merge_map.size, Image.Resampling.BICUBIC)
+    title = f"step {middle.step + 1} of {last + 1}: {middle.plan.tokens} tokens, {middle.plan.kept} after merging"
+    pair = make_sheet([("", [beside, merge_map])], ["the image drawn with merging", title], max(merge_map.size))
     captions = (
-        CAPTION + (GUIDED if recorded[0].batch > 1 else ""),
+        CAPTION + (GUIDED if len(middle.groups()) > 1 else ""),
         "The same in every block that merges, at the first step, halfway and at the last step.",
     )
     files = (

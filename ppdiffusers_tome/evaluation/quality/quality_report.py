@@ -84,12 +84,9 @@ def write_report(
         if (frame["group"] == group).any():
             lines += [f"## {title}", "", about, "", *_table(frame[frame["group"] == group]), ""]
     for title, figures in {"Plots": plots, "Images": sheets, "Merge maps": merge_maps}.items():
-        if figures:
-            lines += [
-                f"## {title}",
-                "",
-                *(line for path, caption in figures for line in figure(path, caption, output)),
-            ]
+        lines += [f"## {title}", ""] if figures else []
+        for path, caption in figures:
+            lines += figure(path, caption, output)
     text = "\n".join(lines).rstrip() + "\n"
     (output / "quality.md").write_text(text, encoding="utf-8")
     return text
@@ -184,8 +181,8 @@ def summarize(result: dict[str, Any]) -> list[str]:
         "Medians at ratio {ratio:g}, against the plain image of the same prompt and noise: a perceptual distance of "
         "{perceptual:.4f} (quartiles {perceptual_low:.4f} to {perceptual_high:.4f}), a PSNR of {psnr:.1f} dB and an "
         "SSIM of {ssim:.3f}.".format(**default),
-        f"A plain image from another seed is at a distance of {floor['perceptual']:.4f}: merging changes an "
-        f"image {default['perceptual'] / floor['perceptual']:.0%} as much.",
+        f"A plain image from another seed is at a distance of {floor['perceptual']:.4f}: merging changes an image "
+        f"{default['perceptual'] / floor['perceptual']:.0%} as much.",
     ]
     if growth := [
         f"{(distances[high] > distances[low]).mean():.0%} from {ratios[low]:g} to {ratios[high]:g}"
