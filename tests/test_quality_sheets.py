@@ -55,8 +55,8 @@ def test_a_larger_image_is_scaled_down_to_its_place():
 
 
 def test_png_carries_its_settings(tmp_path):
-    path = sheets.save_png(flat(1, 2, 3), tmp_path / "new" / "a.png", prompt="狐", seed=3, ratios=[0.25, 0.5])
+    path = sheets.save_png(flat(1, 2, 3), tmp_path / "new" / "a.png", prompt="狐", image="fox", ratios=[0.25, 0.5])
     with Image.open(path) as image:
-        assert image.text["prompt"] == "狐"
-        assert json.loads(image.text["seed"]) == 3 and json.loads(image.text["ratios"]) == [0.25, 0.5]
+        assert image.text["prompt"] == "狐" and image.text["image"] == "fox"
+        assert json.loads(image.text["ratios"]) == [0.25, 0.5]
         np.testing.assert_array_equal(np.asarray(image), flat(1, 2, 3))

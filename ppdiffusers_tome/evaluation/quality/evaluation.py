@@ -210,7 +210,8 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[tuple[Path, st
         ToMeExportError: the model cannot be loaded.
     """
     pipe, (first, *_), size = load_model(result["model"]), result["prompts"], result["size"]
-    ratio = float((frame := read_frame(result)).at[default_setting(frame), "ratio"])
+    frame = read_frame(result)
+    ratio = float(frame.at[default_setting(frame), "ratio"])
     fields = {"seed": first["seed"], "ratio": ratio, "steps": result["steps"]}
     job = Job(first["prompt"], size, size, **fields, guidance_scale=result["guidance_scale"])
     fields |= {"prompt": first["prompt"], "model": result["model"]}

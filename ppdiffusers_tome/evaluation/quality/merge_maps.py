@@ -77,12 +77,8 @@ def record_plans(target: Any) -> Iterator[list[RecordedPlan]]:
         ...     image = pipe("a 3d render of fox").images[0]
     """
     recorded: list[RecordedPlan] = []
-    merging = [
-        (name, block)
-        for name, denoiser in denoisers(target).items()
-        for block in find_blocks(denoiser)
-        if _find_hook(block.block, CallHook)
-    ]
+    blocks = [(name, block) for name, denoiser in denoisers(target).items() for block in find_blocks(denoiser)]
+    merging = [(name, block) for name, block in blocks if _find_hook(block.block, CallHook)]
     if not merging:
         raise ToMeConfigError(f"{type(target).__name__} merges nothing: apply_tome(ratio=...) before record_plans.")
     handles: list[Any] = []

@@ -43,7 +43,7 @@ def make_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequen
     return sheet
 
 
-def save_png(image: Image.Image, path: Path, **fields: Any) -> Path:
+def save_png(image: Image.Image, path: Path, /, **fields: Any) -> Path:
     """Write an image and make its folder. The fields become the PNG's text, those other than strings as JSON."""
     info = PngImagePlugin.PngInfo()
     for key, value in fields.items():
