@@ -1,6 +1,7 @@
 """Images of an evaluation: equal noise in all settings, one program folder for all ratios, claimed and resumed."""
 
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,6 @@ from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing
 from ppdiffusers_tome.evaluation.quality.drawing import (
     EagerEngine,
-    RemoteUNet,
     claim_folder,
     draw_setting,
     export_programs,
@@ -42,7 +42,7 @@ def test_the_eager_engine_draws_as_the_pipeline_does_and_leaves_no_trace(pipe, t
         engine = EagerEngine("model", setting.config)
         draw_setting(EVALUATION, setting, tmp_path, draw_here(lambda engine=engine: engine), batch=2)
     assert pipe.tome_summary().blocks == ()
-    plain, merged = (read_images(image_paths(image_folder(drawn, tmp_path)), 32) for drawn in (PLAIN, FIXED))
+    plain, merged = (read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN, FIXED))
     assert plain.shape == (2, 32, 32, 3) and (plain != merged).any(axis=(1, 2, 3)).all()
     paddle.seed(2)
     with pipe.tome(ratio=0.5, use_rand=False):
@@ -107,19 +107,28 @@ def test_images_of_another_size_are_resized(tmp_path):
     assert images.shape == (1, 32, 32, 3) and (images == [10, 20, 30]).all()
 
 
-class FakeProcess:
-    """Adds the ratio to the sample."""
+class PaddleProcess(AbstractContextManager):
+    """PyTorch's process, but with Paddle's UNet, and without merging."""
+
+    def __init__(self, python, folder, unet, threads):
+        self._unet, self.versions = unet, {"python": python}
+
+    def __exit__(self, *exception):
+        pass
 
     def set_inputs(self, inputs):
-        self.inputs = inputs
+        self._inputs = {name: paddle.to_tensor(value) for name, value in inputs.items()}
 
+    @paddle.no_grad()
     def output(self, merging):
-        return self.inputs["sample"] + merging["ratio"]
+        assert merging == {"ratio": 0.5}
+        return self._unet(**self._inputs).sample.numpy()
 
 
-def test_the_unet_in_pytorch_passes_inputs_and_merging_on(pipe):
-    process = FakeProcess()
-    unet = RemoteUNet(pipe.unet.config, process, {"ratio": 0.5})
-    (output,) = unet(paddle.zeros([2, 4, 8, 8]), paddle.to_tensor(5), paddle.ones([2, 7, 8]), return_dict=False)
-    assert (output.numpy() == 0.5).all()
-    assert process.inputs["timestep"].tolist() == [5] and (process.inputs["encoder_hidden_states"] == 1).all()
+def test_tomesd_replaces_the_unet_alone(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
+    monkeypatch.setattr(drawing, "TorchProcess", PaddleProcess)
+    (tomesd,) = list_settings((), (), tomesd=(0.5,))
+    assert drawing.draw(EVALUATION, [PLAIN, tomesd], tmp_path, draw_here, batch=2) == {"python": ""}
+    images = [read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN, tomesd)]
+    np.testing.assert_array_equal(*images)

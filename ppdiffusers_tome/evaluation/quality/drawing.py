@@ -64,14 +64,14 @@ class EagerEngine(Engine):
 
 
 class RemoteUNet:
-    """The UNet of a StableDiffusionPipeline, computed by PyTorch and merged by tomesd with the arguments `merging`."""
+    """The UNet of a StableDiffusionPipeline, computed by PyTorch and merged by tomesd with its defaults."""
 
     dtype = paddle.float32
 
-    def __init__(self, config: Any, process: TorchProcess, merging: Mapping[str, Any]) -> None:
+    def __init__(self, config: Any, process: TorchProcess, ratio: float) -> None:
         self.config = config
         self._process = process
-        self._merging = merging
+        self._ratio = ratio
 
     def __call__(
         self,
@@ -81,13 +81,13 @@ class RemoteUNet:
         **_: Any,  # None, and return_dict=False
     ) -> tuple[paddle.Tensor]:
         inputs = {"sample": sample.numpy(), "encoder_hidden_states": encoder_hidden_states.numpy()}
-        self._process.set_inputs({**inputs, "timestep": np.array([float(timestep)], dtype="float32")})
-        return (paddle.to_tensor(self._process.output(self._merging)),)
+        self._process.set_inputs({**inputs, "timestep": np.asarray(timestep, "float32").reshape(1)})
+        return (paddle.to_tensor(self._process.output({"ratio": self._ratio})),)
 
 
 @contextmanager
 def open_torch_engine(
-    evaluation: Evaluation, config: ToMeConfig, exported: Path | None
+    evaluation: Evaluation, ratio: float, exported: Path | None
 ) -> Iterator[tuple[Engine, Mapping[str, Any]]]:
     """An engine whose UNet runs in PyTorch and merges by tomesd, and versions and threads of PyTorch's process.
 
@@ -102,12 +102,10 @@ def open_torch_engine(
     pipe = load_model(evaluation.model)
     if type(pipe) is not StableDiffusionPipeline:
         raise ToMeConfigError(f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs Stable Diffusion.")
-    merging = {key: value for key, value in asdict(config).items() if key != "seed"}
-    merging["max_downsample"] = config.max_downsample or 1
     rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
     with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
         process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
-        components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, merging)}
+        components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, ratio)}
         torch_pipe = StableDiffusionPipeline(**components, requires_safety_checker=False)
         with process:
             yield Engine(torch_pipe, name=f"{evaluation.model} in PyTorch"), process.versions
@@ -151,7 +149,7 @@ def draw(
     about_torch = None
     for setting in tqdm(settings, desc="settings", unit="setting", disable=None):
         if setting.framework == "PyTorch":
-            with open_torch_engine(evaluation, setting.config, programs.get(PLAIN)) as (engine, about_torch):
+            with open_torch_engine(evaluation, setting.config.ratio, programs.get(PLAIN)) as (engine, about_torch):
                 draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
         elif programs:
             load = partial(load_engine, programs[setting], "cpu", evaluation.threads)
