@@ -6,7 +6,7 @@ int64 tensors of that program, as is every count derived from them.
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import paddle
@@ -161,9 +161,9 @@ def constant_positions(
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     slot = np.argsort(np.concatenate([dst, src]))
     # Constants instead of arange, because Paddle 2.6's arange switches a device that all threads share.
-    constants = _constants(dst, src, slot, np.arange(len(dst)), np.arange(len(src)))
+    counts = _constants(np.arange(len(dst)), np.arange(len(src)))
     windows = _windows(dst, src, window_of(grid, sx, sy, window))
-    return Positions(len(dst), len(src), *constants)._replace(windows=windows)
+    return Positions(len(dst), len(src), *_constants(dst, src, slot), *counts, windows)
 
 
 def _windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Windows | None:
@@ -196,8 +196,8 @@ def _pad(window: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return order[(begins[:, None] + within).reshape(-1)], slot
 
 
-def _constants(*arrays: np.ndarray) -> list[paddle.Tensor]:
-    return [paddle.to_tensor(array, dtype="int64") for array in arrays]
+def _constants(*arrays: np.ndarray) -> Any:
+    return tuple(paddle.to_tensor(array, dtype="int64") for array in arrays)
 
 
 def computed_positions(

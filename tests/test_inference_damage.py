@@ -53,7 +53,7 @@ def test_random_damage_of_tome_json(exported_folder, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(exported_folder, folder, copy_function=os.link)
     rejected = 0
-    for number, path, kind, damaged in fuzz_files.cases(exported_folder, 400, seed=0):
+    for number, path, kind, damaged in fuzz_files.damages(exported_folder, 400, seed=0):
         if path.name != "tome.json":
             continue
         (folder / path).unlink(missing_ok=True)
@@ -69,9 +69,9 @@ def test_random_damage_of_tome_json(exported_folder, tmp_path):
 
 def test_random_damage_of_the_other_files(exported_folder, tmp_path):
     paths = set()
-    for number, path, kind, damaged in fuzz_files.cases(exported_folder, 90, seed=1):
+    for number, path, kind, damaged in fuzz_files.damages(exported_folder, 90, seed=1):
         if path.name != "tome.json":
-            fuzz_files.write_case(exported_folder, path, damaged, tmp_path / "case")
+            fuzz_files.write_damaged(exported_folder, path, damaged, tmp_path / "case")
             assert fuzz_files.load(tmp_path / "case") == "refused", f"damage {number}, {kind} of {path}"
             shutil.rmtree(tmp_path / "case")
             paths.add(path)

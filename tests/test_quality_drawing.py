@@ -1,6 +1,7 @@
 """Images of an evaluation: equal noise in all settings, one program folder for all ratios, claimed and resumed."""
 
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,6 @@ from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing
 from ppdiffusers_tome.evaluation.quality.drawing import (
     EagerEngine,
-    RemoteUNet,
     claim_folder,
     draw_setting,
     export_programs,
@@ -25,7 +25,7 @@ from ppdiffusers_tome.evaluation.quality.drawing import (
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, Setting, list_settings
 from ppdiffusers_tome.generation.offline import Failure, draw_here
 
-EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, steps=1, backend="eager")
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "eager", threads=1, torch_python="")
 FIXED = Setting("0.5", "ratio", ToMeConfig(ratio=0.5, use_rand=False))
 
 
@@ -42,7 +42,7 @@ def test_the_eager_engine_draws_as_the_pipeline_does_and_leaves_no_trace(pipe, t
         engine = EagerEngine("model", setting.config)
         draw_setting(EVALUATION, setting, tmp_path, draw_here(lambda engine=engine: engine), batch=2)
     assert pipe.tome_summary().blocks == ()
-    plain, merged = (read_images(image_paths(image_folder(name, tmp_path)), 32) for name in ("plain", "0.5"))
+    plain, merged = (read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN, FIXED))
     assert plain.shape == (2, 32, 32, 3) and (plain != merged).any(axis=(1, 2, 3)).all()
     paddle.seed(2)
     with pipe.tome(ratio=0.5, use_rand=False):
@@ -58,9 +58,9 @@ def test_failed_images_are_an_error_and_the_others_are_kept(tmp_path):
 
     with pytest.raises(ToMeError, match=r"1 images of 0\.5 failed, the first of 'a fox': out of memory"):
         draw_setting(EVALUATION, FIXED, tmp_path, drawer, batch=2)
-    assert len(image_paths(image_folder("0.5", tmp_path))) == 1
+    assert len(image_paths(image_folder(FIXED, tmp_path))) == 1
     draw_setting(EVALUATION, FIXED, tmp_path, lambda batches: [(batches[0][0], b"png")], batch=2)
-    assert len(image_paths(image_folder("0.5", tmp_path))) == 2
+    assert len(image_paths(image_folder(FIXED, tmp_path))) == 2
 
 
 def test_a_folder_is_for_one_evaluation(tmp_path, monkeypatch):
@@ -107,28 +107,28 @@ def test_images_of_another_size_are_resized(tmp_path):
     assert images.shape == (1, 32, 32, 3) and (images == [10, 20, 30]).all()
 
 
-def test_pytorch_needs_an_interpreter(tmp_path):
-    settings = list_settings((0.5,), (), tomesd=(0.5,))[1:]
-    with pytest.raises(ToMeConfigError, match="name an interpreter"):
-        drawing.draw(EVALUATION, settings, tmp_path, draw_here, batch=1)
+class PaddleProcess(AbstractContextManager):
+    """PyTorch's process, but with Paddle's UNet, and without merging."""
 
+    def __init__(self, python, folder, unet, threads):
+        self._unet, self.versions = unet, {"python": python}
 
-class FakeProcess:
-    """Adds the ratio to the sample."""
+    def __exit__(self, *exception):
+        pass
 
     def set_inputs(self, inputs):
-        self.inputs = inputs
+        self._inputs = {name: paddle.to_tensor(value) for name, value in inputs.items()}
 
+    @paddle.no_grad()
     def output(self, merging):
-        return self.inputs["sample"] + merging["ratio"]
+        assert merging == {"ratio": 0.5}
+        return self._unet(**self._inputs).sample.numpy()
 
 
-def test_the_unet_in_pytorch_passes_inputs_and_merging_on(pipe):
-    unet, sample = RemoteUNet(pipe.unet, FakeProcess(), {"ratio": 0.5}), paddle.zeros([2, 4, 8, 8])
-    text = paddle.ones([2, 7, 8])
-    assert (unet(sample, paddle.to_tensor(5), text).sample.numpy() == 0.5).all()
-    assert (unet(sample, 5, text, return_dict=False)[0].numpy() == 0.5).all()
-    inputs = unet._process.inputs
-    assert inputs["timestep"].tolist() == [5] and (inputs["encoder_hidden_states"] == 1).all()
-    with pytest.raises(ToMeConfigError, match="does not support class_labels"):
-        unet(sample, 5, text, class_labels=text)
+def test_tomesd_replaces_the_unet_alone(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
+    monkeypatch.setattr(drawing, "TorchProcess", PaddleProcess)
+    (tomesd,) = list_settings((), (), tomesd=(0.5,))
+    assert drawing.draw(EVALUATION, [PLAIN, tomesd], tmp_path, draw_here, batch=2) == {"python": ""}
+    images = [read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN, tomesd)]
+    np.testing.assert_array_equal(*images)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from golden.quality_inputs import noise, pair
 
-from ppdiffusers_tome import ToMeConfigError, ToMeError
-from ppdiffusers_tome.evaluation.quality.metrics import blur, inception_fid, kid, psnr, ssim
+from ppdiffusers_tome import ToMeError
+from ppdiffusers_tome.evaluation.quality import metrics
+from ppdiffusers_tome.evaluation.quality.metrics import blur, kid, load_fid, psnr, squared_mmd, ssim
 
 
 def normal(seed, count, width):
@@ -43,17 +44,6 @@ def test_blur():
     np.testing.assert_array_equal(blur(flat, 3), flat)
 
 
-def test_only_pairs_of_images():
-    image = np.zeros((8, 8, 3), np.uint8)
-    for metric in (psnr, ssim):
-        with pytest.raises(ToMeConfigError, match=r"a must be uint8 \[H, W, 3\], not float64"):
-            metric(image.astype(float), image)
-        with pytest.raises(ToMeConfigError, match="one shape"):
-            metric(image, image[1:])
-    with pytest.raises(ToMeConfigError, match="6×8 px: SSIM needs 7"):
-        ssim(image[2:], image[2:])
-
-
 def mmd_by_loops(x, y):
     """The estimator as its authors write it, term by term."""
     n, width = x.shape
@@ -66,32 +56,32 @@ def mmd_by_loops(x, y):
     return within - 2 * sum(kernel(x[i], y[j]) for i, j in pairs) / n**2
 
 
-def test_kid_equals_the_loops():
+def test_squared_mmd_equals_the_loops():
     x, y = normal(1, 5, 3), normal(2, 5, 3) + 0.5
-    mean, std = kid(x, y, subsets=3, size=5)  # subsets of all members, each in another order
-    assert mean == pytest.approx(mmd_by_loops(x, y))
-    assert std == pytest.approx(0, abs=1e-12)
+    assert squared_mmd(x, y) == pytest.approx(mmd_by_loops(x, y))
+    assert squared_mmd(x, y) == pytest.approx(squared_mmd(y, x))
 
 
-def test_kid_is_unbiased():
+def test_squared_mmd_is_unbiased():
     """Over many pairs of samples of one distribution its mean is 0, within four standard errors."""
-    values = [kid(normal(2 * i, 8, 4), normal(2 * i + 1, 8, 4), subsets=1, size=8).mean for i in range(800)]
+    values = [squared_mmd(normal(2 * i, 8, 4), normal(2 * i + 1, 8, 4)) for i in range(800)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(len(values))
     assert min(values) < 0 < max(values)
 
 
-def test_kid_grows_with_a_shift_and_is_symmetric():
+@pytest.mark.parametrize(("members", "subset"), [((2, 9), 2), ((40, 30), 15), ((2100, 2200), 1000)])
+def test_kid_compares_halves_of_the_smaller_set(monkeypatch, members, subset):
+    monkeypatch.setattr(metrics, "squared_mmd", lambda x, y: len(x) + len(y) / 10)
+    assert kid(normal(1, members[0], 3), normal(2, members[1], 3))["mean"] == pytest.approx(1.1 * subset)
+
+
+def test_kid_grows_with_a_shift_and_repeats():
     x = normal(1, 100, 16)
     near, far = (kid(x, normal(2, 120, 16) + shift) for shift in (0.2, 0.8))
-    assert 0 < near.mean < far.mean
-    assert near.std > 0
-    y = normal(2, 100, 16) + 0.2
-    assert kid(x, y, size=100, subsets=1).mean == pytest.approx(kid(y, x, size=100, subsets=1).mean)
-
-
-def test_kid_repeats_by_its_seed():
-    x, y = normal(1, 40, 6), normal(2, 30, 6)
-    assert kid(x, y) == kid(x, y, seed=0) == kid(x, y, size=15) != kid(x, y, seed=1)
+    assert 0 < near["mean"] < far["mean"] and near["std"] > 0
+    assert kid(x, normal(2, 120, 16) + 0.2) == near
+    all_members = kid(x[:2], x[2:4])  # subsets of all members, in some order
+    assert all_members == {"mean": pytest.approx(squared_mmd(x[:2], x[2:4])), "std": pytest.approx(0, abs=1e-12)}
 
 
 def test_kid_computes_in_float64():
@@ -99,28 +89,11 @@ def test_kid_computes_in_float64():
     assert kid(x, y) == kid(x.astype(np.float64), y.astype(np.float64))
 
 
-@pytest.mark.parametrize(("x", "y"), [((4, 5), (4, 6)), ((4,), (4,)), ((1, 5), (4, 5)), ((0, 5), (0, 5))])
-def test_kid_refuses_sets_that_do_not_match(x, y):
-    with pytest.raises(ToMeConfigError, match=r"\[N, D\] and \[M, D\]"):
-        kid(np.zeros(x), np.zeros(y))
-
-
-def test_kid_refuses_subsets_out_of_range():
-    x = normal(1, 9, 3)
-    for size in (1, 10):
-        with pytest.raises(ToMeConfigError, match=f"size={size}.*2 to 9"):
-            kid(x, x, size=size)
-    with pytest.raises(ToMeConfigError, match="subsets=0"):
-        kid(x, x, subsets=0)
-
-
 # FID: only the call, because its package is not installed here
-def test_fid_without_its_package(tmp_path, monkeypatch):
+def test_fid_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
     with pytest.raises(ToMeError, match="pip install torch-fidelity"):
-        inception_fid(tmp_path, tmp_path)
-    with pytest.raises(ToMeConfigError, match="no-such is not a folder"):
-        inception_fid(tmp_path, tmp_path / "no-such")
+        load_fid()
 
 
 def test_fid_calls_torch_fidelity(tmp_path, monkeypatch):
@@ -130,5 +103,6 @@ def test_fid_calls_torch_fidelity(tmp_path, monkeypatch):
     torch.cuda = types.SimpleNamespace(is_available=lambda: False)
     monkeypatch.setitem(sys.modules, "torch_fidelity", fidelity)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert inception_fid(tmp_path, tmp_path) == 3
-    assert options == {"input1": str(tmp_path), "input2": str(tmp_path), "fid": True, "cuda": False, "verbose": False}
+    assert load_fid()(tmp_path / "a", tmp_path / "b") == 3
+    folders = {"input1": str(tmp_path / "a"), "input2": str(tmp_path / "b")}
+    assert options == {**folders, "fid": True, "cuda": False, "verbose": False}

@@ -22,8 +22,7 @@ from ..evaluation.results import check_result, read_json, write_result
 from ..evaluation.torch_unet import torch_versions
 from .drawers import add_options, open_drawers, threads
 
-# Defaults of --quick.
-QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}
+QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -44,14 +43,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to draw with tomesd on PyTorch too")
-    option("--torch-python", help="interpreter that has torch, diffusers and tomesd")
+    option("--torch-python", default="", help="interpreter that has torch, diffusers and tomesd")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
     option("--features", choices=("efficientnet", "inception"), default="efficientnet", help="inception: FID as well")
     option("--backend", choices=BACKENDS, default="predictor", help=f"exported programs, or the pipeline {default}")
     option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
-    option(
-        "--output", type=Path, default=Path("build/evaluate"), help=f"folder for images, result and report {default}"
-    )
+    folder = Path("build/evaluate")
+    option("--output", type=Path, default=folder, help=f"folder for images, result and report {default}")
     option("--quick", action="store_true", help="other defaults, two small images in two steps: shows that all works")
     add_options(command)
     command.set_defaults(run=partial(_evaluate, command))
@@ -72,15 +70,14 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
     drawing_threads = threads(options) or usable_cores()
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
-    if options.tomesd_ratio and options.torch_python is None:
+    if options.tomesd_ratio and not options.torch_python:
         raise ToMeConfigError("--tomesd-ratio needs PyTorch: name an interpreter that has it with --torch-python")
     if options.torch_python:  # raises if it lacks a package
         torch_versions(options.torch_python)
+    texts = read_texts(options.prompts or Path(options.model) / "prompts.txt")
     evaluation = Evaluation(
         model=options.model,
-        prompts=with_seeds(
-            read_texts(options.prompts or Path(options.model) / "prompts.txt"), options.count, options.seed
-        ),
+        prompts=with_seeds(texts, options.count, options.seed),
         size=options.size,
         steps=options.steps,
         guidance_scale=options.guidance_scale,
@@ -102,21 +99,20 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
             command=shlex.join(["python", "-m", "ppdiffusers_tome", *arguments]),
         )
     write_result(options.output / "quality.json", result)
-    print(_write_report(result, options.output / "quality.json", options.output, options.output))
-    return 0
+    return _write_report(result, options.output / "quality.json", options.output, options.output)
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     result = read_json(options.file)
     check_result(result, "quality", options.file)
-    print(_write_report(result, options.file, options.output, options.images))
-    return 0
+    return _write_report(result, options.file, options.output, options.images)
 
 
-def _write_report(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> str:
-    """Write the report, with sheets and merge maps if the folder of the evaluation is known; return its Markdown."""
+def _write_report(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:
+    """Write and print the report, with sheets and merge maps if the folder of the evaluation is known."""
     from ..evaluation.quality.evaluation import draw_merge_maps
     from ..evaluation.quality.quality_report import write_report
 
     maps = [] if images is None else draw_merge_maps(result, output)
-    return write_report(result, output, file, images, maps)
+    print(write_report(result, output, file, images, maps))
+    return 0

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import paddle
 from PIL import Image
 from ppdiffusers import DiffusionPipeline, StableDiffusionPipeline
-from ppdiffusers.models.unet_2d_condition import UNet2DConditionOutput
 from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
@@ -29,20 +29,15 @@ from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
 RECORD = "evaluation.json"  # what drew the images of a folder
+MakeDrawer = Callable[[Callable[[], Engine]], Drawer]
 
 
 def load_model(model: str) -> DiffusionPipeline:
-    """A pipeline from a folder or the hub, in float32, which a process loads once.
-
-    Raises:
-        ToMeExportError: it cannot be loaded.
-    """
+    """A pipeline from a folder or the hub, in float32, which a process loads once; ToMeExportError if it cannot."""
     return _load(_absolute(model))
 
 
-@lru_cache(maxsize=1)
-def _load(model: str) -> DiffusionPipeline:
-    return load_for_export(model, safety_checker=False)
+_load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
 
 
 def _absolute(model: str) -> str:
@@ -65,76 +60,55 @@ class EagerEngine(Engine):
 
 
 class RemoteUNet:
-    """The UNet of a ppdiffusers pipeline, computed by PyTorch and merged by tomesd.
-
-    Args:
-        unet: the model, for its config.
-        process: PyTorch's, with the same weights.
-        merging: tomesd's arguments.
-    """
+    """The UNet of a StableDiffusionPipeline, computed by PyTorch and merged by tomesd with its defaults."""
 
     dtype = paddle.float32
 
-    def __init__(self, unet: Any, process: TorchProcess, merging: Mapping[str, Any]) -> None:
-        self.config = unet.config
+    def __init__(self, config: Any, process: TorchProcess, ratio: float) -> None:
+        self.config = config
         self._process = process
-        self._merging = merging
+        self._ratio = ratio
 
     def __call__(
         self,
         sample: paddle.Tensor,  # [B, C, h, w]
         timestep: Any,
         encoder_hidden_states: paddle.Tensor,  # [B, T, D]
-        return_dict: bool = True,
-        **others: Any,
-    ) -> Any:
-        if unknown := [name for name, value in others.items() if value is not None]:
-            raise ToMeConfigError(f"the UNet in PyTorch does not support {', '.join(unknown)}: leave it out.")
+        **_: Any,  # None, and return_dict=False
+    ) -> tuple[paddle.Tensor]:
         inputs = {"sample": sample.numpy(), "encoder_hidden_states": encoder_hidden_states.numpy()}
-        self._process.set_inputs({**inputs, "timestep": np.array([float(timestep)], dtype="float32")})
-        prediction = paddle.to_tensor(self._process.output(self._merging))
-        return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
+        self._process.set_inputs({**inputs, "timestep": np.asarray(timestep, "float32").reshape(1)})
+        return (paddle.to_tensor(self._process.output({"ratio": self._ratio})),)
 
 
 @contextmanager
 def open_torch_engine(
-    evaluation: Evaluation, config: ToMeConfig, exported: Path | None
+    evaluation: Evaluation, ratio: float, exported: Path | None
 ) -> Iterator[tuple[Engine, Mapping[str, Any]]]:
     """An engine whose UNet runs in PyTorch and merges by tomesd, and versions and threads of PyTorch's process.
 
     Everything else, the noise included, is the same as in the other engines, so images differ by the merging alone.
-    tomesd has no seed: it draws its random dst anew in every pass.
-
-    Args:
-        evaluation: its `torch_python` is the interpreter, its model a StableDiffusionPipeline.
-        config: arguments of tomesd.
-        exported: folder of exported programs that replace the other models; None keeps these.
+    tomesd has no seed: it draws its random dst anew in every pass. The other models are those of the folder
+    `exported`, if there is one.
 
     Raises:
         ToMeError: PyTorch's process fails.
-        ToMeConfigError: there is no interpreter, or the pipeline is of another class.
+        ToMeConfigError: the model is not a StableDiffusionPipeline.
     """
-    if evaluation.torch_python is None:
-        raise ToMeConfigError("tomesd runs in PyTorch: name an interpreter that has it with --torch-python.")
     pipe = load_model(evaluation.model)
     if type(pipe) is not StableDiffusionPipeline:
         raise ToMeConfigError(f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs Stable Diffusion.")
-    merging = {key: value for key, value in asdict(config).items() if key != "seed"}
-    merging["max_downsample"] = config.max_downsample or 1
     rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
     with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
         process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
-        components = {**rest.components, "unet": RemoteUNet(pipe.unet, process, merging)}
+        components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, ratio)}
         torch_pipe = StableDiffusionPipeline(**components, requires_safety_checker=False)
         with process:
             yield Engine(torch_pipe, name=f"{evaluation.model} in PyTorch"), process.versions
 
 
 def claim_folder(evaluation: Evaluation, output: Path) -> str:
-    """Reserve a folder for an evaluation by the versions and sources of this process.
-
-    Returns:
-        The commit whose code draws the images: in a folder that is continued, the commit of the first run.
+    """Reserve a folder for an evaluation by these versions and sources; returns the commit of the first run in it.
 
     Raises:
         ToMeConfigError: the folder holds images of another evaluation, of other versions or of other sources.
@@ -144,8 +118,7 @@ def claim_folder(evaluation: Evaluation, output: Path) -> str:
     path = output / RECORD
     if path.exists():
         recorded = json.loads(path.read_text(encoding="utf-8"))
-        differences = sorted(key for key in about if recorded.get(key) != about[key])
-        if differences:
+        if differences := sorted(key for key in about if recorded.get(key) != about[key]):
             raise ToMeConfigError(
                 f"{output} holds images of another evaluation: {', '.join(differences)} differ. Choose another folder "
                 "with --output, or remove this one."
@@ -158,11 +131,7 @@ def claim_folder(evaluation: Evaluation, output: Path) -> str:
 
 
 def draw(
-    evaluation: Evaluation,
-    settings: Sequence[Setting],
-    output: Path,
-    make_drawer: Callable[[Callable[[], Engine]], Drawer],
-    batch: int,
+    evaluation: Evaluation, settings: Sequence[Setting], output: Path, make_drawer: MakeDrawer, batch: int
 ) -> Mapping[str, Any] | None:
     """Draw the images that the folder lacks.
 
@@ -176,7 +145,7 @@ def draw(
     about_torch = None
     for setting in tqdm(settings, desc="settings", unit="setting", disable=None):
         if setting.framework == "PyTorch":
-            with open_torch_engine(evaluation, setting.config, programs.get(PLAIN)) as (engine, about_torch):
+            with open_torch_engine(evaluation, setting.config.ratio, programs.get(PLAIN)) as (engine, about_torch):
                 draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
         elif programs:
             load = partial(load_engine, programs[setting], "cpu", evaluation.threads)
@@ -189,41 +158,36 @@ def draw(
 
 def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output: Path) -> dict[Setting, Path]:
     """The exported folder for each setting of Paddle; settings that differ only in the ratio share one."""
-    groups: dict[str, list[Setting]] = {}
+    groups: dict[ToMeConfig, list[Setting]] = defaultdict(list)
     for setting in settings:
         if setting.framework == "Paddle":
-            name = setting.config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
-            groups.setdefault(name, []).append(setting)
+            groups[replace(setting.config, ratio=0)].append(setting)
     programs: dict[Setting, Path] = {}
-    for name, members in groups.items():
+    for config, members in groups.items():
+        name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
         folder = output.resolve() / "programs" / name
         ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
-        if not _is_exported(folder, evaluation.size, ratios):
-            options = {key: value for key, value in asdict(members[0].config).items() if key != "ratio"}
+        if not set(ratios) <= _exported_ratios(folder):
+            options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             sizes = [(evaluation.size, evaluation.size)]
             export_pipeline(load_model(evaluation.model), folder, ratios, sizes, overwrite=True, **options)
         programs |= dict.fromkeys(members, folder)
     return programs
 
 
-def _is_exported(folder: Path, size: int, ratios: Sequence[float]) -> bool:
+def _exported_ratios(folder: Path) -> set[float]:
     try:
-        manifest = read_manifest(folder, verify=False)  # weights are verified when they are loaded
+        return set(read_manifest(folder, verify=False).ratios)  # weights are verified when they are loaded
     except ToMeExportError:
-        return False
-    return (size, size) in manifest.sizes and set(ratios) <= set(manifest.ratios)
+        return set()
 
 
 def draw_setting(evaluation: Evaluation, setting: Setting, output: Path, drawer: Drawer, batch: int) -> None:
-    """Draw the images that a setting's folder lacks.
-
-    Raises:
-        ToMeError: images failed; the others are kept.
-    """
+    """Draw the images that a setting's folder lacks. Raises ToMeError if images failed; the others are kept."""
     # Threads and the size of a batch change rounding alone.
     decisive = [sources(), evaluation.model, evaluation.backend, setting.framework, setting.config.describe()]
     identity = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-    summary = draw_identified(evaluation.jobs(setting), identity, image_folder(setting.name, output), batch, drawer)
+    summary = draw_identified(evaluation.jobs(setting), identity, image_folder(setting, output), batch, drawer)
     if summary.failures:
         prompt, failure = summary.failures[0]
         raise ToMeError(
@@ -232,25 +196,17 @@ def draw_setting(evaluation: Evaluation, setting: Setting, output: Path, drawer:
         )
 
 
-def image_folder(name: str, output: Path) -> Path:
+def image_folder(setting: Setting, output: Path) -> Path:
     """Where the images of a setting are; their names sort in the order of the prompts."""
-    return output / "images" / name
+    return output / "images" / setting.name
 
 
 def image_paths(folder: Path) -> list[Path]:
-    """The PNG files of a folder in the order of their names, without unfinished ones.
-
-    Raises:
-        ToMeConfigError: there are none.
-    """
-    paths = sorted(path for path in folder.glob("*.png") if not path.name.startswith("."))
-    if not paths:
-        raise ToMeConfigError(f"{folder} has no PNG files: it must hold the images to measure.")
-    return paths
+    """The PNG files of a folder in the order of their names, without unfinished ones."""
+    return sorted(folder.glob("[!.]*.png"))
 
 
 def read_images(paths: Sequence[Path], size: int) -> np.ndarray:
     """Images as uint8 [N, size, size, 3]; those of another size are resized."""
     images = [Image.open(path).convert("RGB") for path in paths]
-    side = (size, size)
-    return np.stack([np.asarray(x if x.size == side else x.resize(side, Image.Resampling.LANCZOS)) for x in images])
+    return np.stack([np.asarray(image.resize((size, size), Image.Resampling.LANCZOS)) for image in images])

@@ -2,9 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError
-from ...generation.offline import Drawer
 from ...models import find_blocks
 from ...serving.engine import Engine
 from ...serving.jobs import Job
 from ..results import make_result
-from .drawing import claim_folder, draw, image_folder, image_paths, load_model, read_images
+from .drawing import MakeDrawer, claim_folder, draw, image_folder, image_paths, load_model, read_images
 from .merge_maps import write_merge_maps
-from .metrics import blur, find_inception, inception_fid, kid, psnr, ssim
-from .networks import EFFICIENTNET, STLPIPS, EfficientNetLite0, ShiftTolerantLPIPS
+from .metrics import blur, kid, load_fid, psnr, ssim
+from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
 from .quality_report import default_setting, read_frame
 from .settings import OTHER_SEEDS, PLAIN, Evaluation, Setting
 
@@ -49,21 +47,17 @@ def evaluate(
     evaluation: Evaluation,
     settings: Sequence[Setting],
     output: Path,
-    make_drawer: Callable[[Callable[[], Engine]], Drawer],
-    batch: int = 4,
-    real: Path | None = None,
-    with_inception: bool = False,
-    command: str = "",
+    make_drawer: MakeDrawer,
+    batch: int,
+    real: Path | None,
+    with_inception: bool,
+    command: str,
 ) -> dict[str, Any]:
     """Draw plain images and those of all settings into a folder, which a repeated run continues, and measure them.
 
     Args:
-        evaluation: what is drawn.
-        settings: what is compared with plain; see `settings.list_settings`.
-        output: folder for images, programs and measured values.
-        make_drawer: `offline.draw_here`, or one that draws elsewhere.
         batch: most images in one pipeline call.
-        real: folder of at least four real images, to measure KID to them too.
+        real: folder of at least SMALLEST_REAL real images, to measure KID to them too.
         with_inception: measure FID to the real images too.
         command: for the record.
 
@@ -72,27 +66,28 @@ def evaluate(
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the folder holds images of another evaluation.
-        ToMeError: a package or an interpreter is missing, or images could not be drawn.
+        ToMeError: weights or a package are missing, or images could not be drawn.
     """
+    # What may be missing is loaded now, because drawing takes hours.
     real_images = [] if real is None else image_paths(real)
     if real is not None and len(real_images) < SMALLEST_REAL:
         raise ToMeConfigError(f"{real} has {len(real_images)} PNG files: KID needs {SMALLEST_REAL} real images.")
     if real is None and with_inception:
         raise ToMeConfigError("FID compares with real images: name their folder with --real.")
-    if with_inception:  # before anything is drawn: packages may be missing
-        find_inception()
-    measurer = Measurer(output, evaluation.size)
+    fid = load_fid() if with_inception else None
+    for weights in (EFFICIENTNET, STLPIPS):
+        weights.read()
     drawn_by = claim_folder(evaluation, output)
     about_torch = draw(evaluation, [PLAIN, OTHER_SEEDS, *settings], output, make_drawer, batch)
+    measurer = Measurer(output, evaluation.size)
     calibration, references = calibrate(measurer, real_images)
     measured = []
     for setting in settings:
         values = measurer.compare(setting)
-        entry: dict[str, Any] = {"name": setting.name, "group": setting.group, "config": asdict(setting.config)}
-        entry |= {"framework": setting.framework, "pairs": _pairs(values)}
-        entry["kid"] = {name: kid(values["features"], features)._asdict() for name, features in references.items()}
-        if real is not None and with_inception:
-            entry["fid"] = inception_fid(image_folder(setting.name, output), real)
+        distances = {name: kid(values["features"], features) for name, features in references.items()}
+        entry = {**asdict(setting), "pairs": _pairs(values), "kid": distances}
+        if fid is not None and real is not None:
+            entry["fid"] = fid(image_folder(setting, output), real)
         measured.append(entry)
     return make_result(
         "quality",
@@ -109,40 +104,24 @@ def evaluate(
     )
 
 
+@dataclass(frozen=True)
 class Measurer:
-    """Measures images once, and keeps the values in the folder.
+    """Measures images once, and keeps the values in the folder of an evaluation."""
 
-    Args:
-        output: the folder of an evaluation.
-        size: px, of all its images; others are resized to it.
-
-    Raises:
-        WeightsError: the weights of a network are missing.
-    """
-
-    def __init__(self, output: Path, size: int) -> None:
-        self._output = output
-        self._size = size
-        for weights in (EFFICIENTNET, STLPIPS):  # now, because drawing takes hours
-            weights.read()
-
-    @cached_property
-    def _networks(self) -> tuple[EfficientNetLite0, ShiftTolerantLPIPS]:
-        return EfficientNetLite0(), ShiftTolerantLPIPS()
+    output: Path
+    size: int  # px; images of another size are resized
 
     def compare(self, setting: Setting, sigma: float = 0) -> Measured:
         """A setting's images, blurred by sigma px, each against the plain one of the same prompt and noise."""
-        images, plain = (image_paths(image_folder(name, self._output)) for name in (setting.name, PLAIN.name))
-        if len(images) != len(plain):
-            raise ToMeConfigError(f"{setting.name} has {len(images)} images and plain {len(plain)}: draw the rest.")
+        images, plain = (image_paths(image_folder(drawn, self.output)) for drawn in (setting, PLAIN))
         return self.measure(images, plain, sigma)
 
     def measure(self, images: Sequence[Path], references: Sequence[Path] = (), sigma: float = 0) -> Measured:
         """Features of images, blurred by sigma px, and each of PAIRS between them and their references."""
         # Names of drawn images contain a hash of all that decides them; those of real images do not: hence their size.
         names = [f"{path.parent.name}/{path.name}/{path.stat().st_size}" for path in (*images, *references)]
-        key = repr([names, len(references), self._size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
-        path = self._output / "measured" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+        key = repr([names, len(references), self.size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
+        path = self.output / "measured" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
         if path.exists():
             with np.load(path) as arrays:
                 return dict(arrays)
@@ -156,64 +135,55 @@ class Measurer:
         return measured
 
     def _measure_chunk(self, files: Sequence[Path], reference_files: Sequence[Path], sigma: float) -> Measured:
-        images = read_images(files, self._size)
+        images = read_images(files, self.size)
         if sigma:
             images = np.stack([blur(image, sigma) for image in images])
-        efficientnet, lpips = self._networks
-        measured = {"features": efficientnet.features(images)}
+        measured = {"features": efficientnet_features(images)}
         if reference_files:
-            references = read_images(reference_files, self._size)
-            measured["psnr"] = np.array(list(map(psnr, images, references)))
-            measured["ssim"] = np.array(list(map(ssim, images, references)))
-            measured["perceptual"] = lpips.distance(images, references)
+            references = read_images(reference_files, self.size)
+            pairs = list(zip(images, references, strict=True))
+            measured["psnr"] = np.array([psnr(a, b) for a, b in pairs])
+            measured["ssim"] = np.array([ssim(a, b) for a, b in pairs])
+            measured["perceptual"] = st_lpips(images, references)
         return measured
 
 
 def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Measure known differences: other noise, a blur, and halves of the real images.
 
-    Returns:
-        The result's "calibration", and the features of each set that settings are compared with.
+    Returns the result's "calibration", and the features of each set that settings are compared with.
     """
     plain, blurred, other = measurer.compare(PLAIN), measurer.compare(PLAIN, SIGMA), measurer.compare(OTHER_SEEDS)
+    references = {"to plain, other seeds": other["features"]}
     sets: dict[str, tuple[Any, np.ndarray, np.ndarray]] = {
         "plain, other seeds": (_pairs(other), plain["features"], other["features"]),
         "plain, blurred": (_pairs(blurred), blurred["features"], other["features"]),
     }
-    references = {"to plain, other seeds": other["features"]}
     if real_images:
         sharp, soft = (measurer.measure(real_images, sigma=sigma)["features"] for sigma in (0, SIGMA))
         references["to real"] = sharp
         sets["real halves"] = (None, sharp[::2], sharp[1::2])
         sets["real, blurred"] = (None, sharp[::2], soft[1::2])
         sets["plain against real"] = (None, plain["features"], sharp)
-    return {name: {"pairs": pairs, "kid": kid(x, y)._asdict()} for name, (pairs, x, y) in sets.items()}, references
+    return {name: {"pairs": pairs, "kid": kid(x, y)} for name, (pairs, x, y) in sets.items()}, references
 
 
 def _pairs(measured: Measured) -> dict[str, list[float | None]]:
     """For JSON, which has no infinity: None for the PSNR of equal images."""
-    values = {name: measured[name].tolist() for name in PAIRS}
-    return {name: [round(x, 5) if math.isfinite(x) else None for x in listed] for name, listed in values.items()}
+    return {name: [round(x, 5) if math.isfinite(x) else None for x in measured[name].tolist()] for name in PAIRS}
 
 
 def draw_merge_maps(result: dict[str, Any], output: Path) -> list[tuple[Path, str]]:
-    """Draw a result's first prompt in eager mode, and write maps of the tokens that merge.
-
-    Args:
-        result: what `evaluate` returned; its `quality_report.default_setting` is drawn.
-        output: folder for the PNG files.
-
-    Returns:
-        Each file with its caption.
+    """Draw a result's first prompt by its default setting in eager mode; PNG files of the tokens that merge, captions.
 
     Raises:
         ToMeExportError: the model cannot be loaded.
     """
-    pipe, (first, *_), size = load_model(result["model"]), result["prompts"], result["size"]
+    pipe, first, size = load_model(result["model"]), result["prompts"][0], result["size"]
     frame = read_frame(result)
-    ratio = float(frame.at[default_setting(frame), "ratio"])
-    fields = {"seed": first["seed"], "ratio": ratio, "steps": result["steps"]}
-    job = Job(first["prompt"], size, size, **fields, guidance_scale=result["guidance_scale"])
-    fields |= {"prompt": first["prompt"], "model": result["model"]}
+    fields = {**first, "ratio": float(frame.at[default_setting(frame), "ratio"]), "steps": result["steps"]}
+    job = Job(height=size, width=size, guidance_scale=result["guidance_scale"], **fields)
     with pipe.tome(ratio=job.ratio):
-        return write_merge_maps(pipe, lambda: np.asarray(Engine(pipe).generate([job])[0]), output, **fields)
+        return write_merge_maps(
+            pipe, lambda: np.asarray(Engine(pipe).generate([job])[0]), output, **fields, model=result["model"]
+        )

