@@ -35,7 +35,7 @@ def full_case(**fields):
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     """Makes the page, without plots, from the contents of results."""
-    monkeypatch.setattr(report_module, "_plots", lambda arms, index: {})
+    monkeypatch.setattr(report_module, "_plots", lambda arms, index: [])
 
     def report(*results):
         files = [
