@@ -23,11 +23,10 @@ HEADINGS = {
 
 
 def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[str, bool]:
-    """What became slower or faster, appeared or vanished.
+    """What became slower or faster, appeared or vanished from one speed result to others.
 
     The time of an arm is taken as a share of plain's within rounds, and that of plain in the predictor as a share of
-    plain in eager, because seconds of two runs on a shared machine cannot be compared. Seconds are shown too if
-    machine, threads and versions are the same.
+    plain in eager, because seconds of two runs on a shared machine cannot be compared.
 
     Args:
         old, new: files that `bench` wrote; an arm has vanished if none of the new ones has it.

@@ -131,7 +131,7 @@ def _bars(axes: Axes, arms: pd.DataFrame, labels: pd.Series, heights: pd.DataFra
         bars = heights[labels == name].to_numpy().T  # medians, lower and upper quartiles
         positions = [ticks.index(place) + (index - (len(names) - 1) / 2) * width for place in places[labels == name]]
         look = {"color": COLOURS[index % len(COLOURS)], "label": name, "error_kw": {"linewidth": 0.8}}
-        axes.bar(positions, bars[0], 0.92 * width, yerr=abs(bars[1:] - bars[0]), **look)
+        axes.bar(positions, bars[0], 0.92 * width, yerr=abs(bars[1:] - bars[0]).tolist(), **look)
         for position, height, top in zip(positions, bars[0], bars[2], strict=True) if len(arms) <= 30 else ():
             axes.text(position, max(top, 0), write.format(height), ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(ticks)), ticks, fontsize=9 if len(ticks) <= 8 else 7)

@@ -46,14 +46,9 @@ The machine is shared and noisy: compare ratios, not seconds. Merging is lossy: 
 
 
 def write_report(files: Sequence[Path], output: Path) -> str:
-    """Write `speed.md` and its plots into a folder, which is made if it is missing.
+    """Write `speed.md` and its plots into a folder, which is made if it is missing; returns the text of `speed.md`.
 
-    Args:
-        files: result files; those of other kinds are listed on the page and not used.
-        output: the folder.
-
-    Returns:
-        The text of `speed.md`.
+    Result files of other kinds are listed on the page and not used.
 
     Raises:
         ToMeConfigError: as `read_frame`; nothing is written.
@@ -67,7 +62,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     if (output / PUBLISHED).exists():
         lines += [f"Figures published by other projects, on other hardware: [{PUBLISHED}]({PUBLISHED}).", ""]
     if skipped:
-        names = ", ".join(f"{_file_link(file, output)} ({kind})" for file, kind in skipped)
+        names = ", ".join(f"[{file.name}]({link(file, output)}) ({kind})" for file, kind in skipped)
         lines += [f"Not in this report, because they are not speed results: {names}.", ""]
     for index, (title, arms) in enumerate(_sections(frame), start=1):
         lines += [f"## {title}", "", *_sources(arms, output), ""]
@@ -215,17 +210,14 @@ def _sections(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 def _sources(arms: pd.DataFrame, output: Path) -> Iterator[str]:
     """Where the figures of a section come from: file, machine, versions, commit and command."""
     for row in arms.drop_duplicates("file").to_dict("records"):
+        file = row["file"]
         about = {name: value for name, value in row["environment"].items() if value != "not installed"}
         versions = [f"{name} {about[name]}" for name in PACKAGES.split() if name in about]
         yield (
-            f"- {_file_link(row['file'], output)}: {about.get('machine')}, {about.get('device')}, threads: "
+            f"- [{file.name}]({link(file, output)}): {about.get('machine')}, {about.get('device')}, threads: "
             f"{row['threads']}, cores: {about.get('cores')}; {', '.join(versions)}, Python {about.get('python')}; "
             f"commit {row['commit']}; {row['rounds']} rounds; `{row['command']}`"
         )
-
-
-def _file_link(file: Path, output: Path) -> str:
-    return f"[{file.name}]({link(file, output)})"
 
 
 def _tables(arms: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
@@ -245,12 +237,12 @@ def _tables(arms: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
         none = "None: no merged arm is slower than plain or the same attention unmerged."
         yield "Slower than without merging", lines or [none]
     verdicts = _text(arms["over_limit"], lambda ratio: "reached" if ratio <= 1 + TARGET else "**not reached**")
-    limit = {"time above the limit": _text(arms["over_limit"], change), "target": verdicts}
-    yield f"Time above the free-merge limit, target {100 * TARGET:g} %", _by_arm(arms, limit)
+    cells = {"time above the limit": _text(arms["over_limit"], change), "target": verdicts}
+    yield f"Time above the free-merge limit, target {100 * TARGET:g} %", _by_arm(arms, cells)
     shares = {name: 100 * arms["shares"].str[name].astype(float) for name in ("matching", "merge", "unmerge")}
     shares["total"] = sum(shares.values())
-    shares = {name: _text(values, "{:.1f} %".format) for name, values in shares.items()}
-    yield "Share of the merging blocks' time", _by_arm(arms, shares)
+    cells = {name: _text(values, "{:.1f} %".format) for name, values in shares.items()}
+    yield "Share of the merging blocks' time", _by_arm(arms, cells)
     for heading, peer, column, key in PEERS:
         cells = {
             f"{peer}, s": partners(arms, **key)["time_cell"],
