@@ -55,9 +55,7 @@ def test_time_and_memory_by_size_and_batch(report):
     row = ["20.0", "16.0 (−20.0 %)", "25.0 (+25.0 %)", "20.0 (+0.0 %)"]
     rows = table_under(page, "### Time by size and batch, ratio 0.5, eager")
     assert rows == [["512", "2", *row], ["1024", "2", *row]]
-    assert (
-        "| size, px | batch | plain, s a pass | ToMe, s a pass | memory-efficient, s a pass | ToMe + memory-" in page
-    )
+    assert "| size, px | batch | plain, s a pass | ToMe, s a pass | memory-efficient, s a pass | ToMe + " in page
     memory = table_under(page, "### Peak memory by size and batch, ratio 0.5, eager")
     assert memory[0] == ["512", "2", "8.00", "6.00 (−25.0 %)", "4.00 (−50.0 %)", "3.20 (−60.0 %)"]
     rows = table_under(page, "### Time by size and batch, ratio 0.5, predictor")
@@ -141,12 +139,9 @@ def test_summary(report):
 
 
 def test_sections_do_not_mix_models_settings_machines_or_repetitions(report):
-    drawn = {"scope": "pipeline", "guidance_scale": 2.0}
-    page = report(
-        result([full_case(), full_case(model="sdxl"), full_case(steps=4, **drawn), full_case(steps=20, **drawn)]),
-        result([full_case()], machine="Another CPU"),
-        result([full_case(), full_case()], threads=2),
-    )
+    drawn = [full_case(steps=steps, scope="pipeline", guidance_scale=2.0) for steps in (4, 20)]
+    one, another = result([full_case(), full_case(model="sdxl"), *drawn]), result([full_case()], machine="Another CPU")
+    page = report(one, another, result([full_case(), full_case()], threads=2))
     unet = "sd15, one UNet pass, float32"
     assert re.findall("^## (.*)", page, re.M) == [
         unet, "sdxl, one UNet pass, float32", "sd15, whole images, float32, 4 steps, guidance scale 2",
@@ -163,13 +158,9 @@ def test_reasons_of_arms_that_were_not_measured(report):
 
 
 def test_levels_have_their_own_tables(report):
-    arms = [
-        arm("plain", PLAIN),
-        arm("tome", times(0.8), ratio=0.5, max_downsample=1),
-        arm("tome", times(0.4), ratio=0.5, max_downsample=2),
-        arm("limit", times(0.32), ratio=0.5, max_downsample=2),
-    ]
-    page = report(result([case(arms)]))
+    levels = [("tome", 0.8, 1), ("tome", 0.4, 2), ("limit", 0.32, 2)]
+    arms = [arm(name, times(share), ratio=0.5, max_downsample=level) for name, share, level in levels]
+    page = report(result([case([arm("plain", PLAIN), *arms])]))
     for level, cell in ((1, "16.0 (−20.0 %)"), (2, "8.00 (−60.0 %)")):
         heading = f"### Time by size and batch, ratio 0.5, eager, max_downsample {level}"
         assert table_under(page, heading) == [["512", "2", "20.0", cell]]

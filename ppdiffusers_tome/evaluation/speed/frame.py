@@ -28,8 +28,8 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
     - `machine`: what seconds depend on. `merges`: whether this package merges tokens in the arm.
     - `time`, `time_low`, `time_high`: median and quartiles of the seconds; NaN if the arm was not measured.
     - `faster_than_plain`, `…_efficient` (in the same backend), `…_pytorch`, `…_eager_plain`, of ToMe also
-      `…_built_in`, of a predictor also `…_eager` (the same arm there): the time of that arm over the time of this one,
-      as medians and quartiles of the ratios within rounds; NaN unless both were measured and differ.
+      `…_built_in`, of plain and ToMe in the predictor also `…_eager`: the time of that arm over that of this one, as
+      medians and quartiles of the ratios within rounds; NaN unless both were measured and differ.
     - `over_limit`: the time of ToMe over that of its free-merge limit, in the same form.
     - `memory_over_plain`, `memory_over_unmerged`: peak memory over that of plain, and of the same attention unmerged.
 
