@@ -50,10 +50,11 @@ def test_one_size_is_no_line(frame):
 def test_time_and_memory_by_ratio(frame, memory, panels):
     arms = [
         arm("plain", PLAIN, memory=memory),
-        arm("tome", times(0.8), ratio=0.25, memory=memory and 7),
-        arm("tome", times(0.5), ratio=0.5, memory=memory and 6),
-        arm("limit", times(0.7), ratio=0.25),
-        arm("limit", times(0.4), ratio=0.5),
+        arm("tome", times(0.8), ratio=0.25, max_downsample=2, memory=memory and 7),
+        arm("tome", times(0.5), ratio=0.5, max_downsample=2, memory=memory and 6),
+        arm("tome", times(0.3), ratio=0.5, max_downsample=4),  # not the lowest level
+        arm("limit", times(0.7), ratio=0.25, max_downsample=2),
+        arm("limit", times(0.4), ratio=0.5, max_downsample=2),
     ]
     figure = plots.time_and_memory_by_ratio(frame(sized(1024, 0.8), case(arms)), "eager")  # the first has one ratio
     assert figure.get_suptitle() == "sd15, one UNet pass, 512 px, batch 2, eager" and len(figure.axes) == panels
