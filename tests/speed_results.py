@@ -1,6 +1,9 @@
 """Small speed results with known answers, for the tests of what reads them."""
 
 import json
+from dataclasses import asdict
+
+from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
 
 PLAIN = [10.0, 20.0, 40.0]  # a shared machine: seconds vary, ratios within rounds do not
 
@@ -9,58 +12,25 @@ def times(share, seconds=PLAIN):
     return [share * second for second in seconds]
 
 
-def arm(name, seconds, *, backend="eager", ratio=0.0, status="measured", memory=None, **fields):
+def arm(name, seconds, *, ratio=0.0, status="measured", memory=None, **fields):
     """One arm; `seconds` has one number per round, `memory` is in GB."""
-    return {
-        "arm": name,
-        "backend": backend,
-        "ratio": ratio,
-        "max_downsample": None,
-        "attention": "slicing" if name in ("memory-efficient", "both") else "plain",
-        "kept": int(4096 * (1 - ratio)),
-        "status": status,
-        "reason": None if status == "measured" else "the allocator failed",
-        "seconds": list(seconds),
-        "parity": {"against": "its definition", "difference": 2e-6},
-        "peak_memory_bytes": None if memory is None else int(memory * 10**9),
-        "macs": 10**9,
-        "shares": None,
-        **fields,
-    }
+    costs = {"seconds": list(seconds), "peak_memory_bytes": memory and int(memory * 10**9), "macs": 10**9}
+    costs["parity"] = {"against": "its definition", "difference": 2e-6}
+    reason = None if status == "measured" else "the allocator failed"
+    kept = int(4096 * (1 - ratio))
+    return {**asdict(Arm(name, ratio=ratio, kept=kept, status=status, reason=reason, **costs)), **fields}
 
 
 def case(arms, *, size=512, batch=2, **fields):
-    return {
-        "model": "sd15",
-        "scope": "unet",
-        "size": size,
-        "batch": batch,
-        "dtype": "float32",
-        "steps": None,
-        "guidance_scale": None,
-        "latent": [size // 8, size // 8],
-        "tokens": (size // 8) ** 2,
-        "memory_limit_gb": None,
-        "arms": arms,
-        **fields,
-    }
+    about = Case("sd15", size=size, batch=batch, latent=[size // 8, size // 8], tokens=(size // 8) ** 2)
+    return {**asdict(about), "arms": arms, **fields}
 
 
 def result(cases, *, machine="Test CPU", **fields):
     environment = {"machine": machine, "cores": 2, "device": "cpu", "python": "3.11.9", "paddlepaddle": "2.6.2"}
     environment |= {"paddlepaddle-gpu": "not installed", "ppdiffusers": "0.29.0", "ppdiffusers_tome": "0.9.0"}
-    return {
-        "kind": "speed",
-        "format": 2,
-        "command": "python -m ppdiffusers_tome bench --quick",
-        "commit": "abc1234",
-        "environment": environment,
-        "rounds": 3,
-        "warm_up": 1,
-        "threads": 1,
-        "cases": cases,
-        **fields,
-    }
+    about = {"kind": "speed", "format": 2, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
+    return {**about, "command": "python -m ppdiffusers_tome bench --quick", "cases": cases, **fields}
 
 
 def write(path, data):

@@ -1,17 +1,16 @@
 """The plots have the data that they are made from, and there is no plot without it."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from speed_results import PLAIN, arm, case, result, times
+from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.evaluation.speed import speed_plots as plots
-from ppdiffusers_tome.evaluation.speed.frame import make_frame
+from ppdiffusers_tome.evaluation.speed.frame import read_frame
 
 
-def frame(*cases):
-    return make_frame([(Path("a.json"), result(list(cases)))])
+@pytest.fixture
+def frame(tmp_path):
+    return lambda *cases: read_frame([write(tmp_path / "a.json", result(list(cases)))])[0]
 
 
 def sized(size, share, batch=2):
@@ -24,7 +23,7 @@ def sized(size, share, batch=2):
     return case(arms, size=size, batch=batch)
 
 
-def test_speed_up_by_size():
+def test_speed_up_by_size(frame):
     figure = plots.speed_up_by_size(frame(sized(1024, 0.5), sized(512, 0.8)), "eager")
     tome, both = figure.axes
     assert [axes.get_title() for axes in figure.axes] == ["ToMe", "ToMe + memory-efficient"]
@@ -35,26 +34,27 @@ def test_speed_up_by_size():
     assert [text.get_text() for text in legend.get_texts()] == ["ratio 0.5, batch 2"]
 
 
-def test_batches_have_their_own_lines():
+def test_batches_have_their_own_lines(frame):
     arms = frame(sized(512, 0.8), sized(1024, 0.5), sized(512, 0.9, batch=4), sized(1024, 0.6, batch=4))
     lines = plots.speed_up_by_size(arms, "eager").axes[0].lines[:2]
     assert len({line.get_marker() for line in lines}) == 2 and len({line.get_color() for line in lines}) == 1
     np.testing.assert_allclose(lines[1].get_ydata(), [1 / 0.9, 1 / 0.6])
 
 
-def test_one_size_is_no_line():
+def test_one_size_is_no_line(frame):
     assert plots.speed_up_by_size(frame(sized(512, 0.8)), "eager") is None
     assert plots.speed_up_by_size(frame(sized(512, 0.8), sized(1024, 0.5)), "predictor") is None
 
 
 @pytest.mark.parametrize("memory, panels", [(8, 2), (None, 1)])
-def test_time_and_memory_by_ratio(memory, panels):
+def test_time_and_memory_by_ratio(frame, memory, panels):
     arms = [
         arm("plain", PLAIN, memory=memory),
-        arm("tome", times(0.8), ratio=0.25, memory=memory and 7),
-        arm("tome", times(0.5), ratio=0.5, memory=memory and 6),
-        arm("limit", times(0.7), ratio=0.25),
-        arm("limit", times(0.4), ratio=0.5),
+        arm("tome", times(0.8), ratio=0.25, max_downsample=2, memory=memory and 7),
+        arm("tome", times(0.5), ratio=0.5, max_downsample=2, memory=memory and 6),
+        arm("tome", times(0.3), ratio=0.5, max_downsample=4),  # not the lowest level
+        arm("limit", times(0.7), ratio=0.25, max_downsample=2),
+        arm("limit", times(0.4), ratio=0.5, max_downsample=2),
     ]
     figure = plots.time_and_memory_by_ratio(frame(sized(1024, 0.8), case(arms)), "eager")  # the first has one ratio
     assert figure.get_suptitle() == "sd15, one UNet pass, 512 px, batch 2, eager" and len(figure.axes) == panels
@@ -67,7 +67,7 @@ def test_time_and_memory_by_ratio(memory, panels):
     assert plots.time_and_memory_by_ratio(frame(sized(512, 0.8)), "eager") is None
 
 
-def test_time_above_the_limit_is_taken_within_rounds():
+def test_time_above_the_limit_is_taken_within_rounds(frame):
     # 10 %, 2 %, 4 % above the limit: the median is 4 %; of the medians of the seconds it would be 2 %
     arms = [arm("tome", [11.0, 20.4, 41.6], ratio=0.5), arm("limit", PLAIN, ratio=0.5)]
     [axes] = plots.time_above_limit(frame(case(arms))).axes
@@ -80,7 +80,7 @@ def test_time_above_the_limit_is_taken_within_rounds():
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5])
-def test_eager_against_predictor(ratio):
+def test_eager_against_predictor(frame, ratio):
     eager = [arm("plain", PLAIN), arm("tome", times(0.8), ratio=ratio)]
     predictor = [
         arm("plain", times(0.25), backend="predictor"),

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from .clock import Quartiles
-
 NOT_MEASURED = "–"
 
 
@@ -33,13 +31,6 @@ def number(value: float) -> str:
     """Seconds or GB in three to four digits: "0.0123", "0.456", "1.23", "45.6", "789"."""
     digits = 4 if value < 0.1 else 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f}"
-
-
-def speed_up(ratio: Quartiles | None, with_quartiles: bool = False) -> str:
-    """ "1.23×", or "1.23× [1.20–1.25]"."""
-    if ratio is None:
-        return NOT_MEASURED
-    return f"{ratio.median:.2f}×" + (f" [{ratio.low:.2f}–{ratio.high:.2f}]" if with_quartiles else "")
 
 
 def change(ratio: float, digits: int = 1) -> str:

@@ -7,10 +7,9 @@ from typing import Any
 import pandas as pd
 
 from ...errors import ToMeConfigError
-from ..clock import Quartiles
 from ..markdown import change
 from .cases import BUILT_IN, EAGER, ERROR, LIMIT, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, PYTORCH
-from .frame import CASE, UNMERGED, partners, ratios, read_frame
+from .frame import CASE, UNMERGED, partners, read_frame, rounds, spread
 
 ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample"]  # equal if the arm is measured again
 HEADINGS = {
@@ -24,11 +23,10 @@ HEADINGS = {
 
 
 def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[str, bool]:
-    """What became slower or faster, appeared or vanished.
+    """What became slower or faster, appeared or vanished from one speed result to others.
 
     The time of an arm is taken as a share of plain's within rounds, and that of plain in the predictor as a share of
-    plain in eager, because seconds of two runs on a shared machine cannot be compared. Seconds are shown too if
-    machine, threads and versions are the same.
+    plain in eager, because seconds of two runs on a shared machine cannot be compared.
 
     Args:
         old, new: files that `bench` wrote; an arm has vanished if none of the new ones has it.
@@ -65,12 +63,9 @@ def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[st
 def _with_shares(frame: pd.DataFrame) -> pd.DataFrame:
     backends = frame["backend"].mask(frame["arm"] == PLAIN, EAGER)
     reference = partners(frame, arm=PLAIN, backend=backends, **UNMERGED)
-    return frame.assign(
-        share=ratios(frame["seconds"], reference["seconds"]),
-        label=frame["case_name"] + ": " + frame["name"],
-        run=frame["commit"] + ", " + frame["command"],
-        order=range(len(frame)),
-    )
+    frame = frame.join(spread("share", rounds(frame) / rounds(reference)))
+    label, run = frame["case_name"] + ": " + frame["name"], frame["commit"] + ", " + frame["command"]
+    return frame.assign(label=label, run=run, order=range(len(frame)))
 
 
 def _judge(arm: dict[str, Any], threshold: float, is_same_machine: bool) -> tuple[str, str]:
@@ -87,20 +82,19 @@ def _judge(arm: dict[str, Any], threshold: float, is_same_machine: bool) -> tupl
         return "the same" if status != MEASURED else "appeared" if was == NOT_MEASURED else "faster", text
     if (arm["arm"], arm["backend"]) == (PLAIN, EAGER):
         return "the same", "the reference"
-    before, after = arm["share_old"], arm["share"]
-    if not (isinstance(before, Quartiles) and isinstance(after, Quartiles)):
+    ratio = arm["share"] / arm["share_old"]
+    if pd.isna(ratio):
         return "no reference", "its time against plain is not known"
-    ratio = after.median / before.median
     reference = "eager plain" if arm["arm"] == PLAIN else "plain"
-    text = f"{_words(before)} → {_words(after)} of {reference}'s time ({change(ratio)})"
+    before, after = (
+        f"{arm[f'share{run}']:.3f} [{arm[f'share_low{run}']:.3f}–{arm[f'share_high{run}']:.3f}]"
+        for run in ("_old", "")
+    )
+    text = f"{before} → {after} of {reference}'s time ({change(ratio)})"
     if is_same_machine:
-        text += f"; {arm['time_old'].median:.4g} s → {arm['time'].median:.4g} s"
+        text += f"; {arm['time_old']:.4g} s → {arm['time']:.4g} s"
     if abs(ratio - 1) <= threshold:
         return "the same", text
-    if after.low <= before.high and before.low <= after.high:
+    if arm["share_low"] <= arm["share_high_old"] and arm["share_low_old"] <= arm["share_high"]:
         return "within the noise", text
     return "slower" if ratio > 1 else "faster", text
-
-
-def _words(share: Quartiles) -> str:
-    return f"{share.median:.3f} [{share.low:.3f}–{share.high:.3f}]"

@@ -1,25 +1,17 @@
 """Plots of speed results: each function returns a figure, or None if the arms lack what it shows."""
 
-from typing import Any
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..clock import Quartiles
 from ..plotting import BLUE, GREEN, GREY, ORANGE, RED, SKY, add_legend, make_figure, set_title
 from .cases import ARM_NAMES, BOTH, BUILT_IN, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
-from .frame import medians, nearest
+from .frame import nearest
 
 TARGET = 0.03  # largest time above the free-merge limit that counts as reaching it, as a share
 COLOURS = (SKY, ORANGE, RED, BLUE, GREEN)
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LOOKS: dict[str, dict[str, Any]] = {
-    TOME: {"color": BLUE, "linestyle": "-", "marker": "o"},
-    LIMIT: {"color": GREY, "linestyle": ":", "marker": ""},
-    BUILT_IN: {"color": RED, "linestyle": "-", "marker": "s"},
-    BOTH: {"color": GREEN, "linestyle": "--", "marker": "^"},
-}
+LOOKS = {TOME: ("o-", BLUE), LIMIT: (":", GREY), BUILT_IN: ("s-", RED), BOTH: ("^--", GREEN)}  # of lines by ratio
 
 
 def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
@@ -29,7 +21,7 @@ def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
     None if no line has two sizes.
     """
     arms = arms[arms["merges"] & (arms["backend"] == backend) & arms["faster_than_plain"].notna()]
-    arms = arms[arms["max_downsample"] == arms["max_downsample"].min()]
+    arms = arms[arms["max_downsample"] == arms["max_downsample"].min()].sort_values("size")
     if arms.empty or arms.groupby(["arm", "ratio", "batch"])["size"].nunique().max() < 2:
         return None
     ratios = sorted({nearest(arms["ratio"], wanted) for wanted in (0.25, 0.5, 0.75)})
@@ -39,12 +31,11 @@ def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
     for panel in panels[1:]:
         panel.sharey(panels[0])
     for panel, (name, of_panel) in zip(panels, panels_of, strict=True):
-        for (ratio, batch), line in of_panel.sort_values("size").groupby(["ratio", "batch"]):
-            colour, marker = COLOURS[ratios.index(ratio)], MARKERS[batches.index(batch) % len(MARKERS)]
+        for (ratio, batch), line in of_panel.groupby(["ratio", "batch"]):
+            marker, colour = MARKERS[batches.index(batch) % len(MARKERS)], COLOURS[ratios.index(ratio)]
             label = f"ratio {ratio:g}, batch {batch}"
-            speed_ups = medians(line["faster_than_plain"])
-            panel.plot(line["size"], speed_ups, color=colour, marker=marker, markersize=5, label=label)
-        panel.axhline(1, color=GREY, linewidth=1)
+            panel.plot(line["size"], line["faster_than_plain"], f"{marker}-", color=colour, ms=5, label=label)
+        panel.axhline(1, color=GREY, lw=1)
         panel.set(xticks=sorted(arms["size"].unique()), xlabel="image size (px, square)")
         panel.set_title(ARM_NAMES[name], fontsize=11)
     panels[0].set_ylabel("times as fast as plain")
@@ -57,31 +48,28 @@ def time_and_memory_by_ratio(arms: pd.DataFrame, backend: str) -> Figure | None:
     """Seconds and peak memory of one case against the ratio; at ratio 0 is the same attention without merging.
 
     The case is the one measured at most ratios; of several the one with the largest image, then the smallest batch.
-    None if no arm was measured at two ratios.
+    Of several values of `max_downsample` it is the lowest. None if no arm was measured at two ratios.
     """
     arms = arms[(arms["backend"] == backend) & arms["time"].notna()]
     arms = arms.sort_values(["size", "batch"], ascending=[False, True], kind="stable")
     merged = arms[arms["arm"].isin(LOOKS)]
     if merged.empty:
         return None
-    arms = arms[arms["case"] == merged.groupby("case", sort=False)["ratio"].nunique().idxmax()]
-    curves = {}
-    for name in LOOKS:
-        of_name = arms[(arms["arm"] == name) & (arms["max_downsample"] == merged["max_downsample"].min())]
-        unmerged = arms[arms["arm"] == (MEMORY_EFFICIENT if name == BOTH else PLAIN)]
-        if of_name["ratio"].nunique() > 1:
-            curves[name] = pd.concat([unmerged, of_name]).sort_values("ratio")
+    merged = merged[merged["case"] == merged.groupby("case", sort=False)["ratio"].nunique().idxmax()]
+    level = merged["max_downsample"].min()
+    arms = arms[(arms["case"] == merged["case"].iloc[0]) & arms["max_downsample"].isin([level, 0])]
+    curves = {name: arms[arms["arm"].isin([name, MEMORY_EFFICIENT if name == BOTH else PLAIN])] for name in LOOKS}
+    curves = {name: curve.sort_values("ratio") for name, curve in curves.items() if (curve["arm"] == name).sum() > 1}
     if not curves:
         return None
-    has_memory = any(curve["peak_memory_bytes"].notna().any() for curve in curves.values())
+    has_memory = pd.concat(curves.values())["peak_memory_bytes"].notna().any()
     figure, panels = make_figure(columns=1 + has_memory)
     for name, curve in curves.items():
-        look = LOOKS[name]
-        times = pd.DataFrame([*curve["time"]], columns=Quartiles._fields)
-        panels[0].plot(curve["ratio"], times["median"], label=ARM_NAMES[name], markersize=5, **look)
-        panels[0].fill_between(curve["ratio"], times["low"], times["high"], color=look["color"], alpha=0.12, lw=0)
+        line, colour = LOOKS[name]
+        panels[0].plot(curve["ratio"], curve["time"], line, color=colour, ms=5, label=ARM_NAMES[name])
+        panels[0].fill_between(curve["ratio"], curve["time_low"], curve["time_high"], color=colour, alpha=0.12, lw=0)
         if has_memory and name != LIMIT:
-            panels[1].plot(curve["ratio"], curve["peak_memory_bytes"] / 1e9, markersize=5, **look)
+            panels[1].plot(curve["ratio"], curve["peak_memory_bytes"] / 1e9, line, color=colour, ms=5)
     for panel, label in zip(panels, ("seconds", "peak memory (GB)"), strict=False):
         panel.set(xlabel="ratio (share of tokens merged away)", ylabel=label)
         panel.set_ylim(bottom=0)
@@ -98,10 +86,10 @@ def time_above_limit(arms: pd.DataFrame) -> Figure | None:
     backends = arms.groupby("backend", sort=False)
     figure, panels = make_figure(rows=len(backends), height=1.4 + 2.8 * len(backends))
     for panel, (backend, bars) in zip(panels, backends, strict=True):
-        above = bars["over_limit"].map(lambda ratio: Quartiles(*(100 * (value - 1) for value in ratio)))
+        above = 100 * (bars.filter(like="over_limit") - 1)
         _bars(panel, bars, "ratio " + bars["ratio"].map("{:g}".format), above, "{:+.1f}")
-        panel.axhline(100 * TARGET, color=RED, linewidth=1.2, linestyle="--", label=f"target, {100 * TARGET:g} %")
-        panel.axhline(0, color=GREY, linewidth=1)
+        panel.axhline(100 * TARGET, color=RED, lw=1.2, ls="--", label=f"target, {100 * TARGET:g} %")
+        panel.axhline(0, color=GREY, lw=1)
         panel.set_title(backend, fontsize=11)
     figure.supylabel("time above the free-merge limit (%)", fontsize=11)
     set_title(figure, f"Time above the free-merge limit, {arms['subject'].iloc[0]}")
@@ -115,9 +103,7 @@ def eager_against_predictor(arms: pd.DataFrame) -> Figure | None:
     Of several ratios it is the one nearest to 0.5, of several values of `max_downsample` the lowest. None if the
     predictor was not measured, or eager plain was not.
     """
-    arms = arms[
-        arms["faster_than_eager_plain"].notna() & arms["arm"].isin([PLAIN, TOME]) & (arms["backend"] != PYTORCH)
-    ]
+    arms = arms[arms["faster_than_eager_plain"].notna() & (arms["backend"] != PYTORCH)]
     merged = arms[arms["arm"] == TOME]
     ratio = nearest(merged["ratio"], 0.5) if len(merged) else 0.5
     merged = merged[(merged["ratio"] == ratio) & (merged["max_downsample"] == merged["max_downsample"].min())]
@@ -126,15 +112,15 @@ def eager_against_predictor(arms: pd.DataFrame) -> Figure | None:
         return None
     figure, [axes] = make_figure()
     labels = arms["backend"] + ", " + arms["arm"].map({PLAIN: "plain", TOME: f"ToMe {ratio:g}"})
-    _bars(axes, arms.assign(max_downsample=0), labels, arms["faster_than_eager_plain"], "{:.2f}")
-    axes.axhline(1, color=GREY, linewidth=1)
+    _bars(axes, arms.assign(max_downsample=0), labels, arms.filter(like="faster_than_eager_plain"), "{:.2f}")
+    axes.axhline(1, color=GREY, lw=1)
     axes.set_ylabel("times as fast as eager, plain")
     set_title(figure, f"Eager and predictor, {arms['subject'].iloc[0]}")
     add_legend(figure, [axes])
     return figure
 
 
-def _bars(axes: Axes, arms: pd.DataFrame, labels: pd.Series, heights: pd.Series, write: str) -> None:
+def _bars(axes: Axes, arms: pd.DataFrame, labels: pd.Series, heights: pd.DataFrame, write: str) -> None:
     """Medians as bars, grouped by case, with their values unless there are many; quartiles as error bars."""
     levels = arms["max_downsample"].map(lambda level: f"\nlevel ≤ {level}" if level else "")
     places = arms["shape"].str.replace(", ", "\n") + levels
@@ -142,14 +128,12 @@ def _bars(axes: Axes, arms: pd.DataFrame, labels: pd.Series, heights: pd.Series,
     names = list(labels.unique())
     width = min(0.8 / len(names), 0.4)
     for index, name in enumerate(names):
-        bars = list(heights[labels == name])
-        errors = [[bar.median - bar.low for bar in bars], [bar.high - bar.median for bar in bars]]
-        offset = (index - (len(names) - 1) / 2) * width
-        positions = [ticks.index(place) + offset for place in places[labels == name]]
-        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "error_kw": {"linewidth": 0.8}}
-        axes.bar(positions, [bar.median for bar in bars], 0.92 * width, yerr=errors, label=name, **look)
-        for position, bar in zip(positions, bars, strict=True) if len(arms) <= 30 else ():
-            axes.text(position, max(bar.high, 0), write.format(bar.median), ha="center", va="bottom", fontsize=8)
+        bars = heights[labels == name].to_numpy().T  # medians, lower and upper quartiles
+        positions = [ticks.index(place) + (index - (len(names) - 1) / 2) * width for place in places[labels == name]]
+        look = {"color": COLOURS[index % len(COLOURS)], "label": name, "error_kw": {"linewidth": 0.8}}
+        axes.bar(positions, bars[0], 0.92 * width, yerr=abs(bars[1:] - bars[0]).tolist(), **look)
+        for position, height, top in zip(positions, bars[0], bars[2], strict=True) if len(arms) <= 30 else ():
+            axes.text(position, max(top, 0), write.format(height), ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(ticks)), ticks, fontsize=9 if len(ticks) <= 8 else 7)
     axes.set_xlim(-0.5, len(ticks) - 0.5)
     axes.grid(axis="x", visible=False)

@@ -1,56 +1,36 @@
 """The report on speed and memory: a page of tables and plots."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..markdown import NOT_MEASURED, change, link, number, speed_up, table
+from ..markdown import NOT_MEASURED, change, link, number, table
 from ..plotting import save_figure
-from .cases import (
-    ARM_NAMES,
-    BOTH,
-    BUILT_IN,
-    EAGER,
-    ERROR,
-    LIMIT,
-    MEASURED,
-    MEMORY_EFFICIENT,
-    OUT_OF_MEMORY,
-    PLAIN,
-    PREDICTOR,
-    PYTORCH,
-    TOME,
-)
-from .frame import CASE, medians, nearest, partners, read_frame
+from . import cases
+from .frame import CASE, nearest, partners, read_frame
 from .speed_plots import TARGET, eager_against_predictor, speed_up_by_size, time_above_limit, time_and_memory_by_ratio
 
-COLUMNS = (PLAIN, TOME, MEMORY_EFFICIENT, BOTH, LIMIT)  # of the tables by size, batch and ratio
+COLUMNS = [cases.PLAIN, cases.TOME, cases.MEMORY_EFFICIENT, cases.BOTH, cases.LIMIT]  # of tables by size and ratio
+RATIO_0 = {cases.PLAIN: cases.TOME, cases.MEMORY_EFFICIENT: cases.BOTH}  # in whose column an unmerged arm is ratio 0
 SUMMARY = [  # arm, column of its speed-up, and the comparison in words
-    (TOME, "faster_than_plain", "ToMe over plain"),
-    (TOME, "faster_than_efficient", "ToMe over memory-efficient attention"),
-    (BOTH, "faster_than_plain", "ToMe + memory-efficient attention over plain"),
-    (BOTH, "faster_than_efficient", "ToMe + memory-efficient attention over memory-efficient attention"),
-    (TOME, "faster_than_built_in", "ToMe over ppdiffusers' built-in ToMe"),
-    (TOME, "faster_than_pytorch", "ToMe over tomesd on PyTorch"),
-    (TOME, "faster_than_eager", "ToMe in the predictor over ToMe in eager"),
+    (cases.TOME, "faster_than_plain", "ToMe over plain"),
+    (cases.TOME, "faster_than_efficient", "ToMe over memory-efficient attention"),
+    (cases.BOTH, "faster_than_plain", "ToMe + memory-efficient attention over plain"),
+    (cases.BOTH, "faster_than_efficient", "ToMe + memory-efficient attention over memory-efficient attention"),
+    (cases.TOME, "faster_than_built_in", "ToMe over ppdiffusers' built-in ToMe"),
+    (cases.TOME, "faster_than_pytorch", "ToMe over tomesd on PyTorch"),
+    (cases.TOME, "faster_than_eager", "ToMe in the predictor over ToMe in eager"),
 ]
-CASE_CELLS = ["size, px", "batch", "memory limit"]  # what differs between the cases of a section
-SPEED_UP = partial(speed_up, with_quartiles=True)
-GROUP = ["model", "scope", "dtype", "steps", "guidance_scale", "machine"]  # what the cases of a section share
-PACKAGES = [
-    "paddlepaddle",
-    "paddlepaddle-gpu",
-    "ppdiffusers",
-    "ppdiffusers_tome",
-    "numpy",
-    "torch",
-    "diffusers",
-    "tomesd",
+PEERS = [  # heading, the peer in words, column of the speed-up over it, and how the peer's key differs
+    ("Against ppdiffusers' built-in ToMe", "built-in", "faster_than_built_in", {"arm": cases.BUILT_IN}),
+    ("Against PyTorch with diffusers and tomesd", "PyTorch", "faster_than_pytorch", {"backend": cases.PYTORCH}),
+    ("Predictor against eager", "eager", "faster_than_eager", {"backend": cases.EAGER}),
 ]
+PACKAGES = "paddlepaddle paddlepaddle-gpu ppdiffusers ppdiffusers_tome numpy torch diffusers tomesd"
 PUBLISHED = "published_figures.md"
 INTRODUCTION = """\
 A *case* is one model at one image size and batch. Its *arms* compute it in different ways: *plain* is the model as it
@@ -66,80 +46,68 @@ The machine is shared and noisy: compare ratios, not seconds. Merging is lossy: 
 
 
 def write_report(files: Sequence[Path], output: Path) -> str:
-    """Write `speed.md` and its plots into a folder, which is made if it is missing.
+    """Write `speed.md` and its plots into a folder, which is made if it is missing; returns the text of `speed.md`.
 
-    Args:
-        files: result files; those of other kinds are listed on the page and not used.
-        output: the folder.
-
-    Returns:
-        The text of `speed.md`.
+    Result files of other kinds are listed on the page and not used.
 
     Raises:
-        ToMeConfigError: a file cannot be read, none is a speed result, or as `make_frame`; nothing is written.
+        ToMeConfigError: as `read_frame`; nothing is written.
     """
     frame, skipped = read_frame(files)
     frame = _with_cells(frame)
-    lines = ["# Speed and memory", "", INTRODUCTION, "", *_summary(frame), HOW_TO_READ, ""]
+    lines = ["# Speed and memory", "", INTRODUCTION, ""]
+    for block in ([f"- {sentence}" for sentence in _sentences(frame)], _comparisons(frame), _sizes(frame)):
+        lines += [*block, ""] if block else []
+    lines += [HOW_TO_READ, ""]
     if (output / PUBLISHED).exists():
         lines += [f"Figures published by other projects, on other hardware: [{PUBLISHED}]({PUBLISHED}).", ""]
     if skipped:
-        names = ", ".join(f"{_file_link(file, output)} ({kind})" for file, kind in skipped)
+        names = ", ".join(f"[{file.name}]({link(file, output)}) ({kind})" for file, kind in skipped)
         lines += [f"Not in this report, because they are not speed results: {names}.", ""]
-    figures: dict[str, Figure] = {}
-    for index, (title, arms) in enumerate(_groups(frame), start=1):
-        plots = _plots(arms, index)
-        figures |= plots
-        lines += [f"## {title}", "", *_sources(arms, output), "", *_section(arms)]
-        for name, figure in plots.items():
+    for index, (title, arms) in enumerate(_sections(frame), start=1):
+        lines += [f"## {title}", "", *_sources(arms, output), ""]
+        for heading, rows in _tables(arms):
+            lines += [f"### {heading}", "", *rows, ""] if rows else []
+        for name, figure in _plots(arms, index):
+            save_figure(figure, output / name)
             lines += [f"![{figure.get_suptitle()}]({name})", ""]
         lines += ["<details><summary>Every figure: time, memory, multiply-accumulates, parity</summary>", ""]
         lines += [*_every_figure(arms), "", "</details>", ""]
     text = "\n".join(lines).rstrip() + "\n"
     output.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        save_figure(figure, output / name)
     (output / "speed.md").write_text(text, encoding="utf-8")
     return text
 
 
 def _with_cells(frame: pd.DataFrame) -> pd.DataFrame:
-    """With columns of text for tables: time and peak memory, alone and with their changes against plain."""
-    failures = frame["status"].map({OUT_OF_MEMORY: "OOM", ERROR: "error"}).fillna(NOT_MEASURED)
-    time = _text(medians(frame["time"]), number).fillna(failures)
-    memory = _text(frame["peak_memory_bytes"] / 1e9, number).fillna(failures)
-    speed_ups = medians(frame["faster_than_plain"])
-    changes = frame["memory_over_plain"].mask(frame["arm"] == PLAIN)
+    """With columns of text: an arm in words, and its time and peak memory, alone and with changes against plain."""
+    failures = frame["status"].map({cases.OUT_OF_MEMORY: "OOM", cases.ERROR: "error"})
+    time = _text(frame["time"], number, failures)
+    memory = _text(frame["peak_memory_bytes"] / 1e9, number, failures)
+    memory_ratio = frame["memory_over_plain"].mask(frame["arm"] == cases.PLAIN)
     texts = {
+        "where": frame["case_name"] + ", " + frame["name"],
         "size, px": frame["size"],
-        "memory limit": _text(frame["memory_limit_gb"], "{:g} GB".format).fillna(NOT_MEASURED),
+        "memory limit": _text(frame["memory_limit_gb"], "{:g} GB".format, NOT_MEASURED),
+        "ratio_cell": _text(frame["ratio"], "{:g}".format),
         "time_cell": time,
         "memory_cell": memory,
-        "time_and_change": time + _text(1 / speed_ups, lambda ratio: f" ({change(ratio)})").fillna(""),
-        "time_and_speed_up": time + _text(speed_ups, " ({:.2f}×)".format).fillna(""),
-        "memory_and_change": memory + _text(changes, lambda ratio: f" ({change(ratio)})").fillna(""),
+        "time_and_change": time + _text(1 / frame["faster_than_plain"], lambda ratio: f" ({change(ratio)})", ""),
+        "time_and_speed_up": time + _text(frame["faster_than_plain"], " ({:.2f}×)".format, ""),
+        "memory_and_change": memory + _text(memory_ratio, lambda ratio: f" ({change(ratio)})", ""),
     }
     return frame.assign(**texts)
 
 
-def _text(values: pd.Series, write: Callable[[Any], str]) -> pd.Series:
-    return values.map(write, na_action="ignore").astype(object)
+def _text(values: pd.Series, write: Callable[[Any], str], missing: pd.Series | str | None = None) -> pd.Series:
+    others = pd.Series(missing, values.index, dtype=object)
+    texts = [other if pd.isna(value) else write(value) for value, other in zip(values, others, strict=True)]
+    return pd.Series(texts, values.index, dtype=object)
 
 
-def _table(cells: pd.DataFrame) -> list[str]:
-    """A Markdown table whose first columns are the frame's index."""
-    cells = cells.reset_index().fillna(NOT_MEASURED).astype(str)
-    return table(list(cells), cells.to_numpy().tolist())
-
-
-def _summary(frame: pd.DataFrame) -> list[str]:
-    """Sentences and tables computed from all results, on gains and losses alike."""
-    blocks = [[f"- {sentence}" for sentence in _sentences(frame)], _comparisons(frame), _sizes(frame)]
-    return [line for block in blocks if block for line in (*block, "")]
-
-
-def _where(arm: pd.Series) -> str:
-    return f"{arm['case_name']}, {arm['name']}"
+def _with_quartiles(arms: pd.DataFrame, column: str, form: str = "{:.2f}", unit: str = "×") -> pd.Series:
+    median, low, high = (_text(arms[name], form.format) for name in (column, f"{column}_low", f"{column}_high"))
+    return median + f"{unit} [" + low + "–" + high + "]"
 
 
 def _range(speed_ups: pd.Series) -> str:
@@ -148,48 +116,60 @@ def _range(speed_ups: pd.Series) -> str:
 
 
 def _sentences(frame: pd.DataFrame) -> Iterator[str]:
+    """What the results show, gains and losses alike."""
     merged = frame[frame["merges"]]
-    speed_ups = medians(merged["faster_than_plain"][merged["arm"] == TOME])
+    speed_ups = merged.loc[merged["arm"] == cases.TOME, "faster_than_plain"]
     if speed_ups.count():
         best = merged.loc[speed_ups.idxmax()]
-        low, high = best["faster_than_plain"][1:]
         yield (
-            f"ToMe is {_range(speed_ups)} as fast as plain in {speed_ups.count()} arms; the fastest is {_where(best)} "
-            f"(quartiles {low:.2f}–{high:.2f})."
+            f"ToMe is {_range(speed_ups)} as fast as plain in {speed_ups.count()} arms; the fastest is "
+            f"{best['where']} (quartiles {best['faster_than_plain_low']:.2f}–{best['faster_than_plain_high']:.2f})."
         )
     slower, count = _slower(merged), merged["time"].count()
     if len(slower):
         worst = slower.sort_values("speed_up", kind="stable").iloc[0]
         yield (
             f"**Where merging is slower** than plain or the same attention unmerged: {slower.index.nunique()} of "
-            f"{count} merged arms, listed below. The slowest is {_where(worst)}, which takes "
+            f"{count} merged arms, listed below. The slowest is {worst['where']}, which takes "
             f"{1 / worst['speed_up']:.2f} times as long as {worst['baseline']}."
         )
     elif count:
         yield f"None of {count} merged arms is slower than plain or the same attention unmerged."
-    above = medians(merged["over_limit"])
+    above = merged["over_limit"]
     if above.count():
         yield (
             f"{(above <= 1 + TARGET).sum()} of {above.count()} merged arms take at most {100 * TARGET:g} % longer than"
             " the free-merge limit, the fastest that merging can be; the most is "
-            f"{change(above.max())}, in {_where(merged.loc[above.idxmax()])}."
+            f"{change(above.max())}, in {merged.loc[above.idxmax(), 'where']}."
         )
     memory = merged["memory_over_unmerged"]
     if memory.count():
         yield (
             f"Merging changes peak memory by {change(memory.max(), 0)} to {change(memory.min(), 0)} against the same "
-            f"attention unmerged; it saves most in {_where(merged.loc[memory.idxmin()])}."
+            f"attention unmerged; it saves most in {merged.loc[memory.idxmin(), 'where']}."
         )
-    too_large = frame[(frame["arm"] == PLAIN) & (frame["status"] == OUT_OF_MEMORY)]
+    too_large = frame[(frame["arm"] == cases.PLAIN) & (frame["status"] == cases.OUT_OF_MEMORY)]
     fits = too_large.merge(merged[merged["time"].notna()], on=["case", "backend"], suffixes=("", "_merged"))
     if len(fits):
         yield f"Merged arms fit in memory where plain does not: {'; '.join(fits['case_name'].unique())}."
-    differences = frame["parity"].map(lambda parity: parity["difference"], na_action="ignore").astype(float)
+    differences = frame["parity"].str["difference"].astype(float)
     if differences.count():
         yield (
             f"Before timing, the outputs of {differences.count()} arms were compared with what they must equal. The "
-            f"largest relative difference is {differences.max():.1e} ({_where(frame.loc[differences.idxmax()])})."
+            f"largest relative difference is {differences.max():.1e} ({frame.loc[differences.idxmax(), 'where']})."
         )
+
+
+def _slower(merged: pd.DataFrame) -> pd.DataFrame:
+    """The merged arms that take longer than their `baseline`: plain, and for both also memory-efficient attention."""
+    parts = []
+    for column, baseline in {
+        "faster_than_plain": "plain",
+        "faster_than_efficient": "memory-efficient attention",
+    }.items():
+        arms = merged[(merged[column] < 1) & ((merged["arm"] == cases.BOTH) | (baseline == "plain"))]
+        parts.append(arms.assign(speed_up=arms[column], high=arms[f"{column}_high"], baseline=baseline))
+    return pd.concat(parts).sort_index(kind="stable")
 
 
 def _comparisons(frame: pd.DataFrame) -> list[str]:
@@ -197,7 +177,7 @@ def _comparisons(frame: pd.DataFrame) -> list[str]:
     rows = []
     for arm, column, words in SUMMARY:
         arms = frame[frame["merges"] & (frame["arm"] == arm)]
-        for backend, speed_ups in medians(arms[column]).dropna().groupby(arms["backend"], sort=False):
+        for backend, speed_ups in arms[column].dropna().groupby(arms["backend"], sort=False):
             slower = f"{(speed_ups < 1).sum()} of {len(speed_ups)} arms"
             rows.append([words, backend, _range(speed_ups), slower])
     return table(["speed-up of", "backend", "over all cases", "slower in"], rows)
@@ -205,179 +185,130 @@ def _comparisons(frame: pd.DataFrame) -> list[str]:
 
 def _sizes(frame: pd.DataFrame) -> list[str]:
     """The speed-ups of ToMe by model and size, at one ratio for each backend."""
-    arms = frame[frame["merges"] & (frame["arm"] == TOME) & frame["faster_than_plain"].notna()]
+    arms = frame[frame["merges"] & (frame["arm"] == cases.TOME) & frame["faster_than_plain"].notna()]
     if arms.empty:
         return []
     arms = arms[arms["ratio"] == arms.groupby("backend")["ratio"].transform(nearest, 0.5)]
-    columns = "ToMe " + arms["ratio"].map("{:g}".format) + " over plain, " + arms["backend"]
+    columns = "ToMe " + arms["ratio_cell"] + " over plain, " + arms["backend"]
     keys = [arms["subject"].rename("model"), arms["size, px"], columns]
-    return _table(medians(arms["faster_than_plain"]).groupby(keys, sort=False).agg(_range).unstack())
+    return _table(arms["faster_than_plain"].groupby(keys, sort=False).agg(_range).unstack())
 
 
-def _slower(merged: pd.DataFrame) -> pd.DataFrame:
-    """The merged arms that take longer than their `baseline`: plain, and for both also memory-efficient attention."""
-    parts = []
-    for column, baseline in (("faster_than_plain", "plain"), ("faster_than_efficient", "memory-efficient attention")):
-        arms = merged if baseline == "plain" else merged[merged["arm"] == BOTH]
-        speed_ups = medians(arms[column])
-        parts.append(arms.assign(ratios=arms[column], speed_up=speed_ups, baseline=baseline)[speed_ups < 1])
-    return pd.concat(parts).sort_index(kind="stable")
-
-
-def _groups(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+def _sections(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The title and the arms of each section; a case that was measured twice is in two sections."""
-    cases = frame.drop_duplicates("case").set_index("case")
-    repeats = cases.groupby([*CASE, "machine"], dropna=False, sort=False).cumcount()
-    groups: list[tuple[str, pd.DataFrame]] = []
-    frame = frame.assign(repeat=frame["case"].map(repeats))
-    for _, arms in frame.groupby([*GROUP, "repeat"], dropna=False, sort=False):
-        first = arms.iloc[0]
-        title = f"{first['subject']}, {first['dtype']}"
-        title += f", {first['steps']:g} steps" if pd.notna(first["steps"]) else ""
-        title += f", guidance scale {first['guidance_scale']:g}" if pd.notna(first["guidance_scale"]) else ""
-        title += f", {first['file'].name}" if title in dict(groups) else ""
-        arms = arms.sort_values(["size", "batch", "memory_limit_gb"], kind="stable", na_position="first")
-        groups.append((title, arms))
-    return groups
+    by_case = frame.drop_duplicates("case").set_index("case")
+    repeats = by_case.groupby([*CASE, "machine"], dropna=False, sort=False).cumcount()
+    title_of = frame["subject"] + ", " + frame["dtype"] + _text(frame["steps"], ", {:g} steps".format, "")
+    title_of += _text(frame["guidance_scale"], ", guidance scale {:g}".format, "")
+    titles: set[str] = set()
+    for (title, *_), arms in frame.groupby([title_of, "machine", frame["case"].map(repeats)], sort=False):
+        title += f", {arms['file'].iloc[0].name}" if title in titles else ""
+        titles.add(title)
+        yield title, arms.sort_values(["size", "batch", "memory_limit_gb"], kind="stable", na_position="first")
 
 
-def _plots(arms: pd.DataFrame, index: int) -> dict[str, Figure]:
-    """The plots of a section by their file names."""
-    first = arms.iloc[0]
-    words = f"speed {index} {Path(first['model']).name} {first['scope']} {first['dtype']}".lower()
-    prefix = "_".join("".join(letter if letter.isalnum() else " " for letter in words).split())
-    figures = {"distance_from_limit": time_above_limit(arms), "eager_against_predictor": eager_against_predictor(arms)}
-    for backend in (EAGER, PREDICTOR):
-        figures[f"speed_up_against_size_{backend}"] = speed_up_by_size(arms, backend)
-        figures[f"against_ratio_{backend}"] = time_and_memory_by_ratio(arms, backend)
-    return {f"{prefix}_{name}.png": figure for name, figure in figures.items() if figure}
+def _sources(arms: pd.DataFrame, output: Path) -> Iterator[str]:
+    """Where the figures of a section come from: file, machine, versions, commit and command."""
+    for row in arms.drop_duplicates("file").to_dict("records"):
+        file = row["file"]
+        about = {name: value for name, value in row["environment"].items() if value != "not installed"}
+        versions = [f"{name} {about[name]}" for name in PACKAGES.split() if name in about]
+        yield (
+            f"- [{file.name}]({link(file, output)}): {about.get('machine')}, {about.get('device')}, threads: "
+            f"{row['threads']}, cores: {about.get('cores')}; {', '.join(versions)}, Python {about.get('python')}; "
+            f"commit {row['commit']}; {row['rounds']} rounds; `{row['command']}`"
+        )
 
 
-def _section(arms: pd.DataFrame) -> list[str]:
-    tables: dict[str, list[str]] = {}
-    for backend in (EAGER, PREDICTOR):
-        of_backend = arms[arms["backend"] == backend]
-        levels = sorted(set(of_backend.loc[of_backend["merges"], "max_downsample"])) or [0]
-        for level in levels if len(of_backend) else []:
-            is_unmerged = of_backend["arm"].isin([PLAIN, MEMORY_EFFICIENT])
+def _tables(arms: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
+    """The headings and lines of a section's tables; those without a row have no lines."""
+    for backend, of_backend in arms[arms["backend"] != cases.PYTORCH].groupby("backend"):  # eager first
+        is_unmerged = of_backend["arm"].isin(RATIO_0)
+        for level in sorted(set(of_backend.loc[of_backend["merges"], "max_downsample"])) or [0]:
             at_level = of_backend[is_unmerged | (of_backend["max_downsample"] == level)]
-            tables |= _layouts(at_level, backend + (f", max_downsample {level}" if level else ""))
-    tables |= {
-        "Slower than without merging": _slower_lines(arms),
-        f"Time above the free-merge limit, target {100 * TARGET:g} %": _limit_table(arms),
-        "Share of the merging blocks' time": _shares(arms),
-        "Against ppdiffusers' built-in ToMe": _peers(arms, "built-in", "faster_than_built_in", arm=BUILT_IN),
-        "Against PyTorch with diffusers and tomesd": _peers(arms, "PyTorch", "faster_than_pytorch", backend=PYTORCH),
-        "Predictor against eager": _peers(arms, "eager", "faster_than_eager", backend=EAGER),
-        "Not measured": _not_measured(arms),
-    }
-    return [line for heading, rows in tables.items() if rows for line in (f"### {heading}", "", *rows, "")]
+            yield from _layouts(at_level, backend + (f", max_downsample {level}" if level else ""))
+    merged = arms[arms["merges"]]
+    if merged["time"].count():
+        lines = [
+            f"- {row['shape']}: {row['name']} takes {1 / row['speed_up']:.2f} times as long as {row['baseline']}"
+            + (" (within the noise: the quartiles lie on both sides of 1)" if row["high"] >= 1 else "")
+            for row in _slower(merged).to_dict("records")
+        ]
+        none = "None: no merged arm is slower than plain or the same attention unmerged."
+        yield "Slower than without merging", lines or [none]
+    verdicts = _text(arms["over_limit"], lambda ratio: "reached" if ratio <= 1 + TARGET else "**not reached**")
+    cells = {"time above the limit": _text(arms["over_limit"], change), "target": verdicts}
+    yield f"Time above the free-merge limit, target {100 * TARGET:g} %", _by_arm(arms, cells)
+    shares = {name: 100 * arms["shares"].str[name].astype(float) for name in ("matching", "merge", "unmerge")}
+    shares["total"] = sum(shares.values())
+    cells = {name: _text(values, "{:.1f} %".format) for name, values in shares.items()}
+    yield "Share of the merging blocks' time", _by_arm(arms, cells)
+    for heading, peer, column, key in PEERS:
+        cells = {
+            f"{peer}, s": partners(arms, **key)["time_cell"],
+            "this arm, s": arms["time_cell"],
+            f"speed-up over {peer}": _with_quartiles(arms, column),
+        }
+        yield heading, _by_arm(arms[arms[column].notna()], cells)
+    missing = arms[arms["status"] != cases.MEASURED]
+    reasons = missing["status"] + ": " + missing["reason"].fillna("no reason given")
+    names = missing["name"].groupby(reasons, sort=False).unique()
+    yield "Not measured", [f"- {reason}: {'; '.join(names)}" for reason, names in names.items()]
 
 
-def _layouts(arms: pd.DataFrame, words: str) -> dict[str, list[str]]:
+def _layouts(arms: pd.DataFrame, words: str) -> Iterator[tuple[str, list[str]]]:
     """Tables of time and memory by size and batch, and by ratio, for the arms of one backend at one level."""
     ratios = set(arms.loc[arms["merges"], "ratio"]) or {0.5}
     ratio = nearest(ratios, 0.5)
     unit = "s for the whole batch" if arms["scope"].iloc[0] == "pipeline" else "s a pass"
-    has_memory = arms["peak_memory_bytes"].notna().any()
-    at_ratio = arms[arms["ratio"].isin([0, ratio]) & (arms["arm"] != LIMIT)]
-    place = f"size and batch, ratio {ratio:g}, {words}"
-    tables = {f"Time by {place}": _table(_pivot(at_ratio, CASE_CELLS, "time_and_change", unit))}
-    if has_memory:
-        tables[f"Peak memory by {place}"] = _table(_pivot(at_ratio, CASE_CELLS, "memory_and_change", "GB"))
+    at_ratio = arms[arms["ratio"].isin([0, ratio]) & (arms["arm"] != cases.LIMIT)]
+    place = f"by size and batch, ratio {ratio:g}, {words}"
+    yield f"Time {place}", _table(_pivot(at_ratio, "time_and_change", unit))
+    yield f"Peak memory {place}", _table(_pivot(at_ratio, "memory_and_change", "GB"))
     if len(ratios) > 1:
-        merged = {PLAIN: TOME, MEMORY_EFFICIENT: BOTH}  # ratio 0 of these columns
-        columns = arms.assign(arm=arms["arm"].replace(merged), ratio=_text(arms["ratio"], "{:g}".format))
-        by_ratio = [_pivot(columns, [*CASE_CELLS, "ratio"], "time_and_speed_up", unit)]
-        if has_memory:
-            by_ratio.append(
-                _pivot(columns[columns["arm"] != LIMIT], [*CASE_CELLS, "ratio"], "memory_and_change", "GB")
-            )
-        tables[f"Time and memory by ratio, {words}"] = _table(pd.concat(by_ratio, axis=1))
-    return tables
+        arms = arms.assign(arm=arms["arm"].replace(RATIO_0), ratio=arms["ratio_cell"])
+        time = _pivot(arms, "time_and_speed_up", unit, "ratio")
+        memory = _pivot(arms[arms["arm"] != cases.LIMIT], "memory_and_change", "GB", "ratio")
+        yield f"Time and memory by ratio, {words}", _table(pd.concat([time, memory], axis=1))
 
 
-def _pivot(arms: pd.DataFrame, rows: list[str], cell: str, unit: str) -> pd.DataFrame:
-    """Cells with a row for each combination of the columns `rows`, and a column for each kind of arm."""
-    cells = arms.pivot(index=rows, columns="arm", values=cell)
-    return cells[[arm for arm in COLUMNS if arm in cells]].rename(columns=lambda arm: f"{ARM_NAMES[arm]}, {unit}")
-
-
-def _slower_lines(arms: pd.DataFrame) -> list[str]:
-    merged = arms[arms["merges"]]
-    if not merged["time"].count():
-        return []
-    lines = [
-        f"- {row['shape']}: {row['name']} takes {1 / row['speed_up']:.2f} times as long as {row['baseline']}"
-        + (" (within the noise: the quartiles lie on both sides of 1)" if row["ratios"].high >= 1 else "")
-        for row in _slower(merged).to_dict("records")
-    ]
-    return lines or ["None: no merged arm is slower than plain or the same attention unmerged."]
-
-
-def _limit_table(arms: pd.DataFrame) -> list[str]:
-    over = medians(arms["over_limit"]).dropna()
-    verdicts = (over <= 1 + TARGET).map({True: "reached", False: "**not reached**"})
-    return _table(_by_arm(arms.loc[over.index], {"time above the limit": _text(over, change), "target": verdicts}))
-
-
-def _shares(arms: pd.DataFrame) -> list[str]:
-    arms = arms[arms["shares"].notna()]
-    shares = pd.DataFrame([*arms["shares"]], arms.index, columns=["matching", "merge", "unmerge"], dtype=float)
-    shares = (100 * shares.assign(total=shares.sum(axis=1))).map("{:.1f} %".format)
-    return _table(_by_arm(arms, dict(shares)))
-
-
-def _peers(arms: pd.DataFrame, peer: str, column: str, **changes: str) -> list[str]:
-    """The arms whose speed-up over a peer, which differs by `changes`, is in a column."""
-    columns = {
-        f"{peer}, s": partners(arms, **changes)["time_cell"],
-        "this arm, s": arms["time_cell"],
-        f"speed-up over {peer}": _text(arms[column], SPEED_UP),
-    }
-    return _table(_by_arm(arms, columns)[(arms[column].notna() & (arms["arm"] != LIMIT)).to_numpy()])
-
-
-def _not_measured(arms: pd.DataFrame) -> list[str]:
-    """Each reason for which arms were not measured, with the arms."""
-    arms = arms[arms["status"] != MEASURED]
-    reasons = arms["status"] + ": " + arms["reason"].fillna("no reason given")
-    return [f"- {reason}: {'; '.join(names.unique())}" for reason, names in arms["name"].groupby(reasons, sort=False)]
+def _pivot(arms: pd.DataFrame, cell: str, unit: str, *rows: str) -> pd.DataFrame:
+    """Cells with a row for each case, or also for each value of the columns `rows`, and a column for each arm."""
+    cells = arms.pivot(index=["size, px", "batch", "memory limit", *rows], columns="arm", values=cell)
+    return cells.reindex(columns=COLUMNS).rename(columns=lambda arm: f"{cases.ARM_NAMES[arm]}, {unit}")
 
 
 def _every_figure(arms: pd.DataFrame) -> list[str]:
-    times = _text(arms["time"], lambda t: f"{t.median:.4g} [{t.low:.4g}–{t.high:.4g}]")
-    columns = {
+    times = _with_quartiles(arms, "time", "{:.4g}", "")
+    cells = {
         "tokens": arms["kept"].astype(str) + " of " + arms["tokens"].astype(str),
         "s, median and quartiles": times.fillna(arms["status"] + (": " + arms["reason"]).fillna("")),
-        "speed-up over plain": _text(arms["faster_than_plain"], SPEED_UP),
+        "speed-up over plain": _with_quartiles(arms, "faster_than_plain"),
         "peak memory, GB": arms["memory_cell"],
         "GMACs a pass": _text(arms["macs"] / 1e9, "{:.2f}".format),
-        "parity": _text(arms["parity"], lambda parity: f"{parity['difference']:.1e}, {parity['against']}"),
+        "parity": _text(arms["parity"], "{0[difference]:.1e}, {0[against]}".format),
     }
-    return _table(_by_arm(arms, columns))
+    return _by_arm(arms, cells)
 
 
-def _by_arm(arms: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
-    """Cells with a row for each arm."""
-    return pd.DataFrame({"case": arms["shape"], "arm": arms["name"], **columns}).set_index(["case", "arm"])
+def _by_arm(arms: pd.DataFrame, cells: dict[str, pd.Series]) -> list[str]:
+    index = pd.MultiIndex.from_frame(arms[["shape", "name"]], names=["case", "arm"])
+    return _table(pd.DataFrame(cells, arms.index).set_index(index))
 
 
-def _sources(arms: pd.DataFrame, output: Path) -> list[str]:
-    """Where the figures of a section come from: file, machine, versions, commit and command."""
-    lines = []
-    for row in arms.drop_duplicates("file").to_dict("records"):
-        about = row["environment"]
-        versions = [
-            f"{name} {about[name]}" for name in PACKAGES if about.get(name, "not installed") != "not installed"
-        ]
-        lines.append(
-            f"- {_file_link(row['file'], output)}: {about.get('machine')}, {about.get('device')}, threads: "
-            f"{row['threads']}, cores: {about.get('cores')}; {', '.join(versions)}, Python {about.get('python')}; "
-            f"commit {row['commit']}; {row['rounds']} rounds; `{row['command']}`"
-        )
-    return lines
+def _table(cells: pd.DataFrame) -> list[str]:
+    """A Markdown table of the rows that have a value; its first columns are the frame's index."""
+    cells = cells.dropna(how="all").reset_index().fillna(NOT_MEASURED).astype(str)
+    return table(list(cells), cells.to_numpy().tolist())
 
 
-def _file_link(file: Path, output: Path) -> str:
-    return f"[{file.name}]({link(file, output)})"
+def _plots(arms: pd.DataFrame, index: int) -> Iterator[tuple[str, Figure]]:
+    """The file names and the plots of a section."""
+    first = arms.iloc[0]
+    words = f"speed {index} {Path(first['model']).name} {first['scope']} {first['dtype']}".lower()
+    prefix = re.sub(r"[\W_]+", "_", words).strip("_")
+    figures = {"distance_from_limit": time_above_limit(arms), "eager_against_predictor": eager_against_predictor(arms)}
+    for backend in (cases.EAGER, cases.PREDICTOR):
+        figures[f"speed_up_against_size_{backend}"] = speed_up_by_size(arms, backend)
+        figures[f"against_ratio_{backend}"] = time_and_memory_by_ratio(arms, backend)
+    yield from ((f"{prefix}_{name}.png", figure) for name, figure in figures.items() if figure)
