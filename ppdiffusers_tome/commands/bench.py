@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure speed and memory",
-        description="Time a UNet, one of its blocks or a pipeline: plain, with token merging, and with its alternatives.",
+        description="Time a UNet, one of its blocks or a pipeline, with and without token merging.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_options(bench)
