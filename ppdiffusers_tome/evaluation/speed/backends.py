@@ -47,6 +47,9 @@ class Backend(ABC):
     folder: Path
     torch_python: str | None
 
+    def __post_init__(self) -> None:  # noqa: B027 - a dataclass calls it only if it is defined here
+        """Start what the backend needs."""
+
     @abstractmethod
     def prepared(self, arm: Arm) -> AbstractContextManager[Run]:
         """A context that yields a function which makes one pass of the arm."""
