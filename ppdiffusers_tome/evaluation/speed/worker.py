@@ -100,7 +100,7 @@ class Worker:
         for arm in self._planned():
             if arm.backend == EAGER and arm.arm == TOME:
                 with self._attempt(report, "overhead", arm), self._backend(arm).prepared(arm) as run:
-                    arm.shares = measure_overhead(self._workload.denoiser, partial(run, False))
+                    arm.shares = measure_overhead(partial(run, False))
         for arm in self._planned():
             arm.status = MEASURED
         for backend in self._backends.values():
