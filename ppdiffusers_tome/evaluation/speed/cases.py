@@ -149,9 +149,7 @@ def make_arms(
     """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Args:
-        case: what they compute.
-        arms: some of ARMS.
-        backends: some of BACKENDS; TORCH adds its own.
+        case, arms, backends: what they compute, some of ARMS, some of BACKENDS.
         ratios, levels: values of `ratio` and `max_downsample`; the merging arms take all combinations.
         torch_problem: why PyTorch cannot be used; None if it can.
 
@@ -179,11 +177,7 @@ def make_arms(
 
 
 def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
-    """The cases of a speed result.
-
-    Args:
-        result: what `bench` wrote.
-        source: the file, for messages.
+    """The cases of a speed result; messages name its source.
 
     Raises:
         ToMeConfigError: it is of another kind or format, a field is missing, or an arm missed a round.

@@ -52,14 +52,9 @@ class Worker:
         folder: str,
         skip: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Build the model, check the arms that were not checked before, and warm up.
+        """Build the model, check the arms that were not checked before, and warm up; the first pass measures memory.
 
-        Args:
-            report: writes an event.
-            case: the case; arms that are PLANNED are measured, further if they have seconds already.
-            warm_up: passes of each arm before the first timed one; the first of them measures memory.
-            threads, torch_python, folder: as in `Backend`.
-            skip: names of definitions whose passes ended an earlier worker.
+        `skip` are names of definitions whose passes ended an earlier worker.
         """
         self._case = Case.from_json(case)
         self._failed.update(skip, (arm.name for arm in self._case.with_status(OUT_OF_MEMORY, ERROR)))

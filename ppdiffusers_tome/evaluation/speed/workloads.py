@@ -2,7 +2,6 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
 import paddle
@@ -24,20 +23,12 @@ SHORT_STEPS = 2  # of a pipeline, for parity and memory: over many steps roundin
 
 
 class Workload(ABC):
-    """A model with its inputs, in the case's dtype and in evaluation mode.
+    """A model with its inputs, in the case's dtype and in evaluation mode."""
 
-    Attributes:
-        case: what it belongs to.
-        denoiser: the model that merging attaches to.
-        latent: the grid of the latents.
-        inputs: of the next passes, by name.
-        weights: bytes of all weights.
-        rows: the batch that reaches the UNet or block.
-    """
-
-    def __init__(self, case: Case, model: nn.Layer, latent: Grid, inputs: Sequence[Input]) -> None:
-        self.case, self.denoiser, self.latent, self._drawn = case, model, latent, inputs
-        self.weights, self.rows = weights_bytes(model), case.batch
+    def __init__(self, case: Case, denoiser: nn.Layer, latent: Grid, drawn: tuple[Input, ...]) -> None:
+        self.case, self.denoiser, self.latent, self.drawn = case, denoiser, latent, drawn
+        self.weights = weights_bytes(denoiser)  # bytes
+        self.rows = case.batch  # the batch that reaches the denoiser
         self.set_inputs(0)
 
     @abstractmethod
@@ -53,7 +44,7 @@ class Workload(ABC):
         stream = np.random.RandomState(seed)
         dims = {**self.dims, "batch": self.case.batch}
         self.inputs: dict[str, paddle.Tensor] = {}
-        for drawn in self._drawn:
+        for drawn in self.drawn:
             dtype = "float32" if drawn.name == "timestep" else self.case.dtype
             self.inputs[drawn.name] = drawn.random(stream, dims).cast(dtype)
 
@@ -67,12 +58,7 @@ class Workload(ABC):
         }
 
     def macs(self, config: ToMeConfig, matching: bool = True) -> int:
-        """Multiply-accumulates of one pass of the UNet or block, for the whole batch.
-
-        Args:
-            config: how tokens merge.
-            matching: whether the product of the matching counts.
-        """
+        """Multiply-accumulates of one pass of the UNet or block, for the whole batch, perhaps without matching."""
         text = self.case.architecture.text
         total = count_macs(self.denoiser, self.latent, text)
         for block in chosen_blocks(self.denoiser, config):
@@ -88,7 +74,7 @@ class UNetWorkload(Workload):
     """One pass of a UNet."""
 
     def __init__(self, case: Case, unet: nn.Layer) -> None:
-        super().__init__(case, unet, case.architecture.latent(case.size), unet_inputs(unet))
+        super().__init__(case, unet, case.architecture.latent(case.size), tuple(unet_inputs(unet)))
 
     @paddle.no_grad()
     def run(self, is_short: bool = False) -> paddle.Tensor:
@@ -131,7 +117,7 @@ class BlockWorkload(Workload):
         return self.denoiser(self.inputs["sample"], self.inputs["encoder_hidden_states"])
 
     def traceable(self) -> Traceable:
-        return Traceable(copy.deepcopy(self.denoiser), tuple(self._drawn))
+        return Traceable(copy.deepcopy(self.denoiser), self.drawn)
 
 
 class PipelineWorkload(Workload):
@@ -141,7 +127,7 @@ class PipelineWorkload(Workload):
         self.pipe = pipe
         pipe.set_progress_bar_config(disable=True)
         dims = ("batch", pipe.unet.config.in_channels, "latent_height", "latent_width")
-        super().__init__(case, pipe.unet, case.architecture.latent(case.size), [Input("latents", dims)])
+        super().__init__(case, pipe.unet, case.architecture.latent(case.size), (Input("latents", dims),))
         self.weights = sum(weights_bytes(part) for part in pipe.components.values() if isinstance(part, nn.Layer))
         self.rows = case.batch * (2 if (case.guidance_scale or 0) > 1 else 1)
 
