@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,22 +33,13 @@ MEMORY_SHARE = 4  # predictors stay loaded if they need at most 1/4 of the avail
 
 @dataclass
 class Backend(ABC):
-    """Computes the arms of a workload. What `prepared` does is neither timed nor under the memory limit.
-
-    Args:
-        workload: what is computed.
-        threads: of predictors and PyTorch; eager Paddle reads OMP_NUM_THREADS.
-        folder: for programs and for the exchange with PyTorch; it exists.
-        torch_python: interpreter that has torch, diffusers and tomesd.
-    """
+    """Computes the arms of a workload. What `prepared` does is neither timed nor under the memory limit."""
 
     workload: Workload
-    threads: int
-    folder: Path
-    torch_python: str | None
-
-    def __post_init__(self) -> None:  # noqa: B027 - a dataclass calls it only if it is defined here
-        """Start what the backend needs."""
+    threads: int  # of predictors and PyTorch; eager Paddle reads OMP_NUM_THREADS
+    folder: Path  # for programs and for the exchange with PyTorch; it exists
+    torch_python: str | None  # interpreter that has torch, diffusers and tomesd
+    process: int = field(default=0, init=False)  # whose memory is limited; 0: this one
 
     @abstractmethod
     def prepared(self, arm: Arm) -> AbstractContextManager[Run]:
@@ -74,11 +65,11 @@ class Backend(ABC):
     def close(self) -> None:  # noqa: B027 - not every backend has a process
         """End processes."""
 
-    def _limited(self, process: int = 0) -> AbstractContextManager[None]:
-        if process == 0 and paddle.get_device() != "cpu":
+    def _limited(self) -> AbstractContextManager[None]:
+        if not self.process and paddle.get_device() != "cpu":
             return nullcontext()
         gigabytes = self.workload.case.memory_limit_gb
-        return limited(None if gigabytes is None else int(gigabytes * 1e9), self.workload.weights, process)
+        return limited(None if gigabytes is None else int(gigabytes * 1e9), self.workload.weights, self.process)
 
 
 class EagerBackend(Backend):
@@ -116,6 +107,7 @@ class EagerBackend(Backend):
         return None if peak is None else peak - before + self.workload.weights
 
 
+@dataclass
 class PredictorBackend(Backend):
     """Predictors of Paddle Inference, which are loaded once, or for each pass if memory is short."""
 
@@ -188,41 +180,38 @@ class PredictorBackend(Backend):
         return load
 
 
+@dataclass
 class PyTorchBackend(Backend):
     """PyTorch with diffusers, in its own process; tomesd merges."""
 
     def __post_init__(self) -> None:
         assert self.torch_python
-        self._process = TorchProcess(self.torch_python, self.folder, self.workload.denoiser, self.threads)
+        self._torch = TorchProcess(self.torch_python, self.folder, self.workload.denoiser, self.threads)
+        self.process = self._torch.pid
         self._inputs: dict[str, paddle.Tensor] | None = None
 
     @contextmanager
     def prepared(self, arm: Arm) -> Iterator[Run]:
         if self._inputs is not self.workload.inputs:
             self._inputs = self.workload.inputs
-            self._process.set_inputs({name: as_array(x) for name, x in self._inputs.items()})
+            self._torch.set_inputs({name: as_array(x) for name, x in self._inputs.items()})
         merging = self._merging(arm)
-        yield lambda is_short: self._process.output(merging)
+        yield lambda is_short: self._torch.output(merging)
 
     def seconds(self, arm: Arm) -> float:
         with self.prepared(arm), self._limited():
-            return self._process.seconds(self._merging(arm))
+            return self._torch.seconds(self._merging(arm))
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)  # Paddle's counter does not see PyTorch
         return None
 
     def close(self) -> None:
-        self._process.close()
+        self._torch.close()
 
     def _merging(self, arm: Arm) -> dict[str, Any] | None:
-        if not arm.ratio:
-            return None
-        deepest = _deepest_level(self.workload.denoiser, arm)
-        return {"ratio": arm.ratio, "use_rand": False, "max_downsample": deepest}
-
-    def _limited(self, process: int = 0) -> AbstractContextManager[None]:
-        return super()._limited(self._process.pid)
+        level = _deepest_level(self.workload.denoiser, arm)
+        return {"ratio": arm.ratio, "use_rand": False, "max_downsample": level} if arm.ratio else None
 
 
 BACKEND_CLASSES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}

@@ -28,6 +28,11 @@ TORCH = "torch"  # in --arms: PLAIN and TOME in the backend PYTORCH
 ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, TORCH)
 BACKENDS = (EAGER, PREDICTOR)
 DTYPES = ("float32", "float16", "bfloat16")
+ARMS_OF = {
+    EAGER: ARMS[:-1],
+    PREDICTOR: (PLAIN, TOME, LIMIT),  # it has its own attention kernels, and the built-in ToMe cannot be exported
+    PYTORCH: (PLAIN, TOME),
+}
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
 ARM_NAMES = {
     PLAIN: "plain",
@@ -160,12 +165,9 @@ def make_arms(
     efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
     made: list[Arm] = []
     for backend in [*backends, *([PYTORCH] if TORCH in arms else [])]:
-        names: Sequence[str] = [name for name in ARMS if name in arms and name != TORCH]
-        if backend == PREDICTOR:  # it has its own attention kernels, and the built-in ToMe cannot be exported
-            names = [name for name in names if name in (PLAIN, TOME, LIMIT)]
-        elif backend == PYTORCH:
-            names = (PLAIN, TOME)
-        for name in names:
+        for name in ARMS_OF[backend]:
+            if name not in arms and backend != PYTORCH:
+                continue
             attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
             is_merging = name not in (PLAIN, MEMORY_EFFICIENT)
             for (ratio, level), kept in merges.items() if is_merging else [((0.0, None), case.tokens)]:

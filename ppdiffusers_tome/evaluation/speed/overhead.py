@@ -33,11 +33,6 @@ def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
 
     Raises:
         ToMeConfigError: nothing merged in the pass.
-
-    Example:
-        >>> unet.apply_tome(ratio=0.5)
-        >>> measure_overhead(lambda: unet(sample, timestep, text))
-        {'matching': 0.11, 'merge': 0.01, 'unmerge': 0.01}
     """
     calls: list[tuple[str, float, float]] = []
 

@@ -51,11 +51,8 @@ class Workload(ABC):
     @property
     def dims(self) -> dict[str, int]:
         """The named dimensions of the inputs, except the batch."""
-        return {
-            "latent_height": self.latent.h,
-            "latent_width": self.latent.w,
-            "tokens": self.case.architecture.text,
-        }
+        text = self.case.architecture.text
+        return {"latent_height": self.latent.h, "latent_width": self.latent.w, "tokens": text}
 
     def macs(self, config: ToMeConfig, matching: bool = True) -> int:
         """Multiply-accumulates of one pass of the UNet or block, for the whole batch, perhaps without matching."""
@@ -149,11 +146,7 @@ class PipelineWorkload(Workload):
 
 
 def open_workload(case: Case) -> Workload:
-    """Build or load a case's model.
-
-    Raises:
-        ToMeConfigError: the model's folder has no usable configs.
-    """
+    """Build or load a case's model."""
     paddle.seed(0)
     architecture = case.architecture
     if case.scope == "pipeline":
