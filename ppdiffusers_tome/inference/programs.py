@@ -68,17 +68,17 @@ class Traceable:
     inputs: tuple[Input, ...]
 
 
-def unet_inputs(unet: nn.Layer) -> list[Input]:
+def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
     """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet."""
     config, batch = unet.config, "batch"
-    inputs = [
+    inputs: tuple[Input, ...] = (
         Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
         Input("timestep", (1,), _integers(1000)),
         Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
-    ]
+    )
     if _is_xl(unet):
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        inputs += [Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))]
+        inputs += Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))
     return inputs
 
 
@@ -86,10 +86,10 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -
     """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any. Both are copied."""
     inputs = unet_inputs(unet)
     if controlnet is not None:
-        inputs += [
+        inputs += (
             Input("controlnet_cond", ("batch", 3, "height", "width"), _uniform),
             Input("controlnet_conditioning_scale", (count_residuals(controlnet),), _uniform),
-        ]
+        )
         controlnet = _working_copy(controlnet)
     classes: dict[tuple[bool, bool], type[Fused]]
     classes = {(False, False): Denoiser, (True, False): DenoiserXL}

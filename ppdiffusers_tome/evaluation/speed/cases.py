@@ -154,7 +154,7 @@ def make_arms(
     """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Args:
-        case, arms, backends: what they compute, some of ARMS, some of BACKENDS.
+        case, arms, backends: what they compute, some of ARMS, some of BACKENDS; TORCH adds its own backend.
         ratios, levels: values of `ratio` and `max_downsample`; the merging arms take all combinations.
         torch_problem: why PyTorch cannot be used; None if it can.
 
@@ -203,7 +203,6 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
 
 
 def _count_kept(case: Case, ratio: float, level: int | None) -> int:
-    config = Arm(TOME, EAGER, ratio, level).config
     first = case.architecture.first_level
     if level is not None and case.scope == "block":
         raise ToMeConfigError("--max-downsample is not allowed with --scope block, which has one level: leave it out.")
@@ -211,7 +210,7 @@ def _count_kept(case: Case, ratio: float, level: int | None) -> int:
         raise ToMeConfigError(
             f"--max-downsample {level} is not allowed: the shallowest attention of {case.model} is at level {first}."
         )
-    removed = int(count_removed(case.architecture.first_grid(case.size), config))
+    removed = int(count_removed(case.architecture.first_grid(case.size), Arm(TOME, EAGER, ratio, level).config))
     if not removed:
         raise ToMeConfigError(f"--ratio {ratio:g} merges no token at {case.size} px: raise the ratio or the size.")
     return case.tokens - removed

@@ -19,17 +19,14 @@ TIMED: dict[str, tuple[Any, str]] = {
 
 
 def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
-    """Run one pass and measure which share of the time of the merging blocks is spent on merging.
+    """The shares, from 0 to 1, of the time of the blocks that merge in one pass: "matching", "merge" and "unmerge".
 
-    A block's time is that of its forward. Blocks that merge nothing in this pass do not count. On a GPU the host waits
-    for the device around every timed part, so the pass takes longer than usual.
+    A block's time is that of its forward. On a GPU the host waits for the device around every timed part, so the pass
+    takes longer than usual.
 
     Args:
         run: makes one pass through a model that merges, eagerly. Warm up before: a first pass is slower. Nothing else
             in this process may merge meanwhile, because the functions that all hooks share are timed.
-
-    Returns:
-        "matching" (tokens to plan), "merge" and "unmerge", from 0 to 1.
 
     Raises:
         ToMeConfigError: nothing merged in the pass.
@@ -60,9 +57,8 @@ def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
             block[part] += end - start
         elif "merge" in block:
             block["block"] += start
-            total = defaultdict(float, {name: total[name] + seconds for name, seconds in block.items()})
+            for name, seconds in block.items():
+                total[name] += seconds
     if not total:
-        raise ToMeConfigError(
-            "no block merged tokens in the pass: call apply_tome() and run eagerly at a larger size."
-        )
+        raise ToMeConfigError("no block merged tokens in the pass: call apply_tome(), run eagerly at a larger size.")
     return {part: total[part] / total["block"] for part in ("matching", "merge", "unmerge")}

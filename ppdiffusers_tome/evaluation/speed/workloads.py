@@ -71,7 +71,7 @@ class UNetWorkload(Workload):
     """One pass of a UNet."""
 
     def __init__(self, case: Case, unet: nn.Layer) -> None:
-        super().__init__(case, unet, case.architecture.latent(case.size), tuple(unet_inputs(unet)))
+        super().__init__(case, unet, case.architecture.latent(case.size), unet_inputs(unet))
 
     @paddle.no_grad()
     def run(self, is_short: bool = False) -> paddle.Tensor:
