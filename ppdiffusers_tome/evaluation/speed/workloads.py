@@ -27,6 +27,9 @@ class Workload(ABC):
 
     def __init__(self, case: Case, denoiser: nn.Layer, latent: Grid, drawn: tuple[Input, ...]) -> None:
         self.case, self.denoiser, self.latent, self.drawn = case, denoiser, latent, drawn
+        denoiser.eval()
+        if case.dtype != "float32":
+            denoiser.to(dtype=case.dtype)
         self.weights = weights_bytes(denoiser)  # bytes
         self.rows = case.batch  # the batch that reaches the denoiser
         self.set_inputs(0)
@@ -150,23 +153,18 @@ def open_workload(case: Case) -> Workload:
     paddle.seed(0)
     architecture = case.architecture
     if case.scope == "pipeline":
-        pipe = DiffusionPipeline.from_pretrained(case.model, paddle_dtype=getattr(paddle, case.dtype))
-        return PipelineWorkload(case, pipe)
+        dtype = getattr(paddle, case.dtype)
+        return PipelineWorkload(case, DiffusionPipeline.from_pretrained(case.model, paddle_dtype=dtype))
     if case.model not in ARCHITECTURES:
         unet = UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
     else:
         unet = architecture.build() if case.scope == "unet" else architecture.build_one_level()
     if case.scope == "unet":
-        return UNetWorkload(case, _prepare(unet, case))
+        return UNetWorkload(case, unet)
     first = min(find_blocks(unet), key=lambda block: block.level)
-    return BlockWorkload(case, _prepare(OneBlock(first.grid_layer), case))
+    return BlockWorkload(case, OneBlock(first.grid_layer))
 
 
 def as_array(value: paddle.Tensor | np.ndarray) -> np.ndarray:
     """A tensor as float32 in NumPy, also from bfloat16, which NumPy lacks."""
     return value if isinstance(value, np.ndarray) else value.cast("float32").numpy()
-
-
-def _prepare(model: nn.Layer, case: Case) -> nn.Layer:
-    model.eval()
-    return model if case.dtype == "float32" else model.to(dtype=case.dtype)
