@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure speed and memory",
-        description="Time a UNet, one of its blocks or a pipeline: plain, merged, and with what merging is compared.",
+        description="Time a UNet, one of its blocks or a pipeline, with and without token merging.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_options(bench)
@@ -51,8 +51,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="time merge, unmerge and plan against the functions that ppdiffusers ships",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for field, default in vars(OpsCase()).items():
-        ops.add_argument(f"--{field}", type=type(default), default=default)
+    helps = ("images", "rows of tokens", "tokens in a row", "numbers in a token", "share of tokens to merge")
+    for (field, default), text in zip(vars(OpsCase()).items(), helps, strict=True):
+        ops.add_argument(f"--{field}", type=type(default), default=default, help=text)
     ops.add_argument("--rounds", type=int, default=20, help="timed rounds")
     ops.add_argument("--output", type=Path, metavar="FILE", help="write the result to this JSON file")
     ops.set_defaults(run=_operations)

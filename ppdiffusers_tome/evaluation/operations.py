@@ -1,9 +1,10 @@
 """Time the operations of token merging against those that ppdiffusers ships, in one process, taking turns."""
 
-import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import paddle
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 
@@ -35,8 +36,7 @@ class OpsCase:
             if getattr(self, name) < 1:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be 1 or more.")
         if self.batch * self.height * self.width * self.channels > LARGEST:
-            size = f"batch={self.batch}, height={self.height}, width={self.width}, channels={self.channels}"
-            raise ToMeConfigError(f"{size} is not allowed: their product must be at most {LARGEST:,}.")
+            raise ToMeConfigError(f"{self} has too large sizes: their product must be at most {LARGEST:,}.")
         if self.removed == 0:
             raise ToMeConfigError(f"ratio={self.ratio!r} merges none of {self.height}×{self.width} tokens: raise it.")
 
@@ -48,10 +48,6 @@ class OpsCase:
 
 def time_operations(case: OpsCase, rounds: int = 20) -> dict[str, Any]:
     """Time plan, merge and unmerge, ours and the built-in's, after checking that both compute the same.
-
-    Args:
-        case: the size.
-        rounds: in each of them every operation runs once. At least 1.
 
     Returns:
         `case`, `rounds`, `difference` (the largest, absolute), and `milliseconds`: for each operation the medians of
@@ -65,38 +61,33 @@ def time_operations(case: OpsCase, rounds: int = 20) -> dict[str, Any]:
         raise ToMeConfigError(f"rounds={rounds!r} is not allowed: it must be 1 or more.")
     grid, r = Grid(case.height, case.width), case.removed
     x = paddle.randn([case.batch, grid.tokens, case.channels])
-    plan = match_tokens(x, grid, r)
-    built_in_merge, built_in_unmerge = bipartite_soft_matching_random2d(x, grid.w, grid.h, 2, 2, r, no_rand=True)
+
+    def plan_built_in() -> tuple[Callable[..., Any], ...]:
+        return bipartite_soft_matching_random2d(x, grid.w, grid.h, 2, 2, r, no_rand=True)
+
+    plan, (built_in_merge, built_in_unmerge) = match_tokens(x, grid, r), plan_built_in()
     merged, built_in_merged = merge(x, plan), built_in_merge(x)
     difference = float((unmerge(merged, plan) - built_in_unmerge(built_in_merged)).abs().max())
     if difference > TOLERANCE:
         raise ToMeError(f"ours and the built-in functions differ by {difference:g} on {case}: they are not timed.")
-
-    seconds = time_in_turns(
-        {
-            ("plan", "ours"): lambda: match_tokens(x, grid, r),
-            ("plan", "built-in"): lambda: bipartite_soft_matching_random2d(x, grid.w, grid.h, 2, 2, r, no_rand=True),
-            ("merge", "ours"): lambda: merge(x, plan),
-            ("merge", "built-in"): lambda: built_in_merge(x),
-            ("unmerge", "ours"): lambda: unmerge(merged, plan),
-            ("unmerge", "built-in"): lambda: built_in_unmerge(built_in_merged),
-        },
-        rounds,
-        WARM_UP,
-    )
-    for source in ("ours", "built-in"):
-        pairs = zip(seconds["merge", source], seconds["unmerge", source], strict=True)
-        seconds["merge + unmerge", source] = [a + b for a, b in pairs]
+    arms = {
+        ("plan", "ours"): lambda: match_tokens(x, grid, r),
+        ("plan", "built-in"): plan_built_in,
+        ("merge", "ours"): lambda: merge(x, plan),
+        ("merge", "built-in"): lambda: built_in_merge(x),
+        ("unmerge", "ours"): lambda: unmerge(merged, plan),
+        ("unmerge", "built-in"): lambda: built_in_unmerge(built_in_merged),
+    }
+    seconds = {name: np.array(values) for name, values in time_in_turns(arms, rounds, WARM_UP).items()}
     table: dict[str, dict[str, float]] = {}
     for operation in ("plan", "merge", "unmerge", "merge + unmerge"):
-        ours, built_in = (1e3 * statistics.median(seconds[operation, source]) for source in ("ours", "built-in"))
+        ours, built_in = (
+            1e3 * float(np.median(sum(seconds[part, source] for part in operation.split(" + "))))
+            for source in ("ours", "built-in")
+        )
         table[operation] = {"ours": ours, "built-in": built_in, "times faster": built_in / ours}
-    return {
-        "case": {**vars(case), "removed": r},
-        "rounds": rounds,
-        "difference": difference,
-        "milliseconds": table,
-    }
+    measured = {"rounds": rounds, "difference": difference, "milliseconds": table}
+    return {"case": {**vars(case), "removed": r}, **measured}
 
 
 def format_operations(result: dict[str, Any]) -> str:

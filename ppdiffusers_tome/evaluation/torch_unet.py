@@ -48,10 +48,9 @@ class TorchProcess(WorkerProcess):
     """A process with one UNet, in which tomesd merges on request. A context: leaving it ends the process.
 
     Args:
-        python: an interpreter that has PACKAGES.
+        python, threads: an interpreter that has PACKAGES, and how many threads it computes with.
         folder: where weights, inputs and outputs are exchanged; it exists.
         unet: a UNet2DConditionModel without merging.
-        threads: that PyTorch computes with.
 
     Raises:
         WorkerError: the model cannot be built there.

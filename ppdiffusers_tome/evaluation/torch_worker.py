@@ -9,13 +9,14 @@ import time
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 
 class Worker:
     """A UNet in which tomesd merges on request, with the inputs of its passes."""
 
     def load(self, report: Any, threads: int, config: dict[str, Any], weights: str) -> dict[str, Any]:
         """Build the UNet from a config and a NumPy archive of weights; the versions of the packages."""
-        import numpy as np
         import torch
         from diffusers import UNet2DConditionModel
 
@@ -34,8 +35,6 @@ class Worker:
 
     def set_inputs(self, report: Any, inputs: str) -> None:
         """Read the inputs of the next passes from a NumPy archive."""
-        import numpy as np
-
         with np.load(inputs) as arrays:
             self._inputs = {name: self._torch.from_numpy(arrays[name]) for name in arrays.files}
 
@@ -50,8 +49,6 @@ class Worker:
             out = self._unet(*positional, added_cond_kwargs=others or None).sample
             seconds = time.perf_counter() - start
         if output:
-            import numpy as np
-
             np.save(output, out.numpy())
         return {"seconds": seconds}
 

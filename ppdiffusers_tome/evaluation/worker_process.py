@@ -17,12 +17,7 @@ class WorkerError(ToMeError, RuntimeError):
 
 
 class WorkerEndedError(ToMeError, RuntimeError):
-    """A worker ended before it answered.
-
-    Attributes:
-        status: its exit status; negative for a signal.
-        errors: what it wrote to stderr.
-    """
+    """A worker ended before it answered; `errors` is what it wrote to stderr, `status` negative for a signal."""
 
     def __init__(self, name: str, status: int, errors: str) -> None:
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
@@ -35,10 +30,7 @@ class WorkerEndedError(ToMeError, RuntimeError):
 class WorkerProcess:
     """A process that runs `worker_loop.answer_requests`. A context: leaving it ends the process.
 
-    Args:
-        command: what to run.
-        name: for messages.
-        threads: that it computes with (OMP_NUM_THREADS).
+    `name` is for messages, `threads` its OMP_NUM_THREADS.
     """
 
     def __init__(self, command: Sequence[str], name: str, threads: int) -> None:

@@ -68,28 +68,33 @@ class Traceable:
     inputs: tuple[Input, ...]
 
 
-def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -> Traceable:
-    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any. Both are copied."""
+def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
+    """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet."""
     config, batch = unet.config, "batch"
-    inputs = [
+    inputs: tuple[Input, ...] = (
         Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
         Input("timestep", (1,), _integers(1000)),
         Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
-    ]
-    is_xl = config.addition_embed_type == "text_time"
-    if is_xl:
+    )
+    if _is_xl(unet):
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        inputs += [Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))]
+        inputs += Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))
+    return inputs
+
+
+def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -> Traceable:
+    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any. Both are copied."""
+    inputs = unet_inputs(unet)
     if controlnet is not None:
-        inputs += [
-            Input("controlnet_cond", (batch, 3, "height", "width"), _uniform),
+        inputs += (
+            Input("controlnet_cond", ("batch", 3, "height", "width"), _uniform),
             Input("controlnet_conditioning_scale", (count_residuals(controlnet),), _uniform),
-        ]
+        )
         controlnet = _working_copy(controlnet)
     classes: dict[tuple[bool, bool], type[Fused]]
     classes = {(False, False): Denoiser, (True, False): DenoiserXL}
     classes |= {(False, True): ControlledDenoiser, (True, True): ControlledDenoiserXL}
-    layer = classes[is_xl, controlnet is not None](_working_copy(unet), controlnet)
+    layer = classes[_is_xl(unet), controlnet is not None](_working_copy(unet), controlnet)
     if is_size_known:
         layer.skip_translation()
     return _ready(layer, *inputs)
@@ -117,6 +122,10 @@ def vae_decoder(model: nn.Layer) -> Traceable:
     """The VAE's decoder. It is copied."""
     dims = ("batch", model.config.latent_channels, "latent_height", "latent_width")
     return _ready(VaeDecoder(_working_copy(model)), Input("latent_sample", dims))
+
+
+def _is_xl(unet: nn.Layer) -> bool:
+    return unet.config.addition_embed_type == "text_time"
 
 
 def _working_copy(model: nn.Layer) -> nn.Layer:

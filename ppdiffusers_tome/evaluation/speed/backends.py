@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,15 @@ Run = Callable[[bool], Any]  # one pass; the argument is `is_short` of Workload.
 MEMORY_SHARE = 4  # predictors stay loaded if they need at most 1/4 of the available memory
 
 
+@dataclass
 class Backend(ABC):
-    """Computes the arms of a workload. What `prepared` does is neither timed nor under the memory limit.
+    """Computes the arms of a workload. What `prepared` does is neither timed nor under the memory limit."""
 
-    Args:
-        workload: what is computed.
-        threads: of predictors and PyTorch; eager Paddle reads OMP_NUM_THREADS.
-        folder: for programs and for the exchange with PyTorch; it exists.
-        torch_python: interpreter that has torch, diffusers and tomesd.
-    """
-
-    def __init__(self, workload: Workload, threads: int, folder: Path, torch_python: str | None) -> None:
-        self._workload, self._threads, self._folder, self._python = workload, threads, folder, torch_python
-        gigabytes = workload.case.memory_limit_gb
-        self._limit = None if gigabytes is None else int(gigabytes * 1e9)
+    workload: Workload
+    threads: int  # of predictors and PyTorch; eager Paddle reads OMP_NUM_THREADS
+    folder: Path  # for programs and for the exchange with PyTorch; it exists
+    torch_python: str | None  # interpreter that has torch, diffusers and tomesd
+    process: int = field(default=0, init=False)  # whose memory is limited; 0: this one
 
     @abstractmethod
     def prepared(self, arm: Arm) -> AbstractContextManager[Run]:
@@ -70,8 +66,10 @@ class Backend(ABC):
         """End processes."""
 
     def _limited(self) -> AbstractContextManager[None]:
-        is_cpu = paddle.get_device() == "cpu"
-        return limited(self._limit, self._workload.weights) if is_cpu else nullcontext()
+        if not self.process and paddle.get_device() != "cpu":
+            return nullcontext()
+        gigabytes = self.workload.case.memory_limit_gb
+        return limited(None if gigabytes is None else int(gigabytes * 1e9), self.workload.weights, self.process)
 
 
 class EagerBackend(Backend):
@@ -79,18 +77,24 @@ class EagerBackend(Backend):
 
     @contextmanager
     def prepared(self, arm: Arm) -> Iterator[Run]:
-        denoiser = self._workload.denoiser
+        denoiser = self.workload.denoiser
         layers = [layer for layer in denoiser.sublayers() if isinstance(layer, Attention)]
         processors = [layer.processor for layer in layers]
         try:
-            _set_attention(layers, arm.attention)
+            for layer in layers:
+                if arm.attention == "xformers":
+                    layer.set_use_memory_efficient_attention_xformers(True)
+                elif arm.attention == "slicing":  # as `enable_attention_slicing("auto")`: half of the heads at once
+                    layer.set_processor(SlicedAttnProcessor(max(1, layer.sliceable_head_dim // 2)))
+                else:
+                    layer.set_processor(AttnProcessor())
             if arm.arm == BUILT_IN:
                 _attach_built_in(denoiser, arm)
             elif arm.arm == LIMIT:
-                attach_free_merge(denoiser, arm.config, self._workload.latent)
+                attach_free_merge(denoiser, arm.config, self.workload.latent)
             elif arm.ratio:
                 attach(denoiser, arm.config, None)
-            yield self._workload.run
+            yield self.workload.run
         finally:
             detach(denoiser)
             for layer, processor in zip(layers, processors, strict=True):
@@ -100,16 +104,16 @@ class EagerBackend(Backend):
         with self.prepared(arm) as run:
             before = current_bytes()
             peak = peak_bytes(lambda: run(True))
-        return None if peak is None else peak - before + self._workload.weights
+        return None if peak is None else peak - before + self.workload.weights
 
 
+@dataclass
 class PredictorBackend(Backend):
     """Predictors of Paddle Inference, which are loaded once, or for each pass if memory is short."""
 
-    def __init__(self, workload: Workload, threads: int, folder: Path, torch_python: str | None) -> None:
-        super().__init__(workload, threads, folder, torch_python)
-        predictors = sum(arm.backend == PREDICTOR for arm in workload.case.with_status(PLANNED))
-        self._is_kept = predictors * workload.weights * MEMORY_SHARE <= available_bytes()
+    def __post_init__(self) -> None:
+        predictors = sum(arm.backend == PREDICTOR for arm in self.workload.case.with_status(PLANNED))
+        self._is_kept = predictors * self.workload.weights * MEMORY_SHARE <= available_bytes()
         self._load: dict[str, Callable[[], Run]] = {}
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
@@ -121,7 +125,7 @@ class PredictorBackend(Backend):
         run = self._loaded.get(arm.name)
         if run is None:
             if arm.name not in self._load:
-                is_pipeline = isinstance(self._workload, PipelineWorkload)
+                is_pipeline = isinstance(self.workload, PipelineWorkload)
                 self._load[arm.name] = self._export_pipeline(arm) if is_pipeline else self._export(arm)
             before = current_bytes()
             run = loaded = self._load[arm.name]()
@@ -140,7 +144,7 @@ class PredictorBackend(Backend):
         self._loaded.pop(arm.name, None)
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
-        workload = self._workload
+        workload = self.workload
         traceable = workload.traceable()
         denoiser = getattr(traceable.layer, "unet", traceable.layer)
         if arm.arm == LIMIT:
@@ -148,11 +152,11 @@ class PredictorBackend(Backend):
         elif arm.ratio:
             attach(denoiser, arm.config, None)
         fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
-        folder = self._folder / f"program_{next(self._numbers)}"
-        saved = save(traceable, folder, fixed, workload.dims, arm.name, self._threads)
+        folder = self.folder / f"program_{next(self._numbers)}"
+        saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads)
         params = share_weights(saved.params, self._weights)
         self._weights.append(params)
-        runtime = Runtime(threads=self._threads, onednn=is_onednn_safe(saved.onednn_parity))
+        runtime = Runtime(threads=self.threads, onednn=is_onednn_safe(saved.onednn_parity))
 
         def load() -> Run:
             predictor = Predictor(saved.program, params, runtime)
@@ -161,57 +165,53 @@ class PredictorBackend(Backend):
         return load
 
     def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
-        workload = self._workload
+        workload = self.workload
         assert isinstance(workload, PipelineWorkload)
-        folder = self._folder / f"pipeline_{next(self._numbers)}"
+        folder = self.folder / f"pipeline_{next(self._numbers)}"
         sizes = [(workload.case.size, workload.case.size)]
         settings: dict[str, Any] = {"use_rand": False, "max_downsample": arm.max_downsample}
         export_pipeline(workload.pipe, folder, arm.ratio, sizes, progress=False, **settings)
 
         def load() -> Run:
-            pipe = load_pipeline(folder, threads=self._threads)
+            pipe = load_pipeline(folder, threads=self.threads)
             pipe.set_progress_bar_config(disable=True)
             return lambda is_short: workload.run_pipeline(pipe, is_short)
 
         return load
 
 
+@dataclass
 class PyTorchBackend(Backend):
     """PyTorch with diffusers, in its own process; tomesd merges."""
 
-    def __init__(self, workload: Workload, threads: int, folder: Path, torch_python: str | None) -> None:
-        super().__init__(workload, threads, folder, torch_python)
-        assert torch_python is not None
-        self._process = TorchProcess(torch_python, folder, workload.denoiser, threads)
+    def __post_init__(self) -> None:
+        assert self.torch_python
+        self._torch = TorchProcess(self.torch_python, self.folder, self.workload.denoiser, self.threads)
+        self.process = self._torch.pid
         self._inputs: dict[str, paddle.Tensor] | None = None
 
     @contextmanager
     def prepared(self, arm: Arm) -> Iterator[Run]:
-        if self._inputs is not self._workload.inputs:
-            self._inputs = self._workload.inputs
-            self._process.set_inputs({name: as_array(x) for name, x in self._inputs.items()})
+        if self._inputs is not self.workload.inputs:
+            self._inputs = self.workload.inputs
+            self._torch.set_inputs({name: as_array(x) for name, x in self._inputs.items()})
         merging = self._merging(arm)
-        yield lambda is_short: self._process.output(merging)
+        yield lambda is_short: self._torch.output(merging)
 
     def seconds(self, arm: Arm) -> float:
         with self.prepared(arm), self._limited():
-            return self._process.seconds(self._merging(arm))
+            return self._torch.seconds(self._merging(arm))
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)  # Paddle's counter does not see PyTorch
         return None
 
     def close(self) -> None:
-        self._process.close()
+        self._torch.close()
 
     def _merging(self, arm: Arm) -> dict[str, Any] | None:
-        if not arm.ratio:
-            return None
-        deepest = _deepest_level(self._workload.denoiser, arm)
-        return {"ratio": arm.ratio, "use_rand": False, "max_downsample": deepest}
-
-    def _limited(self) -> AbstractContextManager[None]:
-        return limited(self._limit, self._workload.weights, self._process.pid)
+        level = _deepest_level(self.workload.denoiser, arm)
+        return {"ratio": arm.ratio, "use_rand": False, "max_downsample": level} if arm.ratio else None
 
 
 BACKEND_CLASSES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
@@ -231,13 +231,3 @@ def _attach_built_in(denoiser: nn.Layer, arm: Arm) -> None:
 
 def _deepest_level(denoiser: nn.Layer, arm: Arm) -> int:
     return max(block.level for block in chosen_blocks(denoiser, arm.config))
-
-
-def _set_attention(layers: list[nn.Layer], attention: str) -> None:
-    for layer in layers:
-        if attention == "xformers":
-            layer.set_use_memory_efficient_attention_xformers(True)
-        elif attention == "slicing":  # as `enable_attention_slicing("auto")`: half of the heads at once
-            layer.set_processor(SlicedAttnProcessor(max(1, layer.sliceable_head_dim // 2)))
-        else:
-            layer.set_processor(AttnProcessor())

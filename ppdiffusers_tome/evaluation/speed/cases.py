@@ -28,6 +28,11 @@ TORCH = "torch"  # in --arms: PLAIN and TOME in the backend PYTORCH
 ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, TORCH)
 BACKENDS = (EAGER, PREDICTOR)
 DTYPES = ("float32", "float16", "bfloat16")
+ARMS_OF = {
+    EAGER: ARMS[:-1],
+    PREDICTOR: (PLAIN, TOME, LIMIT),  # it has its own attention kernels, and the built-in ToMe cannot be exported
+    PYTORCH: (PLAIN, TOME),
+}
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
 ARM_NAMES = {
     PLAIN: "plain",
@@ -149,9 +154,7 @@ def make_arms(
     """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Args:
-        case: what they compute.
-        arms: some of ARMS.
-        backends: some of BACKENDS; TORCH adds its own.
+        case, arms, backends: what they compute, some of ARMS, some of BACKENDS; TORCH adds its own backend.
         ratios, levels: values of `ratio` and `max_downsample`; the merging arms take all combinations.
         torch_problem: why PyTorch cannot be used; None if it can.
 
@@ -162,12 +165,9 @@ def make_arms(
     efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
     made: list[Arm] = []
     for backend in [*backends, *([PYTORCH] if TORCH in arms else [])]:
-        names: Sequence[str] = [name for name in ARMS if name in arms and name != TORCH]
-        if backend == PREDICTOR:  # it has its own attention kernels, and the built-in ToMe cannot be exported
-            names = [name for name in names if name in (PLAIN, TOME, LIMIT)]
-        elif backend == PYTORCH:
-            names = (PLAIN, TOME)
-        for name in names:
+        for name in ARMS_OF[backend]:
+            if name not in arms and backend != PYTORCH:
+                continue
             attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
             is_merging = name not in (PLAIN, MEMORY_EFFICIENT)
             for (ratio, level), kept in merges.items() if is_merging else [((0.0, None), case.tokens)]:
@@ -179,11 +179,7 @@ def make_arms(
 
 
 def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
-    """The cases of a speed result.
-
-    Args:
-        result: what `bench` wrote.
-        source: the file, for messages.
+    """The cases of a speed result; messages name its source.
 
     Raises:
         ToMeConfigError: it is of another kind or format, a field is missing, or an arm missed a round.
@@ -207,7 +203,6 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
 
 
 def _count_kept(case: Case, ratio: float, level: int | None) -> int:
-    config = Arm(TOME, EAGER, ratio, level).config
     first = case.architecture.first_level
     if level is not None and case.scope == "block":
         raise ToMeConfigError("--max-downsample is not allowed with --scope block, which has one level: leave it out.")
@@ -215,7 +210,7 @@ def _count_kept(case: Case, ratio: float, level: int | None) -> int:
         raise ToMeConfigError(
             f"--max-downsample {level} is not allowed: the shallowest attention of {case.model} is at level {first}."
         )
-    removed = int(count_removed(case.architecture.first_grid(case.size), config))
+    removed = int(count_removed(case.architecture.first_grid(case.size), Arm(TOME, EAGER, ratio, level).config))
     if not removed:
         raise ToMeConfigError(f"--ratio {ratio:g} merges no token at {case.size} px: raise the ratio or the size.")
     return case.tokens - removed

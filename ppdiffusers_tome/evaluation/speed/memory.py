@@ -8,6 +8,7 @@ pages of the ballast are never touched, so they cost no memory.
 import contextlib
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,19 @@ def weights_bytes(model: nn.Layer) -> int:
 
 def current_bytes() -> int:
     """Bytes of all tensors on the current device."""
-    return _counter("current_value")
+    return _stat("current_value")()
 
 
 def peak_bytes(run: Callable[[], Any]) -> int | None:
     """The most bytes allocated at once while `run` runs, including those allocated before.
 
-    Returns:
-        Bytes by Paddle's counter; None on a GPU with Paddle 2.6 whose memory has no room for the ballast.
+    None on a GPU with Paddle 2.6 whose memory has no room for the ballast.
     """
     ballast: list[paddle.Tensor] = []
     offset = 0
-    if (reset := getattr(core, f"{_device()}_memory_stat_reset_peak_value", None)) is not None:
-        reset("Allocated", _index())
-    elif (gap := _counter("peak_value") - current_bytes()) > 0:
-        before = current_bytes()
+    if reset := _stat("reset_peak_value"):
+        reset()
+    elif (gap := _stat("peak_value")() - (before := current_bytes())) > 0:
         try:
             for start in range(0, gap, PIECE):
                 ballast.append(paddle.empty([min(PIECE, gap - start)], dtype="int8"))
@@ -49,7 +48,7 @@ def peak_bytes(run: Callable[[], Any]) -> int | None:
             return None
         offset = current_bytes() - before
     run()
-    peak = _counter("peak_value") - offset
+    peak = _stat("peak_value")() - offset
     del ballast
     return peak
 
@@ -63,7 +62,7 @@ def is_out_of_memory(error: BaseException | str) -> bool:
 def limited(limit: int | None, weights: int, process: int = 0) -> Iterator[None]:
     """Limit what a process may allocate within the context; to exceed it raises MemoryError in Paddle.
 
-    Without a limit the system would end the process, and its measurements would be lost.
+    Without it the system would end the process, and its measurements would be lost.
 
     Args:
         limit: bytes for the weights and one pass; None: what the machine has available now.
@@ -72,8 +71,7 @@ def limited(limit: int | None, weights: int, process: int = 0) -> Iterator[None]
     """
     soft, hard = resource.prlimit(process, resource.RLIMIT_DATA)
     room = available_bytes() - RESERVE if limit is None else limit - weights
-    data = _kib(Path("/proc") / (str(process) if process else "self") / "status", "VmData:")
-    allowed = max(data + room, 0)
+    allowed = max(_kib(Path(f"/proc/{process or 'self'}/status"), "VmData:") + room, 0)
     if hard != resource.RLIM_INFINITY:
         allowed = min(allowed, hard)
     resource.prlimit(process, resource.RLIMIT_DATA, (allowed, hard))
@@ -94,13 +92,8 @@ def _kib(path: Path, name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def _counter(which: str) -> int:
-    return int(getattr(core, f"{_device()}_memory_stat_{which}")("Allocated", _index()))
-
-
-def _device() -> str:
-    return "host" if paddle.get_device() == "cpu" else "device"
-
-
-def _index() -> int:
-    return int(paddle.get_device().partition(":")[2] or 0)
+def _stat(name: str) -> Any:
+    """A function of Paddle that reads or resets its counter for the current device; None if this version lacks it."""
+    device, _, index = paddle.get_device().partition(":")
+    function = getattr(core, f"{'host' if device == 'cpu' else 'device'}_memory_stat_{name}", None)
+    return function and partial(function, "Allocated", int(index or 0))

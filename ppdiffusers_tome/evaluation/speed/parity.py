@@ -22,11 +22,7 @@ Output = Callable[[Arm], np.ndarray | None]
 def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], None], output: Output) -> None:
     """Set the `parity` of arms that agree with their definitions, if they have any; fail the arms that differ.
 
-    Args:
-        case: what they compute.
-        arms: the arms to compare.
-        set_inputs: draws the inputs from a seed.
-        output: computes one pass of any arm, also of one that is not among `arms`; None if it fails.
+    `set_inputs` draws the inputs from a seed; `output` computes one pass of any arm, or None if that fails.
     """
     unequal, reasons = {arm.name: arm for arm in arms}, dict[str, str]()
     seed = 0

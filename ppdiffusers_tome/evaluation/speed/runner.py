@@ -26,19 +26,12 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} passes, {elapsed} e
 
 @dataclass(frozen=True)
 class Settings:
-    """How cases are measured.
+    """How cases are measured."""
 
-    Args:
-        rounds: timed passes of each arm.
-        warm_up: passes of each arm before the timed ones.
-        threads: of every backend.
-        torch_python: interpreter of the backend PyTorch; None if it is not measured.
-    """
-
-    rounds: int = 5
-    warm_up: int = 1
-    threads: int = 1
-    torch_python: str | None = None
+    rounds: int = 5  # timed passes of each arm
+    warm_up: int = 1  # passes of each arm before the timed ones
+    threads: int = 1  # of every backend
+    torch_python: str | None = None  # interpreter of the backend PyTorch; None if it is not measured
 
     def __post_init__(self) -> None:
         for name, most in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
@@ -50,18 +43,13 @@ class Settings:
 def measure_all(
     cases: Sequence[Case], settings: Settings, output: Path, command: str, restart: bool = False
 ) -> list[Case]:
-    """Measure cases one after the other and write the result.
+    """Measure the arms of cases that are PLANNED, write the result, and return the measured cases.
 
     Args:
-        cases: with their arms; those that are PLANNED are measured.
-        settings: how.
+        cases, settings, command: what, how, and the command for the result.
         output: JSON file, written at the end. Until then the incomplete result is in `output` + ".partial", after
             every step, and another run with the same cases, settings, versions, machine and sources continues it.
-        command: for the result.
         restart: ignore an incomplete result.
-
-    Returns:
-        The measured cases.
 
     Raises:
         ToMeConfigError: the incomplete result belongs to other cases, settings, versions, sources or another machine.
@@ -128,10 +116,9 @@ class IncompleteResult:
                     "continue it, or pass --restart to start again and lose it."
                 )
         else:
-            counts = {name: getattr(settings, name) for name in ("rounds", "warm_up", "threads")}
-            described = {**environment, **torch}
-            planned = self._belongs_to["cases"]
-            self._result = make_result("speed", command, environment=described, **counts, cases=planned)
+            content = {**asdict(settings), "cases": self._belongs_to["cases"]}
+            del content["torch_python"]
+            self._result = make_result("speed", command, environment={**environment, **torch}, **content)
         self.cases = [Case.from_json(fields) for fields in self._result["cases"]]
 
     def save(self, index: int, case: dict[str, Any]) -> None:
@@ -149,10 +136,9 @@ class IncompleteResult:
 def _fail(
     case: Case, name: str | None, step: str, error: WorkerError | WorkerEndedError, skip: Sequence[str]
 ) -> list[str]:
-    """Fail the arm that the worker was at when it failed or ended.
+    """Fail the arm that the worker was at when it failed or ended; all, if it was at none or at one of `skip`.
 
-    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on. If it was at
-    no arm, or at one that must not run any more, fail all arms.
+    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on.
     """
     text = getattr(error, "errors", "") + str(error)
     is_memory = is_out_of_memory(text) or getattr(error, "status", 0) == -signal.SIGKILL

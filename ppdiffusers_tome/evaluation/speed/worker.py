@@ -35,7 +35,7 @@ class Worker:
 
     _case: Case
     _workload: Workload
-    _make_backend: Callable[[str], Backend]
+    _options: tuple[int, Path, str | None]  # of its backends: threads, folder, torch_python
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
@@ -52,25 +52,20 @@ class Worker:
         folder: str,
         skip: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Build the model, check the arms that were not checked before, and warm up.
+        """Build the model, check the arms that were not checked before, and warm up; the first pass measures memory.
 
-        Args:
-            report: writes an event.
-            case: the case; arms that are PLANNED are measured, further if they have seconds already.
-            warm_up: passes of each arm before the first timed one; the first of them measures memory.
-            threads, torch_python, folder: as in `Backend`.
-            skip: names of definitions whose passes ended an earlier worker.
+        `skip` are names of definitions whose passes ended an earlier worker.
         """
         self._case = Case.from_json(case)
         self._failed.update(skip, (arm.name for arm in self._case.with_status(OUT_OF_MEMORY, ERROR)))
         report("begin", arm=None, step="building the model")
         with limited(None, 0):
-            self._workload = workload = open_workload(self._case)
-        self._make_backend = lambda name: BACKEND_CLASSES[name](workload, threads, Path(folder), torch_python)
+            self._workload = open_workload(self._case)
+        self._options = threads, Path(folder), torch_python
         for arm in self._planned():
             arm.macs = self._workload.macs(arm.config, matching=arm.arm != LIMIT)
         unchecked = [arm for arm in self._planned() if arm.parity is None and not arm.seconds]
-        check_parity(self._case, unchecked, workload.set_inputs, partial(self._output, report, "check"))
+        check_parity(self._case, unchecked, self._workload.set_inputs, partial(self._output, report, "check"))
         report("case", case=asdict(self._case))
         for arm in self._planned():
             for index in range(warm_up):
@@ -100,7 +95,7 @@ class Worker:
         for arm in self._planned():
             if arm.backend == EAGER and arm.arm == TOME:
                 with self._attempt(report, "overhead", arm), self._backend(arm).prepared(arm) as run:
-                    arm.shares = measure_overhead(self._workload.denoiser, partial(run, False))
+                    arm.shares = measure_overhead(partial(run, False))
         for arm in self._planned():
             arm.status = MEASURED
         for backend in self._backends.values():
@@ -112,7 +107,7 @@ class Worker:
 
     def _backend(self, arm: Arm) -> Backend:
         if arm.backend not in self._backends:
-            self._backends[arm.backend] = self._make_backend(arm.backend)
+            self._backends[arm.backend] = BACKEND_CLASSES[arm.backend](self._workload, *self._options)
         return self._backends[arm.backend]
 
     def _output(self, report: Report, step: str, arm: Arm) -> np.ndarray | None:

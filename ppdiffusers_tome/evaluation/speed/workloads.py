@@ -9,7 +9,7 @@ from paddle import nn
 from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 
 from ...config import ToMeConfig
-from ...inference.programs import Input, Traceable, denoiser
+from ...inference.programs import Input, Traceable, denoiser, unet_inputs
 from ...macs import count_macs, saved_macs
 from ...models import block_grid, find_blocks
 from ...patch import chosen_blocks
@@ -23,26 +23,16 @@ SHORT_STEPS = 2  # of a pipeline, for parity and memory: over many steps roundin
 
 
 class Workload(ABC):
-    """A model with its inputs, in the case's dtype and in evaluation mode.
+    """A model with its inputs, in the case's dtype and in evaluation mode."""
 
-    Attributes:
-        case: what it belongs to.
-        denoiser: the model that merging attaches to.
-        latent: the grid of the latents.
-        inputs: of the next passes, by name.
-        weights: bytes of all weights.
-        rows: the batch that reaches the UNet or block.
-    """
-
-    def __init__(self, case: Case, model: nn.Layer, latent: Grid) -> None:
-        self.case, self.denoiser, self.latent = case, model, latent
-        self.inputs: dict[str, paddle.Tensor] = {}
-        self.weights, self.rows = weights_bytes(model), case.batch
+    def __init__(self, case: Case, denoiser: nn.Layer, latent: Grid, drawn: tuple[Input, ...]) -> None:
+        self.case, self.denoiser, self.latent, self.drawn = case, denoiser, latent, drawn
+        denoiser.eval()
+        if case.dtype != "float32":
+            denoiser.to(dtype=case.dtype)
+        self.weights = weights_bytes(denoiser)  # bytes
+        self.rows = case.batch  # the batch that reaches the denoiser
         self.set_inputs(0)
-
-    @abstractmethod
-    def input_specs(self) -> tuple[Input, ...]:
-        """The inputs of a pass."""
 
     @abstractmethod
     def run(self, is_short: bool = False) -> paddle.Tensor | np.ndarray:
@@ -56,25 +46,19 @@ class Workload(ABC):
         """Draw the inputs of the next passes."""
         stream = np.random.RandomState(seed)
         dims = {**self.dims, "batch": self.case.batch}
-        drawn = {spec.name: spec.random(stream, dims) for spec in self.input_specs()}
-        self.inputs = {name: x if name == "timestep" else x.cast(self.case.dtype) for name, x in drawn.items()}
+        self.inputs: dict[str, paddle.Tensor] = {}
+        for drawn in self.drawn:
+            dtype = "float32" if drawn.name == "timestep" else self.case.dtype
+            self.inputs[drawn.name] = drawn.random(stream, dims).cast(dtype)
 
     @property
     def dims(self) -> dict[str, int]:
         """The named dimensions of the inputs, except the batch."""
-        return {
-            "latent_height": self.latent.h,
-            "latent_width": self.latent.w,
-            "tokens": self.case.architecture.text,
-        }
+        text = self.case.architecture.text
+        return {"latent_height": self.latent.h, "latent_width": self.latent.w, "tokens": text}
 
     def macs(self, config: ToMeConfig, matching: bool = True) -> int:
-        """Multiply-accumulates of one pass of the UNet or block, for the whole batch.
-
-        Args:
-            config: how tokens merge.
-            matching: whether the product of the matching counts.
-        """
+        """Multiply-accumulates of one pass of the UNet or block, for the whole batch, perhaps without matching."""
         text = self.case.architecture.text
         total = count_macs(self.denoiser, self.latent, text)
         for block in chosen_blocks(self.denoiser, config):
@@ -89,18 +73,8 @@ class Workload(ABC):
 class UNetWorkload(Workload):
     """One pass of a UNet."""
 
-    def input_specs(self) -> tuple[Input, ...]:
-        config, batch = self.denoiser.config, "batch"
-        specs = [
-            Input("sample", (batch, config.in_channels, "latent_height", "latent_width")),
-            Input("timestep", (1,), lambda stream, shape: np.full(shape, 500)),
-            Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
-        ]
-        if config.addition_embed_type == "text_time":  # SDXL
-            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-            time_ids = Input("time_ids", (batch, 6), lambda stream, shape: stream.randint(0, 1024, shape))
-            specs += [Input("text_embeds", (batch, pooled)), time_ids]
-        return tuple(specs)
+    def __init__(self, case: Case, unet: nn.Layer) -> None:
+        super().__init__(case, unet, case.architecture.latent(case.size), unet_inputs(unet))
 
     @paddle.no_grad()
     def run(self, is_short: bool = False) -> paddle.Tensor:
@@ -132,20 +106,18 @@ class OneBlock(nn.Layer):
 class BlockWorkload(Workload):
     """One pass of the first top-level transformer block, with the norm and projections around it."""
 
-    def input_specs(self) -> tuple[Input, ...]:
-        transformer = self.denoiser.transformer
-        width = transformer.transformer_blocks[0].attn2.to_k.weight.shape[0]
-        return (
-            Input("sample", ("batch", transformer.in_channels, "latent_height", "latent_width")),
-            Input("encoder_hidden_states", ("batch", "tokens", width)),
-        )
+    def __init__(self, case: Case, model: OneBlock) -> None:
+        width = model.transformer.transformer_blocks[0].attn2.to_k.weight.shape[0]
+        sample = Input("sample", ("batch", model.transformer.in_channels, "latent_height", "latent_width"))
+        text = Input("encoder_hidden_states", ("batch", "tokens", width))
+        super().__init__(case, model, case.architecture.first_grid(case.size), (sample, text))
 
     @paddle.no_grad()
     def run(self, is_short: bool = False) -> paddle.Tensor:
         return self.denoiser(self.inputs["sample"], self.inputs["encoder_hidden_states"])
 
     def traceable(self) -> Traceable:
-        return Traceable(copy.deepcopy(self.denoiser), self.input_specs())
+        return Traceable(copy.deepcopy(self.denoiser), self.drawn)
 
 
 class PipelineWorkload(Workload):
@@ -154,13 +126,10 @@ class PipelineWorkload(Workload):
     def __init__(self, case: Case, pipe: DiffusionPipeline) -> None:
         self.pipe = pipe
         pipe.set_progress_bar_config(disable=True)
-        super().__init__(case, pipe.unet, case.architecture.latent(case.size))
+        dims = ("batch", pipe.unet.config.in_channels, "latent_height", "latent_width")
+        super().__init__(case, pipe.unet, case.architecture.latent(case.size), (Input("latents", dims),))
         self.weights = sum(weights_bytes(part) for part in pipe.components.values() if isinstance(part, nn.Layer))
         self.rows = case.batch * (2 if (case.guidance_scale or 0) > 1 else 1)
-
-    def input_specs(self) -> tuple[Input, ...]:
-        channels = self.denoiser.config.in_channels
-        return (Input("latents", ("batch", channels, "latent_height", "latent_width")),)
 
     def run(self, is_short: bool = False) -> np.ndarray:
         return self.run_pipeline(self.pipe, is_short)
@@ -180,31 +149,22 @@ class PipelineWorkload(Workload):
 
 
 def open_workload(case: Case) -> Workload:
-    """Build or load a case's model.
-
-    Raises:
-        ToMeConfigError: the model's folder has no usable configs.
-    """
+    """Build or load a case's model."""
     paddle.seed(0)
     architecture = case.architecture
     if case.scope == "pipeline":
-        pipe = DiffusionPipeline.from_pretrained(case.model, paddle_dtype=getattr(paddle, case.dtype))
-        return PipelineWorkload(case, pipe)
+        dtype = getattr(paddle, case.dtype)
+        return PipelineWorkload(case, DiffusionPipeline.from_pretrained(case.model, paddle_dtype=dtype))
     if case.model not in ARCHITECTURES:
         unet = UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
     else:
         unet = architecture.build() if case.scope == "unet" else architecture.build_one_level()
     if case.scope == "unet":
-        return UNetWorkload(case, _prepare(unet, case), architecture.latent(case.size))
+        return UNetWorkload(case, unet)
     first = min(find_blocks(unet), key=lambda block: block.level)
-    return BlockWorkload(case, _prepare(OneBlock(first.grid_layer), case), architecture.first_grid(case.size))
+    return BlockWorkload(case, OneBlock(first.grid_layer))
 
 
 def as_array(value: paddle.Tensor | np.ndarray) -> np.ndarray:
     """A tensor as float32 in NumPy, also from bfloat16, which NumPy lacks."""
     return value if isinstance(value, np.ndarray) else value.cast("float32").numpy()
-
-
-def _prepare(model: nn.Layer, case: Case) -> nn.Layer:
-    model.eval()
-    return model if case.dtype == "float32" else model.to(dtype=case.dtype)
