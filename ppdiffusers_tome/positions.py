@@ -6,7 +6,7 @@ int64 tensors of that program, as is every count derived from them.
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import paddle
@@ -161,9 +161,16 @@ def constant_positions(
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     slot = np.argsort(np.concatenate([dst, src]))
     # Constants instead of arange, because Paddle 2.6's arange switches a device that all threads share.
-    counts = _constants(np.arange(len(dst)), np.arange(len(src)))
-    windows = _windows(dst, src, window_of(grid, sx, sy, window))
-    return Positions(len(dst), len(src), *_constants(dst, src, slot), *counts, windows)
+    return Positions(
+        d=len(dst),
+        s=len(src),
+        dst=_constant(dst),
+        src=_constant(src),
+        slot=_constant(slot),
+        count_d=_constant(np.arange(len(dst))),
+        count_s=_constant(np.arange(len(src))),
+        windows=_windows(dst, src, window_of(grid, sx, sy, window)),
+    )
 
 
 def _windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Windows | None:
@@ -173,7 +180,13 @@ def _windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Windows | 
         return None
     dst_index, _ = _pad(window[dst], count)
     src_index, src_slot = _pad(window[src], count)
-    return Windows(count, *_constants(src[src_index], dst[dst_index], dst_index, src_slot))
+    return Windows(
+        count_w=count,
+        src=_constant(src[src_index]),
+        dst=_constant(dst[dst_index]),
+        dst_index=_constant(dst_index),
+        src_slot=_constant(src_slot),
+    )
 
 
 def _pad(window: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -196,8 +209,8 @@ def _pad(window: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return order[(begins[:, None] + within).reshape(-1)], slot
 
 
-def _constants(*arrays: np.ndarray) -> Any:
-    return tuple(paddle.to_tensor(array, dtype="int64") for array in arrays)
+def _constant(array: np.ndarray) -> paddle.Tensor:
+    return paddle.to_tensor(array, dtype="int64")
 
 
 def computed_positions(
