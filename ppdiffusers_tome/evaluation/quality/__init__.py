@@ -1,1 +1,1 @@
-"""How far merged pictures are from plain ones, and how that is shown."""
+"""How far merged images are from plain ones: drawing, measures, report."""
