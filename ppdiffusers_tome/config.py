@@ -69,6 +69,11 @@ class ToMeConfig:
                 "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
                 "True, or use remove_tome() to turn merging off."
             )
+        if checked["proportional"] and not checked["merge_attn"]:
+            raise ToMeConfigError(
+                "proportional=True weights the merged tokens of self-attention, but merge_attn=False merges none there: "
+                "set merge_attn=True, or leave proportional=False."
+            )
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
         checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"])
         checked["window"] = None if self.window is None else _window(self.window, checked["sx"], checked["sy"])

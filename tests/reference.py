@@ -28,7 +28,7 @@ def windows(h, w, sx, sy, window):
 
     A window begins at every multiple of `window`; a remainder without a whole cell belongs to the window before it.
     """
-    found = []
+    window_of = []
     for y in range(h):
         for x in range(w):
             row, column = y // window, x // window
@@ -36,8 +36,8 @@ def windows(h, w, sx, sy, window):
                 row -= 1
             while column > 0 and w - column * window < sx:
                 column -= 1
-            found.append((row, column))
-    return found
+            window_of.append((row, column))
+    return window_of
 
 
 def match(tokens, dst, removed, window_of=None):

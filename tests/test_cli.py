@@ -37,13 +37,13 @@ def test_bench_ops_prints_a_table_and_writes_what_was_measured(tmp_path, capsys)
         (["--rounds", "0"], "rounds=0 is not allowed"),
     ],
 )
-def test_bad_option_is_told_in_one_line(options, message, capsys):
+def test_bad_option_is_reported_in_one_line(options, message, capsys):
     assert main(["bench", "ops", *SMALL, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_file_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
+def test_unwritable_file_is_reported_in_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["bench", "ops", *SMALL, "--output", str(tmp_path / "file" / "ops.json")]) == 1
     error = capsys.readouterr().err

@@ -84,6 +84,11 @@ def test_no_layer_to_merge_is_rejected():
         ToMeConfig(merge_attn=False)
 
 
+def test_proportional_attention_needs_self_attention_to_merge():
+    with pytest.raises(ToMeConfigError, match=r"proportional=True .* merge_attn=False"):
+        ToMeConfig(merge_attn=False, merge_mlp=True, proportional=True)
+
+
 def test_numpy_numbers_are_converted():
     config = ToMeConfig(ratio=np.float32(0.25), sx=np.int64(4), seed=np.uint32(7))
     assert (type(config.ratio), type(config.sx), type(config.seed)) == (float, int, int)

@@ -604,7 +604,7 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, monkeypatch):
         monkeypatch.setattr(hooks, name, partial(recorded, getattr(hooks, name)))
     with kernels_for_half(), paddle.amp.auto_cast(enable=autocast, dtype=half):
         plain, before = dtypes(unet, dtype)
-        settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2}
+        settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2, "window": 4, "proportional": True}
         merged, after = dtypes(unet.apply_tome(ratio=0.5, **settings), dtype)
         np.testing.assert_array_equal(dtypes(unet.remove_tome(), dtype)[1], before)
     assert merged == plain != full

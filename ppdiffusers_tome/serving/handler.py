@@ -30,7 +30,7 @@ class RequestHandler:
         self._under_way: list[asyncio.Future[list[Image]]] = []  # oldest first
 
     def make_jobs(self, images: int, seed: int | None, **fields: Any) -> list[Job]:
-        """The jobs of a request: None stands for the default, or for a random seed; each image has the next seed."""
+        """The jobs of a request: None is the default, or a random seed; each image has the next seed."""
         height, width = self._service.limits.sizes[0]
         defaults = {
             "height": height,
