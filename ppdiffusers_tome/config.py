@@ -71,7 +71,7 @@ class ToMeConfig:
             )
         if checked["proportional"] and not checked["merge_attn"]:
             raise ToMeConfigError(
-                "proportional=True weights the merged tokens of self-attention, but merge_attn=False merges none there: "
+                "proportional=True weights the merged tokens of self-attention, but merge_attn=False merges none: "
                 "set merge_attn=True, or leave proportional=False."
             )
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
