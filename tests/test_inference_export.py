@@ -193,6 +193,10 @@ def test_requirements_of_dynamic_sizes(tiny, tmp_path):
     error, message = (ToMeConfigError, "no-rand") if PADDLE2 else (ToMeExportError, "--size")
     with pytest.raises(error, match=message):
         export(tiny, tmp_path / "out", 0.5, dynamic=True)
+    error, message = (ToMeConfigError, "window=None") if PADDLE2 else (ToMeExportError, "--size")
+    with pytest.raises(error, match=message):
+        export(tiny, tmp_path / "out", 0.5, dynamic=True, use_rand=False, window=4)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_settings_that_merge_nothing_are_an_error(tmp_path):

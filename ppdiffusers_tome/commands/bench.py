@@ -32,6 +32,7 @@ from ..evaluation.torch_unet import torch_versions
 from ..published.architectures import ARCHITECTURES
 
 BUNDLED = Path("examples/emoji_sd")
+DEFAULT = " (default: %(default)s)"  # at the end of help texts
 QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": list(BACKENDS)}  # defaults of --quick
 
 
@@ -41,7 +42,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         "bench",
         help="measure speed and memory",
         description="Time a UNet, one of its blocks or a pipeline, with and without token merging.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_options(bench)
     bench.set_defaults(run=partial(_speed, bench))
@@ -49,12 +49,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     ops = others.add_parser(
         "ops",
         help="time merge, unmerge and plan against the functions that ppdiffusers ships",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     helps = ("images", "rows of tokens", "tokens in a row", "numbers in a token", "share of tokens to merge")
     for (field, default), text in zip(vars(OpsCase()).items(), helps, strict=True):
-        ops.add_argument(f"--{field}", type=type(default), default=default, help=text)
-    ops.add_argument("--rounds", type=int, default=20, help="timed rounds")
+        ops.add_argument(f"--{field}", type=type(default), default=default, help=text + DEFAULT)
+    ops.add_argument("--rounds", type=int, default=20, help="timed rounds" + DEFAULT)
     ops.add_argument("--output", type=Path, metavar="FILE", help="write the result to this JSON file")
     ops.set_defaults(run=_operations)
     report = others.add_parser("report", help="make tables and plots of results")
@@ -79,26 +78,34 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     group = bench.add_argument_group("what is measured (several values: all combinations)")
     model = group.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, metavar="DIR", help="folder of a pipeline")
-    model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help="UNet with random weights")
+    model.add_argument(
+        "--architecture", choices=list(ARCHITECTURES), default="sd15", help="UNet with random weights" + DEFAULT
+    )
     option = group.add_argument
-    option("--scope", choices=list(SCOPES), default="unet", help="part of the model")
-    option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px")
-    option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, images of a pipeline")
-    option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75")
-    option("--max-downsample", type=int, nargs="+", default=[None], help="deepest level; not set: the shallowest")
-    option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs")
-    option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="of Paddle")
-    option("--arms", choices=ARMS, nargs="+", help="what is compared; not set: everything")
-    option("--steps", type=int, default=20, help="denoising steps of a pipeline")
-    option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline")
+    option("--scope", choices=list(SCOPES), default="unet", help="part of the model" + DEFAULT)
+    option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px" + DEFAULT)
+    option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, images of a pipeline" + DEFAULT)
+    option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
+    option("--max-downsample", type=int, nargs="+", default=[None], help="deepest level (default: the shallowest)")
+    option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
+    option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="of Paddle" + DEFAULT)
+    option("--arms", choices=ARMS, nargs="+", help="what is compared (default: everything)")
+    option("--steps", type=int, default=20, help="denoising steps of a pipeline" + DEFAULT)
+    option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
-    option("--rounds", type=int, default=5, help="timed passes of each arm; the arms take turns")
-    option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones")
-    option("--threads", type=int, default=usable_cores(), help="of every arm")
-    option("--memory-limit", type=float, metavar="GB", help="for weights and one pass; not set: the machine's memory")
-    option("--torch-python", metavar="PYTHON", help="interpreter with torch, diffusers and tomesd; not set: this one")
+    option("--rounds", type=int, default=5, help="timed passes of each arm; the arms take turns" + DEFAULT)
+    option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones" + DEFAULT)
+    option("--threads", type=int, default=usable_cores(), help="of every arm" + DEFAULT)
+    option("--memory-limit", type=float, metavar="GB", help="for weights and one pass (default: the machine's memory)")
+    option("--torch-python", metavar="PYTHON", help="interpreter with torch, diffusers and tomesd (default: this one)")
     option("--quick", action="store_true", help="other defaults: a tiny model in 2 rounds, to see that it runs")
-    option("--output", type=Path, metavar="FILE", default=Path("outputs/bench.json"), help="JSON file for the result")
+    option(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default=Path("outputs/bench.json"),
+        help="JSON file for the result" + DEFAULT,
+    )
     option("--restart", action="store_true", help="do not continue an interrupted run")
 
 

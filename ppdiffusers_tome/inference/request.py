@@ -91,6 +91,8 @@ def check_request(
             raise ToMeConfigError(
                 "dynamic=True needs use_rand=False (--no-rand): random dst can only be drawn for a known grid."
             )
+        if any(config.window is not None for config in merging):
+            raise ToMeConfigError("dynamic=True needs window=None: windows only divide a known grid.")
     return Request(
         pipe=pipe,
         folder=folder,
