@@ -26,6 +26,8 @@ PROCESSORS = {
     "sliced": lambda: SlicedAttnProcessor(1),
 }
 
+TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of size 3
+
 
 @pytest.fixture
 def plans(monkeypatch):
@@ -79,8 +81,8 @@ def test_attention_is_that_over_repeated_keys(name, window, plans):
     with paddle.no_grad():
         expected = AttnProcessor()(attention, tokens, encoder_hidden_states=repeat(tokens, sizes_of(plans[0])))
         without = AttnProcessor()(attention, tokens)
-    assert float((out - expected).abs().max()) < 1e-6
-    assert float((out - without).abs().max()) > 1e-5
+    assert float((out - expected).abs().max()) < TOLERANCE
+    assert float((out - without).abs().max()) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("text_continues", [True, False])
@@ -103,9 +105,9 @@ def test_joint_attention_is_that_over_repeated_image_tokens(text_continues, plan
         image, context = attention(repeat(tokens, sizes), encoder_hidden_states=text["tokens"])
     firsts = np.cumsum(sizes, axis=1) - sizes
     expected = np.take_along_axis(image.numpy(), firsts[..., None], axis=1)
-    assert np.abs(out[0].numpy() - expected).max() < 1e-6
+    assert np.abs(out[0].numpy() - expected).max() < TOLERANCE
     if text_continues:
-        assert np.abs((out[1] - context).numpy()).max() < 1e-6
+        assert np.abs((out[1] - context).numpy()).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("make", [make_unet, dit, sd3])
@@ -168,7 +170,7 @@ def test_a_mask_over_the_text_stays_with_merged_cross_attention():
     tokens, out = record(unet, attention, make_pass, ratio=0.5, merge_crossattn=True)
     with paddle.no_grad():
         expected = AttnProcessor()(attention, tokens, encoder_hidden_states=given["encoder_hidden_states"])
-    assert float((out - expected).abs().max()) < 1e-6
+    assert float((out - expected).abs().max()) < TOLERANCE
 
 
 def test_summary_counts_the_pairs_within_windows():
