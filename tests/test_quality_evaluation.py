@@ -9,6 +9,7 @@ from conftest import tiny_pipeline
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing, evaluation
 from ppdiffusers_tome.evaluation.quality.drawing import image_folder
 from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, model_levels
@@ -73,6 +74,21 @@ def test_a_second_run_computes_nothing_and_gives_the_same_result(evaluated, noth
     first = read_json(output / "quality.json")
     assert repeat() == 0
     assert read_json(output / "quality.json") == first
+
+
+def test_after_a_change_of_a_source_the_folder_is_refused(
+    evaluated, nothing_is_computed, tmp_path, monkeypatch, capsys
+):
+    copied = shutil.copytree(environment.PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    with (copied / "merging.py").open("a") as file:
+        file.write("# changed\n")
+    monkeypatch.setattr(environment, "PACKAGE", copied)
+    environment.sources.cache_clear()
+    try:
+        assert evaluated[1]() == 2
+    finally:
+        environment.sources.cache_clear()
+    assert "sources differ. Choose another folder with --output" in capsys.readouterr().err
 
 
 def test_other_prompts_are_not_mixed_in(evaluated, nothing_is_computed, capsys):
