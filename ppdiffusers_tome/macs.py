@@ -54,9 +54,15 @@ def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
     tokens, kept = grid.tokens, grid.tokens - count_removed(grid, config)
     if kept == tokens:
         return 0
-    matching = count_pairs(grid, config) * block.block.attn1.to_q.weight.shape[0]
     names = merging_layers(block, config)
-    return sum(_layer_macs(block, n, tokens, text) - _layer_macs(block, n, kept, text) for n in names) - matching
+    saved = sum(_layer_macs(block, n, tokens, text) - _layer_macs(block, n, kept, text) for n in names)
+    return saved - matching_macs(block, config, latent)
+
+
+def matching_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid) -> int:
+    """MACs of the matching in one block for one image; 0 where nothing merges. Arguments as for `saved_macs`."""
+    grid = grid_at(latent, block.level)
+    return count_pairs(grid, config) * block.block.attn1.to_q.weight.shape[0] if count_removed(grid, config) else 0
 
 
 def _layer_macs(block: MergeableBlock, name: str, tokens: int, text: int) -> int:

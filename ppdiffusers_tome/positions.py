@@ -169,7 +169,7 @@ def constant_positions(
         slot=_constant(slot),
         count_d=_constant(np.arange(len(dst))),
         count_s=_constant(np.arange(len(src))),
-        windows=_windows(dst, src, window_of(grid, sx, sy, window)),
+        windows=None if window is None else _windows(dst, src, window_of(grid, sx, sy, window)),
     )
 
 

@@ -10,10 +10,10 @@ from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 
 from ...config import ToMeConfig
 from ...inference.programs import Input, Traceable, denoiser, unet_inputs
-from ...macs import count_macs, saved_macs
-from ...models import block_grid, find_blocks
+from ...macs import count_macs, matching_macs, saved_macs
+from ...models import find_blocks
 from ...patch import chosen_blocks
-from ...positions import Grid, count_dst, count_removed
+from ...positions import Grid
 from ...published.architectures import ARCHITECTURES
 from .cases import Case
 from .memory import weights_bytes
@@ -63,10 +63,7 @@ class Workload(ABC):
         total = count_macs(self.denoiser, self.latent, text)
         for block in chosen_blocks(self.denoiser, config):
             total -= saved_macs(block, config, self.latent, text)
-            grid = block_grid(block, self.latent)
-            if not matching and count_removed(grid, config):
-                dst = count_dst(grid, config.sx, config.sy)
-                total -= (grid.tokens - dst) * dst * block.block.attn1.to_q.weight.shape[0]
+            total -= 0 if matching else matching_macs(block, config, self.latent)
         return total * self.rows
 
 
