@@ -31,7 +31,7 @@ import ppdiffusers  # noqa: E402
 
 check_ppdiffusers_version(ppdiffusers.__version__)
 
-from .matching import MergePlan, match_tokens  # noqa: E402
+from .matching import MergePlan, match_cells, match_tokens  # noqa: E402
 from .merging import merge, unmerge  # noqa: E402
 from .mixin import ToMeMixin, apply_tome, install_methods, remove_tome, tome, tome_summary  # noqa: E402
 from .positions import Grid, choose_dst  # noqa: E402
@@ -55,6 +55,7 @@ __all__ = [
     "__version__",
     "apply_tome",
     "choose_dst",
+    "match_cells",
     "match_tokens",
     "merge",
     "remove_tome",

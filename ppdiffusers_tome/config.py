@@ -8,6 +8,8 @@ from typing import Any
 from .errors import ToMeConfigError
 
 LEVELS = (1, 2, 4, 8)
+KV = "kv"  # of merge_attn: only keys and values merge
+SIMILARITY, GRID = "similarity", "grid"  # of match
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
 
 
@@ -31,8 +33,14 @@ class ToMeConfig:
             None, the default, is the whole grid. With a window the time of matching grows with the number of tokens,
             not with its square. Needs a height and width that are known when a program is exported.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
-            logarithm of this number is added to the scores of its key.
-        merge_attn: merge around self-attention (`attn1`).
+            logarithm of this number is added to the scores of its key. Has no effect where merge_attn is False.
+        match: "similarity" merges the most similar pairs; "grid" merges every sx×sy cell into its dst, without
+            comparing tokens, so `ratio` must be 1 - 1/(sx·sy), 0.75 by default, or 0. "grid" needs a height and width
+            that are known when a program is exported, and ignores `window`.
+        blend: share of the mean in a merged token, from 0 to 1: 1 is the mean of the tokens that it replaces, 0 its
+            dst token unchanged.
+        merge_attn: True merges around self-attention (`attn1`); "kv" merges only the tokens from which its keys and
+            values are computed, so that every token keeps its own query and output; False merges nothing there.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
 
@@ -41,9 +49,11 @@ class ToMeConfig:
             message names the argument, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
-    `seed`, `window` and `proportional` are new; a ratio above the maximum is an error, where tomesd silently lowers
-    it; and `max_downsample` defaults to None, where tomesd's default of 1 merges nothing in SDXL. `proportional` is
-    the proportional attention of ToMe for ViT (Bolya et al. 2022, arXiv:2210.09461).
+    `seed`, `window`, `proportional`, `match`, `blend` and the value "kv" are new; a ratio above the maximum is an
+    error, where tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default of 1 merges
+    nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022,
+    arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024, arXiv:2402.13573)
+    and the IE-KVD of BiGain with blend=0.1 (arXiv:2603.12240).
 
     Example:
         >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
@@ -58,24 +68,25 @@ class ToMeConfig:
     seed: int | None = 0
     window: int | None = None
     proportional: bool = False
-    merge_attn: bool = True
+    match: str = SIMILARITY
+    blend: float = 1.0
+    merge_attn: bool | str = True
     merge_crossattn: bool = False
     merge_mlp: bool = False
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {name: _flag(name, getattr(self, name)) for name in _FLAGS}
+        checked["merge_attn"] = KV if self.merge_attn == KV else _flag("merge_attn", self.merge_attn, f", or {KV!r}")
         if not (checked["merge_attn"] or checked["merge_crossattn"] or checked["merge_mlp"]):
             raise ToMeConfigError(
                 "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
                 "True, or use remove_tome() to turn merging off."
             )
-        if checked["proportional"] and not checked["merge_attn"]:
-            raise ToMeConfigError(
-                "proportional=True weights the merged tokens of self-attention, but merge_attn=False merges none: "
-                "set merge_attn=True, or leave proportional=False."
-            )
+        if self.match not in (SIMILARITY, GRID):
+            raise ToMeConfigError(f"match={self.match!r} is not allowed: it must be {SIMILARITY!r} or {GRID!r}.")
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
-        checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"])
+        checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"], self.match == GRID)
+        checked["blend"] = _blend(self.blend)
         checked["window"] = None if self.window is None else _window(self.window, checked["sx"], checked["sy"])
         checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
         checked["seed"] = None if self.seed is None else _seed(self.seed)
@@ -90,8 +101,10 @@ class ToMeConfig:
             dst: dst tokens among them: one per complete cell; 0 in a grid smaller than one cell, where nothing merges.
 
         Returns:
-            r = ⌊N·ratio⌋, at most N - dst, as in tomesd.
+            r = ⌊N·ratio⌋, at most N - dst, as in tomesd; N - dst with match="grid".
         """
+        if self.match == GRID and self.ratio and dst:
+            return tokens - dst
         return min(int(tokens * self.ratio), tokens - dst) if dst else 0
 
     def describe(self) -> str:
@@ -99,13 +112,59 @@ class ToMeConfig:
         described = [f for f in fields(self) if f.name == "ratio" or getattr(self, f.name) != f.default]
         return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in described)
 
+    @property
+    def method(self) -> str:
+        """How tokens merge, in words, whatever the defaults are; without `ratio` and `seed`."""
+        layers = [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
+        if self.merge_attn is True:
+            layers.insert(0, "ToMe")
+        words = ["keys and values"] * (self.merge_attn == KV) + [" + ".join(layers)] * bool(layers)
+        words += [f"{self.sx}×{self.sy} cells"] * ((self.sx, self.sy) != (2, 2) or self.match == GRID)
+        words += ["" if self.blend == 1 else f"blend {self.blend:g}"]
+        words += [f"windows of {self.window}"] * (self.window is not None and self.match == SIMILARITY)
+        words += ["proportional"] * (self.proportional and bool(self.merge_attn))
+        words += ["fixed dst"] * (not self.use_rand)
+        words += ["" if self.max_downsample is None else f"max_downsample {self.max_downsample}"]
+        return ", ".join(filter(None, words))
 
-_FLAGS = ("use_rand", "proportional", "merge_attn", "merge_crossattn", "merge_mlp")
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """The settings in a text such as "window=16,proportional,ratio=0.7", as arguments of `ToMeConfig`.
+
+    A name without a value is True; "none" is None.
+
+    Raises:
+        ToMeConfigError: a name is not a setting, or the settings are not allowed together.
+    """
+    settings: dict[str, Any] = {}
+    names = [f.name for f in fields(ToMeConfig)]
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in names or name in settings:
+            raise ToMeConfigError(f"{text!r:.200}: {name!r} is not a setting or is repeated: use {', '.join(names)}.")
+        settings[name] = _WORDS[value.lower()] if value.lower() in _WORDS else _number(value)
+    ToMeConfig(**settings)
+    return settings
 
 
-def _flag(name: str, value: Any) -> bool:
+_WORDS = {"": True, "true": True, "false": False, "none": None}
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+_FLAGS = ("use_rand", "proportional", "merge_crossattn", "merge_mlp")
+
+
+def _flag(name: str, value: Any, others: str = "") -> bool:
     if not isinstance(value, bool):
-        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be True or False.")
+        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be True or False{others}.")
     return value
 
 
@@ -155,7 +214,15 @@ def _seed(value: Any) -> int:
     return number
 
 
-def _ratio(value: Any, sx: int, sy: int) -> float:
+def _blend(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise ToMeConfigError(
+            f"blend={value!r} is not allowed: it must be a number from 0, the dst token, to 1, the mean of the tokens."
+        )
+    return float(value)
+
+
+def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
     largest = 1 - 1 / (sx * sy)
     allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}"
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -164,4 +231,9 @@ def _ratio(value: Any, sx: int, sy: int) -> float:
     if not 0 <= ratio <= largest:  # also rejects NaN
         remedy = "; larger sx or sy raise the maximum" if largest < ratio < 1 else ""
         raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}{remedy}.")
+    if is_grid and ratio not in (0, largest):
+        raise ToMeConfigError(
+            f"ratio={value!r} is not allowed with match={GRID!r}, which keeps one token of each cell: it must be "
+            f"1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}, or 0."
+        )
     return ratio

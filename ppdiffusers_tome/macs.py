@@ -6,7 +6,7 @@ activations and additions do not.
 
 from paddle import nn
 
-from .config import ToMeConfig
+from .config import GRID, KV, ToMeConfig
 from .levels import grid_at, level_of
 from .models import MergeableBlock, find_blocks
 from .patch import merging_layers
@@ -24,7 +24,7 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
     total = 0
     for block in find_blocks(denoiser):
         tokens = grid_at(latent, block.level).tokens
-        total += sum(_layer_macs(block, name, tokens, text) for name in block.sublayers)
+        total += sum(_layer_macs(block, name, tokens, _keys(name, tokens, text)) for name in block.sublayers)
     factor = _condition_factor(denoiser)
     image = Grid(latent.h * factor, latent.w * factor)  # the input of a ControlNet's condition embedding
     for path, layer in denoiser.named_sublayers():
@@ -54,27 +54,35 @@ def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
     tokens, kept = grid.tokens, grid.tokens - count_removed(grid, config)
     if kept == tokens:
         return 0
-    names = merging_layers(block, config)
-    saved = sum(_layer_macs(block, n, tokens, text) - _layer_macs(block, n, kept, text) for n in names)
+    saved = 0
+    for name in merging_layers(block, config):
+        queries = tokens if name == "attn" and config.merge_attn == KV else kept
+        saved += _layer_macs(block, name, tokens, _keys(name, tokens, text))
+        saved -= _layer_macs(block, name, queries, _keys(name, kept, text))
     return saved - matching_macs(block, config, latent)
 
 
 def matching_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid) -> int:
-    """MACs of the matching in one block for one image; 0 where nothing merges. Arguments as for `saved_macs`."""
+    """MACs of the matching in one block for one image; 0 if no tokens are compared. Arguments as for `saved_macs`."""
     grid = grid_at(latent, block.level)
-    return count_pairs(grid, config) * block.block.attn1.to_q.weight.shape[0] if count_removed(grid, config) else 0
+    if config.match == GRID or not count_removed(grid, config):
+        return 0
+    return count_pairs(grid, config) * block.block.attn1.to_q.weight.shape[0]
 
 
-def _layer_macs(block: MergeableBlock, name: str, tokens: int, text: int) -> int:
-    """MACs of a block's "attn", "crossattn" or "mlp" on `tokens` tokens."""
-    context = text if name == "crossattn" else tokens
+def _keys(name: str, tokens: int, text: int) -> int:
+    return text if name == "crossattn" else tokens
+
+
+def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int) -> int:
+    """MACs of a block's "attn", "crossattn" or "mlp" with so many tokens as queries, and as keys and values."""
     total = 0
     for layer in block.sublayers[name]:
         for path, part in layer.named_sublayers():
             if isinstance(part, nn.Linear):
-                total += _weights(part) * (context if path.split(".")[0] in ("to_k", "to_v") else tokens)
+                total += _weights(part) * (keys if path.split(".")[0] in ("to_k", "to_v") else queries)
         if name != "mlp":
-            total += 2 * tokens * context * layer.to_q.weight.shape[1]
+            total += 2 * queries * keys * layer.to_q.weight.shape[1]
     return total
 
 

@@ -6,8 +6,17 @@ from dataclasses import dataclass
 
 import paddle
 
-from .errors import ToMeConfigError
-from .positions import Count, Grid, Positions, computed_positions, constant_positions, count_dst, is_zero
+from .errors import ToMeConfigError, ToMePassError
+from .positions import (
+    Count,
+    Grid,
+    Positions,
+    computed_positions,
+    constant_cells,
+    constant_positions,
+    count_dst,
+    is_zero,
+)
 
 # Similarities that agree to within 2**-24, the resolution of float32 just below 1, are ties.
 _TIE = 2**24
@@ -93,11 +102,11 @@ def match_tokens(
         none = paddle.zeros([0], dtype="int64")
         return MergePlan(n, r, count_dst(grid, sx, sy), none, none, none, none, none.cast("float32"), none)
     compute = computed_positions if grid.is_dynamic else constant_positions
-    positions = compute(grid, sx, sy, random_key, window)
+    positions = compute(grid, sx, sy, None if random_key is None else tuple(random_key), window)
     d, s, dst_tokens, src_tokens, slot, count_d, count_s, _ = positions
 
     with paddle.no_grad(), _full_precision():
-        batch = paddle.cumsum(paddle.ones_like(metric[:, :1, 0], dtype="int64"), axis=0) - 1  # [B, 1]: 0, 1, ... B - 1
+        batch = _count_batch(metric)
         best, similarity = _most_similar(metric, positions, batch)  # [B, S] each
         # No two keys are equal, so the order does not depend on whether a platform's sort is stable.
         key = paddle.round(similarity.cast("float64") * _TIE).cast("int64") * s - count_s
@@ -131,6 +140,61 @@ def match_tokens(
             weights=1.0 / members,
             source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
         )
+
+
+def match_cells(
+    metric: paddle.Tensor,  # [B, N, C]; only B and N are used
+    grid: Grid,  # h·w == N
+    sx: int = 2,
+    sy: int = 2,
+    random_key: Sequence[int] | None = None,
+) -> MergePlan:
+    """Merge each sx×sy cell into its dst, without comparing tokens; a remainder joins the cell beside it.
+
+    Args:
+        metric, grid, sx, sy, random_key: as in `match_tokens`.
+
+    Returns:
+        The plan, the same for all images: D = (h // sy)·(w // sx) tokens remain, or all of a grid without a cell.
+
+    Raises:
+        ToMeConfigError: metric is not a floating-point [B, N, C], or h·w is not N.
+        ToMePassError: the grid is dynamic.
+
+    Source: Smith et al. 2024, ToDo, arXiv:2402.13573, which keeps the first token of each cell.
+
+    Example:
+        >>> match_cells(paddle.randn([2, 24, 8]), Grid(4, 6)).kept
+        6
+    """
+    if grid.is_dynamic:
+        raise ToMePassError(
+            'match="grid" needs a known height and width, which this export leaves dynamic: export a fixed height and '
+            'width, or merge with match="similarity".'
+        )
+    n, d = grid.tokens, count_dst(grid, sx, sy)
+    if d in (0, n):
+        return match_tokens(metric, grid, 0, sx, sy)
+    _check(metric, grid, n - d, d)
+    cells = constant_cells(grid, sx, sy, None if random_key is None else tuple(random_key))
+    with paddle.no_grad():
+        batch = _count_batch(metric)
+        return MergePlan(
+            tokens=n,
+            removed=n - d,
+            dst=d,
+            dst_rows=(cells.dst + batch * n).reshape([-1]),
+            stay_rows=None,
+            merged_rows=(cells.src + batch * n).reshape([-1]),
+            target_rows=(cells.src_cell + batch * d).reshape([-1, 1]),
+            weights=(cells.weights + paddle.zeros_like(batch, dtype="float32")).reshape([-1, 1]),
+            source_rows=(cells.cell + batch * d).reshape([-1]),
+        )
+
+
+def _count_batch(metric: paddle.Tensor) -> paddle.Tensor:  # [B, 1] int64
+    """0, 1, … B - 1."""
+    return paddle.cumsum(paddle.ones_like(metric[:, :1, 0], dtype="int64"), axis=0) - 1
 
 
 def _most_similar(

@@ -29,7 +29,9 @@ def apply_tome(
     seed: int | None = 0,
     window: int | None = None,
     proportional: bool = False,
-    merge_attn: bool = True,
+    match: str = "similarity",
+    blend: float = 1.0,
+    merge_attn: bool | str = True,
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
     controlnet: bool | float = True,
@@ -51,9 +53,13 @@ def apply_tome(
             random state is read or advanced.
         window: side, in tokens, of the square windows in which tokens look for their dst, a multiple of sx and sy.
             None, the default, is the whole grid. A window of 8 makes matching much faster; high ratios lose quality.
-        proportional: weight each merged token in self-attention by the number of tokens that it replaces. Does not
-            work with attention processors that take no mask or attend to other frames.
-        merge_attn: merge around self-attention; in SD3 the image tokens of the joint attention, never the text.
+        proportional: weight each merged token in self-attention by the number of tokens that it replaces. Raises
+            in the pass if the attention processor takes no mask.
+        match: "similarity" merges the most similar pairs; "grid" merges each sx×sy cell into its dst without
+            comparing tokens, and needs ratio = 1 - 1/(sx·sy).
+        blend: share of the mean in a merged token: 1 for the mean of the tokens that it replaces, 0 for its dst.
+        merge_attn: True to merge around self-attention, "kv" to merge only its keys and values; in SD3 the image
+            tokens of the joint attention, never the text.
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
@@ -84,6 +90,8 @@ def apply_tome(
         seed=seed,
         window=window,
         proportional=proportional,
+        match=match,
+        blend=blend,
         merge_attn=merge_attn,
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,

@@ -8,20 +8,18 @@ from typing import Any
 
 from paddle import nn
 
-from .config import LAYERS, LEVELS, ToMeConfig
+from .attention import MaskHook, install_attention, remove_wrappers
+from .config import KV, LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .hooks import (
     CHUNKED_FEED_FORWARD,
     CallHook,
     ConfigHook,
-    DropChannelHook,
     FinishHook,
     GridHook,
-    MaskHook,
     MergeHook,
     MergeOutputHook,
     PlanHook,
-    SizeChannelHook,
     ToMeHook,
     UnmergeHook,
 )
@@ -84,8 +82,7 @@ def detach(target: Any) -> None:
             for hooks in (layer._forward_pre_hooks, layer._forward_post_hooks):
                 for key in [key for key, hook in hooks.items() if isinstance(hook, ToMeHook)]:
                     del hooks[key]
-            if isinstance(layer.__dict__.get("prepare_attention_mask"), MaskHook):
-                del layer.prepare_attention_mask
+            remove_wrappers(layer)
 
 
 def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> None:
@@ -113,29 +110,18 @@ def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
         block.register_forward_post_hook(FinishHook(call_hook))
         (block.norm1 if mergeable.is_joint else block).register_forward_pre_hook(PlanHook(call_hook))
         for name, layers in merging_layers(mergeable, config).items():
-            is_proportional = config.proportional and name == "attn"
             for layer in layers:
-                if mergeable.is_joint and name == "attn":
+                if name == "attn":
+                    install_attention(layer, call_hook)
+                    if config.merge_attn == KV:
+                        continue
+                if name == "attn" and mergeable.is_joint:
                     block.norm1.register_forward_post_hook(MergeOutputHook(call_hook))
-                    if is_proportional:
-                        _install_size_channels(layer, call_hook)
                 else:
                     layer.register_forward_pre_hook(MergeHook(call_hook))
-                has_mask = name != "mlp" and not mergeable.is_joint
-                layer.register_forward_post_hook(UnmergeHook(call_hook, has_mask and is_proportional))
-                if name != "mlp":
-                    layer.prepare_attention_mask = MaskHook(call_hook, layer, is_proportional)
-
-
-def _install_size_channels(attention: nn.Layer, call_hook: CallHook) -> None:
-    """Add the sizes of merged tokens to the scores of a joint attention, whose processor has no mask."""
-    roles = {"to_q": "query", "add_q_proj": "query", "to_k": "key"}
-    for name in (*roles, "to_v", "add_k_proj", "add_v_proj"):
-        hook = SizeChannelHook(call_hook, attention, roles.get(name, "other"))
-        getattr(attention, name).register_forward_post_hook(hook)
-    outputs = [attention.to_out[0], *([] if attention.context_pre_only else [attention.to_add_out])]
-    for projection in outputs:
-        projection.register_forward_pre_hook(DropChannelHook(call_hook, attention))
+                layer.register_forward_post_hook(UnmergeHook(call_hook))
+                if name == "crossattn":
+                    layer.prepare_attention_mask = MaskHook(call_hook, layer, is_self=False)
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:

@@ -4,9 +4,10 @@ Counts are Python ints if height and width are known. In a program exported with
 int64 tensors of that program, as is every count derived from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
 from numbers import Integral
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import paddle
@@ -15,6 +16,8 @@ from .config import ToMeConfig
 from .errors import ToMePassError
 
 Count: TypeAlias = int | paddle.Tensor
+Constants = TypeVar("Constants")
+KEPT = 128  # of each kind; those of 64×64 tokens take 0.3 MB
 
 
 def is_known(count: Count) -> bool:
@@ -52,6 +55,17 @@ class Windows(NamedTuple):
     dst: paddle.Tensor  # [T·Q] int64: positions; padding repeats a dst of the window
     dst_index: paddle.Tensor  # [T·Q] int64: the index of each in `Positions.dst`
     src_slot: paddle.Tensor  # [S] int64: the index in `src` of each of `Positions.src`
+
+
+class Cells(NamedTuple):
+    """The cells of a grid, each with one dst. A remainder at the right or bottom belongs to the cell beside it."""
+
+    d: int  # number of cells, D
+    dst: paddle.Tensor  # [D] int64: positions, cells in the order of the grid
+    src: paddle.Tensor  # [S] int64: all other positions, ascending
+    cell: paddle.Tensor  # [N] int64: the cell of each position
+    src_cell: paddle.Tensor  # [S] int64: the cell of each src
+    weights: paddle.Tensor  # [D] float32: 1 / the number of tokens in each cell
 
 
 class Positions(NamedTuple):
@@ -153,8 +167,42 @@ def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
     return np.minimum(np.arange(length) // window, max(0, (length - cell) // window))
 
 
+def _keep(build: Callable[..., Constants]) -> Callable[..., Constants]:
+    """Build constants once per device and arguments, and keep the `KEPT` last used; a traced program gets its own."""
+
+    @lru_cache(maxsize=KEPT)
+    def kept(device: str, *arguments: Any) -> Constants:
+        return build(*arguments)
+
+    @wraps(build)
+    def get(*arguments: Any) -> Constants:
+        return kept(paddle.get_device(), *arguments) if paddle.in_dynamic_mode() else build(*arguments)
+
+    return get
+
+
+@_keep
+def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None) -> Cells:
+    """The cells of a known grid that has one at least, with dst from `choose_dst`, as constants of a program."""
+    dst = choose_dst(grid, sx, sy, random_key)
+    src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
+    rows = np.minimum(np.arange(grid.h) // sy, grid.h // sy - 1)
+    columns = np.minimum(np.arange(grid.w) // sx, grid.w // sx - 1)
+    number = (rows[:, None] * (grid.w // sx) + columns).reshape(-1)
+    cell = np.argsort(number[dst])[number]  # dst is sorted by position, not by cell
+    return Cells(
+        d=len(dst),
+        dst=_constant(dst),
+        src=_constant(src),
+        cell=_constant(cell),
+        src_cell=_constant(cell[src]),
+        weights=paddle.to_tensor(1 / np.bincount(cell), dtype="float32"),
+    )
+
+
+@_keep
 def constant_positions(
-    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
+    grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None
 ) -> Positions:
     """The positions on a known grid, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)

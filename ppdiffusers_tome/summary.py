@@ -5,6 +5,7 @@ from typing import Any
 
 from ppdiffusers import DiffusionPipeline
 
+from .config import KV
 from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
 from .models import block_grid, denoisers, is_countable, latent_grid, text_tokens, vae_factor
@@ -21,7 +22,7 @@ class BlockSummary:
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
     kept: int  # tokens after merging, of grid.tokens
-    merges: tuple[str, ...]  # some of "attn", "crossattn", "mlp"
+    merges: tuple[str, ...]  # some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             notes.append(f"{name}: its shallowest attention is at level {chosen[0].level}")
         for block in chosen:
             grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
+            if config.merge_attn == KV:
+                merges = tuple(KV if name == "attn" else name for name in merges)
             kept = grid.tokens - count_removed(grid, config)
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept, merges))
             saved += saved_macs(block, config, latent, text) if countable else 0

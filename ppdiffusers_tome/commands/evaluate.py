@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..config import parse_settings
 from ..errors import ToMeConfigError
 from ..evaluation.environment import usable_cores
 from ..evaluation.quality.settings import (
@@ -40,9 +41,19 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--steps", type=int, default=10, help=f"denoising steps {default}")
     option("--guidance-scale", type=float, default=2.0, help=f"weight of classifier-free guidance {default}")
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
+    option(
+        "--merging",
+        type=parse_settings,
+        nargs="+",
+        default=[],
+        metavar="SETTINGS",
+        help="other ways to merge, at each ratio or at their own, such as window=16,proportional or "
+        "merge_attn=kv,match=grid,ratio=0.75",
+    )
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to draw with tomesd on PyTorch too")
+    option("--strength", type=float, help="start from scikit-image's photographs, at this strength of image-to-image")
     option("--torch-python", default="", help="interpreter that has torch, diffusers and tomesd")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
     option("--features", choices=("efficientnet", "inception"), default="efficientnet", help="inception: FID as well")
@@ -84,9 +95,12 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         backend=options.backend,
         threads=drawing_threads,
         torch_python=options.torch_python,
+        strength=options.strength,
     )
     levels = model_levels(options.model)
-    settings = list_settings(options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio)
+    settings = list_settings(
+        options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, options.merging
+    )
     with open_drawers(options, gpu=False) as make_drawer:
         result = evaluate(
             evaluation,

@@ -7,7 +7,7 @@ tokens can be faster, so what ours costs is its time over this limit.
 import paddle
 from paddle import nn
 
-from ..config import ToMeConfig
+from ..config import KV, ToMeConfig
 from ..hooks import ToMeHook
 from ..models import block_grid
 from ..patch import chosen_blocks, detach, merging_layers
@@ -49,7 +49,11 @@ def attach_free_merge(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> N
     for block in blocks:
         grid = block_grid(block, latent)
         kept = grid.tokens - count_removed(grid, config)
-        for layers in merging_layers(block, config).values():
+        for name, layers in merging_layers(block, config).items():
             for layer in layers:
+                if name == "attn" and config.merge_attn == KV:
+                    for projection in (layer.to_k, layer.to_v):
+                        projection.register_forward_pre_hook(CutHook(kept))
+                    continue
                 layer.register_forward_pre_hook(CutHook(kept))
                 layer.register_forward_post_hook(RepeatHook(kept, grid.tokens))

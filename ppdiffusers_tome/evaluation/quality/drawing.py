@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 from PIL import Image
-from ppdiffusers import DiffusionPipeline, StableDiffusionPipeline
+from ppdiffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
@@ -51,7 +51,10 @@ class EagerEngine(Engine):
     def __init__(self, model: str, config: ToMeConfig) -> None:
         self._pipe = load_model(model)
         self._config = config
-        super().__init__(self._pipe, name=model)
+        from_image = None
+        if type(self._pipe) is StableDiffusionPipeline:
+            from_image = StableDiffusionImg2ImgPipeline(**self._pipe.components, requires_safety_checker=False)
+        super().__init__(self._pipe, from_image, name=model)
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[[], bool] | None = None) -> list[Image.Image]:
         """See `Engine.generate`."""
@@ -170,7 +173,8 @@ def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output:
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             sizes = [(evaluation.size, evaluation.size)]
-            export_pipeline(load_model(evaluation.model), folder, ratios, sizes, overwrite=True, **options)
+            options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
+            export_pipeline(load_model(evaluation.model), folder, ratios, sizes, **options)
         programs |= dict.fromkeys(members, folder)
     return programs
 

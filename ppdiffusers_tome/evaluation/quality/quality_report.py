@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ..clock import quartiles
 from ..markdown import NOT_MEASURED, figure, link, table
@@ -30,6 +31,7 @@ TABLE = {  # column of the frame → title and form of the table's
 }
 GROUPS = {
     "ratio": ("By ratio", "The defaults: random dst, self-attention alone, the shallowest level alone."),
+    "method": ("Methods", "Other ways to merge than the defaults, see docs/methods.md."),
     "use_rand": ("Random and fixed dst", "`use_rand=False` always chooses the first token of each cell as dst."),
     "max_downsample": ("Levels", "A higher `max_downsample` merges in deeper feature maps too."),
     "layers": ("Layers", "Tokens can also merge around cross-attention and the feed-forward layer (`mlp`)."),
@@ -128,6 +130,8 @@ def _label(setting: dict[str, Any]) -> str:
     config = setting["config"]
     layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if config[f"merge_{layer}"])
     labels = {"ratio": "default (random dst)", "layers": f"layers: {layers}", "tomesd": "tomesd"}
+    if setting["group"] == "method":
+        return ToMeConfig(**config).method
     return labels.get(group := setting["group"]) or f"{group}={config[group]}"
 
 

@@ -2,10 +2,14 @@
 
 import csv
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import skimage.data
+from PIL import Image, ImageOps
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
@@ -14,6 +18,7 @@ from ...serving.jobs import LARGEST_SEED, Job, Limits, seed_after
 
 BACKENDS = ("predictor", "eager")
 RATIOS = (0.1, 0.25, 0.5, 0.75)
+PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
 ABLATIONS = ("use_rand", "max_downsample", "layers")
 LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
 SMALLEST_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
@@ -25,7 +30,7 @@ class Setting:
     """One way to draw all prompts."""
 
     name: str  # unique; also the name of the images' folder
-    group: str  # its section in the report: "ratio", one of ABLATIONS, or "tomesd"
+    group: str  # its section in the report: "ratio", "method", one of ABLATIONS, or "tomesd"
     config: ToMeConfig  # how tokens merge; with ratio 0 they do not
     framework: str = "Paddle"  # or "PyTorch": the same weights, merged by tomesd
 
@@ -47,8 +52,14 @@ class Evaluation:
     backend: str  # "predictor" for exported programs, "eager" for the pipeline itself
     threads: int  # of each process that draws
     torch_python: str  # interpreter for settings in PyTorch; "" if there are none
+    strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise
 
     def __post_init__(self) -> None:
+        if self.strength is not None and not (0 < self.strength <= 1 and int(self.steps * self.strength) >= 1):
+            raise ToMeConfigError(
+                f"strength={self.strength!r} is not allowed: it must be above 0, at most 1, and one of {self.steps} "
+                "steps at least."
+            )
         for name, least, most in (("size", SMALLEST_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {least} to {most:,}.")
@@ -59,10 +70,22 @@ class Evaluation:
         """The images of a setting."""
         job = Job("", self.size, self.size, setting.config.ratio, 0, "", self.steps, self.guidance_scale)
         offset = 2**31 if setting == OTHER_SEEDS else 0
-        return [
-            Prompt(n, replace(job, prompt=text, seed=seed_after(seed, offset)))
-            for n, (text, seed) in enumerate(self.prompts)
-        ]
+        prompts = []
+        for n, (text, seed) in enumerate(self.prompts):
+            prompt = Prompt(n, replace(job, prompt=text, seed=seed_after(seed, offset)))
+            if self.strength is not None:
+                name = PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
+                job_from_image = replace(prompt.job, image=photograph(name, self.size), strength=self.strength)
+                prompt = Prompt(n, job_from_image, name)
+            prompts.append(prompt)
+        return prompts
+
+
+@lru_cache
+def photograph(name: str, size: int) -> Image.Image:
+    """The middle of one of scikit-image's photographs, as a square RGB image of `size` px."""
+    (path,) = Path(skimage.data.__file__).parent.glob(f"{name}.*g")
+    return ImageOps.fit(Image.open(path).convert("RGB"), (size, size), Image.Resampling.LANCZOS)
 
 
 def list_settings(
@@ -71,6 +94,7 @@ def list_settings(
     ablation_ratio: float = 0.5,
     levels: Sequence[int] = (1,),
     tomesd: Sequence[float] = (),
+    methods: Sequence[Mapping[str, Any]] = (),
 ) -> list[Setting]:
     """The settings of an evaluation; each differs in one thing from the defaults at its ratio.
 
@@ -81,6 +105,7 @@ def list_settings(
         ablation_ratio: of "max_downsample" and "layers".
         levels: at which the model has self-attention, the shallowest first.
         tomesd: ratios to draw with tomesd on PyTorch, by its defaults.
+        methods: settings of `ToMeConfig`, see `config.parse_settings`; each at every ratio, or at its own.
 
     Raises:
         ToMeConfigError: a ratio is 0, too large or repeated, or an ablation is unknown.
@@ -93,8 +118,8 @@ def list_settings(
         if ToMeConfig(ratio=ratio).ratio == 0:
             raise ToMeConfigError(f"ratio={ratio!r} is not allowed: it must be above 0, plain is always drawn.")
 
-    def setting(ratio: float, suffix: str, group: str, framework: str = "Paddle", **options: Any) -> Setting:
-        return Setting(f"{ratio:g}{suffix}", group, ToMeConfig(ratio=ratio, **options), framework)
+    def setting(at: float, suffix: str, group: str, framework: str = "Paddle", **options: Any) -> Setting:
+        return Setting(f"{at:g}{suffix}", group, ToMeConfig(**{**options, "ratio": at}), framework)
 
     settings = [setting(ratio, "", "ratio") for ratio in ratios]
     if "max_downsample" in ablations:
@@ -107,6 +132,10 @@ def list_settings(
     if "use_rand" in ablations:
         settings += [setting(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
     settings += [setting(ratio, "-tomesd", "tomesd", "PyTorch") for ratio in tomesd]
+    for method in methods:
+        suffix = "-" + "_".join(f"{name}={value}" for name, value in method.items() if name != "ratio")
+        for ratio in [method["ratio"]] if "ratio" in method else ratios:
+            settings.append(setting(ratio, suffix, "method", **method))
     names = [setting.name for setting in settings]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ToMeConfigError(f"ratio {repeated[0]} is repeated: list each ratio once.")
