@@ -54,7 +54,8 @@ class MergePlan:
         sizes = -paddle.log(self.weights).reshape([-1, self.dst])
         if self.stay_rows is None:
             return sizes
-        return paddle.concat([sizes, paddle.zeros([sizes.shape[0], self.kept - self.dst])], axis=1)
+        alone = paddle.zeros_like(self.stay_rows, dtype="float32")  # like: a program may not know the batch size
+        return paddle.concat([sizes, alone.reshape([-1, self.kept - self.dst])], axis=1)
 
 
 def match_tokens(

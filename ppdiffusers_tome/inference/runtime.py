@@ -38,6 +38,7 @@ class Runtime:
             inaccurate.
         tensorrt: run the UNet with TensorRT (GPU): "tune" records the shapes of a first image, True uses them.
         precision: "fp32"; on a GPU also "fp16" and "bf16".
+        optimize: let Paddle fuse operators. Without it a program on the CPU rounds as eager mode does, and is slower.
 
     The GPU settings follow ppdiffusers' deploy/ and Paddle's documentation and have not been tested.
 
@@ -50,6 +51,7 @@ class Runtime:
     onednn: bool | None = None
     tensorrt: bool | str = False
     precision: str = "fp32"
+    optimize: bool = True
 
     def __post_init__(self) -> None:
         kind, _, index = str(self.device).partition(":")
@@ -112,6 +114,7 @@ class Predictor:
             )
         config = inference.Config(str(program), str(params))
         config.disable_glog_info()
+        config.switch_ir_optim(runtime.optimize)
         if runtime.gpu is None:
             _for_cpu(config, runtime, program.suffix == ".json")
         else:

@@ -19,11 +19,11 @@ from .runtime import Predictor, Runtime, error_summary
 STEM = "inference"  # the file name that ppdiffusers expects
 BATCHES = (1, 2)
 TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp32
-# oneDNN's rounding differs from eager's by about 5e-6. If two dst are equally similar within that, a token may merge
-# into the other one, so the outputs of an input may differ by more although nothing is wrong. Wrong kernels differ on
-# all inputs.
+# Fused operators round differently than eager mode, by about 1e-6, oneDNN's by 5e-6. If two dst are equally similar
+# within that, a token may merge into the other one, so the outputs of an input may differ by more although nothing is
+# wrong. Wrong kernels differ on all inputs.
 ONEDNN_TOLERANCE = 1e-4
-ONEDNN_TRIES = 3
+TRIES = 3
 # Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
 # source text around each frame, which it does not use, an export is a third faster.
 _SHALLOW_STACK = functools.partial(inspect.stack, 0)
@@ -65,8 +65,18 @@ def save(
     program, params = _trace(traceable, folder, fixed, label)
     native = Predictor(program, params, Runtime(threads=threads, onednn=False))
     parity = {}
+    tries = {
+        batch: [first, *(_random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1))]
+        for batch, first in inputs.items()
+    }
     for batch in BATCHES:
-        parity[f"batch {batch}"] = difference = relative_difference(_arrays(native(**inputs[batch])), eager[batch])
+        difference = relative_difference(_arrays(native(**inputs[batch])), eager[batch])
+        if not difference <= TOLERANCE:
+            exact = Predictor(program, params, Runtime(threads=threads, onednn=False, optimize=False))
+            difference = relative_difference(_arrays(exact(**inputs[batch])), eager[batch])
+            if difference <= TOLERANCE:
+                difference = _smallest_difference(native, exact, tries[batch], TOLERANCE)
+        parity[f"batch {batch}"] = difference
         if not difference <= TOLERANCE:
             raise ToMeExportError(
                 f"the exported {label} differs from the model by {difference:.1e} of its largest output at batch "
@@ -77,8 +87,7 @@ def save(
     if program.suffix != ".json":
         candidate = Predictor(program, params, Runtime(threads=threads, onednn=True))
         for batch in BATCHES:
-            tries = [inputs[batch], *(_random_inputs(traceable, random, dims, batch) for _ in range(ONEDNN_TRIES - 1))]
-            onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries)
+            onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries[batch], ONEDNN_TOLERANCE)
     return Saved(program, params, parity, onednn)
 
 
@@ -94,11 +103,13 @@ def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) ->
     return float(np.max([np.abs(a - b).max() / max(np.abs(b).max(), tiny) for a, b in pairs]))
 
 
-def _smallest_difference(candidate: Predictor, native: Predictor, tries: list[dict[str, paddle.Tensor]]) -> float:
+def _smallest_difference(
+    candidate: Predictor, native: Predictor, tries: list[dict[str, paddle.Tensor]], enough: float
+) -> float:
     smallest = float("inf")
     for inputs in tries:
         smallest = min(smallest, relative_difference(_arrays(candidate(**inputs)), _arrays(native(**inputs))))
-        if smallest <= ONEDNN_TOLERANCE:
+        if smallest <= enough:
             break
     return smallest
 
