@@ -53,8 +53,8 @@ def export_pipeline(
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         overwrite: replace an earlier export in folder, once the new one is complete.
         progress: show a progress bar.
-        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn,
-            merge_crossattn, merge_mlp.
+        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
+            merge_attn, merge_crossattn, merge_mlp. dynamic=True needs window=None and match="similarity".
 
     Returns:
         The manifest that was written to `tome.json`.
