@@ -43,17 +43,16 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
     option(
         "--merging",
-        type=parse_settings,
         nargs="+",
         default=[],
         metavar="SETTINGS",
-        help="other ways to merge, at each ratio or at their own, such as window=16,proportional or "
-        "merge_attn=kv,match=grid,ratio=0.75",
+        help="other ways to merge, at each --ratio or at their own: window=16,proportional "
+        "merge_attn=kv,match=grid,ratio=0.75 …",
     )
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to draw with tomesd on PyTorch too")
-    option("--strength", type=float, help="start from scikit-image's photographs, at this strength of image-to-image")
+    option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")
     option("--torch-python", default="", help="interpreter that has torch, diffusers and tomesd")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
     option("--features", choices=("efficientnet", "inception"), default="efficientnet", help="inception: FID as well")
@@ -98,8 +97,9 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         strength=options.strength,
     )
     levels = model_levels(options.model)
+    methods = [parse_settings(text) for text in options.merging]
     settings = list_settings(
-        options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, options.merging
+        options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, methods
     )
     with open_drawers(options, gpu=False) as make_drawer:
         result = evaluate(

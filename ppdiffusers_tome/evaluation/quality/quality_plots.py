@@ -6,10 +6,10 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, add_legend, make_figure, save_figure, set_title
+from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, add_legend, make_figure, save_figure, set_title
 
 OTHER_SEEDS, BLURRED = "plain, other seeds", "plain, blurred"  # calibrations that every result has
-COLOURS = {"ratio": BLUE, "use_rand": RED, "max_downsample": PURPLE, "layers": ORANGE, "tomesd": GREEN}
+COLOURS = {"ratio": BLUE, "method": SKY, "use_rand": RED, "max_downsample": PURPLE, "layers": ORANGE, "tomesd": GREEN}
 # The groups whose settings differ in the ratio alone: label, marker, line.
 LINES = {
     "ratio": ("random dst", "o", "-"),
