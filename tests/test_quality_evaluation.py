@@ -1,6 +1,7 @@
 """Whole evaluations of a tiny model by the command line: complete, resumed, and refused."""
 
 import shutil
+from dataclasses import asdict
 from importlib.util import find_spec
 
 import numpy as np
@@ -119,18 +120,15 @@ def test_the_report_is_written_again(evaluated, tmp_path):
 
 @pytest.mark.parametrize("backend", ["predictor", "eager"])
 def test_methods_and_photographs(model, tmp_path, backend):
-    options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "proportional,window=4", "sx=4"]
+    options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "sx=4"]
     command = ["evaluate", "--model", str(model), *options, "--backend", backend, "--output", str(tmp_path)]
     assert main(command) == 0
     result = read_json(tmp_path / "quality.json")
     assert result["strength"] == 0.5
-    assert [(s["group"], s["config"]["window"], s["config"]["sx"]) for s in result["settings"]] == [
-        ("ratio", ToMeConfig().window, 2),
-        ("method", 4, 2),
-        ("method", ToMeConfig().window, 4),
-    ]
-    distances = [setting["pairs"]["perceptual"] for setting in result["settings"]]
-    assert all(min(values) > 0 for values in distances) and len({str(values) for values in distances}) == 3
+    settings = [(setting["group"], setting["config"]) for setting in result["settings"]]
+    assert settings == [("ratio", asdict(ToMeConfig())), ("method", asdict(ToMeConfig(sx=4)))]
+    by_default, by_method = (setting["pairs"]["psnr"] for setting in result["settings"])
+    assert None not in [*by_default, *by_method] and by_default != by_method
     names = sorted(path.name for path in image_folder(PLAIN, tmp_path).glob("*.png"))
     assert [name.split("-")[1] for name in names] == ["astronaut", "brick"]
     page = (tmp_path / "quality.md").read_text(encoding="utf-8")

@@ -63,11 +63,18 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--quick", action="store_true", help="other defaults, two small images in two steps: shows that all works")
     add_options(command)
     command.set_defaults(run=partial(_evaluate, command))
-    report = command.add_subparsers(dest="what").add_parser("report", help="write the report of a result again")
+    others = command.add_subparsers(dest="what")
+    report = others.add_parser("report", help="write the report of a result again")
     report.add_argument("file", type=Path, help="quality.json of an evaluation")
     report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images and merge maps")
     report.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the report {default}")
     report.set_defaults(run=_report)
+    frontier = others.add_parser("frontier", help="compare ways to merge by distance from plain and measured time")
+    frontier.add_argument(
+        "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
+    )
+    frontier.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the page {default}")
+    frontier.set_defaults(run=_frontier)
 
 
 def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -120,6 +127,13 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     result = read_json(options.file)
     check_result(result, "quality", options.file)
     return _write_report(result, options.file, options.output, options.images)
+
+
+def _frontier(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from ..evaluation.quality.frontier import write_report
+
+    print(write_report(options.files, options.output))
+    return 0
 
 
 def _write_report(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:

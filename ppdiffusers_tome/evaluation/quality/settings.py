@@ -72,11 +72,12 @@ class Evaluation:
         offset = 2**31 if setting == OTHER_SEEDS else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):
-            name, start = "", {}
+            name, image = "", None
             if self.strength is not None:
                 name = PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
-                start = {"image": photograph(name, self.size), "strength": self.strength}
-            prompts.append(Prompt(n, replace(job, prompt=text, seed=seed_after(seed, offset), **start), name))
+                image = photograph(name, self.size)
+            drawn = replace(job, prompt=text, seed=seed_after(seed, offset), image=image, strength=self.strength)
+            prompts.append(Prompt(n, drawn, name))
         return prompts
 
 
