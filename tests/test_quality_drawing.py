@@ -134,6 +134,7 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     (_, folder, ratios, sizes), options = exports[0]
     assert (folder.name, ratios, sizes) == ("defaults", (0, 0.25, 0.5), [(32, 32)])
     assert "ratio" not in options and options["use_rand"]
+    assert [options["others"] for _, options in exports] == [None, *[programs[PLAIN]] * 4], "text encoder and VAE"
 
 
 def test_images_of_another_size_are_resized(tmp_path):

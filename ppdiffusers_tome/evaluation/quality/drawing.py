@@ -185,6 +185,7 @@ def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output:
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
+            options["others"] = next(iter(programs.values()), None)  # the other models are exported once
             sizes = [(evaluation.size, evaluation.size)]
             export_pipeline(load_model(evaluation.model), folder, ratios, sizes, **options)
         programs |= dict.fromkeys(members, folder)
