@@ -25,7 +25,7 @@ NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in 
 DOCUMENTS = documents("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
 OPTION = r"--[a-z][a-z0-9-]*"
 # These quote commands as they were run, with the options of their time.
-HISTORY = ["CHANGELOG.md", "benchmarks/quality.md", "benchmarks/speed.md"]
+HISTORY = ["CHANGELOG.md", "benchmarks/ops.md", "benchmarks/quality.md", "benchmarks/speed.md"]
 
 
 @pytest.mark.parametrize("module", [config, matching, merging])
@@ -81,6 +81,9 @@ def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
     shutil.copy(ROOT / "benchmarks" / "published_figures.md", tmp_path)
     speed = speed_report.write_report(sorted((tmp_path / "results").glob("*.json")), tmp_path)
     assert speed == text_of("benchmarks/speed.md")
+    operations = tmp_path / "ops.json"
+    shutil.copy(ROOT / "benchmarks" / "ops.json", operations)
+    assert speed_report.write_operations(operations, tmp_path) == text_of("benchmarks/ops.md")
     file = tmp_path / "results" / "quality.json"
     quality = quality_report.write_report(json.loads(file.read_text(encoding="utf-8")), tmp_path, file)
     assert text_of("benchmarks/quality.md").startswith(quality)
