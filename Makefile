@@ -96,7 +96,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor $(TORCH) --threads 1 --output $(RESULTS)/emoji_unet.json
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 256 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
-	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v /frontier_) --output $(RESULTS)/..
+	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v /frontier_) benchmarks/ops.json --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
 	$(EVALUATE) --threads 1 --real build/reference $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate

@@ -26,7 +26,7 @@ NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in 
 DOCUMENTS = documents("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
 OPTION = r"--[a-z][a-z0-9-]*"
 # These quote commands as they were run, with the options of their time.
-HISTORY = ["CHANGELOG.md", "benchmarks/frontier.md", "benchmarks/quality.md", "benchmarks/speed.md"]
+HISTORY = ["CHANGELOG.md", *(f"benchmarks/{page}.md" for page in ("frontier", "ops", "quality", "speed"))]
 
 
 @pytest.mark.parametrize("module", [config, matching, merging])
@@ -86,6 +86,9 @@ def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
     assert speed == text_of("benchmarks/speed.md")
     if of_frontier:
         assert frontier.write_report(of_frontier, tmp_path) == text_of("benchmarks/frontier.md")
+    operations = tmp_path / "ops.json"
+    shutil.copy(ROOT / "benchmarks" / "ops.json", operations)
+    assert speed_report.write_operations(operations, tmp_path) == text_of("benchmarks/ops.md")
     file = tmp_path / "results" / "quality.json"
     quality = quality_report.write_report(json.loads(file.read_text(encoding="utf-8")), tmp_path, file)
     assert text_of("benchmarks/quality.md").startswith(quality)

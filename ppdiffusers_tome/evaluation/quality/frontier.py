@@ -141,7 +141,7 @@ def _measured_times(case: Case) -> Iterator[dict[str, Any]]:
     measured = case.with_status(MEASURED)
     plain = {arm.backend: arm.seconds for arm in measured if arm.arm == PLAIN}
     for arm in measured:
-        if arm.arm == TOME and arm.backend in plain:
+        if arm.arm == TOME and arm.config is not None and arm.backend in plain:
             speed_up = ratio_within_rounds(plain[arm.backend], arm.seconds).median
             row = (case.size, _timed(arm.config), arm.backend, arm.seconds, speed_up)
             yield dict(zip(TIMES, row, strict=True))
