@@ -1,6 +1,7 @@
 """The hooks inside attention layers: masks, the sizes of merged tokens, and keys and values that merge alone."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import paddle
@@ -11,6 +12,7 @@ from .config import KV
 from .errors import ToMePassError
 from .hooks import BlockHook, CallHook, hidden_states
 from .matching import cast
+from .models import attends_to_first_frame, is_fused, is_joint
 
 SIZE_CHANNELS = 8  # added to each head by `SizeChannelHook`: fused kernels need a multiple of 8
 
@@ -26,7 +28,7 @@ class CheckHook(BlockHook):
     """Post-hook of a self-attention: see `CallHook.check_attention`."""
 
     def __call__(self, attention: nn.Layer, inputs: tuple, outputs: Any) -> None:
-        self._call_hook.check_attention(attention)
+        self._call_hook.check_attention(attention, inputs[0] if inputs else None)
 
 
 class AttentionHook(BlockHook):
@@ -81,8 +83,8 @@ class MaskHook(AttentionHook):
         if plan is None or not self._is_self or not config.proportional or has_size_channels(attention):
             return mask
         self._call_hook.note_sizes()
-        sizes = cast(plan.log_sizes(), attention.to_k.weight.dtype)  # [B, keys]
-        if type(attention.processor).__name__ == "CrossFrameAttnProcessor":  # Text2Video-Zero: keys of the first frame
+        sizes = cast(plan.log_sizes(), attention.dtype)  # [B, keys]
+        if attends_to_first_frame(attention):
             frames = sizes.reshape([attention.processor.batch_size, -1, sizes.shape[1]])
             sizes = frames[:, :1].expand_as(frames).reshape(sizes.shape)
         if out_dim == 3:  # attention slicing: [B·heads, 1, keys]
@@ -116,7 +118,7 @@ class ScoresHook(AttentionHook):
         self, query: paddle.Tensor, key: paddle.Tensor, attention_mask: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Queries and keys with one more channel; a method of its own because `bench` times it."""
-        mask = paddle.zeros_like(key[..., :1]) + attention_mask.squeeze(-2).unsqueeze(-1)
+        mask = paddle.zeros_like(key[..., :1]) + cast(attention_mask, key.dtype).squeeze(-2).unsqueeze(-1)
         return paddle.concat([query, paddle.ones_like(query[..., :1])], -1), paddle.concat([key, mask], -1)
 
 
@@ -139,22 +141,28 @@ class SizeChannelHook(AttentionHook):
         self._role = role
 
     def __call__(self, projection: nn.Layer, inputs: tuple, output: paddle.Tensor) -> paddle.Tensor | None:
-        plan = self._call_hook.plan()
-        if plan is None or not has_size_channels(self._attention):
+        plan, attention = self._call_hook.plan(), self._attention
+        if plan is None:
             return None
-        heads = output.reshape([0, 0, self._attention.heads, -1])  # [B, N, heads, C]
+        if self._role != "other" and not is_joint(attention):
+            self._call_hook.note_input(self._role, hidden_states(projection, inputs))
+        if not has_size_channels(attention):
+            return None
+        heads = output.reshape([0, 0, attention.heads, -1])  # [B, N, heads, C]
         width = heads.shape[-1] + SIZE_CHANNELS
         extra = paddle.zeros_like(heads[..., :1])
-        if self._role == "query" and is_joint(self._attention):  # it divides by the root of the new width
-            heads = heads * math.sqrt(width / heads.shape[-1])
-            extra = extra + math.sqrt(width)
-        elif self._role == "query":
-            extra = extra + 1 / self._attention.scale
+        if self._role == "query":
+            # A joint attention, and flash attention in ppdiffusers, divide by the root of the new width.
+            if is_joint(attention) or ignores_scale(attention.processor.attention_op, output.dtype, width):
+                heads = heads * math.sqrt(width / heads.shape[-1])
+                extra = extra + math.sqrt(width)
+            else:
+                extra = extra + 1 / attention.scale
         elif self._role == "key":
             self._call_hook.note_sizes()
             extra = extra + cast(plan.log_sizes(), output.dtype).unsqueeze([2, 3])
         zeros = paddle.zeros_like(heads[..., : SIZE_CHANNELS - 1])
-        return paddle.concat([heads, extra, zeros], axis=-1).reshape([0, 0, self._attention.heads * width])
+        return paddle.concat([heads, extra, zeros], axis=-1).reshape([0, 0, attention.heads * width])
 
 
 class HeadsHook(AttentionHook):
@@ -164,6 +172,7 @@ class HeadsHook(AttentionHook):
         attention = self._attention
         if self._call_hook.plan() is None or not has_size_channels(attention):
             return type(attention).head_to_batch_dim(attention, tensor, out_dim, transpose)
+        _check_channels(attention, tensor)
         return tensor.reshape([0, 0, attention.heads, -1])  # [B, N, heads, C], as these processors ask for it
 
 
@@ -173,22 +182,52 @@ class DropChannelHook(AttentionHook):
     def __call__(self, projection: nn.Layer, inputs: tuple) -> tuple | None:
         if self._call_hook.plan() is None or not has_size_channels(self._attention):
             return None
-        heads = hidden_states(projection, inputs).reshape([0, 0, self._attention.heads, -1])[..., :-SIZE_CHANNELS]
+        tokens = hidden_states(projection, inputs)
+        _check_channels(self._attention, tokens)
+        heads = tokens.reshape([0, 0, self._attention.heads, -1])[..., :-SIZE_CHANNELS]
         return heads.reshape([0, 0, -1]), *inputs[1:]
 
 
 WRAPPERS = {"prepare_attention_mask": MaskHook, "get_attention_scores": ScoresHook, "head_to_batch_dim": HeadsHook}
 
 
-def is_joint(attention: nn.Layer) -> bool:
-    """Whether an attention layer has projections for text tokens beside those for image tokens, as in SD3."""
-    return getattr(attention, "add_q_proj", None) is not None
+def _check_channels(attention: nn.Layer, tokens: paddle.Tensor) -> None:
+    """Raise ToMePassError unless `tokens` [B, N, C] have the channels of `SizeChannelHook`."""
+    if tokens.shape[-1] != attention.inner_dim + SIZE_CHANNELS * attention.heads:
+        raise ToMePassError(
+            f"proportional=True: {type(attention.processor).__name__} has not called the projections that "
+            "apply_tome() found: call apply_tome() again if you have replaced layers, do not fuse projections, or use "
+            "proportional=False."
+        )
 
 
 def has_size_channels(attention: nn.Layer) -> bool:
-    """Whether an attention layer's processor gets the sizes of merged tokens in channels, and not as a mask."""
-    processors = "XFormersAttnProcessor", "LoRAXFormersAttnProcessor"
-    return is_joint(attention) or type(attention.processor).__name__ in processors
+    """Whether an attention layer gets the sizes of merged tokens in channels, and not as a mask."""
+    return is_joint(attention) or is_fused(attention)
+
+
+def ignores_scale(attention_op: str | None, dtype: paddle.dtype, width: int) -> bool:
+    """Whether ppdiffusers' fused attention ignores its argument `scale`, as it does when it chooses flash attention.
+
+    Args:
+        attention_op: of the attention processor.
+        dtype: of queries and keys. In float32, as in all exports, there is no flash attention.
+        width: channels of a head.
+    """
+    if dtype == paddle.float32 or not paddle.in_dynamic_mode():
+        return False
+    return _ignores_scale(paddle.get_device(), attention_op, dtype, width)
+
+
+@lru_cache(maxsize=64)
+def _ignores_scale(device: str, attention_op: str | None, dtype: paddle.dtype, width: int) -> bool:
+    """Try it once, with a scale of nearly 0, which makes all scores equal."""
+    with paddle.no_grad(), paddle.amp.auto_cast(enable=False):
+        query = paddle.ones([1, 8, 1, width]).cast(dtype)
+        key = paddle.concat([query[:, :1], paddle.zeros_like(query[:, 1:])], axis=1)
+        settings = {"scale": 1e-4, "dropout_p": 0.0, "training": False, "attention_op": attention_op}
+        weight = F.scaled_dot_product_attention_(query, key, key, **settings)[0, 0, 0, 0]
+    return float(weight) > 0.25  # 1/8 if all scores are equal
 
 
 def install_attention(attention: nn.Layer, call_hook: CallHook) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from .errors import ToMeConfigError
 
 LEVELS = (1, 2, 4, 8)
+SEEDS = 2**64  # seeds are below
 KV = "kv"  # of merge_attn: only keys and values merge
 SIMILARITY, GRID = "similarity", "grid"  # of match
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
@@ -29,9 +30,10 @@ class ToMeConfig:
         use_rand: draw the dst token of each cell at random; otherwise it is the cell's first (top left) token.
         seed: seed of the random choice of dst: 0 <= seed < 2**64 for the same choice in every pass, None for a new
             one in each. The global random states of Paddle, NumPy and Python are neither read nor advanced.
-        window: side, in tokens, of the square windows in which each token looks for its dst: a multiple of sx and sy.
-            None, the default, is the whole grid. With a window the time of matching grows with the number of tokens,
-            not with its square. Needs a height and width that are known when a program is exported.
+        window: side, in tokens, of the square windows in which each token looks for its dst; rounded up to a multiple
+            of sx and sy, so that windows consist of cells. None, the default, is the whole grid. With a window the
+            time of matching grows with the number of tokens, not with its square. Needs a height and width that are
+            known when a program is exported.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
             logarithm of this number is added to the scores of its key. Has no effect where merge_attn is False.
         match: "similarity" merges the most similar pairs; "grid" merges every sx×sy cell into its dst, without
@@ -87,7 +89,7 @@ class ToMeConfig:
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
         checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"], self.match == GRID)
         checked["blend"] = _blend(self.blend)
-        checked["window"] = None if self.window is None else _window(self.window, checked["sx"], checked["sy"])
+        checked["window"] = None if self.window is None else _window(self.window)
         checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
         checked["seed"] = None if self.seed is None else _seed(self.seed)
         for name, value in checked.items():
@@ -184,12 +186,12 @@ def _count(name: str, value: Any) -> int:
     return number
 
 
-def _window(value: Any, sx: int, sy: int) -> int:
+def _window(value: Any) -> int:
     number = _integer(value)
-    if number is None or number < 1 or number % sx or number % sy:
+    if number is None or number < 1:
         raise ToMeConfigError(
-            f"window={value!r} is not allowed: it must be a number of tokens that is a multiple of sx={sx} and "
-            f"sy={sy}, or None for the whole grid."
+            f"window={value!r} is not allowed: it must be an integer number of tokens, 1 or more, or None for the "
+            "whole grid."
         )
     return number
 
@@ -206,7 +208,7 @@ def _level(value: Any) -> int:
 
 def _seed(value: Any) -> int:
     number = _integer(value)
-    if number is None or not 0 <= number < 2**64:
+    if number is None or not 0 <= number < SEEDS:
         raise ToMeConfigError(
             f"seed={value!r} is not allowed: it must be an int from 0 to 2**64 - 1, or None for a new choice in each "
             "pass."
@@ -228,6 +230,8 @@ def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}.")
     ratio = float(value)
+    if abs(ratio - largest) <= 5e-7:  # as rounded in the message
+        ratio = largest
     if not 0 <= ratio <= largest:  # also rejects NaN
         remedy = "; larger sx or sy raise the maximum" if largest < ratio < 1 else ""
         raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}{remedy}.")

@@ -9,15 +9,15 @@ ends with the forward, even if that raises. Everything else holds weak reference
 the hooks, so a deep copy of a model has its own.
 """
 
+import secrets
 import threading
 import weakref
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import nn
 
-from .config import GRID, KV, ToMeConfig
+from .config import GRID, KV, SEEDS, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
 from .matching import MergePlan, match_cells, match_tokens
 from .merging import merge, unmerge
@@ -44,6 +44,9 @@ class _Call:
     has_sizes: bool = False  # whether the self-attention has received the sizes of the merged tokens
     keys: tuple[paddle.Tensor, paddle.Tensor] | None = None  # an input of `to_k`, and the same merged, for `to_v`
     merged_projections: int = 0  # how many of `to_k` and `to_v` have run on merged tokens
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, paddle.Tensor] = {}  # of the projections "query" and "key", with `proportional`
 
 
 class _Arguments(tuple):
@@ -78,7 +81,8 @@ class GridHook(ToMeHook):
 
     def __call__(self, grid_layer: nn.Layer, inputs: tuple) -> None:
         is_unseeded = self.config.use_rand and self.config.seed is None
-        self._thread.seed = np.random.SeedSequence().entropy if is_unseeded else self.config.seed
+        # Beyond all seeds, so that its positions are not kept.
+        self._thread.seed = SEEDS + secrets.randbits(64) if is_unseeded else self.config.seed
         self._thread.grid = token_grid(grid_layer, hidden_states(grid_layer, inputs))
 
     def grid(self, tokens: int) -> Grid:
@@ -157,6 +161,7 @@ class CallHook(ConfigHook):
         if call is None or call.plan is None:
             return tokens
         call.merged_projections += 1
+        call.inputs.setdefault("key", tokens)
         before, call.keys = call.keys, None
         if before is not None and before[0] is tokens:
             return before[1]
@@ -166,12 +171,23 @@ class CallHook(ConfigHook):
 
     def note_sizes(self) -> None:
         """Record that the block's self-attention has received the sizes of the merged tokens."""
-        call = self._current_call()
-        assert call is not None
-        call.has_sizes = True
+        call = self._current_call()  # no walrus, which Paddle 2.6 cannot trace
+        if call is not None:
+            call.has_sizes = True
 
-    def check_attention(self, attention: nn.Layer) -> None:
-        """Raise ToMePassError if a self-attention has computed without the merged keys, or without their sizes."""
+    def note_input(self, role: str, tokens: paddle.Tensor) -> None:
+        """Record the input of the projection of the block's self-attention to "query" or "key"."""
+        call = self._current_call()  # no walrus, which Paddle 2.6 cannot trace
+        if call is not None:
+            call.inputs.setdefault(role, tokens)  # the first is the one before `KeyValueHook`
+
+    def check_attention(self, attention: nn.Layer, tokens: paddle.Tensor | None) -> None:
+        """Raise ToMePassError if a self-attention has computed without the merged keys, or without their sizes.
+
+        Args:
+            attention: the layer.
+            tokens: what it was given; None if it was called by keyword.
+        """
         call = self._current_call()
         if call is None or call.plan is None:
             return
@@ -181,11 +197,21 @@ class CallHook(ConfigHook):
                 "that apply_tome() found: call apply_tome() again after replacing them (as LoRA may do), do not fuse "
                 "projections, or use merge_attn=True."
             )
-        if self.config.proportional and not call.has_sizes:
+        if not self.config.proportional:
+            return
+        name, remedy = type(attention.processor).__name__, "set another attention processor, or use"
+        if not call.has_sizes:
             raise ToMePassError(
-                f"proportional=True: {type(attention.processor).__name__} does not call prepare_attention_mask(), so "
-                "merged tokens cannot be weighted by their size: set another attention processor, or use "
-                "proportional=False."
+                f"proportional=True: {name} has neither called prepare_attention_mask() nor, in fused attention, "
+                "the projections that apply_tome() found, so merged tokens cannot be weighted by their size: call "
+                f"apply_tome() again if you have replaced layers, {remedy} proportional=False."
+            )
+        keys, queries = call.inputs.get("key"), call.inputs.get("query")
+        is_own = keys is None or tokens is None or keys is tokens or keys is queries
+        if not is_own:
+            raise ToMePassError(
+                f"proportional=True: {name} attends to other tokens than its own, whose sizes are not known: "
+                f"{remedy} proportional=False."
             )
 
     def close_call(self) -> None:

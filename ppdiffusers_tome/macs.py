@@ -1,7 +1,7 @@
 """Count the multiply-accumulates (MACs) of one denoiser pass from the layers' shapes, without running it.
 
 Convolutions, linear layers, the two products of each attention, and the score product of each matching count. Norms,
-activations and additions do not.
+activations and additions do not, nor does the addition of sizes to the scores (`proportional`).
 """
 
 from paddle import nn
@@ -67,7 +67,7 @@ def matching_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid) -> in
     grid = grid_at(latent, block.level)
     if config.match == GRID or not count_removed(grid, config):
         return 0
-    return count_pairs(grid, config) * block.block.attn1.to_q.weight.shape[0]
+    return count_pairs(grid, config) * block.block.attn1.out_dim
 
 
 def _keys(name: str, tokens: int, text: int) -> int:
@@ -82,7 +82,7 @@ def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int) -> in
             if isinstance(part, nn.Linear):
                 total += _weights(part) * (keys if path.split(".")[0] in ("to_k", "to_v") else queries)
         if name != "mlp":
-            total += 2 * queries * keys * layer.to_q.weight.shape[1]
+            total += 2 * queries * keys * layer.inner_dim
     return total
 
 

@@ -51,10 +51,11 @@ def apply_tome(
         use_rand: draw each cell's dst token at random, or take the cell's first.
         seed: seed of the random choice: an int for the same in every pass, None for a new one in each. No global
             random state is read or advanced.
-        window: side, in tokens, of the square windows in which tokens look for their dst, a multiple of sx and sy.
-            None, the default, is the whole grid. A window of 8 makes matching much faster; high ratios lose quality.
+        window: side, in tokens, of the square windows in which tokens look for their dst, rounded up to a multiple of
+            sx and sy. None, the default, is the whole grid. A window of 8 makes matching much faster; high ratios
+            lose quality.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces. Raises
-            in the pass if the attention processor takes no mask.
+            in the pass if the attention processor takes neither a mask nor more channels.
         match: "similarity" merges the most similar pairs; "grid" merges each sx×sy cell into its dst without
             comparing tokens, and needs ratio = 1 - 1/(sx·sy).
         blend: share of the mean in a merged token: 1 for the mean of the tokens that it replaces, 0 for its dst.

@@ -8,9 +8,14 @@ import paddle
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline, SD3Transformer2DModel, UNet2DConditionModel
 from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from ppdiffusers.models.attention_processor import LoRAXFormersAttnProcessor, XFormersAttnProcessor
 from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed
 from ppdiffusers.models.transformer_2d import Transformer2DModel
 from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
+from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero import CrossFrameAttnProcessor
+from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero_sdxl import (
+    CrossFrameAttnProcessor as CrossFrameAttnProcessorXL,
+)
 from ppdiffusers.pipelines.versatile_diffusion.modeling_text_unet import UNetFlatConditionModel
 
 from .errors import ToMeConfigError, ToMePassError
@@ -52,6 +57,21 @@ class MergeableBlock:
 def is_chunked(block: nn.Layer) -> bool:
     """Whether a transformer block calls its feed-forward layer in chunks, see `enable_forward_chunking`."""
     return block._chunk_size is not None
+
+
+def is_joint(attention: nn.Layer) -> bool:
+    """Whether an attention layer has projections for text tokens beside those for image tokens, as in SD3."""
+    return getattr(attention, "add_q_proj", None) is not None
+
+
+def is_fused(attention: nn.Layer) -> bool:
+    """Whether a kernel computes an attention layer's scores and output together, and would take no broadcast mask."""
+    return isinstance(attention.processor, (XFormersAttnProcessor, LoRAXFormersAttnProcessor))
+
+
+def attends_to_first_frame(attention: nn.Layer) -> bool:
+    """Whether the keys and values of each frame are those of the first frame, as in Text2Video-Zero."""
+    return isinstance(attention.processor, (CrossFrameAttnProcessor, CrossFrameAttnProcessorXL))
 
 
 def components(target: Any) -> dict[str, Any]:

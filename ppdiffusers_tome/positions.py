@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import paddle
 
-from .config import ToMeConfig
+from .config import SEEDS, ToMeConfig
 from .errors import ToMePassError
 
 Count: TypeAlias = int | paddle.Tensor
 Constants = TypeVar("Constants")
-KEPT = 128  # of each kind; those of 64×64 tokens take 0.3 MB
+KEPT = 128  # of each kind; those of 64×64 tokens take 0.2 MB
 
 
 def is_known(count: Count) -> bool:
@@ -153,8 +153,8 @@ def window_of(
 ) -> np.ndarray:  # [N] int64
     """The window of each token, numbered row by row; all tokens are in window 0 if `window` is None.
 
-    Windows begin at multiples of `window`. A remainder at the right or bottom edge that has no complete cell, and
-    therefore no dst, belongs to the window before it.
+    Windows begin at multiples of `window`, rounded up to a multiple of sx or sy. A remainder at the right or bottom
+    edge that has no complete cell, and therefore no dst, belongs to the window before it.
     """
     if window is None:
         return np.zeros(grid.tokens, dtype=np.int64)
@@ -164,20 +164,27 @@ def window_of(
 
 def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
     """[length] int64: the window of each position along one axis."""
+    window += -window % cell
     return np.minimum(np.arange(length) // window, max(0, (length - cell) // window))
 
 
 def _keep(build: Callable[..., Constants]) -> Callable[..., Constants]:
-    """Build constants once per device and arguments, and keep the `KEPT` last used; a traced program gets its own."""
+    """Build constants once per device and arguments, and keep the `KEPT` last used.
+
+    A traced program gets its own. What a pass without a seed has drawn is not kept, because no other pass uses it.
+    """
 
     @lru_cache(maxsize=KEPT)
     def kept(device: str, *arguments: Any) -> Constants:
         return build(*arguments)
 
     @wraps(build)
-    def get(*arguments: Any) -> Constants:
-        return kept(paddle.get_device(), *arguments) if paddle.in_dynamic_mode() else build(*arguments)
+    def get(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None) -> Constants:
+        arguments = (grid, sx, sy, random_key) if window is None else (grid, sx, sy, random_key, window)
+        is_drawn = random_key is not None and max(random_key) >= SEEDS
+        return build(*arguments) if is_drawn or not paddle.in_dynamic_mode() else kept(paddle.get_device(), *arguments)
 
+    get.cache_info, get.cache_clear = kept.cache_info, kept.cache_clear  # type: ignore[attr-defined]
     return get
 
 

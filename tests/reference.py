@@ -26,15 +26,17 @@ def cosine(a, b):
 def windows(h, w, sx, sy, window):
     """For each token of the grid, (row, column) of its window.
 
-    A window begins at every multiple of `window`; a remainder without a whole cell belongs to the window before it.
+    A window begins at every multiple of `window`, rounded up to a multiple of sx or sy; a remainder without a whole
+    cell belongs to the window before it.
     """
+    window_x, window_y = window + -window % sx, window + -window % sy  # rounded up to whole cells
     window_of = []
     for y in range(h):
         for x in range(w):
-            row, column = y // window, x // window
-            while row > 0 and h - row * window < sy:
+            row, column = y // window_y, x // window_x
+            while row > 0 and h - row * window_y < sy:
                 row -= 1
-            while column > 0 and w - column * window < sx:
+            while column > 0 and w - column * window_x < sx:
                 column -= 1
             window_of.append((row, column))
     return window_of
@@ -56,8 +58,18 @@ def match(tokens, dst, removed, window_of=None):
     return {src: d for _, src, d in pairs[:removed]}
 
 
-def merge(tokens, dst, merged_into):
-    """[N, C] -> {kept token: its mean}, by original position."""
+def match_cells(h, w, sx, sy, dst):
+    """{src: dst} of the same cell; the tokens of a remainder belong to the last cell of their row or column."""
+    cell_of = []
+    for y in range(h):
+        for x in range(w):
+            cell_of.append((min(y // sy, h // sy - 1), min(x // sx, w // sx - 1)))
+    dst_of = {cell_of[d]: d for d in dst}
+    return {src: dst_of[cell_of[src]] for src in range(h * w) if src not in dst}
+
+
+def merge(tokens, dst, merged_into, blend=1.0):
+    """[N, C] -> {kept token: `blend` parts of its mean and the rest of itself}, by original position."""
     kept = {}
     for position in range(len(tokens)):
         if position in merged_into:
@@ -67,6 +79,8 @@ def merge(tokens, dst, merged_into):
             if d == position:
                 group.append(tokens[src].astype(np.float64))
         kept[position] = sum(group) / len(group)
+        if blend != 1:
+            kept[position] = blend * kept[position] + (1 - blend) * group[0]
     return kept
 
 

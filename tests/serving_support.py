@@ -28,7 +28,7 @@ IMAGE = "/sdapi/v1/img2img"
 class FakeEngine:
     """Images of one colour, which depends on the seed. Its attributes block or slow down the steps."""
 
-    name, sampler = "fake", "DDIM"
+    name, sampler, methods = "fake", "DDIM", {0.5: "ToMe, windows of 16", 0.0: ""}
 
     def __init__(self):
         self.calls = []  # the jobs of every call

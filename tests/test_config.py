@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome.config import parse_settings
 
 
 def test_defaults():
@@ -15,6 +16,8 @@ def test_defaults():
         "seed": 0,
         "window": None,
         "proportional": False,
+        "match": "similarity",
+        "blend": 1.0,
         "merge_attn": True,
         "merge_crossattn": False,
         "merge_mlp": False,
@@ -24,8 +27,9 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("argument", "value", "allowed"),
     [
-        ("window", 0, "a multiple of sx=2 and sy=2"),
-        ("window", 7, "a multiple of sx=2 and sy=2"),
+        ("window", 0, "1 or more"),
+        ("window", -2, "1 or more"),
+        ("window", True, "1 or more"),
         ("window", 8.0, "or None for the whole grid"),
         ("proportional", 1, "True or False"),
         ("ratio", -0.1, "from 0 to 1 - 1/(sx·sy) = 0.75"),
@@ -52,7 +56,15 @@ def test_defaults():
         ("seed", 2**64, "0 to 2**64 - 1, or None"),
         ("seed", 0.5, "0 to 2**64 - 1, or None"),
         ("seed", False, "0 to 2**64 - 1, or None"),
-        ("merge_attn", None, "True or False"),
+        ("match", "cells", "'similarity' or 'grid'"),
+        ("match", None, "'similarity' or 'grid'"),
+        ("blend", -0.1, "from 0, the dst token, to 1, the mean"),
+        ("blend", 1.5, "from 0"),
+        ("blend", float("nan"), "from 0"),
+        ("blend", True, "a number"),
+        ("blend", "1", "a number"),
+        ("merge_attn", None, "True or False, or 'kv'"),
+        ("merge_attn", "keys", "True or False, or 'kv'"),
         ("merge_crossattn", 0, "True or False"),
         ("merge_mlp", "yes", "True or False"),
     ],
@@ -84,9 +96,59 @@ def test_no_layer_to_merge_is_rejected():
         ToMeConfig(merge_attn=False)
 
 
-def test_proportional_attention_needs_self_attention_to_merge():
-    with pytest.raises(ToMeConfigError, match=r"proportional=True .* merge_attn=False"):
-        ToMeConfig(merge_attn=False, merge_mlp=True, proportional=True)
+@pytest.mark.parametrize(("sx", "sy", "named"), [(2, 2, 0.75), (3, 3, 0.888889), (7, 11, 0.987013)])
+def test_cells_decide_the_ratio_and_the_error_names_it(sx, sy, named):
+    with pytest.raises(ToMeConfigError, match=rf"ratio=0.5 .* match='grid'.* = {named} for sx={sx}, sy={sy}, or 0"):
+        ToMeConfig(sx=sx, sy=sy, match="grid")
+    assert ToMeConfig(named, sx=sx, sy=sy, match="grid").ratio == 1 - 1 / (sx * sy)
+    assert ToMeConfig(0, sx=sx, sy=sy, match="grid").ratio == 0
+    assert ToMeConfig(named, sx=sx, sy=sy).removed(99, 9) <= 90
+
+
+def test_cells_take_remainders_with_them():
+    """A grid of 7×9 tokens has 3·4 cells of 2×2, and keeps a token of each."""
+    assert ToMeConfig(0.75, match="grid").removed(63, 12) == 51 > ToMeConfig(0.75).removed(63, 12)
+    assert ToMeConfig(0.75, match="grid").removed(5, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "ToMe"),
+        ({"ratio": 0.7, "proportional": True, "window": 16}, "ToMe, windows of 16, proportional"),
+        ({"ratio": 0.75, "merge_attn": "kv", "match": "grid"}, "keys and values, 2×2 cells"),
+        (
+            {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0, "use_rand": False, "window": 8},
+            "keys and values, 2×2 cells, blend 0, fixed dst",
+        ),
+        ({"merge_attn": "kv", "merge_mlp": True, "sx": 4}, "keys and values, mlp, 4×2 cells"),
+        ({"merge_attn": False, "merge_mlp": True, "proportional": True, "max_downsample": 2}, "mlp, max_downsample 2"),
+        ({"merge_crossattn": True, "seed": 3}, "ToMe + crossattn"),
+    ],
+)
+def test_method_in_words_does_not_depend_on_defaults(settings, words):
+    assert ToMeConfig(**{"window": None, "proportional": False, **settings}).method == words
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("window=16,proportional,ratio=0.7", {"window": 16, "proportional": True, "ratio": 0.7}),
+        ("window=none, proportional=false", {"window": None, "proportional": False}),
+        (
+            "merge_attn=kv,match=grid,ratio=0.75,blend=0",
+            {"merge_attn": "kv", "match": "grid", "ratio": 0.75, "blend": 0},
+        ),
+    ],
+)
+def test_settings_as_text(text, settings):
+    assert parse_settings(text) == settings
+
+
+@pytest.mark.parametrize("text", ["", "windows=8", "window=8,window=8", "window=8.5", "match=grid", "ratio"])
+def test_settings_as_text_that_are_not_allowed(text):
+    with pytest.raises(ToMeConfigError):
+        parse_settings(text)
 
 
 def test_numpy_numbers_are_converted():

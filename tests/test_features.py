@@ -595,8 +595,8 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, monkeypatch):
     unet.to(dtype=dtype)
     moved = []
 
-    def recorded(move, x, plan):
-        out = move(x, plan)
+    def recorded(move, x, *args):
+        out = move(x, *args)
         moved.append((x.dtype, out.dtype))
         return out
 

@@ -153,7 +153,7 @@ def test_file_name_depends_on_everything_in_the_image():
 class Painter:
     """An engine that returns images of one colour, which depends on the seed; "explode" fails its batch."""
 
-    name, sampler = "painter", "DDIM"
+    name, sampler, methods = "painter", "DDIM", {}
 
     def __init__(self, key="batched"):
         self.batches = []

@@ -1,12 +1,13 @@
-import math
 import random
 
 import numpy as np
 import paddle
 import pytest
+import reference
 from conftest import groups
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from reference import match_cells as match_cells_of_reference
 from reference import roundtrip
 
 from ppdiffusers_tome import (
@@ -19,6 +20,7 @@ from ppdiffusers_tome import (
     merge,
     unmerge,
 )
+from ppdiffusers_tome.matching import match_cells
 from ppdiffusers_tome.positions import count_removed
 
 
@@ -67,7 +69,7 @@ def test_plan_within_windows_is_the_oracles(data):
     """Also where cells or windows leave remainders, and where a window is larger than the grid."""
     grid = Grid(data.draw(st.integers(1, 14), "h"), data.draw(st.integers(1, 14), "w"))
     sx, sy = data.draw(st.sampled_from([(2, 2), (1, 2), (3, 1), (2, 3)]), "sx, sy")
-    window = math.lcm(sx, sy) * data.draw(st.integers(1, 4), "window / lcm")
+    window = data.draw(st.integers(1, 15), "window")
     dst = choose_dst(grid, sx, sy, (7, 0))
     assume(len(dst))
     removed = data.draw(st.integers(1, grid.tokens - len(dst)), "r")
@@ -77,6 +79,36 @@ def test_plan_within_windows_is_the_oracles(data):
     expected, expected_groups = roundtrip(x, *grid, sx, sy, removed, dst, window)
     np.testing.assert_array_equal(groups(plan, 2), expected_groups)
     np.testing.assert_allclose(unmerge(merge(paddle.to_tensor(x), plan), plan).numpy(), expected, atol=2e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_cells_are_the_oracles(data):
+    """Also where cells leave remainders, and where a grid has none."""
+    h, w = data.draw(st.integers(1, 13), "h"), data.draw(st.integers(1, 13), "w")
+    sx, sy = data.draw(st.integers(1, 4), "sx"), data.draw(st.integers(1, 4), "sy")
+    key, blend = data.draw(st.sampled_from([None, (7, 0)]), "key"), data.draw(st.sampled_from([0, 0.3, 1]), "blend")
+    dst, x = choose_dst(Grid(h, w), sx, sy, key).tolist(), tokens(2, Grid(h, w), 5)
+    merged_into = match_cells_of_reference(h, w, sx, sy, dst) if dst else {}
+    plan = match_cells(paddle.to_tensor(x), Grid(h, w), sx, sy, key)
+    assert plan.kept == (len(dst) or h * w)
+    if plan.removed:
+        expected_groups = [merged_into.get(n, n) for n in range(h * w)]
+        np.testing.assert_array_equal(groups(plan, 2), [expected_groups] * 2)
+    out = unmerge(merge(paddle.to_tensor(x), plan, blend), plan).numpy()
+    expected = [reference.unmerge(reference.merge(image, dst, merged_into, blend), merged_into, h * w) for image in x]
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_cells_need_a_known_grid():
+    grid = Grid(paddle.to_tensor(8), paddle.to_tensor(8))
+    with pytest.raises(ToMePassError, match='match="grid" needs a known height and width'):
+        match_cells(paddle.randn([1, 64, 3]), grid)
+
+
+def test_cells_of_another_grid_are_rejected():
+    with pytest.raises(ToMeConfigError, match="grid=4×4 has 16 tokens"):
+        match_cells(paddle.randn([1, 24, 3]), Grid(4, 4))
 
 
 def test_window_of_the_whole_grid_is_the_plan_without_windows():
@@ -101,7 +133,7 @@ def test_dynamic_grid_merges_like_a_known_one(data):
     h, w, sx, sy, batch = (data.draw(st.integers(1, most), name) for name, most in sizes.items())
     assume(h * w > 1 and sx * sy > 1)
     share = data.draw(st.sampled_from([0.01, 0.5, 1]), "share of the largest ratio")
-    config = ToMeConfig(ratio=share * (1 - 1 / (sx * sy)), sx=sx, sy=sy, use_rand=False)
+    config = ToMeConfig(ratio=share * (1 - 1 / (sx * sy)), sx=sx, sy=sy, use_rand=False, window=None)
     known, dynamic = Grid(h, w), Grid(paddle.to_tensor(h), paddle.to_tensor(w))
     x = paddle.to_tensor(tokens(batch, known, 5))
     expected, plan = (match_tokens(x, grid, count_removed(grid, config), sx, sy) for grid in (known, dynamic))

@@ -640,7 +640,7 @@ from ppdiffusers_tome.serving.ray_session import ray_session
 from ppdiffusers_tome.generation.actors import ActorStartError, draw_on_actors
 
 class Engine:
-    name, sampler = "model", "DDIM"
+    name, sampler, methods = "model", "DDIM", {}
     def batch_key(self, job):
         return "same"
     def generate(self, jobs, should_stop=None):

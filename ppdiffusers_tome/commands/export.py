@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..inference import Manifest, export_pipeline, parse_size
 from ..inference.loading import load_for_export
+from .merge_options import add_merge_options, merge_settings
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -20,17 +21,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
-    option("--max-downsample", type=int, help="deepest level that merges (default: shallowest with self-attention)")
-    option("--seed", type=int, default=0, help="seed of the random dst tokens, which are fixed (default: 0)")
-    option("--no-rand", action="store_true", help="dst is the first token of each cell")
-    option("--window", type=int, help="side, in tokens, of the windows to match in (default: the whole grid)")
-    option(
-        "--proportional", action="store_true", help="weight merged tokens by the number of tokens that they replace"
-    )
-    option("--merge-crossattn", action="store_true", help="merge around cross-attention too")
-    option("--merge-mlp", action="store_true", help="merge around feed-forward layers too")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
     option("--overwrite", action="store_true", help="replace an earlier export")
+    add_merge_options(export)
     export.set_defaults(run=_export)
 
 
@@ -45,13 +38,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         image_to_image=options.img2img,
         controlnet=True if options.controlnet_ratio is None else options.controlnet_ratio,
         overwrite=options.overwrite,
-        max_downsample=options.max_downsample,
-        use_rand=not options.no_rand,
-        seed=options.seed,
-        window=options.window,
-        proportional=options.proportional,
-        merge_crossattn=options.merge_crossattn,
-        merge_mlp=options.merge_mlp,
+        **merge_settings(options),
     )
     print(_describe(manifest, options.output))
     return 0
@@ -65,5 +52,6 @@ def _describe(manifest: Manifest, folder: Path) -> str:
     sizes = ", ".join(map(str, manifest.sizes)) or "any"
     ratios = ", ".join(f"{ratio:g}" for ratio in manifest.ratios)
     megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6
+    methods = dict.fromkeys(filter(None, manifest.methods.values()))
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"
-    return "\n".join([*lines, summary])
+    return "\n".join([*lines, *methods, summary])

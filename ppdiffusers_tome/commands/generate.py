@@ -54,7 +54,10 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     load_threads = threads(options)
     model = options.model.resolve()
-    defaults, limits = _defaults(read_manifest(model), options)
+    manifest = read_manifest(model)
+    defaults, limits = _defaults(manifest, options)
+    ratio = defaults.ratio
+    print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
     try:
         with open_drawers(options, gpu=options.device.startswith("gpu")) as make_drawer:

@@ -124,10 +124,7 @@ def draw_batch(engine: Engine, batch: Sequence[Prompt]) -> list[Drawn]:
         if len(batch) > 1:
             return [drawn for prompt in batch for drawn in draw_batch(engine, [prompt])]
         return [(batch[0], Failure(f"{type(error).__name__}: {error}"))]
-    return [
-        (prompt, encode_png(image, prompt.job, engine.name, engine.sampler))
-        for prompt, image in zip(batch, images, strict=True)
-    ]
+    return [(prompt, encode_png(image, prompt.job, engine)) for prompt, image in zip(batch, images, strict=True)]
 
 
 def write(path: Path, content: bytes) -> None:

@@ -56,8 +56,8 @@ def export_pipeline(
         others: an earlier export of the same pipeline, on the same file system. Its programs of models that do not
             merge, such as text encoder and VAE, are linked instead of written again.
         progress: show a progress bar.
-        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn,
-            merge_crossattn, merge_mlp.
+        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
+            merge_attn, merge_crossattn, merge_mlp. dynamic=True needs window=None and match="similarity".
 
     Returns:
         The manifest that was written to `tome.json`.

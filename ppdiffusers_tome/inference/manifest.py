@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
@@ -61,6 +61,15 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
+def _complete(settings: Any) -> Any:
+    """The settings of a folder that an earlier release exported: it had one method, whatever the defaults are now."""
+    return {**TOMESD, **settings} if isinstance(settings, dict) else settings
+
+
+TOMESD = {"window": None, "proportional": False, "match": "similarity", "blend": 1.0}
+MergeSettings: TypeAlias = Annotated[ToMeConfig, BeforeValidator(_complete)]
+
+
 @dataclass(frozen=True, config=STRICT)
 class ProgramFile:
     """One program of an exported folder; several may share one file of weights."""
@@ -97,7 +106,7 @@ class Manifest:
     ]  # of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet
     vae_factor: Side  # image pixels per latent pixel, along each side
     # By ratio: the configs of UNet and ControlNet; None if it is plain or absent.
-    merging: dict[str, tuple[ToMeConfig | None, ToMeConfig | None]]
+    merging: dict[str, tuple[MergeSettings | None, MergeSettings | None]]
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
@@ -126,6 +135,12 @@ class Manifest:
     def dynamic(self) -> bool:
         """Whether the denoiser's program runs at any height and width."""
         return not self.sizes
+
+    @property
+    def methods(self) -> dict[float, str]:
+        """How the UNet's tokens merge, in words, by ratio; "" at ratio 0."""
+        configs = (unet for unet, _ in self.merging.values())
+        return {r: config.method if config else "" for r, config in zip(self.ratios, configs, strict=True)}
 
     def programs_of(self, model: str) -> list[ProgramFile]:
         """The programs of one model, the default first."""

@@ -9,7 +9,7 @@ import paddle
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
-from ..config import ToMeConfig
+from ..config import GRID, SIMILARITY, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..mixin import controlnet_config
 from ..models import latent_grid, vae_factor
@@ -91,8 +91,12 @@ def check_request(
             raise ToMeConfigError(
                 "dynamic=True needs use_rand=False (--no-rand): random dst can only be drawn for a known grid."
             )
+        if any(config.match == GRID for config in merging):
+            raise ToMeConfigError(
+                f"dynamic=True needs match={SIMILARITY!r} (--match {SIMILARITY}): cells only divide a known grid."
+            )
         if any(config.window is not None for config in merging):
-            raise ToMeConfigError("dynamic=True needs window=None: windows only divide a known grid.")
+            raise ToMeConfigError("dynamic=True needs window=None (--window none): windows only divide a known grid.")
     return Request(
         pipe=pipe,
         folder=folder,

@@ -23,13 +23,17 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
     handler = RequestHandler(service, config, NAMES)
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
     errors = responses(protocol.OpenAIErrorResponse, 404, 408, 411, 413, 415, 422, 429, 500, 503, 504)
-    model = protocol.ModelResponse(
-        id=service.name,
-        created=int(time.time()),
-        sizes=[f"{width}x{height}" for height, width in limits.sizes],
-        tome_ratios=list(limits.ratios),
-        image_to_image=limits.image_to_image,
-    )
+    created = int(time.time())
+
+    def model() -> protocol.ModelResponse:  # the methods are only known once the engine is loaded
+        return protocol.ModelResponse(
+            id=service.name,
+            created=created,
+            sizes=[f"{width}x{height}" for height, width in limits.sizes],
+            tome_ratios=list(limits.ratios),
+            tome_methods=[service.methods.get(ratio, "") for ratio in limits.ratios],
+            image_to_image=limits.image_to_image,
+        )
 
     @router.post("/images/generations", responses=errors)
     async def generate(body: Body, request: Request) -> protocol.ImagesResponse:  # type: ignore[valid-type]
@@ -48,12 +52,12 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
 
     @router.get("/models")
     async def list_models() -> protocol.ModelsResponse:
-        return protocol.ModelsResponse(data=[model])
+        return protocol.ModelsResponse(data=[model()])
 
     @router.get("/models/{name:path}", responses=responses(protocol.OpenAIErrorResponse, 404, 422))
     async def retrieve_model(name: str) -> protocol.ModelResponse:
         check_model(name)
-        return model
+        return model()
 
     def check_model(name: str | None) -> None:
         if name not in (None, service.name):

@@ -148,6 +148,7 @@ def _aliases(sampler: str) -> list[str]:
 def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
     """The fields of stable-diffusion-webui's `info`; the sampler is the exported one."""
     first, seeds = jobs[0], [job.seed for job in jobs]
+    method = service.methods.get(first.ratio, "")
     return {
         **{"prompt": first.prompt, "all_prompts": [job.prompt for job in jobs]},
         **{"negative_prompt": first.negative_prompt, "all_negative_prompts": [job.negative_prompt for job in jobs]},
@@ -158,7 +159,10 @@ def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> di
         **{"sampler_name": service.sampler, "sd_model_name": service.name, "sd_model_hash": None, "clip_skip": 1},
         **{"batch_size": values.batch_size or 1, "index_of_first_image": 0, "styles": [], "restore_faces": False},
         **{"face_restoration_model": None, "is_using_inpainting_conditioning": False},
-        "extra_generation_params": {"Token merging ratio": first.ratio},
-        "infotexts": [describe(job, service.name, service.sampler) for job in jobs],
+        "extra_generation_params": {
+            "Token merging ratio": first.ratio,
+            **({"Token merging method": method} if method else {}),
+        },
+        "infotexts": [describe(job, service) for job in jobs],
         **{"job_timestamp": time.strftime("%Y%m%d%H%M%S"), "version": f"ppdiffusers_tome {__version__}"},
     }

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from time import monotonic, sleep
@@ -113,6 +113,9 @@ class EngineReplica:
     async def sampler(self) -> str:
         return self._queue.sampler
 
+    async def methods(self) -> Mapping[float, str]:
+        return self._queue.methods
+
     def check_health(self) -> None:
         """Called by Ray Serve every few seconds; a replica that raises is replaced."""
         if trouble := self._queue.trouble:
@@ -126,15 +129,23 @@ class ClusterService:
     """The service of the app's replica: sends each job to an engine, and to another one if that one dies.
 
     Args:
-        name, sampler: of the model, see `Service`.
+        name, sampler, methods: of the model, see `Service`.
         limits: the jobs that are accepted.
         metrics: counts images.
         cluster: the number of engines and of accepted images. The latter is counted here, because Ray Serve's own
             limit counts jobs that are not yet assigned to an engine, and would refuse a burst while engines are idle.
     """
 
-    def __init__(self, name: str, sampler: str, limits: Limits, metrics: Metrics, cluster: Cluster) -> None:
-        self.name, self.sampler, self.limits, self.metrics = name, sampler, limits, metrics
+    def __init__(
+        self,
+        name: str,
+        sampler: str,
+        methods: Mapping[float, str],
+        limits: Limits,
+        metrics: Metrics,
+        cluster: Cluster,
+    ) -> None:
+        self.name, self.sampler, self.methods, self.limits, self.metrics = name, sampler, methods, limits, metrics
         # The app is deployed after the engines and deleted before them. Meanwhile Ray Serve replaces engines that die,
         # and jobs wait.
         self.state: State = "ready"
@@ -306,11 +317,11 @@ def _deploy(load: Callable[[], Engine], name: str, limits: Limits, config: AppCo
         max_constructor_retry_count=3,
     )
     handle = serve.run(engines.bind(load, name, limits, cluster), name=ENGINES, route_prefix=None)
-    sampler = handle.sampler.remote().result()
+    sampler, methods = handle.sampler.remote().result(), handle.methods.remote().result()
 
     def build() -> FastAPI:  # in the app's replica
         metrics = Metrics()
-        service = ClusterService(name, sampler, limits, metrics, cluster)
+        service = ClusterService(name, sampler, methods, limits, metrics, cluster)
         app = create_app(service, config, metrics)
         app.state.service = service
         return app

@@ -1,6 +1,6 @@
 """From jobs to images: one pipeline call for jobs with equal size, steps, guidance scale and ratio. No HTTP."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,17 @@ class Engine:
         text_to_image: a pipeline whose UNet has the attribute `ratio`, as from `inference.load_pipeline`.
         image_to_image: a pipeline over the same models; None if the VAE's encoder was not exported.
         name: the model's name for clients.
+        methods: how tokens merge, in words, by ratio; for the images' metadata.
     """
 
-    def __init__(self, text_to_image: Any, image_to_image: Any | None = None, name: str = "model") -> None:
-        self.name = name
+    def __init__(
+        self,
+        text_to_image: Any,
+        image_to_image: Any | None = None,
+        name: str = "model",
+        methods: Mapping[float, str] | None = None,
+    ) -> None:
+        self.name, self.methods = name, methods or {}
         self._text_to_image = text_to_image
         self._image_to_image = image_to_image
         for pipe in (text_to_image, image_to_image):
@@ -164,7 +171,7 @@ def load_engine(folder: Path, device: str = "cpu", threads: int | None = None, v
     if manifest.image_to_image:
         safety = {} if is_xl else {"requires_safety_checker": False}
         image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
-    return Engine(pipe, image_to_image, manifest.name)
+    return Engine(pipe, image_to_image, manifest.name, manifest.methods)
 
 
 def _stopper(should_stop: Callable[..., bool]) -> Callable[..., dict[str, Any]]:

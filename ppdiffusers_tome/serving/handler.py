@@ -73,10 +73,7 @@ class RequestHandler:
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
         except DrawingError as error:
             raise ApiError(500, str(error), code="drawing_failed") from None
-        files = [
-            asyncio.to_thread(encode_png, image, job, service.name, service.sampler)
-            for image, job in zip(images, jobs, strict=True)
-        ]
+        files = [asyncio.to_thread(encode_png, image, job, service) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*files))
 
     def interrupt(self, count: int | None = None) -> None:

@@ -2,7 +2,9 @@
 
 import base64
 import json
+from collections.abc import Mapping
 from io import BytesIO
+from typing import Protocol
 
 import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
@@ -15,28 +17,48 @@ ACCEPTED = ("PNG", "JPEG", "WEBP")
 MOST_SCANS = 100  # of a JPEG; progressive ones have about ten
 
 
-def describe(job: Job, model: str, sampler: str) -> str:
+class Source(Protocol):
+    """What an image is described by beside its job: an engine, or a service."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+
+    @property
+    def sampler(self) -> str:
+        """The scheduler's name."""
+
+    @property
+    def methods(self) -> Mapping[float, str]:
+        """How tokens merge, in words, by ratio."""
+
+
+def describe(job: Job, source: Source) -> str:
     """How an image was made, in the format that stable-diffusion-webui writes and reads ("infotext")."""
+    method = source.methods.get(job.ratio, "")
     facts = {
         "Steps": job.steps,
-        "Sampler": sampler,
+        "Sampler": source.sampler,
         "CFG scale": job.guidance_scale,
         "Seed": job.seed,
         "Size": f"{job.width}x{job.height}",
-        "Model": _quoted(model),
+        "Model": _quoted(source.name),
         **({} if job.strength is None else {"Denoising strength": job.strength}),
         "Token merging ratio": job.ratio,
+        **({"Token merging method": _quoted(method)} if method else {}),
         "Version": f"ppdiffusers_tome {__version__}",
     }
     negative = f"\nNegative prompt: {job.negative_prompt}" if job.negative_prompt else ""
     return f"{job.prompt}{negative}\n{', '.join(f'{name}: {value}' for name, value in facts.items())}"
 
 
-def encode_png(image: Image.Image, job: Job, model: str, sampler: str) -> bytes:
+def encode_png(image: Image.Image, job: Job, source: Source) -> bytes:
     """A PNG file with two text chunks: `parameters` (see `describe`), and `ppdiffusers_tome`, the same as JSON."""
     chunks = PngImagePlugin.PngInfo()
-    chunks.add_text("parameters", describe(job, model, sampler))
-    metadata = {**job.settings(), "model": model, "sampler": sampler, "version": __version__}
+    chunks.add_text("parameters", describe(job, source))
+    method = source.methods.get(job.ratio, "")
+    metadata = {**job.settings(), "tome_method": method, "model": source.name, "sampler": source.sampler}
+    metadata["version"] = __version__
     chunks.add_text("ppdiffusers_tome", json.dumps(metadata))
     file = BytesIO()
     image.save(file, "PNG", pnginfo=chunks)

@@ -126,6 +126,7 @@ class ModelResponse(BaseModel):
     owned_by: str = "ppdiffusers_tome"
     sizes: list[str]
     tome_ratios: list[float]
+    tome_methods: list[str]  # how tokens merge at each ratio, in words
     image_to_image: bool
 
 

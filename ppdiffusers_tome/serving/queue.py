@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import ceil, inf, prod
@@ -100,6 +100,10 @@ class ImageQueue:
     @property
     def sampler(self) -> str:
         return self._engine.sampler if self._engine else "not loaded"
+
+    @property
+    def methods(self) -> Mapping[float, str]:
+        return self._engine.methods if self._engine else {}
 
     @property
     def is_idle(self) -> bool:

@@ -1,7 +1,7 @@
 """The interface between the HTTP application and what generates images: this process (queue.py) or a cluster."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -39,6 +39,10 @@ class Service(Protocol):
     @property
     def sampler(self) -> str:
         """The scheduler's name in Stable Diffusion's user interfaces, for instance "DDIM"."""
+
+    @property
+    def methods(self) -> Mapping[float, str]:
+        """How tokens merge, in words, by ratio."""
 
     @property
     def limits(self) -> Limits:

@@ -1,0 +1,71 @@
+"""Options of the command line for the settings of token merging, except the ratio."""
+
+import argparse
+from typing import Any
+
+from ..config import GRID, KV, SIMILARITY, ToMeConfig
+
+NAMES = (
+    "max_downsample",
+    "sx",
+    "sy",
+    "use_rand",
+    "seed",
+    "window",
+    "proportional",
+    "match",
+    "blend",
+    "merge_attn",
+    "merge_crossattn",
+    "merge_mlp",
+)
+_MERGE_ATTN: dict[str, bool | str] = {"true": True, "false": False, KV: KV}
+
+
+def add_merge_options(command: argparse.ArgumentParser) -> None:
+    """Add the options that `merge_settings` reads."""
+    option, defaults = command.add_argument_group("token merging").add_argument, ToMeConfig()
+
+    def default(name: str, text: str | None = None) -> dict[str, Any]:
+        """An option that is not given is absent, so that `ToMeConfig` alone decides; only the help names defaults."""
+        return {"default": argparse.SUPPRESS, "dest": name} | ({} if text is None else {"help": text})
+
+    def shown(name: str, none: str = "none") -> str:
+        value = getattr(defaults, name)
+        return f"(default: {none if value is None else str(value).lower()})"
+
+    shallowest = shown("max_downsample", "the shallowest with self-attention")
+    option("--max-downsample", type=int, **default("max_downsample", f"deepest level that merges {shallowest}"))
+    option("--sx", type=int, **default("sx", f"width of a cell, in tokens {shown('sx')}"))
+    option("--sy", type=int, **default("sy", f"height of a cell, in tokens {shown('sy')}"))
+    option("--seed", type=int, **default("seed", f"seed of the random dst tokens, which are fixed {shown('seed')}"))
+    option("--no-rand", action="store_false", **default("use_rand", "dst is the first token of each cell"))
+    window = f"side, in tokens, of the windows to match in; none for the whole grid {shown('window')}"
+    option("--window", type=_int_or_none, metavar="TOKENS|none", **default("window", window))
+    weight = "weight merged tokens by the number of tokens that they replace"
+    # argparse itself would add "(default: ==SUPPRESS==)" to the help of Python 3.12 and older.
+    option("--proportional", action="store_true", **default("proportional", f"{weight} {shown('proportional')}"))
+    option("--no-proportional", action="store_false", **default("proportional", "do not"))
+    match = f"merge the most similar pairs, or every cell; {GRID} needs --ratio 0.75 with 2×2 cells {shown('match')}"
+    option("--match", choices=(SIMILARITY, GRID), **default("match", match))
+    blend = f"share of the mean in a merged token, from 0, its dst token, to 1 {shown('blend')}"
+    option("--blend", type=float, **default("blend", blend))
+    attn = f"merge around self-attention; {KV}: only its keys and values {shown('merge_attn')}"
+    option("--merge-attn", type=_merge_attn, metavar="true|false|kv", **default("merge_attn", attn))
+    option("--merge-crossattn", action="store_true", **default("merge_crossattn", "merge around cross-attention too"))
+    option("--merge-mlp", action="store_true", **default("merge_mlp", "merge around feed-forward layers too"))
+
+
+def merge_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given as options, as arguments of `ToMeConfig`."""
+    return {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def _merge_attn(text: str) -> bool | str:
+    if text.lower() not in _MERGE_ATTN:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {', '.join(_MERGE_ATTN)}")
+    return _MERGE_ATTN[text.lower()]

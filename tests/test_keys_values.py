@@ -1,0 +1,513 @@
+"""merge_attn="kv": keys and values run on merged tokens, queries and output on all; by pairs, and by cells."""
+
+import copy
+import threading
+from functools import partial
+
+import numpy as np
+import paddle
+import pytest
+from conftest import Recorder, inputs, make_unet, run, traces
+from paddle import nn
+from ppdiffusers import ControlNetModel
+from ppdiffusers.models import transformer_2d, unet_2d_blocks
+from ppdiffusers.models.attention_processor import (
+    AttnProcessor,
+    FusedJointAttnProcessor2_5,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+)
+from ppdiffusers.models.lora import LoRACompatibleLinear, LoRALinearLayer
+from zoo.noise import noise
+from zoo.transformers import HIDDEN, dit, sd3
+from zoo.videos import FRAMES, unet_3d
+
+from ppdiffusers_tome import ToMePassError, choose_dst, hooks, merge
+from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.positions import Grid
+
+PROCESSORS = {
+    "plain": AttnProcessor,
+    "xformers": XFormersAttnProcessor,
+    "sliced": lambda: SlicedAttnProcessor(1),
+}
+TOMESD = {"proportional": False, "window": None}
+KV = {**TOMESD, "merge_attn": "kv"}
+CELLS = {**KV, "ratio": 0.75, "match": "grid"}
+TODO = {**CELLS, "use_rand": False, "blend": 0}
+TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of size 3
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of all passes."""
+    recorded = []
+    for name in ("match_tokens", "match_cells"):
+        match = getattr(hooks, name)
+        monkeypatch.setattr(hooks, name, lambda *args, match=match: recorded.append(match(*args)) or recorded[-1])
+    return recorded
+
+
+def record(model, attention, make_pass, **settings):
+    """The first input and the output of an attention layer in a merged pass."""
+    seen = {}
+    handle = attention.register_forward_post_hook(lambda layer, args, out: seen.update(tokens=args[0], out=out))
+    model.apply_tome(**settings)
+    with paddle.no_grad():
+        make_pass()
+    handle.remove()
+    model.remove_tome()
+    return seen["tokens"], seen["out"]
+
+
+def sizes_of(plan):
+    """[B, N-r]: how many tokens each merged token is the mean of."""
+    rows = plan.source_rows.numpy().reshape(-1, plan.tokens)
+    return np.stack([np.bincount(row - image * plan.kept, minlength=plan.kept) for image, row in enumerate(rows)])
+
+
+def repeat(tokens, sizes):
+    """[B, N-r, C] → [B, N, C]: each merged token as often as it counts."""
+    return paddle.to_tensor(np.stack([np.repeat(x, n, axis=0) for x, n in zip(tokens.numpy(), sizes, strict=True)]))
+
+
+SETTINGS = {
+    "pairs": {**KV, "ratio": 0.5},
+    "pairs in windows": {**KV, "ratio": 0.7, "window": 4},
+    "cells": CELLS,
+    "cells, blend 0.1": {**CELLS, "blend": 0.1},
+    "ToDo": TODO,
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("proportional", [False, True])
+def test_attention_is_that_over_merged_keys_and_values(processor, name, proportional, plans):
+    """With proportional attention over as many copies of each as it counts."""
+    unet, settings = make_unet(), {**SETTINGS[name], "proportional": proportional}
+    unet.set_attn_processor(PROCESSORS[processor]())
+    attention = find_blocks(unet)[0].block.attn1
+    tokens, out = record(unet, attention, lambda: run(unet), **settings)
+    assert tokens.shape == out.shape == [2, 256, 32]
+    merged = merge(tokens, plans[0], settings.get("blend", 1.0))
+    assert merged.shape[1] == 256 - int(256 * settings["ratio"])
+    keys = repeat(merged, sizes_of(plans[0])) if proportional else merged
+    with paddle.no_grad():
+        expected = AttnProcessor()(attention, tokens, encoder_hidden_states=keys)
+        plain = AttnProcessor()(attention, tokens)
+    assert float((out - expected).abs().max()) < TOLERANCE
+    assert float((out - plain).abs().max()) > 10 * TOLERANCE
+
+
+def test_todo_takes_every_second_row_and_column_as_keys_and_values():
+    unet = make_unet()
+    attention = find_blocks(unet)[0].block.attn1
+    tokens, out = record(unet, attention, lambda: run(unet), **TODO)
+    with paddle.no_grad():
+        image = tokens.reshape([2, 16, 16, 32])
+        expected = AttnProcessor()(attention, tokens, encoder_hidden_states=image[:, ::2, ::2].reshape([2, 64, 32]))
+    assert float((out - expected).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("h", "w"), [(9, 11), (3, 2), (1, 7)])
+@pytest.mark.parametrize("settings", [CELLS, TODO, {**KV, "ratio": 0.6}], ids=str)
+def test_grids_with_remainders(settings, h, w):
+    """One key of each complete cell remains; a grid of one row has none and stays plain."""
+    unet = make_unet(
+        down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",), block_out_channels=(32,)
+    )
+    kept = []
+    attention = find_blocks(unet)[0].block.attn1
+    plain = run(unet, h=h, w=w)
+    unet.apply_tome(**settings)
+    handle = attention.to_k.register_forward_post_hook(lambda layer, args, out: kept.append(out.shape[1]))
+    merged = run(unet, h=h, w=w)
+    handle.remove()
+    cells = (h // 2) * (w // 2)
+    expected = max(cells, h * w - int(h * w * settings["ratio"])) if "match" not in settings else cells
+    assert kept == [expected if cells else h * w]
+    assert np.array_equal(merged, plain) == (cells == 0)
+    assert np.array_equal(run(unet.remove_tome(), h=h, w=w), plain)
+
+
+@pytest.mark.parametrize("settings", [{**KV, "ratio": 0.5}, CELLS], ids=["pairs", "cells"])
+@pytest.mark.parametrize("proportional", [False, True])
+def test_joint_attention_merges_keys_and_values_of_the_image_only(settings, proportional, plans):
+    model = sd3()
+    attention = find_blocks(model)[0].block.attn
+    given = {
+        "encoder_hidden_states": noise(2, 5, 2 * HIDDEN, seed=1),
+        "pooled_projections": noise(2, 2 * HIDDEN, seed=2),
+        "timestep": paddle.to_tensor([10, 10]),
+    }
+    seen, out = {}, {}
+    handles = [
+        attention.to_q.register_forward_pre_hook(lambda layer, args: seen.update(image=args[0])),
+        attention.add_q_proj.register_forward_pre_hook(lambda layer, args: seen.update(text=args[0])),
+        attention.register_forward_post_hook(
+            lambda layer, args, pair: out.update(zip(("image", "text"), pair, strict=True))
+        ),
+    ]
+    model.apply_tome(**{**settings, "proportional": proportional})
+    with paddle.no_grad():
+        model(noise(2, 4, 16, 16), **given)
+    for handle in handles:
+        handle.remove()
+    model.remove_tome()
+    merged = merge(seen["image"], plans[0])
+    keys = repeat(merged, sizes_of(plans[0])) if proportional else merged
+    for projection in (attention.to_k, attention.to_v):
+        handles.append(projection.register_forward_pre_hook(lambda layer, args: keys))
+    with paddle.no_grad():
+        image, text = attention(seen["image"], encoder_hidden_states=seen["text"])
+    assert image.shape[1] == out["image"].shape[1] == plans[0].tokens
+    assert float((out["image"] - image).abs().max()) < TOLERANCE
+    assert float((out["text"] - text).abs().max()) < TOLERANCE
+
+
+def sample_of_dit(model):
+    labels = paddle.to_tensor([1, 2])
+    return model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), class_labels=labels, return_dict=False)[0]
+
+
+def sample_of_sd3(model):
+    given = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN, seed=1), "pooled_projections": noise(2, 2 * HIDDEN)}
+    return model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), return_dict=False, **given)[0]
+
+
+def sample_of_video(model):
+    return model(noise(2, 4, FRAMES, 8, 8), paddle.to_tensor([10]), noise(2, 5, HIDDEN)).sample
+
+
+def sample_of_controlnet(model):
+    given = inputs()
+    return model(given["sample"], 10, given["encoder_hidden_states"], noise(2, 3, 32, 32))[0][-1]
+
+
+def make_controlnet():
+    paddle.seed(1)
+    model = ControlNetModel(
+        in_channels=4,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        cross_attention_dim=24,
+        attention_head_dim=2,
+        conditioning_embedding_out_channels=(16, 32),
+    )
+    model.eval()
+    for convolution in model.controlnet_down_blocks:  # zero at first
+        convolution.weight.set_value(paddle.randn(convolution.weight.shape))
+    return model
+
+
+MODELS = {
+    "unet": (make_unet, lambda unet: unet(**inputs()).sample),
+    "dit": (dit, sample_of_dit),
+    "sd3": (sd3, sample_of_sd3),
+    "video": (unet_3d, sample_of_video),
+    "controlnet": (make_controlnet, sample_of_controlnet),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("settings", [{**KV, "proportional": True}, CELLS, {**CELLS, "merge_attn": True}], ids=str)
+@paddle.no_grad()
+def test_plain_applied_removed(name, settings):
+    make, sample = MODELS[name]
+    model = make()
+    before, plain = traces(model), sample(model).numpy()
+    model.apply_tome(**settings)
+    merged = sample(model).numpy()
+    assert np.abs(merged - plain).max() > 1e-5 and np.isfinite(merged).all()
+    np.testing.assert_array_equal(sample(copy.deepcopy(model)).numpy(), merged)
+    with model.tome(ratio=0.25, **TOMESD):
+        assert not np.array_equal(sample(model).numpy(), merged)
+    np.testing.assert_array_equal(sample(model).numpy(), merged)
+    np.testing.assert_array_equal(sample(model.remove_tome()).numpy(), plain)
+    assert traces(model) == before
+
+
+def test_other_layers_still_merge_around():
+    unet, recorder = make_unet(), Recorder()
+    unet.set_attn_processor(recorder)
+    run(unet.apply_tome(ratio=0.5, **KV, merge_crossattn=True, merge_mlp=True))
+    assert recorder.lengths[:2] == [(256, None), (128, 7)]
+
+
+def test_gradients_reach_every_token():
+    for settings in ({**KV, "proportional": True}, CELLS):
+        unet, given = make_unet().apply_tome(**settings), inputs()
+        given["sample"].stop_gradient = False
+        unet(**given).sample.square().mean().backward()
+        assert float(given["sample"].grad.abs().min()) > 0
+
+
+def test_gradient_checkpointing_computes_the_same_gradients(monkeypatch):
+    gradients = []
+    for checkpointing in (False, True):
+        unet = make_unet().apply_tome(**{**KV, "proportional": True})
+        unet.train()
+        if checkpointing:
+            for module in (transformer_2d, unet_2d_blocks):  # Paddle cannot preserve its random state on the CPU
+                monkeypatch.setattr(module, "recompute", partial(module.recompute, preserve_rng_state=False))
+            unet.enable_gradient_checkpointing()
+        unet(**inputs()).sample.square().mean().backward()
+        gradients.append(find_blocks(unet)[0].block.attn1.to_k.weight.grad.numpy())
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_threads_do_not_share_plans():
+    unet, results = make_unet().apply_tome(**{**KV, "proportional": True}), {}
+    sizes = {0: (16, 16), 1: (8, 12)}
+    expected = {i: run(unet, h=h, w=w, seed=i) for i, (h, w) in sizes.items()}
+
+    def work(i):
+        h, w = sizes[i]
+        for _ in range(3):
+            results.setdefault(i, []).append(run(unet, h=h, w=w, seed=i))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in sizes:
+        assert len(results[i]) == 3 and all(np.array_equal(result, expected[i]) for result in results[i])
+
+
+# Masks
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_a_mask_over_tokens_is_rejected(processor):
+    unet = make_unet()
+    unet.set_attn_processor(PROCESSORS[processor]())
+    transformer, mask = find_blocks(unet)[0].grid_layer, paddle.ones([2, 256], "bool")
+    unet.apply_tome(**KV)
+    with pytest.raises(ToMePassError, match=r"attention_mask has shape \[2, 1, 256\] .* sees 128 of 256 tokens"):
+        transformer(noise(2, 32, 16, 16), encoder_hidden_states=noise(2, 7, 24), attention_mask=mask)
+
+
+# Layers that are replaced, added or fused
+
+
+class Adapted(nn.Layer):
+    """A projection with an adapter around it, as PEFT makes them: another layer in its place, without a weight."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.down, self.up = nn.Linear(base.weight.shape[0], 2), nn.Linear(2, base.weight.shape[1])
+
+    def forward(self, x, *args):
+        return self.base_layer(x, *args) + self.up(self.down(x))
+
+
+def adapt(unet, names):
+    for mergeable in find_blocks(unet):
+        for name in names:
+            attention = mergeable.block.attn1
+            setattr(attention, name, Adapted(getattr(attention, name)))
+
+
+@pytest.mark.parametrize("processor", ["plain", "xformers"])
+@pytest.mark.parametrize(
+    "settings", [{"merge_attn": "kv"}, {"merge_attn": "kv", "match": "grid", "ratio": 0.75}, {}], ids=str
+)
+def test_adapters_around_projections(processor, settings, plans):
+    """Applied after them, merging works; applied before, it works or raises, but never merges something else."""
+    unet, settings = make_unet(), {**TOMESD, **settings, "proportional": True}
+    unet.set_attn_processor(PROCESSORS[processor]())
+    adapt(unet, ["to_k", "to_v", "to_q"])
+    attention = find_blocks(unet)[0].block.attn1
+    tokens, out = record(unet, attention, lambda: run(unet), **settings)
+    if "merge_attn" in settings:
+        keys = repeat(merge(tokens, plans[0]), sizes_of(plans[0]))
+        with paddle.no_grad():
+            expected = AttnProcessor()(attention, tokens, encoder_hidden_states=keys)
+        assert float((out - expected).abs().max()) < TOLERANCE
+    assert unet.apply_tome(**settings).tome_summary(16, 16).saved > 0
+
+    fresh = make_unet()
+    fresh.set_attn_processor(PROCESSORS[processor]())
+    fresh.apply_tome(**settings)
+    adapt(fresh, ["to_k", "to_v", "to_q"])
+    if processor == "plain" and "merge_attn" not in settings:
+        run(fresh)
+    else:
+        with pytest.raises((ToMePassError, ValueError)):
+            run(fresh)
+
+
+def copy_of(projection):
+    """A new layer with the same weights, without hooks."""
+    layer = LoRACompatibleLinear(*projection.weight.shape, bias_attr=False)
+    layer.weight.set_value(projection.weight)
+    return layer
+
+
+def test_replaced_projections_are_an_error_that_says_so():
+    unet = make_unet().apply_tome(**KV)
+    for mergeable in find_blocks(unet):
+        for name in ("to_k", "to_v"):
+            setattr(mergeable.block.attn1, name, copy_of(mergeable.block.attn1.to_k))
+    with pytest.raises(ToMePassError, match=r"has not called the layers to_k and to_v .* apply_tome\(\) again"):
+        run(unet)
+    assert np.isfinite(run(unet.apply_tome(**KV))).all()
+
+
+def test_replaced_projections_in_fused_attention_are_an_error():
+    unet = make_unet()
+    unet.set_attn_processor(XFormersAttnProcessor())
+    unet.apply_tome(**{**TOMESD, "proportional": True})
+    for mergeable in find_blocks(unet):
+        mergeable.block.attn1.to_q = copy_of(mergeable.block.attn1.to_q)
+    with pytest.raises(ToMePassError, match="XFormersAttnProcessor has not called the projections"):
+        run(unet)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_lora_of_ppdiffusers_sees_merged_tokens(processor):
+    """`set_lora_layer` before and after merging is applied; the adapter's keys are those of the merged tokens."""
+    unet = make_unet()
+    unet.set_attn_processor(PROCESSORS[processor]())
+    outputs, lengths = [], []
+    settings = {**KV, "proportional": True}
+    for is_first in (True, False):
+        if is_first:
+            unet.apply_tome(**settings)
+        paddle.seed(3)
+        for mergeable in find_blocks(unet):
+            for name in ("to_q", "to_k", "to_v"):
+                projection = getattr(mergeable.block.attn1, name)
+                lora = LoRALinearLayer(*projection.weight.shape, rank=2)
+                lora.up.weight.set_value(paddle.randn(lora.up.weight.shape))
+                projection.set_lora_layer(lora)
+        if not is_first:
+            plain = run(unet)
+            unet.apply_tome(**settings)
+        lengths.clear()
+        attention = find_blocks(unet)[0].block.attn1
+        for name in ("to_k", "to_v"):
+            lora = getattr(attention, name).lora_layer
+            lora.register_forward_pre_hook(lambda layer, args: lengths.append(args[0].shape[1]))
+        outputs.append(run(unet))
+        assert lengths == [128, 128]
+        unet.remove_tome()
+        for mergeable in find_blocks(unet):
+            for name in ("to_q", "to_k", "to_v"):
+                getattr(mergeable.block.attn1, name).set_lora_layer(None)
+    np.testing.assert_array_equal(*outputs)
+    assert np.abs(outputs[0] - plain).max() > 1e-4
+
+
+@pytest.mark.parametrize("settings", [KV, {**TOMESD, "proportional": True}], ids=str)
+def test_fused_projections_are_refused(settings):
+    """ppdiffusers 0.29 has the processor of SD3's fused projections, but its `fuse_qkv_projections()` raises."""
+    model = sd3()
+    with pytest.raises(AttributeError, match="modules"):
+        model.fuse_qkv_projections()
+    for mergeable in find_blocks(model):
+        attention = mergeable.block.attn
+        for name, parts in {"to_qkv": "to_{}", "to_added_qkv": "add_{}_proj"}.items():
+            fused = nn.Linear(attention.to_q.weight.shape[0], 3 * attention.inner_dim)
+            layers = [getattr(attention, parts.format(part)) for part in "qkv"]
+            fused.weight.set_value(paddle.concat([layer.weight for layer in layers], axis=1))
+            fused.bias.set_value(paddle.concat([layer.bias for layer in layers]))
+            setattr(attention, name, fused)
+    with paddle.no_grad():
+        expected = sample_of_sd3(model.apply_tome(**TOMESD))
+        model.set_attn_processor(FusedJointAttnProcessor2_5())
+        assert float((sample_of_sd3(model) - expected).abs().max()) < 1e-4  # merging around the attention works
+        model.apply_tome(**settings)
+        with pytest.raises(ToMePassError, match="FusedJointAttnProcessor2_5 has not"):
+            sample_of_sd3(model)
+
+
+# Host work
+
+
+CALLS = {
+    "paddle": ("to_tensor", "assign", "arange"),
+    "numpy": ("argsort", "setdiff1d", "bincount"),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"window": 8}, {"window": 4, "proportional": True}, {**KV, "proportional": True}, CELLS, {"use_rand": False}],
+    ids=str,
+)
+def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settings, monkeypatch):
+    from ppdiffusers_tome import positions
+
+    unet, counts = make_unet(), {}
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counting(*args, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    arguments = inputs()
+    run(unet)
+    for name in CALLS["paddle"]:
+        count(paddle, name)
+    for name in CALLS["numpy"]:
+        count(np, name)
+    count(np.random, "RandomState")
+    count(positions, "choose_dst")
+    for cached in (positions.constant_positions, positions.constant_cells):
+        cached.cache_clear()
+
+    def counted():
+        counts.clear()
+        with paddle.no_grad():
+            unet(**arguments)
+        return dict(counts)
+
+    plain = counted()
+    unet.apply_tome(**{**TOMESD, **settings})
+    first, second = counted(), counted()
+    assert first["choose_dst"] > 0 and first["to_tensor"] > plain.get("to_tensor", 0)
+    assert second == plain  # what ppdiffusers itself does
+    unet.apply_tome(**{**TOMESD, "merge_mlp": True, **settings})
+    assert counted() == plain  # the same positions in another method
+
+
+def test_kept_positions_are_bounded():
+    from ppdiffusers_tome import positions
+
+    for side in range(4, 4 + positions.KEPT + 8):
+        positions.constant_positions(Grid(4, side), 2, 2, (0, 0))
+        positions.constant_cells(Grid(4, side), 2, 2, (0, 0))
+    for cached in (positions.constant_positions, positions.constant_cells):
+        assert cached.cache_info().currsize == cached.cache_info().maxsize == positions.KEPT
+        cached.cache_clear()
+
+
+def test_kept_positions_are_those_of_their_key():
+    from ppdiffusers_tome import positions
+
+    for key in ((0, 0), (1, 0), (0, 1), None):
+        for h, w, sx in ((8, 6, 2), (6, 8, 2), (8, 6, 3)):
+            for _ in range(2):
+                kept = positions.constant_positions(Grid(h, w), sx, 2, key)
+                assert kept.dst.tolist() == choose_dst(Grid(h, w), sx, 2, key).tolist()
+
+
+def test_without_a_seed_nothing_is_kept(plans):
+    """Each pass draws its own dst, which no other pass uses."""
+    from ppdiffusers_tome import positions
+
+    before = positions.constant_positions.cache_info().currsize
+    unet = make_unet().apply_tome(seed=None, **TOMESD)
+    run(unet), run(unet)
+    half = len(plans) // 2
+    assert not np.array_equal(plans[0].dst_rows.numpy(), plans[half].dst_rows.numpy())
+    assert positions.constant_positions.cache_info().currsize == before
