@@ -74,6 +74,12 @@ def test_random_dst_are_refused():
         make_configs([0.5], [None], [parse_settings("use_rand")])
 
 
+def test_methods_that_remove_as_many_tokens_share_a_limit():
+    configs = make_configs([0.5], [None], [TOMESD, {**TOMESD, "sx": 4, "sy": 4}])
+    arms = make_arms(tiny(), ["limit"], ["eager"], configs, None)
+    assert [arm.name for arm in arms] == ["free-merge limit 0.5, eager"]
+
+
 def test_cells_that_remove_more_than_matching_have_their_own_limit():
     configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
     case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16

@@ -167,6 +167,7 @@ def test_pipelines_are_timed_by_both_backends(tmp_path):
     tiny_pipeline().save_pretrained(str(folder))
     what = ["bench", "--model", str(folder), "--scope", "pipeline", "--size", "32", "--batch", "1", "--steps", "2"]
     how = ["--backend", "eager", "predictor", "--arms", "tome", "--rounds", "1", "--threads", "1"]
+    how += ["--merging", "proportional=false,window=none"]
     assert main([*what, *how, "--output", str(out)]) == 0
     case = read(out)
     assert (case.scope, case.steps, case.guidance_scale, case.tokens) == ("pipeline", 2, 7.5, 256)

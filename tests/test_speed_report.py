@@ -180,6 +180,7 @@ def test_methods(report):
         arm("tome", times(0.4), ratio=0.75, merging=cells, memory=5),
         arm("built-in", times(1.6), ratio=0.5),
         arm("limit", times(0.49), ratio=0.5),
+        arm("limit", times(0.2), ratio=0.75),
         arm("limit", times(0.32), ratio=0.75, merging={"merge_attn": "kv"}),
         arm("plain", times(0.75), backend="PyTorch"),
         arm("tome", times(0.6), ratio=0.5, backend="PyTorch"),
