@@ -304,6 +304,23 @@ def test_merging_before_and_after_a_feature(family, tiny, name):
     np.testing.assert_array_equal(latents(tiny), merged)
 
 
+@pytest.mark.parametrize(
+    "name", ["LoRA", "LoRA at scale 0.5", "LoRA fused", "attention slicing", "xformers", "feed-forward chunking"]
+)
+def test_keys_and_values_merge_before_and_after_a_feature(tiny, name):
+    settings = {"ratio": 0.5, "merge_attn": "kv", "proportional": True, "window": None}
+    with FEATURES[name](tiny.pipe) as call:
+        unmerged = latents(tiny, **call)
+        tiny.pipe.apply_tome(**settings)
+        both = latents(tiny, **call)
+        tiny.pipe.remove_tome()
+        np.testing.assert_array_equal(latents(tiny, **call), unmerged)
+    assert np.isfinite(both).all() and np.abs(both - unmerged).max() > 1e-4
+    tiny.pipe.apply_tome(**settings)
+    with FEATURES[name](tiny.pipe) as call:
+        np.testing.assert_array_equal(latents(tiny, **call), both)
+
+
 # Errors of ppdiffusers
 
 
@@ -589,7 +606,11 @@ def dtypes(unet, dtype):
 @pytest.mark.filterwarnings("ignore:weights on the CPU. UNet2DConditionModel in:UserWarning")
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_models_in_half_precision_stay_in_it(unet, half, autocast, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "moves"),  # of attention, cross-attention and feed-forward in a block: merge and unmerge
+    [({"window": 4, "ratio": 0.5}, 6), ({"merge_attn": "kv", "match": "grid", "blend": 0.1, "ratio": 0.75}, 5)],
+)
+def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves, monkeypatch):
     dtype = "float32" if autocast else half
     full, _ = dtypes(unet, "float32")
     unet.to(dtype=dtype)
@@ -604,10 +625,10 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, monkeypatch):
         monkeypatch.setattr(hooks, name, partial(recorded, getattr(hooks, name)))
     with kernels_for_half(), paddle.amp.auto_cast(enable=autocast, dtype=half):
         plain, before = dtypes(unet, dtype)
-        settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2, "window": 4, "proportional": True}
-        merged, after = dtypes(unet.apply_tome(ratio=0.5, **settings), dtype)
+        settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2, "proportional": True}
+        merged, after = dtypes(unet.apply_tome(**settings, **method), dtype)
         np.testing.assert_array_equal(dtypes(unet.remove_tome(), dtype)[1], before)
     assert merged == plain != full
-    assert len(moved) == 2 * 3 * 7 and all(dtype_in == dtype_out for dtype_in, dtype_out in moved)
+    assert len(moved) == moves * 7 and all(dtype_in == dtype_out for dtype_in, dtype_out in moved)
     assert {str(dtype_in).split(".")[-1] for dtype_in, _ in moved} == ({half, "float32"} if autocast else {half})
     assert np.abs(after - before).max() > 1e-3

@@ -19,6 +19,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation import offline
 from ppdiffusers_tome.generation.offline import Failure, OutputError, draw_batch, draw_here, generate, split
 from ppdiffusers_tome.generation.prompt_file import Defaults, Prompt, PromptFileError, read_prompts
+from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.serving.engine import load_engine
 from ppdiffusers_tome.serving.jobs import Job, Limits
 
@@ -306,7 +307,7 @@ def test_resumed_run_writes_the_same_images(tmp_path, exported_folder, capsys):
     assert images(killed) == images(unbroken) and len(images(killed)) == 5
 
 
-def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_folder):
+def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_folder, capsys):
     prompts = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "fox", "seed": 7, "name": "fox"},
@@ -322,8 +323,10 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     assert metadata.items() >= {
         "prompt": "owl", "negative_prompt": "red", "seed": 42, "steps": 2, "guidance_scale": 2.0,
         "width": 32, "height": 32, "tome_ratio": 0.5, "model": engine.name,
+        "tome_method": read_manifest(exported_folder).methods[0.5],
     }.items()  # fmt: skip
-    assert "Seed: 7" in fox.text["parameters"]
+    assert "Seed: 7" in fox.text["parameters"] and "Token merging method: ToMe" in fox.text["parameters"]
+    assert "tiny, ratio 0.5: ToMe" in capsys.readouterr().out
     job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
     alone = engine.generate([job])[0]
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
@@ -406,7 +409,6 @@ def test_missing_ray_is_an_error_with_the_remedy(tmp_path, exported_folder, caps
 def test_dynamic_export_needs_sizes(exported_folder, capsys):
     from ppdiffusers_tome.cli import _parser
     from ppdiffusers_tome.commands.generate import _defaults
-    from ppdiffusers_tome.inference import read_manifest
 
     manifest = read_manifest(exported_folder)
     one_size = [program for program in manifest.programs if program.size in (None, manifest.sizes[0])]

@@ -18,6 +18,7 @@ from zoo.parts import controlnet, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.inference import Size, export_pipeline, load_pipeline, parse_size, read_manifest
 from ppdiffusers_tome.inference import export as export_module
 from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
@@ -59,6 +60,41 @@ def test_manifest_describes_the_folder(exported_folder):
 def test_manifest_is_unchanged_by_reading_and_saving(exported_folder, tmp_path):
     read_manifest(exported_folder).save(tmp_path)
     assert (tmp_path / "tome.json").read_bytes() == (exported_folder / "tome.json").read_bytes()
+
+
+METHODS = {
+    "keys and values": {"merge_attn": "kv"},
+    "keys and values, proportional, windows": {"merge_attn": "kv", "proportional": True, "window": 4},
+    "cells": {"ratios": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0.1},
+    "cells around attention": {"ratios": 0.75, "match": "grid", "sx": 2, "sy": 2, "proportional": True},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_exported_and_described(tiny, tmp_path, name):
+    """Each program is compared with eager while it is written."""
+    settings = {"ratios": 0.5, "window": None, "proportional": False, **METHODS[name]}
+    ratio = settings.pop("ratios")
+    manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], **settings)
+    read = read_manifest(tmp_path / "out", verify=True)
+    config = ToMeConfig(ratio=ratio, **settings)
+    assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
+    assert read.methods == {ratio: config.method, 0.0: ""}
+    assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
+
+
+def test_manifest_of_an_earlier_release_has_its_method(exported_folder, tmp_path):
+    """It lacks the settings that are new, and merged as tomesd does, whatever the defaults are now."""
+    folder = tmp_path / "old"
+    shutil.copytree(exported_folder, folder)
+    data = json.loads((folder / "tome.json").read_text())
+    for config in data["merging"]["0.5"]:
+        for name in ("window", "proportional", "match", "blend"):
+            del config[name]
+    (folder / "tome.json").write_text(json.dumps(data))
+    manifest = read_manifest(folder)
+    tomesd = ToMeConfig(0.5, window=None, proportional=False, match="similarity", blend=1.0)
+    assert manifest.merging["0.5"] == (tomesd, tomesd) and manifest.methods == {0.5: "ToMe", 0.0: ""}
 
 
 def test_every_program_was_compared_with_eager(exported_folder):
@@ -187,6 +223,7 @@ def test_relative_difference():
     ("settings", "message"),
     [
         ({"ratios": 0.8}, "ratio=0.8"),
+        ({"ratios": 0.5, "match": "grid"}, "ratio=0.5 .* = 0.75 for sx=2, sy=2"),
         ({"ratios": []}, "ratios is empty"),
         ({"ratios": 0.5, "seed": None}, "seed=None"),
         ({"sizes": [(32, 33)]}, "size=33x32"),
@@ -209,6 +246,9 @@ def test_requirements_of_dynamic_sizes(tiny, tmp_path):
     error, message = (ToMeConfigError, "window=None") if PADDLE2 else (ToMeExportError, "--size")
     with pytest.raises(error, match=message):
         export(tiny, tmp_path / "out", 0.5, dynamic=True, use_rand=False, window=4)
+    error, message = (ToMeConfigError, "match='similarity'") if PADDLE2 else (ToMeExportError, "--size")
+    with pytest.raises(error, match=message):
+        export(tiny, tmp_path / "out", 0.75, dynamic=True, use_rand=False, match="grid")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -276,8 +316,54 @@ def test_command_exports_a_folder(tiny, tmp_path, capsys):
     assert manifest.merging["0.5"][0].seed == 7
     printed = capsys.readouterr().out
     assert "unet/inference." in printed and "sizes 32x32, ratios 0.5" in printed
+    assert f"\n{manifest.methods[0.5]}\n" in printed
     assert main(command) == 2  # the folder exists
     assert "--overwrite" in capsys.readouterr().err
+
+
+def test_command_passes_the_settings_that_are_given(monkeypatch, tmp_path, capsys):
+    passed = []
+
+    def record(*args, **settings):
+        passed.append(settings)
+        raise ToMeConfigError("only the arguments matter here")
+
+    monkeypatch.setattr(export_command, "load_for_export", lambda *args: None)
+    monkeypatch.setattr(export_command, "export_pipeline", record)
+    names = [f.name for f in dataclasses.fields(ToMeConfig)]
+    for text, expected in {
+        "": {},
+        "--merge-attn kv --match grid --blend 0.1 --sx 4 --sy 3": {
+            "merge_attn": "kv",
+            "match": "grid",
+            "blend": 0.1,
+            "sx": 4,
+            "sy": 3,
+        },
+        "--merge-attn false --merge-mlp --merge-crossattn": {
+            "merge_attn": False,
+            "merge_mlp": True,
+            "merge_crossattn": True,
+        },
+        "--merge-attn TRUE --window none --no-proportional": {
+            "merge_attn": True,
+            "window": None,
+            "proportional": False,
+        },
+        "--window 8 --proportional --no-rand --seed 3 --max-downsample 2": {
+            "window": 8,
+            "proportional": True,
+            "use_rand": False,
+            "seed": 3,
+            "max_downsample": 2,
+        },
+    }.items():
+        assert main(["export", "--model", "x", "--output", str(tmp_path / "out"), *text.split()]) == 2
+        assert {name: value for name, value in passed[-1].items() if name in names} == expected
+    for wrong in (["--merge-attn", "keys"], ["--match", "cells"], ["--window", "x"]):
+        with pytest.raises(SystemExit):
+            main(["export", "--model", "x", "--output", str(tmp_path / "out"), *wrong])
+        assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ppdiffusers.models.attention_processor import (
     XFormersAttnProcessor,
 )
 from ppdiffusers.models.lora import LoRACompatibleLinear, LoRALinearLayer
+from zoo import ZOO, generate
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, sd3
 from zoo.videos import FRAMES, unet_3d
@@ -227,6 +228,25 @@ def test_plain_applied_removed(name, settings):
     np.testing.assert_array_equal(sample(model).numpy(), merged)
     np.testing.assert_array_equal(sample(model.remove_tome()).numpy(), plain)
     assert traces(model) == before
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "StableDiffusionPipeline_IP_Adapter",
+        "StableDiffusionXLPipeline_IP_Adapter",
+        "StableDiffusionGLIGENPipeline",
+        "TextToVideoZeroPipeline",
+    ],
+)
+def test_pipelines_whose_attention_has_more_parts(name):
+    tiny = ZOO[name]()
+    plain = generate(tiny)
+    tiny.pipe.apply_tome(ratio=0.5, **{**KV, "proportional": True})
+    assert np.abs(generate(tiny) - plain).max() > 1e-4
+    tiny.pipe.remove_tome()
+    np.testing.assert_array_equal(generate(tiny), plain)
 
 
 def test_other_layers_still_merge_around():

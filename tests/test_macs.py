@@ -17,9 +17,12 @@ class CountingProcessor(AttnProcessor):
         self.macs = 0
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        self.macs += 2 * hidden_states.shape[1] * context.shape[1] * attn.to_q.weight.shape[1]
-        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        keys = []  # their number, which is that of the context unless only keys and values merge
+        handle = attn.to_k.register_forward_post_hook(lambda layer, inputs, out: keys.append(out.shape[1]))
+        out = super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        handle.remove()
+        self.macs += 2 * hidden_states.shape[1] * keys[0] * attn.to_q.weight.shape[1]
+        return out
 
 
 def measured(model, call):
@@ -75,17 +78,31 @@ def test_controlnet_is_counted_as_measured(controlnet):
         {"ratio": 0.5, "max_downsample": 2},
         {"ratio": 0.4, "merge_crossattn": True},
         {"ratio": 0.4, "merge_mlp": True},
+        {"ratio": 0.5, "window": 4, "proportional": True},
+        {"ratio": 0.5, "window": 6, "max_downsample": 2},
+        {"ratio": 0.5, "merge_attn": "kv"},
+        {"ratio": 0.7, "merge_attn": "kv", "proportional": True, "merge_mlp": True},
+        {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0},
+        {"ratio": 0.75, "match": "grid", "max_downsample": 2, "merge_crossattn": True},
         {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
     ],
 )
 def test_saved_macs_are_those_that_a_merged_pass_skips(settings):
+    settings = {"window": None, "proportional": False, **settings}
     unet, config, grid = make_unet(), ToMeConfig(**settings), Grid(16, 16)
     saved = sum(saved_macs(mergeable, config, grid, TEXT) for mergeable in chosen_blocks(unet, config))
     matching = 0
     for mergeable in chosen_blocks(unet, config):
         tokens, channels = (256, 32) if mergeable.level == 1 else (64, 64)
         dst = tokens // (config.sx * config.sy)
-        matching += (tokens - dst) * dst * channels
+        side, cells = int(tokens**0.5), config.sx * config.sy
+        if config.match == "grid":
+            continue
+        if config.window is None:
+            matching += (tokens - dst) * dst * channels
+        else:  # windows with their own dst and src each; the last ones are smaller
+            lengths = [min(config.window, side - start) for start in range(0, side, config.window)]
+            matching += sum((h * w // cells) * (h * w - h * w // cells) for h in lengths for w in lengths) * channels
     plain = measured(unet, lambda: run(unet, batch=1))
     unet.apply_tome(**settings)
     merged = measured(unet, lambda: run(unet, batch=1))
@@ -103,6 +120,18 @@ def test_summary_of_the_bundled_pipeline(pipe):
     text = str(large)
     assert "unet: ratio=0.5" in text and "latents 64×48" in text and "1536 of 3072" in text
     assert f"{large.saved_share:.1%} of" in text
+
+
+def test_summary_of_keys_and_values(pipe):
+    pipe.apply_tome(ratio=0.5)
+    around = pipe.tome_summary()
+    pipe.apply_tome(ratio=0.5, merge_attn="kv", merge_mlp=True, window=None, proportional=False)
+    summary = pipe.tome_summary()
+    assert {(b.kept, b.merges) for b in summary.blocks} == {(512, ("kv", "mlp"))}
+    assert "merge_attn='kv'" in str(summary) and "kv, mlp" in str(summary)
+    cells = pipe.apply_tome(ratio=0.75, merge_attn="kv", match="grid").tome_summary()
+    assert {(b.kept, b.merges) for b in cells.blocks} == {(256, ("kv",))}
+    assert 0 < cells.saved < around.macs and summary.macs == around.macs == cells.macs
 
 
 def test_summary_with_merging_off(pipe):

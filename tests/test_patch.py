@@ -510,12 +510,13 @@ def apply_builtin(model, ratio):
 @pytest.mark.parametrize("action", ["apply", "remove"])
 def test_built_in_merging_is_removed_first(unet, action):
     before, plain = traces(unet), run(unet)
-    expected = run(unet.apply_tome(0.5, use_rand=False))
+    settings = {"use_rand": False, "window": None, "proportional": False}  # ppdiffusers' method is tomesd's
+    expected = run(unet.apply_tome(0.5, **settings))
     unet.remove_tome()
     apply_builtin(unet, 0.5)
     np.testing.assert_allclose(run(unet), expected, atol=2e-5)
     if action == "apply":
-        np.testing.assert_array_equal(run(unet.apply_tome(0.5, use_rand=False)), expected)
+        np.testing.assert_array_equal(run(unet.apply_tome(0.5, **settings)), expected)
     unet.remove_tome()
     np.testing.assert_array_equal(run(unet), plain)
     assert traces(unet) == before

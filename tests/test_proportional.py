@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
 from conftest import inputs, make_unet, run, traces
 from ppdiffusers.models.attention_processor import (
@@ -12,10 +13,13 @@ from ppdiffusers.models.attention_processor import (
     SlicedAttnProcessor,
     XFormersAttnProcessor,
 )
+from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero import CrossFrameAttnProcessor2_5
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, sd3
+from zoo.videos import CrossFrameAttention
 
-from ppdiffusers_tome import ToMePassError, hooks
+from ppdiffusers_tome import ToMePassError, hooks, merge
+from ppdiffusers_tome import attention as attention_module
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.positions import Grid
 
@@ -150,6 +154,135 @@ def test_a_processor_that_cannot_weight_keys_is_an_error():
     run(unet.apply_tome(ratio=0.5, proportional=False))
     with pytest.raises(ToMePassError, match="proportional=True: Deaf"):
         run(unet.apply_tome(ratio=0.5, proportional=True))
+
+
+class Mixing(AttnProcessor):
+    """A processor whose keys are those of another frame, which it does not say."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
+        context = hidden_states.flip(0) if encoder_hidden_states is None else encoder_hidden_states
+        return super().__call__(attn, hidden_states, context, **kwargs)
+
+
+def test_keys_of_unknown_tokens_are_an_error():
+    unet = make_unet()
+    unet.set_attn_processor(Mixing())
+    run(unet.apply_tome(ratio=0.5, proportional=False))
+    with pytest.raises(ToMePassError, match="proportional=True: Mixing attends to other tokens than its own"):
+        run(unet.apply_tome(ratio=0.5, proportional=True))
+
+
+# Text2Video-Zero, whose frames attend to the first one
+
+
+def test_keys_of_the_first_frame_have_its_sizes(plans):
+    """In both halves of the batch, which have two frames each; also by a subclass of ppdiffusers' processor."""
+    unet = make_unet()
+    unet.set_attn_processor(CrossFrameAttention())
+    attention = find_blocks(unet)[0].block.attn1
+    for settings in ({"window": None}, {"merge_attn": "kv", "ratio": 0.6}):
+        plans.clear()
+        tokens, out = record(unet, attention, lambda: run(unet, batch=4), **{"ratio": 0.5, **settings})
+        merged = merge(tokens, plans[0]) if "merge_attn" in settings else tokens
+        keys = repeat(merged, sizes_of(plans[0]))
+        first = paddle.stack([keys[0], keys[0], keys[2], keys[2]])
+        with paddle.no_grad():
+            expected = AttnProcessor()(attention, tokens, encoder_hidden_states=first)
+        assert float((out - expected).abs().max()) < TOLERANCE
+        assert (sizes_of(plans[0])[0] != sizes_of(plans[0])[1]).any()
+
+
+def test_frames_in_fused_attention_are_an_error():
+    """It asks for no mask, and divides the channels among the heads itself."""
+    unet = make_unet()
+    unet.set_attn_processor(CrossFrameAttnProcessor2_5())
+    run(unet.apply_tome(ratio=0.5, proportional=False))
+    with pytest.raises(ToMePassError, match="proportional=True: CrossFrameAttnProcessor2_5 has neither"):
+        run(unet.apply_tome(ratio=0.5, proportional=True))
+
+
+# Channels instead of masks
+
+
+@pytest.mark.parametrize("processor", [XFormersAttnProcessor, type("Own", (XFormersAttnProcessor,), {})])
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}], ids=str)
+def test_fused_attention_gets_no_mask_and_its_output_no_channels(processor, settings, monkeypatch):
+    unet, calls, widths = make_unet(), [], []
+    unet.set_attn_processor(processor(attention_op="math"))
+    attend = F.scaled_dot_product_attention_
+
+    def fused(query, key, value, attn_mask=None, **given):
+        calls.append((query.shape[1], attn_mask, query.shape[-1] - attention.head_dim))
+        return attend(query, key, value, attn_mask=attn_mask, **given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention_", fused)
+    blocks = [mergeable.block for mergeable in find_blocks(unet) if mergeable.level == 1]
+    attention = blocks[0].attn1
+    for block in blocks:
+        block.attn1.to_out[0].register_forward_post_hook(lambda layer, args, out: widths.append(args[0].shape[-1]))
+    run(unet.apply_tome(ratio=0.5, proportional=True, **settings))
+    merged = [(mask, channels) for tokens, mask, channels in calls if channels == 8]
+    assert len(merged) == len(blocks) and all(mask is None for mask, _ in merged)
+    assert all(mask is None for _, mask, _ in calls)
+    assert set(widths) == {attention.inner_dim}
+    calls.clear()
+    run(unet.remove_tome())
+    assert {channels for tokens, _, channels in calls if tokens == 256} == {0}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_scale_that_flash_attention_ignores(half, monkeypatch):
+    """ppdiffusers does not pass `scale` to flash attention, which then divides by the root of the width."""
+    attend, dtype = F.scaled_dot_product_attention_, getattr(paddle, half)
+
+    def flash(query, key, value, scale=None, **given):
+        wide = [x.cast("float32") for x in (query, key, value)]
+        return attend(*wide, **{**given, "attention_op": "math"}).cast(query.dtype)
+
+    def honest(query, key, value, **given):
+        wide = [x.cast("float32") for x in (query, key, value)]
+        return attend(*wide, **{**given, "attention_op": "math"}).cast(query.dtype)
+
+    for kernel, expected in ((flash, True), (honest, False)):
+        attention_module._ignores_scale.cache_clear()
+        monkeypatch.setattr(F, "scaled_dot_product_attention_", kernel)
+        assert attention_module.ignores_scale(None, dtype, 40 + 8) is expected
+        assert attention_module.ignores_scale(None, paddle.float32, 40 + 8) is False
+    attention_module._ignores_scale.cache_clear()
+
+
+def test_attention_whose_kernel_ignores_the_scale_is_that_over_repeated_keys(plans, monkeypatch):
+    """The whole hook, in float32: as if the kernel were flash attention."""
+    attend, unet = F.scaled_dot_product_attention_, make_unet()
+    monkeypatch.setattr(attention_module, "ignores_scale", lambda *args: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention_", lambda *heads, scale, **given: attend(*heads, **given))
+    unet.set_attn_processor(XFormersAttnProcessor())
+    attention = find_blocks(unet)[0].block.attn1
+    tokens, out = record(unet, attention, lambda: run(unet), ratio=0.5)
+    with paddle.no_grad():
+        expected = AttnProcessor()(attention, tokens, encoder_hidden_states=repeat(tokens, sizes_of(plans[0])))
+    assert float((out - expected).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("upcast", [{}, {"upcast_attention": True}, {"upcast_softmax": True}], ids=str)
+@pytest.mark.parametrize("sliced", [False, True])
+def test_scores_with_a_channel_are_those_with_a_mask(upcast, sliced, monkeypatch):
+    unet = make_unet()
+    attention = find_blocks(unet)[0].block.attn1
+    for name, value in upcast.items():
+        setattr(attention, name, value)
+    unet.set_attn_processor(SlicedAttnProcessor(2) if sliced else AttnProcessor())
+    _, by_channel = record(unet, attention, lambda: run(unet), ratio=0.5)
+    matmuls = []
+    monkeypatch.setattr(
+        attention_module.ScoresHook,
+        "__call__",
+        lambda self, *args: (matmuls.append(1), type(self._attention).get_attention_scores(self._attention, *args))[1],
+    )
+    _, by_mask = record(unet, attention, lambda: run(unet), ratio=0.5)
+    assert matmuls and float((by_channel - by_mask).abs().max()) < TOLERANCE
+    if upcast:
+        assert np.array_equal(by_channel.numpy(), by_mask.numpy())
 
 
 def test_a_mask_over_the_text_stays_with_merged_cross_attention():

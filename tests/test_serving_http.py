@@ -124,6 +124,10 @@ def test_webui_request_becomes_jobs(server):
     assert info["all_seeds"] == [7, 8] and info["seed"] == 7 and info["sampler_name"] == "DDIM"
     assert info["infotexts"][1].splitlines()[:2] == ["fox", "Negative prompt: red"]
     assert "Seed: 8, Size: 64x64" in info["infotexts"][1] and "Token merging ratio: 0" in info["infotexts"][1]
+    assert "Token merging method" not in info["infotexts"][1] + str(info["extra_generation_params"])
+    merged = json.loads(server.post(TEXT, {"prompt": "fox", "width": 64, "height": 64}).json()["info"])
+    assert merged["extra_generation_params"]["Token merging method"] == "ToMe, windows of 16"
+    assert 'Token merging method: "ToMe, windows of 16"' in merged["infotexts"][0]
     assert body["parameters"]["cfg_scale"] == 2.5
     assert [opened(one).getpixel((0, 0))[0] for one in body["images"]] == [7, 8]
 
@@ -153,7 +157,9 @@ def test_metadata_is_in_the_png(server):
         "width": 64,
         "height": 48,
         "tome_ratio": 0.5,
+        "tome_method": "ToMe, windows of 16",
     }
+    assert 'Token merging method: "ToMe, windows of 16"' in chunks["parameters"]
     assert expected.items() <= metadata.items() and metadata["model"] == "fake"
 
 
@@ -164,6 +170,7 @@ def test_models_health_samplers_and_options(server):
     models = server.http.get("/v1/models").json()
     assert [one["id"] for one in models["data"]] == ["fake"] and models["data"][0]["sizes"] == ["64x48", "64x64"]
     assert server.http.get("/v1/models/fake").json()["tome_ratios"] == [0.5, 0.0]
+    assert models["data"][0]["tome_methods"] == ["ToMe, windows of 16", ""]
     assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready"}
     assert server.http.get("/sdapi/v1/samplers").json()[0]["name"] == "DDIM"
     assert server.http.get("/sdapi/v1/options").json() == OPTIONS
