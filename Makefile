@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray check format bench bench-speed bench-quality load fuzz lock wheel clean
+.PHONY: help venv demo test test-ray check format bench bench-speed bench-quality frontier load fuzz lock wheel clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -96,12 +96,40 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor $(TORCH) --threads 1 --output $(RESULTS)/emoji_unet.json
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 256 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
-	$(BENCH) report $(RESULTS)/*.json --output $(RESULTS)/..
+	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v /frontier_) benchmarks/ops.json --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
 	$(EVALUATE) --threads 1 --real build/reference $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate
 	mkdir -p $(RESULTS) && cp build/evaluate/quality.json $(RESULTS)/
 	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
+
+# Ways to merge, written out in full, so that they stay the same when the defaults change: the first is tomesd's, the
+# last three are those of ToDo and BiGain. At the ratios 0.5 and 0.75, or at their own.
+MERGING ?= \
+	proportional=false,window=none \
+	proportional=false,window=8 \
+	proportional,window=none \
+	proportional,window=none,ratio=0.7 \
+	proportional,window=8 \
+	proportional,window=16 \
+	proportional,window=16,ratio=0.6 \
+	proportional,window=16,ratio=0.7 \
+	merge_attn=kv,proportional=false,window=none \
+	merge_attn=kv,proportional,window=none \
+	merge_attn=kv,proportional,window=16 \
+	$(foreach blend,0 0.1 1,merge_attn=kv,match=grid,blend=$(blend),proportional=false,use_rand=false,ratio=0.75)
+FRONTIER = --model examples/emoji_sd --ratio 0.5 0.75 --merging $(MERGING) --threads 1
+FRONTIER_IMAGES = 128 256 photographs_128 photographs_256
+
+frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time, and write their page: hours
+	$(EVALUATE) $(FRONTIER) --ablations --size 128 --count 256 --output build/frontier/128
+	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 24 --output build/frontier/256
+	$(EVALUATE) $(FRONTIER) --ablations --size 128 --count 32 --strength 0.4 --output build/frontier/photographs_128
+	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 16 --strength 0.4 --output build/frontier/photographs_256
+	mkdir -p $(RESULTS)
+	for images in $(FRONTIER_IMAGES); do cp build/frontier/$$images/quality.json $(RESULTS)/frontier_$$images.json || exit 1; done
+	$(BENCH) $(FRONTIER) --size 128 256 --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed.json
+	$(EVALUATE) frontier $(FRONTIER_IMAGES:%=$(RESULTS)/frontier_%.json) $(RESULTS)/frontier_speed.json --output $(RESULTS)/..
 
 # The bundled model's training images, from npm. resvg is not locked because only this target needs it.
 build/reference/.complete:

@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppdiffusers_tome.evaluation import operations
+
 ROOT = Path(__file__).parents[1]
 SPEED_TABLE_FILES = ("sd15_unet", "sd15_block", "emoji_pipeline_128", "emoji_pipeline_256")
 OTHER_SEEDS = "plain, other seeds"  # in quality.json: images of the same prompts with other seeds
@@ -50,7 +52,7 @@ class Arm:
 
     @property
     def field(self) -> str:
-        arm = ", ".join(f"{self.values[key]}" for key in ("arm", "backend", "ratio"))
+        arm = f"{self.values['arm']}, {self.values['backend']}, {ratio_of(self.values)}"
         return f"{self.file}.json, {self.case['size']} px, batch {self.case['batch']}, {arm}"
 
     def seconds(self, form: str = ".1f", unit: float = 1.0) -> Figure:
@@ -68,19 +70,22 @@ class Arm:
         return Figure(f"{self.times_faster(base):{form}}{sign}", f"{self.field}: seconds; {base.field}: seconds")
 
 
+def ratio_of(values: dict[str, Any]) -> float:
+    return values["config"]["ratio"] if values["config"] else 0
+
+
 def arm(file: str, name: str, backend: str = "eager", size: int = 128, batch: int = 2) -> Arm:
-    """The arm of that name at ratio 0.5, or at ratio 0 if it does not merge."""
+    """The arm of that name at ratio 0.5, or at ratio 0 if it does not merge; of several methods the first."""
     ratio = 0 if name in ("plain", "memory-efficient") else 0.5
-    (match,) = [
+    return next(
         Arm(file, case, values)
         for case in read(f"results/{file}.json")["cases"]
         for values in case["arms"]
         if (case["size"], case["batch"]) == (size, batch)
-        and (values["arm"], values["backend"], values["ratio"]) == (name, backend, ratio)
-        and values["max_downsample"] is None
+        and (values["arm"], values["backend"], ratio_of(values)) == (name, backend, ratio)
+        and (values["config"] is None or values["config"]["max_downsample"] is None)
         and (name != "limit" or values["attention"] == "plain")
-    ]
-    return match
+    )
 
 
 def speed_table(language: int) -> Iterator[list[Figure]]:
@@ -133,14 +138,17 @@ def torch_speed_up() -> Figure:
 
 def near_limit() -> tuple[Figure, Figure]:
     """How many of our arms are within 3 % of the free-merge limit, and of how many."""
-    keys = ("backend", "attention", "ratio", "max_downsample")
+    keys = ("backend", "attention", "kept")
+    where = ("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp")
     near = [
         Arm(file, case, values).times_faster(Arm(file, case, limit)) >= 1 / 1.03
         for file in ("emoji_unet", "sd15_block")
         for case in read(f"results/{file}.json")["cases"]
         for limit in case["arms"]
         for values in case["arms"]
-        if (limit["arm"], values["arm"]) == ("limit", "tome") and all(limit[key] == values[key] for key in keys)
+        if (limit["arm"], values["arm"]) == ("limit", "tome")
+        and all(limit[key] == values[key] for key in keys)
+        and all(limit["config"][key] == values["config"][key] for key in where)
     ]
     field = "emoji_unet.json, sd15_block.json: seconds of tome against limit"
     return Figure(f"{sum(near)}", field), Figure(f"{len(near)}", field)
@@ -230,9 +238,11 @@ def ratios_that_kid_separates(none: str) -> Figure:
 
 
 def operations_table() -> Iterator[list[Figure]]:
-    for name, row in read("ops.json")["milliseconds"].items():
-        cells = (name, f"{row['ours']:.2f}", f"{row['built-in']:.2f}", f"{row['times faster']:.1f}×")
-        yield [Figure(cell, f"ops.json: milliseconds.{name}") for cell in cells]
+    """Each method with plan, merge, unmerge and their sum, as `bench ops` writes them."""
+    rows = read("ops.json")["methods"]
+    cells = operations.describe_operations({**read("ops.json"), "growth": {"plans": []}})[-len(rows) :]
+    for row, line in zip(rows, cells, strict=True):
+        yield [Figure(cell, f"ops.json: methods, {row['method']}") for cell in line.strip("| ").split(" | ")]
 
 
 def operations_case() -> Figure:

@@ -1,9 +1,10 @@
 """Small speed results with known answers, for the tests of what reads them."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
+from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome.evaluation.speed.cases import Arm, Case, tomesd_config
 
 PLAIN = [10.0, 20.0, 40.0]  # a shared machine: seconds vary, ratios within rounds do not
 
@@ -12,13 +13,19 @@ def times(share, seconds=PLAIN):
     return [share * second for second in seconds]
 
 
-def arm(name, seconds, *, ratio=0.0, status="measured", memory=None, **fields):
-    """One arm; `seconds` has one number per round, `memory` is in GB."""
+def config(ratio, **settings):
+    """The config of an arm with tomesd's method, if the settings do not say otherwise; None at ratio 0."""
+    return replace(tomesd_config(ToMeConfig(ratio=ratio, use_rand=False)), **settings) if ratio else None
+
+
+def arm(name, seconds, *, ratio=0.0, status="measured", memory=None, merging=None, max_downsample=None, **fields):
+    """One arm; `seconds` has one number per round, `memory` is in GB; `merging` are settings of `ToMeConfig`."""
+    settings = config(ratio, max_downsample=max_downsample, **(merging or {}))
     costs = {"seconds": list(seconds), "peak_memory_bytes": memory and int(memory * 10**9), "macs": 10**9}
     costs["parity"] = {"against": "its definition", "difference": 2e-6}
     reason = None if status == "measured" else "the allocator failed"
     kept = int(4096 * (1 - ratio))
-    return {**asdict(Arm(name, ratio=ratio, kept=kept, status=status, reason=reason, **costs)), **fields}
+    return {**asdict(Arm(name, config=settings, kept=kept, status=status, reason=reason, **costs)), **fields}
 
 
 def case(arms, *, size=512, batch=2, **fields):
@@ -29,7 +36,7 @@ def case(arms, *, size=512, batch=2, **fields):
 def result(cases, *, machine="Test CPU", **fields):
     environment = {"machine": machine, "cores": 2, "device": "cpu", "python": "3.11.9", "paddlepaddle": "2.6.2"}
     environment |= {"paddlepaddle-gpu": "not installed", "ppdiffusers": "0.29.0", "ppdiffusers_tome": "0.9.0"}
-    about = {"kind": "speed", "format": 2, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
+    about = {"kind": "speed", "format": 3, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
     return {**about, "command": "python -m ppdiffusers_tome bench --quick", "cases": cases, **fields}
 
 

@@ -18,7 +18,7 @@ TABLES = {  # by document and first header cell
     ("README_zh.md", "测试对象"): lambda: figures.speed_table(1),
     ("README.md", "ratio"): lambda: figures.quality_table(0),
     ("README_zh.md", "合并比例"): lambda: figures.quality_table(1),
-    ("docs/comparison.md", "operation"): figures.operations_table,
+    ("docs/comparison.md", "method"): figures.operations_table,
     ("docs/inference.md", "size"): figures.predictor_table,
     ("docs/serving.md", "size"): figures.one_client_table,
     ("docs/serving.md", "seconds until images"): figures.load_table,

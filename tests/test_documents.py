@@ -17,6 +17,7 @@ from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
 from ppdiffusers_tome import cli, config, matching, merging
+from ppdiffusers_tome.evaluation.quality import frontier
 from ppdiffusers_tome.evaluation.quality import quality_report as quality_report
 from ppdiffusers_tome.evaluation.speed import speed_report as speed_report
 
@@ -25,7 +26,7 @@ NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in 
 DOCUMENTS = documents("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
 OPTION = r"--[a-z][a-z0-9-]*"
 # These quote commands as they were run, with the options of their time.
-HISTORY = ["CHANGELOG.md", "benchmarks/quality.md", "benchmarks/speed.md"]
+HISTORY = ["CHANGELOG.md", *(f"benchmarks/{page}.md" for page in ("frontier", "ops", "quality", "speed"))]
 
 
 @pytest.mark.parametrize("module", [config, matching, merging])
@@ -79,8 +80,15 @@ def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
     monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)  # empty plots save most of the time
     shutil.copytree(RESULTS, tmp_path / "results")
     shutil.copy(ROOT / "benchmarks" / "published_figures.md", tmp_path)
-    speed = speed_report.write_report(sorted((tmp_path / "results").glob("*.json")), tmp_path)
+    files = sorted((tmp_path / "results").glob("*.json"))
+    of_frontier = [file for file in files if file.name.startswith("frontier_")]
+    speed = speed_report.write_report([file for file in files if file not in of_frontier], tmp_path)
     assert speed == text_of("benchmarks/speed.md")
+    if of_frontier:
+        assert frontier.write_report(of_frontier, tmp_path) == text_of("benchmarks/frontier.md")
+    operations = tmp_path / "ops.json"
+    shutil.copy(ROOT / "benchmarks" / "ops.json", operations)
+    assert speed_report.write_operations(operations, tmp_path) == text_of("benchmarks/ops.md")
     file = tmp_path / "results" / "quality.json"
     quality = quality_report.write_report(json.loads(file.read_text(encoding="utf-8")), tmp_path, file)
     assert text_of("benchmarks/quality.md").startswith(quality)
@@ -136,9 +144,8 @@ def options_of(words, capsys):
     if words[1] != "-m":
         shared = "examples/options.py" if words[1].startswith("examples/") else words[1]
         return set(re.findall(rf'"({OPTION})"', text_of(words[1]) + text_of(shared)))
-    return set(
-        re.findall(OPTION, help_of([word for word in words[3:5] if word in (*COMMANDS, "ops", "report")], capsys))
-    )
+    names = [word for word in words[3:5] if word in (*COMMANDS, "frontier", "ops", "report")]
+    return set(re.findall(OPTION, help_of(names, capsys)))
 
 
 def help_of(names, capsys):

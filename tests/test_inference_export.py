@@ -19,7 +19,7 @@ from zoo.parts import controlnet, stable_diffusion, unet
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.inference import Size, export_pipeline, parse_size, read_manifest
+from ppdiffusers_tome.inference import Size, export_pipeline, load_pipeline, parse_size, read_manifest
 from ppdiffusers_tome.inference import export as export_module
 from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
 
@@ -108,6 +108,19 @@ def test_programs_of_one_model_share_its_weights(exported_folder):
     weights = {file.params for file in read_manifest(exported_folder).programs_of("unet")}
     assert weights == {"unet/inference.pdiparams"}
     assert len(list(exported_folder.rglob("*.pdiparams"))) == 4  # unet, text encoder, VAE encoder and decoder
+
+
+def test_models_that_do_not_merge_can_be_linked_from_an_earlier_export(exported_folder, tiny, tmp_path):
+    folder = tmp_path / "export"
+    manifest = export(tiny, folder, 0.5, [(32, 32)], image_to_image=True, others=exported_folder, sx=4)
+    assert read_manifest(folder, verify=True) == manifest
+    names = {file.model: (file.program, file.params) for file in manifest.programs}
+    for name in names.pop("unet"):
+        assert not (folder / name).samefile(exported_folder / name)
+    assert set(names) == {"text_encoder", "vae_decoder", "vae_encoder"}
+    for name in [name for files in names.values() for name in files]:
+        assert (folder / name).samefile(exported_folder / name)
+    load_pipeline(folder)("a fox", num_inference_steps=1, height=32, width=32)
 
 
 def test_model_index_is_what_ppdiffusers_reads(exported_folder):

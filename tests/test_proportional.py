@@ -303,7 +303,9 @@ def test_a_mask_over_the_text_stays_with_merged_cross_attention():
 
 def test_summary_counts_the_pairs_within_windows():
     unet = make_unet()
-    saved = {window: unet.apply_tome(window=window).tome_summary(16, 16).saved for window in (None, 4)}
+    saved = {
+        window: unet.apply_tome(window=window, proportional=False).tome_summary(16, 16).saved for window in (None, 4)
+    }
     width = find_blocks(unet)[0].block.attn1.to_q.weight.shape[0]
     blocks = len(unet.tome_summary(16, 16).blocks)
     assert saved[4] - saved[None] == blocks * width * (192 * 64 - 16 * 12 * 4)

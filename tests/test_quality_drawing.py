@@ -9,12 +9,14 @@ import paddle
 import pytest
 from conftest import tiny_pipeline
 from PIL import Image
+from ppdiffusers import StableDiffusionImg2ImgPipeline
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing
 from ppdiffusers_tome.evaluation.quality.drawing import (
     EagerEngine,
+    check_model,
     claim_folder,
     draw_setting,
     export_programs,
@@ -22,7 +24,14 @@ from ppdiffusers_tome.evaluation.quality.drawing import (
     image_paths,
     read_images,
 )
-from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, Setting, list_settings
+from ppdiffusers_tome.evaluation.quality.settings import (
+    PHOTOGRAPHS,
+    PLAIN,
+    Evaluation,
+    Setting,
+    list_settings,
+    photograph,
+)
 from ppdiffusers_tome.generation.offline import Failure, draw_here
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "eager", threads=1, torch_python="")
@@ -50,6 +59,21 @@ def test_the_eager_engine_draws_as_the_pipeline_does_and_leaves_no_trace(pipe, t
     assert np.abs(np.asarray(alone).astype(int) - merged[1]).max() <= 1
 
 
+def test_the_eager_engine_starts_from_photographs_as_image_to_image_does(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
+    evaluation = replace(EVALUATION, steps=4, strength=0.5)
+    engine = EagerEngine("model", FIXED.config)
+    draw_setting(evaluation, FIXED, tmp_path, draw_here(lambda: engine), batch=2)
+    images = read_images(image_paths(image_folder(FIXED, tmp_path)), 32)
+    from_image = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    paddle.seed(2)
+    options = {"image": photograph(PHOTOGRAPHS[1], 32), "strength": 0.5, "num_inference_steps": 4}
+    with pipe.tome(ratio=0.5, use_rand=False):
+        alone = from_image("an owl", guidance_scale=7.5, **options).images[0]
+    assert np.abs(np.asarray(alone).astype(int) - images[1]).max() <= 1
+    assert pipe.tome_summary().blocks == ()
+
+
 def test_failed_images_are_an_error_and_the_others_are_kept(tmp_path):
     def drawer(batches):
         for batch in batches:
@@ -61,6 +85,17 @@ def test_failed_images_are_an_error_and_the_others_are_kept(tmp_path):
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 1
     draw_setting(EVALUATION, FIXED, tmp_path, lambda batches: [(batches[0][0], b"png")], batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 2
+
+
+def test_photographs_and_tomesd_need_stable_diffusion(pipe, monkeypatch):
+    from_photographs, tomesd = replace(EVALUATION, strength=1.0), list_settings((), (), tomesd=(0.5,))
+    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
+    check_model(from_photographs, tomesd)
+    monkeypatch.setattr(drawing, "load_model", lambda model: object())
+    check_model(EVALUATION, [FIXED])
+    for evaluation, settings, what in ((from_photographs, [FIXED], "photographs"), (EVALUATION, tomesd, "tomesd")):
+        with pytest.raises(ToMeConfigError, match=f"is a object: {what}.* only with a StableDiffusionPipeline"):
+            check_model(evaluation, settings)
 
 
 def test_a_folder_is_for_one_evaluation(tmp_path, monkeypatch):
@@ -99,6 +134,7 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     (_, folder, ratios, sizes), options = exports[0]
     assert (folder.name, ratios, sizes) == ("defaults", (0, 0.25, 0.5), [(32, 32)])
     assert "ratio" not in options and options["use_rand"]
+    assert [options["others"] for _, options in exports] == [None, *[programs[PLAIN]] * 4], "text encoder and VAE"
 
 
 def test_images_of_another_size_are_resized(tmp_path):
@@ -125,10 +161,12 @@ class PaddleProcess(AbstractContextManager):
         return self._unet(**self._inputs).sample.numpy()
 
 
-def test_tomesd_replaces_the_unet_alone(pipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strength", [None, 1.0])
+def test_tomesd_replaces_the_unet_alone(pipe, tmp_path, monkeypatch, strength):
     monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
     monkeypatch.setattr(drawing, "TorchProcess", PaddleProcess)
     (tomesd,) = list_settings((), (), tomesd=(0.5,))
-    assert drawing.draw(EVALUATION, [PLAIN, tomesd], tmp_path, draw_here, batch=2) == {"python": ""}
+    evaluation = replace(EVALUATION, strength=strength)
+    assert drawing.draw(evaluation, [PLAIN, tomesd], tmp_path, draw_here, batch=2) == {"python": ""}
     images = [read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN, tomesd)]
     np.testing.assert_array_equal(*images)

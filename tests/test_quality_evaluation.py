@@ -1,13 +1,15 @@
 """Whole evaluations of a tiny model by the command line: complete, resumed, and refused."""
 
 import shutil
+from dataclasses import asdict
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from conftest import tiny_pipeline
+from PIL import Image
 
-from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing, evaluation
@@ -116,6 +118,25 @@ def test_the_report_is_written_again(evaluated, tmp_path):
     assert (tmp_path / "quality.md").exists() and (tmp_path / "merge_map.png").exists()
 
 
+@pytest.mark.parametrize("backend", ["predictor", "eager"])
+def test_methods_and_photographs(model, tmp_path, backend):
+    options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "sx=4"]
+    command = ["evaluate", "--model", str(model), *options, "--backend", backend, "--output", str(tmp_path)]
+    assert main(command) == 0
+    result = read_json(tmp_path / "quality.json")
+    assert result["strength"] == 0.5
+    settings = [(setting["group"], setting["config"]) for setting in result["settings"]]
+    assert settings == [("ratio", asdict(ToMeConfig())), ("method", asdict(ToMeConfig(sx=4)))]
+    by_default, by_method = (setting["pairs"]["psnr"] for setting in result["settings"])
+    assert None not in [*by_default, *by_method] and by_default != by_method
+    names = sorted(path.name for path in image_folder(PLAIN, tmp_path).glob("*.png"))
+    assert [name.split("-")[1] for name in names] == ["astronaut", "brick"]
+    page = (tmp_path / "quality.md").read_text(encoding="utf-8")
+    assert "## Methods" in page and "scikit-image's photographs (image-to-image, strength 0.5)" in page
+    with Image.open(tmp_path / "merge_map.png") as merge_map:
+        assert merge_map.text["photograph"] == "astronaut"
+
+
 def test_equal_images_have_no_finite_psnr(evaluated):
     measured = Measurer(evaluated[0], 32).compare(PLAIN)
     assert np.isinf(measured["psnr"]).all() and (measured["ssim"] == 1).all() and not measured["perceptual"].any()
@@ -142,6 +163,9 @@ def test_levels_of_a_model(model):
         (["--real", "/no/images"], "/no/images has 0 PNG files: KID needs 4"),
         (["--features", "inception"], "--real"),
         (["--prompts", "/no/file.txt"], "cannot be read"),
+        (["--merging", "windw=8"], "'windw' is not a setting"),
+        (["--merging", "window=8", "window=8"], "window=8 is repeated"),
+        (["--strength", "1.5"], "strength=1.5 is not allowed"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_drawn(model, tmp_path, capsys, arguments, message):

@@ -9,6 +9,7 @@ import pytest
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.evaluation.quality.settings import (
     OTHER_SEEDS,
+    PHOTOGRAPHS,
     PLAIN,
     Evaluation,
     list_settings,
@@ -42,6 +43,22 @@ def test_tomesd_draws_by_its_defaults():
     ]
 
 
+def test_methods_are_drawn_at_each_ratio_or_at_their_own():
+    methods = [{"window": 4, "proportional": True}, {"merge_attn": "kv", "match": "grid", "ratio": 0.75}]
+    settings = list_settings((0.25, 0.5), ablations=(), methods=methods)[2:]
+    assert {setting.group for setting in settings} == {"method"}
+    assert {setting.name: setting.config for setting in settings} == {
+        "0.25-window=4_proportional=True": ToMeConfig(ratio=0.25, window=4, proportional=True),
+        "0.5-window=4_proportional=True": ToMeConfig(ratio=0.5, window=4, proportional=True),
+        "0.75-merge_attn=kv_match=grid": ToMeConfig(ratio=0.75, merge_attn="kv", match="grid"),
+    }
+
+
+def test_a_method_that_equals_the_defaults_is_not_drawn_again():
+    methods = [{"window": ToMeConfig().window}, {"sx": 4, "ratio": 0.5}]
+    assert [s.name for s in list_settings((0.5,), ablations=(), methods=methods)] == ["0.5", "0.5-sx=4"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -50,6 +67,9 @@ def test_tomesd_draws_by_its_defaults():
         ({"ratios": (0.5, 0.5)}, "0.5 is repeated"),
         ({"ratios": (0.5,), "ablations": ("seeds",)}, "'seeds' is not allowed: it must be one of use_rand"),
         ({"ratios": (0.5,), "tomesd": (0,)}, "ratio=0 is not allowed"),
+        ({"ratios": (0.5,), "methods": [{"ratio": 0}]}, "ratio=0 is not allowed: it must be above 0"),
+        ({"ratios": (0.5,), "methods": [{"sx": 4}, {"ratio": 0.5, "sx": 4}]}, "ratio=0.5, sx=4 is repeated"),
+        ({"ratios": (0.5,), "methods": [{"match": "grid"}]}, "ratio=0.5 is not allowed with match='grid'"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments, message):
@@ -57,9 +77,15 @@ def test_settings_out_of_range_are_refused(arguments, message):
         list_settings(**arguments)
 
 
-@pytest.mark.parametrize("change", [{"size": 20}, {"steps": 0}, {"threads": 10**23}, {"guidance_scale": math.inf}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"size": 20}, {"steps": 0}, {"threads": 10**23}, {"guidance_scale": math.inf}),
+        *({"strength": 0.0}, {"strength": 1.1}, {"strength": 0.04}, {"strength": math.nan}),
+    ],
+)
 def test_evaluations_out_of_range_are_refused(change):
-    with pytest.raises(ToMeConfigError):
+    with pytest.raises(ToMeConfigError, match=f"{next(iter(change))}=.* is not allowed"):
         replace(EVALUATION, **change)
 
 
@@ -68,6 +94,18 @@ def test_other_seeds_are_other_noise_of_the_same_prompts():
     assert [p.job.prompt for p in plain] == [p.job.prompt for p in other] == ["a fox", "an owl"]
     seeds = {p.job.seed for p in (*plain, *other)}
     assert len(seeds) == 4 and max(seeds) < 2**32
+
+
+def test_photographs_take_turns_and_are_the_same_for_other_seeds():
+    prompts = tuple(("a fox", seed) for seed in range(9))
+    evaluation = replace(EVALUATION, prompts=prompts, strength=0.4)
+    plain, other = evaluation.jobs(PLAIN), evaluation.jobs(OTHER_SEEDS)
+    assert [prompt.name for prompt in plain] == [prompt.name for prompt in other] == [*PHOTOGRAPHS, PHOTOGRAPHS[0]]
+    for one, another in zip(plain, other, strict=True):
+        assert one.job.image == another.job.image and one.job.strength == 0.4 and one.job.seed != another.job.seed
+        assert (one.job.image.mode, one.job.image.size) == ("RGB", (32, 32))
+    assert len({prompt.job.image.tobytes() for prompt in plain}) == len(PHOTOGRAPHS)
+    assert len(set(plain)) == 9, "drawing counts them in sets"
 
 
 def test_prompts_of_each_kind_of_file(tmp_path):

@@ -11,11 +11,13 @@ import paddle
 import pytest
 from conftest import Recorder, make_unet, run, traces
 from ppdiffusers.models.attention_processor import XFormersAttnProcessor
+from speed_results import config
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome.config import parse_settings
 from ppdiffusers_tome.evaluation.free_merge import attach_free_merge
-from ppdiffusers_tome.evaluation.speed.backends import EagerBackend, PyTorchBackend
-from ppdiffusers_tome.evaluation.speed.cases import ARMS, Arm, make_arms, make_case
+from ppdiffusers_tome.evaluation.speed.backends import EagerBackend, PredictorBackend, PyTorchBackend
+from ppdiffusers_tome.evaluation.speed.cases import ARMS, Arm, make_arms, make_case, make_configs
 from ppdiffusers_tome.evaluation.speed.workloads import open_workload
 from ppdiffusers_tome.evaluation.torch_unet import TorchProcess, torch_versions, torch_weights
 from ppdiffusers_tome.patch import attach, detach
@@ -25,12 +27,15 @@ from ppdiffusers_tome.positions import Grid
 TORCH_PYTHON = os.environ.get("TOME_TORCH_PYTHON") or (sys.executable if find_spec("tomesd") else None)
 
 
+TOMESD = {"window": None, "proportional": False}
+
+
 def tiny(**fields):
     return make_case("tiny", **{"size": 128, **fields})
 
 
 def test_arms_are_backends_by_ratios_by_levels():
-    arms = make_arms(tiny(), ARMS, ["eager", "predictor"], [0.5, 0.75], [None], "no torch")
+    arms = make_arms(tiny(), ARMS, ["eager", "predictor"], make_configs([0.5, 0.75], [None], [TOMESD]), "no torch")
     names = [arm.name for arm in arms]
     assert names[:4] == ["plain, eager", "memory-efficient, eager", "ToMe 0.5, eager", "ToMe 0.75, eager"]
     assert len({*names}) == len(names) and [arm.kept for arm in arms[:4]] == [256, 256, 128, 64]
@@ -38,6 +43,49 @@ def test_arms_are_backends_by_ratios_by_levels():
     reasons = {arm.name: arm.reason for arm in arms if arm.status == "not measured"}
     assert "does not allow a ratio of 0.75" in reasons.pop("ppdiffusers' built-in ToMe 0.75, eager")
     assert reasons == dict.fromkeys(["plain, PyTorch", "tomesd 0.5, PyTorch", "tomesd 0.75, PyTorch"], "no torch")
+
+
+def test_merging_arms_take_every_ratio_or_their_own():
+    texts = ("window=8", "proportional,window=none", "merge_attn=kv,match=grid,ratio=0.75", "merge_attn=kv,ratio=0.75")
+    base = "window=none,proportional=false"
+    mergings = [parse_settings(base), *({**parse_settings(base), **parse_settings(text)} for text in texts)]
+    configs = make_configs([0.5, 0.25, 0.5], [None], mergings)
+    assert all(not config.use_rand for config in configs)
+    arms = make_arms(tiny(), ["tome", "built-in", "limit", "torch"], ["eager"], configs, "no torch")
+    assert [arm.name.removesuffix(", eager") for arm in arms if arm.arm == "tome" and arm.backend == "eager"] == [
+        *("ToMe 0.5", "ToMe 0.5, windows of 8", "ToMe 0.5, proportional"),
+        *("keys and values 0.75, 2×2 cells", "keys and values 0.75"),
+        *("ToMe 0.25", "ToMe 0.25, windows of 8", "ToMe 0.25, proportional"),
+    ]
+    limits = [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"]  # one for each number of tokens
+    assert limits == [
+        ("free-merge limit 0.5, eager", 128),
+        ("free-merge limit of keys and values 0.75, eager", 64),
+        ("free-merge limit 0.25, eager", 192),
+    ]
+    assert [arm.name for arm in arms if arm.backend == "PyTorch" and arm.config] == [
+        f"tomesd {ratio}, PyTorch" for ratio in (0.5, 0.75, 0.25)
+    ]
+    assert len({arm.name for arm in arms}) == len(arms)
+
+
+def test_random_dst_are_refused():
+    with pytest.raises(ToMeConfigError, match="--merging use_rand is not allowed"):
+        make_configs([0.5], [None], [parse_settings("use_rand")])
+
+
+def test_methods_that_remove_as_many_tokens_share_a_limit():
+    configs = make_configs([0.5], [None], [TOMESD, {**TOMESD, "sx": 4, "sy": 4}])
+    arms = make_arms(tiny(), ["limit"], ["eager"], configs, None)
+    assert [arm.name for arm in arms] == ["free-merge limit 0.5, eager"]
+
+
+def test_cells_that_remove_more_than_matching_have_their_own_limit():
+    configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
+    case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16
+    arms = make_arms(case, ["limit"], ["eager"], configs, None)
+    limits = [("free-merge limit 0.75, eager", 21), ("free-merge limit 0.75, 2×2 cells, eager", 16)]
+    assert [(arm.name, arm.kept) for arm in arms] == limits
 
 
 @pytest.mark.parametrize(
@@ -50,7 +98,7 @@ def test_arms_are_backends_by_ratios_by_levels():
 )
 def test_arms_that_merge_nothing_are_refused(model, fields, ratio, level, message):
     with pytest.raises(ToMeConfigError, match=message):
-        make_arms(make_case(model, **fields), ["tome"], ["eager"], [ratio], [level], None)
+        make_arms(make_case(model, **fields), ["tome"], ["eager"], make_configs([ratio], [level]), None)
 
 
 @pytest.mark.parametrize("scope", ["unet", "block"])
@@ -58,8 +106,8 @@ def test_eager_arms_compute_what_they_should_and_leave_no_trace(scope, tmp_path)
     workload = open_workload(tiny(scope=scope))
     eager = EagerBackend(workload, 1, tmp_path, None)
     before, plain = traces(workload.denoiser), workload.run().numpy()
-    out = {name: eager.output(Arm(name, ratio=0.5)) for name in ("tome", "built-in", "limit")}
-    out["both"] = eager.output(Arm("both", ratio=0.5, attention="slicing"))
+    out = {name: eager.output(Arm(name, config=config(0.5))) for name in ("tome", "built-in", "limit")}
+    out["both"] = eager.output(Arm("both", config=config(0.5), attention="slicing"))
     sliced = Arm("memory-efficient", attention="slicing")
     np.testing.assert_allclose(eager.output(sliced), plain, atol=1e-5)
     assert eager.peak_memory(sliced) < eager.peak_memory(Arm("plain")) and eager.seconds(sliced) > 0
@@ -81,7 +129,9 @@ def test_memory_limit_is_that_of_the_case(tmp_path):
 def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     case = tiny()
     with patch("paddle.get_device", return_value="gpu:0"):
-        efficient, both = make_arms(case, ["memory-efficient", "both"], ["eager"], [0.5], [None], None)
+        efficient, both = make_arms(
+            case, ["memory-efficient", "both"], ["eager"], make_configs([0.5], [None], [TOMESD]), None
+        )
     assert efficient.attention == both.attention == "xformers"
     workload, attend = open_workload(case), XFormersAttnProcessor.__call__
     eager = EagerBackend(workload, 1, tmp_path, None)
@@ -92,14 +142,27 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
         merged, fused = eager.output(both), eager.output(efficient)
     assert processor.called
     np.testing.assert_allclose(fused, workload.run().numpy(), atol=1e-5)
-    np.testing.assert_allclose(merged, eager.output(Arm("tome", ratio=0.5)), atol=1e-5)
+    np.testing.assert_allclose(merged, eager.output(Arm("tome", config=config(0.5))), atol=1e-5)
 
 
 def test_limit_has_the_macs_of_merging_without_matching():
-    workload, config = open_workload(tiny()), Arm("tome", ratio=0.5).config
+    workload, merging = open_workload(tiny()), config(0.5)
     matching = 192 * 64 * 32  # src × dst × channels, in each of three blocks, for two images
-    assert workload.macs(config) - workload.macs(config, matching=False) == 2 * 3 * matching
-    assert workload.macs(Arm("plain").config) > workload.macs(config)
+    assert workload.macs(merging) - workload.macs(merging, matching=False) == 2 * 3 * matching
+    assert workload.macs(None) > workload.macs(merging)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"window": 8, "proportional": True}, {"merge_attn": "kv", "match": "grid", "blend": 0.0}]
+)
+def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(settings, tmp_path):
+    workload, merging = open_workload(tiny()), config(0.75, **settings)
+    eager, predictor = (kind(workload, 1, tmp_path, None) for kind in (EagerBackend, PredictorBackend))
+    plain = workload.run().numpy()
+    expected = eager.output(Arm("tome", config=merging))
+    assert np.abs(expected - plain).max() > 1e-3
+    np.testing.assert_allclose(predictor.output(Arm("tome", "predictor", merging)), expected, atol=1e-5)
+    np.testing.assert_array_equal(workload.run().numpy(), plain)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.7])
@@ -164,7 +227,7 @@ def test_pytorch_computes_what_eager_does(tmp_path):
     eager = EagerBackend(workload, 1, tmp_path, None)
     pytorch = PyTorchBackend(workload, 1, tmp_path, TORCH_PYTHON)
     for name, ratio in (("plain", 0.0), ("tome", 0.5), ("plain", 0.0)):
-        expected, arm = eager.output(Arm(name, ratio=ratio)), Arm(name, "PyTorch", ratio)
+        expected, arm = eager.output(Arm(name, config=config(ratio))), Arm(name, "PyTorch", config(ratio))
         np.testing.assert_allclose(pytorch.output(arm), expected, atol=1e-5 * np.abs(expected).max())
         assert pytorch.seconds(arm) > 0 and pytorch.peak_memory(arm) is None
     pytorch.close()

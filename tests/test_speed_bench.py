@@ -27,6 +27,7 @@ def read(file):
 def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     out = tmp_path / "new" / "speed.json"
     options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "limit", "--output", str(out)]
+    options += ["--merging", "proportional=false,window=none"]
     assert main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
     assert "tiny, one UNet pass, 128 px, batch 2, float32: 256 tokens" in printed
@@ -38,7 +39,25 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     assert tome.parity["against"] == "ppdiffusers' built-in ToMe 0.5, eager" and tome.parity["difference"] < 1e-5
     assert limit.peak_memory_bytes <= tome.peak_memory_bytes < plain.peak_memory_bytes
     assert limit.macs < tome.macs < plain.macs
-    assert set(tome.shares) == {"matching", "merge", "unmerge"} and limit.shares is None
+    assert set(tome.shares) == {"matching", "merge", "unmerge", "sizes"} and limit.shares is None
+
+
+def test_methods_are_measured_and_reported(tmp_path, capsys):
+    out = tmp_path / "speed.json"
+    options = [*TINY, "--rounds", "1", "--arms", "plain", "tome", "limit", "--backend", "eager", "predictor"]
+    options += ["--merging", "proportional=false,window=8", "proportional,merge_attn=kv,match=grid,ratio=0.75"]
+    assert main([*options, "--output", str(out)]) == 0
+    case = read(out)
+    assert [arm.status for arm in case.arms] == ["measured"] * 10
+    windows, cells = (arm for arm in case.arms if (arm.arm, arm.backend) == ("tome", "predictor"))
+    assert (windows.name, windows.kept) == ("ToMe 0.5, windows of 8, predictor", 128)
+    assert (cells.name, cells.kept) == ("keys and values 0.75, 2×2 cells, proportional, predictor", 64)
+    assert cells.parity["against"] == "keys and values 0.75, 2×2 cells, proportional, eager"
+    assert cells.config.proportional and not cells.config.use_rand
+    capsys.readouterr()
+    assert main(["bench", "report", str(out), "--output", str(tmp_path), "--compare", str(out)]) == 0
+    assert "Within 5% of the old result: 10 of 10 arms." in capsys.readouterr().out
+    assert windows.name in (tmp_path / "speed.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +73,7 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
         (["--dtype", "float32", "float16"], "--dtype float16 is not allowed on the CPU"),
         (["--ratio", "0.5", "0.9"], "ratio=0.9 is not allowed"),
         (["--max-downsample", "3"], "max_downsample=3 is not allowed"),
+        (["--merging", "use_rand"], "--merging use_rand is not allowed"),
         (["--scope", "pipeline"], "needs --model FOLDER"),
         (["--torch-python", "nowhere", "--arms", "torch"], "--torch-python nowhere cannot be used: "),
     ],
@@ -147,6 +167,7 @@ def test_pipelines_are_timed_by_both_backends(tmp_path):
     tiny_pipeline().save_pretrained(str(folder))
     what = ["bench", "--model", str(folder), "--scope", "pipeline", "--size", "32", "--batch", "1", "--steps", "2"]
     how = ["--backend", "eager", "predictor", "--arms", "tome", "--rounds", "1", "--threads", "1"]
+    how += ["--merging", "proportional=false,window=none"]
     assert main([*what, *how, "--output", str(out)]) == 0
     case = read(out)
     assert (case.scope, case.steps, case.guidance_scale, case.tokens) == ("pipeline", 2, 7.5, 256)

@@ -109,3 +109,12 @@ def test_plain_in_the_predictor_is_compared_with_plain_in_eager(compared):
 def test_without_plain_nothing_is_judged(compared):
     text, is_slower = compared(result([case([tome(0.8)])]), result([case([tome(0.95)])]))
     assert not is_slower and listed(text) == {"Not compared, because a run has no plain arm": ["ToMe 0.5, eager"]}
+
+
+def test_methods_are_compared_with_themselves(compared):
+    def methods(windows, tomesd):
+        return run(arm("tome", times(windows), ratio=0.5, merging={"window": 8}), tome(tomesd))
+
+    text, is_slower = compared(methods(0.6, 0.8), methods(0.6, 0.9))
+    assert is_slower and listed(text) == {"Became slower": ["ToMe 0.5, eager"]}
+    assert compared(run(tome(0.8)), methods(0.6, 0.8))[0].count("ToMe 0.5, windows of 8, eager: measured") == 1

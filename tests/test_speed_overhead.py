@@ -6,10 +6,12 @@ from conftest import run
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, sd3
 
-from ppdiffusers_tome import hooks
+from ppdiffusers_tome import attention, hooks, matching
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import overhead
 from ppdiffusers_tome.evaluation.speed.overhead import measure_overhead
+
+TOMESD = {"window": None, "proportional": False}
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def blocks(unet):
 
 
 def test_shares_are_parts_of_the_time_of_the_blocks_that_merge(unet, clock):
-    unet.apply_tome(ratio=0.5, merge_mlp=True)
+    unet.apply_tome(ratio=0.5, merge_mlp=True, **TOMESD)
     clock.takes(hooks, "match_tokens", 5.0)
     clock.takes(hooks, "merge", 2.0)  # twice in a block: before attention and before the feed-forward layers
     clock.takes(hooks, "unmerge", 1.0)
@@ -47,11 +49,47 @@ def test_shares_are_parts_of_the_time_of_the_blocks_that_merge(unet, clock):
         clock.takes(block.norm2, "forward", 6.0)
     clock.takes(unet.conv_out, "forward", 100.0)
     # 5 + 2·2 + 2·1 + 3 + 6 = 20 in each block; level 2 does not merge and does not count
-    assert measure_overhead(lambda: run(unet)) == {"matching": 5 / 20, "merge": 4 / 20, "unmerge": 2 / 20}
+    shares = {"matching": 5 / 20, "merge": 4 / 20, "unmerge": 2 / 20, "sizes": 0.0}
+    assert measure_overhead(lambda: run(unet)) == shares
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [  # in each block: 4 s of matching, 1 s of cells, 2 s of merging, 1 s of unmerging, 5 s of sizes, 3 s of the rest
+        ({"window": 8}, (4, 2, 1, 0)),
+        ({"proportional": True}, (4, 2, 1, 5)),
+        ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, (1, 2, 0, 0)),  # keys and values share one merge
+        ({"merge_attn": "kv", "proportional": True}, (4, 2, 0, 5)),
+    ],
+)
+def test_every_method_has_its_shares(unet, clock, settings, shares):
+    unet.apply_tome(**{"ratio": 0.5, **TOMESD, **settings})
+    clock.takes(hooks, "match_tokens", 4.0)
+    clock.takes(hooks, "match_cells", 1.0)
+    clock.takes(hooks, "merge", 2.0)
+    clock.takes(hooks, "unmerge", 1.0)
+    clock.takes(matching.MergePlan, "log_sizes", 3.0)
+    clock.takes(attention.ScoresHook, "add_channel", 2.0)
+    for block in blocks(unet):
+        clock.takes(block.norm2, "forward", 3.0)
+    total = sum(shares) + 3
+    parts = ("matching", "merge", "unmerge", "sizes")
+    expected = {part: share / total for part, share in zip(parts, shares, strict=True)}
+    assert measure_overhead(lambda: run(unet)) == pytest.approx(expected)
+
+
+def test_sizes_in_channels_are_timed(clock):
+    """Of processors that have no mask, as in joint attention."""
+    model = sd3().apply_tome(ratio=0.5, proportional=True, window=None)
+    clock.takes(hooks, "match_tokens", 4.0)
+    clock.takes(matching.MergePlan, "log_sizes", 6.0)
+    text = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN), "pooled_projections": noise(2, 2 * HIDDEN)}
+    shares = measure_overhead(lambda: model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text))
+    assert shares == {"matching": 0.4, "merge": 0.0, "unmerge": 0.0, "sizes": 0.6}
 
 
 def test_joint_attention_is_timed_where_its_norm_merges(clock):
-    model = sd3().apply_tome(ratio=0.5)
+    model = sd3().apply_tome(ratio=0.5, **TOMESD)
     clock.takes(hooks, "match_tokens", 4.0)
     clock.takes(hooks, "merge", 2.0)
     clock.takes(hooks, "unmerge", 1.0)
@@ -62,20 +100,20 @@ def test_joint_attention_is_timed_where_its_norm_merges(clock):
     def run_sd3():
         model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text)
 
-    assert measure_overhead(run_sd3) == {"matching": 0.4, "merge": 0.2, "unmerge": 0.1}
+    assert measure_overhead(run_sd3) == {"matching": 0.4, "merge": 0.2, "unmerge": 0.1, "sizes": 0.0}
 
 
 def test_shares_of_a_real_pass(unet):
-    unet.apply_tome(ratio=0.5)
+    unet.apply_tome(ratio=0.5, proportional=True)
     run(unet)
     shares = measure_overhead(lambda: run(unet))
-    assert list(shares) == ["matching", "merge", "unmerge"]
+    assert list(shares) == ["matching", "merge", "unmerge", "sizes"]
     assert all(share > 0 for share in shares.values())
     assert sum(shares.values()) < 1
 
 
 def patched():
-    return [getattr(owner, name) for owner, name in overhead.TIMED.values()]
+    return [getattr(owner, name) for _, owner, name in overhead.TIMED]
 
 
 def test_pass_is_the_same_and_leaves_no_trace(unet):

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from speed_results import config
 
 from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
 from ppdiffusers_tome.evaluation.speed.parity import TRIES, check_parity, definition_of, tolerance
@@ -14,7 +15,7 @@ OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "free-merge limit 0.5, eager":
 
 
 def arm(name, backend="eager", level=None):
-    return Arm(name, backend, 0.0 if name in ("plain", "memory-efficient") else 0.5, level)
+    return Arm(name, backend, None if name in ("plain", "memory-efficient") else config(0.5, max_downsample=level))
 
 
 def outputs(computed=None, **changes):
@@ -79,6 +80,16 @@ def test_definitions():
     assert definition_of(arm("tome")) == arm("built-in")
     assert definition_of(arm("built-in")) == definition_of(arm("both")) == arm("tome")
     assert definition_of(arm("limit", "predictor", 2)) == arm("limit", level=2)
+
+
+def test_other_methods_have_no_definition_in_eager_but_are_it_for_the_predictor_and_the_same_attention():
+    for settings in ({"window": 8}, {"proportional": True}, {"merge_attn": "kv"}, {"blend": 0.5}):
+        tome, both, predictor = (
+            Arm(name, backend, config(0.5, **settings))
+            for name, backend in (("tome", "eager"), ("both", "eager"), ("tome", "predictor"))
+        )
+        assert definition_of(tome) is None
+        assert definition_of(both) == definition_of(predictor) == tome
 
 
 def test_half_precision_is_compared_where_nothing_merges():

@@ -90,3 +90,39 @@ def test_eager_against_predictor(frame, ratio):
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([1.25, 4, 5])
     assert axes.get_legend_handles_labels()[1][0] == f"eager, ToMe {ratio:g}"
     assert plots.eager_against_predictor(frame(case(eager))) is None
+
+
+def test_methods_have_bars_of_their_own_and_other_plots_show_the_first(frame):
+    windows, cells = {"window": 8}, {"merge_attn": "kv", "match": "grid"}
+
+    def methods(size):
+        eager = [arm("plain", PLAIN), arm("tome", times(0.5), ratio=0.5, merging=windows)]
+        eager += [arm("tome", times(0.8), ratio=0.5), arm("tome", times(0.25), ratio=0.75, merging=cells)]
+        eager += [arm("limit", times(0.4), ratio=0.5), arm("limit", times(0.2), ratio=0.75, merging=cells)]
+        return case([*eager, arm("plain", times(0.2), backend="predictor")], size=size)
+
+    arms = frame(methods(512), methods(1024))
+    [axes] = plots.speed_up_by_method(arms).axes
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([2, 2, 1.25, 1.25, 4, 4])
+    labels = ["ToMe 0.5, windows of 8", "ToMe 0.5", "keys and values 0.75, 2×2 cells"]
+    assert axes.get_legend_handles_labels()[1] == labels
+    [axes] = plots.time_above_limit(arms).axes
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx([25, 25, 100, 100, 25, 25])
+    [axes] = plots.speed_up_by_size(arms, "eager").axes
+    assert axes.get_title() == "ToMe, windows of 8"
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [2, 2])
+    [axes] = plots.eager_against_predictor(arms).axes
+    assert axes.get_legend_handles_labels()[1] == ["eager, ToMe 0.5, windows of 8", "predictor, plain"]
+    assert plots.speed_up_by_method(frame(sized(512, 0.8), sized(1024, 0.5))) is None
+
+
+def test_growth_of_plans():
+    plans = [
+        {"method": name, "side": side, "scores_gb": 0.0, "milliseconds": milliseconds}
+        for name, side, milliseconds in (("global", 4, 2.0), ("global", 8, None), ("cells", 4, 1.0), ("cells", 8, 3.0))
+    ]
+    [axes] = plots.plan_growth(plans).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines["global"] == [[16, 2.0]] and lines["cells"] == [[16, 1.0], [64, 3.0]]
+    assert lines["linear in tokens"] == [[16, 0.75], [64, 3.0]] and axes.get_xscale() == axes.get_yscale() == "log"
+    assert plots.plan_growth([]) is None

@@ -101,6 +101,7 @@ def test_limit_shares_and_peers(report):
         ["512 px, batch 2", "ToMe 0.75, eager", "+25.0 %", "**not reached**"],
     ]
     assert table_under(page, "### Share of the merging blocks' time") == [[*name, "5.0 %", "2.0 %", "1.0 %", "8.0 %"]]
+    assert "sizes" not in page  # an older result has no such share
     built_in = table_under(page, "### Against ppdiffusers' built-in ToMe")
     assert built_in == [[*name, "32.0", "16.0", "2.00× [2.00–2.00]"]]
     assert [row[1:] for row in table_under(page, "### Against PyTorch with diffusers and tomesd")] == [
@@ -168,6 +169,64 @@ def test_levels_have_their_own_tables(report):
     assert limit[1:] == ["ToMe 0.5, max_downsample 2, eager", "+25.0 %", "**not reached**"]
 
 
+def test_methods(report):
+    """Each has its own rows, its own limit, and the built-in ToMe and tomesd at the same ratio beside it."""
+    cells, windows = {"merge_attn": "kv", "match": "grid"}, {"window": 16}
+    shares = {**SHARES, "sizes": 0.03}
+    arms = [
+        arm("plain", PLAIN, memory=8),
+        arm("tome", times(0.8), ratio=0.5, memory=6),
+        arm("tome", times(0.5), ratio=0.5, merging=windows, memory=6, shares=shares),
+        arm("tome", times(0.4), ratio=0.75, merging=cells, memory=5),
+        arm("built-in", times(1.6), ratio=0.5),
+        arm("limit", times(0.49), ratio=0.5),
+        arm("limit", times(0.2), ratio=0.75),
+        arm("limit", times(0.32), ratio=0.75, merging={"merge_attn": "kv"}),
+        arm("plain", times(0.75), backend="PyTorch"),
+        arm("tome", times(0.6), ratio=0.5, backend="PyTorch"),
+    ]
+    page = report(result([case(arms)]))
+    assert "*windows of 16* compare tokens" in page and "*windows of 16* compare" not in report(result([full_case()]))
+    names = ["ToMe 0.5, eager", "ToMe 0.5, windows of 16, eager", "keys and values 0.75, 2×2 cells, eager"]
+    rows = table_under(page, "### Time and memory by method, eager")
+    assert [row[1:] for row in rows[:4]] == [
+        ["plain, eager", "20.0", "8.00"],
+        [names[0], "16.0 (1.25×)", "6.00 (−25.0 %)"],
+        [names[1], "10.0 (2.00×)", "6.00 (−25.0 %)"],
+        [names[2], "8.00 (2.50×)", "5.00 (−37.5 %)"],
+    ]
+    assert "### Time by size and batch" not in page
+    above = [row[1:] for row in table_under(page, "### Time above the free-merge limit, target 3 %")]
+    assert above == [
+        [names[0], "+63.3 %", "**not reached**"],
+        [names[1], "+2.0 %", "reached"],
+        [names[2], "+25.0 %", "**not reached**"],
+    ]
+    assert table_under(page, "### Share of the merging blocks' time")[0][1:] == [
+        names[1], "5.0 %", "2.0 %", "1.0 %", "3.0 %", "11.0 %",
+    ]  # fmt: skip
+    built_in = [row[1:] for row in table_under(page, "### Against ppdiffusers' built-in ToMe")]
+    assert [(row[0], row[-1]) for row in built_in] == [
+        (names[0], "2.00× [2.00–2.00]"),
+        (names[1], "3.20× [3.20–3.20]"),
+    ]
+    torch = [row[1] for row in table_under(page, "### Against PyTorch with diffusers and tomesd")]
+    assert torch == ["plain, eager", *names[:2]]
+    assert "- ToMe, windows of 16 is 2.00× as fast as plain in 1 arms" in page
+    comparisons = table_under(page, "| speed-up of | method | backend | over all cases | slower in |")
+    assert ["ToMe over plain", "keys and values, 2×2 cells", "eager", "2.50×", "0 of 1 arms"] in comparisons
+    sizes = table_under(page, "| model | size, px | method | speed-up over plain, eager |")
+    assert sizes[1] == ["sd15, one UNet pass", "512", "ToMe 0.5, windows of 16", "2.00×"]
+
+
+def test_one_method_other_than_tomesd_is_named(report):
+    arms = [arm("tome", times(0.5), ratio=0.5, merging={"proportional": True}), arm("limit", times(0.4), ratio=0.5)]
+    page = report(result([case([arm("plain", PLAIN), *arms])]))
+    assert "| size, px | batch | plain, s a pass | ToMe, proportional, s a pass |" in page
+    [limit] = table_under(page, "### Time above the free-merge limit, target 3 %")
+    assert limit[1:3] == ["ToMe 0.5, proportional, eager", "+25.0 %"]
+
+
 def test_page_and_plots_are_written(tmp_path):
     contents = {"one half": result([full_case()]), "b": result([full_case(size=1024)]), "quality": {"kind": "quality"}}
     files = [write(tmp_path / "results" / f"{name}.json", data) for name, data in contents.items()]
@@ -202,7 +261,7 @@ def test_without_a_speed_result_nothing_is_written(tmp_path):
     [
         (result([], format=1), "has format 1"),
         ("{not json", "cannot be read"),
-        ({"kind": "speed", "format": 2}, r"not a complete speed result.*cases"),
+        ({"kind": "speed", "format": 3}, r"not a complete speed result.*cases"),
         (result([case([arm("plain", [1.0, 2.0, 3.0]), arm("tome", [1.0, 2.0], ratio=0.5)])]), r"seconds=\[1.0, 2.0\]"),
         (result([case([arm("plain", [])])]), r"seconds=\[\]"),
         (result([case([arm("plain", PLAIN, status="error")])]), "is 'error'"),
@@ -214,3 +273,53 @@ def test_broken_files_are_refused(tmp_path, data, message):
     with pytest.raises(ToMeConfigError, match=rf"speed\.json.*{message}"):
         write_report([write(tmp_path / "speed.json", data)], tmp_path / "report")
     assert not (tmp_path / "report").exists()
+
+
+def operations(**fields):
+    """A result of `bench ops`."""
+    methods = [
+        {
+            "method": name,
+            "ratio": 0.5,
+            "milliseconds": dict.fromkeys(("plan", "merge", "unmerge", "merge + unmerge"), milliseconds),
+            "times_faster": dict.fromkeys(("plan", "merge", "unmerge", "merge + unmerge"), 30.0 / milliseconds),
+        }
+        for name, milliseconds in (("global", 20.0), ("windows of 8", 3.0), ("built-in", 30.0))
+    ]
+    plans = [
+        {"method": name, "side": side, "scores_gb": gigabytes, "milliseconds": milliseconds}
+        for name, side, gigabytes, milliseconds in (
+            ("global", 64, 0.05, 40.0), ("global", 512, 51.5, None),
+            ("windows of 8", 64, 0.001, 4.096), ("windows of 8", 512, 0.1, 262.144),
+        )
+    ]  # fmt: skip
+    growth = {"channels": 320, "rounds": 5, "limit_gb": 8.0, "plans": plans}
+    about = {"kind": "operations", "format": 3, "command": "bench ops", "commit": "abc1234", "rounds": 20}
+    environment = {"machine": "Test CPU", "threads": "1"}
+    case = {"batch": 2, "height": 64, "width": 64, "channels": 320, "ratio": 0.5}
+    return {**about, "environment": environment, "case": case, "difference": 1e-7, "methods": methods,
+            "growth": growth, **fields}  # fmt: skip
+
+
+def test_page_of_operations(tmp_path):
+    file, output = write(tmp_path / "results" / "ops.json", operations()), tmp_path / "report"
+    page = report_module.write_operations(file, output)
+    assert (output / "ops.md").read_text(encoding="utf-8") == page
+    assert "- [ops.json](../results/ops.json): Test CPU" in page and "B=2, 64×64 tokens, C=320, ratio 0.5" in page
+    rows = table_under(page, "| method | plan | merge | unmerge | merge + unmerge |")
+    assert rows == [
+        ["global", *["20.00 (1.5×)"] * 4],
+        ["windows of 8", *["3.00 (10.0×)"] * 4],
+        ["built-in", *["30.00"] * 4],
+    ]
+    growth = table_under(page, "| tokens | global | windows of 8 |")
+    assert growth == [
+        ["64×64", "40.00 (9.766)", "4.10 (1.000)"],
+        ["512×512", "does not fit: 51.5 GB", "262.14 (1.000)"],
+    ]
+    assert "](ops_growth.png)" in page and (output / "ops_growth.png").exists()
+    without = operations(growth={"channels": 320, "rounds": 5, "limit_gb": 8.0, "plans": []})
+    page = report_module.write_operations(write(tmp_path / "small.json", without), output)
+    assert "small_growth" not in page and "microseconds" not in page
+    with pytest.raises(ToMeConfigError, match=r"old\.json has format 2"):
+        report_module.write_operations(write(tmp_path / "old.json", operations(format=2)), output)

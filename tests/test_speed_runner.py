@@ -10,7 +10,7 @@ import pytest
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.backends import EagerBackend
-from ppdiffusers_tome.evaluation.speed.cases import Case, make_arms, make_case, read_cases
+from ppdiffusers_tome.evaluation.speed.cases import Case, make_arms, make_case, make_configs, read_cases
 from ppdiffusers_tome.evaluation.speed.runner import Settings, measure_all
 from ppdiffusers_tome.evaluation.speed.worker import Worker
 
@@ -48,9 +48,14 @@ answer_requests({{"prepare": prepare, "time_round": time_round, "finish": finish
 """
 
 
+TOMESD = {"window": None, "proportional": False}
+
+
 def cases():
     case = make_case("tiny", size=128)
-    case.arms = make_arms(case, ["plain", "tome", "torch"], ["eager"], [0.5], [None], "no torch here")
+    case.arms = make_arms(
+        case, ["plain", "tome", "torch"], ["eager"], make_configs([0.5], [None], [TOMESD]), "no torch here"
+    )
     return [case]
 
 
@@ -79,7 +84,7 @@ def test_result_has_what_was_measured(tmp_path, stub):
     arms = measure(tmp_path)
     result = json.loads((tmp_path / "new" / "speed.json").read_text())
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
-    assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 2, 3, "bench")
+    assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 3, 3, "bench")
     assert result["commit"] and result["environment"]["memory_gb"] > 0 and result["environment"]["threads"] == "1"
     (case,) = read_cases(result, "speed.json")
     assert case.arms == [*arms.values()] and (case.latent, case.tokens) == ([16, 16], 256)
@@ -163,7 +168,7 @@ def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
     monkeypatch.setattr(EagerBackend, "output", output)
     monkeypatch.setattr(EagerBackend, "seconds", seconds)
     case, events = make_case("tiny", size=64), []
-    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], [0.5], [None], None)
+    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], make_configs([0.5], [None], [TOMESD]), None)
     worker = Worker()
     arguments = {"warm_up": 1, "threads": 1, "torch_python": None, "folder": str(tmp_path)}
     worker.prepare(lambda event, **fields: events.append(event), asdict(case), **arguments)
@@ -184,7 +189,7 @@ def test_worker_continues_a_case(tmp_path, monkeypatch):
     """Arms with seconds are not checked again; arms that failed before do not run."""
     monkeypatch.setattr(EagerBackend, "seconds", lambda self, arm: 2.0)
     case, passes = make_case("tiny", size=64), []
-    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], [0.5], [None], None)
+    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], make_configs([0.5], [None], [TOMESD]), None)
     plain, tome, built_in = case.arms
     plain.seconds, tome.seconds = [1.0], [1.0]
     built_in.fail("error", "before")

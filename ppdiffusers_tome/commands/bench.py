@@ -9,11 +9,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from ..config import parse_settings
 from ..errors import ToMeConfigError
 from ..evaluation.clock import ratio_within_rounds
 from ..evaluation.environment import usable_cores
-from ..evaluation.operations import OpsCase, format_operations, time_operations
-from ..evaluation.results import make_result, write_result
+from ..evaluation.operations import LARGEST_SCORES, SIDES, OpsCase, describe_operations, time_growth, time_operations
+from ..evaluation.results import make_result, read_json, write_result
 from ..evaluation.speed.cases import (
     ARMS,
     BACKENDS,
@@ -26,6 +27,7 @@ from ..evaluation.speed.cases import (
     Case,
     make_arms,
     make_case,
+    make_configs,
 )
 from ..evaluation.speed.runner import Settings, measure_all
 from ..evaluation.torch_unet import torch_versions
@@ -48,22 +50,37 @@ def add(commands: argparse._SubParsersAction) -> None:
     others = bench.add_subparsers(dest="what")
     ops = others.add_parser(
         "ops",
-        help="time merge, unmerge and plan against the functions that ppdiffusers ships",
+        help="time plan, merge and unmerge of every method, and of the functions that ppdiffusers ships",
     )
     helps = ("images", "rows of tokens", "tokens in a row", "numbers in a token", "share of tokens to merge")
     for (field, default), text in zip(vars(OpsCase()).items(), helps, strict=True):
         ops.add_argument(f"--{field}", type=type(default), default=default, help=text + DEFAULT)
+    ops.add_argument(
+        "--growth",
+        type=int,
+        nargs="*",
+        default=list(SIDES),
+        metavar="SIDE",
+        help="height and width, in tokens, of the grids on which plans are timed too, with one image" + DEFAULT,
+    )
+    ops.add_argument(
+        "--memory-limit",
+        type=float,
+        default=LARGEST_SCORES,
+        metavar="GB",
+        help="for the scores of one plan; the plan of a larger grid is not timed" + DEFAULT,
+    )
     ops.add_argument("--rounds", type=int, default=20, help="timed rounds" + DEFAULT)
     ops.add_argument("--output", type=Path, metavar="FILE", help="write the result to this JSON file")
     ops.set_defaults(run=_operations)
     report = others.add_parser("report", help="make tables and plots of results")
-    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench")
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench and bench ops")
     report.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
         default=Path("outputs"),
-        help="folder for speed.md and its plots (default: outputs)",
+        help="folder for speed.md, the pages of bench ops and their plots (default: outputs)",
     )
     report.add_argument(
         "--compare",
@@ -87,6 +104,14 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, images of a pipeline" + DEFAULT)
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
     option("--max-downsample", type=int, nargs="+", default=[None], help="deepest level (default: the shallowest)")
+    option(
+        "--merging",
+        type=parse_settings,
+        nargs="+",
+        metavar="SETTINGS",
+        help="how to merge, at each ratio or at their own, such as window=16,proportional or "
+        "merge_attn=kv,match=grid,ratio=0.75 (default: as apply_tome, with fixed dst)",
+    )
     option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
     option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="of Paddle" + DEFAULT)
     option("--arms", choices=ARMS, nargs="+", help="what is compared (default: everything)")
@@ -121,8 +146,9 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
     python, problem = _torch(options) if TORCH in names else (None, None)
     settings = Settings(options.rounds, options.warm_up, options.threads, python)
     cases = _cases(options)
+    configs = make_configs(options.ratio, options.max_downsample, options.merging or ())
     for case in cases:
-        case.arms = make_arms(case, names, options.backend, options.ratio, options.max_downsample, problem)
+        case.arms = make_arms(case, names, options.backend, configs, problem)
     measured = measure_all(cases, settings, options.output, _command(arguments), options.restart)
     print(format_table(measured))
     print(f"written to {options.output}")
@@ -165,35 +191,46 @@ def format_table(cases: Sequence[Case]) -> str:
 
 def _lines(case: Case) -> Iterator[str]:
     yield f"{case.name}, {case.dtype}: {case.tokens} tokens"
-    yield f"  {'arm':<42}{'kept':>7}{'seconds':>10}{'speed-up':>10}{'peak MB':>9}"
+    width = max(len(arm.name) for arm in case.arms) + 2
+    yield f"  {'arm':<{width}}{'kept':>7}{'seconds':>10}{'speed-up':>10}{'peak MB':>9}"
     plain = {arm.backend: arm.seconds for arm in case.with_status(MEASURED) if arm.arm == PLAIN}
     for arm in case.arms:
         if arm.status != MEASURED:
-            yield f"  {arm.name:<42}{arm.kept:>7}  {arm.status}: {arm.reason}"
+            yield f"  {arm.name:<{width}}{arm.kept:>7}  {arm.status}: {arm.reason}"
             continue
         faster = ""
         if arm.backend in plain:
             faster = f"{ratio_within_rounds(plain[arm.backend], arm.seconds).median:.2f}×"
         peak = "" if arm.peak_memory_bytes is None else f"{arm.peak_memory_bytes / 1e6:.1f}"
-        yield f"  {arm.name:<42}{arm.kept:>7}{statistics.median(arm.seconds):>10.4f}{faster:>10}{peak:>9}"
+        yield f"  {arm.name:<{width}}{arm.kept:>7}{statistics.median(arm.seconds):>10.4f}{faster:>10}{peak:>9}"
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     # Imported here because pandas and matplotlib take seconds to load.
     from ..evaluation.speed.compare import compare
-    from ..evaluation.speed.speed_report import write_report
+    from ..evaluation.speed.speed_report import write_operations, write_report
 
-    text, is_slower = compare(options.compare, options.files) if options.compare else ("", False)
-    page = write_report(options.files, options.output)
-    print(text or page)
-    print(f"written to {options.output / 'speed.md'}", file=sys.stderr)
+    is_slower, pages = False, []
+    operations = [file for file in options.files if read_json(file).get("kind") == "operations"]
+    for file in operations:
+        print(write_operations(file, options.output))
+        pages.append(f"{file.stem}.md")
+    others = [file for file in options.files if file not in operations]
+    if others or options.compare:
+        text, is_slower = compare(options.compare, others) if options.compare else ("", False)
+        page = write_report(others, options.output)
+        print(text or page)
+        pages.append("speed.md")
+    for page in pages:
+        print(f"written to {options.output / page}", file=sys.stderr)
     return int(is_slower)
 
 
 def _operations(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     case = OpsCase(options.batch, options.height, options.width, options.channels, options.ratio)
     result = time_operations(case, options.rounds)
-    print(format_operations(result))
+    result["growth"] = time_growth(case, options.growth, options.rounds, options.memory_limit)
+    print("\n".join(describe_operations(result)))
     if options.output:
         write_result(options.output, make_result("operations", _command(arguments), **result))
     return 0

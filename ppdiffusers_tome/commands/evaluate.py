@@ -43,17 +43,16 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
     option(
         "--merging",
-        type=parse_settings,
         nargs="+",
         default=[],
         metavar="SETTINGS",
-        help="other ways to merge, at each ratio or at their own, such as window=16,proportional or "
-        "merge_attn=kv,match=grid,ratio=0.75",
+        help="other ways to merge, at each --ratio or at their own: window=16,proportional "
+        "merge_attn=kv,match=grid,ratio=0.75 …",
     )
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to draw with tomesd on PyTorch too")
-    option("--strength", type=float, help="start from scikit-image's photographs, at this strength of image-to-image")
+    option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")
     option("--torch-python", default="", help="interpreter that has torch, diffusers and tomesd")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
     option("--features", choices=("efficientnet", "inception"), default="efficientnet", help="inception: FID as well")
@@ -64,11 +63,18 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--quick", action="store_true", help="other defaults, two small images in two steps: shows that all works")
     add_options(command)
     command.set_defaults(run=partial(_evaluate, command))
-    report = command.add_subparsers(dest="what").add_parser("report", help="write the report of a result again")
+    others = command.add_subparsers(dest="what")
+    report = others.add_parser("report", help="write the report of a result again")
     report.add_argument("file", type=Path, help="quality.json of an evaluation")
     report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images and merge maps")
     report.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the report {default}")
     report.set_defaults(run=_report)
+    frontier = others.add_parser("frontier", help="compare ways to merge by distance from plain and measured time")
+    frontier.add_argument(
+        "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
+    )
+    frontier.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the page {default}")
+    frontier.set_defaults(run=_frontier)
 
 
 def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -98,8 +104,9 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         strength=options.strength,
     )
     levels = model_levels(options.model)
+    methods = [parse_settings(text) for text in options.merging]
     settings = list_settings(
-        options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, options.merging
+        options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, methods
     )
     with open_drawers(options, gpu=False) as make_drawer:
         result = evaluate(
@@ -120,6 +127,13 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     result = read_json(options.file)
     check_result(result, "quality", options.file)
     return _write_report(result, options.file, options.output, options.images)
+
+
+def _frontier(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from ..evaluation.quality.frontier import write_report
+
+    print(write_report(options.files, options.output))
+    return 0
 
 
 def _write_report(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:

@@ -15,7 +15,7 @@ from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
 from .layout import copy_parts, describe_export, share_weights
-from .manifest import Manifest, ProgramFile, Size, list_programs
+from .manifest import Manifest, ProgramFile, Size, list_programs, read_manifest
 from .programs import Traceable
 from .request import Request, check_request
 from .runtime import Runtime
@@ -32,6 +32,7 @@ def export_pipeline(
     image_to_image: bool = False,
     controlnet: bool | float = True,
     overwrite: bool = False,
+    others: str | Path | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> Manifest:
@@ -52,6 +53,8 @@ def export_pipeline(
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         overwrite: replace an earlier export in folder, once the new one is complete.
+        others: an earlier export of the same pipeline, on the same file system. Its programs of models that do not
+            merge, such as text encoder and VAE, are linked instead of written again.
         progress: show a progress bar.
         settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
             merge_attn, merge_crossattn, merge_mlp. dynamic=True needs window=None and match="similarity".
@@ -69,11 +72,17 @@ def export_pipeline(
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
     request = check_request(pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, settings)
+    linked = (
+        {} if others is None else {file.model: file for file in read_manifest(others).programs if file.ratio is None}
+    )
     with _atomic_folder(request.folder) as partial:
         written: list[ProgramFile] = []
         programs_to_write = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
         for model, size, ratio in tqdm(programs_to_write, desc="export", unit="program", disable=not progress):
-            written.append(_write(request, model, size, ratio, partial, written))
+            if others is not None and model in linked:
+                written.append(_link(linked[model], Path(others), partial))
+            else:
+                written.append(_write(request, model, size, ratio, partial, written))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
         manifest.save(partial)
@@ -94,6 +103,13 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _link(file: ProgramFile, source: Path, folder: Path) -> ProgramFile:
+    for name in (file.program, file.params):
+        (folder / name).parent.mkdir(exist_ok=True)
+        os.link(source / name, folder / name)
+    return file
 
 
 def _write(

@@ -39,7 +39,7 @@ class Job:
     negative_prompt: str = ""
     steps: int = 20
     guidance_scale: float = 7.5
-    image: Image | None = field(default=None, repr=False)
+    image: Image | None = field(default=None, repr=False, hash=False)  # images have no hash
     strength: float | None = None
 
     @property

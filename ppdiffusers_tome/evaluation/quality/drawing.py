@@ -45,21 +45,36 @@ def _absolute(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
+def check_model(evaluation: Evaluation, settings: Sequence[Setting]) -> None:
+    """Raise ToMeConfigError if tomesd or photographs need Stable Diffusion and the model is another pipeline."""
+    needs = ["photographs (--strength)"] if evaluation.strength is not None else []
+    needs += ["tomesd"] if any(setting.framework == "PyTorch" for setting in settings) else []
+    if needs and type(pipe := load_model(evaluation.model)) is not StableDiffusionPipeline:
+        raise ToMeConfigError(
+            f"{evaluation.model} is a {type(pipe).__name__}: {needs[0]} cannot be used, only with a "
+            "StableDiffusionPipeline."
+        )
+
+
 class EagerEngine(Engine):
     """Draws with the pipeline itself, which merges by `config` while it draws."""
 
     def __init__(self, model: str, config: ToMeConfig) -> None:
         self._pipe = load_model(model)
         self._config = config
-        from_image = None
-        if type(self._pipe) is StableDiffusionPipeline:
-            from_image = StableDiffusionImg2ImgPipeline(**self._pipe.components, requires_safety_checker=False)
-        super().__init__(self._pipe, from_image, name=model)
+        super().__init__(self._pipe, from_image(self._pipe), name=model)
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[[], bool] | None = None) -> list[Image.Image]:
         """See `Engine.generate`."""
         with self._pipe.tome(**asdict(self._config)) if self._config.ratio else nullcontext():
             return super().generate(jobs, should_stop)
+
+
+def from_image(pipe: DiffusionPipeline) -> StableDiffusionImg2ImgPipeline | None:
+    """The image-to-image pipeline of the same models; None if `pipe` is not a StableDiffusionPipeline."""
+    if type(pipe) is not StableDiffusionPipeline:
+        return None
+    return StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
 
 
 class RemoteUNet:
@@ -96,18 +111,15 @@ def open_torch_engine(
 
     Raises:
         ToMeError: PyTorch's process fails.
-        ToMeConfigError: the model is not a StableDiffusionPipeline.
     """
     pipe = load_model(evaluation.model)
-    if type(pipe) is not StableDiffusionPipeline:
-        raise ToMeConfigError(f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs Stable Diffusion.")
     rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
     with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
         process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
         components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, ratio)}
         torch_pipe = StableDiffusionPipeline(**components, requires_safety_checker=False)
         with process:
-            yield Engine(torch_pipe, name=f"{evaluation.model} in PyTorch"), process.versions
+            yield Engine(torch_pipe, from_image(torch_pipe), f"{evaluation.model} in PyTorch"), process.versions
 
 
 def claim_folder(evaluation: Evaluation, output: Path) -> str:
@@ -172,8 +184,9 @@ def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output:
         ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
-            sizes = [(evaluation.size, evaluation.size)]
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
+            options["others"] = next(iter(programs.values()), None)  # the other models are exported once
+            sizes = [(evaluation.size, evaluation.size)]
             export_pipeline(load_model(evaluation.model), folder, ratios, sizes, **options)
         programs |= dict.fromkeys(members, folder)
     return programs

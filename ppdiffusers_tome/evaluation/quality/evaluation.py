@@ -10,12 +10,22 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...models import find_blocks
 from ...serving.engine import Engine
-from ...serving.jobs import Job
 from ..results import make_result
-from .drawing import MakeDrawer, claim_folder, draw, image_folder, image_paths, load_model, read_images
+from .drawing import (
+    MakeDrawer,
+    check_model,
+    claim_folder,
+    draw,
+    from_image,
+    image_folder,
+    image_paths,
+    load_model,
+    read_images,
+)
 from .merge_maps import write_merge_maps
 from .metrics import blur, kid, load_fid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
@@ -65,9 +75,11 @@ def evaluate(
         A result of kind "quality", as docs/evaluation.md describes.
 
     Raises:
-        ToMeConfigError: an argument is not allowed, or the folder holds images of another evaluation.
+        ToMeConfigError: an argument is not allowed, also with this model, or the folder holds images of another
+            evaluation.
         ToMeError: weights or a package are missing, or images could not be drawn.
     """
+    check_model(evaluation, settings)
     # What may be missing is loaded now, because drawing takes hours.
     real_images = [] if real is None else image_paths(real)
     if real is not None and len(real_images) < SMALLEST_REAL:
@@ -179,11 +191,14 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[tuple[Path, st
     Raises:
         ToMeExportError: the model cannot be loaded.
     """
-    pipe, first, size = load_model(result["model"]), result["prompts"][0], result["size"]
-    frame = read_frame(result)
-    fields = {**first, "ratio": float(frame.at[default_setting(frame), "ratio"]), "steps": result["steps"]}
-    job = Job(height=size, width=size, guidance_scale=result["guidance_scale"], **fields)
-    with pipe.tome(ratio=job.ratio):
+    pipe, first, frame = load_model(result["model"]), result["prompts"][0], read_frame(result)
+    about = {name: result[name] for name in ("model", "size", "steps", "guidance_scale", "backend", "threads")}
+    about |= {"prompts": ((first["prompt"], first["seed"]),), "strength": result.get("strength")}
+    config = ToMeConfig(ratio=float(frame.at[default_setting(frame), "ratio"]))
+    (prompt,) = Evaluation(**about, torch_python="").jobs(Setting("default", "ratio", config))
+    engine = Engine(pipe, from_image(pipe))
+    fields = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
+    with pipe.tome(**asdict(config)):
         return write_merge_maps(
-            pipe, lambda: np.asarray(Engine(pipe).generate([job])[0]), output, **fields, model=result["model"]
+            pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), output, **fields, model=result["model"]
         )

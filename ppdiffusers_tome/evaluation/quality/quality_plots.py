@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
-from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, add_legend, make_figure, save_figure, set_title
+from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, add_legend, make_figure, save_figure, set_title
 
 OTHER_SEEDS, BLURRED = "plain, other seeds", "plain, blurred"  # calibrations that every result has
-COLOURS = {"ratio": BLUE, "use_rand": RED, "max_downsample": PURPLE, "layers": ORANGE, "tomesd": GREEN}
+COLOURS = {"ratio": BLUE, "method": SKY, "use_rand": RED, "max_downsample": PURPLE, "layers": ORANGE, "tomesd": GREEN}
+# Of the methods of a frontier in turn; six and seven, so that 42 lines differ.
+METHOD_COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
+METHOD_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # The groups whose settings differ in the ratio alone: label, marker, line.
 LINES = {
     "ratio": ("random dst", "o", "-"),
@@ -84,6 +88,36 @@ def plot_ablations(frame: pd.DataFrame, ratio: float) -> Figure:
     axes.axvline(other, color="black", lw=0.9, ls="--", label="another seed of the same prompt")
     set_title(figure, f"What merges, at ratio {ratio:g}")
     add_legend(figure, [axes])
+    return figure
+
+
+def plot_frontier(points: pd.DataFrame, title: str) -> Figure:
+    """PSNR and ST-LPIPS against speed-up: a line for each method over its ratios, and the frontier in grey.
+
+    Args:
+        points: from `frontier.read_points`, of one size, kind of image and backend.
+        title: of the figure.
+    """
+    methods = list(dict.fromkeys(points["method"]))
+    figure, panels = make_figure(columns=2, height=4 + 0.11 * len(methods))
+    for axes, measure, frontier in zip(
+        panels, ("psnr", "perceptual"), ("frontier", "frontier_perceptual"), strict=True
+    ):
+        best = points[points[frontier]].sort_values("speed_up")
+        axes.plot(best["speed_up"], best[measure], color="#cccccc", lw=6, solid_capstyle="round", label="frontier")
+        axes.axvline(1, color="black", lw=0.9, ls=":", label="plain")
+        for nth, method in enumerate(methods):
+            line = points[points["method"] == method].sort_values("ratio")
+            colour, marker = METHOD_COLOURS[nth % len(METHOD_COLOURS)], METHOD_MARKERS[nth % len(METHOD_MARKERS)]
+            axes.plot(line["speed_up"], line[measure], color=colour, marker=marker, ms=5, lw=1, label=method)
+        axes.set_title(PAIRS[measure], fontsize=9.5)
+        axes.set_xlabel("times as fast as plain, predictor", fontsize=9)
+    panels[1].set_yscale("log")
+    panels[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[1].yaxis.set_major_formatter("{x:g}")
+    panels[1].minorticks_off()
+    set_title(figure, title)
+    add_legend(figure, panels, columns=2)
     return figure
 
 

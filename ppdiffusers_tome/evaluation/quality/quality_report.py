@@ -31,7 +31,7 @@ TABLE = {  # column of the frame → title and form of the table's
 }
 GROUPS = {
     "ratio": ("By ratio", "The defaults: random dst, self-attention alone, the shallowest level alone."),
-    "method": ("Methods", "Other ways to merge than the defaults, see docs/methods.md."),
+    "method": ("Methods", "Other ways to merge than the defaults."),
     "use_rand": ("Random and fixed dst", "`use_rand=False` always chooses the first token of each cell as dst."),
     "max_downsample": ("Levels", "A higher `max_downsample` merges in deeper feature maps too."),
     "layers": ("Layers", "Tokens can also merge around cross-attention and the feed-forward layer (`mlp`)."),
@@ -129,9 +129,9 @@ def _label(setting: dict[str, Any]) -> str:
     """How a setting differs from the others of its ratio."""
     config = setting["config"]
     layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if config[f"merge_{layer}"])
-    labels = {"ratio": "default (random dst)", "layers": f"layers: {layers}", "tomesd": "tomesd"}
     if setting["group"] == "method":
         return ToMeConfig(**config).method
+    labels = {"ratio": "default (random dst)", "layers": f"layers: {layers}", "tomesd": "tomesd"}
     return labels.get(group := setting["group"]) or f"{group}={config[group]}"
 
 
@@ -160,14 +160,16 @@ def _about(result: dict[str, Any], result_file: Path, output: Path) -> list[str]
     """What was drawn, by which command, where."""
     seeds = [prompt["seed"] for prompt in result["prompts"]]
     distinct = len({prompt["prompt"] for prompt in result["prompts"]})
+    strength = result.get("strength")  # not in results of version 0.4
+    start = "" if strength is None else f" and scikit-image's photographs (image-to-image, strength {strength:g})"
     weights, machine = (
         ", ".join(f"{name} {version}" for name, version in result[part].items()) for part in ("weights", "environment")
     )
     return [
         f"- Model: {result['model']}, {result['size']} px, {result['steps']} steps of {result['scheduler']}, guidance "
         f"scale {result['guidance_scale']:g}",
-        f"- Images: {len(seeds)} for each setting, from {distinct} prompts, seeds {min(seeds)} to {max(seeds)}; an "
-        "image has the same noise in every setting",
+        f"- Images: {len(seeds)} for each setting, from {distinct} prompts{start}, seeds {min(seeds)} to "
+        f"{max(seeds)}; an image has the same noise in every setting",
         f"- Weights of the measures: {weights}",
         f"- Command: `{result['command']}`",
         f"- Commit: `{result['commit']}`",

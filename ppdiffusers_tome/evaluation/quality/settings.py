@@ -4,7 +4,7 @@ import csv
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,16 @@ class Evaluation:
     strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise
 
     def __post_init__(self) -> None:
-        if self.strength is not None and not (0 < self.strength <= 1 and int(self.steps * self.strength) >= 1):
-            raise ToMeConfigError(
-                f"strength={self.strength!r} is not allowed: it must be above 0, at most 1, and one of {self.steps} "
-                "steps at least."
-            )
         for name, least, most in (("size", SMALLEST_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {least} to {most:,}.")
         if not math.isfinite(self.guidance_scale):
             raise ToMeConfigError(f"guidance_scale={self.guidance_scale!r} is not allowed: it must be finite.")
+        if self.strength is not None and not (0 < self.strength <= 1 and int(self.steps * self.strength) >= 1):
+            raise ToMeConfigError(
+                f"strength={self.strength!r} is not allowed: it must be above 0 and at most 1, and at least one of "
+                f"{self.steps} steps."
+            )
 
     def jobs(self, setting: Setting) -> list[Prompt]:
         """The images of a setting."""
@@ -72,19 +72,19 @@ class Evaluation:
         offset = 2**31 if setting == OTHER_SEEDS else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):
-            prompt = Prompt(n, replace(job, prompt=text, seed=seed_after(seed, offset)))
+            name, image = "", None
             if self.strength is not None:
                 name = PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
-                job_from_image = replace(prompt.job, image=photograph(name, self.size), strength=self.strength)
-                prompt = Prompt(n, job_from_image, name)
-            prompts.append(prompt)
+                image = photograph(name, self.size)
+            drawn = replace(job, prompt=text, seed=seed_after(seed, offset), image=image, strength=self.strength)
+            prompts.append(Prompt(n, drawn, name))
         return prompts
 
 
-@lru_cache
+@cache
 def photograph(name: str, size: int) -> Image.Image:
     """The middle of one of scikit-image's photographs, as a square RGB image of `size` px."""
-    (path,) = Path(skimage.data.__file__).parent.glob(f"{name}.*g")
+    path = next(Path(skimage.data.__file__).parent.glob(f"{name}.*"))
     return ImageOps.fit(Image.open(path).convert("RGB"), (size, size), Image.Resampling.LANCZOS)
 
 
@@ -96,7 +96,7 @@ def list_settings(
     tomesd: Sequence[float] = (),
     methods: Sequence[Mapping[str, Any]] = (),
 ) -> list[Setting]:
-    """The settings of an evaluation; each differs in one thing from the defaults at its ratio.
+    """The settings of an evaluation; except for methods, each differs in one thing from the defaults at its ratio.
 
     Args:
         ratios: above 0; each with the defaults.
@@ -105,16 +105,18 @@ def list_settings(
         ablation_ratio: of "max_downsample" and "layers".
         levels: at which the model has self-attention, the shallowest first.
         tomesd: ratios to draw with tomesd on PyTorch, by its defaults.
-        methods: settings of `ToMeConfig`, see `config.parse_settings`; each at every ratio, or at its own.
+        methods: arguments of `ToMeConfig`, as from `config.parse_settings`; each at every ratio, or at its own. What
+            equals the defaults is not drawn again.
 
     Raises:
-        ToMeConfigError: a ratio is 0, too large or repeated, or an ablation is unknown.
+        ToMeConfigError: a ratio is 0, too large or repeated, an ablation is unknown, or a method is not allowed or
+            repeated.
 
     Source: the design choices that Bolya & Hoffman 2023, arXiv:2303.17604, vary in their section 4.
     """
     if unknown := set(ablations) - set(ABLATIONS):
         raise ToMeConfigError(f"ablation {min(unknown)!r} is not allowed: it must be one of {', '.join(ABLATIONS)}.")
-    for ratio in (*ratios, ablation_ratio, *tomesd):
+    for ratio in (*ratios, ablation_ratio, *tomesd, *(method["ratio"] for method in methods if "ratio" in method)):
         if ToMeConfig(ratio=ratio).ratio == 0:
             raise ToMeConfigError(f"ratio={ratio!r} is not allowed: it must be above 0, plain is always drawn.")
 
@@ -132,14 +134,19 @@ def list_settings(
     if "use_rand" in ablations:
         settings += [setting(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
     settings += [setting(ratio, "-tomesd", "tomesd", "PyTorch") for ratio in tomesd]
-    for method in methods:
-        suffix = "-" + "_".join(f"{name}={value}" for name, value in method.items() if name != "ratio")
-        for ratio in [method["ratio"]] if "ratio" in method else ratios:
-            settings.append(setting(ratio, suffix, "method", **method))
     names = [setting.name for setting in settings]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ToMeConfigError(f"ratio {repeated[0]} is repeated: list each ratio once.")
-    return settings
+    configs = {setting.config for setting in settings if setting.group == "ratio"}
+    others: dict[ToMeConfig, Setting] = {}
+    for method in methods:
+        suffix = "-" + "_".join(f"{name}={value}" for name, value in method.items() if name != "ratio")
+        for ratio in [method["ratio"]] if "ratio" in method else ratios:
+            other = setting(ratio, suffix, "method", **method)
+            if other.config in others:
+                raise ToMeConfigError(f"{other.config.describe()} is repeated: list each way to merge once.")
+            others[other.config] = other
+    return settings + [other for config, other in others.items() if config not in configs]
 
 
 def read_texts(path: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 
+from ...config import ToMeConfig
 from ...inference import export_pipeline, load_pipeline
 from ...inference.layout import share_weights
 from ...inference.runtime import Predictor, Runtime
@@ -88,12 +89,10 @@ class EagerBackend(Backend):
                     layer.set_processor(SlicedAttnProcessor(max(1, layer.sliceable_head_dim // 2)))
                 else:
                     layer.set_processor(AttnProcessor())
-            if arm.arm == BUILT_IN:
-                _attach_built_in(denoiser, arm)
-            elif arm.arm == LIMIT:
-                attach_free_merge(denoiser, arm.config, self.workload.latent)
-            elif arm.ratio:
-                attach(denoiser, arm.config, None)
+            if arm.config and arm.arm == BUILT_IN:
+                _attach_built_in(denoiser, arm.config)
+            else:
+                _attach(denoiser, arm, self.workload)
             yield self.workload.run
         finally:
             detach(denoiser)
@@ -147,10 +146,7 @@ class PredictorBackend(Backend):
         workload = self.workload
         traceable = workload.traceable()
         denoiser = getattr(traceable.layer, "unet", traceable.layer)
-        if arm.arm == LIMIT:
-            attach_free_merge(denoiser, arm.config, workload.latent)
-        elif arm.ratio:
-            attach(denoiser, arm.config, None)
+        _attach(denoiser, arm, workload)
         fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
         folder = self.folder / f"program_{next(self._numbers)}"
         saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads)
@@ -169,8 +165,8 @@ class PredictorBackend(Backend):
         assert isinstance(workload, PipelineWorkload)
         folder = self.folder / f"pipeline_{next(self._numbers)}"
         sizes = [(workload.case.size, workload.case.size)]
-        settings: dict[str, Any] = {"use_rand": False, "max_downsample": arm.max_downsample}
-        export_pipeline(workload.pipe, folder, arm.ratio, sizes, progress=False, **settings)
+        settings = asdict(arm.config) if arm.config else {"ratio": 0}
+        export_pipeline(workload.pipe, folder, settings.pop("ratio"), sizes, progress=False, **settings)
 
         def load() -> Run:
             pipe = load_pipeline(folder, threads=self.threads)
@@ -210,24 +206,31 @@ class PyTorchBackend(Backend):
         self._torch.close()
 
     def _merging(self, arm: Arm) -> dict[str, Any] | None:
-        level = _deepest_level(self.workload.denoiser, arm)
-        return {"ratio": arm.ratio, "use_rand": False, "max_downsample": level} if arm.ratio else None
+        return _tomesd_arguments(self.workload.denoiser, arm.config) if arm.config else None
 
 
 BACKEND_CLASSES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
 
 
-def _attach_built_in(denoiser: nn.Layer, arm: Arm) -> None:
-    """What ppdiffusers' apply_tome does, which this package replaces, at the levels that the other arms merge at."""
-    names = ("ratio", "sx", "sy", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
-    arguments = {name: getattr(arm.config, name) for name in names}
-    arguments["max_downsample"] = _deepest_level(denoiser, arm)
-    denoiser._tome_info = {"size": None, "hooks": [], "args": arguments}
+def _attach(denoiser: nn.Layer, arm: Arm, workload: Workload) -> None:
+    """Merge in a denoiser as the arm does, or cut tokens as its limit does."""
+    if arm.config and arm.arm == LIMIT:
+        attach_free_merge(denoiser, arm.config, workload.latent)
+    elif arm.config:
+        attach(denoiser, arm.config, None)
+
+
+def _attach_built_in(denoiser: nn.Layer, config: ToMeConfig) -> None:
+    """What ppdiffusers' apply_tome does, which this package replaces."""
+    denoiser._tome_info = {"size": None, "hooks": [], "args": _tomesd_arguments(denoiser, config)}
     for block in find_blocks(denoiser):
         block.block.__class__ = builtin.make_tome_block(type(block.block))
         block.block._tome_info = denoiser._tome_info
     builtin.hook_tome_model(denoiser)
 
 
-def _deepest_level(denoiser: nn.Layer, arm: Arm) -> int:
-    return max(block.level for block in chosen_blocks(denoiser, arm.config))
+def _tomesd_arguments(denoiser: nn.Layer, config: ToMeConfig) -> dict[str, Any]:
+    """Arguments of tomesd and of the built-in ToMe, to merge at the levels that the other arms merge at."""
+    names = ("ratio", "sx", "sy", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
+    deepest = max(block.level for block in chosen_blocks(denoiser, config))
+    return {**{name: getattr(config, name) for name in names}, "max_downsample": deepest}

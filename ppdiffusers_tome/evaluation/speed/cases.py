@@ -4,15 +4,16 @@ The same objects are planned, sent to the worker, stored in the result file and 
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import paddle
 
-from ...config import ToMeConfig
+from ...config import SIMILARITY, ToMeConfig
 from ...errors import ToMeConfigError
 from ...positions import count_removed
 from ...published.architectures import Architecture, architecture_of
@@ -50,8 +51,7 @@ class Arm:
 
     arm: str  # one of ARMS, except TORCH
     backend: str = EAGER  # or PREDICTOR, PYTORCH
-    ratio: float = 0.0  # share of tokens to merge; 0 if nothing merges
-    max_downsample: int | None = None  # deepest level that merges; None: the shallowest with attention
+    config: ToMeConfig | None = None  # how tokens merge; None: they do not
     attention: str = "plain"  # or "slicing", "xformers"
     kept: int = 0  # tokens after merging, at the shallowest level with attention
     status: str = PLANNED  # until MEASURED, OUT_OF_MEMORY or ERROR; or NOT_MEASURED
@@ -60,20 +60,38 @@ class Arm:
     parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
     peak_memory_bytes: int | None = None  # of one pass with the weights, by Paddle's counter
     macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
-    shares: dict[str, float] | None = None  # of the blocks' time: "matching", "merge", "unmerge"
+    shares: dict[str, float] | None = None  # of the blocks' time, by overhead.PARTS
+
+    @property
+    def ratio(self) -> float:
+        """Share of tokens to merge; 0 if nothing merges."""
+        return 0.0 if self.config is None else self.config.ratio
+
+    @property
+    def max_downsample(self) -> int | None:
+        """Deepest level that merges; None: the shallowest with attention, or nothing merges."""
+        return None if self.config is None else self.config.max_downsample
+
+    @property
+    def method(self) -> str:
+        """How tokens merge, in words, without ratio and level; "" if they do not."""
+        return "" if self.config is None else method_of(self.config)
 
     @property
     def name(self) -> str:
-        """In words, such as "ToMe 0.5, eager"; no two arms of a case have the same."""
-        merging = "tomesd" if self.backend == PYTORCH and self.arm == TOME else ARM_NAMES.get(self.arm, self.arm)
-        ratio = "" if self.arm in (PLAIN, MEMORY_EFFICIENT) else f" {self.ratio:g}"
+        """In words, such as "ToMe 0.5, windows of 16, eager"; no two arms of a case have the same."""
         level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
-        return f"{merging}{ratio}{level}, {self.backend}"
+        return f"{self.label(f' {self.ratio:g}')}{level}, {self.backend}"
 
-    @property
-    def config(self) -> ToMeConfig:
-        """How tokens merge; dst is the first token of every cell, because tomesd draws other random ones."""
-        return ToMeConfig(ratio=self.ratio, max_downsample=self.max_downsample, use_rand=False)
+    def label(self, ratio: str = "") -> str:
+        """In words, such as "ToMe, windows of 16", without level and backend; `ratio` follows the first words."""
+        if self.config is None:
+            return ARM_NAMES.get(self.arm, self.arm)
+        merging, *others = self.method.split(", ")
+        words = "tomesd" if self.backend == PYTORCH else ARM_NAMES.get(self.arm, self.arm).replace("ToMe", merging)
+        if self.arm == LIMIT and merging != "ToMe":
+            words += f" of {merging}"
+        return ", ".join([f"{words}{ratio}", *others])
 
     def fail(self, status: str, reason: str) -> None:
         """Record that the arm cannot be measured; its seconds are dropped."""
@@ -99,7 +117,8 @@ class Case:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Case":
         """A case from `dataclasses.asdict`, after JSON."""
-        return cls(**{**fields, "arms": [Arm(**arm) for arm in fields["arms"]]})
+        arms = [Arm(**{**arm, "config": arm["config"] and ToMeConfig(**arm["config"])}) for arm in fields["arms"]]
+        return cls(**{**fields, "arms": arms})
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -115,6 +134,41 @@ class Case:
     def with_status(self, *statuses: str) -> list[Arm]:
         """The arms that have one of these statuses."""
         return [arm for arm in self.arms if arm.status in statuses]
+
+
+def method_of(config: ToMeConfig) -> str:
+    """`ToMeConfig.method` without the level, and without the dst, which are the same in all arms."""
+    return replace(config, use_rand=True, max_downsample=None).method
+
+
+def tomesd_config(config: ToMeConfig) -> ToMeConfig:
+    """The same tokens removed by the method of tomesd and of ppdiffusers' built-in ToMe."""
+    attention = bool(config.merge_attn)
+    return replace(config, window=None, proportional=False, match=SIMILARITY, blend=1.0, merge_attn=attention)
+
+
+def make_configs(
+    ratios: Sequence[float], levels: Sequence[int | None], mergings: Sequence[Mapping[str, Any]] = ()
+) -> list[ToMeConfig]:
+    """All combinations of ratios, values of `max_downsample`, and other settings; settings that have their own win.
+
+    dst is the first token of every cell, because tomesd and the built-in ToMe draw other random ones. It takes the
+    same time.
+
+    Args:
+        ratios, levels: values of `ratio` and `max_downsample`.
+        mergings: settings as `config.parse_settings` returns them; none: the defaults of `ToMeConfig`.
+
+    Raises:
+        ToMeConfigError: a value is not allowed.
+    """
+    if any(settings.get("use_rand") for settings in mergings):
+        raise ToMeConfigError("--merging use_rand is not allowed: every arm has fixed dst, as fast as random ones.")
+    combinations = product(ratios, levels, mergings or [{}])
+    configs = [
+        ToMeConfig(**{"ratio": r, "max_downsample": level, "use_rand": False, **s}) for r, level, s in combinations
+    ]
+    return list(dict.fromkeys(configs))  # a value may be repeated
 
 
 def make_case(model: str, **fields: Any) -> Case:
@@ -147,35 +201,51 @@ def make_arms(
     case: Case,
     arms: Sequence[str],
     backends: Sequence[str],
-    ratios: Sequence[float],
-    levels: Sequence[int | None],
+    configs: Sequence[ToMeConfig],
     torch_problem: str | None,
 ) -> list[Arm]:
     """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Args:
         case, arms, backends: what they compute, some of ARMS, some of BACKENDS; TORCH adds its own backend.
-        ratios, levels: values of `ratio` and `max_downsample`; the merging arms take all combinations.
+        configs: how the merging arms merge. There is one limit for each number of tokens that they remove, and the
+            built-in ToMe and tomesd remove as many by their own method.
         torch_problem: why PyTorch cannot be used; None if it can.
 
     Raises:
-        ToMeConfigError: a ratio or level is not allowed, or merges nothing in this case.
+        ToMeConfigError: a config would merge nothing in the case.
     """
-    merges = {(ratio, level): _count_kept(case, ratio, level) for ratio in ratios for level in levels}
     efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
-    made: list[Arm] = []
+    made: dict[str, Arm] = {}
     for backend in [*backends, *([PYTORCH] if TORCH in arms else [])]:
         for name in ARMS_OF[backend]:
             if name not in arms and backend != PYTORCH:
                 continue
             attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
-            is_merging = name not in (PLAIN, MEMORY_EFFICIENT)
-            for (ratio, level), kept in merges.items() if is_merging else [((0.0, None), case.tokens)]:
-                arm = Arm(name, backend, ratio, level, attention, kept)
+            for config in _configs_of(case, name, backend, configs):
+                kept = case.tokens if config is None else _count_kept(case, config)
+                arm = Arm(name, backend, config, attention, kept)
                 arm.reason = _why_not_measured(case, arm, torch_problem)
                 arm.status = NOT_MEASURED if arm.reason else PLANNED
-                made.append(arm)
-    return made
+                made.setdefault(arm.name, arm)
+    return list(made.values())
+
+
+def _configs_of(case: Case, name: str, backend: str, configs: Sequence[ToMeConfig]) -> list[ToMeConfig | None]:
+    if name in (PLAIN, MEMORY_EFFICIENT):
+        return [None]
+    if name == BUILT_IN or backend == PYTORCH:
+        return [tomesd_config(config) for config in configs]
+    if name != LIMIT:
+        return list(configs)
+    limits: dict[Any, ToMeConfig | None] = {}  # by what makes a difference
+    for config in configs:
+        config = replace(config, window=None, proportional=False, blend=1.0)
+        kept, similar = _count_kept(case, config), replace(config, match=SIMILARITY)
+        layers = config.merge_attn, config.merge_crossattn, config.merge_mlp
+        same = similar if _count_kept(case, similar) == kept else config  # a grid of incomplete cells keeps less
+        limits.setdefault((kept, config.max_downsample, *layers), same)
+    return list(limits.values())
 
 
 def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
@@ -202,17 +272,20 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
     return cases
 
 
-def _count_kept(case: Case, ratio: float, level: int | None) -> int:
-    first = case.architecture.first_level
+def _count_kept(case: Case, config: ToMeConfig) -> int:
+    """Tokens after merging, at the shallowest level with attention."""
+    first, level = case.architecture.first_level, config.max_downsample
     if level is not None and case.scope == "block":
         raise ToMeConfigError("--max-downsample is not allowed with --scope block, which has one level: leave it out.")
     if level is not None and level < first:
         raise ToMeConfigError(
             f"--max-downsample {level} is not allowed: the shallowest attention of {case.model} is at level {first}."
         )
-    removed = int(count_removed(case.architecture.first_grid(case.size), Arm(TOME, EAGER, ratio, level).config))
+    removed = int(count_removed(case.architecture.first_grid(case.size), config))
     if not removed:
-        raise ToMeConfigError(f"--ratio {ratio:g} merges no token at {case.size} px: raise the ratio or the size.")
+        raise ToMeConfigError(
+            f"--ratio {config.ratio:g} merges no token at {case.size} px: raise the ratio or the size."
+        )
     return case.tokens - removed
 
 

@@ -11,7 +11,7 @@ from ..markdown import change
 from .cases import BUILT_IN, EAGER, ERROR, LIMIT, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, PYTORCH
 from .frame import CASE, UNMERGED, partners, read_frame, rounds, spread
 
-ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample"]  # equal if the arm is measured again
+ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample", "method"]  # equal if the arm is measured again
 HEADINGS = {
     "slower": "Became slower",
     "faster": "Became faster",

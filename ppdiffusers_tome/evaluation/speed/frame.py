@@ -8,13 +8,29 @@ import pandas as pd
 
 from ...errors import ToMeConfigError
 from ..results import read_json
-from .cases import BOTH, BUILT_IN, EAGER, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, SCOPES, TOME, read_cases
+from .cases import (
+    BOTH,
+    BUILT_IN,
+    EAGER,
+    LIMIT,
+    MEMORY_EFFICIENT,
+    PLAIN,
+    PREDICTOR,
+    PYTORCH,
+    SCOPES,
+    TOME,
+    Arm,
+    method_of,
+    read_cases,
+    tomesd_config,
+)
 
 CASE = ["model", "scope", "size", "batch", "dtype", "steps", "guidance_scale", "memory_limit_gb"]  # equal if repeated
-KEY = ["case", "arm", "backend", "ratio", "max_downsample"]  # identifies an arm within a frame
+KEY = ["case", "arm", "backend", "ratio", "max_downsample", "method"]  # identifies an arm within a frame
+LIMIT_KEY = ["case", "arm", "backend", "kept", "max_downsample", "layers"]  # what an arm and its limit have in common
 MACHINE = ("machine", "device", "paddlepaddle", "paddlepaddle-gpu", "ppdiffusers")  # what seconds depend on
 NUMBERS = ("steps", "guidance_scale", "memory_limit_gb", "max_downsample", "peak_memory_bytes", "macs")
-UNMERGED = {"ratio": 0.0, "max_downsample": 0}
+UNMERGED: dict[str, Any] = {"ratio": 0.0, "max_downsample": 0, "method": ""}
 
 
 def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, str]]]:
@@ -25,6 +41,8 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
 
     - `case`: number of the case. In words: `case_name`, made of `subject` ("sd15, one UNet pass") and `shape`
       ("512 px, batch 2"), and `name`, of the arm.
+    - `ratio`, `max_downsample`, `method` of the arm, and `tomesd`, the method of tomesd that removes as many tokens.
+      `layers`: around which layers it merges. `label`: in words without level and backend; `label_at`: with ratio.
     - `machine`: what seconds depend on. `merges`: whether this package merges tokens in the arm.
     - `time`, `time_low`, `time_high`: median and quartiles of the seconds; NaN if the arm was not measured.
     - `faster_than_plain`, `…_efficient` (in the same backend), `…_pytorch`, `…_eager_plain`, of ToMe also
@@ -54,14 +72,24 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
         subject = f"{case.model}, {SCOPES.get(case.scope, case.scope)}"
         words = {"case_name": case.name, "subject": subject, "shape": case.name.removeprefix(f"{subject}, ")}
         about |= {"file": file, "case": number, "machine": machine, **words, **vars(case)}
-        rows += [{**about, **vars(arm), "name": arm.name} for arm in case.arms]
+        rows += [{**about, **vars(arm), **_about(arm)} for arm in case.arms]
     if not rows:
         raise ToMeConfigError(f"{', '.join(str(file) for file, _ in results)}: no arm was measured. Measure again.")
     frame = pd.DataFrame(rows).astype(dict.fromkeys(NUMBERS, float))
     frame["max_downsample"] = frame["max_downsample"].fillna(0).astype(int)
     frame["merges"] = frame["arm"].isin([TOME, BOTH]) & (frame["backend"] != PYTORCH)  # in PyTorch tomesd merges
-    frame = frame.drop_duplicates(KEY, ignore_index=True)  # a value may be repeated on the command line
     return _with_comparisons(frame), skipped
+
+
+def _about(arm: Arm) -> dict[str, Any]:
+    config = arm.config
+    return {
+        **{name: getattr(arm, name) for name in ("name", "ratio", "max_downsample", "method")},
+        "label": arm.label(),
+        "label_at": arm.label(f" {arm.ratio:g}"),
+        "tomesd": method_of(tomesd_config(config)) if config else "",
+        "layers": f"{config.merge_attn}, {config.merge_crossattn}, {config.merge_mlp}" if config else "",
+    }
 
 
 def _with_comparisons(frame: pd.DataFrame) -> pd.DataFrame:
@@ -70,13 +98,15 @@ def _with_comparisons(frame: pd.DataFrame) -> pd.DataFrame:
     others = {
         "faster_than_plain": plain,
         "faster_than_efficient": efficient,
-        "faster_than_built_in": partners(frame, arm=BUILT_IN)[is_tome],  # it has plain attention
-        "faster_than_pytorch": partners(frame, backend=PYTORCH),
+        "faster_than_built_in": partners(frame, arm=BUILT_IN, method=frame["tomesd"])[
+            is_tome
+        ],  # it has plain attention
+        "faster_than_pytorch": partners(frame, backend=PYTORCH, method=frame["tomesd"]),
         "faster_than_eager": partners(frame, backend=EAGER)[in_predictor],
         "faster_than_eager_plain": partners(frame, arm=PLAIN, backend=EAGER, **UNMERGED),
     }
     seconds = rounds(frame)
-    limit = rounds(partners(frame, arm=LIMIT)[is_tome])
+    limit = rounds(partners(frame, LIMIT_KEY, arm=LIMIT)[is_tome])
     columns = [spread("time", seconds), spread("over_limit", seconds / limit)]
     for name, other in others.items():
         columns.append(spread(name, rounds(other[other["name"] != frame["name"][other.index]]) / seconds))
@@ -88,9 +118,10 @@ def _with_comparisons(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([frame, *columns], axis=1)
 
 
-def partners(frame: pd.DataFrame, **changes: Any) -> pd.DataFrame:
+def partners(frame: pd.DataFrame, key: Sequence[str] = KEY, **changes: Any) -> pd.DataFrame:
     """For each arm the arm of the same case whose key differs by `changes` alone; missing values if there is none."""
-    return frame[KEY].assign(**changes).merge(frame, on=KEY, how="left").set_axis(frame.index)
+    key = list(key)
+    return frame[key].assign(**changes).merge(frame.drop_duplicates(key), "left", key).set_axis(frame.index)
 
 
 def rounds(arms: pd.DataFrame) -> pd.DataFrame:
@@ -101,6 +132,11 @@ def rounds(arms: pd.DataFrame) -> pd.DataFrame:
 def spread(name: str, values: pd.DataFrame) -> pd.DataFrame:
     """The median of each row, named `name`, and its quartiles, named `name_low` and `name_high`."""
     return values.quantile([0.5, 0.25, 0.75], axis=1).T.set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
+
+
+def at_ratio(arms: pd.DataFrame) -> pd.Series:
+    """Whether each arm has the ratio that is nearest to 0.5 among those of its method and backend."""
+    return arms["ratio"] == arms.groupby(["backend", "method"])["ratio"].transform(nearest, 0.5)
 
 
 def nearest(values: Iterable[float], wanted: float) -> float:

@@ -1,28 +1,34 @@
-"""What merging itself costs: the shares of a block's time that matching, merging and unmerging take."""
+"""What merging itself costs: the shares of a block's time that matching, merging, unmerging and sizes take."""
 
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ... import hooks
+from ... import attention, hooks
 from ...errors import ToMeConfigError
 from ..clock import now
 
-TIMED: dict[str, tuple[Any, str]] = {
-    "begin": (hooks.CallHook, "__call__"),  # the first and the last hook of a block
-    "matching": (hooks.CallHook, "build_plan"),
-    "merge": (hooks, "merge"),
-    "unmerge": (hooks, "unmerge"),
-    "end": (hooks.FinishHook, "__call__"),
-}
+PARTS = ("matching", "merge", "unmerge", "sizes")
+TIMED: list[tuple[str, Any, str]] = [
+    ("begin", hooks.CallHook, "__call__"),  # the first and the last hook of a block
+    ("matching", hooks.CallHook, "build_plan"),
+    ("merge", hooks, "merge"),
+    ("unmerge", hooks, "unmerge"),
+    ("sizes", attention.MaskHook, "__call__"),
+    ("sizes", attention.ScoresHook, "add_channel"),
+    ("sizes", attention.SizeChannelHook, "__call__"),
+    ("sizes", attention.DropChannelHook, "__call__"),
+    ("end", hooks.FinishHook, "__call__"),
+]
 
 
 def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
-    """The shares, from 0 to 1, of the time of the blocks that merge in one pass: "matching", "merge" and "unmerge".
+    """The shares, from 0 to 1, of the time of the blocks that merge in one pass, by PARTS.
 
-    A block's time is that of its forward. On a GPU the host waits for the device around every timed part, so the pass
-    takes longer than usual.
+    "merge" includes that of keys and values alone. "sizes" is what proportional attention adds: a mask, or the
+    channels that replace it, but not the wider product of queries and keys. A block's time is that of its forward. On
+    a GPU the host waits for the device around every timed part, so the pass takes longer than usual.
 
     Args:
         run: makes one pass through a model that merges, eagerly. Warm up before: a first pass is slower. Nothing else
@@ -34,16 +40,16 @@ def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
     calls: list[tuple[str, float, float]] = []
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             start = now()
-            result = function(*args)
+            result = function(*args, **named)
             calls.append((part, start, now()))
             return result
 
         return call
 
     with ExitStack() as restore:
-        for part, (owner, name) in TIMED.items():
+        for part, owner, name in TIMED:
             restore.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, timed(part, getattr(owner, name)))
         run()
@@ -61,4 +67,4 @@ def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
                 total[name] += seconds
     if not total:
         raise ToMeConfigError("no block merged tokens in the pass: call apply_tome(), run eagerly at a larger size.")
-    return {part: total[part] / total["block"] for part in ("matching", "merge", "unmerge")}
+    return {part: total[part] / total["block"] for part in PARTS}

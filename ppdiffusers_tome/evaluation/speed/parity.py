@@ -5,7 +5,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...inference.tracing import ONEDNN_TOLERANCE, relative_difference
-from .cases import BOTH, BUILT_IN, EAGER, ERROR, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME, Arm, Case
+from .cases import (
+    BOTH,
+    BUILT_IN,
+    EAGER,
+    ERROR,
+    MEMORY_EFFICIENT,
+    PLAIN,
+    PREDICTOR,
+    PYTORCH,
+    TOME,
+    Arm,
+    Case,
+    tomesd_config,
+)
 
 # If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So an arm
 # must agree for one of several draws of the inputs.
@@ -49,17 +62,22 @@ def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], No
 
 
 def definition_of(arm: Arm) -> Arm | None:
-    """The arm whose output must be equal; None for plain and for the limit, whose output is wrong."""
+    """The arm whose output must be equal.
+
+    None for plain in eager, and for the limit there, whose output is wrong; also for ToMe there unless it merges as
+    the built-in ToMe does: what other methods compute is checked by the library's tests.
+    """
     name: str | None = arm.arm
     if arm.backend == EAGER:
-        name = {MEMORY_EFFICIENT: PLAIN, BOTH: TOME, TOME: BUILT_IN, BUILT_IN: TOME}.get(arm.arm)
-    return Arm(name, EAGER, arm.ratio, arm.max_downsample) if name else None
+        built_in = BUILT_IN if arm.config and arm.config == tomesd_config(arm.config) else None
+        name = {MEMORY_EFFICIENT: PLAIN, BOTH: TOME, TOME: built_in, BUILT_IN: TOME}.get(arm.arm)
+    return Arm(name, EAGER, arm.config) if name else None
 
 
 def tolerance(case: Case, arm: Arm) -> float | None:
     """The largest relative difference from the definition; None where rounding alone leads to other merges."""
     if case.dtype != "float32":
-        return None if arm.ratio else HALF
+        return None if arm.config else HALF
     if case.scope == "pipeline":
         return PIPELINE
     return OTHER_ATTENTION if arm.arm in (BOTH, MEMORY_EFFICIENT) else TOLERANCES[arm.backend]
@@ -70,7 +88,7 @@ def _compare(case: Case, arm: Arm, values: np.ndarray, output: Output) -> str:
     arm.parity = None
     if not np.isfinite(values).all():
         return "its output contains NaN or infinity"
-    plain = output(Arm(PLAIN)) if arm.ratio and arm.backend == EAGER else None
+    plain = output(Arm(PLAIN)) if arm.config and arm.backend == EAGER else None
     if plain is not None and not relative_difference([values], [plain]) > LEAST_CHANGE:
         return "merging does not change the output"
     definition, allowed = definition_of(arm), tolerance(case, arm)

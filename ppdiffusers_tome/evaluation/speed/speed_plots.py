@@ -1,15 +1,18 @@
 """Plots of speed results: each function returns a figure, or None if the arms lack what it shows."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..plotting import BLUE, GREEN, GREY, ORANGE, RED, SKY, add_legend, make_figure, set_title
-from .cases import ARM_NAMES, BOTH, BUILT_IN, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
-from .frame import nearest
+from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, add_legend, make_figure, set_title
+from .cases import BOTH, BUILT_IN, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
+from .frame import at_ratio, nearest
 
 TARGET = 0.03  # largest time above the free-merge limit that counts as reaching it, as a share
-COLOURS = (SKY, ORANGE, RED, BLUE, GREEN)
+COLOURS = (SKY, ORANGE, RED, BLUE, GREEN, PURPLE, GREY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LOOKS = {TOME: ("o-", BLUE), LIMIT: (":", GREY), BUILT_IN: ("s-", RED), BOTH: ("^--", GREEN)}  # of lines by ratio
 
@@ -17,16 +20,17 @@ LOOKS = {TOME: ("o-", BLUE), LIMIT: (":", GREY), BUILT_IN: ("s-", RED), BOTH: ("
 def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
     """Speed-up over plain against image size: a panel for ToMe, and one for ToMe + memory-efficient attention.
 
-    Of many ratios the plot has those nearest to 0.25, 0.5 and 0.75, of several values of `max_downsample` the lowest.
-    None if no line has two sizes.
+    Of many ratios the plot has those nearest to 0.25, 0.5 and 0.75, of several values of `max_downsample` the lowest,
+    and of several methods the first. None if no line has two sizes.
     """
+    arms = _first_method(arms)
     arms = arms[arms["merges"] & (arms["backend"] == backend) & arms["faster_than_plain"].notna()]
     arms = arms[arms["max_downsample"] == arms["max_downsample"].min()].sort_values("size")
     if arms.empty or arms.groupby(["arm", "ratio", "batch"])["size"].nunique().max() < 2:
         return None
     ratios = sorted({nearest(arms["ratio"], wanted) for wanted in (0.25, 0.5, 0.75)})
     batches = sorted(arms["batch"].unique())
-    panels_of = arms[arms["ratio"].isin(ratios)].groupby("arm", sort=False)
+    panels_of = arms[arms["ratio"].isin(ratios)].groupby("label", sort=False)
     figure, panels = make_figure(columns=len(panels_of), height=4.4)
     for panel in panels[1:]:
         panel.sharey(panels[0])
@@ -37,7 +41,7 @@ def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
             panel.plot(line["size"], line["faster_than_plain"], f"{marker}-", color=colour, ms=5, label=label)
         panel.axhline(1, color=GREY, lw=1)
         panel.set(xticks=sorted(arms["size"].unique()), xlabel="image size (px, square)")
-        panel.set_title(ARM_NAMES[name], fontsize=11)
+        panel.set_title(name, fontsize=11)
     panels[0].set_ylabel("times as fast as plain")
     set_title(figure, f"Speed-up against size, {arms['subject'].iloc[0]}, {backend}")
     add_legend(figure, panels)
@@ -48,8 +52,10 @@ def time_and_memory_by_ratio(arms: pd.DataFrame, backend: str) -> Figure | None:
     """Seconds and peak memory of one case against the ratio; at ratio 0 is the same attention without merging.
 
     The case is the one measured at most ratios; of several the one with the largest image, then the smallest batch.
-    Of several values of `max_downsample` it is the lowest. None if no arm was measured at two ratios.
+    Of several values of `max_downsample` it is the lowest, of several methods the first. None if no arm was measured
+    at two ratios.
     """
+    arms = _first_method(arms)
     arms = arms[(arms["backend"] == backend) & arms["time"].notna()]
     arms = arms.sort_values(["size", "batch"], ascending=[False, True], kind="stable")
     merged = arms[arms["arm"].isin(LOOKS)]
@@ -66,7 +72,8 @@ def time_and_memory_by_ratio(arms: pd.DataFrame, backend: str) -> Figure | None:
     figure, panels = make_figure(columns=1 + has_memory)
     for name, curve in curves.items():
         line, colour = LOOKS[name]
-        panels[0].plot(curve["ratio"], curve["time"], line, color=colour, ms=5, label=ARM_NAMES[name])
+        label = curve["label"].iloc[-1]
+        panels[0].plot(curve["ratio"], curve["time"], line, color=colour, ms=5, label=label)
         panels[0].fill_between(curve["ratio"], curve["time_low"], curve["time_high"], color=colour, alpha=0.12, lw=0)
         if has_memory and name != LIMIT:
             panels[1].plot(curve["ratio"], curve["peak_memory_bytes"] / 1e9, line, color=colour, ms=5)
@@ -79,30 +86,47 @@ def time_and_memory_by_ratio(arms: pd.DataFrame, backend: str) -> Figure | None:
 
 
 def time_above_limit(arms: pd.DataFrame) -> Figure | None:
-    """Bars: how much longer than its free-merge limit each case takes at each ratio; a panel for each backend."""
+    """Bars: how much longer than its free-merge limit each case takes, by method and ratio; a panel per backend."""
     arms = arms[arms["over_limit"].notna()].sort_values("ratio", kind="stable")
     if arms.empty:
         return None
-    backends = arms.groupby("backend", sort=False)
-    figure, panels = make_figure(rows=len(backends), height=1.4 + 2.8 * len(backends))
-    for panel, (backend, bars) in zip(panels, backends, strict=True):
-        above = 100 * (bars.filter(like="over_limit") - 1)
-        _bars(panel, bars, "ratio " + bars["ratio"].map("{:g}".format), above, "{:+.1f}")
+    above = 100 * (arms.filter(like="over_limit") - 1)
+    labels = arms["label_at"] if arms["method"].nunique() > 1 else "ratio " + arms["ratio"].map("{:g}".format)
+    figure, panels = _bars_by_backend(arms, labels, above, "{:+.1f}")
+    for panel in panels:
         panel.axhline(100 * TARGET, color=RED, lw=1.2, ls="--", label=f"target, {100 * TARGET:g} %")
         panel.axhline(0, color=GREY, lw=1)
-        panel.set_title(backend, fontsize=11)
     figure.supylabel("time above the free-merge limit (%)", fontsize=11)
     set_title(figure, f"Time above the free-merge limit, {arms['subject'].iloc[0]}")
-    add_legend(figure, panels)
+    add_legend(figure, panels, columns=2 if labels is arms["label_at"] else 4)
+    return figure
+
+
+def speed_up_by_method(arms: pd.DataFrame) -> Figure | None:
+    """Bars: speed-up over plain of each case by each method, at its ratio nearest to 0.5; a panel per backend.
+
+    None if fewer than two methods were measured.
+    """
+    arms = arms[arms["merges"] & (arms["arm"] == TOME) & arms["faster_than_plain"].notna()]
+    if arms["method"].nunique() < 2:
+        return None
+    arms = arms[at_ratio(arms)]
+    figure, panels = _bars_by_backend(arms, arms["label_at"], arms.filter(like="faster_than_plain"), "{:.2f}")
+    for panel in panels:
+        panel.axhline(1, color=GREY, lw=1)
+    figure.supylabel("times as fast as plain", fontsize=11)
+    set_title(figure, f"Speed-up by method, {arms['subject'].iloc[0]}")
+    add_legend(figure, panels, columns=2)
     return figure
 
 
 def eager_against_predictor(arms: pd.DataFrame) -> Figure | None:
     """Bars: speed-up over eager plain, of ToMe in eager, and of the predictor plain and with ToMe.
 
-    Of several ratios it is the one nearest to 0.5, of several values of `max_downsample` the lowest. None if the
-    predictor was not measured, or eager plain was not.
+    Of several ratios it is the one nearest to 0.5, of several values of `max_downsample` the lowest, of several
+    methods the first. None if the predictor was not measured, or eager plain was not.
     """
+    arms = _first_method(arms)
     arms = arms[arms["faster_than_eager_plain"].notna() & (arms["backend"] != PYTORCH)]
     merged = arms[arms["arm"] == TOME]
     ratio = nearest(merged["ratio"], 0.5) if len(merged) else 0.5
@@ -111,13 +135,57 @@ def eager_against_predictor(arms: pd.DataFrame) -> Figure | None:
     if PREDICTOR not in set(arms["backend"]):
         return None
     figure, [axes] = make_figure()
-    labels = arms["backend"] + ", " + arms["arm"].map({PLAIN: "plain", TOME: f"ToMe {ratio:g}"})
+    labels = arms["backend"] + ", " + arms["label_at"]
     _bars(axes, arms.assign(max_downsample=0), labels, arms.filter(like="faster_than_eager_plain"), "{:.2f}")
     axes.axhline(1, color=GREY, lw=1)
     axes.set_ylabel("times as fast as eager, plain")
     set_title(figure, f"Eager and predictor, {arms['subject'].iloc[0]}")
     add_legend(figure, [axes])
     return figure
+
+
+def plan_growth(plans: Sequence[dict[str, Any]]) -> Figure | None:
+    """Milliseconds of the plans of `operations.time_growth` against tokens, a line per method; None if there are none.
+
+    Both axes are logarithmic; a grey line shows what grows with the number of tokens.
+    """
+    timed = pd.DataFrame(plans).dropna() if plans else pd.DataFrame()
+    if timed.empty:
+        return None
+    figure, [axes] = make_figure(height=4.6)
+    timed["tokens"] = timed["side"] ** 2
+    for index, (name, line) in enumerate(timed.groupby("method", sort=False)):
+        marker, colour = MARKERS[index % len(MARKERS)], COLOURS[index % len(COLOURS)]
+        axes.plot(line["tokens"], line["milliseconds"], f"{marker}-", color=colour, ms=5, label=name)
+    largest = timed[timed["side"] == timed["side"].max()].nlargest(1, "milliseconds").iloc[0]
+    sides = timed["side"].unique()
+    linear = largest["milliseconds"] * sides**2 / largest["tokens"]
+    axes.plot(sides**2, linear, ":", color=GREY, label="linear in tokens")
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
+    axes.set_xticks(sides**2, [f"{side}×{side}" for side in sides])
+    axes.minorticks_off()
+    set_title(figure, "Time of one plan against the number of tokens")
+    add_legend(figure, [axes])
+    return figure
+
+
+def _first_method(arms: pd.DataFrame) -> pd.DataFrame:
+    """The arms without those of other merge methods than the first, and without the limits of those."""
+    for first in arms[arms["merges"]].head(1).to_dict("records"):
+        is_other = arms["merges"] & (arms["method"] != first["method"])
+        arms = arms[~(is_other | (arms["arm"] == LIMIT) & (arms["layers"] != first["layers"]))]
+    return arms
+
+
+def _bars_by_backend(
+    arms: pd.DataFrame, labels: pd.Series, heights: pd.DataFrame, write: str
+) -> tuple[Figure, list[Axes]]:
+    backends = arms.groupby("backend", sort=False)
+    figure, panels = make_figure(rows=len(backends), height=1.4 + 2.8 * len(backends))
+    for panel, (backend, bars) in zip(panels, backends, strict=True):
+        _bars(panel, bars, labels[bars.index], heights.loc[bars.index], write)
+        panel.set_title(backend, fontsize=11)
+    return figure, panels
 
 
 def _bars(axes: Axes, arms: pd.DataFrame, labels: pd.Series, heights: pd.DataFrame, write: str) -> None:

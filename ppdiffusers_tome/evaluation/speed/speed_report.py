@@ -9,10 +9,21 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ..markdown import NOT_MEASURED, change, link, number, table
+from ..operations import describe_operations
 from ..plotting import save_figure
+from ..results import check_result, read_json
 from . import cases
-from .frame import CASE, nearest, partners, read_frame
-from .speed_plots import TARGET, eager_against_predictor, speed_up_by_size, time_above_limit, time_and_memory_by_ratio
+from .frame import CASE, at_ratio, nearest, partners, read_frame
+from .overhead import PARTS
+from .speed_plots import (
+    TARGET,
+    eager_against_predictor,
+    plan_growth,
+    speed_up_by_method,
+    speed_up_by_size,
+    time_above_limit,
+    time_and_memory_by_ratio,
+)
 
 COLUMNS = [cases.PLAIN, cases.TOME, cases.MEMORY_EFFICIENT, cases.BOTH, cases.LIMIT]  # of tables by size and ratio
 RATIO_0 = {cases.PLAIN: cases.TOME, cases.MEMORY_EFFICIENT: cases.BOTH}  # in whose column an unmerged arm is ratio 0
@@ -25,10 +36,22 @@ SUMMARY = [  # arm, column of its speed-up, and the comparison in words
     (cases.TOME, "faster_than_pytorch", "ToMe over tomesd on PyTorch"),
     (cases.TOME, "faster_than_eager", "ToMe in the predictor over ToMe in eager"),
 ]
-PEERS = [  # heading, the peer in words, column of the speed-up over it, and how the peer's key differs
-    ("Against ppdiffusers' built-in ToMe", "built-in", "faster_than_built_in", {"arm": cases.BUILT_IN}),
-    ("Against PyTorch with diffusers and tomesd", "PyTorch", "faster_than_pytorch", {"backend": cases.PYTORCH}),
-    ("Predictor against eager", "eager", "faster_than_eager", {"backend": cases.EAGER}),
+PEERS: list[
+    tuple[str, str, str, Callable[[pd.DataFrame], dict[str, Any]]]
+] = [  # heading, the peer in words, column of the speed-up over it, and how the peer's key differs
+    (
+        "Against ppdiffusers' built-in ToMe",
+        "built-in",
+        "faster_than_built_in",
+        lambda arms: {"arm": cases.BUILT_IN, "method": arms["tomesd"]},
+    ),
+    (
+        "Against PyTorch with diffusers and tomesd",
+        "PyTorch",
+        "faster_than_pytorch",
+        lambda arms: {"backend": cases.PYTORCH, "method": arms["tomesd"]},
+    ),
+    ("Predictor against eager", "eager", "faster_than_eager", lambda arms: {"backend": cases.EAGER}),
 ]
 PACKAGES = "paddlepaddle paddlepaddle-gpu ppdiffusers ppdiffusers_tome numpy torch diffusers tomesd"
 PUBLISHED = "published_figures.md"
@@ -37,6 +60,10 @@ A *case* is one model at one image size and batch. Its *arms* compute it in diff
 is, *ToMe 0.5* merges away half of the tokens before attention, *memory-efficient* is xformers on a GPU and sliced
 attention on a CPU, *ToMe + memory-efficient* is both. *Eager* runs the model layer by layer, *predictor* runs a
 program exported from it. A speed-up of 1.50× means 1.5 times as fast; an arm below 1× is slower."""
+OTHER_METHODS = """\
+*ToMe* alone is the method of tomesd. Its variants have their settings in their names: *windows of 16* compare tokens
+within windows of 16×16 only, *proportional* weights merged tokens by their size, *keys and values* merge alone, and
+*2×2 cells* merge without a comparison."""
 HOW_TO_READ = """\
 All arms of a case take turns in every round. A speed-up is the median of the ratios within rounds, with quartiles in
 square brackets. Percentages in parentheses are changes of time or memory against plain in the same backend: −40 % is
@@ -56,6 +83,8 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     frame, skipped = read_frame(files)
     frame = _with_cells(frame)
     lines = ["# Speed and memory", "", INTRODUCTION, ""]
+    if _has_other_methods(frame):
+        lines += [OTHER_METHODS, ""]
     for block in ([f"- {sentence}" for sentence in _sentences(frame)], _comparisons(frame), _sizes(frame)):
         lines += [*block, ""] if block else []
     lines += [HOW_TO_READ, ""]
@@ -65,7 +94,8 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         names = ", ".join(f"[{file.name}]({link(file, output)}) ({kind})" for file, kind in skipped)
         lines += [f"Not in this report, because they are not speed results: {names}.", ""]
     for index, (title, arms) in enumerate(_sections(frame), start=1):
-        lines += [f"## {title}", "", *_sources(arms, output), ""]
+        sources = [_source(row, output) for row in arms.drop_duplicates("file").to_dict("records")]
+        lines += [f"## {title}", "", *sources, ""]
         for heading, rows in _tables(arms):
             lines += [f"### {heading}", "", *rows, ""] if rows else []
         for name, figure in _plots(arms, index):
@@ -76,6 +106,25 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     text = "\n".join(lines).rstrip() + "\n"
     output.mkdir(parents=True, exist_ok=True)
     (output / "speed.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def write_operations(file: Path, output: Path) -> str:
+    """Write the page of a result of `bench ops`, named as the file, and its plot into a folder; returns its text.
+
+    Raises:
+        ToMeConfigError: the file is not such a result.
+    """
+    result = read_json(file)
+    check_result(result, "operations", file)
+    source = _source({**result, "file": file, "threads": result["environment"]["threads"]}, output)
+    lines = ["# Plan, merge and unmerge", "", source, "", *describe_operations(result), ""]
+    output.mkdir(parents=True, exist_ok=True)
+    if figure := plan_growth(result["growth"]["plans"]):
+        save_figure(figure, output / f"{file.stem}_growth.png")
+        lines += [f"![{figure.get_suptitle()}]({file.stem}_growth.png)", ""]
+    text = "\n".join(lines)
+    (output / f"{file.stem}.md").write_text(text, encoding="utf-8")
     return text
 
 
@@ -118,13 +167,15 @@ def _range(speed_ups: pd.Series) -> str:
 def _sentences(frame: pd.DataFrame) -> Iterator[str]:
     """What the results show, gains and losses alike."""
     merged = frame[frame["merges"]]
-    speed_ups = merged.loc[merged["arm"] == cases.TOME, "faster_than_plain"]
-    if speed_ups.count():
-        best = merged.loc[speed_ups.idxmax()]
-        yield (
-            f"ToMe is {_range(speed_ups)} as fast as plain in {speed_ups.count()} arms; the fastest is "
-            f"{best['where']} (quartiles {best['faster_than_plain_low']:.2f}–{best['faster_than_plain_high']:.2f})."
-        )
+    for method, arms in merged[merged["arm"] == cases.TOME].groupby("method", sort=False):
+        speed_ups = arms["faster_than_plain"]
+        if speed_ups.count():
+            best = merged.loc[speed_ups.idxmax()]
+            yield (
+                f"{method} is {_range(speed_ups)} as fast as plain in {speed_ups.count()} arms; the fastest is "
+                f"{best['where']} (quartiles {best['faster_than_plain_low']:.2f}–"
+                f"{best['faster_than_plain_high']:.2f})."
+            )
     slower, count = _slower(merged), merged["time"].count()
     if len(slower):
         worst = slower.sort_values("speed_up", kind="stable").iloc[0]
@@ -172,25 +223,32 @@ def _slower(merged: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts).sort_index(kind="stable")
 
 
+def _has_other_methods(arms: pd.DataFrame) -> bool:
+    return bool(set(arms["method"]) - {"", "ToMe"})
+
+
 def _comparisons(frame: pd.DataFrame) -> list[str]:
-    """The range of the speed-ups over all cases, for each comparison and backend."""
-    rows = []
+    """The range of the speed-ups over all cases, for each comparison, method and backend."""
+    rows, is_named = [], _has_other_methods(frame)
     for arm, column, words in SUMMARY:
-        arms = frame[frame["merges"] & (frame["arm"] == arm)]
-        for backend, speed_ups in arms[column].dropna().groupby(arms["backend"], sort=False):
+        arms = frame[frame["merges"] & (frame["arm"] == arm)].dropna(subset=column)
+        for (method, backend), speed_ups in arms.groupby(["method", "backend"], sort=False)[column]:
             slower = f"{(speed_ups < 1).sum()} of {len(speed_ups)} arms"
-            rows.append([words, backend, _range(speed_ups), slower])
-    return table(["speed-up of", "backend", "over all cases", "slower in"], rows)
+            rows.append([words, method if is_named else NOT_MEASURED, backend, _range(speed_ups), slower])
+    return table(["speed-up of", "method", "backend", "over all cases", "slower in"], rows)
 
 
 def _sizes(frame: pd.DataFrame) -> list[str]:
-    """The speed-ups of ToMe by model and size, at one ratio for each backend."""
+    """The speed-ups of ToMe by model and size, at one ratio for each method and backend."""
     arms = frame[frame["merges"] & (frame["arm"] == cases.TOME) & frame["faster_than_plain"].notna()]
     if arms.empty:
         return []
-    arms = arms[arms["ratio"] == arms.groupby("backend")["ratio"].transform(nearest, 0.5)]
-    columns = "ToMe " + arms["ratio_cell"] + " over plain, " + arms["backend"]
-    keys = [arms["subject"].rename("model"), arms["size, px"], columns]
+    arms = arms[at_ratio(arms)]
+    keys, columns = [arms["subject"].rename("model"), arms["size, px"]], " over plain, " + arms["backend"]
+    if _has_other_methods(arms):
+        keys += [arms["label_at"].rename("method"), "speed-up" + columns]
+    else:
+        keys += [arms["label_at"] + columns]
     return _table(arms["faster_than_plain"].groupby(keys, sort=False).agg(_range).unstack())
 
 
@@ -207,17 +265,16 @@ def _sections(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield title, arms.sort_values(["size", "batch", "memory_limit_gb"], kind="stable", na_position="first")
 
 
-def _sources(arms: pd.DataFrame, output: Path) -> Iterator[str]:
-    """Where the figures of a section come from: file, machine, versions, commit and command."""
-    for row in arms.drop_duplicates("file").to_dict("records"):
-        file = row["file"]
-        about = {name: value for name, value in row["environment"].items() if value != "not installed"}
-        versions = [f"{name} {about[name]}" for name in PACKAGES.split() if name in about]
-        yield (
-            f"- [{file.name}]({link(file, output)}): {about.get('machine')}, {about.get('device')}, threads: "
-            f"{row['threads']}, cores: {about.get('cores')}; {', '.join(versions)}, Python {about.get('python')}; "
-            f"commit {row['commit']}; {row['rounds']} rounds; `{row['command']}`"
-        )
+def _source(row: dict[Any, Any], output: Path) -> str:
+    """Where figures come from: file, machine, versions, commit and command."""
+    file = row["file"]
+    about = {name: value for name, value in row["environment"].items() if value != "not installed"}
+    versions = [f"{name} {about[name]}" for name in PACKAGES.split() if name in about]
+    return (
+        f"- [{file.name}]({link(file, output)}): {about.get('machine')}, {about.get('device')}, threads: "
+        f"{row['threads']}, cores: {about.get('cores')}; {', '.join(versions)}, Python {about.get('python')}; "
+        f"commit {row['commit']}; {row['rounds']} rounds; `{row['command']}`"
+    )
 
 
 def _tables(arms: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
@@ -239,13 +296,13 @@ def _tables(arms: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
     verdicts = _text(arms["over_limit"], lambda ratio: "reached" if ratio <= 1 + TARGET else "**not reached**")
     cells = {"time above the limit": _text(arms["over_limit"], change), "target": verdicts}
     yield f"Time above the free-merge limit, target {100 * TARGET:g} %", _by_arm(arms, cells)
-    shares = {name: 100 * arms["shares"].str[name].astype(float) for name in ("matching", "merge", "unmerge")}
-    shares["total"] = sum(shares.values())
-    cells = {name: _text(values, "{:.1f} %".format) for name, values in shares.items()}
+    shares = 100 * pd.DataFrame({name: arms["shares"].str.get(name) for name in PARTS}, dtype=float)
+    shares["total"] = shares.sum(axis=1, min_count=1)
+    cells = {name: _text(shares[name], "{:.1f} %".format) for name in shares}
     yield "Share of the merging blocks' time", _by_arm(arms, cells)
     for heading, peer, column, key in PEERS:
         cells = {
-            f"{peer}, s": partners(arms, **key)["time_cell"],
+            f"{peer}, s": partners(arms, **key(arms))["time_cell"],
             "this arm, s": arms["time_cell"],
             f"speed-up over {peer}": _with_quartiles(arms, column),
         }
@@ -257,10 +314,18 @@ def _tables(arms: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
 
 
 def _layouts(arms: pd.DataFrame, words: str) -> Iterator[tuple[str, list[str]]]:
-    """Tables of time and memory by size and batch, and by ratio, for the arms of one backend at one level."""
-    ratios = set(arms.loc[arms["merges"], "ratio"]) or {0.5}
-    ratio = nearest(ratios, 0.5)
+    """Tables of time and memory by size and batch, and by ratio, for the arms of one backend at one level.
+
+    If they merge by several methods, one table of all arms instead.
+    """
+    merged = arms[arms["merges"]]
     unit = "s for the whole batch" if arms["scope"].iloc[0] == "pipeline" else "s a pass"
+    if merged["method"].nunique() > 1:
+        cells = {unit: arms["time_and_speed_up"], "peak memory, GB": arms["memory_and_change"]}
+        yield f"Time and memory by method, {words}", _by_arm(arms, cells)
+        return
+    ratios = set(merged["ratio"]) or {0.5}
+    ratio = nearest(ratios, 0.5)
     at_ratio = arms[arms["ratio"].isin([0, ratio]) & (arms["arm"] != cases.LIMIT)]
     place = f"by size and batch, ratio {ratio:g}, {words}"
     yield f"Time {place}", _table(_pivot(at_ratio, "time_and_change", unit))
@@ -275,7 +340,8 @@ def _layouts(arms: pd.DataFrame, words: str) -> Iterator[tuple[str, list[str]]]:
 def _pivot(arms: pd.DataFrame, cell: str, unit: str, *rows: str) -> pd.DataFrame:
     """Cells with a row for each case, or also for each value of the columns `rows`, and a column for each arm."""
     cells = arms.pivot(index=["size, px", "batch", "memory limit", *rows], columns="arm", values=cell)
-    return cells.reindex(columns=COLUMNS).rename(columns=lambda arm: f"{cases.ARM_NAMES[arm]}, {unit}")
+    labels = cases.ARM_NAMES | dict(zip(arms["arm"], arms["label"], strict=True))
+    return cells.reindex(columns=COLUMNS).rename(columns=lambda arm: f"{labels[arm]}, {unit}")
 
 
 def _every_figure(arms: pd.DataFrame) -> list[str]:
@@ -308,6 +374,7 @@ def _plots(arms: pd.DataFrame, index: int) -> Iterator[tuple[str, Figure]]:
     words = f"speed {index} {Path(first['model']).name} {first['scope']} {first['dtype']}".lower()
     prefix = re.sub(r"[\W_]+", "_", words).strip("_")
     figures = {"distance_from_limit": time_above_limit(arms), "eager_against_predictor": eager_against_predictor(arms)}
+    figures["speed_up_by_method"] = speed_up_by_method(arms)
     for backend in (cases.EAGER, cases.PREDICTOR):
         figures[f"speed_up_against_size_{backend}"] = speed_up_by_size(arms, backend)
         figures[f"against_ratio_{backend}"] = time_and_memory_by_ratio(arms, backend)

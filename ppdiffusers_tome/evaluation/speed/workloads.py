@@ -57,13 +57,14 @@ class Workload(ABC):
         text = self.case.architecture.text
         return {"latent_height": self.latent.h, "latent_width": self.latent.w, "tokens": text}
 
-    def macs(self, config: ToMeConfig, matching: bool = True) -> int:
+    def macs(self, config: ToMeConfig | None, matching: bool = True) -> int:
         """Multiply-accumulates of one pass of the UNet or block, for the whole batch, perhaps without matching."""
         text = self.case.architecture.text
         total = count_macs(self.denoiser, self.latent, text)
-        for block in chosen_blocks(self.denoiser, config):
-            total -= saved_macs(block, config, self.latent, text)
-            total -= 0 if matching else matching_macs(block, config, self.latent)
+        if config is not None:
+            for block in chosen_blocks(self.denoiser, config):
+                total -= saved_macs(block, config, self.latent, text)
+                total -= 0 if matching else matching_macs(block, config, self.latent)
         return total * self.rows
 
 

@@ -1,0 +1,144 @@
+"""The frontier page: images and times are joined, the best points are marked, the page has the results' figures."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from frontier_results import DEFAULT, POINTS, TOMESD, quality, speed
+from speed_results import write
+
+from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.evaluation.quality.frontier import is_on_frontier, read_points, write_report
+from ppdiffusers_tome.evaluation.quality.quality_plots import plot_frontier
+
+GOLDEN = Path(__file__).parent / "golden" / "frontier.txt"
+PHOTOGRAPHS = 0.4  # strength
+RESULTS = {
+    "frontier_128": quality(128),
+    "frontier_256": quality(256),
+    "frontier_photographs_128": quality(128, PHOTOGRAPHS),
+    "frontier_speed": speed([128, 256]),
+}
+KV = replace(TOMESD, merge_attn="kv", ratio=0.5)
+
+
+def points_of(*results):
+    return read_points([(Path(f"{nth}.json"), result) for nth, result in enumerate(results)])
+
+
+def write_all(folder, results=RESULTS):
+    return [write(folder / "results" / f"{name}.json", result) for name, result in results.items()]
+
+
+def rows_below(page, heading):
+    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", section, re.M)]
+
+
+def test_page_is_the_golden_one(tmp_path):
+    page = write_report(write_all(tmp_path), tmp_path, DEFAULT)
+    assert (tmp_path / "frontier.md").read_text(encoding="utf-8") == page
+    assert page == GOLDEN.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) == 4 + 3 and all((tmp_path / link).is_file() for link in links)
+
+
+def test_command_prints_the_page(tmp_path, capsys):
+    files = [str(file) for file in write_all(tmp_path)]
+    assert main(["evaluate", "frontier", *files, "--output", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "frontier.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == page + "\n" and "(../results/frontier_speed.json)" in page
+
+
+def test_points_have_the_figures_of_both_results():
+    images, photographs = quality(128), quality(128, PHOTOGRAPHS)
+    frame = points_of(images, photographs, speed([128, 256]))
+    assert len(frame) == 2 * 2 * len(POINTS) and set(frame["size"]) == {128}
+    for source, result in (("Prompts", images), ("Photographs", photographs)):
+        for setting, (config, (_, share)) in zip(result["settings"], POINTS.items(), strict=True):
+            is_point = (frame["source"] == source) & (frame["method"] == config.method)
+            eager, predictor = frame[is_point & (frame["ratio"] == config.ratio)].to_dict("records")
+            low, middle, high = np.percentile(setting["pairs"]["psnr"], [25, 50, 75])
+            spread = [predictor[name] for name in ("psnr_low", "psnr", "psnr_high")]
+            assert spread == pytest.approx([low, middle, high])
+            assert predictor["perceptual"] == pytest.approx(np.median(setting["pairs"]["perceptual"]))
+            assert (eager["backend"], predictor["backend"]) == ("eager", "predictor")
+            assert predictor["speed_up"] == pytest.approx(1 / share)
+            assert eager["speed_up"] == pytest.approx(1 / (1 - (1 - share) / 2))
+
+
+def test_frontier_leaves_out_what_is_slower_or_further():
+    speed_up, nearness = pd.Series([1.2, 1.4, 1.3, 0.9, math.nan, 1.4]), pd.Series([50.0, 30, 29, 60, 99, 28])
+    assert is_on_frontier(speed_up, nearness).tolist() == [True, True, False, False, False, True]
+    frame = points_of(quality(128), speed([128]))
+    predictor = frame[frame["backend"] == "predictor"]
+    best = predictor[predictor["frontier"]].set_index("ratio")["method"]
+    assert best.to_dict() == {0.5: DEFAULT.method, 0.7: DEFAULT.method, 0.75: TOMESD.method}
+
+
+def test_what_was_not_timed_has_no_speed_up_and_is_not_on_the_frontier(tmp_path):
+    timed = {config: point for config, point in POINTS.items() if config != KV}
+    page = write_report(write_all(tmp_path, {"images": quality(128), "times": speed([128], timed)}), tmp_path, DEFAULT)
+    last = rows_below(page, "Prompts, 128 px")[-1]
+    assert last[0] == KV.method and last[2:4] == ["–", "–"]
+
+
+def test_default_is_compared_where_both_were_drawn(tmp_path):
+    points = {config: point for config, point in POINTS.items() if config != replace(TOMESD, ratio=0.5)}
+    files = write_all(tmp_path, {"images": quality(128, points=points), "times": speed([128])})
+    assert "## The default" not in write_report(files, tmp_path, DEFAULT)
+    points = {config: point for config, point in POINTS.items() if config != replace(DEFAULT, ratio=0.7)}
+    files = write_all(tmp_path, {"images": quality(128, points=points), "times": speed([128])})
+    header, _, row, *_ = rows_below(write_report(files, tmp_path, DEFAULT), "The default")
+    titles = ("gain, dB", "ST-LPIPS quotient", "time, predictor", "nearer")
+    gain, quotient, time, wins = (row[header.index(title)] for title in titles)
+    ours, theirs = (setting["pairs"] for setting in (quality(128)["settings"][2], quality(128)["settings"][0]))
+    assert gain == f"{np.median(ours['psnr']) - np.median(theirs['psnr']):+.1f}"
+    assert quotient == f"{np.median(ours['perceptual']) / np.median(theirs['perceptual']):.2f}"
+    assert time == "−1.4 %"  # 0.69 / 0.7
+    assert wins == "12 of 12"
+
+
+def test_equal_images_are_infinitely_near(tmp_path):
+    result = quality(128)
+    result["settings"][4]["pairs"]["psnr"] = [None] * 12
+    result["settings"][4]["pairs"]["perceptual"] = [0.0] * 12
+    page = write_report(write_all(tmp_path, {"images": result, "times": speed([128])}), tmp_path, DEFAULT)
+    (row,) = [row for row in rows_below(page, "Prompts, 128 px") if row[0] == KV.method]
+    assert row[4:] == ["∞ (∞–∞)", "0.0000"]
+
+
+def test_plot_has_a_line_for_each_method_and_the_frontier():
+    frame = points_of(quality(128), speed([128]))
+    points = frame[frame["backend"] == "predictor"]
+    for axes, measure in zip(plot_frontier(points, "Prompts").axes, ("psnr", "perceptual"), strict=True):
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+        assert set(lines) == {"frontier", "plain", *points["method"]}
+        for method, rows in points.groupby("method"):
+            rows = rows.sort_values("ratio")
+            assert lines[method] == rows[["speed_up", measure]].to_numpy().tolist()
+    assert lines["frontier"][0][0] == pytest.approx(1 / 0.69) and len(lines["frontier"]) == 3
+    looks = {(line.get_color(), line.get_marker()) for line in axes.get_lines()}
+    assert len(looks) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([quality(128)], r"the sizes are \[128\] and \[\]"),
+        ([speed([128])], r"the sizes are \[\] and \[128\]"),
+        ([quality(128), speed([256])], r"the sizes are \[128\] and \[256\]"),
+        ([quality(128), quality(128), speed([128])], r"Prompts, 128 px: ToMe at ratio 0\.5 is there twice"),
+        ([quality(128), speed([128]), speed([128])], "give one case of one UNet pass for each size"),
+        ([{**quality(128), "model": "other"}, speed([128])], r"several models, examples/emoji_sd, other"),
+        ([{"kind": "load", "format": 2}], r"0\.json is not a quality result"),
+    ],
+)
+def test_results_that_do_not_belong_together_are_refused(results, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        points_of(*results)
