@@ -427,7 +427,7 @@ def test_lora_of_ppdiffusers_sees_merged_tokens(processor):
 def test_fused_projections_are_refused(settings):
     """ppdiffusers 0.29 has the processor of SD3's fused projections, but its `fuse_qkv_projections()` raises."""
     model = sd3()
-    with pytest.raises(AttributeError, match="modules|fuse_projections"):
+    with pytest.raises(AttributeError, match=r"modules|fuse_projections"):
         model.fuse_qkv_projections()
     for mergeable in find_blocks(model):
         attention = mergeable.block.attn
