@@ -1,12 +1,12 @@
 """Try ways to merge that the package does not offer, and measure how far their images are from plain ones.
 
-    python benchmarks/experiments.py                      # a repeated run continues; hours on one core
+    python benchmarks/experiments.py                      # all: hours on one core; a repeated run continues
     python benchmarks/experiments.py --only "laplacian 0.5" --output build/experiments.json
 
 Each variant draws 16 prompts from noise and 8 photographs by image to image, from the same noise as plain images.
-Programs in a predictor draw, after `tracing.save` has checked that they equal the UNet in eager mode. Variants that keep
-plans from step to step have no program: eager mode draws those. Prototypes replace functions of the package while a
-variant is traced or draws.
+Programs in a predictor draw, after `tracing.save` has checked that they equal the UNet in eager mode. Variants that
+keep plans from step to step have no program: eager mode draws those. Further parts measure what share of a pass its
+plans take, and what Paddle's bfloat16 for oneDNN does to merged programs.
 """
 
 import argparse
@@ -14,20 +14,35 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
+from merge_prototypes import (
+    Prototype,
+    building,
+    fall_back,
+    half_in_second,
+    kept,
+    laplacian_match,
+    matching_by,
+    merging_queries,
+    projected_match,
+    random_offset,
+    shared,
+    shifted,
+)
+from paddle.framework import core
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
-from ppdiffusers_tome import ToMeConfig, hooks, macs, matching, patch, positions
+from ppdiffusers_tome import ToMeConfig, macs, matching, patch
+from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import sources
 from ppdiffusers_tome.evaluation.quality.drawing import EagerEngine, load_model
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
@@ -36,183 +51,15 @@ from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.inference import programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
-from ppdiffusers_tome.merging import merge, unmerge
-from ppdiffusers_tome.positions import Grid, choose_dst
+from ppdiffusers_tome.positions import Grid
 from ppdiffusers_tome.serving.engine import Engine
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "emoji_sd")
 RESULT = Path(__file__).parent / "results" / "experiments.json"
 SIZE, STEPS, GUIDANCE, STRENGTH = 128, 10, 2.0, 0.4  # px; image to image plans STEPS / STRENGTH steps and runs STEPS
 LATENT, TEXT = Grid(32, 32), 77  # of the bundled model at 128 px; tokens of a prompt
-
-Match = Callable[..., matching.MergePlan]  # with the arguments of `match_tokens`
-Build = Callable[[Callable[[paddle.Tensor], None], hooks.CallHook, paddle.Tensor], None]  # original, its hook, metric
-Prototype = Callable[[], AbstractContextManager]  # replaces functions of the package while it is open
-
-
-# --- Prototypes ------------------------------------------------------------------------------------------------------
-
-
-def building(make_build: Callable[[], Build]) -> Prototype:
-    """A prototype of `CallHook.build_plan`; each pipeline call, or trace, gets a build of its own."""
-    original = hooks.CallHook.build_plan
-
-    def prototype() -> AbstractContextManager:
-        build = make_build()
-        replaced = lambda hook, metric: build(partial(original, hook), hook, metric)  # noqa: E731
-        return mock.patch.object(hooks.CallHook, "build_plan", replaced)
-
-    return prototype
-
-
-def matching_by(match: Match) -> Prototype:
-    """A prototype of `match_tokens`."""
-    return lambda: mock.patch.object(hooks, "match_tokens", match)
-
-
-def kept(passes: int) -> Build:
-    """Each block computes its plan in every `passes`-th pass and keeps it in between."""
-    count: Counter[int] = Counter()
-    plans: dict[int, Any] = {}
-
-    def build(original: Callable, hook: hooks.CallHook, metric: paddle.Tensor) -> None:
-        if count[hook._index] % passes == 0:
-            original(metric)
-            plans[hook._index] = hook._current_call().plan
-        count[hook._index] += 1
-        hook._current_call().plan = plans[hook._index]
-
-    return build
-
-
-def shared(first: Sequence[int]) -> Build:
-    """Blocks use the plan of the last block before them whose index is in `first`."""
-    plans: list[Any] = []
-
-    def build(original: Callable, hook: hooks.CallHook, metric: paddle.Tensor) -> None:
-        if hook._index in first:
-            original(metric)
-            plans[:] = [hook._current_call().plan]
-        hook._current_call().plan = plans[0]
-
-    return build
-
-
-def laplacian_match(metric: paddle.Tensor, grid: Grid, r: int, sx: int, sy: int, key: Any, window: Any) -> Any:
-    """`match_tokens` with the token of each 2×2 cell as dst that differs least from the mean of its four neighbours.
-
-    Each image has its own dst. Tokens change places within their cells so that dst come first, where `match_tokens`
-    takes them, and the plan's rows are translated back. Source: L-GTM of BiGain, arXiv:2603.12240.
-    """
-    h, w, channels = grid.h, grid.w, metric.shape[2]
-    with paddle.no_grad():
-        tokens = metric.detach().transpose([0, 2, 1]).reshape([-1, channels, h, w])
-        padded = F.pad(tokens, [1, 1, 1, 1], mode="replicate")
-        beside = padded[:, :, :-2, 1:-1] + padded[:, :, 2:, 1:-1] + padded[:, :, 1:-1, :-2] + padded[:, :, 1:-1, 2:]
-        contrast = ((tokens - beside / 4) ** 2).sum(axis=1).reshape([-1, h * w])
-        cells = (choose_dst(grid)[:, None] + np.array([0, 1, w, w + 1])).reshape(-1)  # positions, cell by cell
-        slot = np.argsort(cells)  # of each position in that order
-        cell = paddle.to_tensor(slot // 4 * 2).cast("float64")
-        by_cell = paddle.argsort(
-            cell + (contrast / (contrast.max(axis=1, keepdim=True) + 1e-30)).cast("float64"), axis=1
-        )
-        position = paddle.gather(by_cell, paddle.to_tensor(slot), axis=1)  # [B, N]: the token that moves to each place
-        batch = (paddle.cumsum(paddle.ones_like(position[:, :1]), axis=0) - 1) * h * w
-        rows, places = ((x + batch).reshape([-1]) for x in (position, paddle.argsort(position, axis=1)))
-        moved = paddle.gather(metric.detach().reshape([-1, channels]), rows).reshape([-1, h * w, channels])
-        plan = matching.match_tokens(moved, grid, r, window=window)
-        return replace(
-            plan,
-            dst_rows=paddle.gather(rows, plan.dst_rows),
-            stay_rows=None if plan.stay_rows is None else paddle.gather(rows, plan.stay_rows),
-            merged_rows=paddle.gather(rows, plan.merged_rows),
-            source_rows=paddle.gather(plan.source_rows, places),
-        )
-
-
-def projected_match(metric: paddle.Tensor, *arguments: Any) -> matching.MergePlan:
-    """`match_tokens` with a random projection of the metric to 32 channels."""
-    matrix = np.random.RandomState(0).standard_normal([metric.shape[2], 32]).astype("float32")
-    return matching.match_tokens(paddle.matmul(metric.detach(), paddle.to_tensor(matrix)), *arguments)
-
-
-def shifted(offset: Callable[[int, int], tuple[int, int]]) -> Prototype:
-    """Windows that begin offset(block index, window) tokens further up and left; those at the edges are smaller."""
-
-    def constants(grid: Grid, sx: int, sy: int, key: tuple[int, int], window: int) -> positions.Positions:
-        y, x = offset(key[1], window)
-        rows, columns = (np.arange(grid.h) + y) // window, (np.arange(grid.w) + x) // window
-        number = np.unique((rows[:, None] * grid.w + columns).reshape(-1), return_inverse=True)[1]
-        with mock.patch.object(positions, "window_of", lambda *_: number):
-            return positions.constant_positions.__wrapped__(grid, sx, sy, key, window)  # not kept
-
-    return lambda: mock.patch.object(matching, "constant_positions", constants)
-
-
-def half_in_second(index: int, window: int) -> tuple[int, int]:
-    """Half a window in every second block of the bundled model's first level: 0 and 5 begin at 0, 4 at the half."""
-    return (window // 2,) * 2 if index == 4 else (0, 0)
-
-
-def random_offset(index: int, window: int) -> tuple[int, int]:
-    """A multiple of the cell's two tokens along each axis, another in each block."""
-    y, x = np.random.RandomState(index).randint(window // 2, size=2) * 2
-    return int(y), int(x)
-
-
-def fall_back(metric: paddle.Tensor, places: Any, batch: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """`_most_similar` in windows, but in the whole grid for the half of the src whose similarity is lower."""
-    best, similarity = _most_similar(metric, places, batch)
-    best_of_all, similarity_of_all = _most_similar(metric, places._replace(windows=None), batch)
-    middle = places.s // 2
-    is_low = similarity < paddle.sort(similarity, axis=1)[:, middle : middle + 1]
-    return paddle.where(is_low, best_of_all, best), paddle.where(is_low, similarity_of_all, similarity)
-
-
-_most_similar = matching._most_similar
-
-
-class QueryHook(hooks.BlockHook):
-    """Pre-hook of `to_q`: merge its input by the plan of the queries."""
-
-    def __call__(self, projection: Any, inputs: tuple) -> tuple:
-        return merge(inputs[0], self._call_hook._current_call().query_plan), *inputs[1:]
-
-
-class UnmergeQueriesHook(hooks.BlockHook):
-    """Post-hook of a self-attention: unmerge its output by the plan of the queries."""
-
-    def __call__(self, attention: Any, inputs: tuple, output: paddle.Tensor) -> paddle.Tensor:
-        return unmerge(output, self._call_hook._current_call().query_plan)
-
-
-def merging_queries(ratio: float) -> Prototype:
-    """With merge_attn="kv": merge queries too, at a ratio of their own, from the same similarities."""
-
-    def build(original: Callable, hook: hooks.CallHook, metric: paddle.Tensor) -> None:
-        call, config = hook._current_call(), hook.config
-        hook.config = replace(config, ratio=ratio)
-        original(metric)
-        call.query_plan, hook.config = call.plan, config
-        original(metric)
-
-    def install(attention: Any, call_hook: hooks.CallHook) -> None:
-        _install_attention(attention, call_hook)
-        attention.to_q.register_forward_pre_hook(QueryHook(call_hook))
-        attention.register_forward_post_hook(UnmergeQueriesHook(call_hook))
-
-    @contextmanager
-    def prototype() -> Iterator[None]:
-        with building(lambda: build)(), mock.patch.object(patch, "install_attention", install):
-            yield
-
-    return prototype
-
-
-_install_attention = patch.install_attention
-
-
-# --- What is tried ---------------------------------------------------------------------------------------------------
+NOTHING_MEASURED: dict[str, Any] = {"variants": [], "bfloat16": None, "plans": None}
+PRODUCTS = {"conv2d", "fc", "fused_matmul", "matmul", "matmul_v2"}  # the operations that take the time
 
 
 @dataclass(frozen=True)
@@ -248,49 +95,45 @@ class Variant:
 
 
 def list_variants() -> list[Variant]:
-    """All variants; baselines are those of experiment 1."""
+    """All variants; those of experiment 1 are the baselines."""
     half, most, kv = {"ratio": 0.5}, {"ratio": 0.75}, {"merge_attn": "kv"}
     w8, w16 = {"window": 8}, {"window": 16}
-    shifts = {"half": shifted(half_in_second), "random": shifted(random_offset)}
+    half_shift, random_shift = shifted(half_in_second), shifted(random_offset)
     fall = lambda: mock.patch.object(matching, "_most_similar", fall_back)  # noqa: E731
-
-    def baselines(ratio: dict[str, float]) -> list[Variant]:
-        r = f"{ratio['ratio']:g}"
-        return [
-            Variant(f"tomesd {r}", 1, ratio | {"proportional": False}),
-            Variant(f"proportional {r}", 1, ratio),
-            Variant(f"window 8 {r}", 1, ratio | w8),
-            Variant(f"window 16 {r}", 1, ratio | w16),
-            Variant(f"kv {r}", 1, ratio | kv),
-            Variant(f"kv window 16 {r}", 1, ratio | kv | w16),
-            Variant(f"laplacian {r}", 2, ratio, matching_by(laplacian_match)),
-        ]
-
     return [
-        *baselines(half),
+        Variant("tomesd 0.5", 1, half | {"proportional": False}),
+        Variant("proportional 0.5", 1, half),
+        Variant("window 8 0.5", 1, half | w8),
+        Variant("window 16 0.5", 1, half | w16),
+        Variant("laplacian 0.5", 2, half, matching_by(laplacian_match)),
         Variant("fixed dst 0.5", 2, half | {"use_rand": False}),
         Variant("first block's plan 0.5", 4, half, building(lambda: shared([0]))),
         Variant("first plan on each side 0.5", 4, half, building(lambda: shared([0, 4]))),
         Variant("projection 0.5", 7, half, matching_by(projected_match)),
         Variant("with mlp 0.5", 8, half | {"merge_mlp": True}),
         Variant("with mlp, not proportional 0.5", 8, half | {"merge_mlp": True, "proportional": False}),
-        *baselines(most),
-        Variant("queries 0.25, kv 0.75", 5, most | kv, merging_queries(0.25), query_ratio=0.25),
-        Variant("queries 0.5, kv 0.75", 5, most | kv, merging_queries(0.5), query_ratio=0.5),
-        Variant("window 8, half shift 0.75", 6, most | w8, shifts["half"]),
-        Variant("window 16, half shift 0.75", 6, most | w16, shifts["half"]),
-        Variant("window 8, random shift 0.75", 6, most | w8, shifts["random"]),
+        Variant("proportional 0.75", 1, most),
+        Variant("window 8 0.75", 1, most | w8),
+        Variant("window 16 0.75", 1, most | w16),
+        Variant("window 8, half shift 0.75", 6, most | w8, half_shift),
+        Variant("window 16, half shift 0.75", 6, most | w16, half_shift),
+        Variant("window 8, random shift 0.75", 6, most | w8, random_shift),
         Variant("window 8, fall-back 0.75", 6, most | w8, fall),
         Variant("window 16, fall-back 0.75", 6, most | w16, fall),
+        Variant("kv 0.75", 1, most | kv),
+        Variant("queries 0.25, kv 0.75", 5, most | kv, merging_queries(0.25), query_ratio=0.25),
+        Variant("queries 0.5, kv 0.75", 5, most | kv, merging_queries(0.5), query_ratio=0.5),
         Variant("every step 0.375", 9, {"ratio": 0.375} | w16),
         Variant("first half of the steps 0.75", 9, most | w16, steps=range(STEPS // 2)),
         Variant("second half of the steps 0.75", 9, most | w16, steps=range(STEPS // 2, STEPS)),
         Variant("plan kept for 2 steps 0.5", 3, half, building(lambda: kept(2)), is_eager=True),
         Variant("plan kept for 5 steps 0.5", 3, half, building(lambda: kept(5)), is_eager=True),
+        Variant("laplacian 0.75", 2, most, matching_by(laplacian_match)),
+        Variant("kv 0.5", 1, half | kv),
+        Variant("kv window 16 0.75", 1, most | kv | w16),
+        Variant("tomesd 0.75", 1, most | {"proportional": False}),
+        Variant("kv window 16 0.5", 1, half | kv | w16),
     ]
-
-
-# --- Drawing and measuring -------------------------------------------------------------------------------------------
 
 
 class ProgramUNet:
@@ -366,30 +209,17 @@ def compare(images: dict[str, np.ndarray], plain: dict[str, np.ndarray]) -> dict
     return measured
 
 
-def run(names: Sequence[str], output: Path, jobs: dict[str, list[Any]], command: str) -> None:
-    """Measure the variants that the file lacks, and write it after each."""
-    content: dict[str, Any] = {
-        "sources": sources(),
-        "prompts": len(jobs["prompts"]),
-        "photographs": len(jobs["photographs"]),
-    }
-    content |= {
-        "model": "examples/emoji_sd",
-        "size": SIZE,
-        "steps": STEPS,
-        "guidance_scale": GUIDANCE,
-        "strength": STRENGTH,
-    }
-    before = read_json(output) if output.exists() else {}
-    if before and any(before.get(key) != value for key, value in content.items()):
-        sys.exit(f"{output} holds results of other sources or images: remove it, or name another file with --output.")
-    measured = {entry["name"]: entry for entry in before.get("variants", [])}
-    variants = [v for v in list_variants() if v.name not in measured and (not names or v.name in names)]
+def measure_variants(
+    names: Sequence[str], jobs: dict[str, list[Any]], measured: list[dict[str, Any]]
+) -> Iterator[Any]:
+    """Measure the named variants, or all, that `measured` lacks; yields after each, which is then in it."""
+    done = {entry["name"] for entry in measured}
     with tempfile.TemporaryDirectory() as folder:
         plain_predictor = load_predictor(save_program(ToMeConfig(ratio=0), Path(folder) / "plain"))
         plain = {False: draw(program_engine([plain_predictor])[0], jobs)}
-        for variant in variants:
-            print(variant.name, flush=True)
+        for variant in list_variants():
+            if variant.name in done or (names and variant.name not in names):
+                continue
             if variant.is_eager:
                 if True not in plain:
                     plain[True] = draw(EagerEngine(MODEL, ToMeConfig(ratio=0)), jobs)
@@ -400,28 +230,149 @@ def run(names: Sequence[str], output: Path, jobs: dict[str, list[Any]], command:
                 images = draw(program_engine(schedule)[0], jobs)
             entry = {"name": variant.name, "experiment": variant.experiment, "settings": variant.settings}
             entry |= {"eager": variant.is_eager, "macs_saved": round(variant.macs_saved(), 4)}
-            measured[variant.name] = entry | compare(images, plain[variant.is_eager])
-            write_result(output, make_result("experiments", command, **content, variants=list(measured.values())))
-            print(format_table([measured[variant.name]]), flush=True)
+            measured.append(entry | compare(images, plain[variant.is_eager]))
+            yield format_row(measured[-1])
 
 
-def format_table(entries: Sequence[dict[str, Any]]) -> str:
+def format_row(entry: dict[str, Any]) -> str:
+    """A row of a table: PSNR and ST-LPIPS of the images from prompts, then of those from photographs."""
+    values = [f"{entry[name]['psnr']:.1f} | {entry[name]['perceptual']:.4f}" for name in ("prompts", "photographs")]
+    return f"| {entry['experiment']} | {entry['name']} | {entry['macs_saved']:.1%} | {' | '.join(values)} |"
+
+
+def time_plans(rounds: int) -> list[dict[str, Any]]:
+    """Of a merged eager pass of the UNet at ratio 0.5, the share that its plans take: what keeping them could save.
+
+    Medians and quartiles of 1 - time with kept plans / time, in turns, and the plans' share of the pass's MACs.
+    """
     rows = []
-    for e in entries:
-        values = [f"{e[s]['psnr']:.1f} | {e[s]['perceptual']:.4f}" for s in ("prompts", "photographs")]
-        rows.append(f"| {e['experiment']} | {e['name']} | {e['macs_saved']:.1%} | {' | '.join(values)} |")
-    return "\n".join(rows)
+    for side, window in ((side, window) for side in (32, 64) for window in (None, 16, 8)):
+        unet, latent = deepcopy(load_model(MODEL).unet), Grid(side, side)
+        inputs = paddle.randn([2, 4, side, side]), 500, paddle.randn([2, TEXT, unet.config.cross_attention_dim])
+        config = ToMeConfig(window=window, proportional=True)
+        blocks = patch.chosen_blocks(unet, config)
+        pass_macs = macs.count_macs(unet, latent, TEXT) - sum(
+            macs.saved_macs(block, config, latent, TEXT) for block in blocks
+        )
+        plan_macs = sum(macs.matching_macs(block, config, latent) for block in blocks)
+        patch.attach(unet, config, None)
+        keep = kept(10**9)
+
+        def with_kept_plans(unet: Any = unet, inputs: Any = inputs, keep: Any = keep) -> Any:
+            with building(lambda: keep)():
+                return unet(*inputs)
+
+        arms = {"all": lambda unet=unet, inputs=inputs: unet(*inputs), "kept": with_kept_plans}
+        with paddle.no_grad():
+            seconds = time_in_turns(arms, rounds, warm_up=1)
+        median, low, high = (round(1 - x, 4) for x in ratio_within_rounds(seconds["kept"], seconds["all"]))
+        row = {"tokens": f"{side}×{side}", "window": window, "share_of_macs": round(plan_macs / pass_macs, 4)}
+        rows.append(row | {"share_of_time": median, "quartiles": [high, low]})
+    return rows
+
+
+def try_bfloat16(rounds: int) -> dict[str, Any]:
+    """What `enable_mkldnn_bfloat16` makes of programs; on a CPU that has bfloat16 also their error and speed.
+
+    Paddle ignores the setting on other CPUs. The passes that it adds can run on any: they show which operations become
+    bfloat16, and from which outputs that are not float32 a `dequantize` reads, for which there is no kernel.
+    """
+    has_bfloat16 = bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()))
+    configs = {
+        "plain": ToMeConfig(ratio=0),
+        "window 16": ToMeConfig(window=16, proportional=True),
+        "kv grid": ToMeConfig(ratio=0.75, merge_attn="kv", match="grid", proportional=True),
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in configs.items():
+            saved = save_program(config, Path(folder) / name)
+            fp32 = onednn_predictor(saved, set_optim_cache_dir=folder, enable_save_optim_model=True)
+            program = (Path(folder) / "_optimized.pdmodel").read_bytes()
+            by_default = set(inspect_bfloat16(program, set())["bfloat16"])
+            for operations in (set(), PRODUCTS, by_default - {"cast"}):
+                row = {"program": name, "set_bfloat16_op": sorted(operations), **inspect_bfloat16(program, operations)}
+                if has_bfloat16:
+                    row |= run_bfloat16(saved, fp32, operations, rounds)
+                rows.append(row)
+    return {"cpu_has_bfloat16": has_bfloat16, "programs": rows}
+
+
+def inspect_bfloat16(program: bytes, operations: set[str]) -> dict[str, Any]:
+    """The operations of an optimized program that become bfloat16, and those whose `dequantize` has no kernel."""
+    graph = core.Graph(core.ProgramDesc(program))
+    for name in ("cpu_bfloat16_placement_pass", "cpu_bfloat16_pass", "cpu_quantize_squash_pass"):
+        graph_pass = core.get_pass(name)
+        if "placement" in name:
+            graph_pass.set("bfloat16_enabled_op_types", operations)  # empty: all that Paddle supports
+        graph_pass.apply(graph)
+    marked, without_kernel = Counter[str](), Counter[str]()
+    for node in (node for node in graph.nodes() if node.is_op()):
+        op = node.op()
+        if op.has_attr("mkldnn_data_type") and op.attr("mkldnn_data_type") == "bfloat16":
+            marked[op.type()] += 1
+        if op.type() == "dequantize" and (dtype := node.outputs[0].var().dtype()) != paddle.float32:
+            without_kernel[f"{node.inputs[0].inputs[0].op().type()} to {str(dtype).rpartition('.')[2]}"] += 1
+    return {"bfloat16": dict(sorted(marked.items())), "without_kernel": dict(without_kernel)}
+
+
+def run_bfloat16(saved: tracing.Saved, fp32: Any, operations: set[str], rounds: int) -> dict[str, Any]:
+    """Relative difference to float32 on inputs of an image's last step, and how many times as fast; or the error."""
+    engine, unet = program_engine([fp32])
+    engine.generate(list_jobs(2, 2)["prompts"][:1])
+    try:
+        options = {"set_bfloat16_op": operations} if operations else {}
+        bfloat16 = onednn_predictor(saved, enable_mkldnn_bfloat16=None, **options)
+        outputs = [[predictor(**unet.inputs)[0].numpy()] for predictor in (bfloat16, fp32)]
+    except Exception as error:  # Paddle's, of any type
+        return {"error": runtime.error_summary(error)}
+    arms = {"fp32": lambda: fp32(**unet.inputs), "bfloat16": lambda: bfloat16(**unet.inputs)}
+    seconds = time_in_turns(arms, rounds, warm_up=2)
+    times_faster = ratio_within_rounds(seconds["fp32"], seconds["bfloat16"]).median
+    return {"relative_difference": tracing.relative_difference(*outputs), "times_faster": round(times_faster, 3)}
+
+
+def onednn_predictor(saved: tracing.Saved, **options: Any) -> runtime.Predictor:
+    """A predictor with methods of Paddle's `Config` called that the package does not call; None: without argument."""
+    original = runtime._for_cpu
+
+    def configure(config: Any, *arguments: Any) -> None:
+        original(config, *arguments)
+        for name, value in options.items():
+            getattr(config, name)(*([] if value is None else [value]))
+
+    with mock.patch.object(runtime, "_for_cpu", configure):
+        return runtime.Predictor(saved.program, saved.params, runtime.Runtime(threads=1, onednn=True))
 
 
 def main() -> None:
+    """Measure what the file lacks, and write it after each variant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="variants to measure (default: all)")
     parser.add_argument("--prompts", type=int, default=16, help="images from noise (default: %(default)s)")
     parser.add_argument("--photographs", type=int, default=8, help="images from photographs (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="of what is timed (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULT, help="(default: %(default)s)")
     options = parser.parse_args()
+    about = {"sources": sources(), "prompts": options.prompts, "photographs": options.photographs}
+    about |= {"model": "examples/emoji_sd", "size": SIZE, "steps": STEPS, "guidance_scale": GUIDANCE}
+    about |= {"strength": STRENGTH, "scheduler": type(load_model(MODEL).scheduler).__name__}
+    result = read_json(options.output) if options.output.exists() else {}
+    if any(result.get(key, value) != value for key, value in about.items()):
+        sys.exit(f"{options.output} has results of other sources or images: remove it, or choose another --output.")
+    command = shlex.join(["python", "benchmarks/experiments.py", *sys.argv[1:]])
+    content: dict[str, Any] = {key: result.get(key, default) for key, default in NOTHING_MEASURED.items()}
+
+    def write() -> None:
+        write_result(options.output, make_result("experiments", command, **about, **content))
+
     jobs = list_jobs(options.prompts, options.photographs)
-    run(options.only, options.output, jobs, shlex.join(["python", "benchmarks/experiments.py", *sys.argv[1:]]))
+    for row in measure_variants(options.only, jobs, content["variants"]):
+        write()
+        print(row, flush=True)
+    content["bfloat16"] = content["bfloat16"] or try_bfloat16(options.rounds)
+    content["plans"] = content["plans"] or time_plans(options.rounds)
+    write()
 
 
 if __name__ == "__main__":
