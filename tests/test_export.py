@@ -129,11 +129,13 @@ on_paddle_2 = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def dynamic(tmp_path_factory):
+@pytest.fixture(
+    scope="module", params=[{}, {"proportional": True}, {"proportional": True, "merge_attn": "kv"}], ids=str
+)
+def dynamic(tmp_path_factory, request):
     """A merging program with dynamic batch, height and width, and the model that it came from."""
     folder, unet = tmp_path_factory.mktemp("dynamic"), make_unet(**SMALL)
-    unet.apply_tome(ratio=0.5, use_rand=False, window=None)
+    unet.apply_tome(**{"ratio": 0.5, "use_rand": False, "window": None, "proportional": False, **request.param})
     export(unet, folder, size=(None, None))
     return folder, unet
 
