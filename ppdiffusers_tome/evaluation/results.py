@@ -8,7 +8,14 @@ from typing import Any
 from ..errors import ToMeConfigError
 from .environment import commit, describe_environment
 
-FORMATS = {"speed": 3, "operations": 3, "quality": 2, "comparison": 2, "load": 2}  # kind → its current format
+FORMATS = {
+    "speed": 3,
+    "operations": 3,
+    "quality": 2,
+    "comparison": 2,
+    "load": 2,
+    "experiments": 1,
+}  # kind → its current format
 
 
 def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:
