@@ -15,6 +15,7 @@ from .positions import (
     constant_cells,
     constant_positions,
     count_dst,
+    is_known,
     is_zero,
 )
 
@@ -52,6 +53,8 @@ class MergePlan:
     def log_sizes(self) -> paddle.Tensor:  # [B, N-r] float32
         """The logarithm of the number of tokens that each merged token is the mean of."""
         sizes = -paddle.log(self.weights).reshape([-1, self.dst])
+        if not is_known(self.removed):  # where nothing merges, one token has merged into itself
+            sizes = sizes * paddle.cast(self.removed > 0, "float32")
         if self.stay_rows is None:
             return sizes
         alone = paddle.zeros_like(self.stay_rows, dtype="float32")  # like: a program may not know the batch size

@@ -178,13 +178,14 @@ def _keep(build: Callable[..., Constants]) -> Callable[..., Constants]:
     def kept(device: str, *arguments: Any) -> Constants:
         return build(*arguments)
 
+    @paddle.jit.not_to_static  # only constants; Paddle would translate the cache too, and lose it
     @wraps(build)
     def get(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None) -> Constants:
         arguments = (grid, sx, sy, random_key) if window is None else (grid, sx, sy, random_key, window)
         is_drawn = random_key is not None and max(random_key) >= SEEDS
         return build(*arguments) if is_drawn or not paddle.in_dynamic_mode() else kept(paddle.get_device(), *arguments)
 
-    get.cache_info, get.cache_clear = kept.cache_info, kept.cache_clear  # type: ignore[attr-defined]
+    get.cache_info, get.cache_clear = kept.cache_info, kept.cache_clear
     return get
 
 

@@ -129,10 +129,13 @@ on_paddle_2 = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def dynamic(tmp_path_factory):
+@pytest.fixture(
+    scope="module", params=[{}, {"proportional": True}, {"proportional": True, "merge_attn": "kv"}], ids=str
+)
+def dynamic(tmp_path_factory, request):
     """A merging program with dynamic batch, height and width, and the model that it came from."""
-    folder, unet = tmp_path_factory.mktemp("dynamic"), make_unet(**SMALL).apply_tome(ratio=0.5, use_rand=False)
+    folder, unet = tmp_path_factory.mktemp("dynamic"), make_unet(**SMALL)
+    unet.apply_tome(**{"ratio": 0.5, "use_rand": False, "window": None, "proportional": False, **request.param})
     export(unet, folder, size=(None, None))
     return folder, unet
 
@@ -179,7 +182,7 @@ def test_dynamic_program_keeps_the_rules(dynamic):
 @on_paddle_2
 def test_random_dst_with_dynamic_sizes_is_rejected(tmp_path):
     with pytest.raises(ToMePassError, match="export a fixed height and width, or merge with use_rand=False"):
-        export(make_unet(**SMALL).apply_tome(), tmp_path, size=(None, None))
+        export(make_unet(**SMALL).apply_tome(window=None), tmp_path, size=(None, None))
 
 
 def test_grid_of_an_earlier_export_is_not_used():

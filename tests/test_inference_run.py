@@ -182,11 +182,11 @@ def test_inpainting_model_with_nine_channels(tmp_path):
 
 @pytest.mark.skipif(not PADDLE2, reason="Paddle 3 cannot export UNets with dynamic height and width")
 def test_one_dynamic_program_for_all_sizes(eager, tmp_path):
-    settings = {"dynamic": True, "use_rand": False, "progress": False}
+    settings = {"dynamic": True, "use_rand": False, "window": None, "progress": False}
     assert export_pipeline(eager, tmp_path / "out", 0.5, **settings).dynamic
     exported = load(tmp_path / "out")
     for height, width in ((32, 32), (48, 64)):
-        with eager.tome(ratio=0.5, use_rand=False):
+        with eager.tome(ratio=0.5, use_rand=False, window=None):
             expected = draw(eager, height=height, width=width)
         np.testing.assert_allclose(draw(exported, height=height, width=width), expected, atol=TOLERANCE)
 

@@ -140,6 +140,11 @@ def test_dynamic_grid_merges_like_a_known_one(data):
     merged = merge(x, plan)
     assert merged.shape == [batch, expected.kept, 5]
     np.testing.assert_array_equal(unmerge(merged, plan).numpy(), unmerge(merge(x, expected), expected).numpy())
+    sizes = [paddle.exp(p.log_sizes()).unsqueeze(-1) for p in (plan, expected) if p.removed]
+    if not expected.removed:
+        assert (plan.log_sizes() == 0).all()
+    else:
+        np.testing.assert_allclose(unmerge(sizes[0], plan).numpy(), unmerge(sizes[1], expected).numpy(), rtol=1e-6)
 
 
 def test_random_dst_on_a_dynamic_grid_is_rejected():

@@ -17,7 +17,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--output", type=Path, required=True, help="folder to write")
     option("--ratio", type=float, nargs="+", default=[0.5], help="one or several; 0 does not merge (default: 0.5)")
     option("--size", nargs="+", help="one or several, px or WIDTHxHEIGHT in px (default: the model's own)")
-    option("--dynamic", action="store_true", help="one program for all sizes; needs Paddle 2.6 and --no-rand")
+    option(
+        "--dynamic",
+        action="store_true",
+        help="one program for all sizes; needs Paddle 2.6, --no-rand and --window none",
+    )
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
