@@ -96,7 +96,7 @@ def service(monkeypatch):
     monkeypatch.setattr(cluster.serve, "get_deployment_handle", lambda *names: None)
 
     def make(*answers, **options):
-        made = ClusterService("model", "DDIM", LIMITS, Metrics(), Cluster(**{**TWO_AT_ONCE, **options}))
+        made = ClusterService("model", "DDIM", {}, LIMITS, Metrics(), Cluster(**{**TWO_AT_ONCE, **options}))
         made._engines = Answers(*answers)
         return made
 
