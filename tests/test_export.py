@@ -129,9 +129,7 @@ on_paddle_2 = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(
-    scope="module", params=[{}, {"proportional": True}, {"proportional": True, "merge_attn": "kv"}], ids=str
-)
+@pytest.fixture(scope="module", params=[{}, {"proportional": True, "merge_attn": "kv"}], ids=str)
 def dynamic(tmp_path_factory, request):
     """A merging program with dynamic batch, height and width, and the model that it came from."""
     folder, unet = tmp_path_factory.mktemp("dynamic"), make_unet(**SMALL)
