@@ -11,6 +11,8 @@ LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
 KV = "kv"  # of merge_attn: only keys and values merge
 SIMILARITY, GRID = "similarity", "grid"  # of match
+# The settings that tomesd does not have, as it merges without them.
+TOMESD_SETTINGS: dict[str, Any] = {"window": None, "proportional": False, "match": SIMILARITY, "blend": 1.0}
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
 
 

@@ -60,7 +60,6 @@ class Windows(NamedTuple):
 class Cells(NamedTuple):
     """The cells of a grid, each with one dst. A remainder at the right or bottom belongs to the cell beside it."""
 
-    d: int  # number of cells, D
     dst: paddle.Tensor  # [D] int64: positions, cells in the order of the grid
     src: paddle.Tensor  # [S] int64: all other positions, ascending
     cell: paddle.Tensor  # [N] int64: the cell of each position
@@ -199,7 +198,6 @@ def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | N
     number = (rows[:, None] * (grid.w // sx) + columns).reshape(-1)
     cell = np.argsort(number[dst])[number]  # dst is sorted by position, not by cell
     return Cells(
-        d=len(dst),
         dst=_constant(dst),
         src=_constant(src),
         cell=_constant(cell),

@@ -1,24 +1,12 @@
 """Options of the command line for the settings of token merging, except the ratio."""
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
 from ..config import GRID, KV, SIMILARITY, ToMeConfig
 
-NAMES = (
-    "max_downsample",
-    "sx",
-    "sy",
-    "use_rand",
-    "seed",
-    "window",
-    "proportional",
-    "match",
-    "blend",
-    "merge_attn",
-    "merge_crossattn",
-    "merge_mlp",
-)
+NAMES = tuple(field.name for field in fields(ToMeConfig) if field.name != "ratio")
 _MERGE_ATTN: dict[str, bool | str] = {"true": True, "false": False, KV: KV}
 
 

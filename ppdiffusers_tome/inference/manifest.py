@@ -13,7 +13,7 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapte
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import ToMeConfig
+from ..config import TOMESD_SETTINGS, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 
 MANIFEST = "tome.json"
@@ -63,10 +63,9 @@ def parse_size(text: str) -> Size:
 
 def _complete(settings: Any) -> Any:
     """The settings of a folder that an earlier release exported: it had one method, whatever the defaults are now."""
-    return {**TOMESD, **settings} if isinstance(settings, dict) else settings
+    return {**TOMESD_SETTINGS, **settings} if isinstance(settings, dict) else settings
 
 
-TOMESD = {"window": None, "proportional": False, "match": "similarity", "blend": 1.0}
 MergeSettings: TypeAlias = Annotated[ToMeConfig, BeforeValidator(_complete)]
 
 

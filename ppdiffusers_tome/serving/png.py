@@ -22,11 +22,11 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """The model's name."""
+        """The model's name for clients."""
 
     @property
     def sampler(self) -> str:
-        """The scheduler's name."""
+        """The scheduler's name in Stable Diffusion's user interfaces, for instance "DDIM"."""
 
     @property
     def methods(self) -> Mapping[float, str]:

@@ -1,13 +1,14 @@
 """The interface between the HTTP application and what generates images: this process (queue.py) or a cluster."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from PIL.Image import Image
 
 from .jobs import Job, Limits
+from .png import Source
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -29,20 +30,8 @@ class Progress:
     seconds: float = 0.0
 
 
-class Service(Protocol):
-    """Generates the images of jobs."""
-
-    @property
-    def name(self) -> str:
-        """The model's name for clients."""
-
-    @property
-    def sampler(self) -> str:
-        """The scheduler's name in Stable Diffusion's user interfaces, for instance "DDIM"."""
-
-    @property
-    def methods(self) -> Mapping[float, str]:
-        """How tokens merge, in words, by ratio."""
+class Service(Source, Protocol):
+    """Generates the images of jobs, and describes how."""
 
     @property
     def limits(self) -> Limits:

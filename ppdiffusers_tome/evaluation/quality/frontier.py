@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...config import GRID, SIMILARITY, ToMeConfig
+from ...config import GRID, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
 from ..clock import quartiles, ratio_within_rounds
 from ..markdown import NOT_MEASURED, change, figure, link, table
@@ -19,7 +19,7 @@ from ..speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_ca
 from .quality_plots import plot_frontier
 
 PAGE = "frontier.md"
-TOMESD = ToMeConfig(proportional=False, window=None, match=SIMILARITY, blend=1, merge_attn=True)
+TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)
 TIMES = ["size", "config", "backend", "seconds", "speed_up"]  # columns of what bench measured
 RATIOS = (0.5, 0.7)  # of the default, compared with tomesd's method at 0.5
 INTRODUCTION = """\

@@ -13,7 +13,7 @@ from typing import Any
 
 import paddle
 
-from ...config import SIMILARITY, ToMeConfig
+from ...config import SIMILARITY, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
 from ...positions import count_removed
 from ...published.architectures import Architecture, architecture_of
@@ -143,8 +143,7 @@ def method_of(config: ToMeConfig) -> str:
 
 def tomesd_config(config: ToMeConfig) -> ToMeConfig:
     """The same tokens removed by the method of tomesd and of ppdiffusers' built-in ToMe."""
-    attention = bool(config.merge_attn)
-    return replace(config, window=None, proportional=False, match=SIMILARITY, blend=1.0, merge_attn=attention)
+    return replace(config, **TOMESD_SETTINGS, merge_attn=bool(config.merge_attn))
 
 
 def make_configs(
