@@ -58,8 +58,8 @@ def unet():
     return make_unet()
 
 
-@pytest.fixture
-def controlnet():
+def make_controlnet():
+    """A ControlNet for `make_unet`, whose outputs are 0 as in one that was never trained."""
     paddle.seed(1)
     model = ControlNetModel(
         in_channels=4,
@@ -72,6 +72,11 @@ def controlnet():
     )
     model.eval()
     return model
+
+
+@pytest.fixture
+def controlnet():
+    return make_controlnet()
 
 
 def inputs(batch=2, h=16, w=16, seed=0):
@@ -121,6 +126,17 @@ def groups(plan, batch):
     parts = [rows for rows in (plan.dst_rows, plan.stay_rows) if rows is not None]
     kept = np.concatenate([rows.numpy().reshape(batch, -1) for rows in parts], axis=1)
     return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, -1) % int(plan.tokens)
+
+
+def sizes_of(plan):
+    """[B, N-r]: how many tokens each merged token is the mean of, counted from where each token takes its result."""
+    rows = plan.source_rows.numpy().reshape(-1, plan.tokens)
+    return np.stack([np.bincount(row - image * plan.kept, minlength=plan.kept) for image, row in enumerate(rows)])
+
+
+def repeat(tokens, sizes):
+    """[B, N-r, C] → [B, N, C]: each merged token as often as it counts."""
+    return paddle.to_tensor(np.stack([np.repeat(x, n, axis=0) for x, n in zip(tokens.numpy(), sizes, strict=True)]))
 
 
 def load_bundled(cls=StableDiffusionPipeline):

@@ -7,9 +7,8 @@ from functools import partial
 import numpy as np
 import paddle
 import pytest
-from conftest import Recorder, inputs, make_unet, run, traces
+from conftest import Recorder, inputs, make_controlnet, make_unet, repeat, run, sizes_of, traces
 from paddle import nn
-from ppdiffusers import ControlNetModel
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from ppdiffusers.models.attention_processor import (
     AttnProcessor,
@@ -59,17 +58,6 @@ def record(model, attention, make_pass, **settings):
     handle.remove()
     model.remove_tome()
     return seen["tokens"], seen["out"]
-
-
-def sizes_of(plan):
-    """[B, N-r]: how many tokens each merged token is the mean of."""
-    rows = plan.source_rows.numpy().reshape(-1, plan.tokens)
-    return np.stack([np.bincount(row - image * plan.kept, minlength=plan.kept) for image, row in enumerate(rows)])
-
-
-def repeat(tokens, sizes):
-    """[B, N-r, C] → [B, N, C]: each merged token as often as it counts."""
-    return paddle.to_tensor(np.stack([np.repeat(x, n, axis=0) for x, n in zip(tokens.numpy(), sizes, strict=True)]))
 
 
 SETTINGS = {
@@ -186,18 +174,8 @@ def sample_of_controlnet(model):
     return model(given["sample"], 10, given["encoder_hidden_states"], noise(2, 3, 32, 32))[0][-1]
 
 
-def make_controlnet():
-    paddle.seed(1)
-    model = ControlNetModel(
-        in_channels=4,
-        layers_per_block=1,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        cross_attention_dim=24,
-        attention_head_dim=2,
-        conditioning_embedding_out_channels=(16, 32),
-    )
-    model.eval()
+def controlnet_with_outputs():
+    model = make_controlnet()
     for convolution in model.controlnet_down_blocks:  # zero at first
         convolution.weight.set_value(paddle.randn(convolution.weight.shape))
     return model
@@ -208,7 +186,7 @@ MODELS = {
     "dit": (dit, sample_of_dit),
     "sd3": (sd3, sample_of_sd3),
     "video": (unet_3d, sample_of_video),
-    "controlnet": (make_controlnet, sample_of_controlnet),
+    "controlnet": (controlnet_with_outputs, sample_of_controlnet),
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
-from conftest import inputs, make_unet, run, traces
+from conftest import inputs, make_unet, repeat, run, sizes_of, traces
 from ppdiffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_5,
@@ -54,17 +54,6 @@ def record(model, attention, make_pass, **settings):
         handle.remove()
     model.remove_tome()
     return seen["tokens"], seen["out"]
-
-
-def sizes_of(plan):
-    """[B, N-r]: how many tokens each merged token is the mean of, counted from where each token takes its result."""
-    rows = plan.source_rows.numpy().reshape(-1, plan.tokens)
-    return np.stack([np.bincount(row - image * plan.kept, minlength=plan.kept) for image, row in enumerate(rows)])
-
-
-def repeat(tokens, sizes):
-    """[B, N-r, C] → [B, N, C]: each merged token as often as it counts."""
-    return paddle.to_tensor(np.stack([np.repeat(x, n, axis=0) for x, n in zip(tokens.numpy(), sizes, strict=True)]))
 
 
 def test_log_sizes_are_those_of_the_groups(plans):
