@@ -104,21 +104,18 @@ bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the 
 	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
 
 # Ways to merge, written out in full, so that they stay the same when the defaults change: the first is tomesd's, the
-# last three are those of ToDo and BiGain. At the ratios 0.5 and 0.75, or at their own.
+# last three are those of ToDo and BiGain.
 MERGING ?= \
-	proportional=false,window=none \
-	proportional=false,window=8 \
-	proportional,window=none \
-	proportional,window=none,ratio=0.7 \
-	proportional,window=8 \
-	proportional,window=16 \
-	proportional,window=16,ratio=0.6 \
-	proportional,window=16,ratio=0.7 \
-	merge_attn=kv,proportional=false,window=none \
-	merge_attn=kv,proportional,window=none \
-	merge_attn=kv,proportional,window=16 \
+	proportional=false,window=none,ratio=0.5 \
+	proportional=false,window=none,ratio=0.75 \
+	proportional=false,window=8,ratio=0.5 \
+	proportional,window=none,ratio=0.5 \
+	proportional,window=8,ratio=0.5 \
+	$(foreach ratio,0.5 0.6 0.7,proportional,window=16,ratio=$(ratio)) \
+	$(foreach ratio,0.5 0.75,merge_attn=kv,proportional,window=none,ratio=$(ratio)) \
+	$(foreach ratio,0.5 0.75,merge_attn=kv,proportional,window=16,ratio=$(ratio)) \
 	$(foreach blend,0 0.1 1,merge_attn=kv,match=grid,blend=$(blend),proportional=false,use_rand=false,ratio=0.75)
-FRONTIER = --model examples/emoji_sd --ratio 0.5 0.75 --merging $(MERGING) --threads 1
+FRONTIER = --model examples/emoji_sd --ratio 0.5 --merging $(MERGING) --threads 1
 FRONTIER_IMAGES = 128 256 photographs_128 photographs_256
 
 frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time, and write their page: hours
