@@ -120,7 +120,7 @@ FRONTIER_IMAGES = 128 256 photographs_128 photographs_256
 
 frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time, and write their page: hours
 	$(EVALUATE) $(FRONTIER) --ablations --size 128 --count 256 --output build/frontier/128
-	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 24 --output build/frontier/256
+	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 16 --output build/frontier/256
 	$(EVALUATE) $(FRONTIER) --ablations --size 128 --count 32 --strength 0.4 --output build/frontier/photographs_128
 	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 16 --strength 0.4 --output build/frontier/photographs_256
 	mkdir -p $(RESULTS)
