@@ -33,9 +33,9 @@ class ToMeConfig:
         seed: seed of the random choice of dst: 0 <= seed < 2**64 for the same choice in every pass, None for a new
             one in each. The global random states of Paddle, NumPy and Python are neither read nor advanced.
         window: side, in tokens, of the square windows in which each token looks for its dst; rounded up to a multiple
-            of sx and sy, so that windows consist of cells. None, the default, is the whole grid. With a window the
-            time of matching grows with the number of tokens, not with its square. Needs a height and width that are
-            known when a program is exported.
+            of sx and sy, so that windows consist of cells. With a window, 16 by default, the time of matching grows
+            with the number of tokens; with None, the whole grid, with its square. A window needs a height and width
+            that are known when a program is exported.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
             logarithm of this number is added to the scores of its key. Has no effect where merge_attn is False.
         match: "similarity" merges the most similar pairs; "grid" merges every sx×sy cell into its dst, without
@@ -70,8 +70,8 @@ class ToMeConfig:
     sy: int = 2
     use_rand: bool = True
     seed: int | None = 0
-    window: int | None = None
-    proportional: bool = False
+    window: int | None = 16
+    proportional: bool = True
     match: str = SIMILARITY
     blend: float = 1.0
     merge_attn: bool | str = True

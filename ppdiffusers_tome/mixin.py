@@ -27,8 +27,8 @@ def apply_tome(
     sy: int = 2,
     use_rand: bool = True,
     seed: int | None = 0,
-    window: int | None = None,
-    proportional: bool = False,
+    window: int | None = 16,
+    proportional: bool = True,
     match: str = "similarity",
     blend: float = 1.0,
     merge_attn: bool | str = True,
@@ -52,10 +52,10 @@ def apply_tome(
         seed: seed of the random choice: an int for the same in every pass, None for a new one in each. No global
             random state is read or advanced.
         window: side, in tokens, of the square windows in which tokens look for their dst, rounded up to a multiple of
-            sx and sy. None, the default, is the whole grid. A window of 8 makes matching much faster; high ratios
-            lose quality.
+            sx and sy. None is the whole grid, in which matching is much slower.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces. Raises
-            in the pass if the attention processor takes neither a mask nor more channels.
+            in the pass if the attention processor takes neither a mask nor more channels. False, with window=None,
+            merges as tomesd does.
         match: "similarity" merges the most similar pairs; "grid" merges each sx×sy cell into its dst without
             comparing tokens, and needs ratio = 1 - 1/(sx·sy).
         blend: share of the mean in a merged token: 1 for the mean of the tokens that it replaces, 0 for its dst.

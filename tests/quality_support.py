@@ -1,12 +1,15 @@
 """A quality result with invented figures of realistic size, and images that belong to it."""
 
+from dataclasses import asdict
+
 import numpy as np
 from PIL import Image
 
+from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.evaluation.quality.sheets import save_png
 
 RATIOS = (0.1, 0.25, 0.5, 0.75)
-CONFIG = {"max_downsample": None, "use_rand": True, "merge_attn": True, "merge_crossattn": False, "merge_mlp": False}
+CONFIG = asdict(ToMeConfig())
 
 
 def make_pairs(distance, count, seed=0):
@@ -48,7 +51,7 @@ def make_result(count=12):
     ]
     return {
         "kind": "quality",
-        "format": 2,
+        "format": 3,
         "command": "python -m ppdiffusers_tome evaluate --quick",
         "commit": "0123456789abcdef",
         "environment": {"machine": "Some CPU", "threads": "1", "paddlepaddle": "2.6.2", "python": "3.11.9"},
@@ -56,6 +59,7 @@ def make_result(count=12):
         "size": 32,
         "steps": 20,
         "guidance_scale": 2.0,
+        "strength": None,
         "scheduler": "DDIMScheduler",
         "prompts": [{"prompt": f"a 3d render of thing {n}", "seed": 100 + n} for n in range(count)],
         "weights": {"efficientnet-lite0": "1.0", "stlpips": "0.1.2"},

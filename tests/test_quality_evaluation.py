@@ -207,7 +207,7 @@ def test_quick_replaces_defaults_alone(model, tmp_path, monkeypatch):
 def test_results_of_another_kind_or_format_are_refused(tmp_path, capsys):
     for content, message in (
         ({"kind": "speed", "format": 2}, "is not a quality result: its kind is 'speed'"),
-        ({"kind": "quality", "format": 1}, "has format 1, but this version reads only format 2"),
+        ({"kind": "quality", "format": 2}, "has format 2, but this version reads only format 3"),
         ([], "holds a JSON list"),
     ):
         write_result(tmp_path / "result.json", content)

@@ -55,7 +55,7 @@ def test_kid_has_a_panel_for_each_reference():
 def test_ablations_begin_with_the_default():
     (axes,) = plots.plot_ablations(read_frame(RESULT), 0.5).axes
     names = {
-        "default (random dst)": "0.5",
+        "random dst": "0.5",
         "use_rand=False": "0.5-fixed",
         "max_downsample=2": "0.5-down2",
         "max_downsample=4": "0.5-down4",

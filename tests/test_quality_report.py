@@ -138,7 +138,7 @@ def test_missing_images_and_other_results_are_refused_and_nothing_is_written(res
     (tmp_path / "images" / "0.25" / "0003.png").unlink()
     with pytest.raises(ToMeConfigError, match=r"0\.25 has 11 images, the result 12"):
         write_report(result, tmp_path / "report", tmp_path / "quality.json", tmp_path)
-    for other in ({"kind": "speed", "format": 2}, {"kind": "quality", "format": 1}):
+    for other in ({"kind": "speed", "format": 2}, {"kind": "quality", "format": 2}):
         with pytest.raises(ToMeConfigError, match=r"quality\.json"):
             write_report(other, tmp_path / "report", tmp_path / "quality.json")
     assert not (tmp_path / "report").exists()

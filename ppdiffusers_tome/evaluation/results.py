@@ -11,7 +11,7 @@ from .environment import commit, describe_environment
 FORMATS = {
     "speed": 3,
     "operations": 3,
-    "quality": 2,
+    "quality": 3,
     "comparison": 2,
     "load": 2,
     "experiments": 1,

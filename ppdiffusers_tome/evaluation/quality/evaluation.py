@@ -193,8 +193,9 @@ def draw_merge_maps(result: dict[str, Any], output: Path) -> list[tuple[Path, st
     """
     pipe, first, frame = load_model(result["model"]), result["prompts"][0], read_frame(result)
     about = {name: result[name] for name in ("model", "size", "steps", "guidance_scale", "backend", "threads")}
-    about |= {"prompts": ((first["prompt"], first["seed"]),), "strength": result.get("strength")}
-    config = ToMeConfig(ratio=float(frame.at[default_setting(frame), "ratio"]))
+    about |= {"prompts": ((first["prompt"], first["seed"]),), "strength": result["strength"]}
+    name = default_setting(frame)
+    config = ToMeConfig(**next(setting["config"] for setting in result["settings"] if setting["name"] == name))
     (prompt,) = Evaluation(**about, torch_python="").jobs(Setting("default", "ratio", config))
     engine = Engine(pipe, from_image(pipe))
     fields = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}

@@ -125,7 +125,7 @@ def is_on_frontier(speed_up: pd.Series, nearness: pd.Series) -> np.ndarray:
 
 def _measured_images(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     about = {"model": result["model"], "size": result["size"]}
-    about["source"] = "Prompts" if result.get("strength") is None else "Photographs"
+    about["source"] = "Prompts" if result["strength"] is None else "Photographs"
     for setting in result["settings"]:
         if setting["framework"] != "Paddle":
             continue

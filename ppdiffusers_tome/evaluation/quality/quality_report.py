@@ -30,8 +30,8 @@ TABLE = {  # column of the frame → title and form of the table's
     "fid": ("FID to real", "{fid:.1f}"),
 }
 GROUPS = {
-    "ratio": ("By ratio", "The defaults: random dst, self-attention alone, the shallowest level alone."),
-    "method": ("Methods", "Other ways to merge than the defaults."),
+    "ratio": ("By ratio", "The method is *{method}*: random dst, the shallowest level alone."),
+    "method": ("Methods", "Other ways to merge."),
     "use_rand": ("Random and fixed dst", "`use_rand=False` always chooses the first token of each cell as dst."),
     "max_downsample": ("Levels", "A higher `max_downsample` merges in deeper feature maps too."),
     "layers": ("Layers", "Tokens can also merge around cross-attention and the feed-forward layer (`mlp`)."),
@@ -84,7 +84,7 @@ def write_report(
     lines += ["## What the measures mean", "", *CALIBRATION.splitlines(), "", *calibration, "", NOTES, ""]
     for group, (title, about) in GROUPS.items():
         if (frame["group"] == group).any():
-            lines += [f"## {title}", "", about, "", *_table(frame[frame["group"] == group]), ""]
+            lines += [f"## {title}", "", about.format(method=_method(result)), "", *_table(frame[frame["group"] == group]), ""]
     for title, figures in {"Plots": plots, "Images": sheets, "Merge maps": merge_maps}.items():
         lines += [f"## {title}", ""] if figures else []
         for path, caption in figures:
@@ -131,8 +131,13 @@ def _label(setting: dict[str, Any]) -> str:
     layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if config[f"merge_{layer}"])
     if setting["group"] == "method":
         return ToMeConfig(**config).method
-    labels = {"ratio": "default (random dst)", "layers": f"layers: {layers}", "tomesd": "tomesd"}
+    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "tomesd": "tomesd"}
     return labels.get(group := setting["group"]) or f"{group}={config[group]}"
+
+
+def _method(result: dict[str, Any]) -> str:
+    """The method that is measured at every ratio, in words."""
+    return next(ToMeConfig(**s["config"]).method for s in result["settings"] if s["group"] == "ratio")
 
 
 def default_setting(frame: pd.DataFrame) -> str:
@@ -160,7 +165,7 @@ def _about(result: dict[str, Any], result_file: Path, output: Path) -> list[str]
     """What was drawn, by which command, where."""
     seeds = [prompt["seed"] for prompt in result["prompts"]]
     distinct = len({prompt["prompt"] for prompt in result["prompts"]})
-    strength = result.get("strength")  # not in results of version 0.4
+    strength = result["strength"]
     start = "" if strength is None else f" and scikit-image's photographs (image-to-image, strength {strength:g})"
     weights, machine = (
         ", ".join(f"{name} {version}" for name, version in result[part].items()) for part in ("weights", "environment")
@@ -184,9 +189,9 @@ def summarize(result: dict[str, Any]) -> list[str]:
     ratios = _ratios(frame)
     default, floor = frame.loc[default_setting(frame)], frame.loc[OTHER_SEEDS]
     points = [
-        "Medians at ratio {ratio:g}, against the plain image of the same prompt and noise: a perceptual distance of "
-        "{perceptual:.4f} (quartiles {perceptual_low:.4f} to {perceptual_high:.4f}), a PSNR of {psnr:.1f} dB and an "
-        "SSIM of {ssim:.3f}.".format(**default),
+        "Medians of *{method}* at ratio {ratio:g}, against the plain image of the same prompt and noise: a perceptual "
+        "distance of {perceptual:.4f} (quartiles {perceptual_low:.4f} to {perceptual_high:.4f}), a PSNR of {psnr:.1f} "
+        "dB and an SSIM of {ssim:.3f}.".format(method=_method(result), **default),
         f"A plain image from another seed is at a distance of {floor['perceptual']:.4f}: merging changes an image "
         f"{default['perceptual'] / floor['perceptual']:.0%} as much.",
     ]
