@@ -120,9 +120,9 @@ FRONTIER_IMAGES = 128 256 photographs_128 photographs_256
 
 frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time, and write their page: hours
 	$(EVALUATE) $(FRONTIER) --ablations --size 128 --count 256 --output build/frontier/128
-	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 16 --output build/frontier/256
+	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 12 --output build/frontier/256
 	$(EVALUATE) $(FRONTIER) --ablations --size 128 --count 32 --strength 0.4 --output build/frontier/photographs_128
-	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 16 --strength 0.4 --output build/frontier/photographs_256
+	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 8 --strength 0.4 --output build/frontier/photographs_256
 	mkdir -p $(RESULTS)
 	for images in $(FRONTIER_IMAGES); do cp build/frontier/$$images/quality.json $(RESULTS)/frontier_$$images.json || exit 1; done
 	$(BENCH) $(FRONTIER) --size 128 256 --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed.json
