@@ -5,11 +5,12 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig
 from ppdiffusers_tome.evaluation import operations
 
 ROOT = Path(__file__).parents[1]
@@ -179,28 +180,71 @@ def steps_of_images(size: int) -> Figure:
 
 # Quality -------------------------------------------------------------------------------------------------------------
 
+FRONTIER = {kind: f"results/frontier_{kind}.json" for kind in ("128", "photographs_128")}
+METHODS = [  # of the READMEs' table
+    (ToMeConfig(ratio=0.5), ("default", "默认")),
+    (ToMeConfig(ratio=0.7), ("default", "默认")),
+    (ToMeConfig(ratio=0.75, merge_attn="kv"), ('`merge_attn="kv"`', '`merge_attn="kv"`')),
+    (ToMeConfig(ratio=0.5, **TOMESD_SETTINGS), ("tomesd's", "tomesd 的方法")),
+]
+
 
 def quality_table(language: int) -> Iterator[list[Figure]]:
-    """Each ratio, then another seed of the same prompt."""
-    result = read("results/quality.json")
-    for setting in result["settings"]:
-        if setting["group"] == "ratio":
-            label = Figure(f"{setting['config']['ratio']:g}", "quality.json: settings.config.ratio")
-            yield [label, *quality_cells(setting["name"], setting["pairs"], setting["kid"][f"to {OTHER_SEEDS}"])]
-    other = result["calibration"][OTHER_SEEDS]
-    yield [Figure(LABELS[OTHER_SEEDS][language], "label"), *quality_cells(OTHER_SEEDS, other["pairs"], other["kid"])]
+    """Each method: ratio, the measures of prompts, PSNR of photographs; then another seed of the same prompt."""
+    for config, labels in METHODS:
+        prompts, photographs = (_drawn(kind, config) for kind in FRONTIER)
+        label = Figure(labels[language], f"label of {config.method}")
+        ratio = Figure(f"{config.ratio:g}", f"{FRONTIER['128']}: settings.config.ratio")
+        cells = _quality_cells("128", prompts["pairs"], prompts["kid"][f"to {OTHER_SEEDS}"])
+        yield [label, ratio, *cells, _median("photographs_128", photographs["pairs"], "psnr", 1)]
+    other, of_photographs = (read(file)["calibration"][OTHER_SEEDS] for file in FRONTIER.values())
+    none = Figure("–", "plain images")
+    cells = _quality_cells("128", other["pairs"], other["kid"])
+    last = _median("photographs_128", of_photographs["pairs"], "psnr", 1)
+    yield [Figure(LABELS[OTHER_SEEDS][language], "label"), none, *cells, last]
 
 
-def quality_cells(name: str, pairs: dict[str, list[float]], kid: dict[str, float]) -> list[Figure]:
-    cells = [
-        Figure(f"{statistics.median(pairs[measure]):.{digits}f}", f"quality.json, {name}: pairs.{measure}")
-        for measure, digits in (("psnr", 1), ("ssim", 3), ("perceptual", 4))
+def _drawn(kind: str, config: ToMeConfig) -> dict[str, Any]:
+    (match,) = [row for row in read(FRONTIER[kind])["settings"] if row["config"] == asdict(config)]
+    return match
+
+
+def _median(kind: str, pairs: dict[str, list[float]], measure: str, digits: int) -> Figure:
+    return Figure(f"{statistics.median(pairs[measure]):.{digits}f}", f"{FRONTIER[kind]}: pairs.{measure}")
+
+
+def _quality_cells(kind: str, pairs: dict[str, list[float]], kid: dict[str, float]) -> list[Figure]:
+    mean = Figure(f"{1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f}", f"{FRONTIER[kind]}: kid")
+    return [_median(kind, pairs, "psnr", 1), _median(kind, pairs, "perceptual", 4), mean]
+
+
+def gain(kind: str) -> Figure:
+    """Of the default against tomesd's method, both at ratio 0.5, in dB."""
+    ours, theirs = (_drawn(kind, config)["pairs"]["psnr"] for config in (METHODS[0][0], METHODS[-1][0]))
+    return Figure(f"{statistics.median(ours) - statistics.median(theirs):.0f}", f"{FRONTIER[kind]}: pairs.psnr")
+
+
+def images_per_setting(kind: str = "128") -> Figure:
+    return Figure(f"{len(read(FRONTIER[kind])['prompts'])}", f"{FRONTIER[kind]}: prompts")
+
+
+def change_against_seed() -> Figure:
+    """How far the default at ratio 0.5 moves an image, as a share of what another seed does."""
+    other = read(FRONTIER["128"])["calibration"][OTHER_SEEDS]["pairs"]["perceptual"]
+    share = statistics.median(_drawn("128", METHODS[0][0])["pairs"]["perceptual"]) / statistics.median(other)
+    return Figure(f"{share:.0%}".replace("%", " %"), f"{FRONTIER['128']}: pairs.perceptual")
+
+
+def ratios_that_kid_separates(none: str) -> Figure:
+    """The methods whose KID lies above that of plain images by more than two standard deviations of both."""
+    floor = read(FRONTIER["128"])["calibration"][OTHER_SEEDS]["kid"]
+    above = [
+        config.describe()
+        for config, _ in METHODS
+        if (kid := _drawn("128", config)["kid"][f"to {OTHER_SEEDS}"])["mean"] - floor["mean"]
+        > 2 * math.hypot(kid["std"], floor["std"])
     ]
-    return [*cells, Figure(f"{1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f}", f"quality.json, {name}: kid")]
-
-
-def images_per_setting() -> Figure:
-    return Figure(f"{len(read('results/quality.json')['prompts'])}", "quality.json: prompts")
+    return Figure(", ".join(above) or none, f"{FRONTIER['128']}: settings.kid")
 
 
 def setting(name: str) -> dict[str, Any]:
@@ -211,27 +255,6 @@ def setting(name: str) -> dict[str, Any]:
 def perceptual(name: str) -> Figure:
     distance = statistics.median(setting(name)["pairs"]["perceptual"])
     return Figure(f"{distance:.4f}", f"quality.json, {name}: pairs.perceptual")
-
-
-def change_against_seed(less_than_half: str) -> Figure:
-    """How far ratio 0.5 moves an image, as a share of what another seed does."""
-    other = read("results/quality.json")["calibration"][OTHER_SEEDS]["pairs"]["perceptual"]
-    share = statistics.median(setting("0.5")["pairs"]["perceptual"]) / statistics.median(other)
-    return Figure(less_than_half if 0.4 <= share < 0.5 else f"{share:.0%}", "quality.json, 0.5: pairs.perceptual")
-
-
-def ratios_that_kid_separates(none: str) -> Figure:
-    """The ratios whose KID lies above that of plain images by more than two standard deviations of both."""
-    result = read("results/quality.json")
-    floor = result["calibration"][OTHER_SEEDS]["kid"]
-    above = [
-        setting["name"]
-        for setting in result["settings"]
-        if setting["group"] == "ratio"
-        and (kid := setting["kid"][f"to {OTHER_SEEDS}"])["mean"] - floor["mean"]
-        > 2 * math.hypot(kid["std"], floor["std"])
-    ]
-    return Figure(", ".join(above) or none, "quality.json: settings.kid")
 
 
 # Operations, ControlNet, load ----------------------------------------------------------------------------------------

@@ -43,10 +43,11 @@ def export(unet, path, size=(16, 16)):
     paddle.jit.save(paddle.jit.to_static(copy.deepcopy(unet), input_spec=spec, full_graph=True), str(path / "unet"))
 
 
-@pytest.fixture(scope="module", params=[{"merge_crossattn": True}, {"proportional": True, "window": 4}], ids=str)
-def exported(tmp_path_factory, request):
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
     """A merging program with a dynamic batch, and the model it came from."""
-    folder, unet = tmp_path_factory.mktemp("merging"), make_unet(**SMALL).apply_tome(ratio=0.5, **request.param)
+    folder, unet = tmp_path_factory.mktemp("merging"), make_unet(**SMALL)
+    unet.apply_tome(ratio=0.5, merge_crossattn=True, window=4)
     export(unet, folder)
     return folder, unet
 
@@ -129,11 +130,11 @@ on_paddle_2 = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=[{}, {"proportional": True, "merge_attn": "kv"}], ids=str)
-def dynamic(tmp_path_factory, request):
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory):
     """A merging program with dynamic batch, height and width, and the model that it came from."""
     folder, unet = tmp_path_factory.mktemp("dynamic"), make_unet(**SMALL)
-    unet.apply_tome(**{"ratio": 0.5, "use_rand": False, "window": None, "proportional": False, **request.param})
+    unet.apply_tome(ratio=0.5, use_rand=False, window=None)
     export(unet, folder, size=(None, None))
     return folder, unet
 
@@ -195,16 +196,15 @@ def test_grid_of_an_earlier_export_is_not_used():
         hook.grid(24)
 
 
-@pytest.mark.parametrize("proportional", [False, True])
 @pytest.mark.parametrize(("of", "shapes"), [(OfDiT, []), (OfSD3, [[2, 6, 64], [2, 64]])])
 @paddle.no_grad()
-def test_transformers_can_be_exported(of, shapes, proportional, tmp_path):
+def test_transformers_can_be_exported(of, shapes, tmp_path):
     model = of()
     model.eval()
     arguments = [paddle.randn([2, 4, 16, 16]), paddle.to_tensor([3, 3])]
     arguments += [paddle.randn(shape) for shape in shapes] or [paddle.to_tensor([1, 2])]
     plain = model(*arguments).numpy()
-    model.transformer.apply_tome(ratio=0.5, proportional=proportional)
+    model.transformer.apply_tome(ratio=0.5)
     merged = model(*arguments).numpy()
     spec = [InputSpec(tensor.shape, tensor.dtype) for tensor in arguments]
     paddle.jit.save(paddle.jit.to_static(model, input_spec=spec, full_graph=True), str(tmp_path / "model"))

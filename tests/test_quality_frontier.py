@@ -1,5 +1,6 @@
 """The frontier page: images and times are joined, the best points are marked, the page has the results' figures."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -9,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from frontier_results import DEFAULT, POINTS, TOMESD, quality, speed
+from PIL import Image
+from quality_support import write_images
 from speed_results import write
 
 from ppdiffusers_tome import ToMeConfigError
@@ -142,3 +145,20 @@ def test_plot_has_a_line_for_each_method_and_the_frontier():
 def test_results_that_do_not_belong_together_are_refused(results, message):
     with pytest.raises(ToMeConfigError, match=message):
         points_of(*results)
+
+
+def test_sheet_shows_plain_tomesd_and_the_default(tmp_path):
+    files = write_all(tmp_path)
+    for name, result in RESULTS.items():
+        if result["kind"] == "quality":
+            write_images(result, tmp_path / "images" / name, ["plain", *(row["name"] for row in result["settings"])])
+    page = write_report(files, tmp_path, DEFAULT, tmp_path / "images")
+    shown = "plain, tomesd's 0.5, tomesd's 0.75, default 0.5, default 0.7; images 0, 2, 4, 7, 9, 11."
+    assert f"![Prompts, 128 px: {shown}](frontier_prompts_128_sheet.png)" in page
+    assert page.startswith(write_report(files, tmp_path, DEFAULT))
+    with Image.open(tmp_path / "frontier_photographs_128_sheet.png") as sheet:
+        assert json.loads(sheet.text["strength"]) == PHOTOGRAPHS
+    (tmp_path / "images" / "frontier_256" / "images" / "plain" / "0000.png").unlink()
+    with pytest.raises(ToMeConfigError, match="has 11 images, the result 12"):
+        write_report(files, tmp_path / "third", DEFAULT, tmp_path / "images")
+    assert not (tmp_path / "third" / "frontier.md").exists()

@@ -73,6 +73,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     frontier.add_argument(
         "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
     )
+    frontier.add_argument(
+        "--images",
+        type=Path,
+        help="folder with the output of each evaluate, named like its result, to show images",
+    )
     frontier.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the page {default}")
     frontier.set_defaults(run=_frontier)
 
@@ -132,7 +137,7 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _frontier(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from ..evaluation.quality.frontier import write_report
 
-    print(write_report(options.files, options.output))
+    print(write_report(options.files, options.output, images=options.images))
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from PIL import Image
 
 from ...config import GRID, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
@@ -17,6 +18,8 @@ from ..plotting import save_figure
 from ..results import check_result, read_json
 from ..speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases
 from .quality_plots import plot_frontier
+from .quality_report import evenly_spaced, image_files
+from .sheets import make_sheet, save_png
 
 PAGE = "frontier.md"
 TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)
@@ -42,22 +45,28 @@ The fastest point in the predictor that is at least as near to plain as tomesd's
 plain's time that each saves."""
 
 
-def write_report(files: Sequence[Path], output: Path, default: ToMeConfig | None = None) -> str:
+def write_report(
+    files: Sequence[Path], output: Path, default: ToMeConfig | None = None, images: Path | None = None
+) -> str:
     """Write `frontier.md` with a plot for each size and kind of image into a folder; return its text.
 
     Args:
         files: results of `evaluate`, and of `bench` with the same `--merging`, of one model.
         output: the folder; made if it does not exist.
         default: compared with tomesd's method; None: the library's.
+        images: folder with a folder for each result of `evaluate`, named like its file, which `evaluate --output`
+            wrote; None for a page without images.
 
     Raises:
-        ToMeConfigError: as `read_points`; nothing is written.
+        ToMeConfigError: as `read_points`, or an image is missing; nothing is written.
     """
     results = [(file, read_json(file)) for file in files]
-    frame = read_points(results)
+    frame, default = read_points(results), default or ToMeConfig()
+    drawn = [] if images is None else [result for result in results if result[1]["kind"] == "quality"]
+    sheets = [write_sheet(result, images / file.stem, output, default) for file, result in drawn if images]
     lines = ["# Distance from plain against time", "", INTRODUCTION, ""]
     lines += [*_sources(results, output), ""]
-    lines += _compare_default(frame, default or ToMeConfig())
+    lines += _compare_default(frame, default)
     for (source, size), points in frame.groupby(["source", "size"], sort=False):
         title = f"{source}, {size} px"
         plot = output / f"frontier_{source.lower()}_{size}.png"
@@ -66,6 +75,9 @@ def write_report(files: Sequence[Path], output: Path, default: ToMeConfig | None
             f"{title}: distance from plain against speed-up in the predictor. Grey: the frontier by each measure."
         )
         lines += [f"## {title}", "", *figure(plot, caption, output), *_table(points), ""]
+    lines += ["## Images", ""] if sheets else []
+    for path, caption in sheets:
+        lines += figure(path, caption, output)
     text = "\n".join(lines).rstrip() + "\n"
     (output / PAGE).write_text(text, encoding="utf-8")
     return text
@@ -117,6 +129,32 @@ def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     return frame.sort_values(["source", "size"], ascending=[False, True], kind="stable", ignore_index=True)
 
 
+def write_sheet(result: dict[str, Any], images: Path, output: Path, default: ToMeConfig) -> tuple[Path, str]:
+    """A contact sheet of plain images, tomesd's method and the default, evenly spaced prompts; its file and caption.
+
+    Raises:
+        ToMeConfigError: an image is missing.
+    """
+    shown = {"plain": "plain"}
+    for label, config in {"tomesd's": TOMESD, "default": default}.items():
+        for setting in sorted(result["settings"], key=lambda setting: setting["config"]["ratio"]):
+            ratio = setting["config"]["ratio"]
+            if ToMeConfig(**setting["config"]) == replace(config, ratio=ratio):
+                shown[f"{label} {ratio:g}"] = setting["name"]
+    prompts = result["prompts"]
+    numbers = evenly_spaced(len(prompts))
+    rows = []
+    for label, name in shown.items():
+        files = image_files(images / "images" / name, len(prompts))
+        rows.append((label, [Image.open(files[n]).convert("RGB") for n in numbers]))
+    sheet = make_sheet(rows, [prompts[n]["prompt"] for n in numbers], min(result["size"], 256))
+    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "strength", "command", "commit")}
+    source = _source(result)
+    path = output / f"frontier_{source.lower()}_{result['size']}_sheet.png"
+    save_png(sheet, path, prompts=[prompts[n] for n in numbers], rows=list(shown), **about)
+    return path, f"{source}, {result['size']} px: {', '.join(shown)}; images {', '.join(map(str, numbers))}."
+
+
 def is_on_frontier(speed_up: pd.Series, nearness: pd.Series) -> np.ndarray:
     """Whether each point is faster than plain, and no other point is both faster and nearer."""
     points = list(zip(speed_up, nearness, strict=True))
@@ -125,7 +163,7 @@ def is_on_frontier(speed_up: pd.Series, nearness: pd.Series) -> np.ndarray:
 
 def _measured_images(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     about = {"model": result["model"], "size": result["size"]}
-    about["source"] = "Prompts" if result["strength"] is None else "Photographs"
+    about["source"] = _source(result)
     for setting in result["settings"]:
         if setting["framework"] != "Paddle":
             continue
@@ -135,6 +173,10 @@ def _measured_images(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
         distance = quartiles(setting["pairs"]["perceptual"]).median
         columns = {"config": _timed(config), "method": config.method, "ratio": config.ratio, "images": psnr}
         yield {**about, **columns, **spread, "perceptual": distance}
+
+
+def _source(result: dict[str, Any]) -> str:
+    return "Prompts" if result["strength"] is None else "Photographs"
 
 
 def _measured_times(case: Case) -> Iterator[dict[str, Any]]:

@@ -84,7 +84,14 @@ def write_report(
     lines += ["## What the measures mean", "", *CALIBRATION.splitlines(), "", *calibration, "", NOTES, ""]
     for group, (title, about) in GROUPS.items():
         if (frame["group"] == group).any():
-            lines += [f"## {title}", "", about.format(method=_method(result)), "", *_table(frame[frame["group"] == group]), ""]
+            lines += [
+                f"## {title}",
+                "",
+                about.format(method=_method(result)),
+                "",
+                *_table(frame[frame["group"] == group]),
+                "",
+            ]
     for title, figures in {"Plots": plots, "Images": sheets, "Merge maps": merge_maps}.items():
         lines += [f"## {title}", ""] if figures else []
         for path, caption in figures:
@@ -248,7 +255,7 @@ def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, out
     prompts = result["prompts"]
     ratios = _ratios(frame)
     folders = {"plain": "plain", **{f"{ratio:g}": name for name, ratio in ratios.items()}}
-    files = {label: _image_files(images / "images" / name, len(prompts)) for label, name in folders.items()}
+    files = {label: image_files(images / "images" / name, len(prompts)) for label, name in folders.items()}
     about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
 
     def write(name: str, numbers: Sequence[int], titles: Sequence[str], with_differences: bool) -> Path:
@@ -261,7 +268,7 @@ def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, out
         sheet = make_sheet(rows, titles, min(result["size"], 256))
         return save_png(sheet, output / name, prompts=[prompts[n] for n in numbers], rows=list(files), **about)
 
-    spread = sorted({round(n) for n in np.linspace(0, len(prompts) - 1, SHOWN).tolist()})
+    spread = evenly_spaced(len(prompts))
     default = default_setting(frame)
     distances = _distances(result)[default]
     order = distances.argsort().tolist()
@@ -282,8 +289,17 @@ def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, out
     ]
 
 
-def _image_files(folder: Path, count: int) -> list[Path]:
-    """The images of one setting, in the order of the prompts."""
+def evenly_spaced(count: int) -> list[int]:
+    """The numbers of the images that a contact sheet shows."""
+    return sorted({round(n) for n in np.linspace(0, count - 1, SHOWN).tolist()})
+
+
+def image_files(folder: Path, count: int) -> list[Path]:
+    """The images of one setting, in the order of the prompts.
+
+    Raises:
+        ToMeConfigError: there are more or fewer than `count`.
+    """
     files = sorted(folder.glob("[!.]*.png"))
     if len(files) != count:
         raise ToMeConfigError(
