@@ -84,14 +84,8 @@ def write_report(
     lines += ["## What the measures mean", "", *CALIBRATION.splitlines(), "", *calibration, "", NOTES, ""]
     for group, (title, about) in GROUPS.items():
         if (frame["group"] == group).any():
-            lines += [
-                f"## {title}",
-                "",
-                about.format(method=_method(result)),
-                "",
-                *_table(frame[frame["group"] == group]),
-                "",
-            ]
+            lines += [f"## {title}", "", about.format(method=_method(result)), ""]
+            lines += [*_table(frame[frame["group"] == group]), ""]
     for title, figures in {"Plots": plots, "Images": sheets, "Merge maps": merge_maps}.items():
         lines += [f"## {title}", ""] if figures else []
         for path, caption in figures:
