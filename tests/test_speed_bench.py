@@ -74,6 +74,7 @@ def test_methods_are_measured_and_reported(tmp_path, capsys):
         (["--ratio", "0.5", "0.9"], "ratio=0.9 is not allowed"),
         (["--max-downsample", "3"], "max_downsample=3 is not allowed"),
         (["--merging", "use_rand"], "--merging use_rand is not allowed"),
+        (["--merging", "windw=8"], "'windw' is not a setting"),
         (["--scope", "pipeline"], "needs --model FOLDER"),
         (["--torch-python", "nowhere", "--arms", "torch"], "--torch-python nowhere cannot be used: "),
     ],

@@ -106,8 +106,8 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--max-downsample", type=int, nargs="+", default=[None], help="deepest level (default: the shallowest)")
     option(
         "--merging",
-        type=parse_settings,
         nargs="+",
+        default=[],
         metavar="SETTINGS",
         help="how to merge, at each ratio or at their own, such as window=16,proportional or "
         "merge_attn=kv,match=grid,ratio=0.75 (default: as apply_tome, with fixed dst)",
@@ -146,7 +146,8 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
     python, problem = _torch(options) if TORCH in names else (None, None)
     settings = Settings(options.rounds, options.warm_up, options.threads, python)
     cases = _cases(options)
-    configs = make_configs(options.ratio, options.max_downsample, options.merging or ())
+    mergings = [parse_settings(text) for text in options.merging]
+    configs = make_configs(options.ratio, options.max_downsample, mergings)
     for case in cases:
         case.arms = make_arms(case, names, options.backend, configs, problem)
     measured = measure_all(cases, settings, options.output, _command(arguments), options.restart)
