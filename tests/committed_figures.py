@@ -14,13 +14,16 @@ from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig
 from ppdiffusers_tome.evaluation import operations
 
 ROOT = Path(__file__).parents[1]
-SPEED_TABLE_FILES = ("sd15_unet", "sd15_block", "emoji_pipeline_128", "emoji_pipeline_256")
+SPEED_TABLE_FILES = ("sd15_unet", "sd15_block", "emoji_pipeline_256")
 OTHER_SEEDS = "plain, other seeds"  # in quality.json: images of the same prompts with other seeds
 LABELS = {  # of the two READMEs
     ("sd15_unet", "eager"): ("Stable Diffusion 1.5, one UNet pass", "Stable Diffusion 1.5，UNet 一次前向"),
     ("sd15_unet", "sliced"): ("the same, attention slicing", "同上，注意力切片"),
-    ("sd15_block", "eager"): ("its top-level block alone", "仅其最上层的一个模块"),
+    ("sd15_block", "eager"): ("top-level block of Stable Diffusion 1.5", "Stable Diffusion 1.5 最上层的一个模块"),
+    "emoji_unet": ("bundled model, one UNet pass", "自带模型，UNet 一次前向"),
     "emoji_pipeline": ("bundled model, whole images", "自带模型，完整生成"),
+    "default": ("default", "默认"),
+    "tomesd": ("tomesd's", "tomesd"),
     OTHER_SEEDS: ("another seed", "换一个种子"),
     "eager": ("eager", "动态图"),
     "predictor": ("predictor", "预测器"),
@@ -90,25 +93,25 @@ def arm(file: str, name: str, backend: str = "eager", size: int = 128, batch: in
 
 
 def speed_table(language: int) -> Iterator[list[Figure]]:
-    """What runs, size, batch and backend; plain's and ToMe's seconds, their ratio, and both peaks of memory."""
-    rows = [("sd15_unet", "eager", 512, 2), ("sd15_unet", "sliced", 512, 2), ("sd15_block", "eager", 1024, 1)]
-    rows += [
-        (f"emoji_pipeline_{size}", backend, size, batch)
-        for size, batch in ((128, 8), (256, 1), (256, 8))
-        for backend in ("eager", "predictor")
-    ]
+    """What runs, how it merges, size, batch and backend; both times, their ratio, and both peaks of memory."""
+    rows = [("sd15_block", "eager", 1024, 1)]
+    rows += [("emoji_unet", backend, size, 2) for size in (128, 256) for backend in ("eager", "predictor")]
+    rows += [("sd15_unet", "eager", 512, 2), ("sd15_unet", "sliced", 512, 2)]
+    rows += [("emoji_pipeline_256", backend, 256, 8) for backend in ("eager", "predictor")]
     for file, backend, size, batch in rows:
         names = ("memory-efficient", "both") if backend == "sliced" else ("plain", "tome")
         backend_label = "predictor" if backend == "predictor" else "eager"
         plain, merged = (arm(file, name, backend_label, size, batch) for name in names)
-        label = "emoji_pipeline" if file.startswith("emoji") else (file, backend)
+        label = file.removesuffix("_256") if file.startswith("emoji") else (file, backend)
+        method = "default" if merged.values["config"]["proportional"] else "tomesd"
         yield [
             Figure(LABELS[label][language], f"label of {plain.field}"),
+            Figure(LABELS[method][language], f"{merged.field}: config"),
             Figure(f"{size} px", f"{plain.field}: size"),
             Figure(f"{batch}", f"{plain.field}: batch"),
             Figure(LABELS[backend_label][language], f"{plain.field}: backend"),
-            plain.seconds(),
-            merged.seconds(),
+            plain.seconds(".2f"),
+            merged.seconds(".2f"),
             merged.speed_up(plain),
             plain.gigabytes(),
             merged.gigabytes(),
@@ -235,7 +238,7 @@ def change_against_seed() -> Figure:
     return Figure(f"{share:.0%}".replace("%", " %"), f"{FRONTIER['128']}: pairs.perceptual")
 
 
-def ratios_that_kid_separates(none: str) -> Figure:
+def methods_that_kid_separates(none: str) -> Figure:
     """The methods whose KID lies above that of plain images by more than two standard deviations of both."""
     floor = read(FRONTIER["128"])["calibration"][OTHER_SEEDS]["kid"]
     above = [
