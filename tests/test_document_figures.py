@@ -11,7 +11,7 @@ import pytest
 from committed_figures import value
 from markdown_text import prose, tables
 
-SD15_UNET, QUALITY, PROMPTS, LOAD = "results/sd15_unet.json", "results/quality.json", figures.FRONTIER["128"], "results/load.json"
+SD15_UNET, PROMPTS, LOAD = "results/sd15_unet.json", figures.FRONTIER["128"], "results/load.json"
 IMAGE_CLIENTS = ("openai", "txt2img", "img2img")
 TABLES = {  # by document and first header cell
     ("README.md", "what runs"): lambda: figures.speed_table(0),
@@ -69,9 +69,9 @@ PROSE = [  # document, expression with one group around the figure, the figure
     ("docs/comparison.md", r"medians of (\d+) rounds", lambda: value("ops.json", "rounds")),
     ("docs/comparison.md", r"random order, (.+?), one thread", figures.operations_case),
     ("docs/inference.md", r"medians of (\d+) rounds", lambda: value("results/emoji_unet.json", "rounds")),
-    ("docs/inference.md", r"PyTorch ([\d.]+), milli", lambda: value(QUALITY, "torch.torch")),
-    ("docs/inference.md", r"diffusers ([\d.]+),", lambda: value(QUALITY, "torch.diffusers")),
-    ("docs/inference.md", r"tomesd ([\d.]+),", lambda: value(QUALITY, "torch.tomesd")),
+    ("docs/inference.md", r"PyTorch ([\d.]+), milli", lambda: value("results/emoji_unet.json", "environment.torch")),
+    ("docs/inference.md", r"diffusers ([\d.]+),", lambda: value("results/emoji_unet.json", "environment.diffusers")),
+    ("docs/inference.md", r"tomesd ([\d.]+),", lambda: value("results/emoji_unet.json", "environment.tomesd")),
     ("docs/serving.md", r"bundled model, (\d+) steps, one", lambda: value(LOAD, "one_client.steps")),
     ("docs/serving.md", r"cores, (\d+) seconds:", lambda: figures.load_option("--seconds")),
     ("docs/serving.md", r"kept short \((\d+)\)", lambda: figures.load_option("--queue")),
