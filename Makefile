@@ -129,8 +129,9 @@ frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time,
 	$(EVALUATE) $(FRONTIER) --ablations --size 256 --count 8 --strength 0.4 --output build/frontier_photographs_256
 	mkdir -p $(RESULTS)
 	for images in $(FRONTIER_IMAGES); do cp build/$$images/quality.json $(RESULTS)/$$images.json || exit 1; done
-	$(BENCH) $(FRONTIER) $(MORE_MERGING) --size 128 256 --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed.json
-	$(EVALUATE) frontier $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed.json --images build --output $(RESULTS)/..
+	$(BENCH) $(FRONTIER) $(MORE_MERGING) --size 128 --batch 2 --backend eager predictor --arms plain tome --rounds 15 --output $(RESULTS)/frontier_speed_128.json
+	$(BENCH) $(FRONTIER) $(MORE_MERGING) --size 256 --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed_256.json
+	$(EVALUATE) frontier $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed_*.json --images build --output $(RESULTS)/..
 
 # The bundled model's training images, from npm. resvg is not locked because only this target needs it.
 build/reference/.complete:
