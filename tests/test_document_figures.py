@@ -51,7 +51,7 @@ PROSE = [  # document, expression with one group around the figure, the figure
     ("README_zh.md", r"令牌带来的变化是换一个种子的 (.+?)；", figures.change_against_seed),
     ("README_zh.md", r"从 KID 看，(.+?)的结果都", lambda: figures.methods_that_kid_separates("任何方法")),
     ("README_zh.md", r"全部 (\d+) 个 pipeline 类", figures.pipeline_classes),
-    ("docs/limits.md", r"batch 2 gains (\S+) in eager", lambda: figures.speed_up("emoji_unet")),
+    ("docs/limits.md", r"batch 2 is (\S+) as fast in eager", lambda: figures.speed_up("emoji_unet")),
     ("docs/limits.md", r"and (\S+) in a predictor", lambda: figures.speed_up("emoji_unet", "predictor")),
     ("docs/limits.md", r"at 512 px gains (\S+) at", lambda: figures.speed_up("sd15_unet", size=512)),
     ("docs/limits.md", r"close to the (\S+) that", lambda: figures.speed_up_by_macs("sd15_unet", 512, 2)),
