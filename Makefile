@@ -90,7 +90,7 @@ EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome eval
 bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
 
 bench-speed: $(VENV)/.installed ## measure time and memory, and write their report
-	$(BENCH) ops --rounds 40 --output benchmarks/ops.json
+	$(BENCH) ops --rounds 10 --memory-limit 2 --output benchmarks/ops.json
 	$(BENCH) --architecture sd15 --size 512 --batch 2 --ratio 0.25 0.5 0.75 --arms plain memory-efficient tome both --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet.json
 	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor $(TORCH) --threads 1 --output $(RESULTS)/emoji_unet.json

@@ -58,12 +58,14 @@ def write_report(
             wrote; None for a page without images.
 
     Raises:
-        ToMeConfigError: as `read_points`, or an image is missing; nothing is written.
+        ToMeConfigError: as `read_points`, or an image is missing; the page is not written.
     """
     results = [(file, read_json(file)) for file in files]
     frame, default = read_points(results), default or ToMeConfig()
-    drawn = [] if images is None else [result for result in results if result[1]["kind"] == "quality"]
-    sheets = [write_sheet(result, images / file.stem, output, default) for file, result in drawn if images]
+    sheets = []
+    if images is not None:  # first, because an image may be missing
+        drawn = [(file, result) for file, result in results if result["kind"] == "quality"]
+        sheets = [write_sheet(result, images / file.stem, output, default) for file, result in drawn]
     lines = ["# Distance from plain against time", "", INTRODUCTION, ""]
     lines += [*_sources(results, output), ""]
     lines += _compare_default(frame, default)
