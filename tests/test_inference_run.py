@@ -128,11 +128,10 @@ def test_other_pipelines_over_the_same_programs(exported, eager, cls, settings, 
     np.testing.assert_allclose(draw(load(exported_folder, cls=cls), **arguments), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("method", [{}, {"merge_attn": "kv", "proportional": True, "window": None}], ids=str)
-def test_controlnet_is_fused_with_the_unet(tmp_path, method):
+def test_controlnet_is_fused_with_the_unet(tmp_path):
     parts = stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL))
     pipe = StableDiffusionControlNetPipeline(**parts)
-    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, progress=False, **method)
+    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, progress=False)
     assert manifest.residuals == 3 and manifest.merging["0.5"][1].ratio == 0.25
     exported = load(tmp_path / "out")
     for settings in (
@@ -140,7 +139,7 @@ def test_controlnet_is_fused_with_the_unet(tmp_path, method):
         {"image": image(seed=1)},
         {"image": image(), "controlnet_conditioning_scale": 0.3, "control_guidance_end": 0.5},
     ):
-        with pipe.tome(ratio=0.5, controlnet=0.25, **method):
+        with pipe.tome(ratio=0.5, controlnet=0.25):
             expected = draw(pipe, **settings)
         np.testing.assert_allclose(draw(exported, **settings), expected, atol=TOLERANCE)
     with pytest.raises(ToMeConfigError, match="guess_mode"):
