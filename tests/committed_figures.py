@@ -270,6 +270,8 @@ EXPERIMENTS = {  # name in the result → label in docs/methods.md
     "projection 0.5": "metric projected to 32 random channels",
     "first block's plan 0.5": "plan of the first block in all blocks",
     "window 8 0.75": "windows of 8",
+    "window 16 0.75": "windows of 16",
+    "window 16, half shift 0.75": "windows of 16, shifted by half in every second block",
     "kv 0.75": "keys and values",
     "queries 0.25, kv 0.75": "keys and values, and a quarter of the queries",
 }
