@@ -198,11 +198,11 @@ def quality_table(language: int) -> Iterator[list[Figure]]:
         prompts, photographs = (_drawn(kind, config) for kind in FRONTIER)
         label = Figure(labels[language], f"label of {config.method}")
         ratio = Figure(f"{config.ratio:g}", f"{FRONTIER['128']}: settings.config.ratio")
-        cells = _quality_cells("128", prompts["pairs"], prompts["kid"][f"to {OTHER_SEEDS}"])
+        cells = _quality_cells(prompts["pairs"], prompts["kid"][f"to {OTHER_SEEDS}"])
         yield [label, ratio, *cells, _median("photographs_128", photographs["pairs"], "psnr", 1)]
     other, of_photographs = (read(file)["calibration"][OTHER_SEEDS] for file in FRONTIER.values())
     none = Figure("–", "plain images")
-    cells = _quality_cells("128", other["pairs"], other["kid"])
+    cells = _quality_cells(other["pairs"], other["kid"])
     last = _median("photographs_128", of_photographs["pairs"], "psnr", 1)
     yield [Figure(LABELS[OTHER_SEEDS][language], "label"), none, *cells, last]
 
@@ -216,9 +216,10 @@ def _median(kind: str, pairs: dict[str, list[float]], measure: str, digits: int)
     return Figure(f"{statistics.median(pairs[measure]):.{digits}f}", f"{FRONTIER[kind]}: pairs.{measure}")
 
 
-def _quality_cells(kind: str, pairs: dict[str, list[float]], kid: dict[str, float]) -> list[Figure]:
-    mean = Figure(f"{1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f}", f"{FRONTIER[kind]}: kid")
-    return [_median(kind, pairs, "psnr", 1), _median(kind, pairs, "perceptual", 4), mean]
+def _quality_cells(pairs: dict[str, list[float]], kid: dict[str, float]) -> list[Figure]:
+    """Of prompts."""
+    mean = Figure(f"{1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f}", f"{FRONTIER['128']}: kid")
+    return [_median("128", pairs, "psnr", 1), _median("128", pairs, "perceptual", 4), mean]
 
 
 def gain(kind: str) -> Figure:
