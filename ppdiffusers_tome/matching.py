@@ -19,16 +19,13 @@ from .positions import (
     is_zero,
 )
 
-# Similarities that agree to within 2**-24, the resolution of float32 just below 1, are ties.
-_TIE = 2**24
-
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
     """Which rows of a flattened [B·N, C] batch of tokens merge, and which row each token takes its result from.
 
     Of an image's N tokens, D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst
-    tokens first, in the order of their positions, then the remaining src tokens, the most similar to its dst first.
+    tokens first, then the remaining src tokens, both in the order of their positions.
     Indices count rows of the flattened batch, so one gather serves all images. With r = 0 the index tensors are
     empty.
 
@@ -86,7 +83,7 @@ def match_tokens(
             pairs are chosen from the whole grid in both cases.
 
     Returns:
-        The plan. Ties (pairs whose similarities agree to within 2**-24) go to the lowest index.
+        The plan. Of pairs that are equally similar, those with the lowest index merge first.
 
     Raises:
         ToMeConfigError: metric is not a floating-point [B, N, C], h·w is not N, or r is out of range. The last two
@@ -111,24 +108,26 @@ def match_tokens(
 
     with paddle.no_grad(), _full_precision():
         batch = _count_batch(metric)
-        best, similarity = _most_similar(metric, positions, batch)  # [B, S] each
-        # No two keys are equal, so the order does not depend on whether a platform's sort is stable.
-        key = paddle.round(similarity.cast("float64") * _TIE).cast("int64") * s - count_s
-        order = paddle.argsort(key, axis=1, descending=True)  # [B, S]: src, best pair first
-        rank = paddle.argsort(order, axis=1)  # [B, S]: the position of each src in that order
+        best, similarity = _most_similar(metric, positions)  # [B, S] each
+        # Paddle's programs cannot gather by an empty index: in a dynamic one, one pair always merges.
+        pairs = paddle.maximum(r, paddle.ones_like(r)) if grid.is_dynamic else r
+        merges = _most_similar_pairs(similarity, r, pairs)  # [B, S]
+        stays = paddle.logical_not(merges).cast("int64")
+        # No two keys are equal, for the same reason; and they fit into 32 bits, in which OpenVINO computes integers.
+        order = paddle.argsort(count_s + stays * s, axis=1)  # [B, S]: src that merge, then those that stay
 
         dst_rows = dst_tokens + batch * n
-        by_rank = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
-        from_src = paddle.where(rank < r, best, rank + (d - r))  # [B, S]: the merged row that each src token gets
+        ordered = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
+        from_src = paddle.where(merges, best, paddle.cumsum(stays, axis=1) + (d - 1))  # [B, S]: each src's merged row
         if grid.is_dynamic:
-            # Paddle's programs cannot gather by an empty index. So the remaining src tokens count as dst that nothing
-            # merges into, and where r is 0 one token merges into itself, which leaves it unchanged.
-            dst, pairs, stay_rows = n - r, paddle.maximum(r, paddle.ones_like(r)), None
-            rolled = paddle.gather(by_rank, (count_s + r) % s, axis=1)
+            # The remaining src tokens count as dst that nothing merges into, and where r is 0 one token merges into
+            # itself, which leaves it unchanged.
+            dst, stay_rows = n - r, None
+            rolled = paddle.gather(ordered, (count_s + r) % s, axis=1)
             dst_rows = paddle.concat([dst_rows, rolled], axis=1)[:, :dst]
         else:
-            dst, pairs = d, r
-            stay_rows = by_rank[:, r:].reshape([-1]) if r < s else None
+            dst = d
+            stay_rows = ordered[:, r:].reshape([-1]) if r < s else None
         target_rows = (paddle.take_along_axis(from_src, order[:, :pairs], axis=1) + batch * dst).reshape([-1, 1])
         alone = paddle.ones_like(dst_rows.reshape([-1, 1]), dtype="float32")
         members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
@@ -139,7 +138,7 @@ def match_tokens(
             dst=dst,
             dst_rows=dst_rows.reshape([-1]),
             stay_rows=stay_rows,
-            merged_rows=by_rank[:, :pairs].reshape([-1]),
+            merged_rows=ordered[:, :pairs].reshape([-1]),
             target_rows=target_rows,
             weights=1.0 / members,
             source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
@@ -196,6 +195,22 @@ def match_cells(
         )
 
 
+def _most_similar_pairs(
+    similarity: paddle.Tensor,  # [B, S] float32
+    removed: Count,  # r <= S
+    last: Count,  # r, but 1 at least
+) -> paddle.Tensor:  # [B, S] bool
+    """Which r pairs are the most similar; of those as similar as the last one, the first.
+
+    Sorting values, and not pairs, makes the choice independent of whether a platform's sort is stable.
+    """
+    least = paddle.sort(similarity, axis=1, descending=True)[:, last - 1 : last]
+    is_more, is_tie = similarity > least, similarity == least
+    ties = removed - is_more.cast("int64").sum(axis=1, keepdim=True)
+    is_first = paddle.cumsum(is_tie.cast("int64"), axis=1) <= ties
+    return paddle.logical_or(is_more, paddle.logical_and(is_tie, is_first))
+
+
 def _count_batch(metric: paddle.Tensor) -> paddle.Tensor:  # [B, 1] int64
     """0, 1, … B - 1."""
     return paddle.cumsum(paddle.ones_like(metric[:, :1, 0], dtype="int64"), axis=0) - 1
@@ -204,7 +219,6 @@ def _count_batch(metric: paddle.Tensor) -> paddle.Tensor:  # [B, 1] int64
 def _most_similar(
     metric: paddle.Tensor,  # [B, N, C]
     positions: Positions,
-    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, ... B - 1
 ) -> tuple[paddle.Tensor, paddle.Tensor]:  # [B, S] int64, [B, S] float32
     """For each src token its most similar dst token, as an index into `dst`, and their cosine similarity."""
     metric = cast(metric.detach(), paddle.float32)
@@ -217,20 +231,14 @@ def _most_similar(
     normed = paddle.where(paddle.isfinite(normed), normed, paddle.zeros_like(normed))
     normed = normed * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
     tokens, src_inverse = paddle.gather(metric, src, axis=1), paddle.gather(inverse, src, axis=1)
-    row, column = batch, positions.count_s
     if windows is not None:  # the batch becomes B·T windows
         tokens, normed = (x.reshape([-1, x.shape[1] // windows.count_w, x.shape[2]]) for x in (tokens, normed))
         src_inverse = src_inverse.reshape([-1, tokens.shape[1]])
-        row = paddle.cumsum(paddle.ones_like(src_inverse[:, :1], dtype="int64"), axis=0) - 1
-        column = column[: tokens.shape[1]]
     scores = paddle.matmul(tokens, normed, transpose_y=True)  # [B, S, D]: cosine · norm of src
     # Measured in eager and oneDNN, not faster: argmax in two stages, src in chunks, max pooling with indices.
-    best = paddle.argmax(scores, axis=-1)
-    none = paddle.zeros_like(best)
-    # Not take_along_axis, which copies all scores first.
-    similarity = paddle.gather_nd(scores, paddle.stack([row + none, column + none, best], axis=-1))
-    is_valid = src_inverse.cast("bool")  # NaN in a src token only affects its own row of scores
-    best = paddle.where(is_valid, best, none)
+    best, similarity = paddle.argmax(scores, axis=-1), paddle.max(scores, axis=-1)
+    is_valid = src_inverse != 0  # NaN in a src token only affects its own row of scores
+    best = paddle.where(is_valid, best, paddle.zeros_like(best))
     similarity = paddle.where(is_valid, similarity * src_inverse, paddle.zeros_like(similarity))
     if windows is None:
         return best, similarity
