@@ -131,10 +131,10 @@ def random_offset(index: int, window: int) -> tuple[int, int]:
     return int(y), int(x)
 
 
-def fall_back(metric: paddle.Tensor, places: Any, batch: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+def fall_back(metric: paddle.Tensor, places: Any) -> tuple[paddle.Tensor, paddle.Tensor]:
     """`_most_similar` in windows, but in the whole grid for the half of the src whose similarity is lower."""
-    best, similarity = _most_similar(metric, places, batch)
-    best_of_all, similarity_of_all = _most_similar(metric, places._replace(windows=None), batch)
+    best, similarity = _most_similar(metric, places)
+    best_of_all, similarity_of_all = _most_similar(metric, places._replace(windows=None))
     middle = places.s // 2
     is_low = similarity < paddle.sort(similarity, axis=1)[:, middle : middle + 1]
     return paddle.where(is_low, best_of_all, best), paddle.where(is_low, similarity_of_all, similarity)

@@ -270,11 +270,20 @@ EXPERIMENTS = {  # name in the result → label in docs/methods.md
     "fixed dst 0.5": "dst is the first token of each cell",
     "projection 0.5": "metric projected to 32 random channels",
     "first block's plan 0.5": "plan of the first block in all blocks",
+    "plan kept for 2 steps 0.5": "plan kept for 2 steps",
+    "plan kept for 5 steps 0.5": "plan kept for 5 steps",
+    "every step 0.375": "windows of 16",
+    "first half of the steps 0.75": "windows of 16, in the first half of the steps only",
+    "second half of the steps 0.75": "windows of 16, in the second half of the steps only",
     "window 8 0.75": "windows of 8",
     "window 16 0.75": "windows of 16",
     "window 16, half shift 0.75": "windows of 16, shifted by half in every second block",
+    "window 8, fall-back 0.75": "windows of 8, the worst pairs matched in the whole grid",
+    "window 16, fall-back 0.75": "windows of 16, the worst pairs matched in the whole grid",
     "kv 0.75": "keys and values",
+    "kv window 16 0.75": "keys and values, windows of 16",
     "queries 0.25, kv 0.75": "keys and values, and a quarter of the queries",
+    "queries 0.5, kv 0.75": "keys and values, and half of the queries",
 }
 
 

@@ -94,10 +94,10 @@ def test_shifted_windows_hold_every_pair(prototypes, offset):
 
 
 def test_fall_back_looks_everywhere_for_the_worse_half(prototypes):
-    metric, batch = paddle.randn([2, GRID.tokens, 5]), paddle.to_tensor([[0], [1]])
+    metric = paddle.randn([2, GRID.tokens, 5])
     windows = constant_positions(GRID, 2, 2, None, 4)
     near, far, both = (
-        [x.numpy() for x in most_similar(metric, places, batch)]
+        [x.numpy() for x in most_similar(metric, places)]
         for most_similar, places in (
             (matching._most_similar, windows),
             (matching._most_similar, windows._replace(windows=None)),
