@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from PIL import Image
 
 from ...config import GRID, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
@@ -18,8 +17,7 @@ from ..plotting import save_figure
 from ..results import check_result, read_json
 from ..speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases
 from .quality_plots import plot_frontier
-from .quality_report import evenly_spaced, image_files
-from .sheets import make_sheet, save_png
+from .sheets import evenly_spaced, write_sheet
 
 PAGE = "frontier.md"
 TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)
@@ -65,7 +63,7 @@ def write_report(
     sheets = []
     if images is not None:  # first, because an image may be missing
         drawn = [(file, result) for file, result in results if result["kind"] == "quality"]
-        sheets = [write_sheet(result, images / file.stem, output, default) for file, result in drawn]
+        sheets = [_write_sheet(result, images / file.stem, output, default) for file, result in drawn]
     lines = ["# Distance from plain against time", "", INTRODUCTION, ""]
     lines += [*_sources(results, output), ""]
     lines += _compare_default(frame, default)
@@ -131,7 +129,7 @@ def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     return frame.sort_values(["source", "size"], ascending=[False, True], kind="stable", ignore_index=True)
 
 
-def write_sheet(result: dict[str, Any], images: Path, output: Path, default: ToMeConfig) -> tuple[Path, str]:
+def _write_sheet(result: dict[str, Any], images: Path, output: Path, default: ToMeConfig) -> tuple[Path, str]:
     """A contact sheet of plain images, tomesd's method and the default, evenly spaced prompts; its file and caption.
 
     Raises:
@@ -143,18 +141,12 @@ def write_sheet(result: dict[str, Any], images: Path, output: Path, default: ToM
             ratio = setting["config"]["ratio"]
             if ToMeConfig(**setting["config"]) == replace(config, ratio=ratio):
                 shown[f"{label} {ratio:g}"] = setting["name"]
-    prompts = result["prompts"]
-    numbers = evenly_spaced(len(prompts))
-    rows = []
-    for label, name in shown.items():
-        files = image_files(images / "images" / name, len(prompts))
-        rows.append((label, [Image.open(files[n]).convert("RGB") for n in numbers]))
-    sheet = make_sheet(rows, [prompts[n]["prompt"] for n in numbers], min(result["size"], 256))
-    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "strength", "command", "commit")}
+    prompts = [prompt["prompt"] for prompt in result["prompts"]]
+    titles = {n: prompts[n] for n in evenly_spaced(len(prompts))}
     source = _source(result)
     path = output / f"frontier_{source.lower()}_{result['size']}_sheet.png"
-    save_png(sheet, path, prompts=[prompts[n] for n in numbers], rows=list(shown), **about)
-    return path, f"{source}, {result['size']} px: {', '.join(shown)}; images {', '.join(map(str, numbers))}."
+    write_sheet(path, result, images, shown, titles)
+    return path, f"{source}, {result['size']} px: {', '.join(shown)}; images {', '.join(map(str, titles))}."
 
 
 def is_on_frontier(speed_up: pd.Series, nearness: pd.Series) -> np.ndarray:

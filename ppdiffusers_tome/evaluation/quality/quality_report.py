@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from PIL import Image
 
 from ...config import ToMeConfig
-from ...errors import ToMeConfigError
 from ..clock import quartiles
 from ..markdown import NOT_MEASURED, figure, link, table
 from ..results import check_result
 from .quality_plots import OTHER_SEEDS, write_plots
-from .sheets import GAIN, difference_map, make_sheet, save_png
+from .sheets import GAIN, evenly_spaced, write_sheet
 
 KID = {"to plain, other seeds": "kid_others", "to real": "kid_real"}  # reference → column of the frame
 TABLE = {  # column of the frame → title and form of the table's
@@ -51,7 +49,6 @@ noise: the noise floor of KID (it can be below 0, because both sets have the sam
 different image of the same prompt has. `blurred` is a blur of 1 px, which anyone notices."""
 NOTES = "Medians over the images, with the quartiles in parentheses; ± is one standard deviation."
 ABLATED = ["max_downsample", "layers"]  # groups of settings at one ratio, that of the ablations
-SHOWN = 6  # prompts on the contact sheet
 
 
 def write_report(
@@ -246,58 +243,25 @@ def _table(rows: pd.DataFrame) -> list[str]:
 
 def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, output: Path) -> list[tuple[Path, str]]:
     """Two contact sheets with their captions: evenly spaced prompts, and examples chosen by their distance."""
-    prompts = result["prompts"]
+    prompts = [prompt["prompt"] for prompt in result["prompts"]]
     ratios = _ratios(frame)
     folders = {"plain": "plain", **{f"{ratio:g}": name for name, ratio in ratios.items()}}
-    files = {label: image_files(images / "images" / name, len(prompts)) for label, name in folders.items()}
-    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "command", "commit")}
-
-    def write(name: str, numbers: Sequence[int], titles: Sequence[str], with_differences: bool) -> Path:
-        rows = []
-        for label, paths in files.items():
-            rows.append((label, [Image.open(paths[n]).convert("RGB") for n in numbers]))
-            if with_differences and label != "plain":
-                differences = [difference_map(*pair) for pair in zip(rows[0][1], rows[-1][1], strict=True)]
-                rows.append((f"difference\nx {GAIN}", differences))
-        sheet = make_sheet(rows, titles, min(result["size"], 256))
-        return save_png(sheet, output / name, prompts=[prompts[n] for n in numbers], rows=list(files), **about)
-
-    spread = evenly_spaced(len(prompts))
+    spread = {n: prompts[n] for n in evenly_spaced(len(prompts))}
     default = default_setting(frame)
     distances = _distances(result)[default]
     order = distances.argsort().tolist()
     examples = {"nearest": order[0], "median": order[(len(order) - 1) // 2], "furthest": order[-1]}
-    titles = [f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}" for which, n in examples.items()]
+    titles = {n: f"{which} ({distances[n]:.4f}): {prompts[n]}" for which, n in examples.items()}
     return [
         (
-            write("quality_sheet.png", spread, [prompts[n]["prompt"] for n in spread], False),
+            write_sheet(output / "quality_sheet.png", result, images, folders, spread),
             f"Plain images in the first row, then each ratio. Prompts {', '.join(map(str, spread))} of the list, "
             "evenly spaced.",
         ),
         (
-            write("quality_examples.png", list(examples.values()), titles, True),
+            write_sheet(output / "quality_examples.png", result, images, folders, titles, with_differences=True),
             f"Of all {len(prompts)} images at ratio {ratios[default]:g}, the one nearest to plain, the median and the "
             "furthest, by the perceptual distance. Below each image: its difference from plain, "
             f"{GAIN} times enlarged.",
         ),
     ]
-
-
-def evenly_spaced(count: int) -> list[int]:
-    """The numbers of the images that a contact sheet shows."""
-    return sorted({round(n) for n in np.linspace(0, count - 1, SHOWN).tolist()})
-
-
-def image_files(folder: Path, count: int) -> list[Path]:
-    """The images of one setting, in the order of the prompts.
-
-    Raises:
-        ToMeConfigError: there are more or fewer than `count`.
-    """
-    files = sorted(folder.glob("[!.]*.png"))
-    if len(files) != count:
-        raise ToMeConfigError(
-            f"{folder} has {len(files)} images, the result {count}: give the folder that `evaluate --output` wrote, "
-            "or none for a report without images."
-        )
-    return files

@@ -6,10 +6,67 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont, PngImagePlugin
 
+from ...errors import ToMeConfigError
+
+SHOWN = 6  # images of each setting
 GAIN = 4  # of difference maps
 GAP, LEFT, LINE = 4, 56, 16  # px: between images, least width of the labels, a line of text
+
+
+def write_sheet(
+    path: Path,
+    result: dict[str, Any],
+    images: Path,
+    folders: dict[str, str],
+    titles: dict[int, str],
+    with_differences: bool = False,
+) -> Path:
+    """Write a sheet of images that `evaluate` drew, a row for each setting, as a PNG.
+
+    Args:
+        path: of the PNG.
+        result: its result.
+        images: its output folder.
+        folders: the row's label → the setting's name. The first row is the plain images.
+        titles: number of the image → title of its column.
+        with_differences: below each row, its difference from the first.
+
+    Raises:
+        ToMeConfigError: an image is missing.
+    """
+    rows: list[tuple[str, list[Image.Image]]] = []
+    for label, name in folders.items():
+        files = _image_files(images / "images" / name, len(result["prompts"]))
+        rows.append((label, [Image.open(files[n]).convert("RGB") for n in titles]))
+        if with_differences and len(rows) > 1:
+            differences = [difference_map(*pair) for pair in zip(rows[0][1], rows[-1][1], strict=True)]
+            rows.append((f"difference\nx {GAIN}", differences))
+    sheet = make_sheet(rows, list(titles.values()), min(result["size"], 256))
+    about = {key: result[key] for key in ("model", "steps", "guidance_scale", "strength", "command", "commit")}
+    return save_png(sheet, path, prompts=[result["prompts"][n] for n in titles], rows=list(folders), **about)
+
+
+def evenly_spaced(count: int) -> list[int]:
+    """The numbers of the images that a sheet of `count` images shows."""
+    return sorted({round(n) for n in np.linspace(0, count - 1, SHOWN).tolist()})
+
+
+def _image_files(folder: Path, count: int) -> list[Path]:
+    """The images of one setting, in the order of the prompts.
+
+    Raises:
+        ToMeConfigError: there are more or fewer than `count`.
+    """
+    files = sorted(folder.glob("[!.]*.png"))
+    if len(files) != count:
+        raise ToMeConfigError(
+            f"{folder} has {len(files)} images, the result {count}: give the folder that `evaluate --output` wrote, "
+            "or none for a report without images."
+        )
+    return files
 
 
 def difference_map(a: Image.Image, b: Image.Image) -> Image.Image:
