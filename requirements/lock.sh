@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 PADDLE2=2.6.2 PADDLE3=3.3.1
+CONVERTER3=2.1.0  # paddle2onnx that reads Paddle 3's programs; ppdiffusers asks for any, and 1.2 reads those of Paddle 2.6
 STACK_DATE=2024-11-15 TOOLS_DATE=2026-11-01
 UV=0.13.9
 
@@ -45,12 +46,13 @@ emit() {
 }
 
 { cat stack.in; echo "paddlepaddle==$PADDLE2"; } > "$work/paddle2.in"
-{ cat stack.in; echo "paddlepaddle==$PADDLE3"; } > "$work/paddle3.in"
+{ cat stack.in; echo "paddlepaddle==$PADDLE3"; echo "paddle2onnx==$CONVERTER3"; } > "$work/paddle3.in"
 { cat stack.in; echo "paddlepaddle-gpu==$PADDLE2"; } > "$work/gpu.in"
 resolve paddle2 --exclude-newer "$STACK_DATE"
 resolve gpu --exclude-newer "$STACK_DATE"
 resolve paddle3 --exclude-newer "$STACK_DATE" --exclude-newer-package "paddlepaddle=$TOOLS_DATE" \
-  --exclude-newer-package "safetensors=$TOOLS_DATE"
+  --exclude-newer-package "safetensors=$TOOLS_DATE" --exclude-newer-package "paddle2onnx=$TOOLS_DATE" \
+  --exclude-newer-package "polygraphy=$TOOLS_DATE" --exclude-newer-package "onnxoptimizer=$TOOLS_DATE"
 
 # What all three share is written once; each stack's own file holds the rest.
 LC_ALL=C comm -12 "$work/paddle2.lock" "$work/paddle3.lock" | LC_ALL=C comm -12 - "$work/gpu.lock" > "$work/shared"
@@ -62,11 +64,13 @@ own paddle3 | emit ../requirements-paddle3.txt
 own gpu | emit ../requirements-gpu.txt
 
 cp "$work/shared" "$work/constraints"
-cp serve.in eval.in test.in ray.in "$work"
+cp serve.in eval.in onnx.in test.in ray.in "$work"
 resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../requirements-serve.txt
 resolve eval --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/eval.lock" | emit ../requirements-eval.txt
+resolve onnx --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
+LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../requirements-onnx.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
 
