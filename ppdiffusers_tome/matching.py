@@ -19,6 +19,8 @@ from .positions import (
     is_zero,
 )
 
+_LARGEST = 3.4028234663852886e38  # in float32
+
 
 @dataclass(frozen=True, eq=False)
 class MergePlan:
@@ -140,7 +142,7 @@ def match_tokens(
             stay_rows=stay_rows,
             merged_rows=ordered[:, :pairs].reshape([-1]),
             target_rows=target_rows,
-            weights=1.0 / members,
+            weights=paddle.reciprocal(members),
             source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
         )
 
@@ -223,13 +225,11 @@ def _most_similar(
     """For each src token its most similar dst token, as an index into `dst`, and their cosine similarity."""
     metric = cast(metric.detach(), paddle.float32)
     inverse = paddle.rsqrt((metric * metric).sum(axis=-1))  # [B, N]: 1 / norm; infinite where that is 0
-    inverse = paddle.where(paddle.isfinite(inverse), inverse, paddle.zeros_like(inverse))
+    inverse = _or_zero(inverse)
 
     windows = positions.windows
     dst, src = (positions.dst, positions.src) if windows is None else (windows.dst, windows.src)
-    normed = paddle.gather(metric, dst, axis=1)
-    normed = paddle.where(paddle.isfinite(normed), normed, paddle.zeros_like(normed))
-    normed = normed * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
+    normed = _or_zero(paddle.gather(metric, dst, axis=1)) * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
     tokens, src_inverse = paddle.gather(metric, src, axis=1), paddle.gather(inverse, src, axis=1)
     if windows is not None:  # the batch becomes B·T windows
         tokens, normed = (x.reshape([-1, x.shape[1] // windows.count_w, x.shape[2]]) for x in (tokens, normed))
@@ -248,6 +248,11 @@ def _most_similar(
         paddle.gather(x.reshape([-1, windows.src.shape[0]]), windows.src_slot, axis=1)
         for x in (paddle.gather(windows.dst_index, best), similarity)
     )
+
+
+def _or_zero(x: paddle.Tensor) -> paddle.Tensor:
+    """`x` in float32, with 0 in place of NaN and infinity; ONNX converters do not know `isfinite`."""
+    return paddle.where(paddle.abs(x) <= _LARGEST, x, paddle.zeros_like(x))
 
 
 def cast(x: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:

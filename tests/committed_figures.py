@@ -27,6 +27,7 @@ LABELS = {  # of the two READMEs
     OTHER_SEEDS: ("another seed", "换一个种子"),
     "eager": ("eager", "动态图"),
     "predictor": ("predictor", "预测器"),
+    "onnxruntime": ("ONNX Runtime", "ONNX Runtime"),
 }
 
 
@@ -63,7 +64,8 @@ class Arm:
         return Figure(f"{statistics.median(self.values['seconds']) / unit:{form}}", f"{self.field}: seconds")
 
     def gigabytes(self) -> Figure:
-        return Figure(f"{self.values['peak_memory_bytes'] / 1e9:.2f}", f"{self.field}: peak_memory_bytes")
+        measured = self.values["peak_memory_bytes"]
+        return Figure("–" if measured is None else f"{measured / 1e9:.2f}", f"{self.field}: peak_memory_bytes")
 
     def times_faster(self, base: "Arm") -> float:
         """How many times as fast as another arm: the median of the ratios within a round."""
@@ -92,15 +94,18 @@ def arm(file: str, name: str, backend: str = "eager", size: int = 128, batch: in
     )
 
 
+PROGRAMS = ("predictor", "onnxruntime")
+
+
 def speed_table(language: int) -> Iterator[list[Figure]]:
     """What runs, how it merges, size, batch and backend; both times, their ratio, and both peaks of memory."""
     rows = [("sd15_block", "eager", 1024, 1)]
-    rows += [("emoji_unet", backend, size, 2) for size in (128, 256) for backend in ("eager", "predictor")]
+    rows += [("emoji_unet", backend, size, 2) for size in (128, 256) for backend in ("eager", *PROGRAMS)]
     rows += [("sd15_unet", "eager", 512, 2), ("sd15_unet", "sliced", 512, 2)]
     rows += [("emoji_pipeline_256", backend, 256, 8) for backend in ("eager", "predictor")]
     for file, backend, size, batch in rows:
         names = ("memory-efficient", "both") if backend == "sliced" else ("plain", "tome")
-        backend_label = "predictor" if backend == "predictor" else "eager"
+        backend_label = "eager" if backend == "sliced" else backend
         plain, merged = (arm(file, name, backend_label, size, batch) for name in names)
         label = file.removesuffix("_256") if file.startswith("emoji") else (file, backend)
         method = "default" if merged.values["config"]["proportional"] else "tomesd"
@@ -121,7 +126,7 @@ def speed_table(language: int) -> Iterator[list[Figure]]:
 def predictor_table() -> Iterator[list[Figure]]:
     """One pass of the bundled UNet: milliseconds, speed-ups, and the merged predictor against plain."""
     for size in (128, 256):
-        for backend in ("eager", "predictor", "PyTorch"):
+        for backend in ("eager", *PROGRAMS, "openvino", "PyTorch"):
             plain, merged = (arm("emoji_unet", name, backend, size) for name in ("plain", "tome"))
             limit = None if backend == "PyTorch" else arm("emoji_unet", "limit", backend, size)
             none = Figure("–", f"{plain.field}: PyTorch has no limit")

@@ -1,8 +1,10 @@
 """Shared by the tests: tiny random models, pipelines over the bundled one, and tools to inspect passes and plans."""
 
 import os
+import sys
 from pathlib import Path
 
+import absl.logging
 import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU when it is imported
 import numpy as np
 import paddle
@@ -16,8 +18,13 @@ from zoo.parts import unet as unet_of_zoo
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.inference import export_pipeline
 
+# OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
+
 EMOJI_SD = Path(__file__).parents[1] / "examples" / "emoji_sd"
 TEXT = 7  # text tokens of the tiny models' inputs
+
+ONNX_SETTINGS = {"proportional": True, "window": 4}  # of `onnx_folder`
 
 
 @pytest.fixture(autouse=True)
@@ -188,13 +195,23 @@ def exported_folder(tmp_path_factory):
 
     Tests that modify it must work on a copy, because all processes of a run share it.
     """
+    return export_once(tmp_path_factory, "tiny", [(32, 32), (32, 48)])
+
+
+@pytest.fixture(scope="session")
+def onnx_folder(tmp_path_factory):
+    """The same as ONNX alone, of 40×32 px, with ONNX_SETTINGS."""
+    return export_once(tmp_path_factory, "onnx", [(32, 40)], format="onnx", **ONNX_SETTINGS)
+
+
+def export_once(tmp_path_factory, name, sizes, **settings):
+    """The folder of an export that all processes of a run share."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder = shared / "exported" / "tiny"
-    with FileLock(shared / "exported.lock"):
+    folder = shared / "exported" / name
+    with FileLock(shared / f"{name}.lock"):
         if not folder.exists():
-            sizes = [(32, 32), (32, 48)]
-            export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, image_to_image=True, progress=False)
+            export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, image_to_image=True, progress=False, **settings)
     return folder
 
 

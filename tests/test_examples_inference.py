@@ -1,15 +1,18 @@
 """The examples for an exported folder and for a client, run like a user runs them: a tiny export, a fake engine."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 from conftest import tiny_pipeline
 from PIL import Image
 from serving_support import FakeEngine, serving
 
+from ppdiffusers_tome.inference import load_pipeline
 from ppdiffusers_tome.serving.app_config import AppConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -69,3 +72,25 @@ def test_client_shows_the_error(example, tmp_path, capsys):
         assert example("serve_client").main(options) == 1
     assert "422" in (error := capsys.readouterr().err) and "tome_ratio" in error
     assert not (tmp_path / "served.png").exists()
+
+
+def test_onnx_without_paddle(example, onnx_folder, tmp_path):
+    """In a process that cannot import Paddle; and the image of a pipeline from the same latents."""
+    output = tmp_path / "image.png"
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['paddle', 'ppdiffusers', 'ppdiffusers_tome']))"
+    script = (
+        f"{blocked}; sys.path.insert(0, {str(EXAMPLES)!r}); import onnx_without_paddle; onnx_without_paddle.main()"
+    )
+    options = [str(onnx_folder), "a fox", "--steps", "2", "--threads", "1", "--output", str(output)]
+    subprocess.run([sys.executable, "-c", script, *options], check=True, timeout=120)
+    with Image.open(output) as written:
+        assert written.size == (40, 32)
+    module = example("onnx_without_paddle")
+    noise = np.random.RandomState(0).standard_normal([1, 4, 16, 20]).astype("float32")
+    pipe = load_pipeline(onnx_folder, runtime="onnxruntime", threads=1)
+    pipe.set_progress_bar_config(disable=True)
+    settings = {"num_inference_steps": 2, "guidance_scale": 2.0, "output_type": "np", "height": 32, "width": 40}
+    expected = pipe("A fox", negative_prompt="blue", latents=paddle.to_tensor(noise), **settings).images[0]
+    actual = module.generate(onnx_folder, "A fox", "blue", noise, 0.5, 2, 2.0, threads=1)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    assert np.abs(module.generate(onnx_folder, "A fox", "blue", noise, 0, 2, 2.0, threads=1) - actual).max() > 1e-3

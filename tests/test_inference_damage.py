@@ -43,7 +43,7 @@ def set_to(*keys_and_value):
 
 def relevant_fields(manifest):
     """The fields that determine which programs are loaded, and how they are called."""
-    programs = [replace(file, parity={}, onednn_parity={}) for file in manifest.programs]
+    programs = [replace(file, parity={}, onednn_parity={}, onnx_parity={}) for file in manifest.programs]
     return programs, manifest.sizes, manifest.ratios, manifest.pipeline, manifest.vae_factor, manifest.residuals
 
 

@@ -23,10 +23,9 @@ from ppdiffusers import (
 from zoo.parts import SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
-from ppdiffusers_tome.inference import Runtime, export_pipeline, load_pipeline, read_manifest
-from ppdiffusers_tome.inference import runtime as runtime_module
+from ppdiffusers_tome.inference import PaddleRuntime, export_pipeline, load_pipeline, paddle_runtime, read_manifest
 from ppdiffusers_tome.inference.manifest import sha256
-from ppdiffusers_tome.inference.runtime import SHAPE_FILE, Predictor
+from ppdiffusers_tome.inference.paddle_runtime import SHAPE_FILE, Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
 TOLERANCE = 2e-5  # of images from 0 to 1 after two steps, because of oneDNN's rounding
@@ -304,7 +303,7 @@ def test_classes_outside_of_ppdiffusers_are_rejected(exported_folder, tmp_path):
 )
 def test_invalid_runtime_settings_are_rejected(settings, message):
     with pytest.raises(ToMeConfigError, match=message):
-        Runtime(**settings)
+        PaddleRuntime(**settings)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,7 @@ def test_missing_gpu_is_an_error(monkeypatch, cuda, gpus, device, message):
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: cuda)
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: gpus)
     with pytest.raises(ToMeConfigError, match=message):
-        Runtime(device=device)
+        PaddleRuntime(device=device)
 
 
 def test_onednn_is_on_if_it_passed_the_export(exported_folder, monkeypatch):
@@ -330,7 +329,7 @@ def test_onednn_is_on_if_it_passed_the_export(exported_folder, monkeypatch):
             settings.append(runtime.onednn)
             super().__init__(program, params, runtime, tensorrt)
 
-    monkeypatch.setattr("ppdiffusers_tome.inference.pipeline.Predictor", Recording)
+    monkeypatch.setattr(paddle_runtime, "Predictor", Recording)
     draw(load(exported_folder))
     assert settings == 3 * [PADDLE2]  # text encoder, UNet, decoder
     settings.clear()
@@ -355,8 +354,8 @@ def test_onednn_is_off_if_it_failed_the_export(exported_folder, tmp_path):
 
 def test_threads_default_to_the_cores():
     with mock.patch("os.sched_getaffinity", return_value=set(range(7))):
-        assert Runtime().cores() == 7
-        assert Runtime(threads=3).cores() == 3
+        assert PaddleRuntime().cores() == 7
+        assert PaddleRuntime(threads=3).cores() == 3
 
 
 @pytest.mark.parametrize("tensorrt", [False, "tune", True])
@@ -364,12 +363,12 @@ def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
     """Without a GPU: the methods exist under these names, called as in ppdiffusers' deploy/."""
     monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 2)
     config = mock.create_autospec(inference.Config, instance=True)
-    runtime = Runtime(device="gpu:1", tensorrt=tensorrt, precision="fp16")
+    runtime = PaddleRuntime(device="gpu:1", tensorrt=tensorrt, precision="fp16")
     if tensorrt is True:
         with pytest.raises(ToMeExportError, match='tensorrt="tune"'):
-            runtime_module._for_gpu(config, runtime, tmp_path)
+            paddle_runtime._for_gpu(config, runtime, tmp_path)
         (tmp_path / SHAPE_FILE).write_text("")
-    runtime_module._for_gpu(config, runtime, tmp_path)
+    paddle_runtime._for_gpu(config, runtime, tmp_path)
     config.enable_use_gpu.assert_called_with(2000, 1, inference.PrecisionType.Half)
     assert config.collect_shape_range_info.called == (tensorrt == "tune")
     assert config.enable_tensorrt_engine.called == config.enable_tuned_tensorrt_dynamic_shape.called
@@ -379,7 +378,7 @@ def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
 @pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
 def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
-        Predictor(tmp_path / "inference.json", tmp_path / "inference.pdiparams", Runtime())
+        Predictor(tmp_path / "inference.json", tmp_path / "inference.pdiparams", PaddleRuntime())
 
 
 def test_default_size_is_the_first_exported_one(exported_folder):

@@ -118,7 +118,7 @@ def test_the_report_is_written_again(evaluated, tmp_path):
     assert (tmp_path / "quality.md").exists() and (tmp_path / "merge_map.png").exists()
 
 
-@pytest.mark.parametrize("backend", ["predictor", "eager"])
+@pytest.mark.parametrize("backend", ["onnxruntime", "eager"])  # the other tests use predictors
 def test_methods_and_photographs(model, tmp_path, backend):
     options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "sx=4"]
     command = ["evaluate", "--model", str(model), *options, "--backend", backend, "--output", str(tmp_path)]

@@ -16,7 +16,7 @@ from speed_results import config
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.config import parse_settings
 from ppdiffusers_tome.evaluation.free_merge import attach_free_merge
-from ppdiffusers_tome.evaluation.speed.backends import EagerBackend, PredictorBackend, PyTorchBackend
+from ppdiffusers_tome.evaluation.speed.backends import EagerBackend, OpenVinoBackend, PredictorBackend, PyTorchBackend
 from ppdiffusers_tome.evaluation.speed.cases import ARMS, Arm, make_arms, make_case, make_configs
 from ppdiffusers_tome.evaluation.speed.workloads import open_workload
 from ppdiffusers_tome.evaluation.torch_unet import TorchProcess, torch_versions, torch_weights
@@ -163,6 +163,17 @@ def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(settin
     assert np.abs(expected - plain).max() > 1e-3
     np.testing.assert_allclose(predictor.output(Arm("tome", "predictor", merging)), expected, atol=1e-5)
     np.testing.assert_array_equal(workload.run().numpy(), plain)
+
+
+def test_arms_in_openvino_compute_the_same_and_share_weights(tmp_path):
+    workload, arms = open_workload(tiny()), [Arm("plain", "openvino"), Arm("tome", "openvino", config(0.5))]
+    eager, openvino = (kind(workload, 1, tmp_path, None) for kind in (EagerBackend, OpenVinoBackend))
+    for arm in arms:
+        expected = eager.output(Arm(arm.arm, config=arm.config))
+        np.testing.assert_allclose(openvino.output(arm), expected, atol=1e-5 * np.abs(expected).max())
+        assert openvino.seconds(arm) > 0 and openvino.peak_memory(arm) is None
+    assert {path.suffix for path in tmp_path.iterdir()} == {".onnx", ".weights"}
+    assert len(list(tmp_path.glob("*.onnx"))) == 2 and len(list(tmp_path.glob("*.weights"))) == 1
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.7])

@@ -22,6 +22,8 @@ from ..evaluation.speed.cases import (
     EAGER,
     MEASURED,
     PLAIN,
+    PREDICTOR,
+    PROGRAMS,
     SCOPES,
     TORCH,
     Case,
@@ -31,11 +33,12 @@ from ..evaluation.speed.cases import (
 )
 from ..evaluation.speed.runner import Settings, measure_all
 from ..evaluation.torch_unet import torch_versions
+from ..inference import choose_runtime
 from ..published.architectures import ARCHITECTURES
 
 BUNDLED = Path("examples/emoji_sd")
 DEFAULT = " (default: %(default)s)"  # at the end of help texts
-QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": list(BACKENDS)}  # defaults of --quick
+QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": [EAGER, PREDICTOR]}  # defaults of --quick
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -113,7 +116,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
         "merge_attn=kv,match=grid,ratio=0.75 (default: as apply_tome, with fixed dst)",
     )
     option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
-    option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="of Paddle" + DEFAULT)
+    option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="one or several" + DEFAULT)
     option("--arms", choices=ARMS, nargs="+", help="what is compared (default: everything)")
     option("--steps", type=int, default=20, help="denoising steps of a pipeline" + DEFAULT)
     option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline" + DEFAULT)
@@ -143,6 +146,8 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
             f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json."
         )
     names = options.arms or list(ARMS)
+    for backend in set(options.backend) & set(PROGRAMS):
+        choose_runtime(PROGRAMS[backend])  # raises if it is not installed
     python, problem = _torch(options) if TORCH in names else (None, None)
     settings = Settings(options.rounds, options.warm_up, options.threads, python)
     cases = _cases(options)

@@ -4,12 +4,33 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..errors import ToMeConfigError, ToMeError
 from ..generation.offline import Drawer, draw_here
+from ..inference import RUNTIMES
 from ..serving.engine import Engine
 
 MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # its argument loads an engine, in the process that needs it
+
+
+def add_runtime_options(command: argparse.ArgumentParser) -> None:
+    """Add the options that `runtime_settings` reads."""
+    option = command.add_argument
+    option("--runtime", choices=RUNTIMES, default="paddle", help="what runs the programs (default: %(default)s)")
+    option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda, tensorrt (default: %(default)s)")
+    option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
+    option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
+
+
+def runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `load_pipeline` and `load_engine`, except the threads."""
+    return {name: getattr(options, name) for name in ("runtime", "device", "precision", "verify")}
+
+
+def uses_gpu(options: argparse.Namespace) -> bool:
+    """Whether the programs run on a GPU, as far as the device's name says so."""
+    return options.device.startswith(("gpu", "cuda", "tensorrt"))
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

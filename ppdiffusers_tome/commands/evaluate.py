@@ -20,7 +20,9 @@ from ..evaluation.quality.settings import (
     with_seeds,
 )
 from ..evaluation.results import check_result, read_json, write_result
+from ..evaluation.speed.cases import PROGRAMS
 from ..evaluation.torch_unet import torch_versions
+from ..inference import choose_runtime
 from .drawers import add_options, open_drawers, threads
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
@@ -94,6 +96,8 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     if options.tomesd_ratio and not options.torch_python:
         raise ToMeConfigError("--tomesd-ratio needs PyTorch: name an interpreter that has it with --torch-python")
+    if options.backend in PROGRAMS:  # raises if the runtime is not installed
+        choose_runtime(PROGRAMS[options.backend])
     if options.torch_python:  # raises if it lacks a package
         torch_versions(options.torch_python)
     texts = read_texts(options.prompts or Path(options.model) / "prompts.txt")

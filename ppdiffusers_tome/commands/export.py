@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..inference import Manifest, export_pipeline, parse_size
 from ..inference.loading import load_for_export
+from ..inference.request import EXPORT_FORMATS
 from .merge_options import add_merge_options, merge_settings
 
 
@@ -26,6 +27,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
+    option("--format", choices=EXPORT_FORMATS, default="paddle", help="of the programs (default: %(default)s)")
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export)
     export.set_defaults(run=_export)
@@ -41,6 +43,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         dynamic=options.dynamic,
         image_to_image=options.img2img,
         controlnet=True if options.controlnet_ratio is None else options.controlnet_ratio,
+        format=options.format,
         overwrite=options.overwrite,
         **merge_settings(options),
     )
@@ -49,10 +52,11 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _describe(manifest: Manifest, folder: Path) -> str:
-    lines = [f"{'program':<34} {'eager':>8} {'oneDNN':>8}   (largest relative difference)"]
+    lines = [f"{'program':<34} {'Paddle':>8} {'oneDNN':>8} {'ONNX':>8}   (largest relative difference to eager)"]
     for program in manifest.programs:
-        parity = [f"{max(of.values()):.1e}" if of else "-" for of in (program.parity, program.onednn_parity)]
-        lines.append(f"{program.program:<34} {parity[0]:>8} {parity[1]:>8}")
+        parities = (program.parity, program.onednn_parity, program.onnx_parity)
+        cells = [f"{max(parity.values()):.1e}" if parity else "-" for parity in parities]
+        lines.append(f"{program.paths[0]:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes)) or "any"
     ratios = ", ".join(f"{ratio:g}" for ratio in manifest.ratios)
     megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6

@@ -14,7 +14,7 @@ from ..inference.manifest import Manifest, parse_size, read_manifest
 from ..serving.engine import load_engine
 from ..serving.jobs import Limits
 from ..serving.service_errors import JobError
-from .drawers import add_options, open_drawers, threads
+from .drawers import add_options, add_runtime_options, open_drawers, runtime_settings, threads, uses_gpu
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
@@ -43,8 +43,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--seed", type=int, default=0, help="of the first prompt; each further one adds 1 (default: %(default)s)")
     option("--negative-prompt", default="", help="what the images should not show")
     option("--batch", type=int, default=4, help="most images in one pipeline call (default: %(default)s)")
-    option("--device", default="cpu", help="cpu or gpu (default: %(default)s)")
-    option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
+    add_runtime_options(command)
     add_options(command)
     command.set_defaults(run=_generate)
 
@@ -60,8 +59,8 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
     try:
-        with open_drawers(options, gpu=options.device.startswith("gpu")) as make_drawer:
-            draw = make_drawer(partial(load_engine, model, options.device, load_threads, verify=options.verify))
+        with open_drawers(options, gpu=uses_gpu(options)) as make_drawer:
+            draw = make_drawer(partial(load_engine, model, threads=load_threads, **runtime_settings(options)))
             summary = generate(prompts, model, options.output, options.batch, draw)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to resume", file=sys.stderr)

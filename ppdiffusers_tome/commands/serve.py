@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from ..errors import ToMeConfigError, ToMeError
-from ..inference import Manifest, Runtime, parse_size, read_manifest
+from ..inference import Manifest, choose_runtime, parse_size, read_manifest
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
 from ..serving.jobs import Job, Limits
+from .drawers import add_runtime_options, runtime_settings, uses_gpu
 
 if TYPE_CHECKING:
     from ..serving.engine import Engine
@@ -35,8 +36,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--model", type=Path, required=True, help="folder written by the command export")
     option("--host", default="127.0.0.1", help=f"address to listen on, 0.0.0.0 for all of this machine's {default}")
     option("--port", type=int, default=8000, help=f"0 for a free one {default}")
-    option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
-    option("--device", default="cpu", help=f"cpu or gpu {default}")
+    add_runtime_options(serve)
     option("--threads", type=int, help="CPU threads (default: all cores)")
     option("--size", nargs="+", help="px or WIDTHxHEIGHT in px, the default first (default: all exported sizes)")
     option("--queue", type=int, default=64, help=f"most images that wait; further requests get 429 {default}")
@@ -91,9 +91,10 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     )
     jobs = warm_up_jobs(limits, config.guidance_scale)
     limits.check(replace(jobs[0], steps=config.steps))  # the defaults, or requests without them would be refused
-    # Check the device now and not when the model loads; the GPUs of a Ray cluster's machines are not known here.
-    Runtime("cpu" if options.ray_address else options.device, options.threads)
-    load = partial(_load, options.model.resolve(), jobs, options.device, options.verify)
+    settings = runtime_settings(options)
+    if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
+        choose_runtime(options.runtime, device=options.device, precision=options.precision, threads=options.threads)
+    load = partial(_load, options.model.resolve(), jobs, settings)
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     if options.ray:
@@ -115,10 +116,10 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _load(folder: Path, jobs: Sequence[Job], device: str, verify: bool, threads: int | None) -> "Engine":
+def _load(folder: Path, jobs: Sequence[Job], settings: dict[str, Any], threads: int | None) -> "Engine":
     from ..serving.engine import load_engine
 
-    engine = load_engine(folder, device, threads, verify)
+    engine = load_engine(folder, threads=threads, **settings)
     for job in jobs:
         engine.generate([job])
     return engine
@@ -158,7 +159,7 @@ def _serve_on_ray(
         min_replicas=min_replicas,
         max_replicas=max_replicas,
         cpus=cpus,
-        gpus=1.0 if options.device.startswith("gpu") else 0.0,
+        gpus=1.0 if uses_gpu(options) else 0.0,
         largest_batch=options.batch,
         batch_wait=options.batch_wait,
         capacity=options.queue,

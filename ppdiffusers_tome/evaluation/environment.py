@@ -32,7 +32,7 @@ def describe_environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that compute."""
-    packages = ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy")
+    packages = ("paddlepaddle", "paddlepaddle-gpu", "ppdiffusers", "numpy", "onnxruntime", "openvino")
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 

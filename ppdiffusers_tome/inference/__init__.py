@@ -1,8 +1,23 @@
-"""Paddle Inference: export a pipeline with token merging, and run the exported folder."""
+"""Export a pipeline with token merging, and run the exported folder in Paddle Inference, ONNX Runtime or OpenVINO."""
 
 from .export import export_pipeline
 from .manifest import Manifest, Size, parse_size, read_manifest
-from .pipeline import load_pipeline
+from .onnx_runtime import OnnxRuntime, OpenVinoRuntime
+from .paddle_runtime import PaddleRuntime
+from .pipeline import RUNTIMES, choose_runtime, load_pipeline
 from .runtime import Runtime
 
-__all__ = ["Manifest", "Runtime", "Size", "export_pipeline", "load_pipeline", "parse_size", "read_manifest"]
+__all__ = [
+    "RUNTIMES",
+    "Manifest",
+    "OnnxRuntime",
+    "OpenVinoRuntime",
+    "PaddleRuntime",
+    "Runtime",
+    "Size",
+    "choose_runtime",
+    "export_pipeline",
+    "load_pipeline",
+    "parse_size",
+    "read_manifest",
+]

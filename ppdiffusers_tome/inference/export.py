@@ -1,10 +1,11 @@
-"""Export a pipeline, with token merging, to a folder of Paddle Inference programs."""
+"""Export a pipeline, with token merging, to a folder of Paddle Inference or ONNX programs."""
 
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from tqdm.auto import tqdm
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
+from .conversion import SUFFIX, SharedWeights
 from .layout import copy_parts, describe_export, share_weights
 from .manifest import Manifest, ProgramFile, Size, list_programs, read_manifest
+from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
 from .request import Request, check_request
-from .runtime import Runtime
 from .tracing import save
 
 
@@ -31,6 +33,7 @@ def export_pipeline(
     dynamic: bool = False,
     image_to_image: bool = False,
     controlnet: bool | float = True,
+    format: str = "paddle",
     overwrite: bool = False,
     others: str | Path | None = None,
     progress: bool = True,
@@ -52,6 +55,8 @@ def export_pipeline(
         dynamic: write one UNet program for all heights and widths instead; needs Paddle 2.6 and use_rand=False.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
+        format: "paddle" for Paddle Inference, "onnx" for ONNX Runtime and OpenVINO, or "both". ppdiffusers' own
+            classes only read Paddle programs.
         overwrite: replace an earlier export in folder, once the new one is complete.
         others: an earlier export of the same pipeline, on the same file system. Its programs of models that do not
             merge, such as text encoder and VAE, are linked instead of written again.
@@ -71,18 +76,20 @@ def export_pipeline(
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
-    request = check_request(pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, settings)
-    linked = (
-        {} if others is None else {file.model: file for file in read_manifest(others).programs if file.ratio is None}
+    request = check_request(
+        pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, format, settings
     )
+    earlier = () if others is None else read_manifest(others).programs
+    linked = {file.model: file for file in earlier if file.ratio is None and file.formats == request.formats}
     with _atomic_folder(request.folder) as partial:
         written: list[ProgramFile] = []
+        weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
         programs_to_write = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
         for model, size, ratio in tqdm(programs_to_write, desc="export", unit="program", disable=not progress):
             if others is not None and model in linked:
                 written.append(_link(linked[model], Path(others), partial))
             else:
-                written.append(_write(request, model, size, ratio, partial, written))
+                written.append(_write(request, model, size, ratio, partial, written, weights))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
         manifest.save(partial)
@@ -106,14 +113,26 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def _link(file: ProgramFile, source: Path, folder: Path) -> ProgramFile:
-    for name in (file.program, file.params):
+    weights = [] if file.onnx is None else [_onnx_weights(file.model)]
+    for name in (*file.paths, *weights):
         (folder / name).parent.mkdir(exist_ok=True)
         os.link(source / name, folder / name)
     return file
 
 
+def _onnx_weights(model: str) -> str:
+    """The file of weights of a model's ONNX programs."""
+    return f"onnx/{model}{SUFFIX}"
+
+
 def _write(
-    request: Request, model: str, size: Size | None, ratio: float | None, folder: Path, written: list[ProgramFile]
+    request: Request,
+    model: str,
+    size: Size | None,
+    ratio: float | None,
+    folder: Path,
+    written: list[ProgramFile],
+    weights: dict[str, SharedWeights],
 ) -> ProgramFile:
     """Save one program, for any size if `size` is None; only one copy of one model is in memory at a time."""
     factor = vae_factor(request.pipe)
@@ -125,12 +144,23 @@ def _write(
     traceable = _traceable(request, model, size, ratio)
     label = f"{model} at {size}" if size else model
     # ppdiffusers reads "unet"; only this package reads the others.
-    name = [model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])]
-    target = folder / ("_".join(name) if written else "unet")
-    saved = save(traceable, target, fixed if size else {}, dims, label, Runtime().cores())
-    params = share_weights(saved.params, [folder / file.params for file in written if file.model == model])
+    name = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])])
+    target = folder / (name if written else "unet")
+    saved = save(
+        traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), onnx="onnx" in request.formats
+    )
+    file = ProgramFile(model, None, None, size, ratio, saved.parity, saved.onednn_parity)
+    if saved.onnx is not None:
+        if model not in weights:
+            weights[model] = SharedWeights(folder / _onnx_weights(model))
+        weights[model].move(saved.onnx, folder / "onnx" / f"{name}.onnx")
+        file = replace(file, onnx=f"onnx/{name}.onnx", onnx_parity=saved.onnx_parity)
+    if "paddle" not in request.formats:
+        shutil.rmtree(target)
+        return file
+    params = share_weights(saved.params, [folder / str(other.params) for other in written if other.model == model])
     program, params = (path.relative_to(folder) for path in (saved.program, params))
-    return ProgramFile(model, str(program), str(params), size, ratio, saved.parity, saved.onednn_parity)
+    return replace(file, program=program.as_posix(), params=params.as_posix())
 
 
 def _traceable(request: Request, model: str, size: Size | None, ratio: float | None) -> Traceable:

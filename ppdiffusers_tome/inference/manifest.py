@@ -17,6 +17,8 @@ from ..config import TOMESD_SETTINGS, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 
 MANIFEST = "tome.json"
+FORMATS = ("paddle", "onnx")
+WEIGHTS = (".pdiparams", ".weights")  # suffixes of files of weights, of Paddle and of ONNX
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 # Pipelines that can be exported: ppdiffusers' class that reads the folder without and with a VAE encoder.
 READERS = {
@@ -74,13 +76,26 @@ class ProgramFile:
     """One program of an exported folder; several may share one file of weights."""
 
     model: str  # "unet", "text_encoder", "vae_decoder", ...
-    program: InnerPath  # "unet/inference.pdmodel", with Paddle 3 "….json"
-    params: InnerPath  # "unet/inference.pdiparams"
+    program: InnerPath | None  # "unet/inference.pdmodel", with Paddle 3 "….json"; None if it was exported as ONNX only
+    params: InnerPath | None  # "unet/inference.pdiparams"
     size: Size | None = None  # of its images; None: any
     ratio: Ratio | None = None  # 0 for a plain denoiser; None for models that do not merge
     # max|program - eager| / max|eager| by batch size, with Paddle's own kernels and with oneDNN's.
     parity: dict[str, float] = field(default_factory=dict, hash=False)
     onednn_parity: dict[str, RelativeDifference] = field(default_factory=dict, hash=False)
+    onnx: InnerPath | None = None  # "onnx/unet.onnx", with its weights in "onnx/unet.weights"; None if not exported
+    onnx_parity: dict[str, float] = field(default_factory=dict, hash=False)  # of ONNX Runtime
+
+    @property
+    def paths(self) -> list[str]:
+        """The program's files in the exported folder, in all formats, except ONNX weights."""
+        return [path for path in (self.program, self.params, self.onnx) if path is not None]
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Some of `FORMATS`: those that the program was exported in."""
+        has = {"paddle": None not in (self.program, self.params), "onnx": self.onnx is not None}
+        return tuple(name for name in FORMATS if has[name])
 
 
 class FileFacts(TypedDict):
@@ -112,13 +127,14 @@ class Manifest:
 
     def __post_init__(self) -> None:
         expected = list_programs(self.sizes, self.ratios, "XL" in self.pipeline, self.image_to_image)
-        paths = {path for file in self.programs for path in (file.program, file.params)}
+        paths = {path for file in self.programs for path in file.paths}
         is_consistent = {
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
             "merging": list(self.merging) == [f"{ratio:g}" for ratio in self.ratios],
             "programs": [(file.model, file.size, file.ratio) for file in self.programs] == expected,
+            "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
             "files": {*paths, "model_index.json"} <= set(self.files),
         }
         for name, consistent in is_consistent.items():
@@ -129,6 +145,11 @@ class Manifest:
     def controlnet(self) -> bool:
         """Whether a ControlNet is fused with the UNet."""
         return self.residuals > 0
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Some of `FORMATS`: those that all programs were exported in."""
+        return self.programs[0].formats if self.programs else ()
 
     @property
     def dynamic(self) -> bool:
@@ -216,7 +237,7 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
                 raise ToMeExportError(
                     f"{folder / name} does not have its exported size: export or copy the folder again."
                 )
-            is_hashed = verify if name.endswith(".pdiparams") else verify is not None
+            is_hashed = verify if name.endswith(WEIGHTS) else verify is not None
             if is_hashed and sha256(file) != expected["sha256"]:
                 raise ToMeExportError(
                     f"{folder / name} differs from the exported file: export or copy the folder again."

@@ -15,9 +15,9 @@ from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 
 from ..errors import ToMeConfigError
 from .manifest import Manifest, ProgramFile, Size, check_ratio
-from .runtime import Predictor
+from .runtime import Program
 
-Load = Callable[[ProgramFile], Predictor]
+Load = Callable[[ProgramFile], Program]
 
 
 class ExportedModel:
@@ -29,12 +29,12 @@ class ExportedModel:
         self.config = FrozenDict(config)
         self._manifest = manifest
         self._load = load
-        self._loaded: dict[ProgramFile, Predictor] = {}
+        self._loaded: dict[ProgramFile, Program] = {}
 
-    def _predictor(self, program: ProgramFile) -> Predictor:
-        if program not in self._loaded:
-            self._loaded[program] = self._load(program)
-        return self._loaded[program]
+    def _loaded_program(self, file: ProgramFile) -> Program:
+        if file not in self._loaded:
+            self._loaded[file] = self._load(file)
+        return self._loaded[file]
 
 
 class ExportedTextEncoder(ExportedModel):
@@ -58,7 +58,7 @@ class ExportedTextEncoder(ExportedModel):
                 "clip_skip is not supported by an exported text encoder, which only returns its last layer: "
                 "leave it out."
             )
-        first, second = self._predictor(self._program)(input_ids=input_ids)
+        first, second = self._loaded_program(self._program)(input_ids=input_ids)
         if self._is_xl:
             return _XLEmbeddings(second, first)
         return BaseModelOutputWithPooling(last_hidden_state=first, pooler_output=second)
@@ -99,13 +99,13 @@ class ExportedVAE(ExportedModel):
         programs = self._manifest.programs_of("vae_encoder")
         if not programs:
             raise ToMeConfigError("the VAE's encoder was not exported: export with --img2img (image_to_image=True).")
-        mean, log_variance = self._predictor(programs[0])(sample=x)
+        mean, log_variance = self._loaded_program(programs[0])(sample=x)
         distribution = DiagonalGaussianDistribution(paddle.concat([mean, log_variance], axis=1))
         return AutoencoderKLOutput(latent_dist=distribution) if return_dict else (distribution,)
 
     def decode(self, z: paddle.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
         """Images [B, 3, H, W] from -1 to 1 of latents [B, 4, h, w]; `generator` is ignored, as in the original."""
-        (image,) = self._predictor(self._manifest.programs_of("vae_decoder")[0])(latent_sample=z)
+        (image,) = self._loaded_program(self._manifest.programs_of("vae_decoder")[0])(latent_sample=z)
         return DecoderOutput(sample=image) if return_dict else (image,)
 
 
@@ -185,10 +185,10 @@ class ExportedUNet(ExportedModel):
         }
         factor = self._manifest.vae_factor
         size = Size(sample.shape[2] * factor, sample.shape[3] * factor)
-        predictor = self._predictor(self._manifest.denoiser(size, self.ratio))
-        if unknown := set(inputs) - set(predictor.inputs):
+        program = self._loaded_program(self._manifest.denoiser(size, self.ratio))
+        if unknown := set(inputs) - set(program.inputs):
             raise ToMeConfigError(f"the exported UNet has no input {', '.join(sorted(unknown))}: leave it out.")
-        (prediction,) = predictor(**inputs)
+        (prediction,) = program(**inputs)
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
 
     def _control(self, condition: Any) -> dict[str, paddle.Tensor]:

@@ -1,9 +1,10 @@
-"""Load an exported folder as an ordinary ppdiffusers pipeline whose models are predictors."""
+"""Load an exported folder as an ordinary ppdiffusers pipeline whose models are programs in a runtime."""
 
 import importlib
 import inspect
 import json
-from dataclasses import replace
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ from ppdiffusers import DiffusionPipeline
 
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
 from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
-from .manifest import MANIFEST, Manifest, ProgramFile, read_manifest
+from .manifest import MANIFEST, Manifest, read_manifest
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE, Load
-from .runtime import Predictor, Runtime
-from .tracing import is_onednn_safe
+from .onnx_runtime import OnnxRuntime, OpenVinoRuntime
+from .paddle_runtime import PaddleRuntime
+from .runtime import Runtime
+
+RUNTIMES: dict[str, type[Runtime]] = {
+    "paddle": PaddleRuntime,
+    "onnxruntime": OnnxRuntime,
+    "openvino": OpenVinoRuntime,
+}
 
 
 def load_pipeline(
@@ -23,12 +31,9 @@ def load_pipeline(
     cls: type[DiffusionPipeline] | None = None,
     *,
     ratio: float | None = None,
-    device: str = "cpu",
-    threads: int | None = None,
-    onednn: bool | None = None,
-    tensorrt: bool | str = False,
-    precision: str = "fp32",
+    runtime: str = "paddle",
     verify: bool = True,
+    **settings: Any,
 ) -> DiffusionPipeline:
     """Load an exported folder as an ordinary pipeline: same call, schedulers, callbacks and progress bar.
 
@@ -40,28 +45,24 @@ def load_pipeline(
         folder: written by `export_pipeline`.
         cls: ppdiffusers class to load it as; None: the class that was exported.
         ratio: merge ratio, one of the exported ones; None: the first.
-        device, threads, onednn, tensorrt, precision: as in `Runtime`.
+        runtime: "paddle"; if the folder was exported as ONNX too, "onnxruntime" or "openvino".
         verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
             always compared. With unnoticed damaged weights, images are black or the process crashes.
+        settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn,
+            tensorrt and optimize, `OnnxRuntime` or `OpenVinoRuntime`.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists those that were).
-        ToMeExportError: the folder is not an exported one, is damaged, or this Paddle cannot run it.
+        ToMeExportError: the folder is not an exported one, is damaged, was not exported for the runtime, or the
+            runtime is not installed or cannot run it.
 
     Example:
         >>> image = load_pipeline("build/emoji")("a 3d render of fox", height=128, width=128).images[0]
     """
     folder = Path(folder)
-    runtime = Runtime(device, threads, onednn, tensorrt, precision)
+    chosen = choose_runtime(runtime, **settings)
     manifest = read_manifest(folder, verify)
-
-    def load(program: ProgramFile) -> Predictor:
-        is_unset = runtime.onednn is None and runtime.gpu is None
-        onednn = is_onednn_safe(program.onednn_parity) if is_unset else runtime.onednn
-        return Predictor(
-            folder / program.program, folder / program.params, replace(runtime, onednn=onednn), program.model == "unet"
-        )
-
+    load = partial(chosen.load, folder)
     try:
         return _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio)
     except ToMeError:
@@ -69,6 +70,21 @@ def load_pipeline(
     except Exception as error:  # ppdiffusers and paddlenlp raise many types on invalid configs
         reason = f"{type(error).__name__}: {error}"
         raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
+
+
+def choose_runtime(name: str = "paddle", **settings: Any) -> Runtime:
+    """The runtime of a name, with the settings of its class.
+
+    Raises:
+        ToMeConfigError: there is none of that name, or a setting is not allowed.
+        ToMeExportError: the runtime is not installed.
+    """
+    if name not in RUNTIMES:
+        raise ToMeConfigError(f"runtime={name!r} is not allowed: it must be one of {[*RUNTIMES]}.")
+    allowed = [field.name for field in fields(RUNTIMES[name])]
+    if unknown := sorted(set(settings) - set(allowed)):
+        raise ToMeConfigError(f"{', '.join(unknown)}: runtime={name!r} has only the settings {', '.join(allowed)}.")
+    return RUNTIMES[name](**settings)
 
 
 def _assemble(

@@ -113,15 +113,24 @@ def text_encoder(model: nn.Layer, is_xl: bool) -> Traceable:
 
 def vae_encoder(model: nn.Layer) -> Traceable:
     """The VAE's encoder, for images from -1 to 1. It is copied."""
-    return _ready(
-        VaeEncoder(_working_copy(model)), Input("sample", ("batch", model.config.in_channels, "height", "width"))
-    )
+    dims = ("batch", model.config.in_channels, "height", "width")
+    return _ready(VaeEncoder(_convertible(_working_copy(model))), Input("sample", dims))
 
 
 def vae_decoder(model: nn.Layer) -> Traceable:
     """The VAE's decoder. It is copied."""
     dims = ("batch", model.config.latent_channels, "latent_height", "latent_width")
-    return _ready(VaeDecoder(_working_copy(model)), Input("latent_sample", dims))
+    return _ready(VaeDecoder(_convertible(_working_copy(model))), Input("latent_sample", dims))
+
+
+def _convertible(vae: nn.Layer) -> nn.Layer:
+    """The same VAE with four dimensions in the norms of its attention layers: paddle2onnx does not know three."""
+    for layer in vae.sublayers():
+        norm = getattr(layer, "group_norm", None)
+        if norm is not None and hasattr(layer, "to_q"):  # [B, C, H·W]
+            norm.register_forward_pre_hook(lambda _, inputs: inputs[0].unsqueeze(-1))
+            norm.register_forward_post_hook(lambda _, inputs, output: output.squeeze(-1))
+    return vae
 
 
 def _is_xl(unet: nn.Layer) -> bool:

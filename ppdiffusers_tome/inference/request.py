@@ -14,7 +14,10 @@ from ..errors import ToMeConfigError, ToMeExportError
 from ..mixin import controlnet_config
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
-from .manifest import MANIFEST, READERS, Size
+from .conversion import check_converter
+from .manifest import FORMATS, MANIFEST, READERS, Size
+
+EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Request:
     configs: dict[float, tuple[ToMeConfig | None, ToMeConfig | None]]
     sizes: tuple[Size, ...]  # () for dynamic height and width
     image_to_image: bool
+    formats: tuple[str, ...]  # some of FORMATS
 
     @property
     def controlnet(self) -> nn.Layer | None:
@@ -55,6 +59,7 @@ def check_request(
     image_to_image: bool,
     overwrite: bool,
     controlnet: bool | float,
+    format: str,
     settings: dict[str, Any],
 ) -> Request:
     """Validate the arguments of `export_pipeline`, which documents them.
@@ -66,6 +71,10 @@ def check_request(
     if class_name not in READERS:
         raise ToMeExportError(f"{class_name} cannot be exported: only {', '.join(READERS)} can.")
     _check_components(pipe)
+    if format not in EXPORT_FORMATS:
+        raise ToMeConfigError(f"format={format!r} is not allowed: it must be one of {[*EXPORT_FORMATS]}.")
+    if "onnx" in EXPORT_FORMATS[format]:
+        check_converter()
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ToMeExportError(f"{folder} is a file: pass a folder to write to.")
@@ -103,6 +112,7 @@ def check_request(
         configs=configs,
         sizes=() if dynamic else _sizes(pipe, sizes),
         image_to_image=image_to_image or READERS[class_name][0] is None,
+        formats=EXPORT_FORMATS[format],
     )
 
 

@@ -1,191 +1,74 @@
-"""Run one program in a Paddle Inference predictor, with the settings of the machine."""
+"""What a runtime is: it loads the programs of an exported folder, each for one device with the same settings."""
 
 import os
-import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import paddle
-from paddle import inference
 
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ToMeConfigError
+from .manifest import ProgramFile
 
-SHAPE_FILE = "shape_range_info.pbtxt"  # written beside a program by tensorrt="tune", as in ppdiffusers' deploy/
-MAX_THREADS = 1024  # of one predictor
-PRECISIONS = {"fp32": "Float32", "fp16": "Half", "bf16": "Bfloat16"}
-# Passes that ppdiffusers' deploy/ removes for every diffusion model on a GPU.
-GPU_PASSES_OFF = (
-    "trt_prompt_tuning_embedding_eltwise_layernorm_fuse_pass",
-    "add_support_int8_pass",
-    "auto_mixed_precision_pass",
-    "elementwise_groupnorm_act_pass",
-    "groupnorm_act_pass",
-    "preln_elementwise_groupnorm_act_pass",
-)
+MAX_THREADS = 1024  # of one program
+# Largest relative difference to eager, in fp32, of a program whose runtime fuses operators. They round differently, by
+# about 5e-6.
+FUSED_TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """Device and settings to run programs with.
+class Program(ABC):
+    """A loaded program. Thread-safe."""
+
+    inputs: list[str]  # names
+
+    @abstractmethod
+    def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
+        """Run the program on inputs by name, others are ignored; returns its outputs in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime(ABC):
+    """What all runtimes have in common.
 
     Args:
-        device: "cpu", "gpu" or "gpu:1".
-        threads: CPU threads of one predictor, 1 to 1024; None: the number of available cores.
-        onednn: use oneDNN's kernels on the CPU, which are several times faster. None: on for `.pdmodel` programs that
-            passed the export's oneDNN check, off for Paddle 3's `.json`, with which it crashes (Paddle #77340) or is
-            inaccurate.
-        tensorrt: run the UNet with TensorRT (GPU): "tune" records the shapes of a first image, True uses them.
-        precision: "fp32"; on a GPU also "fp16" and "bf16".
-        optimize: let Paddle fuse operators. Without it a program on the CPU rounds as eager mode does, and is slower.
-
-    The GPU settings follow ppdiffusers' deploy/ and Paddle's documentation and have not been tested.
+        device: its names depend on the runtime.
+        threads: CPU threads of one program, 1 to 1024; None: the number of available cores.
+        precision: "fp32"; others depend on the runtime and the device.
 
     Raises:
-        ToMeConfigError: a value is not allowed, or not on this device.
+        ToMeConfigError: a value is not allowed, or not on this machine.
     """
 
     device: str = "cpu"
     threads: int | None = None
-    onednn: bool | None = None
-    tensorrt: bool | str = False
     precision: str = "fp32"
-    optimize: bool = True
 
     def __post_init__(self) -> None:
-        kind, _, index = str(self.device).partition(":")
-        if kind not in ("cpu", "gpu") or (index and not (kind == "gpu" and index.isdecimal())):
-            raise ToMeConfigError(f'device={self.device!r} is not allowed: it must be "cpu", "gpu" or "gpu:N".')
         is_count = isinstance(self.threads, int) and not isinstance(self.threads, bool)
         if self.threads is not None and not (is_count and 1 <= self.threads <= MAX_THREADS):
             raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MAX_THREADS}, or None.")
-        if self.precision not in PRECISIONS:
-            raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
-        if self.tensorrt not in (True, False, "tune"):
-            raise ToMeConfigError(f'tensorrt={self.tensorrt!r} is not allowed: it must be True, False or "tune".')
-        if kind == "cpu" and (self.tensorrt or self.precision != "fp32"):
-            raise ToMeConfigError(
-                f"tensorrt={self.tensorrt!r}, precision={self.precision!r} need device='gpu': CPUs run fp32."
-            )
-        if kind == "gpu" and self.onednn:
-            raise ToMeConfigError("onednn=True needs device='cpu': oneDNN has CPU kernels only.")
-        gpus = paddle.device.cuda.device_count()
-        if kind == "gpu" and int(index or 0) >= gpus:
-            remedy = "this is a CPU build of Paddle, install paddlepaddle-gpu in place of paddlepaddle"
-            if paddle.is_compiled_with_cuda():
-                remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-            raise ToMeConfigError(f"device={self.device!r} does not exist, Paddle finds {gpus} GPUs: {remedy}.")
 
-    @property
-    def gpu(self) -> int | None:
-        """The index of the GPU; None on the CPU."""
-        kind, _, index = self.device.partition(":")
-        return int(index or 0) if kind == "gpu" else None
+    @abstractmethod
+    def load(self, folder: Path, file: ProgramFile) -> Program:
+        """Load one program of an exported folder.
+
+        Raises:
+            ToMeExportError: it was not exported for this runtime, or this version cannot load it.
+        """
 
     def cores(self) -> int:
-        """Number of CPU threads of a predictor."""
+        """Number of CPU threads of a program."""
         return self.threads or len(os.sched_getaffinity(0))
 
 
-class Predictor:
-    """A program in Paddle Inference. Thread-safe: calls from several threads run one after another.
-
-    Args:
-        program: `.pdmodel` or `.json` file.
-        params: `.pdiparams` file.
-        runtime: device and settings; `onednn` None means off here.
-        tensorrt: whether to apply the runtime's `tensorrt` setting to this program.
-
-    Raises:
-        ToMeExportError: this Paddle cannot load the program.
-    """
-
-    def __init__(self, program: Path, params: Path, runtime: Runtime, tensorrt: bool = False) -> None:
-        if program.suffix == ".json" and paddle.__version__.startswith("2."):
-            raise ToMeExportError(
-                f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it "
-                "again with this Paddle."
-            )
-        if program.suffix == ".json" and runtime.onednn:
-            raise ToMeConfigError(
-                f"onednn=True is not allowed for {program.name}: with Paddle 3's .json programs oneDNN crashes "
-                "(Paddle #77340) or is inaccurate. Leave it out, or export with Paddle 2.6."
-            )
-        config = inference.Config(str(program), str(params))
-        config.disable_glog_info()
-        config.switch_ir_optim(runtime.optimize)
-        if runtime.gpu is None:
-            _for_cpu(config, runtime, program.suffix == ".json")
-        else:
-            _for_gpu(config, runtime, program.parent if tensorrt else None)
-        self._gpu = runtime.gpu is not None
-        self._lock = threading.Lock()
-        try:
-            self._predictor = inference.create_predictor(config)
-        except Exception as error:
-            raise ToMeExportError(
-                f"Paddle {paddle.__version__} cannot load {program}: {error_summary(error)}"
-            ) from error
-        self.inputs = list(self._predictor.get_input_names())
-        self.outputs = list(self._predictor.get_output_names())
-
-    def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
-        """Run the program on inputs by name; returns its outputs in order."""
-        with self._lock:
-            for name in self.inputs:
-                handle = self._predictor.get_input_handle(name)
-                if self._gpu:
-                    handle.share_external_data(inputs[name])
-                else:  # predictor.run([tensors]) crashes on the CPU of Paddle 2.6
-                    value = np.ascontiguousarray(inputs[name].numpy())
-                    handle.reshape(value.shape)
-                    handle.copy_from_cpu(value)
-            self._predictor.run()
-            outputs = [self._predictor.get_output_handle(name).copy_to_cpu() for name in self.outputs]
-        return [paddle.to_tensor(output) for output in outputs]
-
-
-def _for_cpu(config: Any, runtime: Runtime, is_pir: bool) -> None:
-    config.disable_gpu()
-    config.set_cpu_math_library_num_threads(runtime.cores())
-    if runtime.onednn:
-        config.enable_mkldnn()
-        config.set_mkldnn_cache_capacity(10)  # shapes; without a limit memory grows with each new shape
-    else:
-        config.disable_mkldnn()  # on by default
-    if not is_pir:  # it fails with Paddle 3's .json programs
-        config.enable_memory_optim()
-
-
-def _for_gpu(config: Any, runtime: Runtime, tensorrt_folder: Path | None) -> None:
-    precision = getattr(inference.PrecisionType, PRECISIONS[runtime.precision])
-    config.enable_memory_optim()
-    config.enable_use_gpu(2000, runtime.gpu, precision)  # initial size of the memory pool, MB
-    for name in GPU_PASSES_OFF:
-        config.delete_pass(name)
-    if tensorrt_folder is None or not runtime.tensorrt:
-        return
-    shapes = tensorrt_folder / SHAPE_FILE
-    if runtime.tensorrt == "tune":
-        config.collect_shape_range_info(str(shapes))
-        config.switch_ir_optim(False)
-        return
-    if not shapes.is_file():
-        raise ToMeExportError(
-            f'{shapes} does not exist: load once with tensorrt="tune" and draw an image at each size and batch '
-            "size in use."
-        )
-    config.enable_tensorrt_engine(
-        workspace_size=24 << 30, max_batch_size=1, min_subgraph_size=3, precision_mode=precision, use_static=True
-    )
-    config.enable_tensorrt_memory_optim()
-    config.enable_tuned_tensorrt_dynamic_shape(str(shapes), True)
-    config.set_optim_cache_dir(str(tensorrt_folder / "_opt_cache"))
+def is_accurate(parity: Mapping[str, float]) -> bool:
+    """Whether a runtime with fused operators runs a program correctly, by relative differences at all batch sizes."""
+    return bool(parity) and max(parity.values()) <= FUSED_TOLERANCE
 
 
 def error_summary(error: Exception) -> str:
-    """The most informative line of one of Paddle's long error messages."""
+    """The most informative line of a long error message, as Paddle's are."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     informative = [line for line in lines if "Error" in line or "not " in line] or lines or [type(error).__name__]
     return informative[-1][:300]

@@ -13,16 +13,18 @@ import numpy as np
 import paddle
 
 from ..errors import ToMeExportError
+from .conversion import convert
+from .onnx_runtime import OnnxRuntime
+from .paddle_runtime import PaddleRuntime, Predictor
 from .programs import Traceable
-from .runtime import Predictor, Runtime, error_summary
+from .runtime import FUSED_TOLERANCE, Program, error_summary
 
 STEM = "inference"  # the file name that ppdiffusers expects
 BATCHES = (1, 2)
 TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp32
-# Fused operators round differently than eager mode, by about 1e-6, oneDNN's by 5e-6. If two dst are equally similar
-# within that, a token may merge into the other one, so the outputs of an input may differ by more although nothing is
-# wrong. Wrong kernels differ on all inputs.
-ONEDNN_TOLERANCE = 1e-4
+# Fused operators round differently than eager mode. If two dst are equally similar within that, a token may merge into
+# the other one, so the outputs of an input may differ by more although nothing is wrong. Wrong kernels differ on all
+# inputs.
 TRIES = 3
 # Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
 # source text around each frame, which it does not use, an export is a third faster.
@@ -37,10 +39,18 @@ class Saved:
     params: Path
     parity: dict[str, float]
     onednn_parity: dict[str, float]  # empty if oneDNN cannot run it
+    onnx: Path | None  # the same program as ONNX; None if it was not converted
+    onnx_parity: dict[str, float]
 
 
 def save(
-    traceable: Traceable, folder: Path, fixed: Mapping[str, int], dims: Mapping[str, int], label: str, threads: int
+    traceable: Traceable,
+    folder: Path,
+    fixed: Mapping[str, int],
+    dims: Mapping[str, int],
+    label: str,
+    threads: int,
+    onnx: bool = False,
 ) -> Saved:
     """Save a layer's program as folder/inference.* and compare both. The layer must not be used afterwards.
 
@@ -51,19 +61,21 @@ def save(
         dims: values of all named dimensions except the batch, for the comparison.
         label: the program's name in messages.
         threads: of the predictors.
+        onnx: convert the program to ONNX too.
 
     Returns:
-        The files and relative differences. oneDNN's may exceed its tolerance: see `is_onednn_safe`.
+        The files and relative differences. oneDNN's may exceed its tolerance: see `is_accurate`.
 
     Raises:
-        ToMeExportError: Paddle cannot trace the layer, or the program differs from eager by more than TOLERANCE.
+        ToMeExportError: Paddle cannot trace the layer or paddle2onnx not convert its program, or the program differs
+            from eager by more than TOLERANCE, or in ONNX Runtime by more than FUSED_TOLERANCE.
     """
     random = np.random.RandomState(0)
     inputs = {batch: _random_inputs(traceable, random, dims, batch) for batch in BATCHES}
     with paddle.no_grad():
         eager = {batch: _arrays(traceable.layer(**inputs[batch])) for batch in BATCHES}
     program, params = _trace(traceable, folder, fixed, label)
-    native = Predictor(program, params, Runtime(threads=threads, onednn=False))
+    native = Predictor(program, params, PaddleRuntime(threads=threads, onednn=False))
     parity = {}
     tries = {
         batch: [first, *(_random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1))]
@@ -72,28 +84,38 @@ def save(
     for batch in BATCHES:
         difference = relative_difference(_arrays(native(**inputs[batch])), eager[batch])
         if not difference <= TOLERANCE:
-            exact = Predictor(program, params, Runtime(threads=threads, onednn=False, optimize=False))
+            exact = Predictor(program, params, PaddleRuntime(threads=threads, onednn=False, optimize=False))
             difference = relative_difference(_arrays(exact(**inputs[batch])), eager[batch])
             if difference <= TOLERANCE:
                 difference = _smallest_difference(native, exact, tries[batch], TOLERANCE)
         parity[f"batch {batch}"] = difference
-        if not difference <= TOLERANCE:
-            raise ToMeExportError(
-                f"the exported {label} differs from the model by {difference:.1e} of its largest output at batch "
-                f"{batch}, more than the allowed {TOLERANCE:.0e}: nothing was written. Please report this with the "
-                f"versions of Paddle ({paddle.__version__}) and ppdiffusers."
-            )
+        _check(difference, TOLERANCE, f"exported {label}", batch)
     onednn = {}
     if program.suffix != ".json":
-        candidate = Predictor(program, params, Runtime(threads=threads, onednn=True))
+        candidate = Predictor(program, params, PaddleRuntime(threads=threads, onednn=True))
         for batch in BATCHES:
-            onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries[batch], ONEDNN_TOLERANCE)
-    return Saved(program, params, parity, onednn)
+            onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries[batch], FUSED_TOLERANCE)
+    if not onnx:
+        return Saved(program, params, parity, onednn, None, {})
+    converted = convert(program, params, label)
+    in_onnx_runtime = OnnxRuntime(threads=threads).load_file(converted)
+    onnx_parity = {}
+    for batch in BATCHES:
+        difference = relative_difference(_arrays(in_onnx_runtime(**inputs[batch])), eager[batch])
+        if not difference <= FUSED_TOLERANCE:
+            difference = _smallest_difference(in_onnx_runtime, native, tries[batch], FUSED_TOLERANCE)
+        onnx_parity[f"batch {batch}"] = difference
+        _check(difference, FUSED_TOLERANCE, f"{label} in ONNX Runtime", batch)
+    return Saved(program, params, parity, onednn, converted, onnx_parity)
 
 
-def is_onednn_safe(onednn_parity: Mapping[str, float]) -> bool:
-    """Whether oneDNN can run a program correctly, by the relative differences that `save` measured."""
-    return bool(onednn_parity) and max(onednn_parity.values()) <= ONEDNN_TOLERANCE
+def _check(difference: float, tolerance: float, label: str, batch: int) -> None:
+    if not difference <= tolerance:
+        raise ToMeExportError(
+            f"the {label} differs from the model by {difference:.1e} of its largest output at batch {batch}, more "
+            f"than the allowed {tolerance:.0e}: nothing was written. Please report this with the versions of Paddle "
+            f"({paddle.__version__}) and ppdiffusers."
+        )
 
 
 def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
@@ -104,7 +126,7 @@ def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) ->
 
 
 def _smallest_difference(
-    candidate: Predictor, native: Predictor, tries: list[dict[str, paddle.Tensor]], enough: float
+    candidate: Program, native: Program, tries: list[dict[str, paddle.Tensor]], enough: float
 ) -> float:
     smallest = float("inf")
     for inputs in tries:

@@ -148,13 +148,12 @@ class Engine:
         return DETERMINISTIC.get(name, name.removesuffix("Scheduler"))
 
 
-def load_engine(folder: Path, device: str = "cpu", threads: int | None = None, verify: bool = True) -> Engine:
+def load_engine(folder: Path, **settings: Any) -> Engine:
     """Load an exported folder, with image-to-image if it was exported.
 
     Args:
         folder: the output of `export_pipeline`.
-        device, threads: as for `inference.load_pipeline`.
-        verify: compare the weights with their hashes, which takes seconds for each GB.
+        settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
         ToMeError: the folder is not an export or is damaged (from `inference`), or has a ControlNet or an inpainting
@@ -164,7 +163,7 @@ def load_engine(folder: Path, device: str = "cpu", threads: int | None = None, v
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")
-    pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, device=device, threads=threads, verify=verify)
+    pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is an inpainting model, which cannot be served")
     image_to_image = None

@@ -25,6 +25,7 @@ from ...inference.loading import load_for_export
 from ...serving.engine import Engine, load_engine
 from ...serving.jobs import Job
 from ..environment import commit, sources, versions
+from ..speed.cases import PREDICTOR, PROGRAMS
 from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
@@ -113,7 +114,9 @@ def open_torch_engine(
         ToMeError: PyTorch's process fails.
     """
     pipe = load_model(evaluation.model)
-    rest = pipe if exported is None else load_pipeline(exported, threads=evaluation.threads)
+    rest = pipe
+    if exported is not None:
+        rest = load_pipeline(exported, runtime=PROGRAMS[evaluation.backend], threads=evaluation.threads)
     with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
         process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
         components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, ratio)}
@@ -156,14 +159,15 @@ def draw(
     Raises:
         ToMeError: images failed, or PyTorch did; all other images are kept.
     """
-    programs = export_programs(evaluation, settings, output) if evaluation.backend == "predictor" else {}
+    programs = export_programs(evaluation, settings, output) if evaluation.backend in PROGRAMS else {}
     about_torch = None
     for setting in tqdm(settings, desc="settings", unit="setting", disable=None):
         if setting.framework == "PyTorch":
             with open_torch_engine(evaluation, setting.config.ratio, programs.get(PLAIN)) as (engine, about_torch):
                 draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
         elif programs:
-            load = partial(load_engine, programs[setting], "cpu", evaluation.threads)
+            runtime = PROGRAMS[evaluation.backend]
+            load = partial(load_engine, programs[setting], runtime=runtime, threads=evaluation.threads)
             draw_setting(evaluation, setting, output, make_drawer(load), batch)
         else:
             eager = partial(EagerEngine, _absolute(evaluation.model), setting.config)
@@ -185,6 +189,7 @@ def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output:
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
+            options["format"] = "paddle" if evaluation.backend == PREDICTOR else "onnx"
             options["others"] = next(iter(programs.values()), None)  # the other models are exported once
             sizes = [(evaluation.size, evaluation.size)]
             export_pipeline(load_model(evaluation.model), folder, ratios, sizes, **options)

@@ -25,9 +25,10 @@ from paddle.vision.ops import ConvNormActivation
 from PIL import Image
 
 from ...errors import ToMeError
+from ...inference.paddle_runtime import PaddleRuntime, Predictor
 from ...inference.programs import Input, Traceable
-from ...inference.runtime import Predictor, Runtime
-from ...inference.tracing import is_onednn_safe, save
+from ...inference.runtime import is_accurate
+from ...inference.tracing import save
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,10 @@ def _compile(
     arrays = [array for name, array in weights.read().items() if not name.endswith(unused)]
     network.set_state_dict(dict(zip(network.state_dict(), arrays, strict=True)))
     network.eval()
-    threads = int(os.environ.get("OMP_NUM_THREADS") or Runtime().cores())
+    threads = int(os.environ.get("OMP_NUM_THREADS") or PaddleRuntime().cores())
     with tempfile.TemporaryDirectory(prefix="network_") as folder:
         saved = save(Traceable(network, tuple(inputs)), Path(folder) / "program", {}, sizes, weights.package, threads)
-        runtime = Runtime(threads=threads, onednn=is_onednn_safe(saved.onednn_parity))
+        runtime = PaddleRuntime(threads=threads, onednn=is_accurate(saved.onednn_parity))
         predictor = Predictor(saved.program, saved.params, runtime)
     return lambda **arrays: predictor(**{key: paddle.to_tensor(array) for key, array in arrays.items()})[0].numpy()
 

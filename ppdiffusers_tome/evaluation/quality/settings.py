@@ -15,8 +15,9 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...generation.prompt_file import Defaults, Prompt, read_prompts
 from ...serving.jobs import LARGEST_SEED, Job, Limits, seed_after
+from ..speed.cases import EAGER, PROGRAMS
 
-BACKENDS = ("predictor", "eager")
+BACKENDS = (*PROGRAMS, EAGER)
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
 ABLATIONS = ("use_rand", "max_downsample", "layers")
@@ -49,7 +50,7 @@ class Evaluation:
     size: int  # px, height and width
     steps: int
     guidance_scale: float
-    backend: str  # "predictor" for exported programs, "eager" for the pipeline itself
+    backend: str  # one of PROGRAMS for exported programs, "eager" for the pipeline itself
     threads: int  # of each process that draws
     torch_python: str  # interpreter for settings in PyTorch; "" if there are none
     strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise

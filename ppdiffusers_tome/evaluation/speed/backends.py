@@ -1,12 +1,13 @@
-"""Eager Paddle, predictors of Paddle Inference, and PyTorch: each computes and times the arms of a workload."""
+"""Eager Paddle, exported programs, and PyTorch: each computes and times the arms of a workload."""
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import paddle
@@ -15,16 +16,19 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 
 from ...config import ToMeConfig
-from ...inference import export_pipeline, load_pipeline
+from ...inference import PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
+from ...inference.conversion import SUFFIX, SharedWeights
 from ...inference.layout import share_weights
-from ...inference.runtime import Predictor, Runtime
-from ...inference.tracing import is_onednn_safe, save
+from ...inference.onnx_runtime import OnnxFileRuntime
+from ...inference.paddle_runtime import Predictor
+from ...inference.runtime import Program, is_accurate
+from ...inference.tracing import Saved, save
 from ...models import find_blocks
 from ...patch import attach, chosen_blocks, detach
 from ..clock import seconds_of
 from ..free_merge import attach_free_merge
 from ..torch_unet import TorchProcess
-from .cases import BUILT_IN, EAGER, LIMIT, PLANNED, PREDICTOR, PYTORCH, Arm
+from .cases import BUILT_IN, EAGER, LIMIT, ONNX_RUNTIME, OPENVINO, PLANNED, PREDICTOR, PROGRAMS, PYTORCH, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .workloads import PipelineWorkload, Workload, as_array
 
@@ -110,9 +114,11 @@ class EagerBackend(Backend):
 class PredictorBackend(Backend):
     """Predictors of Paddle Inference, which are loaded once, or for each pass if memory is short."""
 
+    runtime: ClassVar[str] = "paddle"  # of `load_pipeline`
+
     def __post_init__(self) -> None:
-        predictors = sum(arm.backend == PREDICTOR for arm in self.workload.case.with_status(PLANNED))
-        self._is_kept = predictors * self.workload.weights * MEMORY_SHARE <= available_bytes()
+        programs = sum(arm.backend in PROGRAMS for arm in self.workload.case.with_status(PLANNED))
+        self._is_kept = programs * self.workload.weights * MEMORY_SHARE <= available_bytes()
         self._load: dict[str, Callable[[], Run]] = {}
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
@@ -148,32 +154,73 @@ class PredictorBackend(Backend):
         denoiser = getattr(traceable.layer, "unet", traceable.layer)
         _attach(denoiser, arm, workload)
         fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
-        folder = self.folder / f"program_{next(self._numbers)}"
-        saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads)
-        params = share_weights(saved.params, self._weights)
-        self._weights.append(params)
-        runtime = Runtime(threads=self.threads, onednn=is_onednn_safe(saved.onednn_parity))
+        folder = self.folder / f"{self.runtime}_program_{next(self._numbers)}"
+        is_onnx = self.runtime != "paddle"
+        saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, is_onnx)
+        load_program = self._loader(saved)
 
         def load() -> Run:
-            predictor = Predictor(saved.program, params, runtime)
-            return lambda is_short: predictor(**workload.inputs)[0]
+            program = load_program()
+            return lambda is_short: program(**workload.inputs)[0]
 
         return load
+
+    def _loader(self, saved: Saved) -> Callable[[], Program]:
+        """A function that loads a saved program; its weights are kept once for all arms."""
+        params = share_weights(saved.params, self._weights)
+        self._weights.append(params)
+        runtime = PaddleRuntime(threads=self.threads, onednn=is_accurate(saved.onednn_parity))
+        return lambda: Predictor(saved.program, params, runtime)
 
     def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
         workload = self.workload
         assert isinstance(workload, PipelineWorkload)
-        folder = self.folder / f"pipeline_{next(self._numbers)}"
+        folder = self.folder / f"{self.runtime}_pipeline_{next(self._numbers)}"
         sizes = [(workload.case.size, workload.case.size)]
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
-        export_pipeline(workload.pipe, folder, settings.pop("ratio"), sizes, progress=False, **settings)
+        ratio, form = settings.pop("ratio"), "paddle" if self.runtime == "paddle" else "onnx"
+        export_pipeline(workload.pipe, folder, ratio, sizes, progress=False, format=form, **settings)
 
         def load() -> Run:
-            pipe = load_pipeline(folder, threads=self.threads)
+            pipe = load_pipeline(folder, runtime=self.runtime, threads=self.threads)
             pipe.set_progress_bar_config(disable=True)
             return lambda is_short: workload.run_pipeline(pipe, is_short)
 
         return load
+
+
+class OnnxBackend(PredictorBackend):
+    """Base class: the same programs as ONNX, in another runtime."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        runtime = choose_runtime(self.runtime, threads=self.threads)
+        assert isinstance(runtime, OnnxFileRuntime)
+        self._runtime = runtime
+        self._shared = SharedWeights(self.folder / f"{self.runtime}{SUFFIX}")
+
+    def peak_memory(self, arm: Arm) -> int | None:
+        self.output(arm)  # Paddle's counter does not see these runtimes
+        return None
+
+    def _loader(self, saved: Saved) -> Callable[[], Program]:
+        assert saved.onnx is not None
+        path = self.folder / f"{saved.onnx.parent.name}.onnx"
+        self._shared.move(saved.onnx, path)
+        shutil.rmtree(saved.onnx.parent)
+        return lambda: self._runtime.load_file(path)
+
+
+class OnnxRuntimeBackend(OnnxBackend):
+    """ONNX Runtime."""
+
+    runtime = ONNX_RUNTIME
+
+
+class OpenVinoBackend(OnnxBackend):
+    """OpenVINO."""
+
+    runtime = OPENVINO
 
 
 @dataclass
@@ -209,7 +256,13 @@ class PyTorchBackend(Backend):
         return _tomesd_arguments(self.workload.denoiser, arm.config) if arm.config else None
 
 
-BACKEND_CLASSES: dict[str, type[Backend]] = {EAGER: EagerBackend, PREDICTOR: PredictorBackend, PYTORCH: PyTorchBackend}
+BACKEND_CLASSES: dict[str, type[Backend]] = {
+    EAGER: EagerBackend,
+    PREDICTOR: PredictorBackend,
+    ONNX_RUNTIME: OnnxRuntimeBackend,
+    OPENVINO: OpenVinoBackend,
+    PYTORCH: PyTorchBackend,
+}
 
 
 def _attach(denoiser: nn.Layer, arm: Arm, workload: Workload) -> None:

@@ -21,17 +21,20 @@ from ..results import check_result
 
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
 BUILT_IN, LIMIT = "built-in", "limit"
-EAGER, PREDICTOR, PYTORCH = "eager", "predictor", "PyTorch"
+EAGER, PREDICTOR, ONNX_RUNTIME, OPENVINO, PYTORCH = "eager", "predictor", "onnxruntime", "openvino", "PyTorch"
+# Backends that run exported programs, and their runtimes.
+PROGRAMS = {PREDICTOR: "paddle", ONNX_RUNTIME: "onnxruntime", OPENVINO: "openvino"}
 PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
 OUT_OF_MEMORY, ERROR = "out of memory", "error"
 
 TORCH = "torch"  # in --arms: PLAIN and TOME in the backend PYTORCH
 ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, TORCH)
-BACKENDS = (EAGER, PREDICTOR)
+BACKENDS = (EAGER, *PROGRAMS)
 DTYPES = ("float32", "float16", "bfloat16")
 ARMS_OF = {
     EAGER: ARMS[:-1],
-    PREDICTOR: (PLAIN, TOME, LIMIT),  # it has its own attention kernels, and the built-in ToMe cannot be exported
+    # They have their own attention kernels, and the built-in ToMe cannot be exported.
+    **dict.fromkeys(PROGRAMS, (PLAIN, TOME, LIMIT)),
     PYTORCH: (PLAIN, TOME),
 }
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
@@ -50,7 +53,7 @@ class Arm:
     """One way to compute a case, and what it cost; the fields are those of the result file."""
 
     arm: str  # one of ARMS, except TORCH
-    backend: str = EAGER  # or PREDICTOR, PYTORCH
+    backend: str = EAGER  # or one of PROGRAMS, or PYTORCH
     config: ToMeConfig | None = None  # how tokens merge; None: they do not
     attention: str = "plain"  # or "slicing", "xformers"
     kept: int = 0  # tokens after merging, at the shallowest level with attention
@@ -295,7 +298,7 @@ def _why_not_measured(case: Case, arm: Arm, torch_problem: str | None) -> str | 
         return "PyTorch is compared with --scope unet only"
     if arm.backend != EAGER and case.dtype != "float32":
         return "predictors and PyTorch are compared in float32 only"
-    if arm.backend == PREDICTOR and case.scope == "pipeline" and arm.arm == LIMIT:
+    if arm.backend in PROGRAMS and case.scope == "pipeline" and arm.arm == LIMIT:
         return "export_pipeline cannot export the free-merge limit"
     if arm.arm == BUILT_IN and arm.ratio >= 0.75:
         return "the apply_tome of ppdiffusers does not allow a ratio of 0.75 or more"

@@ -16,6 +16,7 @@ from .cases import (
     MEMORY_EFFICIENT,
     PLAIN,
     PREDICTOR,
+    PROGRAMS,
     PYTORCH,
     SCOPES,
     TOME,
@@ -94,7 +95,7 @@ def _about(arm: Arm) -> dict[str, Any]:
 
 def _with_comparisons(frame: pd.DataFrame) -> pd.DataFrame:
     plain, efficient = (partners(frame, arm=arm, **UNMERGED) for arm in (PLAIN, MEMORY_EFFICIENT))
-    is_tome, in_predictor = frame["arm"] == TOME, (frame["backend"] == PREDICTOR) & (frame["arm"] != LIMIT)
+    is_tome, is_program = frame["arm"] == TOME, frame["backend"].isin(PROGRAMS) & (frame["arm"] != LIMIT)
     others = {
         "faster_than_plain": plain,
         "faster_than_efficient": efficient,
@@ -102,7 +103,8 @@ def _with_comparisons(frame: pd.DataFrame) -> pd.DataFrame:
             is_tome
         ],  # it has plain attention
         "faster_than_pytorch": partners(frame, backend=PYTORCH, method=frame["tomesd"]),
-        "faster_than_eager": partners(frame, backend=EAGER)[in_predictor],
+        "faster_than_eager": partners(frame, backend=EAGER)[is_program],
+        "faster_than_predictor": partners(frame, backend=PREDICTOR)[is_program & (frame["backend"] != PREDICTOR)],
         "faster_than_eager_plain": partners(frame, arm=PLAIN, backend=EAGER, **UNMERGED),
     }
     seconds = rounds(frame)

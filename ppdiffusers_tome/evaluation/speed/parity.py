@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...inference.tracing import ONEDNN_TOLERANCE, relative_difference
+from ...inference.runtime import FUSED_TOLERANCE
+from ...inference.tracing import relative_difference
 from .cases import (
     BOTH,
     BUILT_IN,
@@ -12,7 +13,7 @@ from .cases import (
     ERROR,
     MEMORY_EFFICIENT,
     PLAIN,
-    PREDICTOR,
+    PROGRAMS,
     PYTORCH,
     TOME,
     Arm,
@@ -24,7 +25,8 @@ from .cases import (
 # must agree for one of several draws of the inputs.
 TRIES = 5
 LEAST_CHANGE = 1e-4  # by merging, relative to the plain output
-TOLERANCES = {EAGER: 1e-5, PREDICTOR: ONEDNN_TOLERANCE, PYTORCH: 1e-3}  # relative differences in float32
+# Relative differences in float32.
+TOLERANCES = {EAGER: 1e-5, **dict.fromkeys(PROGRAMS, FUSED_TOLERANCE), PYTORCH: 1e-3}
 OTHER_ATTENTION = 1e-4  # rounds differently, and merging amplifies that from block to block
 PIPELINE = 1e-2  # of images in 0 … 1 after two steps and a VAE
 HALF = 5e-2  # float16 and bfloat16, without merging

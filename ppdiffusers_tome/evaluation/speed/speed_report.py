@@ -52,8 +52,16 @@ PEERS: list[
         lambda arms: {"backend": cases.PYTORCH, "method": arms["tomesd"]},
     ),
     ("Predictor against eager", "eager", "faster_than_eager", lambda arms: {"backend": cases.EAGER}),
+    (
+        "Other runtimes against the predictor",
+        "predictor",
+        "faster_than_predictor",
+        lambda arms: {"backend": cases.PREDICTOR},
+    ),
 ]
-PACKAGES = "paddlepaddle paddlepaddle-gpu ppdiffusers ppdiffusers_tome numpy torch diffusers tomesd"
+PACKAGES = (
+    "paddlepaddle paddlepaddle-gpu ppdiffusers ppdiffusers_tome numpy onnxruntime openvino torch diffusers tomesd"
+)
 PUBLISHED = "published_figures.md"
 INTRODUCTION = """\
 A *case* is one model at one image size and batch. Its *arms* compute it in different ways: *plain* is the model as it
@@ -375,7 +383,7 @@ def _plots(arms: pd.DataFrame, index: int) -> Iterator[tuple[str, Figure]]:
     prefix = re.sub(r"[\W_]+", "_", words).strip("_")
     figures = {"distance_from_limit": time_above_limit(arms), "eager_against_predictor": eager_against_predictor(arms)}
     figures["speed_up_by_method"] = speed_up_by_method(arms)
-    for backend in (cases.EAGER, cases.PREDICTOR):
+    for backend in cases.BACKENDS:
         figures[f"speed_up_against_size_{backend}"] = speed_up_by_size(arms, backend)
         figures[f"against_ratio_{backend}"] = time_and_memory_by_ratio(arms, backend)
     yield from ((f"{prefix}_{name}.png", figure) for name, figure in figures.items() if figure)

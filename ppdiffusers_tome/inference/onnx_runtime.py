@@ -1,0 +1,231 @@
+"""Run programs that were exported as ONNX: in ONNX Runtime, or in OpenVINO."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ..errors import ToMeConfigError, ToMeExportError
+from .manifest import ProgramFile
+from .runtime import Program, Runtime, error_summary
+
+PROVIDERS = {  # device → ONNX Runtime's name
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+}
+MATCHING = {  # OpenVINO's types of the operations between a block's input and the choice of what merges
+    *("Abs", "Divide", "Gather", "LessEqual", "MatMul", "Multiply", "Power", "ReduceMax", "ReduceSum", "Reshape"),
+    *("Select", "Sqrt", "Squeeze", "Transpose", "Unsqueeze"),
+}
+OPENVINO_PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+
+
+class OnnxFileRuntime(Runtime):
+    """Base class: a runtime for `.onnx` files."""
+
+    def load(self, folder: Path, file: ProgramFile) -> Program:
+        if file.onnx is None:
+            raise ToMeExportError(
+                f'{folder} has no ONNX programs: load it with runtime="paddle", or export it with --format both.'
+            )
+        return self.load_file(folder / file.onnx)
+
+    def load_file(self, path: Path) -> Program:
+        """Load one `.onnx` file.
+
+        Raises:
+            ToMeExportError: this version of the runtime cannot load it.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxRuntime(OnnxFileRuntime):
+    """ONNX Runtime.
+
+    Args:
+        device: the execution provider: "cpu"; with another build of ONNX Runtime "cuda", "tensorrt" (or "cuda:1" for
+            the second GPU) or "openvino". Only "cpu" has been tested.
+        threads: as in `Runtime`.
+        precision: "fp32".
+
+    Raises:
+        ToMeConfigError: a value is not allowed, or this build of ONNX Runtime does not have the provider.
+        ToMeExportError: ONNX Runtime is not installed.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, _, index = str(self.device).partition(":")
+        if kind not in PROVIDERS or (index and not (kind in ("cuda", "tensorrt") and index.isdecimal())):
+            names = ", ".join(PROVIDERS)
+            raise ToMeConfigError(f"device={self.device!r} is not allowed: it must be {names}, cuda:N or tensorrt:N.")
+        if self.precision != "fp32":
+            raise ToMeConfigError(f"precision={self.precision!r} is not allowed: ONNX Runtime computes in fp32 here.")
+        available = _load_module("onnxruntime").get_available_providers()
+        if PROVIDERS[kind] not in available:
+            raise ToMeConfigError(
+                f"device={self.device!r} is not in this build of ONNX Runtime, which has {', '.join(available)}: "
+                "install the build that has it, such as onnxruntime-gpu in place of onnxruntime."
+            )
+
+    def load_file(self, path: Path) -> "OnnxProgram":
+        return OnnxProgram(path, self)
+
+
+class OnnxProgram(Program):
+    """A program in ONNX Runtime, whose sessions may run in several threads at once.
+
+    Args:
+        path: `.onnx` file.
+        runtime: device and threads.
+
+    Raises:
+        ToMeExportError: this version of ONNX Runtime cannot load it on the device.
+    """
+
+    def __init__(self, path: Path, runtime: OnnxRuntime) -> None:
+        onnxruntime = _load_module("onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = runtime.cores()
+        options.log_severity_level = 3  # errors
+        kind, _, index = runtime.device.partition(":")
+        provider = (PROVIDERS[kind], {"device_id": int(index)} if index else {})
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        except Exception as error:
+            raise _load_error(onnxruntime, path, error) from error
+        if self._session.get_providers()[0] != PROVIDERS[kind]:  # it falls back to the CPU with a warning
+            raise ToMeExportError(
+                f"ONNX Runtime {onnxruntime.__version__} cannot use device={runtime.device!r}: check its driver and "
+                "libraries."
+            )
+        self.inputs = [value.name for value in self._session.get_inputs()]
+
+    def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
+        arrays = {name: np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs}
+        return [paddle.to_tensor(output) for output in self._session.run(None, arrays)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVinoRuntime(OnnxFileRuntime):
+    """OpenVINO.
+
+    Args:
+        device: one of OpenVINO's, such as "cpu", "gpu", "gpu.1", "npu". Only "cpu" has been tested.
+        threads: as in `Runtime`.
+        precision: "fp32"; "bf16" on a CPU that has AVX512-BF16 or AMX; "fp16" on a GPU. The choice of what merges is
+            always computed in fp32.
+
+    Raises:
+        ToMeConfigError: a value is not allowed, or this machine does not have the device or the precision.
+        ToMeExportError: OpenVINO is not installed.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision not in OPENVINO_PRECISIONS:
+            raise ToMeConfigError(
+                f"precision={self.precision!r} is not allowed: it must be one of {[*OPENVINO_PRECISIONS]}."
+            )
+        core = _load_module("openvino").Core()
+        available = [device.lower() for device in core.available_devices]
+        if str(self.device).lower() not in available:
+            raise ToMeConfigError(f"device={self.device!r} is not allowed: OpenVINO finds {', '.join(available)}.")
+        has = core.get_property(self.device.upper(), "OPTIMIZATION_CAPABILITIES")
+        if self.precision != "fp32" and self.precision.upper() not in has:
+            raise ToMeConfigError(
+                f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
+            )
+
+    def load_file(self, path: Path) -> "OpenVinoProgram":
+        return OpenVinoProgram(path, self)
+
+
+class OpenVinoProgram(Program):
+    """A program in OpenVINO. Calls from several threads run one after another.
+
+    Args:
+        path: `.onnx` file.
+        runtime: device, threads and precision.
+
+    Raises:
+        ToMeExportError: this version of OpenVINO cannot load it.
+    """
+
+    def __init__(self, path: Path, runtime: OpenVinoRuntime) -> None:
+        openvino = _load_module("openvino")
+        settings: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": OPENVINO_PRECISIONS[runtime.precision],
+        }
+        if runtime.device.lower() == "cpu":
+            settings["INFERENCE_NUM_THREADS"] = runtime.cores()
+        try:
+            core = openvino.Core()
+            model = core.read_model(path)
+            if runtime.precision != "fp32":
+                _keep_matching_in_fp32(model)
+            self._model = core.compile_model(model, runtime.device.upper(), settings)
+        except Exception as error:
+            raise _load_error(openvino, path, error) from error
+        # Tensors have further names, of operations that OpenVINO has removed.
+        self.inputs = [parameter.get_friendly_name() for parameter in model.get_parameters()]
+
+    def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
+        outputs = self._model([np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs])
+        return [paddle.to_tensor(outputs[value]) for value in self._model.outputs]
+
+
+def _keep_matching_in_fp32(model: Any) -> None:
+    """Exempt what chooses the tokens that merge from a lower precision, in which other pairs are the most similar.
+
+    Matching ends in sorting and in the largest score of each token. Its other operations are found backwards from
+    there, as far as they only compare and move tokens.
+    """
+    pending = [node for node in model.get_ops() if node.get_type_name() == "TopK"]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node.get_friendly_name() in seen:
+            continue
+        seen.add(node.get_friendly_name())
+        node.get_rt_info()["precise_0"] = ""  # openvinotoolkit/openvino#21440
+        sources = (value.get_source_output().get_node() for value in node.inputs())
+        pending += [source for source in sources if source.get_type_name() in MATCHING]
+
+
+@contextmanager
+def _no_telemetry() -> Iterator[None]:
+    """OpenVINO reports its import to its makers over the network, unless the package that does so is missing."""
+    name = "openvino_telemetry"
+    is_imported = name in sys.modules
+    if not is_imported:
+        sys.modules[name] = None  # type: ignore[assignment] # Python's way to say that it cannot be imported
+    try:
+        yield
+    finally:
+        if not is_imported:
+            del sys.modules[name]
+
+
+def _load_error(module: ModuleType, path: Path, error: Exception) -> ToMeExportError:
+    return ToMeExportError(f"{module.__name__} {module.__version__} cannot load {path}: {error_summary(error)}")
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        with _no_telemetry():
+            return importlib.import_module(name)
+    except ImportError as error:
+        extra = "onnx" if name == "onnxruntime" else name
+        raise ToMeExportError(f"{error}. runtime={name!r} needs: pip install 'ppdiffusers_tome[{extra}]'") from error

@@ -1,0 +1,367 @@
+"""Exports as ONNX: they convert, and compute in ONNX Runtime and OpenVINO what eager computes."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import paddle
+import pytest
+from conftest import ONNX_SETTINGS, tiny_pipeline
+from paddle import nn
+from PIL import Image
+from ppdiffusers import StableDiffusionImg2ImgPipeline
+from zoo.parts import SDXL, controlnet, image, unet
+
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.inference import (
+    OnnxRuntime,
+    OpenVinoRuntime,
+    PaddleRuntime,
+    choose_runtime,
+    export_pipeline,
+    load_pipeline,
+    onnx_runtime,
+    programs,
+    read_manifest,
+    tracing,
+)
+from ppdiffusers_tome.inference.paddle_runtime import Predictor
+from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE
+from ppdiffusers_tome.patch import attach
+from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.serving.engine import load_engine
+from ppdiffusers_tome.serving.jobs import Job
+
+PADDLE2 = paddle.__version__.startswith("2.")
+RUNTIMES = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVinoRuntime(threads=1)}
+TEXT = 7  # tokens
+ONE_LEVEL = {
+    "block_out_channels": (32,),
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "up_block_types": ("CrossAttnUpBlock2D",),
+}
+TOMESD = {"proportional": False, "window": None}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tiny_pipeline()
+
+
+def load(folder, runtime, **settings):
+    return load_pipeline(folder, runtime=runtime, threads=1, **settings)
+
+
+def images_of(pipe, **settings):
+    pipe.set_progress_bar_config(disable=True)
+    paddle.seed(0)
+    return pipe("a fox", num_inference_steps=2, output_type="np", **settings).images
+
+
+def image_of(pipe, height=32, width=40):
+    return images_of(pipe, height=height, width=width)[0]
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_images_equal_those_of_eager(onnx_folder, tiny, runtime):
+    pipe, images = load(onnx_folder, runtime), {}
+    for ratio in (0.5, 0):
+        pipe.unet.ratio = ratio
+        images[ratio] = image_of(pipe)
+        with tiny.tome(ratio=ratio, **ONNX_SETTINGS):
+            np.testing.assert_allclose(images[ratio], image_of(tiny), atol=2e-5)
+    assert np.abs(images[0.5] - images[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_image_to_image_and_batches(onnx_folder, tiny, runtime):
+    pipe = StableDiffusionImg2ImgPipeline(**load(onnx_folder, runtime).components, requires_safety_checker=False)
+    eager = StableDiffusionImg2ImgPipeline(**tiny.components, requires_safety_checker=False)
+    settings = {"image": [image(40).resize((40, 32))] * 3, "strength": 0.8, "num_images_per_prompt": 3}
+    actual = images_of(pipe, **settings)
+    with eager.tome(ratio=0.5, **ONNX_SETTINGS):
+        expected = images_of(eager, **settings)
+    assert len(actual) == 3
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+def test_commands_use_the_runtime(onnx_folder, tmp_path, capsys):
+    prompts, images = tmp_path / "prompts.txt", {}
+    prompts.write_text("a fox\n", encoding="utf-8")
+    command = ["generate", "--model", str(onnx_folder), "--prompts", str(prompts), "--steps", "2", "--threads", "1"]
+    for runtime in RUNTIMES:
+        assert not main([*command, "--runtime", runtime, "--output", str(tmp_path / runtime)])
+        (path,) = (tmp_path / runtime).glob("*.png")
+        with Image.open(path) as written:
+            images[runtime] = np.asarray(written).astype(int)
+    engine = load_engine(onnx_folder, runtime="onnxruntime", threads=1)
+    job = Job("a fox", 32, 40, 0.5, seed=0, steps=2, guidance_scale=7.5)
+    expected = np.asarray(engine.generate([job])[0]).astype(int)
+    for actual in images.values():
+        assert np.abs(actual - expected).max() <= 1
+    assert main([*command, "--output", str(tmp_path / "paddle")])
+    assert "no Paddle programs" in capsys.readouterr().err
+
+
+# The folder
+
+
+def test_programs_are_compared_and_share_weights(onnx_folder, tiny):
+    manifest = read_manifest(onnx_folder, verify=True)
+    assert manifest.formats == ("onnx",)
+    for file in manifest.programs:
+        assert file.paths == [file.onnx] and set(file.onnx_parity) == {"batch 1", "batch 2"}
+        assert max(file.onnx_parity.values()) <= FUSED_TOLERANCE
+    folder = onnx_folder / "onnx"
+    assert {path.name for path in folder.glob("*.weights")} == {
+        f"{model}.weights" for model in ("unet", "text_encoder", "vae_encoder", "vae_decoder")
+    }
+    weights = sum(int(parameter.size) * 4 for parameter in tiny.unet.parameters())
+    assert weights < (folder / "unet.weights").stat().st_size < 1.5 * weights
+    assert all(path.stat().st_size < weights for path in folder.glob("unet_*.onnx"))
+    assert not list(onnx_folder.rglob("*.pdiparams")) and not list(onnx_folder.rglob("inference.*"))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_damage_is_noticed(onnx_folder, tmp_path, runtime):
+    folder = tmp_path / "copy"
+    shutil.copytree(onnx_folder, folder)
+    weights = folder / "onnx" / "unet.weights"
+    data = bytearray(weights.read_bytes())
+    data[100] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ToMeExportError, match=r"unet\.weights differs"):
+        load(folder, runtime)
+    load(folder, runtime, verify=False)
+    graph = folder / "onnx" / "text_encoder.onnx"
+    graph.write_bytes(bytes(graph.stat().st_size))
+    with pytest.raises(ToMeExportError, match=r"text_encoder\.onnx differs"):
+        load(folder, runtime, verify=False)
+
+
+def test_the_other_format_is_an_error_with_a_remedy(onnx_folder, exported_folder):
+    with pytest.raises(ToMeExportError, match=r"no Paddle programs.*--format both"):
+        image_of(load(onnx_folder, "paddle"))
+    with pytest.raises(ToMeExportError, match=r'no ONNX programs.*runtime="paddle"'):
+        image_of(load(exported_folder, "openvino"), height=32, width=32)
+
+
+def test_models_that_do_not_merge_can_be_linked(onnx_folder, tiny, tmp_path):
+    folder = tmp_path / "export"
+    settings = {"image_to_image": True, "format": "onnx", "others": onnx_folder, "progress": False}
+    manifest = export_pipeline(tiny, folder, 0.5, [(32, 32)], **settings)
+    assert read_manifest(folder, verify=True) == manifest
+    for name in ("text_encoder.onnx", "vae_decoder.weights"):
+        assert (folder / "onnx" / name).samefile(onnx_folder / "onnx" / name)
+    assert not (folder / "onnx" / "unet.weights").samefile(onnx_folder / "onnx" / "unet.weights")
+    image_of(load(folder, "onnxruntime"), width=32)
+
+
+def test_command_writes_both_formats(tmp_path, capsys):
+    model, folder = tmp_path / "model", tmp_path / "export"
+    tiny_pipeline().save_pretrained(str(model))
+    assert not main(["export", "--model", str(model), "--output", str(folder), "--size", "32", "--format", "both"])
+    assert read_manifest(folder).formats == ("paddle", "onnx")
+    lines = capsys.readouterr().out.splitlines()
+    header = next(line for line in lines if line.startswith("program"))
+    assert header.split()[1:4] == ["Paddle", "oneDNN", "ONNX"]
+    images = [image_of(load(folder, runtime), width=32) for runtime in ("paddle", *RUNTIMES)]
+    for other in images[1:]:
+        np.testing.assert_allclose(other, images[0], atol=2e-5)
+
+
+# Every method, and every kind of denoiser
+
+
+def check(traceable, tmp_path, **dims):
+    """Convert a layer, and compare it in both runtimes at three batch sizes, with another text length."""
+    fixed = {"height": 2 * dims["latent_height"], "width": 2 * dims["latent_width"], **dims}
+    saved = tracing.save(traceable, tmp_path / "program", fixed, {**fixed, "tokens": TEXT}, "UNet", 1, onnx=True)
+    native = Predictor(saved.program, saved.params, PaddleRuntime(threads=1, onednn=False))
+    random = np.random.RandomState(1)
+    for batch, tokens in ((1, TEXT), (2, TEXT + 4), (3, TEXT)):
+        tries = [
+            {
+                field.name: field.random(random, {**fixed, "batch": batch, "tokens": tokens})
+                for field in traceable.inputs
+            }
+            for _ in range(tracing.TRIES)
+        ]
+        for runtime in RUNTIMES.values():
+            program = runtime.load_file(saved.onnx)
+            assert tracing._smallest_difference(program, native, tries, FUSED_TOLERANCE) <= FUSED_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**TOMESD, "use_rand": False},
+        {"ratio": 0.7, "merge_attn": "kv"},
+        {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0.1},
+        {**ONNX_SETTINGS, "merge_mlp": True, "merge_crossattn": True, "sx": 3},
+    ],
+    ids=lambda settings: ToMeConfig(**settings).method,
+)
+def test_methods_convert(settings, tmp_path):
+    traceable = programs.denoiser(unet(**ONE_LEVEL), None, True)
+    attach(traceable.layer.unet, ToMeConfig(**{"ratio": 0.5, **settings}), None)
+    check(traceable, tmp_path, latent_height=10, latent_width=14)
+
+
+def test_controlnet_converts(tmp_path):
+    traceable = programs.denoiser(unet(**ONE_LEVEL), controlnet(**ONE_LEVEL), True)
+    config = ToMeConfig(0.5)
+    attach(traceable.layer.unet, config, None)
+    attach(traceable.layer.controlnet, config, config)
+    check(traceable, tmp_path, latent_height=8, latent_width=8)
+
+
+def test_sdxl_converts(tmp_path):
+    depth = {"transformer_layers_per_block": 1, "attention_head_dim": 2}
+    traceable = programs.denoiser(unet(**{**SDXL, **ONE_LEVEL, **depth}), None, True)
+    attach(traceable.layer.unet, ToMeConfig(0.5, max_downsample=None), None)
+    check(traceable, tmp_path, latent_height=8, latent_width=8)
+
+
+class Matching(nn.Layer):
+    """Merged and restored tokens, and the rows of both; a weight, because Paddle loads no program without one."""
+
+    def __init__(self, grid, window):
+        super().__init__()
+        self.grid, self.window = grid, window
+        self.one = self.create_parameter([1], default_initializer=nn.initializer.Constant(1.0))
+
+    def forward(self, tokens):
+        plan = match_tokens(tokens, self.grid, self.grid.tokens // 2, random_key=(0, 1), window=self.window)
+        merged = merge(tokens * self.one, plan)
+        rows = [rows.cast("float32") for rows in (plan.source_rows, plan.merged_rows)]
+        return merged, unmerge(merged, plan), *rows
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_choice_of_96_by_96_tokens(window, tmp_path):
+    """OpenVINO computes int64 in int32. A third of the tokens are equal, so many pairs are equally similar."""
+    side = 96
+    shape = programs.Input("tokens", ("batch", side * side, 8))
+    traceable = programs.Traceable(Matching(Grid(side, side), window), (shape,))
+    traceable.layer.eval()
+    random = np.random.RandomState(0)
+    tokens = random.standard_normal([2, side * side, 8]).astype("float32")
+    tokens[:, random.permutation(side * side)[::3]] = tokens[:, :1]
+    tokens = paddle.to_tensor(tokens)
+    expected = [output.numpy() for output in traceable.layer(tokens)]
+    saved = tracing.save(traceable, tmp_path / "program", {}, {}, "matching", 1, onnx=True)
+    for runtime in RUNTIMES.values():
+        merged, _, *rows = (output.numpy() for output in runtime.load_file(saved.onnx)(tokens=tokens))
+        for actual, index in zip(rows, expected[2:], strict=True):
+            assert (actual != index).mean() < 1e-3  # sums round differently, so that another dst may be as similar
+        assert np.abs(merged.sum() - expected[0].sum()) < 1e-3 * np.abs(expected[0]).sum()
+
+
+# Errors
+
+
+class Unknown(nn.Layer):
+    """A layer with an operator that paddle2onnx does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return paddle.erfinv(paddle.tanh(self.linear(x)))
+
+
+def test_unknown_operators_are_one_clear_error(tmp_path):
+    traceable = programs.Traceable(Unknown(), (programs.Input("x", ("batch", 4)),))
+    traceable.layer.eval()
+    with pytest.raises(ToMeExportError, match="cannot convert the layer to ONNX: .*" + "erfinv" * PADDLE2):
+        tracing.save(traceable, tmp_path / "program", {}, {}, "layer", 1, onnx=True)
+    assert not list(tmp_path.rglob("*.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("tflite", {}, "runtime='tflite'.*'onnxruntime'"),
+        ("onnxruntime", {"device": "gpu"}, "device='gpu'.*cuda"),
+        ("onnxruntime", {"device": "cuda"}, "not in this build"),
+        ("onnxruntime", {"device": "cpu:1"}, "device='cpu:1'"),
+        ("onnxruntime", {"precision": "bf16"}, "precision='bf16'"),
+        ("onnxruntime", {"onednn": True}, "onednn: .*only the settings device, threads, precision"),
+        ("onnxruntime", {"threads": 0}, "threads=0"),
+        ("openvino", {"device": "tpu"}, "device='tpu'.*cpu"),
+        ("openvino", {"precision": "int8"}, "precision='int8'"),
+    ],
+)
+def test_settings_that_are_not_allowed(name, settings, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        choose_runtime(name, **settings)
+
+
+def test_precision_needs_hardware(monkeypatch):
+    class Core:
+        available_devices = ("CPU",)
+
+        def get_property(self, device, name):
+            return ["FP32", "INT8"]
+
+    monkeypatch.setattr("openvino.Core", Core)
+    with pytest.raises(ToMeConfigError, match="precision='bf16' is not in the hardware"):
+        choose_runtime("openvino", precision="bf16")
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_missing_packages_are_named(runtime, monkeypatch, tiny, tmp_path):
+    monkeypatch.setitem(sys.modules, runtime, None)
+    with pytest.raises(ToMeExportError, match="pip install 'ppdiffusers_tome"):
+        choose_runtime(runtime)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ToMeExportError, match="needs paddle2onnx, onnx, onnxruntime"):
+        export_pipeline(tiny, tmp_path / "export", 0.5, [(32, 32)], format="onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_openvino_sends_no_telemetry():
+    """In a new process, because this one has imported it."""
+    script = """
+import sys
+from ppdiffusers_tome.inference import OpenVinoRuntime
+OpenVinoRuntime()
+assert "openvino" in sys.modules and "openvino_telemetry" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_unknown_format_is_an_error(tiny, tmp_path):
+    with pytest.raises(ToMeConfigError, match=r"format='tflite'.*'both'"):
+        export_pipeline(tiny, tmp_path / "export", 0.5, [(32, 32)], format="tflite")
+
+
+def test_wrong_files_are_an_error(tmp_path):
+    path = tmp_path / "wrong.onnx"
+    path.write_bytes(b"wrong")
+    for name, runtime in RUNTIMES.items():
+        with pytest.raises(ToMeExportError, match=f"{name}.* cannot load"):
+            runtime.load_file(path)
+
+
+def test_matching_is_exempt_from_lower_precisions(onnx_folder):
+    """The scores of tokens, and what leads to them; neither convolutions nor the attention's own products."""
+    model = (
+        onnx_runtime._load_module("openvino").Core().read_model(next((onnx_folder / "onnx").glob("unet_*_0.5.onnx")))
+    )
+    onnx_runtime._keep_matching_in_fp32(model)
+    exempt = [node for node in model.get_ops() if "precise_0" in node.get_rt_info()]
+    kinds = [node.get_type_name() for node in exempt]
+    all_kinds = [node.get_type_name() for node in model.get_ops()]
+    merging = json.loads((onnx_folder / "tome.json").read_text())["merging"]["0.5"][0]
+    assert merging["ratio"] == 0.5 and "Convolution" in all_kinds
+    assert "Convolution" not in kinds and "MVN" not in kinds and "Softmax" not in kinds
+    assert 0 < kinds.count("MatMul") < all_kinds.count("MatMul") / 2
