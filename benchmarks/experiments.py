@@ -49,7 +49,7 @@ from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read_texts, with_seeds
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
-from ppdiffusers_tome.inference import programs, runtime, tracing
+from ppdiffusers_tome.inference import paddle_runtime, programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
 from ppdiffusers_tome.positions import Grid
 from ppdiffusers_tome.serving.engine import Engine
@@ -141,7 +141,7 @@ class ProgramUNet:
 
     dtype = paddle.float32
 
-    def __init__(self, config: Any, predictors: Sequence[runtime.Predictor]) -> None:
+    def __init__(self, config: Any, predictors: Sequence[paddle_runtime.Predictor]) -> None:
         self.config, self._predictors, self._calls = config, predictors, 0
         self.inputs: dict[str, paddle.Tensor] = {}  # of the last call
 
@@ -163,12 +163,14 @@ def save_program(config: ToMeConfig, folder: Path, prototype: Prototype = nullco
         return tracing.save(traceable, folder, fixed, fixed | {"tokens": TEXT}, config.describe(), threads=1)
 
 
-def load_predictor(saved: tracing.Saved) -> runtime.Predictor:
-    onednn = tracing.is_onednn_safe(saved.onednn_parity)
-    return runtime.Predictor(saved.program, saved.params, runtime.Runtime(threads=1, onednn=onednn))
+def load_predictor(saved: tracing.Saved) -> paddle_runtime.Predictor:
+    onednn = runtime.is_accurate(saved.onednn_parity)
+    return paddle_runtime.Predictor(
+        saved.program, saved.params, paddle_runtime.PaddleRuntime(threads=1, onednn=onednn)
+    )
 
 
-def program_engine(predictors: Sequence[runtime.Predictor]) -> tuple[Engine, ProgramUNet]:
+def program_engine(predictors: Sequence[paddle_runtime.Predictor]) -> tuple[Engine, ProgramUNet]:
     pipe = load_model(MODEL)
     unet = ProgramUNet(pipe.unet.config, predictors)
     kinds = StableDiffusionPipeline, StableDiffusionImg2ImgPipeline
@@ -332,17 +334,19 @@ def run_bfloat16(saved: tracing.Saved, fp32: Any, operations: set[str], rounds: 
     return {"relative_difference": tracing.relative_difference(*outputs), "times_faster": round(times_faster, 3)}
 
 
-def onednn_predictor(saved: tracing.Saved, **options: Any) -> runtime.Predictor:
+def onednn_predictor(saved: tracing.Saved, **options: Any) -> paddle_runtime.Predictor:
     """A predictor with methods of Paddle's `Config` called that the package does not call; None: without argument."""
-    original = runtime._for_cpu
+    original = paddle_runtime._for_cpu
 
     def configure(config: Any, *arguments: Any) -> None:
         original(config, *arguments)
         for name, value in options.items():
             getattr(config, name)(*([] if value is None else [value]))
 
-    with mock.patch.object(runtime, "_for_cpu", configure):
-        return runtime.Predictor(saved.program, saved.params, runtime.Runtime(threads=1, onednn=True))
+    with mock.patch.object(paddle_runtime, "_for_cpu", configure):
+        return paddle_runtime.Predictor(
+            saved.program, saved.params, paddle_runtime.PaddleRuntime(threads=1, onednn=True)
+        )
 
 
 def main() -> None:
