@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 OPSET = 17
 LARGE = ".data"  # suffix of the file with the weights of a model of more than 2 GB, which a `.onnx` file cannot hold
-SUFFIX = ".weights"  # of the file beside a `.onnx` file that has its weights
 SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
 ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
 # Run in a process of its own, because the converter aborts its process on what it cannot convert.

@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
-from .conversion import SUFFIX, SharedWeights
+from .conversion import SharedWeights
 from .layout import copy_parts, describe_export, share_weights
-from .manifest import Manifest, ProgramFile, Size, list_programs, read_manifest
+from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, Size, list_programs, read_manifest
 from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
 from .request import Request, check_request
@@ -122,7 +122,7 @@ def _link(file: ProgramFile, source: Path, folder: Path) -> ProgramFile:
 
 def _onnx_weights(model: str) -> str:
     """The file of weights of a model's ONNX programs."""
-    return f"onnx/{model}{SUFFIX}"
+    return f"onnx/{model}{ONNX_WEIGHTS}"
 
 
 def _write(

@@ -18,7 +18,8 @@ from ..errors import ToMeConfigError, ToMeExportError
 
 MANIFEST = "tome.json"
 FORMATS = ("paddle", "onnx")
-WEIGHTS = (".pdiparams", ".weights")  # suffixes of files of weights, of Paddle and of ONNX
+ONNX_WEIGHTS = ".weights"  # suffix of the file beside `.onnx` files that has their weights
+WEIGHTS = (".pdiparams", ONNX_WEIGHTS)
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 # Pipelines that can be exported: ppdiffusers' class that reads the folder without and with a VAE encoder.
 READERS = {

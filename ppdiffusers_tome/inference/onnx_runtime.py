@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,13 +40,13 @@ class OnnxFileRuntime(Runtime):
             )
         return self.load_file(folder / file.onnx)
 
+    @abstractmethod
     def load_file(self, path: Path) -> Program:
         """Load one `.onnx` file.
 
         Raises:
             ToMeExportError: this version of the runtime cannot load it.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,9 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 
 from ...config import ToMeConfig
 from ...inference import PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
-from ...inference.conversion import SUFFIX, SharedWeights
+from ...inference.conversion import SharedWeights
 from ...inference.layout import share_weights
+from ...inference.manifest import ONNX_WEIGHTS
 from ...inference.onnx_runtime import OnnxFileRuntime
 from ...inference.paddle_runtime import Predictor
 from ...inference.runtime import Program, is_accurate
@@ -197,7 +198,7 @@ class OnnxBackend(PredictorBackend):
         runtime = choose_runtime(self.runtime, threads=self.threads)
         assert isinstance(runtime, OnnxFileRuntime)
         self._runtime = runtime
-        self._shared = SharedWeights(self.folder / f"{self.runtime}{SUFFIX}")
+        self._shared = SharedWeights(self.folder / f"{self.runtime}{ONNX_WEIGHTS}")
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)  # Paddle's counter does not see these runtimes
