@@ -1,6 +1,7 @@
 """Trace and save one program, load it again and compare it with its layer."""
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -29,6 +30,9 @@ TRIES = 3
 # Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
 # source text around each frame, which it does not use, an export is a third faster.
 _SHALLOW_STACK = functools.partial(inspect.stack, 0)
+# Paddle does not restore its global state after `auto_cast` in a static program. ppdiffusers reads it, and then puts a
+# check for infinity into the VAE's program, which paddle2onnx cannot convert.
+_AMP = importlib.import_module("paddle.amp.auto_cast")  # `paddle.amp.auto_cast` is the function
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,11 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
 def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
     spec = [field.spec(fixed) for field in traceable.inputs]
     try:
-        with warnings.catch_warnings(), mock.patch.object(inspect, "stack", _SHALLOW_STACK):
+        with (
+            warnings.catch_warnings(),
+            mock.patch.object(inspect, "stack", _SHALLOW_STACK),
+            mock.patch.object(_AMP, "_g_amp_state_", None),
+        ):
             warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
             static = paddle.jit.to_static(traceable.layer, input_spec=spec, full_graph=True)
             paddle.jit.save(static, str(folder / STEM))
