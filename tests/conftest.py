@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from ppdiffusers.models.attention_processor import AttnProcessor
-from zoo.parts import stable_diffusion
+from zoo.parts import ONE_LEVEL, stable_diffusion
 from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
@@ -218,6 +218,4 @@ def export_once(tmp_path_factory, name, sizes, **settings):
 def tiny_pipeline(**changes):
     """A text-to-image pipeline with one level, 32 px and random weights: it exports in seconds."""
     paddle.seed(0)
-    one_level = {"block_out_channels": (32,), "down_block_types": ("CrossAttnDownBlock2D",)}
-    small = unet_of_zoo(**one_level, up_block_types=("CrossAttnUpBlock2D",))
-    return StableDiffusionPipeline(**stable_diffusion(**{"unet": small, **changes}))
+    return StableDiffusionPipeline(**stable_diffusion(**{"unet": unet_of_zoo(**ONE_LEVEL), **changes}))

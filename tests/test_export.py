@@ -10,6 +10,7 @@ from paddle.inference import Config, create_predictor
 from paddle.static import InputSpec
 from program_reader import read_program
 from program_rules import broken_rules
+from zoo.parts import ONE_LEVEL
 from zoo.transformers import dit, sd3
 
 from ppdiffusers_tome import ToMeConfig, ToMePassError, match_tokens, merge, unmerge
@@ -27,12 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:(.|\n)*Tensor do not have 'place' interface:UserWarning"),
 ]
 
-SMALL = {  # one level: a program with every kind of operation, traced in seconds
-    "block_out_channels": (32,),
-    "down_block_types": ("CrossAttnDownBlock2D",),
-    "up_block_types": ("CrossAttnUpBlock2D",),
-}
-
 
 def export(unet, path, size=(16, 16)):
     spec = [
@@ -46,7 +41,7 @@ def export(unet, path, size=(16, 16)):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """A merging program with a dynamic batch, and the model it came from."""
-    folder, unet = tmp_path_factory.mktemp("merging"), make_unet(**SMALL)
+    folder, unet = tmp_path_factory.mktemp("merging"), make_unet(**ONE_LEVEL)
     unet.apply_tome(ratio=0.5, merge_crossattn=True, window=4)
     export(unet, folder)
     return folder, unet
@@ -61,7 +56,7 @@ def test_exported_program_equals_eager(exported, batch):
     out = (out[0] if isinstance(out, (list, tuple)) else out).numpy()
     merged = run(unet, batch=batch)
     np.testing.assert_array_equal(out, merged)
-    assert np.abs(merged - run(make_unet(**SMALL), batch=batch)).max() > 1e-3
+    assert np.abs(merged - run(make_unet(**ONE_LEVEL), batch=batch)).max() > 1e-3
 
 
 class OfDiT(paddle.nn.Layer):
@@ -113,7 +108,7 @@ class MergeAtAnySize(paddle.nn.Layer):
 def test_one_program_merges_at_every_size(ratio):
     """In float32 ⌊10·0.7⌋ would be 6. At the largest ratio no src token stays of 8×8; 1×6 and 2×1 have no cell."""
     config = ToMeConfig(ratio=ratio, use_rand=False)
-    layer = MergeAtAnySize(config, find_blocks(make_unet(**SMALL))[0].grid_layer)
+    layer = MergeAtAnySize(config, find_blocks(make_unet(**ONE_LEVEL))[0].grid_layer)
     spec = [InputSpec([None, 3, None, None], "float32")]
     program = paddle.jit.to_static(layer, input_spec=spec, full_graph=True)
     for batch, h, w in [(1, 2, 5), (2, 8, 8), (3, 5, 4), (1, 7, 9), (2, 6, 4), (2, 1, 6), (1, 2, 1)]:
@@ -133,7 +128,7 @@ on_paddle_2 = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def dynamic(tmp_path_factory):
     """A merging program with dynamic batch, height and width, and the model that it came from."""
-    folder, unet = tmp_path_factory.mktemp("dynamic"), make_unet(**SMALL)
+    folder, unet = tmp_path_factory.mktemp("dynamic"), make_unet(**ONE_LEVEL)
     unet.apply_tome(ratio=0.5, use_rand=False, window=None)
     export(unet, folder, size=(None, None))
     return folder, unet
@@ -145,7 +140,7 @@ SIZES = [(2, 16, 16), (1, 16, 24), (3, 24, 16), (2, 15, 17), (1, 5, 3), (1, 1, 6
 @on_paddle_2
 def test_one_program_equals_eager_at_every_size(dynamic):
     folder, unet = dynamic
-    program, plain = paddle.jit.load(str(folder / "unet")), make_unet(**SMALL)
+    program, plain = paddle.jit.load(str(folder / "unet")), make_unet(**ONE_LEVEL)
     for batch, h, w in SIZES:
         arguments = inputs(batch=batch, h=h, w=w)
         with paddle.no_grad():
@@ -181,11 +176,11 @@ def test_dynamic_program_keeps_the_rules(dynamic):
 @on_paddle_2
 def test_random_dst_with_dynamic_sizes_is_rejected(tmp_path):
     with pytest.raises(ToMePassError, match="export a fixed height and width, or merge with use_rand=False"):
-        export(make_unet(**SMALL).apply_tome(window=None), tmp_path, size=(None, None))
+        export(make_unet(**ONE_LEVEL).apply_tome(window=None), tmp_path, size=(None, None))
 
 
 def test_grid_of_an_earlier_export_is_not_used():
-    unet, stem = make_unet(**SMALL), paddle.nn.Identity()
+    unet, stem = make_unet(**ONE_LEVEL), paddle.nn.Identity()
     hook, transformer = GridHook(ToMeConfig(use_rand=False)), find_blocks(unet)[0].grid_layer
     stem.register_forward_pre_hook(lambda layer, arguments: hook(transformer, arguments))
     spec = [InputSpec([None, 3, None, None], "float32")]

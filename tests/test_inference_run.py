@@ -20,7 +20,7 @@ from ppdiffusers import (
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
-from zoo.parts import SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
+from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.inference import PaddleRuntime, export_pipeline, load_pipeline, paddle_runtime, read_manifest
@@ -29,12 +29,6 @@ from ppdiffusers_tome.inference.paddle_runtime import SHAPE_FILE, Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
 TOLERANCE = 2e-5  # of images from 0 to 1 after two steps, because of oneDNN's rounding
-ONE_LEVEL = {
-    "block_out_channels": (32,),
-    "down_block_types": ("CrossAttnDownBlock2D",),
-    "up_block_types": ("CrossAttnUpBlock2D",),
-}
-ONE_DEPTH = {"transformer_layers_per_block": 1, "attention_head_dim": 2}
 
 
 def draw(pipe, **settings):

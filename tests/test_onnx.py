@@ -12,7 +12,7 @@ from conftest import ONNX_SETTINGS, tiny_pipeline
 from paddle import nn
 from PIL import Image
 from ppdiffusers import StableDiffusionImg2ImgPipeline
-from zoo.parts import SDXL, controlnet, image, unet
+from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, unet
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
 from ppdiffusers_tome.cli import main
@@ -38,11 +38,6 @@ from ppdiffusers_tome.serving.jobs import Job
 PADDLE2 = paddle.__version__.startswith("2.")
 RUNTIMES = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVinoRuntime(threads=1)}
 TEXT = 7  # tokens
-ONE_LEVEL = {
-    "block_out_channels": (32,),
-    "down_block_types": ("CrossAttnDownBlock2D",),
-    "up_block_types": ("CrossAttnUpBlock2D",),
-}
 TOMESD = {"proportional": False, "window": None}
 
 
@@ -223,8 +218,7 @@ def test_controlnet_converts(tmp_path):
 
 
 def test_sdxl_converts(tmp_path):
-    depth = {"transformer_layers_per_block": 1, "attention_head_dim": 2}
-    traceable = programs.denoiser(unet(**{**SDXL, **ONE_LEVEL, **depth}), None, True)
+    traceable = programs.denoiser(unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH}), None, True)
     attach(traceable.layer.unet, ToMeConfig(0.5, max_downsample=None), None)
     check(traceable, tmp_path, latent_height=8, latent_width=8)
 

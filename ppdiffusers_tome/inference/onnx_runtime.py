@@ -33,6 +33,8 @@ OPENVINO_PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 class OnnxFileRuntime(Runtime):
     """Base class: a runtime for `.onnx` files."""
 
+    format = "onnx"
+
     def load(self, folder: Path, file: ProgramFile) -> Program:
         if file.onnx is None:
             raise ToMeExportError(

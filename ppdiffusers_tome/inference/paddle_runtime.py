@@ -46,6 +46,7 @@ class PaddleRuntime(Runtime):
         ToMeConfigError: a value is not allowed, or not on this device.
     """
 
+    format = "paddle"
     onednn: bool | None = None
     tensorrt: bool | str = False
     optimize: bool = True

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import paddle
 
@@ -40,6 +41,7 @@ class Runtime(ABC):
         ToMeConfigError: a value is not allowed, or not on this machine.
     """
 
+    format: ClassVar[str]  # of the programs that it runs, one of `manifest.FORMATS`
     device: str = "cpu"
     threads: int | None = None
     precision: str = "fp32"

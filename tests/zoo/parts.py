@@ -41,6 +41,13 @@ SDXL = {  # SDXL's layout: no attention at level 1, more layers at deeper levels
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 6 * 8 + HIDDEN,
 }
+# Changes of a UNet or ControlNet that leave one level, and of SDXL's one layer there: it exports in seconds.
+ONE_LEVEL = {
+    "block_out_channels": (32,),
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "up_block_types": ("CrossAttnUpBlock2D",),
+}
+ONE_DEPTH = {"transformer_layers_per_block": 1, "attention_head_dim": 2}
 SCHEDULER = {
     "beta_start": 0.00085,
     "beta_end": 0.012,

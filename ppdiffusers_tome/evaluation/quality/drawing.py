@@ -20,12 +20,12 @@ from tqdm.auto import tqdm
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.offline import Drawer, draw_here, draw_identified
-from ...inference import export_pipeline, load_pipeline, read_manifest
+from ...inference import RUNTIMES, export_pipeline, load_pipeline, read_manifest
 from ...inference.loading import load_for_export
 from ...serving.engine import Engine, load_engine
 from ...serving.jobs import Job
 from ..environment import commit, sources, versions
-from ..speed.cases import PREDICTOR, PROGRAMS
+from ..speed.cases import PROGRAMS
 from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
@@ -189,7 +189,7 @@ def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output:
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
-            options["format"] = "paddle" if evaluation.backend == PREDICTOR else "onnx"
+            options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]].format
             options["others"] = next(iter(programs.values()), None)  # the other models are exported once
             sizes = [(evaluation.size, evaluation.size)]
             export_pipeline(load_model(evaluation.model), folder, ratios, sizes, **options)

@@ -141,8 +141,7 @@ def _write_sheet(result: dict[str, Any], images: Path, output: Path, default: To
             ratio = setting["config"]["ratio"]
             if ToMeConfig(**setting["config"]) == replace(config, ratio=ratio):
                 shown[f"{label} {ratio:g}"] = setting["name"]
-    prompts = [prompt["prompt"] for prompt in result["prompts"]]
-    titles = {n: prompts[n] for n in evenly_spaced(len(prompts))}
+    titles = evenly_spaced(result)
     source = _source(result)
     path = output / f"frontier_{source.lower()}_{result['size']}_sheet.png"
     write_sheet(path, result, images, shown, titles)

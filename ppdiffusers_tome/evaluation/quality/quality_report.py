@@ -243,15 +243,15 @@ def _table(rows: pd.DataFrame) -> list[str]:
 
 def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, output: Path) -> list[tuple[Path, str]]:
     """Two contact sheets with their captions: evenly spaced prompts, and examples chosen by their distance."""
-    prompts = [prompt["prompt"] for prompt in result["prompts"]]
+    prompts = result["prompts"]
     ratios = _ratios(frame)
     folders = {"plain": "plain", **{f"{ratio:g}": name for name, ratio in ratios.items()}}
-    spread = {n: prompts[n] for n in evenly_spaced(len(prompts))}
+    spread = evenly_spaced(result)
     default = default_setting(frame)
     distances = _distances(result)[default]
     order = distances.argsort().tolist()
     examples = {"nearest": order[0], "median": order[(len(order) - 1) // 2], "furthest": order[-1]}
-    titles = {n: f"{which} ({distances[n]:.4f}): {prompts[n]}" for which, n in examples.items()}
+    titles = {n: f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}" for which, n in examples.items()}
     return [
         (
             write_sheet(output / "quality_sheet.png", result, images, folders, spread),

@@ -49,9 +49,11 @@ def write_sheet(
     return save_png(sheet, path, prompts=[result["prompts"][n] for n in titles], rows=list(folders), **about)
 
 
-def evenly_spaced(count: int) -> list[int]:
-    """The numbers of the images that a sheet of `count` images shows."""
-    return sorted({round(n) for n in np.linspace(0, count - 1, SHOWN).tolist()})
+def evenly_spaced(result: dict[str, Any]) -> dict[int, str]:
+    """The numbers of the images of a result that a sheet shows, each with its prompt."""
+    prompts = result["prompts"]
+    numbers = sorted({round(n) for n in np.linspace(0, len(prompts) - 1, SHOWN).tolist()})
+    return {n: prompts[n]["prompt"] for n in numbers}
 
 
 def _image_files(folder: Path, count: int) -> list[Path]:

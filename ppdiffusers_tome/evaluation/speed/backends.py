@@ -16,7 +16,7 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 
 from ...config import ToMeConfig
-from ...inference import PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
+from ...inference import RUNTIMES, PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
 from ...inference.conversion import SharedWeights
 from ...inference.layout import share_weights
 from ...inference.manifest import ONNX_WEIGHTS
@@ -156,7 +156,7 @@ class PredictorBackend(Backend):
         _attach(denoiser, arm, workload)
         fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
         folder = self.folder / f"{self.runtime}_program_{next(self._numbers)}"
-        is_onnx = self.runtime != "paddle"
+        is_onnx = RUNTIMES[self.runtime].format == "onnx"
         saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, is_onnx)
         load_program = self._loader(saved)
 
@@ -179,7 +179,7 @@ class PredictorBackend(Backend):
         folder = self.folder / f"{self.runtime}_pipeline_{next(self._numbers)}"
         sizes = [(workload.case.size, workload.case.size)]
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
-        ratio, form = settings.pop("ratio"), "paddle" if self.runtime == "paddle" else "onnx"
+        ratio, form = settings.pop("ratio"), RUNTIMES[self.runtime].format
         export_pipeline(workload.pipe, folder, ratio, sizes, progress=False, format=form, **settings)
 
         def load() -> Run:
