@@ -125,7 +125,7 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     monkeypatch.setattr(drawing, "load_model", lambda model: "pipe")
     monkeypatch.setattr(drawing, "export_pipeline", lambda *args, **options: exports.append((args, options)))
     settings = [PLAIN, *list_settings((0.25, 0.5), ("layers", "use_rand"), tomesd=(0.5,))]
-    programs = export_programs(EVALUATION, settings, tmp_path)
+    programs = export_programs(replace(EVALUATION, backend="onnxruntime"), settings, tmp_path)
     folders = {setting.name: folder.name for setting, folder in programs.items()}
     assert folders["plain"] == folders["0.25"] == folders["0.5"] == "defaults"
     assert folders["0.25-fixed"] == folders["0.5-fixed"] == "use_rand=False"
@@ -133,7 +133,7 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     assert len(exports) == len(set(folders.values())) == 5
     (_, folder, ratios, sizes), options = exports[0]
     assert (folder.name, ratios, sizes) == ("defaults", (0, 0.25, 0.5), [(32, 32)])
-    assert "ratio" not in options and options["use_rand"]
+    assert "ratio" not in options and options["use_rand"] and options["format"] == "onnx"
     assert [options["others"] for _, options in exports] == [None, *[programs[PLAIN]] * 4], "text encoder and VAE"
 
 
