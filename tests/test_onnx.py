@@ -28,6 +28,7 @@ from ppdiffusers_tome.inference import (
     read_manifest,
     tracing,
 )
+from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.paddle_runtime import Predictor
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE
 from ppdiffusers_tome.patch import attach
@@ -44,6 +45,12 @@ TOMESD = {"proportional": False, "window": None}
 @pytest.fixture(scope="module")
 def tiny():
     return tiny_pipeline()
+
+
+@pytest.fixture(scope="module")
+def converter():
+    with Converter() as converter:
+        yield converter
 
 
 def load(folder, runtime, **settings):
@@ -174,10 +181,10 @@ def test_command_writes_both_formats(tmp_path, capsys):
 # Every method, and every kind of denoiser
 
 
-def check(traceable, tmp_path, **dims):
+def check(traceable, tmp_path, converter, **dims):
     """Convert a layer, and compare it in both runtimes at three batch sizes, with another text length."""
     fixed = {"height": 2 * dims["latent_height"], "width": 2 * dims["latent_width"], **dims}
-    saved = tracing.save(traceable, tmp_path / "program", fixed, {**fixed, "tokens": TEXT}, "UNet", 1, onnx=True)
+    saved = tracing.save(traceable, tmp_path / "program", fixed, {**fixed, "tokens": TEXT}, "UNet", 1, converter)
     native = Predictor(saved.program, saved.params, PaddleRuntime(threads=1, onednn=False))
     random = np.random.RandomState(1)
     for batch, tokens in ((1, TEXT), (2, TEXT + 4), (3, TEXT)):
@@ -203,24 +210,24 @@ def check(traceable, tmp_path, **dims):
     ],
     ids=lambda settings: ToMeConfig(**settings).method,
 )
-def test_methods_convert(settings, tmp_path):
+def test_methods_convert(settings, tmp_path, converter):
     traceable = programs.denoiser(unet(**ONE_LEVEL), None, True)
     attach(traceable.layer.unet, ToMeConfig(**{"ratio": 0.5, **settings}), None)
-    check(traceable, tmp_path, latent_height=10, latent_width=14)
+    check(traceable, tmp_path, converter, latent_height=10, latent_width=14)
 
 
-def test_controlnet_converts(tmp_path):
+def test_controlnet_converts(tmp_path, converter):
     traceable = programs.denoiser(unet(**ONE_LEVEL), controlnet(**ONE_LEVEL), True)
     config = ToMeConfig(0.5)
     attach(traceable.layer.unet, config, None)
     attach(traceable.layer.controlnet, config, config)
-    check(traceable, tmp_path, latent_height=8, latent_width=8)
+    check(traceable, tmp_path, converter, latent_height=8, latent_width=8)
 
 
-def test_sdxl_converts(tmp_path):
+def test_sdxl_converts(tmp_path, converter):
     traceable = programs.denoiser(unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH}), None, True)
     attach(traceable.layer.unet, ToMeConfig(0.5, max_downsample=None), None)
-    check(traceable, tmp_path, latent_height=8, latent_width=8)
+    check(traceable, tmp_path, converter, latent_height=8, latent_width=8)
 
 
 class Matching(nn.Layer):
@@ -239,7 +246,7 @@ class Matching(nn.Layer):
 
 
 @pytest.mark.parametrize("window", [None, 16])
-def test_choice_of_96_by_96_tokens(window, tmp_path):
+def test_choice_of_96_by_96_tokens(window, tmp_path, converter):
     """OpenVINO computes int64 in int32. A third of the tokens are equal, so many pairs are equally similar."""
     side = 96
     shape = programs.Input("tokens", ("batch", side * side, 8))
@@ -250,7 +257,7 @@ def test_choice_of_96_by_96_tokens(window, tmp_path):
     tokens[:, random.permutation(side * side)[::3]] = tokens[:, :1]
     tokens = paddle.to_tensor(tokens)
     expected = [output.numpy() for output in traceable.layer(tokens)]
-    saved = tracing.save(traceable, tmp_path / "program", {}, {}, "matching", 1, onnx=True)
+    saved = tracing.save(traceable, tmp_path / "program", {}, {}, "matching", 1, converter)
     for runtime in RUNTIMES.values():
         merged, _, *rows = (output.numpy() for output in runtime.load_file(saved.onnx)(tokens=tokens))
         for actual, index in zip(rows, expected[2:], strict=True):
@@ -272,12 +279,29 @@ class Unknown(nn.Layer):
         return paddle.erfinv(paddle.tanh(self.linear(x)))
 
 
-def test_unknown_operators_are_one_clear_error(tmp_path):
+def test_unknown_operators_are_one_clear_error(tmp_path, converter):
     traceable = programs.Traceable(Unknown(), (programs.Input("x", ("batch", 4)),))
     traceable.layer.eval()
     with pytest.raises(ToMeExportError, match="cannot convert the layer to ONNX: .*" + "erfinv" * PADDLE2):
-        tracing.save(traceable, tmp_path / "program", {}, {}, "layer", 1, onnx=True)
+        tracing.save(traceable, tmp_path / "program", {}, {}, "layer", 1, converter)
     assert not list(tmp_path.rglob("*.onnx"))
+
+
+def test_the_converter_works_again_after_it_was_aborted(tmp_path):
+    """paddle2onnx aborts its process on some programs; one that ends here takes its place."""
+    converter = Converter()
+    files = [tmp_path / name for name in ("inference.pdmodel", "inference.pdiparams")]
+    for file in files:
+        file.write_bytes(b"not a program")
+    for _ in range(2):
+        with pytest.raises(ToMeExportError, match="cannot convert the UNet to ONNX: "):
+            converter.convert(*files, "UNet")
+    traceable = programs.Traceable(nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
+    traceable.layer.eval()
+    with converter:
+        assert tracing.save(traceable, tmp_path / "program", {}, {}, "layer", 1, converter).onnx.is_file()
+        process = converter._process
+    assert process.poll() == 0
 
 
 @pytest.mark.parametrize(
@@ -361,9 +385,9 @@ def test_matching_is_exempt_from_lower_precisions(onnx_folder):
     assert 0 < kinds.count("MatMul") < all_kinds.count("MatMul") / 2
 
 
-def test_state_that_paddle_leaves_behind_is_not_exported(tiny, tmp_path, monkeypatch):
+def test_state_that_paddle_leaves_behind_is_not_exported(tiny, tmp_path, converter, monkeypatch):
     """After `auto_cast` in a static program ppdiffusers' VAE checks for infinity, which does not convert."""
     monkeypatch.setattr(tracing._AMP, "_g_amp_state_", {"enable": False})
     decoder = programs.vae_decoder(tiny.vae)
     dims = {"latent_height": 4, "latent_width": 4}
-    assert tracing.save(decoder, tmp_path / "program", {}, dims, "vae_decoder", 1, onnx=True).onnx.is_file()
+    assert tracing.save(decoder, tmp_path / "program", {}, dims, "vae_decoder", 1, converter).onnx.is_file()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import closing
 from importlib.util import find_spec
 from unittest.mock import patch
 
@@ -168,10 +169,11 @@ def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(settin
 def test_arms_in_openvino_compute_the_same_and_share_weights(tmp_path):
     workload, arms = open_workload(tiny()), [Arm("plain", "openvino"), Arm("tome", "openvino", config(0.5))]
     eager, openvino = (kind(workload, 1, tmp_path, None) for kind in (EagerBackend, OpenVinoBackend))
-    for arm in arms:
-        expected = eager.output(Arm(arm.arm, config=arm.config))
-        np.testing.assert_allclose(openvino.output(arm), expected, atol=1e-5 * np.abs(expected).max())
-        assert openvino.seconds(arm) > 0 and openvino.peak_memory(arm) is None
+    with closing(openvino):
+        for arm in arms:
+            expected = eager.output(Arm(arm.arm, config=arm.config))
+            np.testing.assert_allclose(openvino.output(arm), expected, atol=1e-5 * np.abs(expected).max())
+            assert openvino.seconds(arm) > 0 and openvino.peak_memory(arm) is None
     assert {path.suffix for path in tmp_path.iterdir()} == {".onnx", ".weights"}
     assert len(list(tmp_path.glob("*.onnx"))) == 2 and len(list(tmp_path.glob("*.weights"))) == 1
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,19 @@ OPSET = 17
 LARGE = ".data"  # suffix of the file with the weights of a model of more than 2 GB, which a `.onnx` file cannot hold
 SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
 ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
-# Run in a process of its own, because the converter aborts its process on what it cannot convert.
+DONE = "converted"  # what the process writes after each program
 SCRIPT = f"""
-import sys, paddle2onnx
-program, params, target = sys.argv[1:]
-options = {{"optimize_tool": "None"}} if program.endswith(".json") else {{}}
-options |= {{"opset_version": {OPSET}, "external_file": target + "{LARGE}"}}
-paddle2onnx.export(program, params, save_file=target, enable_onnx_checker=True, **options)
+import ctypes, json, sys, traceback, paddle2onnx
+for line in sys.stdin:
+    program, params, target = json.loads(line)
+    options = {{"optimize_tool": "None"}} if program.endswith(".json") else {{}}
+    options |= {{"opset_version": {OPSET}, "external_file": target + "{LARGE}"}}
+    try:
+        paddle2onnx.export(program, params, save_file=target, enable_onnx_checker=True, **options)
+    except Exception as error:
+        print("[ERROR]", type(error).__name__, error)
+    ctypes.CDLL(None).fflush(None)  # what C++ has written
+    print("{DONE}", flush=True)
 """
 # Paddle 3 stores these attributes as float64. paddle2onnx 2.1 raises an error on the first, and misreads the others.
 FLOAT32 = {"1.nearest_interp": "scale", "1.group_norm": "epsilon", "1.pad3d": "pad_value"}
@@ -41,34 +48,73 @@ def check_converter() -> None:
         )
 
 
-def convert(program: Path, params: Path, label: str) -> Path:
-    """Write a Paddle program as `.onnx` beside it, with its weights inside; returns that file.
+class Converter:
+    """Converts programs in a process of its own, because paddle2onnx aborts its process on what it cannot convert.
 
-    Args:
-        program, params: `.pdmodel` or `.json` file, and `.pdiparams`.
-        label: the program's name in messages.
+    The process starts with the first program, which takes seconds, and ends with the context or `close()`.
 
-    Raises:
-        ToMeExportError: paddle2onnx cannot convert it, or the result is not valid ONNX.
+    Example:
+        >>> with Converter() as converter:
+        ...     converter.convert(Path("inference.pdmodel"), Path("inference.pdiparams"), "UNet")
+        PosixPath('inference.onnx')
     """
-    import onnx
 
-    target = program.with_suffix(".onnx")
-    with tempfile.TemporaryDirectory(prefix="paddle2onnx_") as folder:
-        if program.suffix == ".json":
-            readable = Path(folder) / program.name
-            _write_readable(program, readable)
-            program = readable
-        command = [sys.executable, "-c", SCRIPT, str(program), str(params), str(target)]
-        process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    try:
-        if process.returncode or "[ERROR]" in process.stdout or not target.is_file():  # it writes wrong files too
-            raise ToMeExportError(_reason(process))
-        onnx.checker.check_model(str(target))
-    except (ToMeExportError, onnx.checker.ValidationError) as error:
-        target.unlink(missing_ok=True)
-        raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {error}") from error
-    return target
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Converter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+    def convert(self, program: Path, params: Path, label: str) -> Path:
+        """Write a Paddle program as `.onnx` beside it, with its weights inside; returns that file.
+
+        Args:
+            program, params: `.pdmodel` or `.json` file, and `.pdiparams`.
+            label: the program's name in messages.
+
+        Raises:
+            ToMeExportError: paddle2onnx cannot convert it, or the result is not valid ONNX.
+        """
+        target = program.with_suffix(".onnx")
+        with tempfile.TemporaryDirectory(prefix="paddle2onnx_") as folder:
+            if program.suffix == ".json":
+                readable = Path(folder) / program.name
+                _write_readable(program, readable)
+                program = readable
+            problem = self._run([str(program), str(params), str(target)])
+        if problem is not None:
+            target.unlink(missing_ok=True)  # it writes wrong files too
+            raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {problem}")
+        return target
+
+    def _run(self, files: list[str]) -> str | None:
+        """What went wrong, or None."""
+        if self._process is None:
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            command = [sys.executable, "-c", SCRIPT]
+            self._process = subprocess.Popen(command, text=True, errors="replace", **pipes)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # its output shows why it ended
+            self._process.stdin.write(json.dumps(files) + "\n")
+            self._process.stdin.flush()
+        lines = []
+        for line in self._process.stdout:
+            if line.strip() == DONE:
+                is_wrong = any("[ERROR]" in line or "failed" in line for line in lines)
+                return _reason(lines) if is_wrong else None
+            lines.append(line.strip())
+        status = self._process.wait()
+        self.close()
+        return _reason(lines) or f"it ended with {f'signal {-status}' if status < 0 else f'exit status {status}'}"
 
 
 def _write_readable(program: Path, target: Path) -> None:
@@ -92,15 +138,13 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
         yield from _dicts(item)
 
 
-def _reason(process: "subprocess.CompletedProcess[str]") -> str:
-    """The converter's line about what it cannot convert, or how it ended."""
-    lines = [line.strip() for line in (process.stdout + process.stderr).splitlines()]
-    for words in ("not support", "Only support", "rror"):  # the most telling first
+def _reason(lines: list[str]) -> str | None:
+    """The converter's line about what it cannot convert, if there is one."""
+    for words in ("not support", "Only support", "rror", "ailed"):  # the most telling first
         for line in lines:
             if words in line:
                 return line[:300]
-    ended = f"signal {-process.returncode}" if process.returncode < 0 else f"exit status {process.returncode}"
-    return f"it ended with {ended}"
+    return None
 
 
 class SharedWeights:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
-from .conversion import SharedWeights
+from .conversion import Converter, SharedWeights
 from .layout import copy_parts, describe_export, share_weights
 from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, Size, list_programs, read_manifest
 from .paddle_runtime import PaddleRuntime
@@ -81,7 +81,7 @@ def export_pipeline(
     )
     earlier = () if others is None else read_manifest(others).programs
     linked = {file.model: file for file in earlier if file.ratio is None and file.formats == request.formats}
-    with _atomic_folder(request.folder) as partial:
+    with _atomic_folder(request.folder) as partial, Converter() as converter:
         written: list[ProgramFile] = []
         weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
         programs_to_write = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
@@ -89,7 +89,7 @@ def export_pipeline(
             if others is not None and model in linked:
                 written.append(_link(linked[model], Path(others), partial))
             else:
-                written.append(_write(request, model, size, ratio, partial, written, weights))
+                written.append(_write(request, model, size, ratio, partial, written, weights, converter))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
         manifest.save(partial)
@@ -133,6 +133,7 @@ def _write(
     folder: Path,
     written: list[ProgramFile],
     weights: dict[str, SharedWeights],
+    converter: Converter,
 ) -> ProgramFile:
     """Save one program, for any size if `size` is None; only one copy of one model is in memory at a time."""
     factor = vae_factor(request.pipe)
@@ -146,9 +147,8 @@ def _write(
     # ppdiffusers reads "unet"; only this package reads the others.
     name = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])])
     target = folder / (name if written else "unet")
-    saved = save(
-        traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), onnx="onnx" in request.formats
-    )
+    to_onnx = converter if "onnx" in request.formats else None
+    saved = save(traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), to_onnx)
     file = ProgramFile(model, None, None, size, ratio, saved.parity, saved.onednn_parity)
     if saved.onnx is not None:
         if model not in weights:

@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from ..errors import ToMeExportError
-from .conversion import convert
+from .conversion import Converter
 from .onnx_runtime import OnnxRuntime
 from .paddle_runtime import PaddleRuntime, Predictor
 from .programs import Traceable
@@ -54,7 +54,7 @@ def save(
     dims: Mapping[str, int],
     label: str,
     threads: int,
-    onnx: bool = False,
+    converter: Converter | None = None,
 ) -> Saved:
     """Save a layer's program as folder/inference.* and compare both. The layer must not be used afterwards.
 
@@ -65,7 +65,7 @@ def save(
         dims: values of all named dimensions except the batch, for the comparison.
         label: the program's name in messages.
         threads: of the predictors.
-        onnx: convert the program to ONNX too.
+        converter: converts the program to ONNX too.
 
     Returns:
         The files and relative differences. oneDNN's may exceed its tolerance: see `is_accurate`.
@@ -99,9 +99,9 @@ def save(
         candidate = Predictor(program, params, PaddleRuntime(threads=threads, onednn=True))
         for batch in BATCHES:
             onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries[batch], FUSED_TOLERANCE)
-    if not onnx:
+    if converter is None:
         return Saved(program, params, parity, onednn, None, {})
-    converted = convert(program, params, label)
+    converted = converter.convert(program, params, label)
     in_onnx_runtime = OnnxRuntime(threads=threads).load_file(converted)
     onnx_parity = {}
     for batch in BATCHES:

@@ -17,7 +17,7 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 
 from ...config import ToMeConfig
 from ...inference import RUNTIMES, PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
-from ...inference.conversion import SharedWeights
+from ...inference.conversion import Converter, SharedWeights
 from ...inference.layout import share_weights
 from ...inference.manifest import ONNX_WEIGHTS
 from ...inference.onnx_runtime import OnnxFileRuntime
@@ -118,6 +118,7 @@ class PredictorBackend(Backend):
     runtime: ClassVar[str] = "paddle"  # of `load_pipeline`
 
     def __post_init__(self) -> None:
+        self._converter: Converter | None = None
         programs = sum(arm.backend in PROGRAMS for arm in self.workload.case.with_status(PLANNED))
         self._is_kept = programs * self.workload.weights * MEMORY_SHARE <= available_bytes()
         self._load: dict[str, Callable[[], Run]] = {}
@@ -156,8 +157,7 @@ class PredictorBackend(Backend):
         _attach(denoiser, arm, workload)
         fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
         folder = self.folder / f"{self.runtime}_program_{next(self._numbers)}"
-        is_onnx = RUNTIMES[self.runtime].format == "onnx"
-        saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, is_onnx)
+        saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, self._converter)
         load_program = self._loader(saved)
 
         def load() -> Run:
@@ -198,11 +198,16 @@ class OnnxBackend(PredictorBackend):
         runtime = choose_runtime(self.runtime, threads=self.threads)
         assert isinstance(runtime, OnnxFileRuntime)
         self._runtime = runtime
+        self._converter = Converter()
         self._shared = SharedWeights(self.folder / f"{self.runtime}{ONNX_WEIGHTS}")
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)  # Paddle's counter does not see these runtimes
         return None
+
+    def close(self) -> None:
+        assert self._converter is not None
+        self._converter.close()
 
     def _loader(self, saved: Saved) -> Callable[[], Program]:
         assert saved.onnx is not None
