@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ from PIL import Image
 from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.jobs import SecondPass
 from ppdiffusers_tome.serving.service_errors import QueueFullError
 
 KEY = "correct-horse"
@@ -125,11 +127,44 @@ def test_webui_image_to_image(webui, server):
 
 
 @pytest.mark.parametrize(
+    ("settings", "ratio"), [({"token_merging_ratio_hr": 0.5}, 0.5), ({"token_merging_ratio_hr": 0.0}, 0.0), ({}, 0.0)]
+)
+def test_webui_second_pass(webui, server, settings, ratio):
+    """The second pass has its own ratio; 0, which is the server's default, is the first pass's."""
+    settings = {"token_merging_ratio": 0.0, **settings}
+    answer = webui.txt2img(
+        prompt="fox", width=64, height=48, enable_hr=True, hr_resize_x=64, hr_resize_y=64, hr_second_pass_steps=7,
+        denoising_strength=0.6, override_settings=settings,
+    )  # fmt: skip
+    (job,) = server.engine.calls[-1]
+    assert (job.width, job.height, job.ratio, job.steps, job.strength) == (64, 48, 0, 3, None)
+    assert job.second_pass == SecondPass(height=64, width=64, ratio=ratio, steps=7, strength=0.6)
+    assert answer.info["denoising_strength"] == 0.6
+    assert answer.info["extra_generation_params"]["Token merging ratio hr"] == ratio
+    assert (
+        f"Hires resize: 64x64, Hires steps: 7, Hires upscaler: Lanczos, Token merging ratio hr: {ratio}"
+        in (answer.info["infotexts"][0])
+    )
+    assert json.loads(answer.images[0].text["ppdiffusers_tome"])["second_pass"]["ratio"] == ratio
+
+
+def test_webui_second_pass_of_another_ratio_by_options(webui, server):
+    webui.set_options({"token_merging_ratio_hr": 0.5})
+    try:
+        webui.txt2img(width=64, height=64, enable_hr=True, hr_scale=1, override_settings={"token_merging_ratio": 0.0})
+        job = server.engine.calls[-1][0]
+        assert (job.ratio, job.second_pass.ratio, job.second_pass.steps, job.second_pass.strength) == (0, 0.5, 3, 0.7)
+    finally:
+        webui.set_options({"token_merging_ratio_hr": 0.0})
+
+
+@pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"width": 512, "height": 512}, "width"),
         ({"sampler_name": "DPM++ 2M Karras"}, "sampler_name"),
-        ({"enable_hr": True}, "enable_hr"),
+        ({"enable_hr": True, "hr_scale": 3}, "hr_scale"),
+        ({"enable_hr": True, "hr_upscaler": webuiapi.HiResUpscaler.ESRGAN_4x}, "hr_upscaler"),
         ({"script_name": "X/Y/Z plot", "script_args": [1]}, "script_name"),
         ({"controlnet_units": [webuiapi.ControlNetUnit()]}, "alwayson_scripts"),
     ],
@@ -159,6 +194,7 @@ def test_webui_options(webui, server):
     assert webui.get_options() == {
         "sd_model_checkpoint": "fake",
         "token_merging_ratio": 0.5,
+        "token_merging_ratio_hr": 0.0,
         "CLIP_stop_at_last_layers": 1,
     }
     webui.set_options(webui.get_options())

@@ -31,7 +31,7 @@ from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
 from ppdiffusers_tome.serving.engine import Engine, load_engine
-from ppdiffusers_tome.serving.jobs import Job
+from ppdiffusers_tome.serving.jobs import Job, SecondPass
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
@@ -96,6 +96,30 @@ def test_image_to_image(engine):
     for wrong in (start.resize((1, 50_000)), start.convert("RGBA"), start.rotate(90, expand=True)):
         with pytest.raises(ToMeConfigError, match="it must be RGB, 48x32"):
             engine.generate([replace(job, image=wrong)])
+
+
+def test_second_pass_starts_from_the_enlarged_image_of_the_first(engine):
+    first = replace(JOB, height=32, width=32, ratio=0)
+    second = SecondPass(height=32, width=48, ratio=0.5, steps=2, strength=0.6)
+    steps = []
+
+    def should_stop(*step):
+        steps.append(step)
+        return False
+
+    image = engine.generate([replace(first, second_pass=second)], should_stop)[0]
+    enlarged = engine.generate([first])[0].resize((48, 32), Image.Resampling.LANCZOS)
+    expected = engine.generate([replace(JOB, image=enlarged, steps=4, strength=0.6)])[0]
+    assert image.size == (48, 32) and difference(image, expected) == 0
+    assert steps == [(), *((step, 5) for step in range(1, 6))]
+    assert engine.batch_key(replace(first, second_pass=second)) is None
+
+
+@pytest.mark.parametrize("strength", [0.001, 0.05, 0.3, 0.6, 0.7, 0.999, 1.0])
+def test_all_steps_of_a_second_pass_run(strength):
+    for steps in (1, 7, 20, 100):
+        schedule = SecondPass(64, 64, 0.5, steps, strength).schedule
+        assert int(schedule * strength) == steps
 
 
 def test_different_jobs_do_not_share_a_call(engine):

@@ -163,7 +163,12 @@ def test_metadata_is_in_the_png(server):
     assert expected.items() <= metadata.items() and metadata["model"] == "fake"
 
 
-OPTIONS = {"sd_model_checkpoint": "fake", "token_merging_ratio": 0.5, "CLIP_stop_at_last_layers": 1}
+OPTIONS = {
+    "sd_model_checkpoint": "fake",
+    "token_merging_ratio": 0.5,
+    "token_merging_ratio_hr": 0.0,
+    "CLIP_stop_at_last_layers": 1,
+}
 
 
 def test_models_health_samplers_and_options(server):
@@ -263,7 +268,13 @@ def test_wrong_method(server):
         ({"sampler_name": "DPM++ 2M"}, ["sampler_name"]),
         ({"sampler_index": "Heun"}, ["sampler_index"]),
         ({"scheduler": "karras"}, ["scheduler"]),
-        ({"enable_hr": True}, ["enable_hr"]),
+        ({"enable_hr": True, "hr_scale": 3}, ["hr_scale"]),
+        ({"enable_hr": True, "hr_scale": "2"}, ["hr_scale"]),
+        ({"enable_hr": True, "hr_upscaler": "R-ESRGAN 4x+"}, ["hr_upscaler"]),
+        ({"enable_hr": True, "hr_resize_x": 64, "hr_second_pass_steps": 51}, ["hr_second_pass_steps"]),
+        ({"enable_hr": True, "hr_resize_y": 64, "hr_prompt": "an owl"}, ["hr_prompt"]),
+        ({"enable_hr": True, "hr_scale": 1, "denoising_strength": 0.001}, ["denoising_strength"]),
+        ({"override_settings": {"token_merging_ratio_hr": 0.3}}, ["override_settings", "token_merging_ratio_hr"]),
         ({"restore_faces": True}, ["restore_faces"]),
         ({"save_images": True}, ["save_images"]),
         ({"styles": ["nice"]}, ["styles"]),
@@ -601,7 +612,7 @@ def test_openapi_schema_has_all_bounds_and_answers():
     with serving(config=AppConfig(api_key=KEY)) as server:
         schema = server.http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
     models, paths = schema["components"]["schemas"], schema["paths"]
-    for name in ("ImageRequest", "TextRequest", "ImageToImageRequest"):
+    for name in ("ImageRequest", "TwoPassRequest", "ImageToImageRequest"):
         assert models[name]["additionalProperties"] is False
         for field, kinds in models[name]["properties"].items():
             for kind in kinds.get("anyOf", [kinds]):
@@ -612,7 +623,7 @@ def test_openapi_schema_has_all_bounds_and_answers():
         "minimum": 1,
         "maximum": 50,
     }
-    assert models["TextRequest"]["properties"]["sampler_name"]["anyOf"][0]["enum"][2:] == ["DDIM", "ddim", "k_ddim"]
+    assert models["TwoPassRequest"]["properties"]["sampler_name"]["anyOf"][0]["enum"][2:] == ["DDIM", "ddim", "k_ddim"]
     expected = {"200", "400", "401", "403", "408", "411", "413", "415", "422", "429", "500", "503", "504"}
     for path, more in ((OPENAI, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
         operation = paths[path]["post"]

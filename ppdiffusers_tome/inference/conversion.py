@@ -106,7 +106,7 @@ class Converter:
         with suppress(BrokenPipeError):  # its output shows why it ended
             self._process.stdin.write(json.dumps(files) + "\n")
             self._process.stdin.flush()
-        lines = []
+        lines: list[str] = []
         for line in self._process.stdout:
             if line.strip() == DONE:
                 is_wrong = any("[ERROR]" in line or "failed" in line for line in lines)

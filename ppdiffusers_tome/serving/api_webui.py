@@ -3,6 +3,7 @@
 import base64
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -11,12 +12,12 @@ from pydantic import Field
 
 from .._version import __version__
 from . import protocol
-from .api_errors import responses
+from .api_errors import ApiError, responses
 from .app_config import AppConfig
 from .handler import RequestHandler
-from .jobs import LARGEST_SEED, Job
+from .jobs import LARGEST_SEED, Job, Limits, SecondPass
 from .middleware import JsonRoute
-from .png import describe, load_image
+from .png import describe, describe_second_pass, load_image
 from .protocol import narrow
 from .service import Service
 
@@ -27,9 +28,23 @@ NAMES = {
     "ratio": "override_settings.token_merging_ratio",
     "image": "init_images",
     "strength": "denoising_strength",
+    "second_pass.size": "hr_scale",
+    "second_pass.ratio": "override_settings.token_merging_ratio_hr",
+    "second_pass.steps": "hr_second_pass_steps",
+    "second_pass.strength": "denoising_strength",
+    "second_pass.image": "enable_hr",
 }
 # webuiapi's defaults, which cannot be distinguished from a choice. `info` contains the sampler that was used.
 DEFAULT_SAMPLERS = ("", "Euler a")
+# Values of a second pass's fields that ask for nothing else than what it does.
+SECOND_PASS_TEXTS = {
+    "hr_upscaler": ("", "Lanczos", "Latent"),  # webuiapi's default is "Latent"
+    "hr_prompt": ("",),
+    "hr_negative_prompt": ("",),
+    "hr_checkpoint_name": ("", "Use same checkpoint"),
+    "hr_sampler_name": ("", "Use same sampler"),
+    "hr_scheduler": ("", "Use same scheduler", "automatic", "Automatic"),
+}
 
 
 def make_router(service: Service, config: AppConfig) -> APIRouter:
@@ -43,7 +58,9 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         lambda: [*DEFAULT_SAMPLERS, service.sampler, *_aliases(service.sampler)],
         "requests cannot change the exported scheduler: see /sdapi/v1/samplers",
     )
-    NewOptions = narrow(protocol.Options, {"sd_model_checkpoint": model, "token_merging_ratio": types["ratio"]})
+    new_options = {"sd_model_checkpoint": model, "token_merging_ratio": types["ratio"]}
+    ratio_hr = protocol.bounds(replace(limits, ratios=(0.0, *limits.ratios)))["ratio"]
+    NewOptions = narrow(protocol.Options, {**new_options, "token_merging_ratio_hr": ratio_hr})
     fields = {
         **protocol.OFF,
         **{name: types[name] for name in ("prompt", "negative_prompt", "width", "height", "steps")},
@@ -52,9 +69,14 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         **{"sampler_name": sampler, "sampler_index": sampler},
         "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
     }
-    FromText, FromImage = narrow(protocol.TextRequest, fields), narrow(protocol.ImageToImageRequest, fields)
+    off = {"enable_hr": protocol.only(bool, False)}
+    FromText, FromImage = (
+        narrow(protocol.TwoPassRequest, fields),
+        narrow(protocol.ImageToImageRequest, {**fields, **off}),
+    )
     errors = partial(responses, protocol.WebuiErrorResponse, 408, 411, 413, 415, 422)
     options = protocol.Options(sd_model_checkpoint=service.name, token_merging_ratio=limits.ratios[0])
+    options.token_merging_ratio_hr = 0.0
     options.CLIP_stop_at_last_layers = 1
 
     @router.post("/txt2img", responses=errors(409, 429, 500, 503, 504))
@@ -71,14 +93,21 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
             strength = 0.75 if values.denoising_strength is None else values.denoising_strength
             size = values.width or limits.sizes[0][1], values.height or limits.sizes[0][0]
             load = partial(load_image, values.init_images[0], size, limits)
-        own_ratio = values.override_settings and values.override_settings.token_merging_ratio
+        own = values.override_settings or protocol.Options()
+        ratio = options.token_merging_ratio if own.token_merging_ratio is None else own.token_merging_ratio
+        second_pass = None
+        if isinstance(values, protocol.TwoPassRequest) and values.enable_hr:
+            of_server = options.token_merging_ratio_hr
+            ratio_hr = of_server if own.token_merging_ratio_hr is None else own.token_merging_ratio_hr
+            second_pass = _second_pass(values, ratio_hr or ratio, limits, config.steps)
         jobs = handler.make_jobs(
             (values.batch_size or 1) * (values.n_iter or 1),
             None if values.seed == -1 else values.seed,
             **{name: getattr(values, name) for name in ("prompt", "negative_prompt", "width", "height", "steps")},
             guidance_scale=values.cfg_scale,
-            ratio=options.token_merging_ratio if own_ratio is None else own_ratio,
+            ratio=ratio,
             strength=strength,
+            second_pass=second_pass,
         )
         files = await handler.generate(request, jobs, load)
         parameters = values.model_dump(include=set(protocol.TextRequest.model_fields))
@@ -114,10 +143,11 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
 
     @router.post("/options", responses=errors())
     async def set_options(body: NewOptions) -> None:  # type: ignore[valid-type]
-        """Set the default ratio of requests; other options accept only their current value."""
+        """Set the default ratios of requests; other options accept only their current value."""
         values: protocol.Options = body
-        if values.token_merging_ratio is not None:
-            options.token_merging_ratio = values.token_merging_ratio
+        for name in ("token_merging_ratio", "token_merging_ratio_hr"):
+            if getattr(values, name) is not None:
+                setattr(options, name, getattr(values, name))
 
     @router.get("/scripts")
     async def list_scripts() -> dict[str, list[str]]:
@@ -139,6 +169,30 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
     return router
 
 
+def _second_pass(
+    values: protocol.TwoPassRequest, ratio: float | None, limits: Limits, default_steps: int
+) -> SecondPass:
+    """The second pass of a request; sizes as stable-diffusion-webui computes them."""
+    for name, allowed in SECOND_PASS_TEXTS.items():
+        if (getattr(values, name) or "") not in allowed:
+            names = " or ".join(map(json.dumps, allowed))
+            raise ApiError(422, f"the second pass supports only {names}", name, "invalid_value")
+    height, width = limits.sizes[0]
+    height, width = values.height or height, values.width or width
+    x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
+    scale = 2.0 if values.hr_scale is None else values.hr_scale
+    larger = (
+        (x or y * width // height, y or x * height // width) if x or y else (int(width * scale), int(height * scale))
+    )
+    return SecondPass(
+        height=larger[1],
+        width=larger[0],
+        ratio=limits.ratios[0] if ratio is None else ratio,
+        steps=values.hr_second_pass_steps or values.steps or default_steps,
+        strength=0.75 if values.denoising_strength is None else values.denoising_strength,
+    )
+
+
 def _aliases(sampler: str) -> list[str]:
     """stable-diffusion-webui's abbreviations: "dpmpp_2m" and "k_dpmpp_2m" for "DPM++ 2M"."""
     short = sampler.lower().replace("++", "pp").replace(" ", "_")
@@ -147,7 +201,7 @@ def _aliases(sampler: str) -> list[str]:
 
 def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
     """The fields of stable-diffusion-webui's `info`; the sampler is the exported one."""
-    first, seeds = jobs[0], [job.seed for job in jobs]
+    first, seeds, second = jobs[0], [job.seed for job in jobs], jobs[0].second_pass
     method = service.methods.get(first.ratio, "")
     return {
         **{"prompt": first.prompt, "all_prompts": [job.prompt for job in jobs]},
@@ -156,12 +210,14 @@ def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> di
         **{"subseed_strength": 0, "seed_resize_from_w": 0, "seed_resize_from_h": 0},
         **{"width": first.width, "height": first.height, "steps": first.steps, "cfg_scale": first.guidance_scale},
         **({} if first.strength is None else {"denoising_strength": first.strength}),
+        **({} if second is None else {"denoising_strength": second.strength}),
         **{"sampler_name": service.sampler, "sd_model_name": service.name, "sd_model_hash": None, "clip_skip": 1},
         **{"batch_size": values.batch_size or 1, "index_of_first_image": 0, "styles": [], "restore_faces": False},
         **{"face_restoration_model": None, "is_using_inpainting_conditioning": False},
         "extra_generation_params": {
             "Token merging ratio": first.ratio,
             **({"Token merging method": method} if method else {}),
+            **({} if second is None else describe_second_pass(second)),
         },
         "infotexts": [describe(job, service) for job in jobs],
         **{"job_timestamp": time.strftime("%Y%m%d%H%M%S"), "version": f"ppdiffusers_tome {__version__}"},

@@ -1,6 +1,7 @@
 """From jobs to images: one pipeline call for jobs with equal size, steps, guidance scale and ratio. No HTTP."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Engine:
         Jobs run alone if ppdiffusers samples noise for the whole batch at once: in image-to-image pipelines, and with
         schedulers whose steps sample noise.
         """
-        if job.image is not None or not self._is_deterministic():
+        if job.image is not None or job.second_pass is not None or not self._is_deterministic():
             return None
         return job.batch_key
 
@@ -86,7 +87,7 @@ class Engine:
         Args:
             jobs: one, or several with equal `batch_key`.
             should_stop: called before the first step without arguments, and after each step with the number of
-                finished steps and of all steps. If it returns True, the call ends.
+                finished steps and of all steps, of both passes if there are two. If it returns True, the call ends.
 
         Returns:
             RGB images, in the order of the jobs. Each equals the image of `paddle.seed(seed); pipe(prompt)` up to
@@ -104,20 +105,18 @@ class Engine:
             raise ToMeConfigError(f"{len(jobs)} jobs cannot share a pipeline call: their batch_key is None or differs")
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
-        common = {
-            "prompt": [job.prompt for job in jobs],
-            "negative_prompt": [job.negative_prompt for job in jobs],
-            "num_inference_steps": first.steps,
-            "guidance_scale": first.guidance_scale,
-            "callback_on_step_end": None if should_stop is None else _stopper(should_stop),
-        }
+        after_step = None if should_stop is None else _stopper(should_stop, first.steps_to_run)
         if first.image is not None:
-            return self._from_image(first, common)
+            return self._from_image(first, after_step)
         self._text_to_image.unet.ratio = first.ratio
         noise = paddle.concat([self._noise(job) for job in jobs])
-        return list(self._text_to_image(**common, height=first.height, width=first.width, latents=noise).images)
+        settings = {**_settings(jobs, after_step), "height": first.height, "width": first.width, "latents": noise}
+        images = list(self._text_to_image(**settings).images)
+        if first.second_pass is not None:
+            return self._from_image(first.second_job(images[0]), after_step)
+        return images
 
-    def _from_image(self, job: Job, common: dict[str, Any]) -> list[Image.Image]:
+    def _from_image(self, job: Job, after_step: Callable[..., Any] | None) -> list[Image.Image]:
         if self._image_to_image is None or job.image is None:
             raise ToMeConfigError(f"{self.name} has no image-to-image pipeline: export it with --img2img")
         if job.image.mode != "RGB" or job.image.size != (job.width, job.height):
@@ -127,7 +126,8 @@ class Engine:
             )
         self._image_to_image.unet.ratio = job.ratio
         paddle.seed(job.seed)
-        return list(self._image_to_image(**common, image=job.image, strength=job.strength).images)
+        settings = {**_settings([job], after_step), "image": job.image, "strength": job.strength}
+        return list(self._image_to_image(**settings).images)
 
     def _noise(self, job: Job) -> paddle.Tensor:
         """[1, C, height / f, width / f]: the noise that the pipeline itself would sample after paddle.seed(seed)."""
@@ -173,10 +173,24 @@ def load_engine(folder: Path, **settings: Any) -> Engine:
     return Engine(pipe, image_to_image, manifest.name, manifest.methods)
 
 
-def _stopper(should_stop: Callable[..., bool]) -> Callable[..., dict[str, Any]]:
+def _settings(jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> dict[str, Any]:
+    """Arguments of the pipeline calls that both pipelines take."""
+    return {
+        "prompt": [job.prompt for job in jobs],
+        "negative_prompt": [job.negative_prompt for job in jobs],
+        "num_inference_steps": jobs[0].steps,
+        "guidance_scale": jobs[0].guidance_scale,
+        "callback_on_step_end": after_step,
+    }
+
+
+def _stopper(should_stop: Callable[..., bool], steps: int) -> Callable[..., dict[str, Any]]:
+    finished = count(1)
+
     def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if should_stop(step + 1, pipe.num_timesteps):
-            raise AbandonedError(f"stopped after step {step + 1}")
+        done = next(finished)
+        if should_stop(done, max(steps, pipe.num_timesteps, done)):  # some schedulers take more than they are asked
+            raise AbandonedError(f"stopped after step {done}")
         return tensors
 
     return after_step

@@ -1,19 +1,46 @@
 """A job is one image to generate; limits are the jobs that a server accepts. Neither depends on HTTP or Paddle."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from PIL.Image import Image
+from PIL.Image import Image, Resampling
 
 from ..errors import ToMeConfigError
 from .service_errors import JobError
 
 LARGEST_SEED = 2**32 - 1
+LONGEST_SCHEDULE = 1000  # steps: as many as models are trained with
 
 
 def seed_after(first: int, count: int) -> int:
     """The seed of the image that is `count` places after the one with seed `first`: the sum, modulo 2**32."""
     return (first + count) % (LARGEST_SEED + 1)
+
+
+@dataclass(frozen=True)
+class SecondPass:
+    """Image-to-image at a larger size, from the enlarged image of a first pass ("hires fix").
+
+    Args:
+        height, width: pixels, one of the exported sizes.
+        ratio: as in `Job`; the first pass has its own.
+        steps: that run, whatever the strength.
+        strength: share of the noise schedule that the steps cover, 0 < strength <= 1.
+    """
+
+    height: int
+    width: int
+    ratio: float
+    steps: int
+    strength: float
+
+    @property
+    def schedule(self) -> int:
+        """Steps of the schedule of which `strength` leaves `steps`."""
+        count = int(self.steps / self.strength)
+        while int(count * self.strength) < self.steps:  # as pipelines round
+            count += 1
+        return count
 
 
 @dataclass(frozen=True)
@@ -29,6 +56,7 @@ class Job:
         guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt has no effect.
         image: RGB, the image to start from; None for noise. It may be added later, see `Service.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
+        second_pass: what follows; only without an image.
     """
 
     prompt: str
@@ -41,6 +69,21 @@ class Job:
     guidance_scale: float = 7.5
     image: Image | None = field(default=None, repr=False, hash=False)  # images have no hash
     strength: float | None = None
+    second_pass: SecondPass | None = None
+
+    @property
+    def steps_to_run(self) -> int:
+        """Denoising steps of both passes."""
+        first = self.steps if self.strength is None else int(self.steps * self.strength)
+        return first + (self.second_pass.steps if self.second_pass else 0)
+
+    def second_job(self, image: Image) -> "Job":
+        """The second pass as a job of its own, from the image of the first, enlarged."""
+        second = self.second_pass
+        assert second is not None
+        job = replace(self, height=second.height, width=second.width, ratio=second.ratio, second_pass=None)
+        image = image.resize((second.width, second.height), Resampling.LANCZOS)
+        return replace(job, image=image, strength=second.strength, steps=second.schedule)
 
     @property
     def batch_key(self) -> tuple[float, ...]:
@@ -48,11 +91,13 @@ class Job:
         return self.height, self.width, self.steps, self.guidance_scale, self.ratio
 
     def settings(self) -> dict[str, Any]:
-        """All fields but the image, ready for JSON; `strength` only where it is set."""
+        """All fields but the image, ready for JSON; `strength` and `second_pass` only where they are set."""
         texts = {"prompt": self.prompt, "negative_prompt": self.negative_prompt}
         numbers = {"seed": self.seed, "steps": self.steps, "guidance_scale": self.guidance_scale}
         size = {"width": self.width, "height": self.height, "tome_ratio": self.ratio}
-        return {**texts, **numbers, **size, **({} if self.strength is None else {"strength": self.strength})}
+        strength = {} if self.strength is None else {"strength": self.strength}
+        second_pass = {} if self.second_pass is None else {"second_pass": asdict(self.second_pass)}
+        return {**texts, **numbers, **size, **strength, **second_pass}
 
 
 @dataclass(frozen=True)
@@ -111,13 +156,33 @@ class Limits:
         self._check_texts(job)
         for name in ("seed", "steps", "guidance_scale"):
             self._check_range(name, getattr(job, name))
+        self._check_exported(job)
+        if job.strength is not None:
+            self._check_strength(job.strength)
+            if int(job.steps * job.strength) < 1:
+                message = f"{job.strength} of {job.steps} steps is less than one step: raise one of them"
+                raise JobError("strength", message)
+        if job.second_pass is not None:
+            self._check_second_pass(job.second_pass)
+
+    def _check_second_pass(self, second: SecondPass) -> None:
+        try:
+            self._check_range("steps", second.steps)
+            self._check_exported(second)
+            self._check_strength(second.strength)
+            if second.steps > second.strength * LONGEST_SCHEDULE:
+                message = f"{second.strength} leaves less than {second.steps} of {LONGEST_SCHEDULE} steps"
+                raise JobError("strength", message)
+        except JobError as error:
+            raise JobError(f"second_pass.{error.field}", str(error)) from None
+
+    def _check_exported(self, job: Job | SecondPass) -> None:
         if (job.height, job.width) not in self.sizes:
             sizes = ", ".join(f"{width}x{height}" for height, width in self.sizes)
             raise JobError("size", f"{job.width}x{job.height} was not exported: width x height must be one of {sizes}")
         if job.ratio not in self.ratios:
             ratios = ", ".join(str(ratio) for ratio in self.ratios)
             raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}")
-        self._check_strength(job)
 
     def _check_range(self, name: str, value: float) -> None:
         low, high = self.ranges[name]
@@ -132,13 +197,8 @@ class Limits:
             if any("\ud800" <= character <= "\udfff" for character in text):
                 raise JobError(name, "it contains an unpaired surrogate, which is not a character")
 
-    def _check_strength(self, job: Job) -> None:
-        if job.strength is None:
-            return
+    def _check_strength(self, strength: float) -> None:
         if not self.image_to_image:
             raise JobError("image", "image-to-image was not exported: export the model with --img2img")
-        if not 0 < job.strength <= 1:
-            raise JobError("strength", f"{job.strength} is not allowed: it must be above 0 and at most 1")
-        if int(job.steps * job.strength) < 1:
-            message = f"{job.strength} of {job.steps} steps is less than one step: raise one of them"
-            raise JobError("strength", message)
+        if not 0 < strength <= 1:
+            raise JobError("strength", f"{strength} is not allowed: it must be above 0 and at most 1")

@@ -4,13 +4,13 @@ import base64
 import json
 from collections.abc import Mapping
 from io import BytesIO
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
-from .jobs import Job, Limits
+from .jobs import Job, Limits, SecondPass
 from .service_errors import JobError
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
@@ -46,10 +46,22 @@ def describe(job: Job, source: Source) -> str:
         **({} if job.strength is None else {"Denoising strength": job.strength}),
         "Token merging ratio": job.ratio,
         **({"Token merging method": _quoted(method)} if method else {}),
+        **({} if job.second_pass is None else describe_second_pass(job.second_pass)),
         "Version": f"ppdiffusers_tome {__version__}",
     }
     negative = f"\nNegative prompt: {job.negative_prompt}" if job.negative_prompt else ""
     return f"{job.prompt}{negative}\n{', '.join(f'{name}: {value}' for name, value in facts.items())}"
+
+
+def describe_second_pass(second: SecondPass) -> dict[str, Any]:
+    """The second pass in stable-diffusion-webui's words."""
+    return {
+        "Denoising strength": second.strength,
+        "Hires resize": f"{second.width}x{second.height}",
+        "Hires steps": second.steps,
+        "Hires upscaler": "Lanczos",
+        "Token merging ratio hr": second.ratio,
+    }
 
 
 def encode_png(image: Image.Image, job: Job, source: Source) -> bytes:

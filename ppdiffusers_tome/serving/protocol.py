@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 
 from ..inference.manifest import STRICT
-from .jobs import Limits
+from .jobs import LONGEST_SCHEDULE, Limits
 from .service import State
 
 
@@ -147,12 +147,14 @@ class OpenAIErrorResponse(BaseModel):
 
 
 # stable-diffusion-webui. Fields of features that do not exist here are accepted with values that switch them off.
-_EMPTY, _TEXT = Field(max_length=0), Annotated[str, Field(max_length=10_000)] | None
+_EMPTY = Field(max_length=0)
+Text = Annotated[str, Field(max_length=10_000)]
+Pixels = Annotated[int, Field(ge=0, le=8192), WHOLE]
 _TYPES: dict[str, Any] = {
     "mask refiner_checkpoint script_name": only(str, ""),
     "alwayson_scripts comments": Annotated[dict[str, Any], _EMPTY] | None,
     "script_args styles": Annotated[list[Any], _EMPTY] | None,
-    "enable_hr restore_faces tiling include_init_images save_images": only(bool, False),
+    "restore_faces tiling include_init_images save_images": only(bool, False),
     "send_images override_settings_restore_afterwards": only(bool, True),
     "firstphase_width firstphase_height resize_mode subseed_strength": only(float, 0),
     "s_churn s_min_uncond s_tmax s_tmin": only(float, 0),
@@ -160,8 +162,7 @@ _TYPES: dict[str, Any] = {
     "eta": only(float, 0, 1),  # webuiapi always sends 1; no sampler here takes it
     # Settings of features that are off, and of files that are never written. Clients always send them.
     "do_not_save_samples do_not_save_grid disable_extra_networks inpaint_full_res": bool | None,
-    "hr_prompt hr_negative_prompt hr_upscaler hr_checkpoint_name hr_sampler_name hr_scheduler": _TEXT,
-    "hr_scale hr_second_pass_steps hr_resize_x hr_resize_y mask_blur mask_blur_x mask_blur_y": float | None,
+    "mask_blur mask_blur_x mask_blur_y": float | None,
     "inpainting_fill inpaint_full_res_padding inpainting_mask_invert image_cfg_scale": float | None,
     "subseed seed_resize_from_h seed_resize_from_w refiner_switch_at": float | None,
 }
@@ -173,6 +174,7 @@ class Options(Strict):
 
     sd_model_checkpoint: str | None = None
     token_merging_ratio: float | None = None
+    token_merging_ratio_hr: Annotated[float | None, Field(description="0: token_merging_ratio")] = None
     CLIP_stop_at_last_layers: only(Integer, 1) = None  # type: ignore[valid-type]
 
 
@@ -193,6 +195,25 @@ class TextRequest(Strict):
     scheduler: Literal["", "automatic", "Automatic"] | None = None
     override_settings: Options | None = None
     denoising_strength: float | None = None
+
+
+class TwoPassRequest(TextRequest):
+    """Images to generate from text, and to enlarge and denoise again if `enable_hr` is true."""
+
+    enable_hr: bool | None = Field(None, description="a second pass at a larger exported size; see docs/serving.md")
+    hr_scale: float | None = Field(None, ge=0, le=16, description="of width and height; 2 if absent")
+    hr_resize_x: Pixels | None = Field(None, description="width instead of hr_scale, 0: from hr_resize_y")
+    hr_resize_y: Pixels | None = Field(None, description="height instead of hr_scale, 0: from hr_resize_x")
+    hr_second_pass_steps: Annotated[int, Field(ge=0, le=LONGEST_SCHEDULE), WHOLE] | None = Field(
+        None, description="that run; 0 or absent: steps"
+    )
+    # Of these, the second pass accepts what every client sends, and nothing else.
+    hr_upscaler: Text | None = Field(None, description="Lanczos, whatever a client sends by default")
+    hr_prompt: Text | None = None
+    hr_negative_prompt: Text | None = None
+    hr_checkpoint_name: Text | None = None
+    hr_sampler_name: Text | None = None
+    hr_scheduler: Text | None = None
 
 
 class ImageToImageRequest(TextRequest):

@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from math import ceil, inf, prod
 from time import monotonic
 
@@ -189,7 +189,7 @@ class ImageQueue:
         seconds = pace * (running.steps - running.step)
         while waiting and images > len(batch := self._gather(waiting)[0]):
             images -= len(batch)
-            seconds += self._step_seconds(batch) * _steps(batch[0].job)
+            seconds += self._step_seconds(batch) * batch[0].job.steps_to_run
             waiting = [ticket for ticket in waiting if ticket not in batch]
         return seconds
 
@@ -264,12 +264,12 @@ class ImageQueue:
             return
         job = live[0].job
 
-        def should_stop(step: int = 0, steps: int = _steps(job)) -> bool:
+        def should_stop(step: int = 0, steps: int = job.steps_to_run) -> bool:
             self._step = step, steps
             return all(ticket.future.cancelled() for ticket in live)
 
         with self._changed:
-            self._step, self._running_since = (0, _steps(job)), monotonic()
+            self._step, self._running_since = (0, job.steps_to_run), monotonic()
         start = self._running_since
         try:
             images = self._engine.generate([ticket.job for ticket in live], should_stop)
@@ -316,10 +316,7 @@ def _fail(ticket: _Ticket, error: BaseException) -> None:
         ticket.future.set_exception(error)
 
 
-def _steps(job: Job) -> int:
-    return job.steps if job.strength is None else int(job.steps * job.strength)
-
-
 def _kind(job: Job, images: int) -> tuple[float, ...]:
-    """What a step's duration depends on: images, height, width, ratio, and whether there is guidance."""
-    return images, job.height, job.width, job.ratio, job.guidance_scale > 1
+    """What a step's duration depends on: images, height, width, ratio, whether there is guidance, the second pass."""
+    second = () if job.second_pass is None else astuple(job.second_pass)
+    return images, job.height, job.width, job.ratio, job.guidance_scale > 1, *second
