@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 # Imports Pillow, which must come before Paddle: otherwise Paddle 2.6's bundled zlib breaks Pillow's PNGs.
-from options import TRAINED_AT, steps_for
+from options import fit_to_size, steps_for
 
 
 @dataclass
@@ -43,12 +43,25 @@ class Arm:
 
 
 def compare(
-    pipe, args, name, size, prompts, draw, source=None, warm_up=2, merging=None, rows=(), measure=None, **details
+    pipe,
+    args,
+    name,
+    size,
+    prompts,
+    draw,
+    source=None,
+    warm_up=2,
+    merging=None,
+    rows=(),
+    measure=None,
+    steps=None,
+    **details,
 ) -> None:
     """Generate each prompt plain and at each ratio from the same noise; print the table, write PNGs and JSON.
 
     `merging` has further settings for `pipe.tome`, `rows` further rows of the sheet as (label, images), and
-    `measure` is a function that returns further figures of the arms for the JSON. `details` go into PNG and JSON.
+    `measure` is a function that returns further figures of the arms for the JSON. `steps` is by default as in
+    `options.steps_for`. `details` go into PNG and JSON.
     """
     import paddle
 
@@ -56,8 +69,8 @@ def compare(
     from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, save_png
     from ppdiffusers_tome.evaluation.results import make_result, write_result
 
-    steps, merging = steps_for(args, size), merging or {}
-    settings = {"model": "examples/emoji_sd" if args.bundled else args.model, "seed": args.seed, "steps": steps}
+    steps, merging = steps or steps_for(args, size), merging or {}
+    settings = {"model": fit_to_size(pipe, args, size), "seed": args.seed, "steps": steps}
     settings |= {"size": size, "guidance_scale": args.guidance_scale, "xformers": args.xformers}
     settings |= {**details, **({"merging": merging} if merging else {})}
     about = {**settings, "ppdiffusers_tome": __version__}
@@ -83,8 +96,6 @@ def compare(
                 save_png(image, path, prompt=prompt, ratio=arm.ratio or 0, tome=config, **about)
     figures = [arm.figures(arms[0]) for arm in arms]
     print_table(figures)
-    if args.bundled and size > TRAINED_AT:
-        print(f"The bundled model was trained at {TRAINED_AT} px: here it repeats parts of the object.")
     path = args.output / f"{name}_{size}.png"
     rows = [*([("input", [source] * len(prompts))] if source else []), *rows]
     rows += [(f"{arm.label}\n{row['seconds']:.1f} s", arm.images) for arm, row in zip(arms, figures, strict=True)]

@@ -12,7 +12,8 @@ from pathlib import Path
 from PIL import Image
 
 BUNDLED = Path(__file__).resolve().parent / "emoji_sd"
-TRAINED_AT = 128  # px, for the bundled model; 256 px takes several times as long
+BUNDLED_256 = BUNDLED.with_name("emoji_sd_256")  # the same with another UNet, trained at 256 px
+TRAINED_AT = 128  # px, for BUNDLED
 
 
 def make_parser(doc: str, tiny: str | None = None, bundled: bool = True) -> argparse.ArgumentParser:
@@ -32,7 +33,7 @@ def make_parser(doc: str, tiny: str | None = None, bundled: bool = True) -> argp
     parser.set_defaults(tiny=None)
     add("--ratio", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="one row each (default: 0.25 0.5 0.75)")
     add("--seed", type=int, default=0, help="of the noise, the same for every image (default: 0)")
-    add("--steps", type=int, help="default: 20; 6 for the bundled model above 128 px, 4 for a tiny one")
+    add("--steps", type=int, help="default: 20; 10 for the bundled model above 128 px, 4 for a tiny one")
     add("--size", type=int, nargs="+", help="px; a table and a PNG each (default: 128 256, or the model's own size)")
     add("--guidance-scale", type=float, help="default: 2 for the bundled model, otherwise the pipeline's default")
     add("--threads", type=int, help="CPU threads (default: OMP_NUM_THREADS, or the number of cores)")
@@ -118,4 +119,19 @@ def repository_path(path) -> str:
 
 
 def steps_for(args: argparse.Namespace, size: int) -> int:
-    return args.steps or (4 if args.tiny else 6 if args.bundled and size > TRAINED_AT else 20)
+    return args.steps or (4 if args.tiny else 10 if args.bundled and size > TRAINED_AT else 20)
+
+
+def fit_to_size(pipe, args: argparse.Namespace, size: int) -> str:
+    """Give the bundled pipeline the UNet that was trained at this size; returns the model's name."""
+    if not args.bundled:
+        return args.model
+    from ppdiffusers import UNet2DConditionModel
+
+    folder = BUNDLED_256 if size > TRAINED_AT else BUNDLED
+    unet = UNet2DConditionModel.from_pretrained(str(folder / "unet"), paddle_dtype=pipe.unet.dtype)
+    unet.eval()
+    if args.xformers:
+        unet.enable_xformers_memory_efficient_attention()
+    pipe.register_modules(unet=unet)
+    return repository_path(folder)

@@ -5,8 +5,8 @@ python examples/text_to_image.py "a 3d render of owl" "a flat drawing of owl" --
 python examples/text_to_image.py "a photo of an owl" --model stable-diffusion-v1-5/stable-diffusion-v1-5 --xformers
 
 The bundled model knows "a 3d render of X" and "a flat drawing of X", X from examples/emoji_sd/training/concepts.txt.
-At 128 px (1,024 tokens) attention is a small part of the work, so merging saves little. At 256 px there are 4,096
-tokens, as many as in Stable Diffusion 1.5 at 512 px, and it saves more.
+At 128 px (1,024 tokens) attention is a small part of the work, so merging saves little. Above that the UNet of
+examples/emoji_sd_256 is used: at 256 px there are 4,096 tokens, as many as in Stable Diffusion 1.5 at 512 px.
 """
 
 from functools import partial

@@ -33,7 +33,7 @@ def examples():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-        names = ("options", "comparison", "text_to_image", "image_to_image", "inpaint", "sdxl", "sd3")
+        names = ("options", "comparison", "text_to_image", "image_to_image", "hires_fix", "inpaint", "sdxl", "sd3")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     ppdiffusers.utils.logging.set_verbosity(verbosity)
     logger.logger.setLevel(level)
@@ -158,8 +158,8 @@ def test_table(examples, tmp_path, capsys):
     assert 0 < float(rows["0.5"][7]) <= 1
 
 
-def test_image_to_image_and_the_note_on_large_images(examples, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(examples.comparison, "TRAINED_AT", 48)
+def test_image_to_image_of_a_large_image_with_the_unet_of_that_size(examples, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(examples.options, "TRAINED_AT", 48)
     file = tmp_path / "input.png"
     Image.open(EXAMPLES / "emoji_sd" / "fox.png").crop((0, 0, 128, 96)).save(file)
     arguments = small(OWL, "--image", str(file), "--strength", "0.5", "--ratio", "0.5", folder=tmp_path)
@@ -171,10 +171,25 @@ def test_image_to_image_and_the_note_on_large_images(examples, monkeypatch, tmp_
     assert not np.array_equal(plain, half)
     text = Image.open(path).text
     assert (text["strength"], text["image"], text["ratios"]) == ("0.5", str(file), "[0.5]")
+    assert text["model"] == "examples/emoji_sd_256"
     out = capsys.readouterr().out
     assert list(table(out)) == ["plain", "0.5"]
     assert f"Rows input, plain, 0.5: {path}" in out
-    assert "was trained at 48 px" in out
+
+
+def test_second_pass_starts_from_the_enlarged_first_and_merges(examples, tmp_path, capsys):
+    arguments = small(FOX, "--strength", "0.5", "--ratio", "0", "0.5", folder=tmp_path)
+    arguments[arguments.index("2")] = "4"  # steps
+    examples.hires_fix.main(arguments)
+    (enlarged,), (plain,), (nothing,), (half,) = cells(tmp_path / "hires_fix_64.png", rows=4, columns=1)
+    blurred = np.asarray(Image.fromarray(enlarged).resize((SIDE // 2, SIDE // 2)).resize((SIDE, SIDE)))
+    assert np.abs(blurred.astype(int) - enlarged).mean() < 4, "it has no detail of its own"
+    assert np.array_equal(plain, nothing) and not np.array_equal(plain, half)
+    result = json.loads((tmp_path / "hires_fix_64.json").read_text(encoding="utf-8"))
+    assert (result["size"], result["first_size"], result["strength"], result["steps"]) == (64, 32, 0.5, 4)
+    seconds = {arm["arm"]: arm["seconds"] + result["first_pass_seconds"] for arm in result["arms"]}
+    assert result["seconds_of_both_passes"] == pytest.approx(seconds)
+    assert "Both passes: plain" in capsys.readouterr().out
 
 
 def test_inpaint_regenerates_the_white_region_and_merges(examples, tmp_path):
@@ -249,8 +264,8 @@ def test_mask_without_white_is_rejected(examples, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("text_to_image", [(128, 2, 20), (256, 1, 6)]),
-        ("image_to_image", [(128, 1, 20), (256, 1, 6)]),
+        ("text_to_image", [(128, 2, 20), (256, 1, 10)]),
+        ("image_to_image", [(128, 1, 20), (256, 1, 10)]),
         ("inpaint", [(128, 2, 20)]),
     ],
 )
@@ -280,6 +295,9 @@ BAD = {
     "no image": ("image_to_image", ["--image", __file__], r"--image .*cannot identify"),
     "strength": ("image_to_image", ["--strength", "1.5"], r"--strength 1\.5 .*at most 1"),
     "strength leaves no step": ("image_to_image", ["--strength", "0.1", "--steps", "5"], r"leaves no steps"),
+    "first size": ("hires_fix", ["--size", "200"], r"--size 200 .*multiple of 16"),
+    "second pass's strength": ("hires_fix", ["--strength", "0"], r"--strength 0\.0 .*above 0"),
+    "no steps in the second pass": ("hires_fix", ["--strength", "0.1", "--steps", "5"], r"leaves no steps"),
     "missing mask": ("inpaint", ["--mask", "/no/such.png"], r"--mask: .*No such file"),
     "no SDXL model": ("sdxl", [], r"--model --tiny is required"),
     "no SD3 model": ("sd3", [], r"--model --tiny is required"),

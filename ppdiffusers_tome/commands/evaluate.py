@@ -35,7 +35,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option = command.add_argument
     default = "(default: %(default)s)"
-    option("--model", default="examples/emoji_sd", help=f"ppdiffusers folder, or hub name {default}")
+    bundled = "the bundled model that was trained at this size, examples/emoji_sd or emoji_sd_256"
+    option("--model", help=f"ppdiffusers folder, or hub name (default: {bundled})")
     option("--prompts", type=Path, help=".txt, .jsonl or .tsv (PartiPrompts) (default: prompts.txt of the model)")
     option("--count", type=int, default=256, help=f"images of each setting; prompts repeat with other seeds {default}")
     option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
@@ -100,9 +101,10 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         choose_runtime(PROGRAMS[options.backend])
     if options.torch_python:  # raises if it lacks a package
         torch_versions(options.torch_python)
-    texts = read_texts(options.prompts or Path(options.model) / "prompts.txt")
+    model = options.model or f"examples/{'emoji_sd_256' if options.size > 128 else 'emoji_sd'}"
+    texts = read_texts(options.prompts or Path(model) / "prompts.txt")
     evaluation = Evaluation(
-        model=options.model,
+        model=model,
         prompts=with_seeds(texts, options.count, options.seed),
         size=options.size,
         steps=options.steps,
@@ -112,7 +114,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         torch_python=options.torch_python,
         strength=options.strength,
     )
-    levels = model_levels(options.model)
+    levels = model_levels(model)
     methods = [parse_settings(text) for text in options.merging]
     settings = list_settings(
         options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, methods
