@@ -69,12 +69,12 @@ def compare(
     from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, save_png
     from ppdiffusers_tome.evaluation.results import make_result, write_result
 
-    steps, merging = steps or steps_for(args, size), merging or {}
+    steps, merging = steps or steps_for(args, size), {**args.merging, **(merging or {})}
     settings = {"model": fit_to_size(pipe, args, size), "seed": args.seed, "steps": steps}
     settings |= {"size": size, "guidance_scale": args.guidance_scale, "xformers": args.xformers}
     settings |= {**details, **({"merging": merging} if merging else {})}
     about = {**settings, "ppdiffusers_tome": __version__}
-    configs = [str(ToMeConfig(ratio=ratio)) for ratio in args.ratio]
+    configs = [str(ToMeConfig(ratio=ratio, **args.merging)) for ratio in args.ratio]
     print(f"\n{size} px, prompts: {len(prompts)}, steps: {steps}, seed: {args.seed}")
     pipe.set_progress_bar_config(desc="warm-up", leave=False)
     draw(prompts[0], num_inference_steps=warm_up)

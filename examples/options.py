@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import inspect
 import io
 import os
@@ -31,7 +32,8 @@ def make_parser(doc: str, tiny: str | None = None, bundled: bool = True) -> argp
             "--tiny", action="store_const", const=tiny, help="a tiny random model: no download, the images are noise"
         )
     parser.set_defaults(tiny=None)
-    add("--ratio", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="one row each (default: 0.25 0.5 0.75)")
+    add("--ratio", type=float, nargs="+", help="one row each (default: 0.25 0.5 0.75, or --config's)")
+    add("--config", type=Path, help="settings file, which ToMeConfig.save writes (default: the default settings)")
     add("--seed", type=int, default=0, help="of the noise, the same for every image (default: 0)")
     add("--steps", type=int, help="default: 20; 10 for the bundled model above 128 px, 4 for a tiny one")
     add("--size", type=int, nargs="+", help="px; a table and a PNG each (default: 128 256, or the model's own size)")
@@ -75,8 +77,12 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, class_name: 
     ppdiffusers.utils.logging.set_verbosity_error()
     half = not args.bundled and paddle.device.get_device() != "cpu"
     try:
+        config = ToMeConfig() if args.config is None else ToMeConfig.load(args.config)
+        args.ratio = args.ratio or ([0.25, 0.5, 0.75] if args.config is None else [config.ratio])
+        others = [field for field in dataclasses.fields(config) if field.name != "ratio"]
+        args.merging = {f.name: value for f in others if (value := getattr(config, f.name)) != f.default}
         for ratio in args.ratio:
-            ToMeConfig(ratio=ratio)
+            ToMeConfig(ratio=ratio, **args.merging)
         if args.tiny:
             import tiny
 
@@ -85,7 +91,7 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, class_name: 
         else:
             dtype = paddle.float16 if half else paddle.float32
             pipe = getattr(ppdiffusers, class_name).from_pretrained(args.model, paddle_dtype=dtype)
-        pipe.apply_tome(ratio=args.ratio[0]).remove_tome()  # raises if the model has nothing to merge
+        pipe.apply_tome(ratio=args.ratio[0], **args.merging).remove_tome()  # raises if the model has nothing to merge
         args.output.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, ToMeError) as error:
         parser.error(" ".join(str(error).split()))

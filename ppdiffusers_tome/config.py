@@ -1,8 +1,10 @@
 """ToMeConfig: the settings of token merging, validated on creation. This module does not import Paddle."""
 
+import json
 import operator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from .errors import ToMeConfigError
@@ -12,7 +14,14 @@ SEEDS = 2**64  # seeds are below
 KV = "kv"  # of merge_attn: only keys and values merge
 SIMILARITY, GRID = "similarity", "grid"  # of match
 # The settings that tomesd does not have, as it merges without them.
-TOMESD_SETTINGS: dict[str, Any] = {"window": None, "proportional": False, "match": SIMILARITY, "blend": 1.0}
+TOMESD_SETTINGS: dict[str, Any] = {
+    "window": None,
+    "proportional": False,
+    "match": SIMILARITY,
+    "blend": 1.0,
+    "min_tokens": 0,
+}
+FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 1
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
 
 
@@ -47,15 +56,17 @@ class ToMeConfig:
             values are computed, so that every token keeps its own query and output; False merges nothing there.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
+        min_tokens: grids with fewer tokens stay plain, >= 0. A pass decides it by the grid that it sees, so that
+            merging can be left on for all image sizes and works where it pays.
 
     Raises:
         ToMeConfigError: a value has the wrong type or is out of range, or all three `merge_…` are False. The
             message names the argument, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
-    `seed`, `window`, `proportional`, `match`, `blend` and the value "kv" are new; a ratio above the maximum is an
-    error, where tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default of 1 merges
-    nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022,
+    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens` and the value "kv" are new; a ratio above the
+    maximum is an error, where tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default
+    of 1 merges nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022,
     arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024, arXiv:2402.13573)
     and the IE-KVD of BiGain with blend=0.1 (arXiv:2603.12240).
 
@@ -77,6 +88,7 @@ class ToMeConfig:
     merge_attn: bool | str = True
     merge_crossattn: bool = False
     merge_mlp: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {name: _flag(name, getattr(self, name)) for name in _FLAGS}
@@ -91,6 +103,7 @@ class ToMeConfig:
         checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
         checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"], self.match == GRID)
         checked["blend"] = _blend(self.blend)
+        checked["min_tokens"] = _min_tokens(self.min_tokens)
         checked["window"] = None if self.window is None else _window(self.window)
         checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
         checked["seed"] = None if self.seed is None else _seed(self.seed)
@@ -105,8 +118,10 @@ class ToMeConfig:
             dst: dst tokens among them: one per complete cell; 0 in a grid smaller than one cell, where nothing merges.
 
         Returns:
-            r = ⌊N·ratio⌋, at most N - dst, as in tomesd; N - dst with match="grid".
+            r = ⌊N·ratio⌋, at most N - dst, as in tomesd; N - dst with match="grid"; 0 below min_tokens.
         """
+        if tokens < self.min_tokens:
+            return 0
         if self.match == GRID and self.ratio and dst:
             return tokens - dst
         return min(int(tokens * self.ratio), tokens - dst) if dst else 0
@@ -129,7 +144,51 @@ class ToMeConfig:
         words += ["proportional"] * (self.proportional and bool(self.merge_attn))
         words += ["fixed dst"] * (not self.use_rand)
         words += ["" if self.max_downsample is None else f"max_downsample {self.max_downsample}"]
+        words += [f"from {self.min_tokens} tokens"] * bool(self.min_tokens)
         return ", ".join(filter(None, words))
+
+    def save(self, path: str | Path, **details: Any) -> None:
+        """Write a settings file (JSON), which `load` and `apply_tome(config=…)` read.
+
+        Args:
+            path: of the file; an earlier one is replaced.
+            details: further content of the file, such as what the settings were chosen by; `load` ignores it.
+
+        Example:
+            >>> ToMeConfig(ratio=0.6).save("tome_config.json")
+            >>> ToMeConfig.load("tome_config.json").ratio
+            0.6
+        """
+        content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": asdict(self), **details}
+        Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ToMeConfig":
+        """Read a settings file that `save` wrote. Settings that it lacks have their defaults.
+
+        Raises:
+            ToMeConfigError: the file is missing or damaged, has another format or version, or contains a setting
+                that does not exist or is not allowed. The message names the file.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
+                raise ToMeConfigError(f'it is not a settings file: it must have "format": "{FILE_FORMAT}".')
+            if content.get("version") != FILE_VERSION:
+                raise ToMeConfigError(
+                    f"version {content.get('version')!r:.50} of the format cannot be read, only {FILE_VERSION}: write "
+                    "the file again with this release."
+                )
+            settings, names = content.get("settings"), [f.name for f in fields(cls)]
+            if not isinstance(settings, dict):
+                raise ToMeConfigError('it has no object "settings".')
+            if unknown := sorted(settings.keys() - names):
+                raise ToMeConfigError(f"{unknown[0]!r:.80} is not a setting: use {', '.join(names)}.")
+            return cls(**settings)
+        except ToMeConfigError as error:
+            raise ToMeConfigError(f"{path}: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
+            raise ToMeConfigError(f"{path} cannot be read as a settings file: {error}") from error
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -194,6 +253,15 @@ def _window(value: Any) -> int:
         raise ToMeConfigError(
             f"window={value!r} is not allowed: it must be an integer number of tokens, 1 or more, or None for the "
             "whole grid."
+        )
+    return number
+
+
+def _min_tokens(value: Any) -> int:
+    number = _integer(value)
+    if number is None or number < 0:
+        raise ToMeConfigError(
+            f"min_tokens={value!r} is not allowed: it must be an integer number of tokens, 0 or more."
         )
     return number
 

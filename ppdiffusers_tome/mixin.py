@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from paddle import nn
@@ -22,6 +23,7 @@ def apply_tome(
     target: PipelineOrModel,
     ratio: float = 0.5,
     *,
+    config: ToMeConfig | str | Path | None = None,
     max_downsample: int | None = None,
     sx: int = 2,
     sy: int = 2,
@@ -34,6 +36,7 @@ def apply_tome(
     merge_attn: bool | str = True,
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
+    min_tokens: int = 0,
     controlnet: bool | float = True,
 ) -> PipelineOrModel:
     """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
@@ -44,6 +47,7 @@ def apply_tome(
             transformers.
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
             faster, and the image differs more from the plain one. 0.5, the default, is a good start.
+        config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote.
         max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None,
             the default, is the shallowest level with attention in each model: 1 in Stable Diffusion, 2 in SDXL. The
             tokens of a DiT, PixArt or SD3 transformer all lie on one grid, so it has no effect there.
@@ -63,6 +67,7 @@ def apply_tome(
             tokens of the joint attention, never the text.
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
+        min_tokens: grids with fewer tokens stay plain, >= 0; each pass decides it by the grid that it sees.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
             them.
 
@@ -96,7 +101,14 @@ def apply_tome(
         merge_attn=merge_attn,
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
+        min_tokens=min_tokens,
     )
+    if config is not None:
+        if common != ToMeConfig():
+            raise ToMeConfigError(
+                f"config cannot be combined with other settings ({common.describe()}): change them in the config."
+            )
+        common = config if isinstance(config, ToMeConfig) else ToMeConfig.load(config)
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "

@@ -22,7 +22,10 @@ class BlockSummary:
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
     kept: int  # tokens after merging, of grid.tokens
-    merges: tuple[str, ...]  # some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"
+    is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
+    merges: tuple[
+        str, ...
+    ]  # where it merges if it is not gated: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class ToMeSummary:
             lines.append(f"{'block':<{width}}  level  grid       tokens kept      merges")
             for b in self.blocks:
                 grid, kept = f"{b.grid.h}×{b.grid.w}", f"{b.kept} of {b.grid.tokens}"
-                name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges)
+                name, merges = f"{b.denoiser}.{b.path}", "plain (min_tokens)" if b.is_gated else ", ".join(b.merges)
                 lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {kept:<15}  {merges}")
         if self.macs is None or self.saved_share is None:
             lines.append("MACs: cannot be counted for this kind of model")
@@ -83,7 +86,8 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
             kept = grid.tokens - count_removed(grid, config)
-            blocks.append(BlockSummary(name, block.path, block.level, grid, kept, merges))
+            is_gated = grid.tokens < config.min_tokens
+            blocks.append(BlockSummary(name, block.path, block.level, grid, kept, is_gated, merges))
             saved += saved_macs(block, config, latent, text) if countable else 0
     return ToMeSummary(
         settings={name: config.describe() if config else "off" for name, config in configs.items()},

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,7 @@ def test_defaults():
         "merge_attn": True,
         "merge_crossattn": False,
         "merge_mlp": False,
+        "min_tokens": 0,
     }
 
 
@@ -173,3 +176,60 @@ def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed):
 def test_describe_has_ratio_and_changed_settings():
     assert ToMeConfig().describe() == "ratio=0.5"
     assert ToMeConfig(ratio=0.25, seed=None, sx=4).describe() == "ratio=0.25, sx=4, seed=None"
+
+
+# Settings files
+
+
+def test_a_settings_file_gives_back_the_config(tmp_path):
+    path = tmp_path / "tome_config.json"
+    config = ToMeConfig(0.75, merge_attn="kv", match="grid", blend=0.1, seed=None, min_tokens=1024)
+    config.save(path, figures={"speed_up": 1.5})
+    assert ToMeConfig.load(path) == ToMeConfig.load(str(path)) == config
+    assert json.loads(path.read_text())["figures"] == {"speed_up": 1.5}
+    path.write_text('{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ratio": 0.25}}')
+    assert ToMeConfig.load(path) == ToMeConfig(0.25)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read"),
+        (b'{"format": ', "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b"[]", "not a settings file"),
+        (b'{"ratio": 0.5}', "not a settings file"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 2, "settings": {}}', "version 2 of the format"),
+        (b'{"format": "ppdiffusers_tome.config", "settings": {}}', "version None"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 1}', "no object"),
+        (
+            b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ration": 1}}',
+            "'ration' is not a setting",
+        ),
+        (b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ratio": 0.9}}', r"ratio=0\.9"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ratio": "0.5"}}', "ratio='0.5'"),
+    ],
+)
+def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, message):
+    path = tmp_path / "tome_config.json"
+    path.write_bytes(content)
+    with pytest.raises(ToMeConfigError, match=rf"tome_config\.json.*{message}"):
+        ToMeConfig.load(path)
+    with pytest.raises(ToMeConfigError, match=r"missing\.json cannot be read"):
+        ToMeConfig.load(tmp_path / "missing.json")
+
+
+# The gate
+
+
+@pytest.mark.parametrize(("tokens", "removed"), [(255, 0), (256, 128), (1024, 512)])
+def test_grids_with_fewer_tokens_stay_plain(tokens, removed):
+    assert ToMeConfig(0.5, min_tokens=256).removed(tokens, tokens // 4) == removed
+    assert ToMeConfig(0.75, match="grid", min_tokens=256).removed(tokens, tokens // 4) == 1.5 * removed
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "64", None])
+def test_invalid_min_tokens(value):
+    with pytest.raises(ToMeConfigError, match=r"min_tokens=.*0 or more"):
+        ToMeConfig(min_tokens=value)

@@ -69,9 +69,9 @@ def test_manifest_is_unchanged_by_reading_and_saving(exported_folder, tmp_path):
         (0.75, {"match": "grid", "blend": 0.1, "proportional": False}),
     ],
 )
-def test_other_methods_are_exported_and_described(tiny, tmp_path, ratio, settings):
+def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
     """Each program is compared with eager while it is written."""
-    manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], **settings)
+    manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], others=exported_folder, **settings)
     read = read_manifest(tmp_path / "out", verify=True)
     config = ToMeConfig(ratio=ratio, **settings)
     assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
@@ -128,14 +128,14 @@ def test_model_index_is_what_ppdiffusers_reads(exported_folder):
     assert index["safety_checker"] == [None, None]
 
 
-def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, tmp_path):
+def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_folder, tmp_path):
     tiny.apply_tome(ratio=0.25, use_rand=False)
     try:
         before = traces(tiny.unet), traces(tiny.vae), traces(tiny.text_encoder), str(tiny.tome_summary())
         with paddle.no_grad():
             latents = paddle.randn([1, 4, 16, 16])
             before_export = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
-            manifest = export(tiny, tmp_path / "out")
+            manifest = export(tiny, tmp_path / "out", others=exported_folder)
             after_export = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
         assert before == (
             traces(tiny.unet),
@@ -320,8 +320,8 @@ def test_command_exports_a_folder(tiny, tmp_path, capsys):
 def test_command_passes_the_settings_that_are_given(monkeypatch, tmp_path, capsys):
     passed = []
 
-    def record(*args, **settings):
-        passed.append(settings)
+    def record(pipe, folder, ratios, sizes, **options):
+        passed.append({"ratios": ratios, "settings": {name: options[name] for name in names if name in options}})
         raise ToMeConfigError("only the arguments matter here")
 
     monkeypatch.setattr(export_command, "load_for_export", lambda *args: None)
@@ -355,7 +355,14 @@ def test_command_passes_the_settings_that_are_given(monkeypatch, tmp_path, capsy
         },
     }.items():
         assert main(["export", "--model", "x", "--output", str(tmp_path / "out"), *text.split()]) == 2
-        assert {name: value for name, value in passed[-1].items() if name in names} == expected
+        assert passed[-1] == {"ratios": 0.5, "settings": expected}
+    path = tmp_path / "tome_config.json"
+    ToMeConfig(0.6, window=8, min_tokens=1024).save(path)
+    command = ["export", "--model", "x", "--output", str(tmp_path / "out"), "--config", str(path)]
+    for options, changes in {"": {}, "--window none --ratio 0.25 0": {"window": None}}.items():
+        assert main([*command, *options.split()]) == 2
+        assert ToMeConfig(0.6, **passed[-1]["settings"]) == dataclasses.replace(ToMeConfig.load(path), **changes)
+        assert passed[-1]["ratios"] == ([0.25, 0] if options else 0.6)
     for wrong in (["--merge-attn", "keys"], ["--match", "cells"], ["--window", "x"]):
         with pytest.raises(SystemExit):
             main(["export", "--model", "x", "--output", str(tmp_path / "out"), *wrong])

@@ -13,7 +13,7 @@ from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
-from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeMixin, patch
+from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeMixin, patch
 from ppdiffusers_tome.evaluation.quality.merge_maps import record_plans
 from ppdiffusers_tome.inference import export_pipeline
 
@@ -116,6 +116,35 @@ def test_batches(pipe, batch):
     assert together.shape == (batch, 64, 96, 3)
     for i in range(batch):  # one dst pattern for all: an image does not depend on the others
         np.testing.assert_allclose(images(prompts[i], latents[i : i + 1])[0], together[i], atol=1e-4)
+
+
+def test_settings_file_in_place_of_settings(pipe, tmp_path):
+    path, config = tmp_path / "tome_config.json", ToMeConfig(0.25, window=None)
+    config.save(path)
+    for source in (path, str(path), config):
+        assert patch.config_of(pipe.remove_tome().apply_tome(config=source).unet) == config
+    with pytest.raises(ToMeConfigError, match=r"config cannot be combined .*ratio=0\.4, sx=4"):
+        pipe.apply_tome(0.4, config=path, sx=4)
+    path.write_text("{}")
+    with pytest.raises(ToMeConfigError, match="not a settings file"):
+        pipe.apply_tome(config=path)
+    assert patch.config_of(pipe.unet) == config, "an error changes nothing"
+
+
+def test_grids_below_min_tokens_stay_plain(pipe):
+    """Level 1 has 256 tokens at 64 px and 1,024 at 128 px, level 2 a quarter of these."""
+    plain, merged = draw(pipe), {}
+    for smallest in (256, 257):
+        with pipe.tome(ratio=0.5, min_tokens=smallest):
+            merged[smallest] = draw(pipe)
+    np.testing.assert_array_equal(merged[257], plain)
+    assert np.abs(merged[256] - plain).max() > 1e-3
+    with pipe.tome(ratio=0.5, max_downsample=2, min_tokens=256):
+        np.testing.assert_array_equal(draw(pipe), merged[256])
+        summary = pipe.tome_summary(height=64, width=64)
+        assert {(block.level, block.is_gated) for block in summary.blocks} == {(1, False), (2, True)}
+        assert str(summary).count("plain (min_tokens)") == sum(block.is_gated for block in summary.blocks)
+        assert not any(block.is_gated for block in pipe.tome_summary(height=128, width=128).blocks)
 
 
 def test_without_guidance_the_batch_is_odd_and_merges(pipe):

@@ -16,7 +16,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option = export.add_argument
     option("--model", required=True, help="ppdiffusers folder or hub name")
     option("--output", type=Path, required=True, help="folder to write")
-    option("--ratio", type=float, nargs="+", default=[0.5], help="one or several; 0 does not merge (default: 0.5)")
+    option("--ratio", type=float, nargs="+", help="one or several; 0 does not merge (default: 0.5, or --config's)")
     option("--size", nargs="+", help="one or several, px or WIDTHxHEIGHT in px (default: the model's own)")
     option(
         "--dynamic",
@@ -35,17 +35,19 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     sizes = [parse_size(text) for text in options.size] if options.size else None
+    settings = merge_settings(options)
+    own_ratio = settings.pop("ratio", 0.5)
     manifest = export_pipeline(
         load_for_export(options.model, options.controlnet, not options.no_safety_checker),
         options.output,
-        options.ratio,
+        own_ratio if options.ratio is None else options.ratio,
         sizes,
         dynamic=options.dynamic,
         image_to_image=options.img2img,
         controlnet=True if options.controlnet_ratio is None else options.controlnet_ratio,
         format=options.format,
         overwrite=options.overwrite,
-        **merge_settings(options),
+        **settings,
     )
     print(_describe(manifest, options.output))
     return 0

@@ -1,7 +1,8 @@
 """Options of the command line for the settings of token merging, except the ratio."""
 
 import argparse
-from dataclasses import fields
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from ..config import GRID, KV, SIMILARITY, ToMeConfig
@@ -13,6 +14,7 @@ _MERGE_ATTN: dict[str, bool | str] = {"true": True, "false": False, KV: KV}
 def add_merge_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `merge_settings` reads."""
     option, defaults = command.add_argument_group("token merging").add_argument, ToMeConfig()
+    option("--config", type=Path, help="settings file, which ToMeConfig.save writes; other options replace its values")
 
     def default(name: str, text: str | None = None) -> dict[str, Any]:
         """An option that is not given is absent, so that `ToMeConfig` alone decides; only the help names defaults."""
@@ -42,11 +44,19 @@ def add_merge_options(command: argparse.ArgumentParser) -> None:
     option("--merge-attn", type=_merge_attn, metavar="true|false|kv", **default("merge_attn", attn))
     option("--merge-crossattn", action="store_true", **default("merge_crossattn", "merge around cross-attention too"))
     option("--merge-mlp", action="store_true", **default("merge_mlp", "merge around feed-forward layers too"))
+    smallest = f"grids with fewer tokens stay plain {shown('min_tokens')}"
+    option("--min-tokens", type=int, **default("min_tokens", smallest))
 
 
 def merge_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given as options, as arguments of `ToMeConfig`."""
-    return {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
+    """The settings of --config and those that were given as options, as arguments of `ToMeConfig`; with the ratio only
+    from a file.
+
+    Raises:
+        ToMeConfigError: the file cannot be read.
+    """
+    given = {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
+    return given if options.config is None else {**asdict(ToMeConfig.load(options.config)), **given}
 
 
 def _int_or_none(text: str) -> int | None:

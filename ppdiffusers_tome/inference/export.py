@@ -62,7 +62,8 @@ def export_pipeline(
             merge, such as text encoder and VAE, are linked instead of written again.
         progress: show a progress bar.
         settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
-            merge_attn, merge_crossattn, merge_mlp. dynamic=True needs window=None and match="similarity".
+            merge_attn, merge_crossattn, merge_mlp, min_tokens. dynamic=True needs window=None, match="similarity" and
+            min_tokens=0.
 
     Returns:
         The manifest that was written to `tome.json`.

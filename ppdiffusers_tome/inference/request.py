@@ -104,6 +104,8 @@ def check_request(
             raise ToMeConfigError(
                 f"dynamic=True needs match={SIMILARITY!r} (--match {SIMILARITY}): cells only divide a known grid."
             )
+        if any(config.min_tokens for config in merging):
+            raise ToMeConfigError("dynamic=True needs min_tokens=0 (--min-tokens 0): it only applies to a known grid.")
         if any(config.window is not None for config in merging):
             raise ToMeConfigError("dynamic=True needs window=None (--window none): windows only divide a known grid.")
     return Request(
