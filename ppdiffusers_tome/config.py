@@ -160,7 +160,9 @@ class ToMeConfig:
             0.6
         """
         content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": asdict(self), **details}
-        Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial = Path(f"{path}.partial")
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)  # an earlier file is complete until then
 
     @classmethod
     def load(cls, path: str | Path) -> "ToMeConfig":

@@ -192,6 +192,19 @@ def test_second_pass_starts_from_the_enlarged_first_and_merges(examples, tmp_pat
     assert "Both passes: plain" in capsys.readouterr().out
 
 
+def test_bundled_models_differ_in_the_unet_alone():
+    small, large = EXAMPLES / "emoji_sd", EXAMPLES / "emoji_sd_256"
+    files = {path.relative_to(large) for path in large.rglob("*") if path.is_file()}
+    own = {path for path in files if path.parts[0] in ("unet", "README.md", "samples.png")}
+    assert len(files - own) >= 10
+    for path in files - own:
+        assert (large / path).read_bytes() == (small / path).read_bytes(), path
+    unet = ppdiffusers.UNet2DConditionModel.from_pretrained(str(large / "unet"), paddle_dtype=paddle.float32)
+    unet.apply_tome(0.5, max_downsample=4)
+    grids = {block.level: block.grid.tokens for block in unet.tome_summary(height=64, width=64).blocks}
+    assert grids == {1: 4096, 2: 1024, 4: 256}
+
+
 def test_inpaint_regenerates_the_white_region_and_merges(examples, tmp_path):
     right = tmp_path / "right.png"
     Image.fromarray(np.repeat([[0, 255]], 64, axis=1).repeat(128, axis=0).astype("uint8")).save(right)

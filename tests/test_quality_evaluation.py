@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from conftest import tiny_pipeline
+from conftest import EMOJI_SD, tiny_pipeline
 from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
@@ -202,6 +202,14 @@ def test_quick_replaces_defaults_alone(model, tmp_path, monkeypatch):
     for options in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--batch", "4", "--ablations", "use_rand"]):
         assert main([*command, *options]) == 2
     assert runs == [(64, 2, 2, ["0.5"], 2), (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 4)]
+
+
+@pytest.mark.parametrize(("size", "name"), [(128, "emoji_sd"), (256, "emoji_sd_256")])
+def test_the_bundled_model_is_the_one_of_the_size(monkeypatch, tmp_path, size, name):
+    monkeypatch.chdir(EMOJI_SD.parents[1])
+    monkeypatch.setattr(evaluation, "evaluate", lambda evaluation, *_, **__: pytest.fail(evaluation.model))
+    with pytest.raises(pytest.fail.Exception, match=f"examples/{name}$"):
+        main(["evaluate", "--size", str(size), "--output", str(tmp_path)])
 
 
 def test_results_of_another_kind_or_format_are_refused(tmp_path, capsys):

@@ -22,7 +22,7 @@ SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
 ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
 DONE = "converted"  # what the process writes after each program
 SCRIPT = f"""
-import ctypes, json, sys, traceback, paddle2onnx
+import ctypes, json, sys, paddle2onnx
 for line in sys.stdin:
     program, params, target = json.loads(line)
     options = {{"optimize_tool": "None"}} if program.endswith(".json") else {{}}
@@ -90,14 +90,15 @@ class Converter:
                 readable = Path(folder) / program.name
                 _write_readable(program, readable)
                 program = readable
-            problem = self._run([str(program), str(params), str(target)])
-        if problem is not None:
-            target.unlink(missing_ok=True)  # it writes wrong files too
-            raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {problem}")
+            status, lines = self._run([str(program), str(params), str(target)])
+        is_written = target.is_file() and target.stat().st_size > 0
+        if status or not is_written or any("[ERROR]" in line for line in lines):
+            target.unlink(missing_ok=True)  # it writes wrong and empty files too
+            raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
         return target
 
-    def _run(self, files: list[str]) -> str | None:
-        """What went wrong, or None."""
+    def _run(self, files: list[str]) -> tuple[int, list[str]]:
+        """The exit status of the process, 0 if it goes on, and the lines that it wrote."""
         if self._process is None:
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             command = [sys.executable, "-c", SCRIPT]
@@ -109,12 +110,11 @@ class Converter:
         lines: list[str] = []
         for line in self._process.stdout:
             if line.strip() == DONE:
-                is_wrong = any("[ERROR]" in line or "failed" in line for line in lines)
-                return _reason(lines) if is_wrong else None
+                return 0, lines
             lines.append(line.strip())
         status = self._process.wait()
         self.close()
-        return _reason(lines) or f"it ended with {f'signal {-status}' if status < 0 else f'exit status {status}'}"
+        return status or 1, lines  # it ended without a result
 
 
 def _write_readable(program: Path, target: Path) -> None:
@@ -138,13 +138,13 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
         yield from _dicts(item)
 
 
-def _reason(lines: list[str]) -> str | None:
-    """The converter's line about what it cannot convert, if there is one."""
+def _reason(lines: list[str], status: int) -> str:
+    """The converter's line about what it cannot convert, or how it ended."""
     for words in ("not support", "Only support", "rror", "ailed"):  # the most telling first
         for line in lines:
             if words in line:
                 return line[:300]
-    return None
+    return f"it ended with {f'signal {-status}' if status < 0 else f'exit status {status}'}"
 
 
 class SharedWeights:

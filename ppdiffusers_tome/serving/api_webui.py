@@ -181,12 +181,11 @@ def _second_pass(
     height, width = values.height or height, values.width or width
     x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
     scale = 2.0 if values.hr_scale is None else values.hr_scale
-    larger = (
-        (x or y * width // height, y or x * height // width) if x or y else (int(width * scale), int(height * scale))
-    )
+    if not x and not y:
+        x, y = int(width * scale), int(height * scale)
     return SecondPass(
-        height=larger[1],
-        width=larger[0],
+        height=y or x * height // width,
+        width=x or y * width // height,
         ratio=limits.ratios[0] if ratio is None else ratio,
         steps=values.hr_second_pass_steps or values.steps or default_steps,
         strength=0.75 if values.denoising_strength is None else values.denoising_strength,
