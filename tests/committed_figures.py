@@ -5,7 +5,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,8 +212,38 @@ def quality_table(language: int) -> Iterator[list[Figure]]:
     yield [Figure(LABELS[OTHER_SEEDS][language], "label"), none, *cells, last]
 
 
+LARGE_METHODS = [*((ToMeConfig(ratio=ratio), LABELS["default"]) for ratio in (0.25, 0.5, 0.75)), METHODS[-1]]
+
+
+def large_table(language: int) -> Iterator[list[Figure]]:
+    """Each method at 256 px: ratio, the measures of images, one pass in milliseconds and its speed-up."""
+    images, times = "results/quality_256.json", "emoji_256_unet"
+    (case,) = read(f"results/{times}.json")["cases"]
+    arms = [Arm(times, case, values) for values in case["arms"] if values["backend"] == "predictor"]
+    (plain,) = (one for one in arms if one.values["arm"] == "plain")
+    for config, labels in LARGE_METHODS:
+        (drawn,) = [
+            row
+            for row in read(images)["settings"]
+            if row["framework"] == "Paddle" and ToMeConfig(**row["config"]) == config
+        ]
+        (merged,) = (
+            one for one in arms if one.values["arm"] == "tome" and ToMeConfig(**one.values["config"]) == config
+        )
+        medians = {name: statistics.median(drawn["pairs"][name]) for name in ("psnr", "perceptual")}
+        yield [
+            Figure(labels[language], f"label of {config.method}"),
+            Figure(f"{config.ratio:g}", f"{images}: settings.config.ratio"),
+            Figure(f"{medians['psnr']:.1f}", f"{images}: pairs.psnr"),
+            Figure(f"{medians['perceptual']:.4f}", f"{images}: pairs.perceptual"),
+            plain.seconds(".0f", 1e-3),
+            merged.seconds(".0f", 1e-3),
+            merged.speed_up(plain),
+        ]
+
+
 def _drawn(kind: str, config: ToMeConfig) -> dict[str, Any]:
-    (match,) = [row for row in read(FRONTIER[kind])["settings"] if row["config"] == asdict(config)]
+    (match,) = [row for row in read(FRONTIER[kind])["settings"] if ToMeConfig(**row["config"]) == config]
     return match
 
 
@@ -234,7 +264,8 @@ def gain(kind: str) -> Figure:
 
 
 def images_per_setting(kind: str = "128") -> Figure:
-    return Figure(f"{len(read(FRONTIER[kind])['prompts'])}", f"{FRONTIER[kind]}: prompts")
+    file = FRONTIER.get(kind, f"results/quality_{kind}.json")
+    return Figure(f"{len(read(file)['prompts'])}", f"{file}: prompts")
 
 
 def change_against_seed() -> Figure:
