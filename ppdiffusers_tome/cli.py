@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from ._version import __version__
-from .commands import bench, evaluate, export, families, generate, serve
+from .commands import bench, evaluate, export, families, generate, serve, tune
 from .errors import ToMeError
 
-COMMANDS = (bench, evaluate, families, export, generate, serve)
+COMMANDS = (bench, evaluate, tune, families, export, generate, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
