@@ -72,7 +72,7 @@ def make_figures(path, ratios=tuple(LANDSCAPE), restart=False, **belongs_to):
 
 def find(path, goal, fake, stages=STAGES, report=lambda text: None):
     """The ratio that the search chooses; None if it chooses none."""
-    chosen = search(make_figures(path), goal, stages, fake.time, fake.compare, report, lambda: fake.now)
+    chosen = search(make_figures(path), goal, stages, fake.time, fake.compare, report, clock=lambda: fake.now)
     return chosen and chosen.config.ratio
 
 
@@ -119,13 +119,13 @@ def test_no_candidate_is_chosen_if_none_reaches_the_goal(tmp_path):
 
 
 def test_what_was_left_behind_is_measured_if_all_finalists_fall_short(tmp_path):
-    # Few rounds flatter the nearest three, and 0.3 is the nearest of those that are left.
+    # Few rounds flatter the nearest three; of the others, 0.33 is the nearest that reaches the goal, then 0.4.
     fake = FakeMeasurement(early={0.05: 1.31, 0.1: 1.31, 0.2: 1.31, 0.7: 1.2})
     fake.landscape = {**LANDSCAPE, 0.3: (1.35, 28.0, 0.05)}
     goal = Goal(SPEED_UP, 1.3)
-    assert find(tmp_path, goal, fake, [Stage(3, 2), Stage(3, 4), Stage(9, 8)]) == 0.4
+    assert find(tmp_path, goal, fake, [Stage(3, 2), Stage(3, 4), Stage(9, 8)]) == 0.33
     finalists = [ratio for ratio, rounds in fake.timed if rounds == 9]
-    assert set(finalists[:3]) == {0.05, 0.1, 0.2} and 0.4 in finalists[3:]
+    assert set(finalists[:3]) == {0.05, 0.1, 0.2} and finalists[3:] == [0.33, 0.4]
 
 
 def test_what_is_just_short_of_the_goal_and_nearer_goes_on(tmp_path):
@@ -229,12 +229,45 @@ def test_figures_of_something_else_are_refused(tmp_path):
 
 def test_known_candidates_differ_and_are_at_all_levels():
     configs = known_candidates(Grid(64, 64), [1, 2, 4])
-    assert len(set(configs)) == len(configs) > 15
-    assert {config.max_downsample for config in configs} == {None, 2, 4}
+    assert len(set(configs)) == len(configs) == 10
+    assert {config.max_downsample for config in configs} == {None, 2}
     assert {config.window for config in configs} == {16, None}
     small = known_candidates(Grid(16, 16), [1])
     assert small and all(config.window is not None for config in small)  # windows of 16 are the whole grid
     assert not known_candidates(Grid(1, 1), [1])
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "between"),
+    [
+        (SPEED_UP, 1.3, [0.25, 0.35, 0.45]),  # 0.3, 0.4 and 0.5 reach it and are nearer with a lower ratio
+        (PSNR, 35, [0.45, 0.35, 0.25]),  # 0.4, 0.3 and 0.2 reach it and are faster with a higher ratio
+        (SPEED_UP, 3, [0.72, 0.65, 0.55]),  # none reaches it: faster, up to the largest ratio
+    ],
+)
+def test_ratios_between_those_of_the_best(measure, value, between, monkeypatch):
+    monkeypatch.setattr(tuning, "SMALLEST_STEP", 0.02)
+    ratios = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    figures = ((ratio, *LANDSCAPE[ratio]) for ratio in ratios)
+    candidates = [Candidate(ToMeConfig(r), [speed_up], [psnr], [far]) for r, speed_up, psnr, far in figures]
+    cells = ToMeConfig(0.75, match="grid", merge_attn="kv")
+    candidates.append(Candidate(cells, [1.0], [70.0], [1.0]))
+    assert [config.ratio for config in tuning.ratios_between(candidates, Goal(measure, value))] == between
+    monkeypatch.setattr(tuning, "SMALLEST_STEP", 0.06)
+    assert not tuning.ratios_between(candidates, Goal(measure, value))
+
+
+def test_ratios_between_are_measured_and_stored(tmp_path):
+    landscape = {ratio: (1 + ratio, 60 - 40 * ratio, ratio) for ratio in (0.05, 0.15, 0.3, 0.4, 0.5, 0.62, 0.75)}
+
+    def run(fake):
+        figures = make_figures(tmp_path, [0.3, 0.5, 0.75])
+        measured = fake.time, fake.compare, lambda text: None
+        return search(figures, Goal(SPEED_UP, 1.4), STAGES, *measured, refines=True).config.ratio
+
+    assert run(FakeMeasurement(landscape)) == 0.4
+    again = FakeMeasurement(landscape)
+    assert run(again) == 0.4 and not any(rounds == 9 for ratio, rounds in again.timed if ratio == 0.4)
 
 
 # The command

@@ -112,7 +112,8 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     timer = partial(time_candidates, case, evaluation, folder, command)
     comparer = partial(compare_candidates, evaluation, folder)
     stages = make_stages(options.rounds, options.count)
-    chosen = search(figures, goal, stages, timer, comparer, partial(print, file=sys.stderr, flush=True))
+    report = partial(print, file=sys.stderr, flush=True)
+    chosen = search(figures, goal, stages, timer, comparer, report, refines=not options.merging)
     candidates = figures.candidates
     if failures := [candidate for candidate in candidates if candidate.failure]:
         print("\n".join(f"not measured: {failed.config.describe()}: {failed.failure}" for failed in failures))

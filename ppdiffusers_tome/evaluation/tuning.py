@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,17 @@ SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 MARGINS = {SPEED_UP: 0.05, PSNR: 0.05, PERCEPTUAL: 0.25}
 FEWEST = 3  # candidates that are left at the end
 TODO: dict[str, Any] = {"merge_attn": KV, "match": GRID, "blend": 0, "proportional": False, "use_rand": False}
-# The methods on the frontiers of benchmarks/frontier.md, and their ratios.
+# The methods on the frontiers of benchmarks/frontier.md, and their first ratios. They are few, because a program takes
+# longer to export than to time.
 KNOWN: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
-    ({}, (0.3, 0.5, 0.6, 0.7, 0.75)),
-    ({"window": None}, (0.5, 0.75)),
+    ({}, (0.3, 0.5, 0.75)),
+    ({"window": None}, (0.5,)),
     ({"merge_attn": KV}, (0.5, 0.75)),
-    ({"merge_attn": KV, "window": None}, (0.5, 0.75)),
+    ({"merge_attn": KV, "window": None}, (0.75,)),
     (TODO, (0.75,)),
 )
-DEEPER: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.75, "merge_attn": KV}, {"ratio": 0.75, **TODO})
+DEEPER: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.75, **TODO})  # at the next level too
+SMALLEST_STEP = 0.04  # between ratios
 
 
 @dataclass
@@ -127,7 +129,7 @@ def make_stages(rounds: int, images: int) -> list[Stage]:
 
 
 def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
-    """What `tune` compares unless it is told otherwise: the known frontier, and some of it at deeper levels.
+    """What `tune` compares unless it is told otherwise: the known frontier, and some of it at the next level.
 
     Args:
         grid: of the tokens at the shallowest level with attention; what merges nothing there is left out, and the
@@ -137,7 +139,7 @@ def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
     configs = [ToMeConfig(**{"ratio": ratio, **method}) for method, ratios in KNOWN for ratio in ratios]
     if (side := ToMeConfig().window) is not None and max(grid.h, grid.w) <= side:
         configs = [config for config in configs if config.window is not None]
-    configs += [ToMeConfig(**method, max_downsample=level) for level in levels[1:] for method in DEEPER]
+    configs += [ToMeConfig(**method, max_downsample=level) for level in levels[1:2] for method in DEEPER]
     return [config for config in configs if count_removed(grid, config)]
 
 
@@ -164,6 +166,14 @@ class Figures:
         self.candidates = [stored.pop(config, Candidate(config)) for config in dict.fromkeys(configs)]
         self._others = list(stored.values())
         self._result = make_result("tuning", command, belongs_to=belongs_to)
+
+    def add(self, configs: Iterable[ToMeConfig]) -> list[Candidate]:
+        """Further candidates, with their figures if the file has them."""
+        stored = {candidate.config: candidate for candidate in self._others}
+        added = [stored.pop(config, Candidate(config)) for config in dict.fromkeys(configs)]
+        self._others = list(stored.values())
+        self.candidates += added
+        return added
 
     def save(self) -> None:
         """Write the file."""
@@ -200,6 +210,7 @@ def search(
     timer: Timer,
     comparer: Comparer,
     report: Callable[[str], None],
+    refines: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Candidate | None:
     """The candidate that reaches a goal best by the figures of the last stage; None if none reaches it.
@@ -212,6 +223,7 @@ def search(
         goal, stages: what is asked for, and how many figures each stage measures.
         timer, comparer: measure.
         report: is called with a line of text before each stage.
+        refines: after the first stage, add ratios between those of the best candidates.
         clock: seconds, for the time left.
     """
     seconds, counts = {"round": 0.0, "image": 0.0}, {"round": 0, "image": 0}
@@ -259,6 +271,9 @@ def search(
         left = seconds_left(len(running), number) if number else None
         report(text if left is None else f"{text}; at most {_minutes(left)} left")
         running = measure(running, stage)
+        if number == 0 and refines and (between := figures.add(ratios_between(running, goal))):
+            report(f"stage 1 of {len(stages)}: {len(between)} candidates with other ratios")
+            running += measure(between, stage)
         if number < len(stages) - 1:
             running = _better_half(running, goal)
     seen = {candidate.config for candidate in running}
@@ -281,6 +296,29 @@ def nearest(candidates: Sequence[Candidate], goal: Goal) -> Candidate | None:
 def is_faster_than_plain(candidate: Candidate) -> bool:
     """Whether the median of its speed-ups is above 1."""
     return candidate.failure is None and candidate.median(SPEED_UP) > 1
+
+
+def ratios_between(candidates: Sequence[Candidate], goal: Goal) -> list[ToMeConfig]:
+    """The best candidates, each with a ratio halfway to the next: nearer to plain or faster.
+
+    A candidate that reaches the goal goes on to what it gains by that, and any other towards the goal.
+    """
+    configs = [candidate.config for candidate in candidates]
+    found = []
+    for candidate in sorted(candidates, key=goal.rank)[:FEWEST]:
+        config = candidate.config
+        if config.match == GRID:  # which has one ratio
+            continue
+        ratios = [other.ratio for other in configs if replace(other, ratio=config.ratio) == config]
+        is_reached = goal.shortfall(candidate) == 0
+        if is_reached == (goal.measure == SPEED_UP):
+            bound = max([0.0, *(ratio for ratio in ratios if ratio < config.ratio)])
+        else:
+            bound = min([1 - 1 / (config.sx * config.sy), *(ratio for ratio in ratios if ratio > config.ratio)])
+        between = replace(config, ratio=round((config.ratio + bound) / 2, 2))
+        if abs(between.ratio - config.ratio) >= SMALLEST_STEP and between not in configs + found:
+            found.append(between)
+    return found
 
 
 def _better_half(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
