@@ -252,9 +252,9 @@ def test_ratios_between_those_of_the_best(measure, value, between, monkeypatch):
     candidates = [Candidate(ToMeConfig(r), [speed_up], [psnr], [far]) for r, speed_up, psnr, far in figures]
     cells = ToMeConfig(0.75, match="grid", merge_attn="kv")
     candidates.append(Candidate(cells, [1.0], [70.0], [1.0]))
-    assert [config.ratio for config in tuning.ratios_between(candidates, Goal(measure, value))] == between
+    assert [config.ratio for config in tuning.ratios_between(candidates, candidates, Goal(measure, value))] == between
     monkeypatch.setattr(tuning, "SMALLEST_STEP", 0.06)
-    assert not tuning.ratios_between(candidates, Goal(measure, value))
+    assert not tuning.ratios_between(candidates, candidates, Goal(measure, value))
 
 
 def test_ratios_between_are_measured_and_stored(tmp_path):
@@ -356,14 +356,14 @@ def test_a_goal_that_is_not_reached_writes_nothing(goal, near, command, tmp_path
 
 def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
     """Measured times decide, so any of the candidates may be chosen, or none."""
-    options = ["--psnr", "1", "--backend", "predictor", "--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75"]
+    options = ["--psnr", "1", "--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75"]
     assert command(*options) == 0
     file = tmp_path / "new" / "tuned.json"
     content = json.loads(file.read_text())
-    assert content["backend"] == "predictor" and len(content["candidates"]) == 2
+    assert content["backend"] == "eager" and len(content["candidates"]) == 2
     assert all(candidate["rounds"] == 2 for candidate in content["candidates"])
     figures = json.loads((tmp_path / "new" / "tuned.tune" / "figures.json").read_text())
-    assert figures["kind"] == "tuning" and figures["belongs_to"]["backend"] == "predictor"
+    assert figures["kind"] == "tuning" and figures["belongs_to"]["backend"] == "eager"
     for module, name in ((tune, "time_candidates"), (tune, "compare_candidates")):
         monkeypatch.setattr(module, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
     monkeypatch.setattr(tuning.Goal, "is_fast_enough", lambda *_: False)  # images of what is slow were not drawn

@@ -271,7 +271,7 @@ def search(
         left = seconds_left(len(running), number) if number else None
         report(text if left is None else f"{text}; at most {_minutes(left)} left")
         running = measure(running, stage)
-        if number == 0 and refines and (between := figures.add(ratios_between(running, goal))):
+        if number == 0 and refines and (between := figures.add(ratios_between(running, figures.candidates, goal))):
             report(f"stage 1 of {len(stages)}: {len(between)} candidates with other ratios")
             running += measure(between, stage)
         if number < len(stages) - 1:
@@ -298,18 +298,18 @@ def is_faster_than_plain(candidate: Candidate) -> bool:
     return candidate.failure is None and candidate.median(SPEED_UP) > 1
 
 
-def ratios_between(candidates: Sequence[Candidate], goal: Goal) -> list[ToMeConfig]:
-    """The best candidates, each with a ratio halfway to the next: nearer to plain or faster.
+def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate], goal: Goal) -> list[ToMeConfig]:
+    """The best of those that are running, each with a ratio halfway to the next of all candidates: nearer to plain or faster.
 
     A candidate that reaches the goal goes on to what it gains by that, and any other towards the goal.
     """
     configs = [candidate.config for candidate in candidates]
     found = []
-    for candidate in sorted(candidates, key=goal.rank)[:FEWEST]:
+    for candidate in sorted(running, key=goal.rank)[:FEWEST]:
         config = candidate.config
         if config.match == GRID:  # which has one ratio
             continue
-        ratios = [other.ratio for other in configs if replace(other, ratio=config.ratio) == config]
+        ratios = [other.ratio for other in configs if replace(other, ratio=0) == replace(config, ratio=0)]
         is_reached = goal.shortfall(candidate) == 0
         if is_reached == (goal.measure == SPEED_UP):
             bound = max([0.0, *(ratio for ratio in ratios if ratio < config.ratio)])
