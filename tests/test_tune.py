@@ -366,7 +366,6 @@ def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
     assert figures["kind"] == "tuning" and figures["belongs_to"]["backend"] == "eager"
     for module, name in ((tune, "time_candidates"), (tune, "compare_candidates")):
         monkeypatch.setattr(module, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
-    monkeypatch.setattr(tuning.Goal, "is_fast_enough", lambda *_: False)  # images of what is slow were not drawn
     assert command(*options) == 0
     assert json.loads(file.read_text())["candidates"] == content["candidates"]
     assert command(*options, "--size", "64") == 2

@@ -299,7 +299,7 @@ def is_faster_than_plain(candidate: Candidate) -> bool:
 
 
 def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate], goal: Goal) -> list[ToMeConfig]:
-    """The best of those that are running, each with a ratio halfway to the next of all candidates: nearer to plain or faster.
+    """The best of the running candidates, each with a ratio halfway to the next of all: nearer to plain or faster.
 
     A candidate that reaches the goal goes on to what it gains by that, and any other towards the goal.
     """
