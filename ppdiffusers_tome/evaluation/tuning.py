@@ -269,7 +269,7 @@ def search(
         text = f"stage {number + 1} of {len(stages)}: {len(running)} candidates, {stage.rounds} rounds and "
         text += f"{stage.images} images of each"
         left = seconds_left(len(running), number) if number else None
-        report(text if left is None else f"{text}; at most {_minutes(left)} left")
+        report(text if left is None else f"{text}; about {_minutes(left)} left")
         running = measure(running, stage)
         if number == 0 and refines and (between := figures.add(ratios_between(running, figures.candidates, goal))):
             report(f"stage 1 of {len(stages)}: {len(between)} candidates with other ratios")
@@ -304,7 +304,7 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
     A candidate that reaches the goal goes on to what it gains by that, and any other towards the goal.
     """
     configs = [candidate.config for candidate in candidates]
-    found = []
+    found: list[ToMeConfig] = []
     for candidate in sorted(running, key=goal.rank)[:FEWEST]:
         config = candidate.config
         if config.match == GRID:  # which has one ratio
