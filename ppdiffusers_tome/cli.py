@@ -5,14 +5,17 @@ import sys
 from collections.abc import Sequence
 
 from ._version import __version__
-from .commands import bench, evaluate, export, families, generate, serve
+from .commands import bench, evaluate, export, families, generate, serve, tune
 from .errors import ToMeError
 
-COMMANDS = (bench, evaluate, families, export, generate, serve)
+COMMANDS = (bench, evaluate, tune, families, export, generate, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status: 0, 1 for a file that cannot be used, 2 for an invalid argument."""
+    """Run one command; returns its exit status: 0, 2 for an invalid argument.
+
+    1 is for a file that cannot be used, an arm that became slower (`bench report`) or a goal that is missed (`tune`).
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
     try:

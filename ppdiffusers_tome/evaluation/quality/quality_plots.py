@@ -91,12 +91,16 @@ def plot_ablations(frame: pd.DataFrame, ratio: float) -> Figure:
     return figure
 
 
-def plot_frontier(points: pd.DataFrame, title: str) -> Figure:
+def plot_frontier(
+    points: pd.DataFrame, title: str, backend: str = "predictor", chosen: Sequence[float] | None = None
+) -> Figure:
     """PSNR and ST-LPIPS against speed-up: a line for each method over its ratios, and the frontier in grey.
 
     Args:
         points: from `frontier.read_points`, of one size, kind of image and backend.
         title: of the figure.
+        backend: that was timed, for the labels.
+        chosen: speed-up, PSNR and ST-LPIPS of a point to mark; None marks none.
     """
     methods = list(dict.fromkeys(points["method"]))
     figure, panels = make_figure(columns=2, height=4 + 0.11 * len(methods))
@@ -110,8 +114,12 @@ def plot_frontier(points: pd.DataFrame, title: str) -> Figure:
             line = points[points["method"] == method].sort_values("ratio")
             colour, marker = METHOD_COLOURS[nth % len(METHOD_COLOURS)], METHOD_MARKERS[nth % len(METHOD_MARKERS)]
             axes.plot(line["speed_up"], line[measure], color=colour, marker=marker, ms=5, lw=1, label=method)
+        if chosen is not None:
+            speed_up, *distances = chosen
+            place = [speed_up], [distances[measure == "perceptual"]]
+            axes.plot(*place, "o", ms=13, mfc="none", mec="black", mew=1.5, label="chosen")
         axes.set_title(PAIRS[measure], fontsize=9.5)
-        axes.set_xlabel("times as fast as plain, predictor", fontsize=9)
+        axes.set_xlabel(f"times as fast as plain, {backend}", fontsize=9)
     panels[1].set_yscale("log")
     panels[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panels[1].yaxis.set_major_formatter("{x:g}")

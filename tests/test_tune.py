@@ -1,0 +1,415 @@
+"""`tune`: the search on a landscape whose best point is known, and the command on a tiny model."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from conftest import tiny_pipeline
+
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import tune
+from ppdiffusers_tome.evaluation import tuning
+from ppdiffusers_tome.evaluation.tuning import (
+    PERCEPTUAL,
+    PSNR,
+    SPEED_UP,
+    Candidate,
+    Figures,
+    Goal,
+    Stage,
+    known_candidates,
+    make_stages,
+    nearest,
+    search,
+)
+from ppdiffusers_tome.positions import Grid
+
+STAGES = make_stages(9, 8)
+# ratio → speed-up over plain, PSNR, perceptual distance. From 0.1 on faster and farther; 0.05 is slower than plain,
+# and 0.33 is slower and farther than 0.3.
+LANDSCAPE = {
+    0.05: (0.8, 60.0, 0.001),
+    0.1: (1.1, 50.0, 0.002),
+    0.2: (1.2, 45.0, 0.004),
+    0.3: (1.35, 40.0, 0.008),
+    0.33: (1.32, 38.0, 0.009),
+    0.4: (1.5, 36.0, 0.012),
+    0.5: (1.7, 33.0, 0.02),
+    0.6: (1.9, 30.0, 0.04),
+    0.7: (2.1, 27.0, 0.08),
+}
+
+
+class FakeMeasurement:
+    """Figures of a landscape, by ratio, and what was asked for. `early` are speed-ups of fewer than nine rounds."""
+
+    def __init__(self, landscape=LANDSCAPE, early=None, stop_after=math.inf):
+        self.landscape, self.early, self.stop_after = landscape, early or {}, stop_after
+        self.timed, self.drawn, self.now = [], [], 0.0
+
+    def time(self, configs, rounds):
+        for config in configs:
+            self.now += 10 * rounds
+            self.timed.append((config.ratio, rounds))
+            speed_up = self.landscape[config.ratio][0]
+            yield config, [self.early.get(config.ratio, speed_up) if rounds < 9 else speed_up] * rounds
+
+    def compare(self, configs, images):
+        for config in configs:
+            if len(self.drawn) == self.stop_after:
+                raise KeyboardInterrupt
+            self.now += images
+            self.drawn.append((config.ratio, images))
+            _, psnr, perceptual = self.landscape[config.ratio]
+            yield config, [psnr] * images, [perceptual] * images
+
+
+def make_figures(path, ratios=tuple(LANDSCAPE), restart=False, **belongs_to):
+    return Figures(path / "figures.json", [ToMeConfig(r) for r in ratios], belongs_to, "tune", restart)
+
+
+def find(path, goal, fake, stages=STAGES, report=lambda text: None):
+    """The ratio that the search chooses; None if it chooses none."""
+    chosen = search(make_figures(path), goal, stages, fake.time, fake.compare, report, clock=lambda: fake.now)
+    return chosen and chosen.config.ratio
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "best"),
+    [
+        (SPEED_UP, 1.3, 0.3),
+        (SPEED_UP, 1.05, 0.1),
+        (SPEED_UP, 2.1, 0.7),
+        (PSNR, 35, 0.4),
+        (PSNR, 50, 0.1),
+        (PERCEPTUAL, 0.02, 0.5),
+        (PERCEPTUAL, 0.005, 0.2),
+    ],
+)
+def test_the_known_best_point_is_chosen(measure, value, best, tmp_path):
+    assert find(tmp_path, Goal(measure, value), FakeMeasurement()) == best
+
+
+def test_few_figures_for_all_and_more_for_the_better_half(tmp_path):
+    fake = FakeMeasurement()
+    find(tmp_path, Goal(PSNR, 35), fake)
+    assert [ratio for ratio, rounds in fake.timed if rounds == 3] == list(LANDSCAPE)
+    assert 0.05 not in {ratio for ratio, _ in fake.drawn}, "what is slower than plain gets no images"
+    by_images = {n: {ratio for ratio, images in fake.drawn if images == n} for n in (2, 4, 8)}
+    assert {n: len(ratios) for n, ratios in by_images.items()} == {2: 8, 4: 4, 8: 3}
+    assert by_images[8] < by_images[4] and {ratio for ratio, rounds in fake.timed if rounds == 9} == by_images[8]
+
+
+def test_what_is_clearly_too_slow_for_the_goal_gets_no_images(tmp_path):
+    fake = FakeMeasurement()
+    find(tmp_path, Goal(SPEED_UP, 1.55), fake)  # 1.5 is within the margin, 1.35 is not
+    assert {ratio for ratio, _ in fake.drawn} == {0.4, 0.5, 0.6, 0.7}
+
+
+def test_no_candidate_is_chosen_if_none_reaches_the_goal(tmp_path):
+    fake = FakeMeasurement()
+    assert find(tmp_path, Goal(SPEED_UP, 2.5), fake) is None and not fake.drawn
+    candidates = make_figures(tmp_path).candidates
+    assert nearest(candidates, Goal(SPEED_UP, 2.5)).config.ratio == 0.7
+    # 60 dB is reached by what is slower than plain alone
+    assert find(tmp_path, Goal(PSNR, 55), FakeMeasurement()) is None
+    assert nearest(make_figures(tmp_path).candidates, Goal(PSNR, 55)).config.ratio == 0.1
+
+
+def test_what_was_left_behind_is_measured_if_all_finalists_fall_short(tmp_path):
+    # Few rounds flatter the nearest three; of the others, 0.33 is the nearest that reaches the goal, then 0.4.
+    fake = FakeMeasurement(early={0.05: 1.31, 0.1: 1.31, 0.2: 1.31, 0.7: 1.2})
+    fake.landscape = {**LANDSCAPE, 0.3: (1.35, 28.0, 0.05)}
+    goal = Goal(SPEED_UP, 1.3)
+    assert find(tmp_path, goal, fake, [Stage(3, 2), Stage(3, 4), Stage(9, 8)]) == 0.33
+    finalists = [ratio for ratio, rounds in fake.timed if rounds == 9]
+    assert set(finalists[:3]) == {0.05, 0.1, 0.2} and finalists[3:] == [0.33, 0.4]
+
+
+def test_what_is_just_short_of_the_goal_and_nearer_goes_on(tmp_path):
+    # In few rounds 0.3 misses the goal by less than the margin; five others reach it.
+    fake = FakeMeasurement(early={0.3: 1.28, 0.1: 1.0, 0.2: 1.1})
+    assert find(tmp_path, Goal(SPEED_UP, 1.3), fake) == 0.3
+
+
+def test_a_candidate_that_fails_does_not_end_the_others(tmp_path):
+    fake = FakeMeasurement()
+
+    def timer(configs, rounds):
+        for config, speed_ups in fake.time(configs, rounds):
+            yield config, "out of memory" if config.ratio == 0.3 else speed_ups
+
+    figures = make_figures(tmp_path)
+    chosen = search(figures, Goal(SPEED_UP, 1.3), STAGES, timer, fake.compare, lambda text: None)
+    assert chosen.config.ratio == 0.33
+    assert [c.failure for c in figures.candidates if c.failure] == ["out of memory"]
+
+
+def test_the_time_left_is_estimated_from_what_was_measured(tmp_path):
+    fake, reports = FakeMeasurement(), []
+    find(tmp_path, Goal(PSNR, 35), fake, report=reports.append)
+    assert len(reports) == 3 and "left" not in reports[0]
+    assert reports[0].startswith("stage 1 of 3: 9 candidates, 3 rounds and 2 images of each")
+    # 10 s for each round, 1 s for each image: 4 × 2 images, then 3 × 4 images and 3 × 9 rounds
+    assert "4 candidates" in reports[1] and reports[1].endswith("; about 5 min left")
+    assert "3 candidates" in reports[2] and reports[2].endswith("; about 5 min left")
+
+
+# What is stored
+
+
+def test_a_second_run_measures_only_what_is_missing(tmp_path):
+    stopped = FakeMeasurement(stop_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        find(tmp_path, Goal(PSNR, 35), stopped)
+    resumed, whole = FakeMeasurement(), FakeMeasurement()
+    assert find(tmp_path, Goal(PSNR, 35), resumed) == 0.4
+    find(tmp_path / "other", Goal(PSNR, 35), whole)
+    assert stopped.drawn + resumed.drawn == whole.drawn and stopped.timed + resumed.timed == whole.timed
+
+
+def test_another_goal_uses_the_same_figures(tmp_path):
+    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
+    fake = FakeMeasurement()
+    assert find(tmp_path, Goal(PERCEPTUAL, 0.02), fake) == 0.5
+    assert all(rounds == 9 for _, rounds in fake.timed) and not any(images == 2 for _, images in fake.drawn)
+
+
+def test_equal_images_are_stored(tmp_path):
+    figures = make_figures(tmp_path, [0.5])
+    figures.candidates[0] = Candidate(ToMeConfig(0.5), [1.5], [math.inf, 50.0], [0.0, 0.1])
+    figures.save()
+    assert "Infinity" not in (tmp_path / "figures.json").read_text()
+    assert make_figures(tmp_path, [0.5]).candidates == figures.candidates
+
+
+def test_figures_of_other_candidates_are_kept(tmp_path):
+    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
+    before = make_figures(tmp_path).candidates
+    make_figures(tmp_path, [0.75]).save()
+    assert make_figures(tmp_path).candidates == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"tuning"', '"speed"'),
+        lambda text: text.replace('"format": 1', '"format": 0'),
+        lambda text: text.replace('"ratio": 0.3,', '"ratio": 3,'),
+        lambda text: text.replace('"candidates"', '"others"'),
+        lambda text: text.replace("1.35", "-1.35"),
+        lambda text: text.replace("1.35", '"fast"'),
+        lambda text: text.replace('"perceptual": [', '"perceptual": [1, '),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_the_remedy(damage, tmp_path):
+    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
+    file = tmp_path / "figures.json"
+    text = damage(file.read_text())
+    assert file.read_text() != text
+    file.write_text(text)
+    with pytest.raises(ToMeConfigError, match=r"figures\.json has no figures that can be continued.*--restart"):
+        make_figures(tmp_path)
+    assert make_figures(tmp_path, restart=True).candidates == [Candidate(ToMeConfig(r)) for r in LANDSCAPE]
+
+
+def test_figures_of_something_else_are_refused(tmp_path):
+    make_figures(tmp_path, model="a", size=64).save()
+    make_figures(tmp_path, model="a", size=64)
+    with pytest.raises(ToMeConfigError, match=r"figures of another size: pass --restart"):
+        make_figures(tmp_path, model="a", size=128)
+
+
+# The candidates
+
+
+def test_known_candidates_differ_and_are_at_all_levels():
+    configs = known_candidates(Grid(64, 64), [1, 2, 4])
+    assert len(set(configs)) == len(configs) == 10
+    assert {config.max_downsample for config in configs} == {None, 2}
+    assert {config.window for config in configs} == {16, None}
+    small = known_candidates(Grid(16, 16), [1])
+    assert small and all(config.window is not None for config in small)  # windows of 16 are the whole grid
+    assert not known_candidates(Grid(1, 1), [1])
+
+
+@pytest.mark.parametrize(
+    ("measure", "value", "between"),
+    [
+        (SPEED_UP, 1.3, [0.25, 0.35, 0.45]),  # 0.3, 0.4 and 0.5 reach it and are nearer with a lower ratio
+        (PSNR, 35, [0.45, 0.35, 0.25]),  # 0.4, 0.3 and 0.2 reach it and are faster with a higher ratio
+        (SPEED_UP, 3, [0.72, 0.65, 0.55]),  # none reaches it: faster, up to the largest ratio
+    ],
+)
+def test_ratios_between_those_of_the_best(measure, value, between, monkeypatch):
+    monkeypatch.setattr(tuning, "SMALLEST_STEP", 0.02)
+    ratios = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    figures = ((ratio, *LANDSCAPE[ratio]) for ratio in ratios)
+    candidates = [Candidate(ToMeConfig(r), [speed_up], [psnr], [far]) for r, speed_up, psnr, far in figures]
+    cells = ToMeConfig(0.75, match="grid", merge_attn="kv")
+    candidates.append(Candidate(cells, [1.0], [70.0], [1.0]))
+    assert [config.ratio for config in tuning.ratios_between(candidates, candidates, Goal(measure, value))] == between
+    monkeypatch.setattr(tuning, "SMALLEST_STEP", 0.06)
+    assert not tuning.ratios_between(candidates, candidates, Goal(measure, value))
+
+
+def test_ratios_between_are_measured_and_stored(tmp_path):
+    landscape = {ratio: (1 + ratio, 60 - 40 * ratio, ratio) for ratio in (0.05, 0.15, 0.3, 0.4, 0.5, 0.62, 0.75)}
+
+    def run(fake):
+        figures = make_figures(tmp_path, [0.3, 0.5, 0.75])
+        measured = fake.time, fake.compare, lambda text: None
+        return search(figures, Goal(SPEED_UP, 1.4), STAGES, *measured, refines=True).config.ratio
+
+    assert run(FakeMeasurement(landscape)) == 0.4
+    again = FakeMeasurement(landscape)
+    assert run(again) == 0.4 and not any(rounds == 9 for ratio, rounds in again.timed if ratio == 0.4)
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_pipeline().save_pretrained(str(folder))
+    (folder / "prompts.txt").write_text("a fox\nan owl\n")
+    return folder
+
+
+@pytest.fixture
+def command(model, tmp_path):
+    """Runs `tune` on the tiny model with two candidates; its settings file is tmp_path / "new" / "tuned.json"."""
+    options = ["--size", "32", "--steps", "2", "--rounds", "2", "--count", "2", "--threads", "1"]
+    options += ["--backend", "eager", "--merging", "ratio=0.25", "ratio=0.75"]
+
+    def run(*more):
+        output = str(tmp_path / "new" / "tuned.json")
+        return main(["tune", "--model", str(model), *options, "--output", output, *more])
+
+    return run
+
+
+def set_speed_ups(monkeypatch, speed_ups):
+    """Replace the clock: speed-ups by ratio."""
+
+    def timer(case, evaluation, folder, command, configs, rounds):
+        return ((config, [speed_ups[config.ratio]] * rounds) for config in configs)
+
+    monkeypatch.setattr(tune, "time_candidates", timer)
+
+
+def test_the_settings_that_reach_the_goal_are_written(command, tmp_path, monkeypatch, capsys):
+    set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.6})
+    assert command("--speed-up", "1.4") == 0
+    printed, file = capsys.readouterr().out, tmp_path / "new" / "tuned.json"
+    content = json.loads(file.read_text())
+    assert ToMeConfig.load(file) == ToMeConfig(0.75, min_tokens=256)  # smaller images stay plain
+    assert (content["size"], content["sizes"]) == (32, {"measured": [32], "merges_from": 32})
+    assert (content["backend"], content["goal"]) == ("eager", {"measure": "speed_up", "value": 1.4})
+    assert content["figures"]["speed_up"]["median"] == 1.6 and content["figures"]["images"] == 2
+    assert content["command"].startswith("python -m ppdiffusers_tome tune") and content["environment"]["machine"]
+    slow, fast = content["candidates"]
+    assert "psnr" not in slow and fast["psnr"] == content["figures"]["psnr"] > 0 and fast["perceptual"] > 0
+    (chosen,) = [line for line in printed.splitlines() if line.startswith("→ *")]
+    assert "0.75" in chosen and "1.60×" in chosen
+    assert f"written to {file} and {file.with_suffix('.png')}" in printed and file.with_suffix(".png").exists()
+    pipe = tiny_pipeline()
+    apply_tome(pipe, config=file)
+    blocks = pipe.tome_summary(height=32, width=32).blocks
+    assert blocks and not any(block.is_gated for block in blocks)
+
+
+@pytest.mark.parametrize(("goal", "value", "ratio"), [("psnr", "1", 0.75), ("perceptual", "1000", 0.75)])
+def test_goals_of_distance_choose_the_fastest(goal, value, ratio, command, tmp_path, monkeypatch):
+    set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.6})
+    assert command(f"--{goal}", value) == 0
+    assert ToMeConfig.load(tmp_path / "new" / "tuned.json").ratio == ratio
+    set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.1})
+    assert command(f"--{goal}", value, "--restart") == 0
+    assert ToMeConfig.load(tmp_path / "new" / "tuned.json").ratio == 0.25
+
+
+@pytest.mark.parametrize("goal", [("--speed-up", "1.4"), ("--psnr", "5")])
+def test_where_nothing_is_faster_than_plain_ratio_0_is_written(goal, command, tmp_path, monkeypatch, capsys):
+    set_speed_ups(monkeypatch, {0.25: 0.7, 0.75: 0.99})
+    assert command(*goal) == 0
+    assert "Nothing is faster than plain at 32 px in eager" in capsys.readouterr().out
+    content = json.loads((tmp_path / "new" / "tuned.json").read_text())
+    assert content["settings"]["ratio"] == 0 and content["figures"] is None and content["sizes"]["merges_from"] is None
+    pipe = tiny_pipeline()
+    apply_tome(pipe, config=tmp_path / "new" / "tuned.json")
+
+
+@pytest.mark.parametrize(("goal", "near"), [(("--speed-up", "3"), "0.75"), (("--psnr", "200"), "0.25")])
+def test_a_goal_that_is_not_reached_writes_nothing(goal, near, command, tmp_path, monkeypatch, capsys):
+    set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.6})
+    assert command(*goal) == 1
+    printed = capsys.readouterr().out
+    assert "No candidate reaches the goal" in printed and f"proportional, ratio {near}, " in printed
+    assert not (tmp_path / "new" / "tuned.json").exists()
+
+
+def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
+    """Measured times decide, so any of the candidates may be chosen, or none."""
+    options = ["--psnr", "1", "--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75"]
+    assert command(*options) == 0
+    file = tmp_path / "new" / "tuned.json"
+    content = json.loads(file.read_text())
+    assert content["backend"] == "eager" and len(content["candidates"]) == 2
+    assert all(candidate["rounds"] == 2 for candidate in content["candidates"])
+    figures = json.loads((tmp_path / "new" / "tuned.tune" / "figures.json").read_text())
+    assert figures["kind"] == "tuning" and figures["belongs_to"]["backend"] == "eager"
+    for module, name in ((tune, "time_candidates"), (tune, "compare_candidates")):
+        monkeypatch.setattr(module, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
+    assert command(*options) == 0
+    assert json.loads(file.read_text())["candidates"] == content["candidates"]
+    assert command(*options, "--size", "64") == 2
+    assert "figures of another size: pass --restart" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--speed-up", "1"], "--speed-up 1 is not allowed: it must be a number above 1"),
+        (["--speed-up", "nan"], "--speed-up nan is not allowed"),
+        (["--psnr", "0"], "--psnr 0 is not allowed: it must be a number above 0"),
+        (["--perceptual", "-1"], "--perceptual -1 is not allowed"),
+        (["--psnr", "30", "--size", "33"], "--size 33 is not allowed"),
+        (["--psnr", "30", "--size", "8"], "size=8 is not allowed"),
+        (["--psnr", "30", "--rounds", "0"], "--rounds 0 is not allowed"),
+        (["--psnr", "30", "--threads", "0"], "--threads 0 is not allowed"),
+        (["--psnr", "30", "--count", "1"], "count=1 is not allowed"),
+        (["--psnr", "30", "--steps", "0"], "steps=0 is not allowed"),
+        (["--psnr", "30", "--guidance-scale", "inf"], "guidance_scale=inf is not allowed"),
+        (["--psnr", "30", "--merging", "ratio=0"], "--merging ratio=0 is not allowed"),
+        (["--psnr", "30", "--merging", "ration=1"], "'ration' is not a setting"),
+        (["--psnr", "30", "--merging", "ratio=0.001"], "merges no token"),
+        (["--psnr", "30", "--model", "nowhere"], "nowhere is not allowed: it must be a pipeline's folder"),
+        (["--psnr", "30", "--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--psnr", "30", "--output", "tuned.png"], "--output tuned.png is not allowed: name a .json file"),
+    ],
+)
+def test_bad_options_are_errors_before_anything_is_measured(options, message, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "search", lambda *_: pytest.fail("something was measured"))
+    assert command(*options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("goals", [[], ["--psnr", "30", "--speed-up", "2"]])
+def test_there_is_one_goal(goals, command):
+    with pytest.raises(SystemExit):
+        command(*goals)
+
+
+def test_settings_of_deeper_levels_merge_from_smaller_sizes_on(model):
+    case = tune.make_case(str(model), size=32, batch=2)
+    gated = tune._gated(ToMeConfig(0.5, max_downsample=2), case)
+    assert gated.min_tokens == 64 and tune._smallest_size(gated, case) == 16
+    assert tune._gated(replace(gated, min_tokens=4), case).min_tokens == 4
