@@ -155,8 +155,8 @@ class ToMeConfig:
             details: further content of the file, such as what the settings were chosen by; `load` ignores it.
 
         Example:
-            >>> ToMeConfig(ratio=0.6).save("tome_config.json")
-            >>> ToMeConfig.load("tome_config.json").ratio
+            >>> ToMeConfig(ratio=0.6).save("/tmp/tome_config.json")
+            >>> ToMeConfig.load("/tmp/tome_config.json").ratio
             0.6
         """
         content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": asdict(self), **details}
