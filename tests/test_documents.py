@@ -89,9 +89,10 @@ def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
     operations = tmp_path / "ops.json"
     shutil.copy(ROOT / "benchmarks" / "ops.json", operations)
     assert speed_report.write_operations(operations, tmp_path) == text_of("benchmarks/ops.md")
-    file = tmp_path / "results" / "quality.json"
-    quality = quality_report.write_report(json.loads(file.read_text(encoding="utf-8")), tmp_path, file)
-    assert text_of("benchmarks/quality.md").startswith(quality)
+    for name, folder in {"quality": ".", "quality_256": "at_256"}.items():
+        file = tmp_path / "results" / f"{name}.json"
+        quality = quality_report.write_report(json.loads(file.read_text(encoding="utf-8")), tmp_path / folder, file)
+        assert text_of(f"benchmarks/{folder}/quality.md").startswith(quality)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
