@@ -134,7 +134,9 @@ def fit_to_size(pipe, args: argparse.Namespace, size: int) -> str:
         return args.model
     from ppdiffusers import UNet2DConditionModel
 
-    folder = BUNDLED_256 if size > TRAINED_AT else BUNDLED
+    folder, trained_at = (BUNDLED_256, 256) if size > TRAINED_AT else (BUNDLED, 128)
+    if pipe.unet.config.sample_size * pipe.vae_scale_factor == trained_at:  # it has that UNet already
+        return repository_path(folder)
     unet = UNet2DConditionModel.from_pretrained(str(folder / "unet"), paddle_dtype=pipe.unet.dtype)
     unet.eval()
     if args.xformers:

@@ -189,6 +189,15 @@ def draw(pipe, prompt="a 3d render of fox", size=64, steps=2, seed=0, **settings
     return out.images[0]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny pipeline with two prompts, as `evaluate` and `tune` read it."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_pipeline().save_pretrained(str(folder))
+    (folder / "prompts.txt").write_text("a fox\nan owl\n")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def exported_folder(tmp_path_factory):
     """A tiny pipeline, exported: 32×32 and 48×32 px (width × height), ratios 0.5 and 0, with the VAE's encoder.

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from conftest import EMOJI_SD, tiny_pipeline
+from conftest import EMOJI_SD
 from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
@@ -19,14 +19,6 @@ from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
 OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_pipeline().save_pretrained(str(folder))
-    (folder / "prompts.txt").write_text("a fox\nan owl\n")
-    return folder
 
 
 @pytest.fixture(scope="module")

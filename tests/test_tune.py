@@ -273,14 +273,6 @@ def test_ratios_between_are_measured_and_stored(tmp_path):
 # The command
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_pipeline().save_pretrained(str(folder))
-    (folder / "prompts.txt").write_text("a fox\nan owl\n")
-    return folder
-
-
 @pytest.fixture
 def command(model, tmp_path):
     """Runs `tune` on the tiny model with two candidates; its settings file is tmp_path / "new" / "tuned.json"."""
