@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -98,6 +99,13 @@ def test_every_program_was_compared_with_eager(exported_folder):
         assert set(file.parity) == {"batch 1", "batch 2"}
         assert max(file.parity.values()) <= TOLERANCE
         assert bool(file.onednn_parity) == PADDLE2
+
+
+def test_programs_hold_no_paths_of_this_machine(exported_folder):
+    package = Path(export_module.__file__).parents[1].name
+    for file in read_manifest(exported_folder).programs:
+        content = (exported_folder / file.program).read_bytes()
+        assert content and not any(text in content for text in (b".py", b"site-packages", package.encode()))
 
 
 def test_programs_of_one_model_share_its_weights(exported_folder):
