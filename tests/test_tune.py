@@ -13,9 +13,8 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import tune
 from ppdiffusers_tome.evaluation import tuning
-from ppdiffusers_tome.evaluation.speed import backends, runner
+from ppdiffusers_tome.evaluation.speed import backends
 from ppdiffusers_tome.evaluation.speed.backends import PredictorBackend
-from ppdiffusers_tome.evaluation.speed.worker import Worker
 from ppdiffusers_tome.evaluation.tuning import (
     PERCEPTUAL,
     PSNR,
@@ -371,24 +370,8 @@ def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
     assert "figures of another size: pass --restart" in capsys.readouterr().err
 
 
-class WorkerInThisProcess(Worker):
-    """In place of a worker process, which takes seconds to start."""
-
-    def __init__(self, command, name, threads):
-        super().__init__()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def ask(self, action, on_event, **arguments):
-        return getattr(self, action)(lambda event, **fields: on_event({"event": event, **fields}), **arguments)
-
-
 @pytest.fixture
-def traced(exported_folder, monkeypatch):
+def traced(exported_folder, worker_in_this_process, monkeypatch):
     """Programs come from an export instead of a trace, and are timed in this process, where merging is twice as fast.
 
     Returns the labels of what would have been traced.
@@ -406,7 +389,6 @@ def traced(exported_folder, monkeypatch):
 
     for module in (backends, export):
         monkeypatch.setattr(module, "save", save)
-    monkeypatch.setattr(runner, "WorkerProcess", WorkerInThisProcess)
     monkeypatch.setattr(PredictorBackend, "seconds", lambda self, arm: 1.0 if arm.config else 2.0)
     return labels
 
