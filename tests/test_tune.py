@@ -140,6 +140,12 @@ def test_what_is_just_short_of_the_goal_and_nearer_goes_on(tmp_path):
     assert find(tmp_path, Goal(SPEED_UP, 1.3), fake) == 0.3
 
 
+def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen(tmp_path):
+    fake = FakeMeasurement({**LANDSCAPE, 0.1: (0.98, 50.0, 0.002)}, early={0.1: 1.03})
+    assert find(tmp_path, Goal(PSNR, 48), fake) is None
+    assert (0.1, 8) in fake.drawn, "its images reach the goal"
+
+
 def test_a_candidate_that_fails_does_not_end_the_others(tmp_path):
     fake = FakeMeasurement()
 
