@@ -68,7 +68,7 @@ class Arm:
     @property
     def ratio(self) -> float:
         """Share of tokens to merge; 0 if nothing merges."""
-        return 0.0 if self.config is None else self.config.ratio
+        return 0.0 if self.config is None else self.config.constant_ratio
 
     @property
     def max_downsample(self) -> int | None:
