@@ -75,19 +75,19 @@ def load_pipeline(
         raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
 
 
-def choose_runtime(name: str = "paddle", **settings: Any) -> Runtime:
+def choose_runtime(runtime: str = "paddle", **settings: Any) -> Runtime:
     """The runtime of a name, with the settings of its class.
 
     Raises:
         ToMeConfigError: there is none of that name, or a setting is not allowed.
         ToMeExportError: the runtime is not installed.
     """
-    if name not in RUNTIMES:
-        raise ToMeConfigError(f"runtime={name!r} is not allowed: it must be one of {[*RUNTIMES]}.")
-    allowed = [field.name for field in fields(RUNTIMES[name])]
+    if runtime not in RUNTIMES:
+        raise ToMeConfigError(f"runtime={runtime!r} is not allowed: it must be one of {[*RUNTIMES]}.")
+    allowed = [field.name for field in fields(RUNTIMES[runtime])]
     if unknown := sorted(set(settings) - set(allowed)):
-        raise ToMeConfigError(f"{', '.join(unknown)}: runtime={name!r} has only the settings {', '.join(allowed)}.")
-    return RUNTIMES[name](**settings)
+        raise ToMeConfigError(f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}.")
+    return RUNTIMES[runtime](**settings)
 
 
 def _assemble(
