@@ -14,7 +14,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -43,6 +43,7 @@ from paddle.framework import core
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 from ppdiffusers_tome import ToMeConfig, macs, matching, patch
+from ppdiffusers_tome.config import ratio_at
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import sources
 from ppdiffusers_tome.evaluation.quality.drawing import EagerEngine, load_model
@@ -52,6 +53,7 @@ from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.inference import paddle_runtime, programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
+from ppdiffusers_tome.models import share_left
 from ppdiffusers_tome.positions import Grid
 from ppdiffusers_tome.serving.engine import Engine
 
@@ -61,6 +63,9 @@ SIZE, STEPS, GUIDANCE, STRENGTH = 128, 10, 2.0, 0.4  # px; image to image plans 
 LATENT, TEXT = Grid(32, 32), 77  # of the bundled model at 128 px; tokens of a prompt
 NOTHING_MEASURED: dict[str, Any] = {"variants": [], "bfloat16": None, "plans": None}
 PRODUCTS = {"conv2d", "fc", "fused_matmul", "matmul", "matmul_v2"}  # the operations that take the time
+
+
+Choose = Callable[[int, float], paddle_runtime.Predictor]  # by the number of a call and its timestep
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def schedules() -> Iterator[Variant]:
     methods = {"default": {"window": 16}, "tomesd's": {"proportional": False}}
     for method, settings in methods.items():
         for name, ratio in ratios.items():
-            yield Variant(f"{method}, {name}", 10, settings | {"ratio": ratio}, is_eager=True)
+            yield Variant(f"{method}, {name}", 10, settings | {"ratio": ratio})
 
 
 def level_ratios() -> Iterator[Variant]:
@@ -169,16 +174,16 @@ def level_ratios() -> Iterator[Variant]:
 
 
 class ProgramUNet:
-    """The UNet of a StableDiffusionPipeline, computed by predictors: one for each step in turn."""
+    """The UNet of a StableDiffusionPipeline, computed by predictors: each by the number and timestep of its call."""
 
     dtype = paddle.float32
 
-    def __init__(self, config: Any, predictors: Sequence[paddle_runtime.Predictor]) -> None:
-        self.config, self._predictors, self._calls = config, predictors, 0
+    def __init__(self, config: Any, choose: Choose) -> None:
+        self.config, self._choose, self._calls = config, choose, 0
         self.inputs: dict[str, paddle.Tensor] = {}  # of the last call
 
     def __call__(self, sample: Any, timestep: Any, encoder_hidden_states: Any, **_: Any) -> tuple[paddle.Tensor]:
-        predictor = self._predictors[self._calls % len(self._predictors)]
+        predictor = self._choose(self._calls, float(timestep))
         self._calls += 1
         self.inputs = {"sample": sample, "encoder_hidden_states": encoder_hidden_states}
         self.inputs["timestep"] = paddle.to_tensor(timestep).reshape([1]).cast("float32")
@@ -202,9 +207,9 @@ def load_predictor(saved: tracing.Saved) -> paddle_runtime.Predictor:
     )
 
 
-def program_engine(predictors: Sequence[paddle_runtime.Predictor]) -> tuple[Engine, ProgramUNet]:
+def program_engine(choose: Choose) -> tuple[Engine, ProgramUNet]:
     pipe = load_model(MODEL)
-    unet = ProgramUNet(pipe.unet.config, predictors)
+    unet = ProgramUNet(pipe.unet.config, choose)
     kinds = StableDiffusionPipeline, StableDiffusionImg2ImgPipeline
     pipes = (kind(**{**pipe.components, "unet": unet}, requires_safety_checker=False) for kind in kinds)
     return Engine(*pipes), unet
@@ -250,7 +255,7 @@ def measure_variants(
     done = {entry["name"] for entry in measured}
     with tempfile.TemporaryDirectory() as folder:
         plain_predictor = load_predictor(save_program(ToMeConfig(ratio=0), Path(folder) / "plain"))
-        plain = {False: draw(program_engine([plain_predictor])[0], jobs)}
+        plain = {False: draw(program_engine(lambda call, timestep: plain_predictor)[0], jobs)}
         for variant in list_variants():
             if variant.name in done or (names and variant.name not in names):
                 continue
@@ -259,11 +264,19 @@ def measure_variants(
                     plain[True] = draw(EagerEngine(MODEL, ToMeConfig(ratio=0)), jobs)
                 images = draw(EagerEngine(MODEL, variant.config), jobs, variant.prototype)
             else:
-                with variant.ratios_by_level():
-                    saved = save_program(variant.config, Path(folder) / variant.name, variant.prototype)
-                merged = load_predictor(saved)
-                schedule = [merged if step in variant.steps else plain_predictor for step in range(STEPS)]
-                images = draw(program_engine(schedule)[0], jobs)
+                merged = {}
+                for ratio in variant.config.ratios:
+                    target = Path(folder) / f"{variant.name} {ratio:g}"
+                    with variant.ratios_by_level():
+                        saved = save_program(replace(variant.config, ratio=ratio), target, variant.prototype)
+                    merged[ratio] = load_predictor(saved)
+
+                def choose(call: int, timestep: float, variant: Variant = variant, merged: Any = merged) -> Any:
+                    if call % STEPS not in variant.steps:
+                        return plain_predictor
+                    return merged[ratio_at(variant.config.ratio, share_left(timestep)[0])]
+
+                images = draw(program_engine(choose)[0], jobs)
             entry = {"name": variant.name, "experiment": variant.experiment, "settings": variant.settings}
             entry |= {"eager": variant.is_eager, "macs_saved": round(variant.macs_saved(), 4)}
             measured.append(entry | compare(images, plain[variant.is_eager]))
@@ -354,7 +367,7 @@ def inspect_bfloat16(program: bytes, operations: set[str]) -> dict[str, Any]:
 
 def run_bfloat16(saved: tracing.Saved, fp32: Any, operations: set[str], rounds: int) -> dict[str, Any]:
     """Relative difference to float32 on inputs of an image's last step, and how many times as fast; or the error."""
-    engine, unet = program_engine([fp32])
+    engine, unet = program_engine(lambda call, timestep: fp32)
     engine.generate(list_jobs(2, 2)["prompts"][:1])
     try:
         options = {"set_bfloat16_op": operations} if operations else {}

@@ -335,7 +335,7 @@ def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("openvino.Core", Core)
     with pytest.raises(ToMeConfigError, match="precision='bf16' is not in the hardware"):
         choose_runtime("openvino", precision="bf16")
-    output = tmp_path / "result"
+    output = tmp_path / "result.json"
     options = ["--model", str(EMOJI_SD), "--size", "64", "--backend", "openvino-bf16", "--output", str(output)]
     for command in (["bench", "--arms", "plain"], ["evaluate"], ["tune", "--speed-up", "1.1"]):
         assert main([*command, *options]) == 2
