@@ -14,10 +14,10 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +35,7 @@ from merge_prototypes import (
     merging_queries,
     projected_match,
     random_offset,
+    ratios_by_height,
     shared,
     shifted,
 )
@@ -42,6 +43,7 @@ from paddle.framework import core
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 from ppdiffusers_tome import ToMeConfig, macs, matching, patch
+from ppdiffusers_tome.config import ratio_at
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import sources
 from ppdiffusers_tome.evaluation.quality.drawing import EagerEngine, load_model
@@ -51,6 +53,7 @@ from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.inference import paddle_runtime, programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
+from ppdiffusers_tome.models import share_left
 from ppdiffusers_tome.positions import Grid
 from ppdiffusers_tome.serving.engine import Engine
 
@@ -60,6 +63,9 @@ SIZE, STEPS, GUIDANCE, STRENGTH = 128, 10, 2.0, 0.4  # px; image to image plans 
 LATENT, TEXT = Grid(32, 32), 77  # of the bundled model at 128 px; tokens of a prompt
 NOTHING_MEASURED: dict[str, Any] = {"variants": [], "bfloat16": None, "plans": None}
 PRODUCTS = {"conv2d", "fc", "fused_matmul", "matmul", "matmul_v2"}  # the operations that take the time
+
+
+Choose = Callable[[int, float], paddle_runtime.Predictor]  # by the number of a call and its timestep
 
 
 @dataclass(frozen=True)
@@ -73,22 +79,32 @@ class Variant:
     is_eager: bool = False  # drawn in eager mode
     steps: range = range(STEPS)  # that merge; the others are plain
     query_ratio: float = 0.0  # of `merging_queries`
+    level_ratios: dict[int, float] = field(default_factory=dict, hash=False)  # by level; the others have the config's
 
     @property
     def config(self) -> ToMeConfig:
         return ToMeConfig(**{"proportional": True, "window": None, **self.settings})
+
+    @property
+    def ratios_by_level(self) -> Prototype:
+        """What gives each level its ratio."""
+        if not self.level_ratios:
+            return nullcontext
+        return ratios_by_height({grid_at(LATENT, level).h: ratio for level, ratio in self.level_ratios.items()})
 
     def macs_saved(self) -> float:
         """Share of the multiply-accumulates of a whole image's UNet passes that merging saves, by the settings alone.
 
         Shared, kept and projected plans save a little more than this, fall-backs less.
         """
-        unet, saved = load_model(MODEL).unet, 0
+        unet, saved = load_model(MODEL).unet, 0.0
         for block in patch.chosen_blocks(unet, self.config):
-            saved += macs.saved_macs(block, self.config, LATENT, TEXT)
+            ratio = self.level_ratios.get(block.level, self.config.ratio)
+            for length, config in replace(self.config, ratio=ratio).parts:
+                saved += length * macs.saved_macs(block, config, LATENT, TEXT)
             if self.query_ratio:
                 n = grid_at(LATENT, block.level).tokens
-                kept_keys = n - int(n * self.config.ratio)
+                kept_keys = n - int(n * self.config.constant_ratio)
                 attention = [macs._layer_macs(block, "attn", q, kept_keys) for q in (n, n - int(n * self.query_ratio))]
                 saved += attention[0] - attention[1]
         return saved / macs.count_macs(unet, LATENT, TEXT) * len(self.steps) / STEPS
@@ -133,20 +149,41 @@ def list_variants() -> list[Variant]:
         Variant("kv window 16 0.75", 1, most | kv | w16),
         Variant("tomesd 0.75", 1, most | {"proportional": False}),
         Variant("kv window 16 0.5", 1, half | kv | w16),
+        *schedules(),
+        *level_ratios(),
     ]
 
 
+def schedules() -> Iterator[Variant]:
+    """Equal mean ratios: constant, falling and rising; by the default method and by tomesd's."""
+    ratios = {"0.5": 0.5, "0.75, then 0.25": {1.0: 0.75, 0.5: 0.25}, "0.25, then 0.75": {1.0: 0.25, 0.5: 0.75}}
+    ratios |= {"0.6, then 0.4": {1.0: 0.6, 0.5: 0.4}, "0.4, then 0.6": {1.0: 0.4, 0.5: 0.6}}
+    methods = {"default": {"window": 16}, "tomesd's": {"proportional": False}}
+    for method, settings in methods.items():
+        for name, ratio in ratios.items():
+            yield Variant(f"{method}, {name}", 10, settings | {"ratio": ratio})
+
+
+def level_ratios() -> Iterator[Variant]:
+    """The default method at level 1 alone, and with level 2 at the same or another ratio."""
+    for ratio in (0.5, 0.525, 0.55):
+        yield Variant(f"level 1 {ratio:g}", 11, {"window": 16, "ratio": ratio})
+    for second in (0.125, 0.25, 0.5):
+        settings = {"window": 16, "max_downsample": 2, "ratio": 0.5}
+        yield Variant(f"level 1 0.5, level 2 {second:g}", 11, settings, level_ratios={1: 0.5, 2: second})
+
+
 class ProgramUNet:
-    """The UNet of a StableDiffusionPipeline, computed by predictors: one for each step in turn."""
+    """The UNet of a StableDiffusionPipeline, computed by predictors: each by the number and timestep of its call."""
 
     dtype = paddle.float32
 
-    def __init__(self, config: Any, predictors: Sequence[paddle_runtime.Predictor]) -> None:
-        self.config, self._predictors, self._calls = config, predictors, 0
+    def __init__(self, config: Any, choose: Choose) -> None:
+        self.config, self._choose, self._calls = config, choose, 0
         self.inputs: dict[str, paddle.Tensor] = {}  # of the last call
 
     def __call__(self, sample: Any, timestep: Any, encoder_hidden_states: Any, **_: Any) -> tuple[paddle.Tensor]:
-        predictor = self._predictors[self._calls % len(self._predictors)]
+        predictor = self._choose(self._calls, float(timestep))
         self._calls += 1
         self.inputs = {"sample": sample, "encoder_hidden_states": encoder_hidden_states}
         self.inputs["timestep"] = paddle.to_tensor(timestep).reshape([1]).cast("float32")
@@ -170,9 +207,9 @@ def load_predictor(saved: tracing.Saved) -> paddle_runtime.Predictor:
     )
 
 
-def program_engine(predictors: Sequence[paddle_runtime.Predictor]) -> tuple[Engine, ProgramUNet]:
+def program_engine(choose: Choose) -> tuple[Engine, ProgramUNet]:
     pipe = load_model(MODEL)
-    unet = ProgramUNet(pipe.unet.config, predictors)
+    unet = ProgramUNet(pipe.unet.config, choose)
     kinds = StableDiffusionPipeline, StableDiffusionImg2ImgPipeline
     pipes = (kind(**{**pipe.components, "unet": unet}, requires_safety_checker=False) for kind in kinds)
     return Engine(*pipes), unet
@@ -218,7 +255,7 @@ def measure_variants(
     done = {entry["name"] for entry in measured}
     with tempfile.TemporaryDirectory() as folder:
         plain_predictor = load_predictor(save_program(ToMeConfig(ratio=0), Path(folder) / "plain"))
-        plain = {False: draw(program_engine([plain_predictor])[0], jobs)}
+        plain = {False: draw(program_engine(lambda call, timestep: plain_predictor)[0], jobs)}
         for variant in list_variants():
             if variant.name in done or (names and variant.name not in names):
                 continue
@@ -227,9 +264,19 @@ def measure_variants(
                     plain[True] = draw(EagerEngine(MODEL, ToMeConfig(ratio=0)), jobs)
                 images = draw(EagerEngine(MODEL, variant.config), jobs, variant.prototype)
             else:
-                merged = load_predictor(save_program(variant.config, Path(folder) / variant.name, variant.prototype))
-                schedule = [merged if step in variant.steps else plain_predictor for step in range(STEPS)]
-                images = draw(program_engine(schedule)[0], jobs)
+                merged = {}
+                for ratio in variant.config.ratios:
+                    target = Path(folder) / f"{variant.name} {ratio:g}"
+                    with variant.ratios_by_level():
+                        saved = save_program(replace(variant.config, ratio=ratio), target, variant.prototype)
+                    merged[ratio] = load_predictor(saved)
+
+                def choose(call: int, timestep: float, variant: Variant = variant, merged: Any = merged) -> Any:
+                    if call % STEPS not in variant.steps:
+                        return plain_predictor
+                    return merged[ratio_at(variant.config.ratio, share_left(timestep)[0])]
+
+                images = draw(program_engine(choose)[0], jobs)
             entry = {"name": variant.name, "experiment": variant.experiment, "settings": variant.settings}
             entry |= {"eager": variant.is_eager, "macs_saved": round(variant.macs_saved(), 4)}
             measured.append(entry | compare(images, plain[variant.is_eager]))
@@ -320,7 +367,7 @@ def inspect_bfloat16(program: bytes, operations: set[str]) -> dict[str, Any]:
 
 def run_bfloat16(saved: tracing.Saved, fp32: Any, operations: set[str], rounds: int) -> dict[str, Any]:
     """Relative difference to float32 on inputs of an image's last step, and how many times as fast; or the error."""
-    engine, unet = program_engine([fp32])
+    engine, unet = program_engine(lambda call, timestep: fp32)
     engine.generate(list_jobs(2, 2)["prompts"][:1])
     try:
         options = {"set_bfloat16_op": operations} if operations else {}
@@ -352,7 +399,9 @@ def onednn_predictor(saved: tracing.Saved, **options: Any) -> paddle_runtime.Pre
 def main() -> None:
     """Measure what the file lacks, and write it after each variant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="variants to measure (default: all)")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME", help="variants to measure, bfloat16, plans (default: all)"
+    )
     parser.add_argument("--prompts", type=int, default=16, help="images from noise (default: %(default)s)")
     parser.add_argument("--photographs", type=int, default=8, help="images from photographs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="of what is timed (default: %(default)s)")
@@ -374,8 +423,9 @@ def main() -> None:
     for row in measure_variants(options.only, jobs, content["variants"]):
         write()
         print(row, flush=True)
-    content["bfloat16"] = content["bfloat16"] or try_bfloat16(options.rounds)
-    content["plans"] = content["plans"] or time_plans(options.rounds)
+    for part, measure in {"bfloat16": try_bfloat16, "plans": time_plans}.items():
+        if not content[part] and (not options.only or part in options.only):
+            content[part] = measure(options.rounds)
     write()
 
 

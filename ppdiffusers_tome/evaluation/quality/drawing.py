@@ -119,7 +119,7 @@ def open_torch_engine(
     pipe = load_model(evaluation.model)
     rest = pipe
     if exported is not None:
-        rest = load_pipeline(exported, runtime=PROGRAMS[evaluation.backend], threads=evaluation.threads)
+        rest = load_pipeline(exported, threads=evaluation.threads, **PROGRAMS[evaluation.backend])
     with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
         process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
         components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, ratio)}
@@ -170,8 +170,7 @@ def draw(
             with open_torch_engine(evaluation, setting.config.ratio, programs.get(PLAIN)) as (engine, about_torch):
                 draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
         elif programs:
-            runtime = PROGRAMS[evaluation.backend]
-            load = partial(load_engine, programs[setting], runtime=runtime, threads=evaluation.threads)
+            load = partial(load_engine, programs[setting], threads=evaluation.threads, **PROGRAMS[evaluation.backend])
             draw_setting(evaluation, setting, output, make_drawer(load), batch)
         else:
             eager = partial(EagerEngine, _absolute(evaluation.model), setting.config)
@@ -194,11 +193,11 @@ def export_programs(
     for config, members in groups.items():
         name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
         folder = output.resolve() / "programs" / name
-        ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
+        ratios = tuple(dict.fromkeys(setting.config.constant_ratio for setting in members))
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
-            options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]].format
+            options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format
             earlier = [exported for exported in (*programs.values(), folder) if _exported_ratios(exported)]
             options["others"] = next(iter(earlier), None)  # the other models are exported once
             size = Size(evaluation.size, evaluation.size)
@@ -212,7 +211,7 @@ def export_programs(
 
 def _unet_key(evaluation: Evaluation, config: ToMeConfig, ratio: float) -> str:
     arm, merging = (TOME, replace(config, ratio=ratio)) if ratio else (PLAIN_ARM, None)
-    return program_key("unet", evaluation.size, arm, merging, RUNTIMES[PROGRAMS[evaluation.backend]].format)
+    return program_key("unet", evaluation.size, arm, merging, RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format)
 
 
 def _exported_ratios(folder: Path) -> set[float]:

@@ -31,7 +31,20 @@ from ..clock import seconds_of
 from ..free_merge import attach_free_merge
 from ..kept_programs import KeptPrograms, program_key
 from ..torch_unet import TorchProcess
-from .cases import BUILT_IN, EAGER, LIMIT, ONNX_RUNTIME, OPENVINO, PLANNED, PREDICTOR, PROGRAMS, PYTORCH, Arm
+from .cases import (
+    BUILT_IN,
+    EAGER,
+    LIMIT,
+    ONNX_RUNTIME,
+    OPENVINO,
+    OPENVINO_BF16,
+    PLANNED,
+    PREDICTOR,
+    PROGRAMS,
+    PYTORCH,
+    PYTORCH_BF16,
+    Arm,
+)
 from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .workloads import PipelineWorkload, Workload, as_array
 
@@ -118,7 +131,7 @@ class EagerBackend(Backend):
 class PredictorBackend(Backend):
     """Predictors of Paddle Inference, which are loaded once, or for each pass if memory is short."""
 
-    runtime: ClassVar[str] = "paddle"  # of `load_pipeline`
+    backend: ClassVar[str] = PREDICTOR  # one of PROGRAMS
 
     def __post_init__(self) -> None:
         self._converter: Converter | None = None
@@ -156,7 +169,9 @@ class PredictorBackend(Backend):
 
     def _key(self, arm: Arm) -> str:
         case = self.workload.case
-        return program_key(case.scope, case.size, arm.arm, arm.config, RUNTIMES[self.runtime].format)
+        return program_key(
+            case.scope, case.size, arm.arm, arm.config, RUNTIMES[PROGRAMS[self.backend]["runtime"]].format
+        )
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
         workload, key = self.workload, self._key(arm)
@@ -202,14 +217,14 @@ class PredictorBackend(Backend):
         folder = self._kept.folder / self._key(arm)
         sizes = [(workload.case.size, workload.case.size)]
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
-        ratio, form = settings.pop("ratio"), RUNTIMES[self.runtime].format
+        ratio, form = settings.pop("ratio"), RUNTIMES[PROGRAMS[self.backend]["runtime"]].format
         if not (folder / MANIFEST).is_file():
             settings |= {"format": form, "others": self._others, "progress": False}
             export_pipeline(workload.pipe, folder, ratio, sizes, **settings)
         self._others = folder
 
         def load() -> Run:
-            pipe = load_pipeline(folder, runtime=self.runtime, threads=self.threads)
+            pipe = load_pipeline(folder, threads=self.threads, **PROGRAMS[self.backend])
             pipe.set_progress_bar_config(disable=True)
             return lambda is_short: workload.run_pipeline(pipe, is_short)
 
@@ -221,7 +236,7 @@ class OnnxBackend(PredictorBackend):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        runtime = choose_runtime(self.runtime, threads=self.threads)
+        runtime = choose_runtime(threads=self.threads, **PROGRAMS[self.backend])
         assert isinstance(runtime, OnnxFileRuntime)
         self._runtime = runtime
         self._converter = Converter()
@@ -254,22 +269,30 @@ class OnnxBackend(PredictorBackend):
 class OnnxRuntimeBackend(OnnxBackend):
     """ONNX Runtime."""
 
-    runtime = ONNX_RUNTIME
+    backend = ONNX_RUNTIME
 
 
 class OpenVinoBackend(OnnxBackend):
     """OpenVINO."""
 
-    runtime = OPENVINO
+    backend = OPENVINO
+
+
+class OpenVinoBf16Backend(OnnxBackend):
+    """OpenVINO in bfloat16, except for what chooses the tokens that merge."""
+
+    backend = OPENVINO_BF16
 
 
 @dataclass
 class PyTorchBackend(Backend):
     """PyTorch with diffusers, in its own process; tomesd merges."""
 
+    is_bf16: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         assert self.torch_python
-        self._torch = TorchProcess(self.torch_python, self.folder, self.workload.denoiser, self.threads)
+        self._torch = TorchProcess(self.torch_python, self.folder, self.workload.denoiser, self.threads, self.is_bf16)
         self.process = self._torch.pid
         self._inputs: dict[str, paddle.Tensor] | None = None
 
@@ -296,12 +319,20 @@ class PyTorchBackend(Backend):
         return _tomesd_arguments(self.workload.denoiser, arm.config) if arm.config else None
 
 
+class PyTorchBf16Backend(PyTorchBackend):
+    """The same under autocast to bfloat16."""
+
+    is_bf16 = True
+
+
 BACKEND_CLASSES: dict[str, type[Backend]] = {
     EAGER: EagerBackend,
     PREDICTOR: PredictorBackend,
     ONNX_RUNTIME: OnnxRuntimeBackend,
     OPENVINO: OpenVinoBackend,
+    OPENVINO_BF16: OpenVinoBf16Backend,
     PYTORCH: PyTorchBackend,
+    PYTORCH_BF16: PyTorchBf16Backend,
 }
 
 
