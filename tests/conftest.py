@@ -16,6 +16,8 @@ from zoo.parts import ONE_LEVEL, stable_diffusion
 from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
+from ppdiffusers_tome.evaluation.speed import runner
+from ppdiffusers_tome.evaluation.speed.worker import Worker
 from ppdiffusers_tome.inference import export_pipeline
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
@@ -196,6 +198,28 @@ def model(tmp_path_factory):
     tiny_pipeline().save_pretrained(str(folder))
     (folder / "prompts.txt").write_text("a fox\nan owl\n")
     return folder
+
+
+class WorkerInThisProcess(Worker):
+    """In place of a worker process, which takes seconds to start."""
+
+    def __init__(self, command, name, threads):
+        super().__init__()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def ask(self, action, on_event, **arguments):
+        return getattr(self, action)(lambda event, **fields: on_event({"event": event, **fields}), **arguments)
+
+
+@pytest.fixture
+def worker_in_this_process(monkeypatch):
+    """`bench` and `tune` measure in this process. Some tests must not use this: they show that the process works."""
+    monkeypatch.setattr(runner, "WorkerProcess", WorkerInThisProcess)
 
 
 @pytest.fixture(scope="session")

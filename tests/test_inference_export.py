@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
-from conftest import tiny_pipeline, traces
+from conftest import ONNX_SETTINGS, tiny_pipeline, traces
 from ppdiffusers import (
     DiffusionPipeline,
     StableDiffusionControlNetPipeline,
@@ -21,7 +22,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.inference import Size, export_pipeline, load_pipeline, parse_size, read_manifest
 from ppdiffusers_tome.inference import export as export_module
-from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
+from ppdiffusers_tome.inference.tracing import TOLERANCE, Saved, relative_difference
 
 PADDLE2 = paddle.__version__.startswith("2.")
 
@@ -100,6 +101,13 @@ def test_every_program_was_compared_with_eager(exported_folder):
         assert bool(file.onednn_parity) == PADDLE2
 
 
+def test_programs_hold_no_paths_of_this_machine(exported_folder):
+    package = Path(export_module.__file__).parents[1].name
+    for file in read_manifest(exported_folder).programs:
+        content = (exported_folder / file.program).read_bytes()
+        assert content and not any(text in content for text in (b".py", b"site-packages", package.encode()))
+
+
 def test_programs_of_one_model_share_its_weights(exported_folder):
     weights = {file.params for file in read_manifest(exported_folder).programs_of("unet")}
     assert weights == {"unet/inference.pdiparams"}
@@ -117,6 +125,36 @@ def test_models_that_do_not_merge_can_be_linked_from_an_earlier_export(exported_
     for name in [name for files in names.values() for name in files]:
         assert (folder / name).samefile(exported_folder / name)
     load_pipeline(folder)("a fox", num_inference_steps=1, height=32, width=32)
+
+
+@pytest.mark.parametrize("form", ["paddle", "onnx"])
+def test_unets_can_be_linked_too(exported_folder, onnx_folder, tiny, tmp_path, monkeypatch, form):
+    monkeypatch.setattr(export_module, "save", lambda *_: pytest.fail("something was traced"))
+    source, settings = (exported_folder, {}) if form == "paddle" else (onnx_folder, ONNX_SETTINGS)
+    earlier, unets = read_manifest(source), {}
+    for file in earlier.programs_of("unet"):
+        program, params, onnx = (source / str(path) for path in (file.program, file.params, file.onnx))
+        fields = (file.parity, file.onednn_parity, onnx if form == "onnx" else None, file.onnx_parity)
+        unets[file.size, file.ratio] = Saved(program, params, *fields)
+    settings |= {"image_to_image": True, "format": form, "others": source, "unets": unets}
+    export(tiny, tmp_path / "out", (0.5, 0), earlier.sizes[:1], **settings)
+    read = read_manifest(tmp_path / "out", verify=True)
+    assert read.programs_of("unet")[0].parity == earlier.programs_of("unet")[0].parity
+    assert source.joinpath("onnx").is_dir() == tmp_path.joinpath("out", "onnx").is_dir() == (form == "onnx")
+    images, size = [], earlier.sizes[0]
+    for folder in (source, tmp_path / "out"):
+        runtime = "onnxruntime" if form == "onnx" else "paddle"
+        paddle.seed(0)
+        pipe = load_pipeline(folder, runtime=runtime, threads=1)
+        images.append(
+            pipe("a fox", num_inference_steps=1, height=size.height, width=size.width, output_type="np").images
+        )
+    np.testing.assert_array_equal(*images)
+    if form == "onnx":
+        weights = [(folder / "onnx" / "unet.weights").stat().st_size for folder in (source, tmp_path / "out")]
+        assert weights[0] == weights[1], "the weights stand in one file"
+    else:
+        assert (tmp_path / "out" / "unet" / "inference.pdmodel").samefile(source / "unet" / "inference.pdmodel")
 
 
 def test_model_index_is_what_ppdiffusers_reads(exported_folder):

@@ -121,10 +121,18 @@ def test_other_pipelines_over_the_same_programs(exported, eager, cls, settings, 
     np.testing.assert_allclose(draw(load(exported_folder, cls=cls), **arguments), expected, atol=TOLERANCE)
 
 
-def test_controlnet_is_fused_with_the_unet(tmp_path):
-    parts = stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL))
-    pipe = StableDiffusionControlNetPipeline(**parts)
-    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, progress=False)
+@pytest.fixture(scope="module")
+def others(eager, exported_folder):
+    """Models that are exported already, and the argument of an export that links them."""
+    return {"vae": eager.vae, "text_encoder": eager.text_encoder}, {"others": exported_folder, "progress": False}
+
+
+def test_controlnet_is_fused_with_the_unet(others, tmp_path):
+    models, linked = others
+    pipe = StableDiffusionControlNetPipeline(
+        **stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL), **models)
+    )
+    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, **linked)
     assert manifest.residuals == 3 and manifest.merging["0.5"][1].ratio == 0.25
     exported = load(tmp_path / "out")
     for settings in (
@@ -163,9 +171,10 @@ def test_sdxl_with_its_additional_inputs(tmp_path):
         draw(exported, clip_skip=1)
 
 
-def test_inpainting_model_with_nine_channels(tmp_path):
-    pipe = StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(**ONE_LEVEL, in_channels=9)))
-    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], progress=False)
+def test_inpainting_model_with_nine_channels(others, tmp_path):
+    models, linked = others
+    pipe = StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(**ONE_LEVEL, in_channels=9), **models))
+    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], **linked)
     assert manifest.image_to_image
     arguments = {"image": image(), "mask_image": mask(), "height": 32, "width": 32}
     with pipe.tome(ratio=0.5):
@@ -173,8 +182,8 @@ def test_inpainting_model_with_nine_channels(tmp_path):
 
 
 @pytest.mark.skipif(not PADDLE2, reason="Paddle 3 cannot export UNets with dynamic height and width")
-def test_one_dynamic_program_for_all_sizes(eager, tmp_path):
-    settings = {"dynamic": True, "use_rand": False, "window": None, "progress": False}
+def test_one_dynamic_program_for_all_sizes(eager, others, tmp_path):
+    settings = {"dynamic": True, "use_rand": False, "window": None, **others[1]}
     assert export_pipeline(eager, tmp_path / "out", 0.5, **settings).dynamic
     exported = load(tmp_path / "out")
     for height, width in ((32, 32), (48, 64)):

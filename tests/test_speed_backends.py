@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 from unittest.mock import patch
 
@@ -17,8 +18,10 @@ from speed_results import config
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.config import parse_settings
 from ppdiffusers_tome.evaluation.free_merge import attach_free_merge
+from ppdiffusers_tome.evaluation.speed import backends
 from ppdiffusers_tome.evaluation.speed.backends import (
     EagerBackend,
+    OnnxRuntimeBackend,
     OpenVinoBackend,
     PredictorBackend,
     PyTorchBackend,
@@ -171,19 +174,29 @@ def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(settin
     plain = workload.run().numpy()
     expected = eager.output(Arm("tome", config=merging))
     assert np.abs(expected - plain).max() > 1e-3
-    np.testing.assert_allclose(predictor.output(Arm("tome", "predictor", merging)), expected, atol=1e-5)
+    actual = predictor.output(Arm("tome", "predictor", merging))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     np.testing.assert_array_equal(workload.run().numpy(), plain)
+    again = PredictorBackend(workload, 1, tmp_path / "nothing", None, tmp_path)
+    with patch.object(backends, "save", side_effect=AssertionError("exported")):
+        np.testing.assert_array_equal(again.output(Arm("tome", "predictor", merging)), actual)
+        for other in (Arm("limit", "predictor", merging), Arm("tome", "predictor", replace(merging, merge_mlp=True))):
+            with pytest.raises(AssertionError, match="exported"):
+                again.output(other)
 
 
-def test_arms_in_openvino_compute_the_same_and_share_weights(tmp_path):
+def test_arms_as_onnx_compute_the_same_and_share_weights(tmp_path):
     workload, arms = open_workload(tiny()), [Arm("plain", "openvino"), Arm("tome", "openvino", config(0.5))]
-    eager, openvino = (kind(workload, 1, tmp_path, None) for kind in (EagerBackend, OpenVinoBackend))
+    kinds = EagerBackend, OpenVinoBackend, OnnxRuntimeBackend
+    eager, openvino, onnx = (kind(workload, 1, tmp_path, None) for kind in kinds)
     with closing(openvino):
         for arm in arms:
             expected = eager.output(Arm(arm.arm, config=arm.config))
             np.testing.assert_allclose(openvino.output(arm), expected, atol=1e-5 * np.abs(expected).max())
             assert openvino.seconds(arm) > 0 and openvino.peak_memory(arm) is None
-    assert {path.suffix for path in tmp_path.iterdir()} == {".onnx", ".weights"}
+            with patch.object(backends, "save", side_effect=AssertionError("exported")):
+                np.testing.assert_allclose(onnx.output(arm), expected, atol=1e-5 * np.abs(expected).max())
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".onnx", ".weights"}
     assert len(list(tmp_path.glob("*.onnx"))) == 2 and len(list(tmp_path.glob("*.weights"))) == 1
 
 

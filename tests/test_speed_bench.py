@@ -42,7 +42,7 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     assert set(tome.shares) == {"matching", "merge", "unmerge", "sizes"} and limit.shares is None
 
 
-def test_methods_are_measured_and_reported(tmp_path, capsys):
+def test_methods_are_measured_and_reported(worker_in_this_process, tmp_path, capsys):
     out = tmp_path / "speed.json"
     options = [*TINY, "--rounds", "1", "--arms", "plain", "tome", "limit"]
     options += ["--merging", "proportional=false,window=8", "proportional,merge_attn=kv,match=grid,ratio=0.75"]
@@ -162,7 +162,7 @@ def test_report_of_a_missing_file_is_refused(tmp_path, capsys):
     assert f"{absent} cannot be read as a result" in capsys.readouterr().err
 
 
-def test_pipelines_are_timed_by_both_backends(tmp_path):
+def test_pipelines_are_timed_by_both_backends(worker_in_this_process, tmp_path):
     folder, out = tmp_path / "model", tmp_path / "speed.json"
     tiny_pipeline().save_pretrained(str(folder))
     what = ["bench", "--model", str(folder), "--scope", "pipeline", "--size", "32", "--batch", "1", "--steps", "2"]

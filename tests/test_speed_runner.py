@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -130,7 +131,8 @@ def test_worker_that_ends_at_the_same_definition_again_fails_all_arms(tmp_path, 
 
 
 def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
-    requests, output = stub(), tmp_path / "new" / "speed.json"
+    keep = 'Path(request["programs"], "program").mkdir(parents=True, exist_ok=True)'
+    requests, output = stub(prepare=keep), tmp_path / "new" / "speed.json"
     save = runner.IncompleteResult.save
 
     def save_until_round_2(self, index, case):
@@ -141,13 +143,29 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     monkeypatch.setattr(runner.IncompleteResult, "save", save_until_round_2)
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
-    assert [path.name for path in output.parent.iterdir()] == ["speed.json.partial"]
+    assert {path.name for path in output.parent.iterdir()} == {"speed.json.partial", ".speed.json.programs"}
     monkeypatch.setattr(runner.IncompleteResult, "save", save)
     arms = measure(tmp_path, command="bench, continued")
+    first, second = (request["programs"] for request in requests())
+    assert first == second and first.startswith(str(output.with_name(".speed.json.programs")))
     assert [request["case"]["arms"][0]["seconds"] for request in requests()] == [[], [0.5, 1.5]]
     assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
     assert json.loads(output.read_text())["command"] == "bench"
     assert [path.name for path in output.parent.iterdir()] == ["speed.json"]
+
+
+def test_programs_are_kept_in_a_folder_of_the_caller(tmp_path, stub):
+    requests = stub(prepare='Path(request["programs"], "program").mkdir(parents=True)')
+    measure(tmp_path, programs=tmp_path / "kept")
+    (request,) = requests()
+    assert list((tmp_path / "kept").glob("*/program")) == [Path(request["programs"]) / "program"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
+
+
+def test_restart_forgets_programs(tmp_path, stub):
+    stub(prepare='assert not Path(request["programs"]).parent.exists()')
+    (tmp_path / "new" / ".speed.json.programs").mkdir(parents=True)
+    assert measure(tmp_path, restart=True)["plain, eager"].status == "measured"
 
 
 def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
@@ -220,12 +238,12 @@ def test_incomplete_result_of_other_settings_is_kept_without_restart(tmp_path, s
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
 
 
-@pytest.mark.parametrize("name", ["sources", "versions", "describe_environment"])
-def test_incomplete_result_of_other_sources_versions_or_machine_is_refused(tmp_path, stub, monkeypatch, name):
+@pytest.mark.parametrize("name", ["sources", "versions", "describe_environment", "model_files"])
+def test_incomplete_result_of_other_sources_versions_machine_or_model_is_refused(tmp_path, stub, monkeypatch, name):
     stub()
     interrupt(tmp_path, rounds=3)
-    other = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}[name]
-    monkeypatch.setattr(runner, name, lambda: other)
+    others = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}
+    monkeypatch.setattr(runner, name, lambda *_: others.get(name, "retrained"))
     with pytest.raises(ToMeConfigError, match="an incomplete result with other"):
         measure(tmp_path)
 

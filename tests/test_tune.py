@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import tiny_pipeline
@@ -11,6 +13,8 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import tune
 from ppdiffusers_tome.evaluation import tuning
+from ppdiffusers_tome.evaluation.speed import backends
+from ppdiffusers_tome.evaluation.speed.backends import PredictorBackend
 from ppdiffusers_tome.evaluation.tuning import (
     PERCEPTUAL,
     PSNR,
@@ -24,6 +28,8 @@ from ppdiffusers_tome.evaluation.tuning import (
     nearest,
     search,
 )
+from ppdiffusers_tome.inference import export, read_manifest
+from ppdiffusers_tome.inference.tracing import Saved
 from ppdiffusers_tome.positions import Grid
 
 STAGES = make_stages(9, 8)
@@ -132,6 +138,12 @@ def test_what_is_just_short_of_the_goal_and_nearer_goes_on(tmp_path):
     # In few rounds 0.3 misses the goal by less than the margin; five others reach it.
     fake = FakeMeasurement(early={0.3: 1.28, 0.1: 1.0, 0.2: 1.1})
     assert find(tmp_path, Goal(SPEED_UP, 1.3), fake) == 0.3
+
+
+def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen(tmp_path):
+    fake = FakeMeasurement({**LANDSCAPE, 0.1: (0.98, 50.0, 0.002)}, early={0.1: 1.03})
+    assert find(tmp_path, Goal(PSNR, 48), fake) is None
+    assert (0.1, 8) in fake.drawn, "its images reach the goal"
 
 
 def test_a_candidate_that_fails_does_not_end_the_others(tmp_path):
@@ -362,6 +374,58 @@ def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
     assert json.loads(file.read_text())["candidates"] == content["candidates"]
     assert command(*options, "--size", "64") == 2
     assert "figures of another size: pass --restart" in capsys.readouterr().err
+
+
+@pytest.fixture
+def traced(exported_folder, worker_in_this_process, monkeypatch):
+    """Programs come from an export instead of a trace, and are timed in this process, where merging is twice as fast.
+
+    Returns the labels of what would have been traced.
+    """
+    labels, files = [], read_manifest(exported_folder).programs
+
+    def save(traceable, folder, fixed, dims, label, *others):
+        labels.append(label)
+        (file,) = (
+            f for f in files if f.size in (None, (32, 32)) and (f.model, f.ratio) == UNETS.get(label, (label, None))
+        )
+        folder.mkdir(parents=True)
+        paths = [Path(shutil.copy(exported_folder / path, folder)) for path in (file.program, file.params)]
+        return Saved(*paths, file.parity, file.onednn_parity, None, {})
+
+    for module in (backends, export):
+        monkeypatch.setattr(module, "save", save)
+    monkeypatch.setattr(PredictorBackend, "seconds", lambda self, arm: 1.0 if arm.config else 2.0)
+    return labels
+
+
+UNETS = {"plain, predictor": ("unet", 0), "ToMe 0.5, windows of 16, proportional, predictor": ("unet", 0.5)}
+
+
+def test_each_program_is_traced_once(command, traced, tmp_path):
+    options = ["--backend", "predictor", "--speed-up", "1.9", "--merging", "ratio=0.5", "--rounds", "4"]
+    assert command(*options) == 0
+    folder = tmp_path / "new" / "tuned.tune"
+    assert len(list(folder.glob("speed_*.json"))) == 2, "two stages"
+    assert sorted(traced) == sorted([*UNETS, "text_encoder", "vae_decoder"])
+    content = json.loads((tmp_path / "new" / "tuned.json").read_text())
+    assert content["figures"]["rounds"] == 4 and content["figures"]["psnr"] > 0
+    traced.clear()
+    assert command(*options, "--rounds", "5") == 0  # more rounds than there are
+    assert not traced and len(list(folder.glob("speed_*.json"))) == 3
+    # Programs of another model or of other sources must not be used.
+    for programs in (folder / "unets").iterdir():
+        programs.rename(folder / "unets" / "another")
+    assert command(*options, "--rounds", "6") == 0
+    assert sorted(traced) == sorted(UNETS)
+
+
+def test_other_weights_under_the_same_path_are_refused(command, model, monkeypatch, capsys):
+    set_speed_ups(monkeypatch, {0.25: 0.5, 0.75: 0.5})
+    assert command("--psnr", "1") == 0
+    monkeypatch.setattr(tune, "model_files", lambda model: f"{model}, retrained")
+    assert command("--psnr", "1") == 2
+    assert "figures of another content of the model: pass --restart" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

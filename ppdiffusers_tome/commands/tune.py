@@ -14,7 +14,8 @@ from typing import Any
 from ..config import ToMeConfig, parse_settings
 from ..errors import ToMeConfigError, ToMeError
 from ..evaluation.clock import quartiles
-from ..evaluation.environment import describe_environment, sources, usable_cores, versions
+from ..evaluation.environment import describe_environment, model_files, sources, usable_cores, versions
+from ..evaluation.kept_programs import KeptPrograms, folder_of_programs
 from ..evaluation.quality.settings import PLAIN as PLAIN_IMAGES
 from ..evaluation.quality.settings import Evaluation, Setting, read_texts, with_seeds
 from ..evaluation.results import make_result
@@ -49,6 +50,7 @@ from ..inference import choose_runtime
 from ..levels import grid_at
 
 NOT_REACHED = 1  # exit status
+UNETS = "unets"  # folder of the programs that are timed, from which images are drawn too
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -101,6 +103,7 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     belongs_to = {
         **{name: value for name, value in asdict(evaluation).items() if name not in ("torch_python", "strength")},
         "prompts": [list(prompt) for prompt in evaluation.prompts],
+        "content of the model": model_files(evaluation.model),
         "machine": describe_environment()["machine"],
         "versions": versions(),
         "sources": sources(),
@@ -192,15 +195,17 @@ def time_candidates(
 ) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
     """Each candidate with its speed-ups over plain in rounds of one UNet pass, or why it cannot be timed.
 
-    All take turns with plain in one run of `bench`, which a repeated call continues. dst is fixed, because random dst
-    take the same time.
+    All take turns with plain in one run of `bench`, which a repeated call continues. Programs are those that draw the
+    images. In eager, dst is fixed: random dst take the same time, and the built-in ToMe draws others.
     """
-    names = {config: Arm(TOME, evaluation.backend, replace(config, use_rand=False)).name for config in configs}
-    timed = [replace(config, use_rand=False) for config in configs]
+    names = {config: Arm(TOME, evaluation.backend, config).name for config in configs}
+    has_own_dst = evaluation.backend in PROGRAMS
+    timed = [c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs]
     arms = make_arms(case, [PLAIN, TOME], [evaluation.backend], timed, None)
     key = hashlib.sha256(repr(sorted(names.values())).encode()).hexdigest()[:8]
     settings = Settings(rounds=rounds, threads=evaluation.threads)
-    (measured,) = measure_all([replace(case, arms=arms)], settings, folder / f"speed_{rounds}_{key}.json", command)
+    output = folder / f"speed_{rounds}_{key}.json"
+    (measured,) = measure_all([replace(case, arms=arms)], settings, output, command, programs=folder / UNETS)
     by_name = {arm.name: arm for arm in measured.arms}
     plain = next(arm for arm in measured.arms if arm.arm == PLAIN)
     if plain.status != MEASURED:
@@ -227,7 +232,8 @@ def compare_candidates(
     first = replace(evaluation, prompts=evaluation.prompts[:count])
     settings = {config: Setting(_name(config), "method", config) for config in configs}
     if evaluation.backend in PROGRAMS:  # all now: settings that differ in the ratio alone share a program
-        export_programs(first, [PLAIN_IMAGES, *settings.values()], folder)
+        kept = KeptPrograms(folder_of_programs(folder / UNETS, evaluation.model))
+        export_programs(first, [PLAIN_IMAGES, *settings.values()], folder, kept)
     measurer = Measurer(folder, evaluation.size)
     for config, setting in settings.items():
         draw(first, [PLAIN_IMAGES, setting], folder, draw_here, batch=1)

@@ -1,10 +1,11 @@
 """The machine, versions and sources behind a figure, which every result file names."""
 
 import hashlib
+import json
 import os
 import platform
 import subprocess
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import paddle
 
 from .._version import __version__
+from ..inference.manifest import sha256
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -43,6 +45,30 @@ def sources() -> str:
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{file.relative_to(PACKAGE).as_posix()} {file.stat().st_size}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def model_files(model: str) -> str:
+    """Hash of the files in a pipeline's folder that `model_index.json` names; the model itself if it is no folder."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        index = {"unet": []}  # all that `bench` needs
+    parts = [name for name, part in index.items() if isinstance(part, list)]
+    digest = hashlib.sha256()
+    for file in sorted(file for part in parts for file in (folder / part).rglob("*") if file.is_file()):
+        status = file.stat()
+        content = _content(file, status.st_size, status.st_mtime_ns)
+        digest.update(f"{file.relative_to(folder).as_posix()} {content}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=256)
+def _content(file: Path, size: int, modified: int) -> str:
+    """SHA-256 of a file, which is read again if its size or the time of its last change differs."""
+    return sha256(file)
 
 
 def usable_cores() -> int:

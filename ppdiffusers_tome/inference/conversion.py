@@ -162,10 +162,19 @@ class SharedWeights:
 
     def move(self, source: Path, target: Path) -> None:
         """Write the `.onnx` file `source` as `target`, beside the shared weights and without its own; remove it."""
+        self.copy(source, target)
+        source.unlink()
+        Path(f"{source}{LARGE}").unlink(missing_ok=True)
+
+    def copy(self, source: Path, target: Path) -> None:
+        """The same without removing it. Its weights may be in another shared file."""
         import onnx
 
         model = onnx.load(str(source))
         graph = model.graph
+        shared = [t for t in graph.initializer if len(t.raw_data) >= SHARED_BYTES]
+        for tensor in shared:
+            tensor.CopyFrom(self._store(tensor))
         nodes = []
         for node in graph.node:
             if node.op_type == "Constant" and node.attribute[0].name == "value":
@@ -180,8 +189,6 @@ class SharedWeights:
         target.parent.mkdir(parents=True, exist_ok=True)
         onnx.save(model, str(target))
         onnx.checker.check_model(str(target))
-        source.unlink()
-        Path(f"{source}{LARGE}").unlink(missing_ok=True)
 
     def _store(self, tensor: "onnx.TensorProto") -> "onnx.TensorProto":
         """The tensor with a reference to the shared file in place of its data."""

@@ -22,7 +22,7 @@ from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, Size, list_programs, 
 from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
 from .request import Request, check_request
-from .tracing import save
+from .tracing import Saved, save
 
 
 def export_pipeline(
@@ -37,6 +37,7 @@ def export_pipeline(
     format: str = "paddle",
     overwrite: bool = False,
     others: str | Path | None = None,
+    unets: Mapping[tuple[Size, float], Saved] | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> Manifest:
@@ -62,6 +63,8 @@ def export_pipeline(
         overwrite: replace an earlier export in folder, once the new one is complete.
         others: an earlier export of the same pipeline, on the same file system. Its programs of models that do not
             merge, such as text encoder and VAE, are linked instead of written again.
+        unets: programs of the UNet, by size and ratio, which `tracing.save` wrote with the same settings and format to
+            the same file system: they are linked instead of traced again.
         progress: show a progress bar.
         settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
             merge_attn, merge_crossattn, merge_mlp, min_tokens. dynamic=True needs window=None, match="similarity" and
@@ -91,8 +94,9 @@ def export_pipeline(
         for model, size, ratio in tqdm(programs_to_write, desc="export", unit="program", disable=not progress):
             if others is not None and model in linked:
                 written.append(_link(linked[model], Path(others), partial))
-            else:
-                written.append(_write(request, model, size, ratio, partial, written, weights, converter))
+                continue
+            kept = unets.get((size, ratio)) if unets and size is not None and ratio is not None else None
+            written.append(_write(request, model, size, ratio, partial, written, weights, converter, kept))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
         manifest.save(partial)
@@ -123,6 +127,16 @@ def _link(file: ProgramFile, source: Path, folder: Path) -> ProgramFile:
     return file
 
 
+def _link_saved(saved: Saved, target: Path) -> Saved:
+    if saved.onnx is not None:
+        return saved
+    target.mkdir(parents=True, exist_ok=True)
+    program, params = (target / path.name for path in (saved.program, saved.params))
+    os.link(saved.program, program)
+    os.link(saved.params, params)
+    return replace(saved, program=program, params=params)
+
+
 def _onnx_weights(model: str) -> str:
     """The file of weights of a model's ONNX programs."""
     return f"onnx/{model}{ONNX_WEIGHTS}"
@@ -137,29 +151,33 @@ def _write(
     written: list[ProgramFile],
     weights: dict[str, SharedWeights],
     converter: Converter,
+    kept: Saved | None,
 ) -> ProgramFile:
-    """Save one program, for any size if `size` is None; only one copy of one model is in memory at a time."""
+    """Save one program, for any size if `size` is None, or link a kept one; one copy of one model is in memory."""
     factor = vae_factor(request.pipe)
     # A dynamic program is compared at a size that is not square.
     example = size or (request.sizes[0] if request.sizes else Size(32 * factor, 48 * factor))
     fixed = {"height": example.height, "width": example.width}
     fixed |= {"latent_height": example.height // factor, "latent_width": example.width // factor}
     dims = {**fixed, "tokens": text_tokens(request.pipe)}
-    traceable = _traceable(request, model, size, ratio)
     label = f"{model} at {size}" if size else model
     # ppdiffusers reads "unet"; only this package reads the others.
     name = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])])
     target = folder / (name if written else "unet")
     to_onnx = converter if "onnx" in request.formats else None
-    saved = save(traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), to_onnx)
+    if kept is None:
+        traceable = _traceable(request, model, size, ratio)
+        saved = save(traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), to_onnx)
+    else:
+        saved = _link_saved(kept, target)
     file = ProgramFile(model, None, None, size, ratio, saved.parity, saved.onednn_parity)
     if saved.onnx is not None:
         if model not in weights:
             weights[model] = SharedWeights(folder / _onnx_weights(model))
-        weights[model].move(saved.onnx, folder / "onnx" / f"{name}.onnx")
+        (weights[model].move if kept is None else weights[model].copy)(saved.onnx, folder / "onnx" / f"{name}.onnx")
         file = replace(file, onnx=f"onnx/{name}.onnx", onnx_parity=saved.onnx_parity)
     if "paddle" not in request.formats:
-        shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
         return file
     params = share_weights(saved.params, [folder / str(other.params) for other in written if other.model == model])
     program, params = (path.relative_to(folder) for path in (saved.program, params))

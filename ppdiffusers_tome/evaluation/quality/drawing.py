@@ -22,10 +22,13 @@ from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.offline import Drawer, draw_here, draw_identified
 from ...inference import RUNTIMES, export_pipeline, load_pipeline, read_manifest
 from ...inference.loading import load_for_export
+from ...inference.manifest import Size
 from ...serving.engine import Engine, load_engine
 from ...serving.jobs import Job
-from ..environment import commit, sources, versions
-from ..speed.cases import PROGRAMS
+from ..environment import commit, model_files, sources, versions
+from ..kept_programs import KeptPrograms, program_key
+from ..speed.cases import PLAIN as PLAIN_ARM
+from ..speed.cases import PROGRAMS, TOME
 from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
@@ -129,10 +132,11 @@ def claim_folder(evaluation: Evaluation, output: Path) -> str:
     """Reserve a folder for an evaluation by these versions and sources; returns the commit of the first run in it.
 
     Raises:
-        ToMeConfigError: the folder holds images of another evaluation, of other versions or of other sources.
+        ToMeConfigError: the folder holds images of another evaluation or model, or of other versions or sources.
     """
     about = {key: value for key, value in asdict(evaluation).items() if key not in ("threads", "torch_python")}
-    about = json.loads(json.dumps({**about, "versions": versions(), "sources": sources()}))
+    about |= {"model_files": model_files(evaluation.model), "versions": versions(), "sources": sources()}
+    about = json.loads(json.dumps(about))
     path = output / RECORD
     if path.exists():
         recorded = json.loads(path.read_text(encoding="utf-8"))
@@ -174,8 +178,13 @@ def draw(
     return about_torch
 
 
-def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output: Path) -> dict[Setting, Path]:
-    """The exported folder for each setting of Paddle; settings that differ only in the ratio share one."""
+def export_programs(
+    evaluation: Evaluation, settings: Sequence[Setting], output: Path, kept: KeptPrograms | None = None
+) -> dict[Setting, Path]:
+    """The exported folder for each setting of Paddle; settings that differ only in the ratio share one.
+
+    UNets that `kept` has, which are those of `bench`, are linked instead of traced again.
+    """
     groups: dict[ToMeConfig, list[Setting]] = defaultdict(list)
     for setting in settings:
         if setting.framework == "Paddle":
@@ -189,11 +198,20 @@ def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output:
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
             options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format
-            options["others"] = next(iter(programs.values()), None)  # the other models are exported once
-            sizes = [(evaluation.size, evaluation.size)]
-            export_pipeline(load_model(evaluation.model), folder, ratios, sizes, **options)
+            earlier = [exported for exported in (*programs.values(), folder) if _exported_ratios(exported)]
+            options["others"] = next(iter(earlier), None)  # the other models are exported once
+            size = Size(evaluation.size, evaluation.size)
+            if kept is not None:
+                found = {(size, ratio): kept.find(_unet_key(evaluation, config, ratio)) for ratio in ratios}
+                options["unets"] = {which: saved for which, saved in found.items() if saved is not None}
+            export_pipeline(load_model(evaluation.model), folder, ratios, [size], **options)
         programs |= dict.fromkeys(members, folder)
     return programs
+
+
+def _unet_key(evaluation: Evaluation, config: ToMeConfig, ratio: float) -> str:
+    arm, merging = (TOME, replace(config, ratio=ratio)) if ratio else (PLAIN_ARM, None)
+    return program_key("unet", evaluation.size, arm, merging, RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format)
 
 
 def _exported_ratios(folder: Path) -> set[float]:

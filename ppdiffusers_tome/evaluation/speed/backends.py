@@ -1,10 +1,11 @@
 """Eager Paddle, exported programs, and PyTorch: each computes and times the arms of a workload."""
 
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from ...config import ToMeConfig
 from ...inference import RUNTIMES, PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
 from ...inference.conversion import Converter, SharedWeights
 from ...inference.layout import share_weights
-from ...inference.manifest import ONNX_WEIGHTS
+from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
 from ...inference.onnx_runtime import OnnxFileRuntime
 from ...inference.paddle_runtime import Predictor
 from ...inference.runtime import Program, is_accurate
@@ -28,6 +29,7 @@ from ...models import find_blocks
 from ...patch import attach, chosen_blocks, detach
 from ..clock import seconds_of
 from ..free_merge import attach_free_merge
+from ..kept_programs import KeptPrograms, program_key
 from ..torch_unet import TorchProcess
 from .cases import (
     BUILT_IN,
@@ -56,8 +58,9 @@ class Backend(ABC):
 
     workload: Workload
     threads: int  # of predictors and PyTorch; eager Paddle reads OMP_NUM_THREADS
-    folder: Path  # for programs and for the exchange with PyTorch; it exists
+    folder: Path  # for the exchange with PyTorch; it exists
     torch_python: str | None  # interpreter that has torch, diffusers and tomesd
+    programs: Path | None = None  # where exported programs are kept, also for others; None: in `folder`
     process: int = field(default=0, init=False)  # whose memory is limited; 0: this one
 
     @abstractmethod
@@ -137,8 +140,9 @@ class PredictorBackend(Backend):
         self._load: dict[str, Callable[[], Run]] = {}
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
-        self._weights: list[Path] = []
-        self._numbers = count()
+        self._kept = KeptPrograms(self.programs or self.folder)
+        self._weights = sorted(self._kept.folder.glob("*/*.pdiparams"))
+        self._others: Path | None = None
 
     @contextmanager
     def prepared(self, arm: Arm) -> Iterator[Run]:
@@ -163,14 +167,18 @@ class PredictorBackend(Backend):
         self._load.pop(arm.name, None)
         self._loaded.pop(arm.name, None)
 
+    def _key(self, arm: Arm) -> str:
+        case = self.workload.case
+        return program_key(
+            case.scope, case.size, arm.arm, arm.config, RUNTIMES[PROGRAMS[self.backend]["runtime"]].format
+        )
+
     def _export(self, arm: Arm) -> Callable[[], Run]:
-        workload = self.workload
-        traceable = workload.traceable()
-        denoiser = getattr(traceable.layer, "unet", traceable.layer)
-        _attach(denoiser, arm, workload)
-        fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
-        folder = self.folder / f"{self.backend}_program_{next(self._numbers)}"
-        saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, self._converter)
+        workload, key = self.workload, self._key(arm)
+        saved = self._kept.find(key)
+        if saved is None:
+            saved = self._store(self._save(arm, key), key)
+            self._kept.keep(key, saved)
         load_program = self._loader(saved)
 
         def load() -> Run:
@@ -179,21 +187,41 @@ class PredictorBackend(Backend):
 
         return load
 
-    def _loader(self, saved: Saved) -> Callable[[], Program]:
-        """A function that loads a saved program; its weights are kept once for all arms."""
+    def _save(self, arm: Arm, key: str) -> Saved:
+        """Save an arm's program to the folder of programs."""
+        workload, folder = self.workload, self._kept.folder / key
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that ended while it wrote
+        traceable = workload.traceable()
+        denoiser = getattr(traceable.layer, "unet", traceable.layer)
+        _attach(denoiser, arm, workload)
+        fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
+        return save(traceable, folder, fixed, workload.dims, arm.name, self.threads, self._converter)
+
+    def _store(self, saved: Saved, key: str) -> Saved:
+        """The saved program with weights that stand once on the disk for all arms."""
         params = share_weights(saved.params, self._weights)
-        self._weights.append(params)
+        if params == saved.params:
+            self._weights.append(params)
+        else:
+            os.link(params, saved.params)
+        return saved
+
+    def _loader(self, saved: Saved) -> Callable[[], Program]:
+        """A function that loads a saved program."""
         runtime = PaddleRuntime(threads=self.threads, onednn=is_accurate(saved.onednn_parity))
-        return lambda: Predictor(saved.program, params, runtime)
+        return lambda: Predictor(saved.program, saved.params, runtime)
 
     def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
         workload = self.workload
         assert isinstance(workload, PipelineWorkload)
-        folder = self.folder / f"{self.backend}_pipeline_{next(self._numbers)}"
+        folder = self._kept.folder / self._key(arm)
         sizes = [(workload.case.size, workload.case.size)]
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
         ratio, form = settings.pop("ratio"), RUNTIMES[PROGRAMS[self.backend]["runtime"]].format
-        export_pipeline(workload.pipe, folder, ratio, sizes, progress=False, format=form, **settings)
+        if not (folder / MANIFEST).is_file():
+            settings |= {"format": form, "others": self._others, "progress": False}
+            export_pipeline(workload.pipe, folder, ratio, sizes, **settings)
+        self._others = folder
 
         def load() -> Run:
             pipe = load_pipeline(folder, threads=self.threads, **PROGRAMS[self.backend])
@@ -212,7 +240,7 @@ class OnnxBackend(PredictorBackend):
         assert isinstance(runtime, OnnxFileRuntime)
         self._runtime = runtime
         self._converter = Converter()
-        self._shared = SharedWeights(self.folder / f"{self.backend}{ONNX_WEIGHTS}")
+        self._shared: SharedWeights | None = None
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)  # Paddle's counter does not see these runtimes
@@ -222,11 +250,19 @@ class OnnxBackend(PredictorBackend):
         assert self._converter is not None
         self._converter.close()
 
-    def _loader(self, saved: Saved) -> Callable[[], Program]:
+    def _store(self, saved: Saved, key: str) -> Saved:
+        folder = self._kept.folder
         assert saved.onnx is not None
-        path = self.folder / f"{saved.onnx.parent.name}.onnx"
-        self._shared.move(saved.onnx, path)
+        if self._shared is None:
+            paths = (folder / f"{number}{ONNX_WEIGHTS}" for number in count())  # earlier processes have written some
+            self._shared = SharedWeights(next(path for path in paths if not path.exists()))
+        self._shared.move(saved.onnx, folder / f"{key}.onnx")
         shutil.rmtree(saved.onnx.parent)
+        return replace(saved, onnx=folder / f"{key}.onnx")
+
+    def _loader(self, saved: Saved) -> Callable[[], Program]:
+        path = saved.onnx
+        assert path is not None
         return lambda: self._runtime.load_file(path)
 
 

@@ -12,7 +12,8 @@ from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError
 from ...inference.runtime import error_summary
-from ..environment import describe_environment, sources, versions
+from ..environment import describe_environment, model_files, sources, versions
+from ..kept_programs import folder_of_programs
 from ..results import make_result, read_json, write_result
 from ..torch_unet import torch_versions
 from ..worker_process import WorkerEndedError, WorkerError, WorkerProcess
@@ -41,24 +42,35 @@ class Settings:
 
 
 def measure_all(
-    cases: Sequence[Case], settings: Settings, output: Path, command: str, restart: bool = False
+    cases: Sequence[Case],
+    settings: Settings,
+    output: Path,
+    command: str,
+    restart: bool = False,
+    programs: Path | None = None,
 ) -> list[Case]:
     """Measure the arms of cases that are PLANNED, write the result, and return the measured cases.
 
     Args:
         cases, settings, command: what, how, and the command for the result.
         output: JSON file, written at the end. Until then the incomplete result is in `output` + ".partial", after
-            every step, and another run with the same cases, settings, versions, machine and sources continues it.
+            every step, and another run with the same cases, models, settings, versions, machine and sources
+            continues it.
         restart: ignore an incomplete result.
+        programs: folder in which exported programs are kept for other calls; None: one beside `output`, until that is
+            written.
 
     Raises:
-        ToMeConfigError: the incomplete result belongs to other cases, settings, versions, sources or another machine.
+        ToMeConfigError: the incomplete result belongs to other cases, models, settings, versions or sources, or to
+            another machine.
     """
     result = IncompleteResult(output, cases, settings, command, restart)
-    folder = output.with_name(f".{output.name}.work")
+    folder, beside = (output.with_name(f".{output.name}.{name}") for name in ("work", "programs"))
+    if restart:
+        shutil.rmtree(beside, ignore_errors=True)
     passes = [len(case.with_status(PLANNED)) * (1 + settings.warm_up + settings.rounds) for case in cases]
     with tqdm(total=sum(passes), bar_format=BAR, disable=None) as bar:
-        for index, case in enumerate(result.cases):
+        for index, case in enumerate(cases):
             bar.set_description(case.name)
             skip: list[str] = []
             while result.cases[index].with_status(PLANNED):
@@ -74,7 +86,9 @@ def measure_all(
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 arguments = {name: getattr(settings, name) for name in ("warm_up", "threads", "torch_python")}
+                kept = folder_of_programs(programs or beside, case.model)
                 start = {**arguments, "case": asdict(result.cases[index]), "folder": str(folder), "skip": skip}
+                start["programs"] = str(kept)
                 try:
                     with WorkerProcess(WORKER, "the worker", settings.threads) as process:
                         result.save(index, process.ask("prepare", see, **start)["case"])
@@ -89,6 +103,7 @@ def measure_all(
                     shutil.rmtree(folder, ignore_errors=True)
             bar.update(sum(passes[: index + 1]) - bar.n)
     result.complete()
+    shutil.rmtree(beside, ignore_errors=True)
     return result.cases
 
 
@@ -101,6 +116,7 @@ class IncompleteResult:
         torch = torch_versions(settings.torch_python) if settings.torch_python else {}
         self._belongs_to = {
             "cases": [asdict(case) for case in cases],
+            "models": {case.model: model_files(case.model) for case in cases},
             "settings": asdict(settings),
             "versions": {**versions(), **torch},
             "machine": environment["machine"],

@@ -35,7 +35,7 @@ class Worker:
 
     _case: Case
     _workload: Workload
-    _options: tuple[int, Path, str | None]  # of its backends: threads, folder, torch_python
+    _options: tuple[int, Path, str | None, Path | None]  # of its backends: threads, folder, torch_python, programs
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
@@ -50,18 +50,20 @@ class Worker:
         threads: int,
         torch_python: str | None,
         folder: str,
+        programs: str | None = None,
         skip: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Build the model, check the arms that were not checked before, and warm up; the first pass measures memory.
 
-        `skip` are names of definitions whose passes ended an earlier worker.
+        Programs that are in the folder `programs` are not exported again. `skip` are names of definitions whose passes
+        ended an earlier worker.
         """
         self._case = Case.from_json(case)
         self._failed.update(skip, (arm.name for arm in self._case.with_status(OUT_OF_MEMORY, ERROR)))
         report("begin", arm=None, step="building the model")
         with limited(None, 0):
             self._workload = open_workload(self._case)
-        self._options = threads, Path(folder), torch_python
+        self._options = threads, Path(folder), torch_python, Path(programs) if programs else None
         for arm in self._planned():
             arm.macs = self._workload.macs(arm.config, matching=arm.arm != LIMIT)
         unchecked = [arm for arm in self._planned() if arm.parity is None and not arm.seconds]
