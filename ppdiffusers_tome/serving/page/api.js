@@ -36,9 +36,11 @@ function errorOf(status, { message = "", param = null }, retryAfter) {
   return new ApiError(codes[status] ?? "failed", values, param);
 }
 
-/** Whether the server accepts requests; null if it cannot be reached. */
-export async function isReady() {
-  return fetch("ready", { cache: "no-store" }).then((response) => response.ok, () => null);
+/** "ready", "loading", "draining" or "failed"; null if the server cannot be reached. Needs no key. */
+export async function serverState() {
+  return fetch("health", { cache: "no-store" })
+    .then((response) => response.json())
+    .then((health) => health.state, () => null);
 }
 
 /** The model that is served: sizes, ratios, defaults and bounds. */

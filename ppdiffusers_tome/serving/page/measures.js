@@ -1,6 +1,6 @@
 // How far two images are apart: PSNR, SSIM (by the vendored ssim.js, a global of its own script), and a map.
 
-const SCALE = 64; // levels of 255 that are white in the difference map
+const SCALES = [16, 32, 64, 128, 255]; // levels that may be white in the difference map
 
 /** The pixels of a PNG. */
 export async function pixelsOf(blob) {
@@ -25,20 +25,22 @@ export function ssim(a, b) {
   return globalThis.ssim.ssim(a, b, { ssim: "fast", downsample: false }).mssim;
 }
 
-/** Draw the largest difference of each pixel's colors, from black (0) over orange to white (64 and more). */
+/** Draw the largest difference of each pixel's colors, from black (0) over orange to white (a level that is returned). */
 export function drawDifference(canvas, a, b) {
   canvas.width = a.width;
   canvas.height = a.height;
-  const map = new ImageData(a.width, a.height);
-  let largest = 0;
-  let sum = 0;
-  for (let i = 0; i < a.data.length; i += 4) {
-    const difference = Math.max(...[0, 1, 2].map((c) => Math.abs(a.data[i + c] - b.data[i + c])));
-    largest = Math.max(largest, difference);
-    sum += difference;
-    const value = Math.min(1, difference / SCALE);
-    map.data.set([510 * value, 340 * value - 85, 510 * value - 255, 255], i); // clamped to 0…255
+  const differences = new Uint8Array(a.width * a.height);
+  for (let i = 0; i < a.data.length; i++) {
+    if (i % 4 < 3) differences[i >> 2] = Math.max(differences[i >> 2], Math.abs(a.data[i] - b.data[i]));
   }
+  const largest = differences.reduce((most, difference) => Math.max(most, difference), 0);
+  const mean = differences.reduce((sum, difference) => sum + difference, 0) / differences.length;
+  const white = SCALES.find((scale) => scale >= largest);
+  const map = new ImageData(a.width, a.height);
+  differences.forEach((difference, pixel) => {
+    const value = difference / white;
+    map.data.set([510 * value, 340 * value - 85, 510 * value - 255, 255], 4 * pixel); // clamped to 0…255
+  });
   canvas.getContext("2d").putImageData(map, 0, 0);
-  return { largest, mean: (4 * sum) / a.data.length };
+  return { largest, mean, white };
 }

@@ -1,6 +1,6 @@
 // The page: settings, drawing once plain and once merged, the comparison, and the history of this session.
 
-import { ApiError, draw, isReady, loadModel, setKey } from "./api.js";
+import { ApiError, draw, loadModel, serverState, setKey } from "./api.js";
 import { drawDifference, pixelsOf, psnr, ssim } from "./measures.js";
 import { LANGUAGE, text, translate } from "./texts.js";
 
@@ -77,8 +77,13 @@ function clearErrors() {
 }
 
 function showMethod() {
-  const index = model.tome_ratios.indexOf(Number($("tome_ratio").value));
-  $("method").textContent = model.tome_methods[index] ?? "";
+  const ratio = Number($("tome_ratio").value);
+  const percent = text("percent", { percent: number(100 * ratio, 0) });
+  $("method").textContent = ratio > 0 ? `${percent} ${methodOf(ratio)}` : "";
+}
+
+function methodOf(ratio) {
+  return model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
 }
 
 function linkOf(settings) {
@@ -100,7 +105,7 @@ async function onDraw(event) {
   controller = new AbortController();
   const hasPlain = model.tome_ratios.includes(0);
   const passes = [...(hasPlain ? ["plain"] : []), ...(settings.tome_ratio > 0 ? ["merged"] : [])];
-  const entry = { settings, method: $("method").textContent };
+  const entry = { settings, method: methodOf(settings.tome_ratio) };
   setBusy(true);
   try {
     for (const [index, name] of passes.entries()) {
@@ -114,6 +119,7 @@ async function onDraw(event) {
     await measure(entry);
     addEntry(entry);
     showEntry(entry);
+    $("frame").scrollIntoView({ block: "nearest" });
     history.replaceState(null, "", linkOf(settings));
     const speed = entry.speedUp && number(entry.speedUp, 2);
     $("phase").textContent = speed ? text("done", { speed, psnr: psnrText(entry.psnr) }) : text("doneOne");
@@ -204,8 +210,9 @@ function showEntry(entry) {
   $("shared").textContent = batch > 1 ? text("shared", { count: batch }) : "";
   show("difference-figure", both);
   if (both) {
-    const { largest, mean } = drawDifference($("difference"), ...entry.pixels);
+    const { largest, mean, white } = drawDifference($("difference"), ...entry.pixels);
     const values = { largest, mean: number(mean, 1) };
+    $("white").textContent = white;
     $("difference-text").textContent = text("differenceText", values);
     $("difference").ariaLabel = text("differenceLabel", values);
   }
@@ -316,11 +323,8 @@ function fillChoices() {
   $("model").textContent = text("model", { name: model.id });
   const ratios = model.tome_ratios.filter((ratio) => ratio > 0);
   const sizes = model.sizes.map((size) => [size, size.replace("x", " × ")]);
-  const percents = (ratios.length ? ratios : [0]).map((ratio) => [ratio, number(100 * ratio, 0)]);
   $("size").replaceChildren(...sizes.map(([value, label]) => new Option(label, value)));
-  $("tome_ratio").replaceChildren(
-    ...percents.map(([ratio, percent]) => new Option(text("ratioOption", { ratio, percent }), ratio)),
-  );
+  $("tome_ratio").replaceChildren(...(ratios.length ? ratios : [0]).map((ratio) => new Option(ratio, ratio)));
   const missing = !model.tome_ratios.includes(0) ? "noPlain" : ratios.length ? null : "noMerged";
   show("exported", Boolean(missing));
   $("exported").textContent = missing ? text(missing) : "";
@@ -328,9 +332,9 @@ function fillChoices() {
 
 async function untilReady() {
   for (;;) {
-    const ready = await isReady();
-    if (ready) return;
-    $("phase").textContent = text(ready === null ? "unreachable" : "loading");
+    const state = await serverState();
+    if (state === "ready") return;
+    $("phase").textContent = text(state === "loading" ? "loading" : state === null ? "unreachable" : "ended");
     await new Promise((resolve) => setTimeout(resolve, 1000));
   }
 }
