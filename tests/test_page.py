@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,14 +78,14 @@ def browser():
 def opened(browser, server, refusals=(), fragment="", **options):
     """The page in a new window. Fails on errors in its scripts, violations of its policy, and requests elsewhere.
 
-    `refusals` are statuses that the server is expected to answer, which the browser logs as errors.
+    `refusals` are statuses that the server is expected to answer, and errors, which the browser logs.
     """
     context = browser.new_context(**{"locale": "en-US", "viewport": {"width": 1200, "height": 900}, **options})
     page, problems = context.new_page(), []
     page.set_default_timeout(20_000)
 
     def on_console(message):
-        is_expected = any(f"status of {status}" in message.text for status in refusals)
+        is_expected = any(str(refusal) in message.text for refusal in refusals)
         if message.type in ("error", "warning") and not is_expected:
             problems.append(message.text)
 
@@ -271,13 +271,12 @@ def test_places_in_the_queue_and_a_full_queue(browser):
 
 
 def test_server_that_has_ended(browser):
-    with serving() as server:
-        page_of = opened(browser, server)
-        page = page_of.__enter__()
-        fill(page)
-    page.click("#draw")
-    expect(page.locator("#error")).to_have_text("The server cannot be reached. Is it still running?")
-    page.context.close()
+    with ExitStack() as contexts:
+        with serving() as server:
+            page = contexts.enter_context(opened(browser, server, refusals=["ERR_CONNECTION_REFUSED"]))
+            fill(page)
+        page.click("#draw")
+        expect(page.locator("#error")).to_have_text("The server cannot be reached. Is it still running?")
 
 
 def test_key_is_asked_for_once_and_not_stored(browser):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from .api_errors import ApiError
 
@@ -42,11 +42,10 @@ def make_page_router() -> APIRouter:
 
     @router.api_route("/", methods=["GET", "HEAD"])
     @router.api_route(PREFIX + "{name:path}", methods=["GET", "HEAD"])
-    async def show(name: str = "") -> Response:
-        path = PREFIX + name if name else "/"
-        if path not in contents:
+    async def show(request: Request) -> Response:
+        if request.url.path not in contents:
             raise ApiError(404, "Not Found")
-        content, kind = contents[path]
+        content, kind = contents[request.url.path]
         return Response(content, media_type=kind, headers=HEADERS)
 
     return router
