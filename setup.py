@@ -26,6 +26,8 @@ TEST = [
     *OPENVINO,
     "openai",
     "webuiapi",
+    "playwright",
+    "axe-playwright-python",
     "psutil",
     "pytest",
     "pytest-xdist",

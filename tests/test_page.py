@@ -343,7 +343,7 @@ def test_narrow_screen(browser, fake, scheme):
 def test_chinese(browser, fake):
     with opened(browser, fake, locale="zh-CN") as page:
         draw(page, done="完成")
-        assert page.get_attribute("html", "lang") == "zh-CN" and page.inner_text("h1").startswith("词元合并")
+        assert page.get_attribute("html", "lang") == "zh-CN" and page.inner_text("h1").startswith("令牌合并")
         texts = page.eval_on_selector_all("[data-text]", "all => all.map(one => [one.dataset.text, one.textContent])")
         english = [name for name, text in texts if text.isascii()]
         assert english == [] and serious_findings(page) == []

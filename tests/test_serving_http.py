@@ -327,7 +327,7 @@ def test_page_is_package_data():
     script = (
         "import setuptools; from distutils.core import run_setup\n"
         "command = run_setup('setup.py', stop_after='init').get_command_obj('build_py'); command.ensure_finalized()\n"
-        "print(*(name for *_, names in command.data_files for name in names), sep='\\n')"
+        "print(*(f'{folder}/{name}' for _, folder, _, names in command.data_files for name in names), sep='\\n')"
     )
     listed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     packaged = {(ROOT / line).resolve() for line in listed.stdout.splitlines()}

@@ -79,7 +79,7 @@ const ENGLISH = {
 };
 
 const CHINESE = {
-  title: "词元合并：原图与合并后对比",
+  title: "令牌合并：原图与合并后对比",
   settings: "设置",
   prompt: "提示词",
   seed: "随机种子",
@@ -88,7 +88,7 @@ const CHINESE = {
   guidance: "引导强度",
   size: "尺寸",
   ratio: "合并比例",
-  percent: "合并 {percent} % 的词元。",
+  percent: "合并 {percent} % 的令牌。",
   draw: "生成",
   cancel: "取消",
   result: "对比",
@@ -116,7 +116,7 @@ const CHINESE = {
   copied: "链接已复制到剪贴板。",
   notCopied: "浏览器不允许在此复制：请复制页面地址。",
   mergeMap: "合并图",
-  noMergeMap: "不显示：导出的模型只含程序，程序只返回图像，不返回合并了哪些词元。",
+  noMergeMap: "不显示：导出的模型只含程序，程序只返回图像，不返回合并了哪些令牌。",
   history: "本次会话的历史",
   historyHint: "只保存在此标签页中，关闭或刷新后消失。",
   thumbnail: "再次显示：{prompt}，种子 {seed}，比例 {ratio}",
