@@ -212,7 +212,7 @@ def test_only_the_image_that_is_not_finite_fails(engine, monkeypatch, value):
 
 
 def test_serve_in_its_own_process(exported_folder, tmp_path):
-    """Start, open the page, answer OpenAI's client, then SIGTERM during a request: it is answered, the next one is refused."""
+    """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused."""
     command = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "serve", "--model", str(exported_folder)]
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/url\n')

@@ -20,7 +20,7 @@ async function request(path, options = {}) {
   const headers = { ...options.headers, ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
   let response;
   try {
-    response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("unreachable");

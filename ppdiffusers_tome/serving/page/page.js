@@ -100,8 +100,12 @@ function readLink() {
 
 async function onDraw(event) {
   event.preventDefault();
+  if (controller) return;
   const settings = readForm();
-  if (controller || !settings) return;
+  if (!settings) {
+    $("phase").textContent = "";
+    return;
+  }
   controller = new AbortController();
   const hasPlain = model.tome_ratios.includes(0);
   const passes = [...(hasPlain ? ["plain"] : []), ...(settings.tome_ratio > 0 ? ["merged"] : [])];
