@@ -11,7 +11,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from PIL import Image
 from serving_support import LIMITS, OPENAI, serving, until
 from skimage.metrics import structural_similarity
 
+from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.engine import Engine, load_engine
@@ -53,10 +53,18 @@ class EagerEngine(Engine):
 @pytest.fixture(scope="module")
 def bundled():
     """The server with the bundled model."""
-    load = partial(load_engine, Path(MODEL), threads=1) if MODEL else lambda: EagerEngine(load_bundled())
-    limits = replace(LIMITS, sizes=((128, 128),), steps=100)
+    limits = replace(LIMITS, sizes=((128, 128),), image_to_image=False, steps=100)
+
+    def load():
+        if not MODEL:
+            return EagerEngine(load_bundled())
+        engine = load_engine(Path(MODEL), threads=1)
+        for job in warm_up_jobs(limits, 2.0):
+            engine.generate([job])
+        return engine
+
     with serving(load=load, name="emoji_sd", limits=limits, config=AppConfig()) as server:
-        until(lambda: server.queue.state == "ready", 60)
+        until(lambda: server.queue.state == "ready", 120)
         yield server
 
 
@@ -140,7 +148,7 @@ def gray_ssim(a, b):
 def test_draw_and_download(browser, bundled):
     """Plain and merged from the same noise; the measures are those of the downloaded files."""
     with opened(browser, bundled) as page:
-        draw(page, prompt="a 3d render of fox", seed=1, steps=20 if SCREENSHOT else 4, guidance_scale=2)
+        draw(page, prompt="a 3d render of fox", seed=1, steps=20 if SCREENSHOT else 2, guidance_scale=2)
         names, files = zip(*(downloaded(page, name) for name in ("plain", "merged", "settings")), strict=True)
         assert names == ("plain_seed1.png", "merged_seed1.png", "settings_seed1.json")
         images = [Image.open(io.BytesIO(file)) for file in files[:2]]
