@@ -491,10 +491,11 @@ def test_every_request_is_answered_with_a_full_queue(server):
     assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status_code == 429)
 
 
-def test_disconnection_frees_the_place(server):
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnection_frees_the_place(server, stream):
     before = server.count("images_total", outcome="abandoned")
     with pytest.raises(httpx.ReadTimeout):
-        server.http.post(OPENAI, json={"prompt": "fox", "steps": 900, "n": 4}, timeout=1)
+        server.http.post(OPENAI, json={"prompt": "fox", "steps": 900, "n": 4, "stream": stream}, timeout=1)
     until(lambda: server.count("images_total", outcome="abandoned") == before + 4)
     start = monotonic()
     data(server.draw())
