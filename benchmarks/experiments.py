@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +35,7 @@ from merge_prototypes import (
     merging_queries,
     projected_match,
     random_offset,
+    ratios_by_height,
     shared,
     shifted,
 )
@@ -73,22 +74,32 @@ class Variant:
     is_eager: bool = False  # drawn in eager mode
     steps: range = range(STEPS)  # that merge; the others are plain
     query_ratio: float = 0.0  # of `merging_queries`
+    level_ratios: dict[int, float] = field(default_factory=dict, hash=False)  # by level; the others have the config's
 
     @property
     def config(self) -> ToMeConfig:
         return ToMeConfig(**{"proportional": True, "window": None, **self.settings})
+
+    @property
+    def ratios_by_level(self) -> Prototype:
+        """What gives each level its ratio."""
+        if not self.level_ratios:
+            return nullcontext
+        return ratios_by_height({grid_at(LATENT, level).h: ratio for level, ratio in self.level_ratios.items()})
 
     def macs_saved(self) -> float:
         """Share of the multiply-accumulates of a whole image's UNet passes that merging saves, by the settings alone.
 
         Shared, kept and projected plans save a little more than this, fall-backs less.
         """
-        unet, saved = load_model(MODEL).unet, 0
+        unet, saved = load_model(MODEL).unet, 0.0
         for block in patch.chosen_blocks(unet, self.config):
-            saved += macs.saved_macs(block, self.config, LATENT, TEXT)
+            ratio = self.level_ratios.get(block.level, self.config.ratio)
+            for length, config in replace(self.config, ratio=ratio).parts:
+                saved += length * macs.saved_macs(block, config, LATENT, TEXT)
             if self.query_ratio:
                 n = grid_at(LATENT, block.level).tokens
-                kept_keys = n - int(n * self.config.ratio)
+                kept_keys = n - int(n * self.config.constant_ratio)
                 attention = [macs._layer_macs(block, "attn", q, kept_keys) for q in (n, n - int(n * self.query_ratio))]
                 saved += attention[0] - attention[1]
         return saved / macs.count_macs(unet, LATENT, TEXT) * len(self.steps) / STEPS
@@ -133,7 +144,28 @@ def list_variants() -> list[Variant]:
         Variant("kv window 16 0.75", 1, most | kv | w16),
         Variant("tomesd 0.75", 1, most | {"proportional": False}),
         Variant("kv window 16 0.5", 1, half | kv | w16),
+        *schedules(),
+        *level_ratios(),
     ]
+
+
+def schedules() -> Iterator[Variant]:
+    """Equal mean ratios: constant, falling and rising; by the default method and by tomesd's."""
+    ratios = {"0.5": 0.5, "0.75, then 0.25": {1.0: 0.75, 0.5: 0.25}, "0.25, then 0.75": {1.0: 0.25, 0.5: 0.75}}
+    ratios |= {"0.6, then 0.4": {1.0: 0.6, 0.5: 0.4}, "0.4, then 0.6": {1.0: 0.4, 0.5: 0.6}}
+    methods = {"default": {"window": 16}, "tomesd's": {"proportional": False}}
+    for method, settings in methods.items():
+        for name, ratio in ratios.items():
+            yield Variant(f"{method}, {name}", 10, settings | {"ratio": ratio}, is_eager=True)
+
+
+def level_ratios() -> Iterator[Variant]:
+    """The default method at level 1 alone, and with level 2 at the same or another ratio."""
+    for ratio in (0.5, 0.525, 0.55):
+        yield Variant(f"level 1 {ratio:g}", 11, {"window": 16, "ratio": ratio})
+    for second in (0.125, 0.25, 0.5):
+        settings = {"window": 16, "max_downsample": 2, "ratio": 0.5}
+        yield Variant(f"level 1 0.5, level 2 {second:g}", 11, settings, level_ratios={1: 0.5, 2: second})
 
 
 class ProgramUNet:
@@ -227,7 +259,9 @@ def measure_variants(
                     plain[True] = draw(EagerEngine(MODEL, ToMeConfig(ratio=0)), jobs)
                 images = draw(EagerEngine(MODEL, variant.config), jobs, variant.prototype)
             else:
-                merged = load_predictor(save_program(variant.config, Path(folder) / variant.name, variant.prototype))
+                with variant.ratios_by_level():
+                    saved = save_program(variant.config, Path(folder) / variant.name, variant.prototype)
+                merged = load_predictor(saved)
                 schedule = [merged if step in variant.steps else plain_predictor for step in range(STEPS)]
                 images = draw(program_engine(schedule)[0], jobs)
             entry = {"name": variant.name, "experiment": variant.experiment, "settings": variant.settings}
@@ -352,7 +386,9 @@ def onednn_predictor(saved: tracing.Saved, **options: Any) -> paddle_runtime.Pre
 def main() -> None:
     """Measure what the file lacks, and write it after each variant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="variants to measure (default: all)")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME", help="variants to measure, bfloat16, plans (default: all)"
+    )
     parser.add_argument("--prompts", type=int, default=16, help="images from noise (default: %(default)s)")
     parser.add_argument("--photographs", type=int, default=8, help="images from photographs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="of what is timed (default: %(default)s)")
@@ -374,8 +410,9 @@ def main() -> None:
     for row in measure_variants(options.only, jobs, content["variants"]):
         write()
         print(row, flush=True)
-    content["bfloat16"] = content["bfloat16"] or try_bfloat16(options.rounds)
-    content["plans"] = content["plans"] or time_plans(options.rounds)
+    for part, measure in {"bfloat16": try_bfloat16, "plans": time_plans}.items():
+        if not content[part] and (not options.only or part in options.only):
+            content[part] = measure(options.rounds)
     write()
 
 

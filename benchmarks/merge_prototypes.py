@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,14 @@ def building(make_build: Callable[[], Build]) -> Prototype:
 def matching_by(match: Match) -> Prototype:
     """A prototype of `match_tokens`."""
     return lambda: mock.patch.object(hooks, "match_tokens", match)
+
+
+def ratios_by_height(ratios: Mapping[int, float]) -> Prototype:
+    """A ratio for the grids of each height, in tokens."""
+    original = hooks.count_removed
+    return lambda: mock.patch.object(
+        hooks, "count_removed", lambda grid, config: original(grid, replace(config, ratio=ratios[grid.h]))
+    )
 
 
 def kept(passes: int) -> Build:

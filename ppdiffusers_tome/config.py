@@ -2,10 +2,12 @@
 
 import json
 import operator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import ToMeConfigError
 
@@ -21,8 +23,11 @@ TOMESD_SETTINGS: dict[str, Any] = {
     "blend": 1.0,
     "min_tokens": 0,
 }
+WHOLE_GRID = ", or None for the whole grid"
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 1
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
+# Pairs (share of the noise schedule left, ratio from there on), shares descending from 1.
+Schedule: TypeAlias = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,10 @@ class ToMeConfig:
 
     Args:
         ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy). 0.5, the default and a good start, halves
-            them; 0 merges nothing.
+            them; 0 merges nothing. Or a schedule over the denoising, as a mapping: {1.0: 0.7, 0.5: 0.5, 0.1: 0.0} is
+            ratio 0.7 from pure noise (share 1 of the noise schedule left) on, 0.5 from the middle on, and plain in the
+            last tenth. Each pass reads its share from the timestep that the model gets. The attribute is then a tuple
+            of the pairs.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. None, the default, is the shallowest level with attention in a
             model: 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all tokens lie on one grid,
@@ -75,7 +83,7 @@ class ToMeConfig:
         2048
     """
 
-    ratio: float = 0.5
+    ratio: float | Schedule = 0.5
     max_downsample: int | None = None
     sx: int = 2
     sy: int = 2
@@ -100,11 +108,12 @@ class ToMeConfig:
             )
         if self.match not in (SIMILARITY, GRID):
             raise ToMeConfigError(f"match={self.match!r} is not allowed: it must be {SIMILARITY!r} or {GRID!r}.")
-        checked["sx"], checked["sy"] = _count("sx", self.sx), _count("sy", self.sy)
-        checked["ratio"] = _ratio(self.ratio, checked["sx"], checked["sy"], self.match == GRID)
+        checked["sx"], checked["sy"] = _tokens("sx", self.sx, 1), _tokens("sy", self.sy, 1)
+        check = partial(_ratio, sx=checked["sx"], sy=checked["sy"], is_grid=self.match == GRID)
+        checked["ratio"] = make_schedule(self.ratio, check) if is_schedule(self.ratio) else check(self.ratio)
         checked["blend"] = _blend(self.blend)
-        checked["min_tokens"] = _min_tokens(self.min_tokens)
-        checked["window"] = None if self.window is None else _window(self.window)
+        checked["min_tokens"] = _tokens("min_tokens", self.min_tokens, 0)
+        checked["window"] = None if self.window is None else _tokens("window", self.window, 1, WHOLE_GRID)
         checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
         checked["seed"] = None if self.seed is None else _seed(self.seed)
         for name, value in checked.items():
@@ -119,17 +128,55 @@ class ToMeConfig:
 
         Returns:
             r = ⌊N·ratio⌋, at most N - dst, as in tomesd; N - dst with match="grid"; 0 below min_tokens.
+
+        Raises:
+            ToMeConfigError: the ratio follows a schedule.
         """
+        ratio = self.constant_ratio
         if tokens < self.min_tokens:
             return 0
-        if self.match == GRID and self.ratio and dst:
+        if self.match == GRID and ratio and dst:
             return tokens - dst
-        return min(int(tokens * self.ratio), tokens - dst) if dst else 0
+        return min(int(tokens * ratio), tokens - dst) if dst else 0
+
+    @property
+    def constant_ratio(self) -> float:
+        """The ratio, where it must not change; raises ToMeConfigError if it follows a schedule."""
+        if isinstance(self.ratio, tuple):
+            raise ToMeConfigError(f"{self.describe()}: a constant ratio is needed here, not a schedule.")
+        return self.ratio
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The ratios that passes have: one, or those of the schedule in its order, each once."""
+        return (
+            tuple(dict.fromkeys(ratio for _, ratio in self.ratio)) if isinstance(self.ratio, tuple) else (self.ratio,)
+        )
+
+    def at(self, share: float) -> "ToMeConfig":
+        """The settings of a pass: with the ratio that a schedule has where `share` of the noise schedule is left.
+
+        Example:
+            >>> ToMeConfig(ratio={1.0: 0.7, 0.5: 0.25}).at(0.5).ratio
+            0.25
+        """
+        return replace(self, ratio=ratio_at(self.ratio, share))
+
+    @property
+    def parts(self) -> list[tuple[float, "ToMeConfig"]]:
+        """How much of the noise schedule has which settings: all of it, or the parts of a schedule in order."""
+        if not isinstance(self.ratio, tuple):
+            return [(1.0, self)]
+        ends = [*(share for share, _ in self.ratio[1:]), 0.0]
+        return [(share - end, self.at(share)) for (share, _), end in zip(self.ratio, ends, strict=True)]
 
     def describe(self) -> str:
         """`ratio` and all settings that differ from their defaults, as "name=value, …"; for logs and metadata."""
-        described = [f for f in fields(self) if f.name == "ratio" or getattr(self, f.name) != f.default]
-        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in described)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        described = {f.name: values[f.name] for f in fields(self) if f.name == "ratio" or values[f.name] != f.default}
+        if isinstance(self.ratio, tuple):
+            described["ratio"] = dict(self.ratio)
+        return ", ".join(f"{name}={value!r}" for name, value in described.items())
 
     @property
     def method(self) -> str:
@@ -193,6 +240,48 @@ class ToMeConfig:
             raise ToMeConfigError(f"{path} cannot be read as a settings file: {error}") from error
 
 
+def is_schedule(ratio: Any) -> bool:
+    """Whether an argument is a schedule, as a mapping or as pairs, rather than one ratio or several."""
+    return isinstance(ratio, Mapping) or (
+        isinstance(ratio, (tuple, list)) and any(isinstance(pair, (tuple, list)) for pair in ratio)
+    )
+
+
+def make_schedule(pairs: Any, check: Callable[[Any], float]) -> float | Schedule:
+    """A schedule from a mapping or pairs; a number if its ratio never changes.
+
+    Args:
+        pairs: {share: ratio} or pairs of them: 0 < share <= 1, one of them 1.
+        check: returns a ratio as a float, or raises.
+
+    Raises:
+        ToMeConfigError: a share is not allowed or missing, or `check` raises.
+    """
+    items = list(pairs.items() if isinstance(pairs, Mapping) else pairs)
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in items):
+        raise ToMeConfigError(f"ratio={pairs!r:.200} is not allowed: a schedule is a mapping of shares to ratios.")
+    shares = [share for share, _ in items]
+    for share in shares:
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
+            raise ToMeConfigError(
+                f"ratio={pairs!r:.200} is not allowed: {share!r:.50} is not a share of the noise schedule, which is "
+                "more than 0 and at most 1, pure noise."
+            )
+    if 1 not in shares or len({*shares}) < len(shares):
+        raise ToMeConfigError(
+            f"ratio={pairs!r:.200} is not allowed: a schedule starts at share 1, and has each share once."
+        )
+    schedule = tuple(sorted(((float(share), check(ratio)) for share, ratio in items), reverse=True))
+    return schedule if len({ratio for _, ratio in schedule}) > 1 else schedule[0][1]
+
+
+def ratio_at(ratio: float | Schedule, share: float) -> float:
+    """The ratio where `share` of the noise schedule is left: that of the smallest share in the schedule from it up."""
+    if not isinstance(ratio, tuple):
+        return ratio
+    return next((value for start, value in reversed(ratio) if share <= start), ratio[0][1])
+
+
 def parse_settings(text: str) -> dict[str, Any]:
     """The settings in a text such as "window=16,proportional,ratio=0.7", as arguments of `ToMeConfig`.
 
@@ -242,28 +331,11 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def _count(name: str, value: Any) -> int:
+def _tokens(name: str, value: Any, least: int, others: str = "") -> int:
     number = _integer(value)
-    if number is None or number < 1:
-        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be an integer number of tokens, 1 or more.")
-    return number
-
-
-def _window(value: Any) -> int:
-    number = _integer(value)
-    if number is None or number < 1:
+    if number is None or number < least:
         raise ToMeConfigError(
-            f"window={value!r} is not allowed: it must be an integer number of tokens, 1 or more, or None for the "
-            "whole grid."
-        )
-    return number
-
-
-def _min_tokens(value: Any) -> int:
-    number = _integer(value)
-    if number is None or number < 0:
-        raise ToMeConfigError(
-            f"min_tokens={value!r} is not allowed: it must be an integer number of tokens, 0 or more."
+            f"{name}={value!r} is not allowed: it must be an integer number of tokens, {least} or more{others}."
         )
     return number
 
@@ -300,7 +372,7 @@ def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
     largest = 1 - 1 / (sx * sy)
     allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ToMeConfigError(f"ratio={value!r} is not allowed: {allowed}.")
+        raise ToMeConfigError(f"ratio={value!r:.200} is not allowed: {allowed}, or a schedule {{share: ratio}}.")
     ratio = float(value)
     if abs(ratio - largest) <= 5e-7:  # as rounded in the message
         ratio = largest

@@ -21,7 +21,7 @@ from .config import GRID, KV, SEEDS, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
 from .matching import MergePlan, match_cells, match_tokens
 from .merging import merge, unmerge
-from .models import is_chunked, token_grid
+from .models import is_chunked, share_left, token_grid
 from .positions import Grid, count_removed, is_zero
 
 CHUNKED_FEED_FORWARD = (
@@ -66,6 +66,43 @@ def hidden_states(layer: nn.Layer, inputs: tuple) -> paddle.Tensor:
 
 class ToMeHook:
     """Base class of all hooks of this package, by which they are recognized for removal."""
+
+
+class TimestepHook(ToMeHook):
+    """Pre-hook of a denoiser's timestep projection: choose the ratio of the pass from the schedule in its config.
+
+    The config of the pass is stored until the next one, as the grid is. Reading the timestep waits for the device once
+    in a pass.
+    """
+
+    def __init__(self, config: ToMeConfig) -> None:
+        self._config = config
+        self._thread = _PerThread()
+
+    def __call__(self, projection: nn.Layer, inputs: tuple) -> None:
+        timesteps = hidden_states(projection, inputs)
+        if not paddle.in_dynamic_mode():
+            raise ToMePassError(
+                "a ratio schedule reads timesteps, which a program that is traced does not know: "
+                "export_pipeline() writes a program for each ratio."
+            )
+        configs = [self._config.at(share) for share in share_left(timesteps)]
+        if configs[0] != configs[1]:
+            raise ToMePassError(
+                f"{self._config.describe()}: the timesteps of this batch, {timesteps.tolist()!r:.200}, have "
+                "different ratios: pass those of one ratio, or a constant ratio."
+            )
+        self._thread.config = configs[0]
+
+    def config(self) -> ToMeConfig:
+        """The config of the current pass in this thread, with its ratio."""
+        config: ToMeConfig | None = getattr(self._thread, "config", None)
+        if config is None:
+            raise ToMePassError(
+                "a block with a ratio schedule got tokens but no timestep: call it through its "
+                "model, or remove_tome() first."
+            )
+        return config
 
 
 class GridHook(ToMeHook):
@@ -115,9 +152,12 @@ class ConfigHook(ToMeHook):
 class CallHook(ConfigHook):
     """Pre-hook of a transformer block: open the call that the block's hooks share."""
 
-    def __init__(self, config: ToMeConfig, grid_hook: GridHook, index: int) -> None:
+    def __init__(
+        self, config: ToMeConfig, grid_hook: GridHook, timestep_hook: TimestepHook | None, index: int
+    ) -> None:
         super().__init__(config)
         self._grid_hook = grid_hook
+        self._timestep_hook = timestep_hook  # None: the ratio is constant
         self._index = index
         self._thread = _PerThread()
 
@@ -136,10 +176,10 @@ class CallHook(ConfigHook):
         if call is None:
             return
         grid = self._grid_hook.grid(metric.shape[1])
-        removed = count_removed(grid, self.config)
+        config = self.config if self._timestep_hook is None else self._timestep_hook.config()
+        removed = count_removed(grid, config)
         if not is_zero(removed):
             random_key = self._grid_hook.random_key(self._index)
-            config = self.config
             if config.match == GRID:
                 call.plan = match_cells(metric, grid, config.sx, config.sy, random_key)
             else:

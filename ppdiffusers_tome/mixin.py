@@ -1,7 +1,7 @@
 """The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
 
-from .config import ToMeConfig
+from .config import Schedule, ToMeConfig
 from .errors import ToMeConfigError
 from .models import half_on_cpu
 from .patch import attach, attached_configs, detach, restore
@@ -21,7 +21,7 @@ PipelineOrModel = TypeVar("PipelineOrModel")
 
 def apply_tome(
     target: PipelineOrModel,
-    ratio: float = 0.5,
+    ratio: float | Mapping[float, float] | Schedule = 0.5,
     *,
     config: ToMeConfig | str | Path | None = None,
     max_downsample: int | None = None,
@@ -37,7 +37,7 @@ def apply_tome(
     merge_crossattn: bool = False,
     merge_mlp: bool = False,
     min_tokens: int = 0,
-    controlnet: bool | float = True,
+    controlnet: bool | float | Mapping[float, float] | Schedule = True,
 ) -> PipelineOrModel:
     """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
 
@@ -46,7 +46,10 @@ def apply_tome(
             video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt and SD3
             transformers.
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
-            faster, and the image differs more from the plain one. 0.5, the default, is a good start.
+            faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or a schedule
+            over the denoising, {share of the noise schedule left: ratio from there on}, that starts at share 1:
+            {1.0: 0.7, 0.5: 0.5, 0.1: 0.0}. Measured at the same mean ratio, a constant ratio is nearer to the plain
+            image (docs/methods.md). Not in DiT, VQ-Diffusion and Stable Video Diffusion.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote.
         max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None,
             the default, is the shallowest level with attention in each model: 1 in Stable Diffusion, 2 in SDXL. The
@@ -68,14 +71,15 @@ def apply_tome(
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
         min_tokens: grids with fewer tokens stay plain, >= 0; each pass decides it by the grid that it sees.
-        controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
-            them.
+        controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio or
+            schedule for them.
 
     Returns:
         target itself.
 
     Raises:
-        ToMeConfigError: an argument is not allowed (the message names it), or target is not a pipeline or model.
+        ToMeConfigError: an argument is not allowed (the message names it), target is not a pipeline or model, or a
+            model takes no schedule.
         NoMergeableLayerError: the target has no layer that these settings merge. After any error the target is
             unchanged.
 
@@ -88,7 +92,7 @@ def apply_tome(
         >>> image = pipe.apply_tome(ratio=0.5)("a 3d render of fox").images[0]
     """
     common = ToMeConfig(
-        ratio=ratio,
+        ratio=ratio,  # type: ignore[arg-type]  # a mapping becomes a tuple
         max_downsample=max_downsample,
         sx=sx,
         sy=sy,
@@ -119,14 +123,14 @@ def apply_tome(
     return target
 
 
-def controlnet_config(common: ToMeConfig, controlnet: bool | float) -> ToMeConfig | None:
+def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
     """The config for ControlNets, given the common one; None leaves them plain. Raises as `apply_tome` does."""
     if isinstance(controlnet, bool):
         return common if controlnet else None
     try:
         return replace(common, ratio=controlnet)
     except ToMeConfigError as error:
-        allowed = "it must be True, False or a ratio"
+        allowed = "it must be True, False, a ratio or a schedule"
         raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None
 
 
@@ -144,7 +148,9 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
 
 
 @contextmanager
-def tome(target: PipelineOrModel, ratio: float = 0.5, **settings: Any) -> Iterator[PipelineOrModel]:
+def tome(
+    target: PipelineOrModel, ratio: float | Mapping[float, float] | Schedule = 0.5, **settings: Any
+) -> Iterator[PipelineOrModel]:
     """Merge within a `with` block. Leaving it, even by an exception, restores the settings from before.
 
     Args:

@@ -4,14 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline, SD3Transformer2DModel, UNet2DConditionModel
 from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 from ppdiffusers.models.attention_processor import LoRAXFormersAttnProcessor, XFormersAttnProcessor
-from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed
+from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed, Timesteps
 from ppdiffusers.models.transformer_2d import Transformer2DModel
 from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
+from ppdiffusers.models.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
 from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero import CrossFrameAttnProcessor
 from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero_sdxl import (
     CrossFrameAttnProcessor as CrossFrameAttnProcessorXL,
@@ -22,6 +24,7 @@ from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
 from .positions import Grid
 
+TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
 MERGEABLE_BLOCKS = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
 
 
@@ -203,6 +206,28 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
         shape = paddle.shape(x).cast("int64")
         h, w = shape[h_axis], shape[w_axis]
     return _in_patches(grid_layer, Grid(h, w))
+
+
+def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
+    """The layer whose input is the timesteps of a pass, before the first block; None if a denoiser has none.
+
+    It has none where blocks embed the timestep (DiT, VQ-Diffusion), or where it is no step of a noise schedule (Stable
+    Video Diffusion), or where the same layer also projects something else.
+    """
+    is_other = isinstance(denoiser, UNetSpatioTemporalConditionModel)
+    if is_other or getattr(getattr(denoiser, "config", None), "class_embed_type", None) == "timestep":
+        return None
+    for path, layer in denoiser.named_sublayers():
+        names = path.split(".")
+        if isinstance(layer, Timesteps) and names[-1] == "time_proj" and "transformer_blocks" not in names:
+            return layer
+    return None
+
+
+def share_left(timesteps: Any) -> list[float]:
+    """The share of the noise schedule that is left at timesteps: from 0 to 1, pure noise; lowest and highest."""
+    values = np.asarray(timesteps, dtype="float64").ravel() / TRAINING_STEPS
+    return [float(values.min()), float(values.max())]
 
 
 def block_grid(block: MergeableBlock, latent: Grid) -> Grid:

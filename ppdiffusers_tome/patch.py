@@ -20,6 +20,7 @@ from .hooks import (
     MergeHook,
     MergeOutputHook,
     PlanHook,
+    TimestepHook,
     ToMeHook,
     UnmergeHook,
 )
@@ -34,6 +35,7 @@ from .models import (
     label,
     layer_components,
     remove_builtin,
+    timestep_projection,
 )
 
 
@@ -51,24 +53,31 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         controlnet: for ControlNets; None leaves them plain.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, or merge_mlp meets chunked feed-forward layers.
+        ToMeConfigError: target is not a pipeline or model, merge_mlp meets chunked feed-forward layers, or a ratio
+            follows a schedule and the model does not show its timestep.
         NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
     before = attached_configs(target)
-    chosen: list[tuple[list[MergeableBlock], ToMeConfig]] = []
+    chosen: list[tuple[nn.Layer, list[MergeableBlock], ToMeConfig]] = []
     for denoiser, _ in before:
         denoiser_config = controlnet if is_controlnet(denoiser) else config
         if denoiser_config is not None and (blocks := chosen_blocks(denoiser, denoiser_config)):
-            chosen.append((blocks, denoiser_config))
+            chosen.append((denoiser, blocks, denoiser_config))
     if not chosen:
         raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
-    merging = [block.block for blocks, denoiser_config in chosen for block in blocks if denoiser_config.ratio]
+    merging = [block.block for _, blocks, denoiser_config in chosen for block in blocks if denoiser_config.ratio]
     if config.merge_mlp and any(map(is_chunked, merging)):
         raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+    for denoiser, _, denoiser_config in chosen:
+        if len(denoiser_config.ratios) > 1 and timestep_projection(denoiser) is None:
+            raise ToMeConfigError(
+                f"{denoiser_config.describe()}: {type(denoiser).__name__} has no layer that gets the "
+                "timestep before its blocks, so its ratio cannot follow a schedule: pass a constant ratio."
+            )
     try:
         detach(target)
-        for blocks, denoiser_config in chosen:
-            _install(blocks, denoiser_config)
+        for denoiser, blocks, denoiser_config in chosen:
+            _install(denoiser, blocks, denoiser_config)
     except BaseException:
         restore(target, before)
         raise
@@ -91,11 +100,17 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
     for denoiser, config in before:
         detach(denoiser)
         if config is not None:
-            _install(chosen_blocks(denoiser, config), config)
+            _install(denoiser, chosen_blocks(denoiser, config), config)
 
 
-def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
+def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfig) -> None:
     grid_hooks: dict[int, GridHook] = {}
+    timestep_hook = None
+    if len(config.ratios) > 1:
+        timestep_hook = TimestepHook(config)
+        projection = timestep_projection(denoiser)
+        assert projection is not None  # checked in `attach`
+        projection.register_forward_pre_hook(timestep_hook)
     for mergeable in blocks:
         block, grid_layer = mergeable.block, mergeable.grid_layer
         if config.ratio == 0:
@@ -105,7 +120,7 @@ def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
         if grid_hook is None:
             grid_hook = grid_hooks[id(grid_layer)] = GridHook(config)
             grid_layer.register_forward_pre_hook(grid_hook)
-        call_hook = CallHook(config, grid_hook, mergeable.index)
+        call_hook = CallHook(config, grid_hook, timestep_hook, mergeable.index)
         block.register_forward_pre_hook(call_hook)
         block.register_forward_post_hook(FinishHook(call_hook))
         (block.norm1 if mergeable.is_joint else block).register_forward_pre_hook(PlanHook(call_hook))

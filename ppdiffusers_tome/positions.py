@@ -90,10 +90,10 @@ def count_removed(grid: Grid, config: ToMeConfig) -> Count:
     dst = count_dst(grid, config.sx, config.sy)
     if not grid.is_dynamic:
         return config.removed(grid.tokens, dst)
-    if config.ratio == 0:
+    if config.constant_ratio == 0:
         return 0
     # A tensor, because Paddle 2.6 rounds numbers that are attributes of a program's operations to float32.
-    ratio = paddle.full([], config.ratio, dtype="float64")
+    ratio = paddle.full([], config.constant_ratio, dtype="float64")
     wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio).cast("int64")
     return paddle.minimum(wanted, grid.tokens - dst) * paddle.cast(dst > 0, "int64")
 

@@ -34,10 +34,10 @@ class ToMeSummary:
 
     settings: dict[str, str]  # denoiser: its config, or "off"
     latent: Grid
-    blocks: tuple[BlockSummary, ...]
-    notes: tuple[str, ...]  # one for each denoiser without attention at level 1: its shallowest level
+    blocks: tuple[BlockSummary, ...]  # with a ratio schedule: in its first part
+    notes: tuple[str, ...]  # of each denoiser without attention at level 1, or with a ratio schedule
     macs: int | None  # of one pass for one image without merging; None for models that cannot be counted
-    saved: int | None  # MACs saved, net of the cost of matching
+    saved: int | None  # MACs saved, net of the cost of matching; with a ratio schedule: the mean of its passes
 
     @property
     def saved_share(self) -> float | None:
@@ -74,28 +74,31 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
     )
     text = text_tokens(target)
     countable = all(is_countable(denoiser) for denoiser in models.values())
-    blocks, notes, saved = [], [], 0
+    blocks, notes, saved = [], [], 0.0
     for name, config in configs.items():
         if config is None:
             continue
-        chosen = chosen_blocks(models[name], config)
+        chosen, first = chosen_blocks(models[name], config), config.at(1.0)
         if config.max_downsample is None and chosen[0].level > 1:
             notes.append(f"{name}: its shallowest attention is at level {chosen[0].level}")
+        if len(config.ratios) > 1:
+            notes.append(f"{name}: tokens at ratio {first.ratio:g}, the first of its schedule; MACs are means over it")
         for block in chosen:
             grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
-            kept = grid.tokens - count_removed(grid, config)
+            kept = grid.tokens - count_removed(grid, first)
             is_gated = grid.tokens < config.min_tokens
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept, is_gated, merges))
-            saved += saved_macs(block, config, latent, text) if countable else 0
+            if countable:
+                saved += sum(length * saved_macs(block, part, latent, text) for length, part in config.parts)
     return ToMeSummary(
         settings={name: config.describe() if config else "off" for name, config in configs.items()},
         latent=latent,
         blocks=tuple(blocks),
         notes=tuple(notes),
         macs=sum(count_macs(denoiser, latent, text) for denoiser in models.values()) if countable else None,
-        saved=saved if countable else None,
+        saved=round(saved) if countable else None,
     )
 
 

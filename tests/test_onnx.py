@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import paddle
 import pytest
-from conftest import ONNX_SETTINGS, tiny_pipeline
+from conftest import EMOJI_SD, ONNX_SETTINGS, tiny_pipeline
 from paddle import nn
 from PIL import Image
 from ppdiffusers import StableDiffusionImg2ImgPipeline
@@ -323,7 +323,9 @@ def test_settings_that_are_not_allowed(name, settings, message):
         choose_runtime(name, **settings)
 
 
-def test_precision_needs_hardware(monkeypatch):
+def test_precision_needs_hardware(monkeypatch, tmp_path, capsys):
+    """Also as a backend of the commands, before anything is exported."""
+
     class Core:
         available_devices = ("CPU",)
 
@@ -333,6 +335,12 @@ def test_precision_needs_hardware(monkeypatch):
     monkeypatch.setattr("openvino.Core", Core)
     with pytest.raises(ToMeConfigError, match="precision='bf16' is not in the hardware"):
         choose_runtime("openvino", precision="bf16")
+    output = tmp_path / "result"
+    options = ["--model", str(EMOJI_SD), "--size", "64", "--backend", "openvino-bf16", "--output", str(output)]
+    for command in (["bench", "--arms", "plain"], ["evaluate"], ["tune", "--speed-up", "1.1"]):
+        assert main([*command, *options]) == 2
+        assert "precision='bf16' is not in the hardware" in capsys.readouterr().err
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

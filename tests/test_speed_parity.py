@@ -95,4 +95,6 @@ def test_other_methods_have_no_definition_in_eager_but_are_it_for_the_predictor_
 def test_half_precision_is_compared_where_nothing_merges():
     half = Case("tiny", dtype="bfloat16")
     assert tolerance(half, arm("memory-efficient")) > tolerance(CASE, arm("memory-efficient"))
+    assert tolerance(CASE, arm("plain", backend="openvino-bf16")) == tolerance(half, arm("plain"))
+    assert tolerance(CASE, arm("tome", backend="PyTorch-bf16")) is None
     assert tolerance(half, arm("tome")) is None and tolerance(CASE, arm("tome")) == 1e-5

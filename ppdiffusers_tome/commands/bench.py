@@ -25,7 +25,8 @@ from ..evaluation.speed.cases import (
     PREDICTOR,
     PROGRAMS,
     SCOPES,
-    TORCH,
+    TORCH_BACKENDS,
+    TORCH_BF16,
     Case,
     make_arms,
     make_case,
@@ -117,7 +118,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     )
     option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
     option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="one or several" + DEFAULT)
-    option("--arms", choices=ARMS, nargs="+", help="what is compared (default: everything)")
+    option("--arms", choices=ARMS, nargs="+", help="what is compared (default: all in float32)")
     option("--steps", type=int, default=20, help="denoising steps of a pipeline" + DEFAULT)
     option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
@@ -145,10 +146,10 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
         raise ToMeConfigError(
             f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json."
         )
-    names = options.arms or list(ARMS)
+    names = options.arms or [name for name in ARMS if name != TORCH_BF16]
     for backend in set(options.backend) & set(PROGRAMS):
-        choose_runtime(PROGRAMS[backend])  # raises if it is not installed
-    python, problem = _torch(options) if TORCH in names else (None, None)
+        choose_runtime(**PROGRAMS[backend])  # raises if it is not installed
+    python, problem = _torch(options) if set(TORCH_BACKENDS) & set(names) else (None, None)
     settings = Settings(options.rounds, options.warm_up, options.threads, python)
     cases = _cases(options)
     mergings = [parse_settings(text) for text in options.merging]

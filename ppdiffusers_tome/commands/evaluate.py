@@ -98,7 +98,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
     if options.tomesd_ratio and not options.torch_python:
         raise ToMeConfigError("--tomesd-ratio needs PyTorch: name an interpreter that has it with --torch-python")
     if options.backend in PROGRAMS:  # raises if the runtime is not installed
-        choose_runtime(PROGRAMS[options.backend])
+        choose_runtime(**PROGRAMS[options.backend])
     if options.torch_python:  # raises if it lacks a package
         torch_versions(options.torch_python)
     model = options.model or f"examples/{'emoji_sd_256' if options.size > 128 else 'emoji_sd'}"

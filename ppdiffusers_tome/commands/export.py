@@ -61,6 +61,9 @@ def _describe(manifest: Manifest, folder: Path) -> str:
         lines.append(f"{program.paths[0]:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes)) or "any"
     ratios = ", ".join(f"{ratio:g}" for ratio in manifest.ratios)
+    if manifest.schedule is not None:
+        parts = (f"{ratio:g} from share {share:g} of the noise schedule on" for share, ratio in manifest.schedule)
+        ratios += f" (by default {', '.join(parts)})"
     megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6
     methods = dict.fromkeys(filter(None, manifest.methods.values()))
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"

@@ -160,7 +160,7 @@ def _checked(options: argparse.Namespace) -> tuple[Case, Evaluation, list[ToMeCo
     if output.suffix != ".json" or output.is_dir():
         raise ToMeConfigError(f"--output {output} is not allowed: name a .json file, such as build/tome_config.json.")
     if options.backend in PROGRAMS:
-        choose_runtime(PROGRAMS[options.backend])  # raises if it is not installed
+        choose_runtime(**PROGRAMS[options.backend])  # raises if it is not installed
     Settings(options.rounds, threads=options.threads)
     # "./" distinguishes a folder from the architecture of the same name.
     model = str(options.model) if options.model.is_absolute() else f"./{options.model}"

@@ -51,13 +51,14 @@ class TorchProcess(WorkerProcess):
         python, threads: an interpreter that has PACKAGES, and how many threads it computes with.
         folder: where weights, inputs and outputs are exchanged; it exists.
         unet: a UNet2DConditionModel without merging.
+        is_bf16: compute under autocast to bfloat16, which only some CPUs have in hardware.
 
     Raises:
         WorkerError: the model cannot be built there.
         WorkerEndedError: the process ended.
     """
 
-    def __init__(self, python: str, folder: Path, unet: nn.Layer, threads: int) -> None:
+    def __init__(self, python: str, folder: Path, unet: nn.Layer, threads: int, is_bf16: bool = False) -> None:
         self._inputs, self._output, weights = folder / "inputs.npz", folder / "output.npy", folder / "weights.npz"
         np.savez(weights, **torch_weights(unet))
         config = {name: value for name, value in dict(unet.config).items() if not name.startswith("_")}
@@ -65,7 +66,7 @@ class TorchProcess(WorkerProcess):
             [python, "-W", "ignore", worker_loop.__file__, torch_worker.__file__], "PyTorch's process", threads
         )
         try:
-            self.versions = self.ask("load", threads=threads, config=config, weights=str(weights))
+            self.versions = self.ask("load", threads=threads, config=config, weights=str(weights), is_bf16=is_bf16)
         except BaseException:
             self.close(timeout=0)
             raise

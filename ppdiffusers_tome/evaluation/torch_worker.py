@@ -15,7 +15,7 @@ import numpy as np
 class Worker:
     """A UNet in which tomesd merges on request, with the inputs of its passes."""
 
-    def load(self, report: Any, threads: int, config: dict[str, Any], weights: str) -> dict[str, Any]:
+    def load(self, report: Any, threads: int, config: dict[str, Any], weights: str, is_bf16: bool) -> dict[str, Any]:
         """Build the UNet from a config and a NumPy archive of weights; the versions of the packages."""
         import torch
         from diffusers import UNet2DConditionModel
@@ -25,7 +25,7 @@ class Worker:
         unet = UNet2DConditionModel(**{name: value for name, value in config.items() if name in known}).eval()
         with np.load(weights) as arrays:
             unet.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files}, strict=True)
-        self._torch, self._unet = torch, unet
+        self._torch, self._unet, self._is_bf16 = torch, unet, is_bf16
         self._merging: dict[str, Any] | None = None
         return {
             "threads": torch.get_num_threads(),
@@ -44,12 +44,13 @@ class Worker:
         others = dict(self._inputs)
         # By position, because tomesd does not see keyword arguments.
         positional = [others.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
-        with self._torch.inference_mode():
+        autocast = self._torch.autocast("cpu", self._torch.bfloat16, self._is_bf16)
+        with self._torch.inference_mode(), autocast:
             start = time.perf_counter()
             out = self._unet(*positional, added_cond_kwargs=others or None).sample
             seconds = time.perf_counter() - start
         if output:
-            np.save(output, out.numpy())
+            np.save(output, out.float().numpy())
         return {"seconds": seconds}
 
     def _merge(self, merging: dict[str, Any] | None) -> None:

@@ -309,14 +309,15 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
         config = candidate.config
         if config.match == GRID:  # which has one ratio
             continue
-        ratios = [other.ratio for other in configs if replace(other, ratio=0) == replace(config, ratio=0)]
+        ratio = config.constant_ratio
+        ratios = [other.constant_ratio for other in configs if replace(other, ratio=0) == replace(config, ratio=0)]
         is_reached = goal.shortfall(candidate) == 0
         if is_reached == (goal.measure == SPEED_UP):
-            bound = max([0.0, *(ratio for ratio in ratios if ratio < config.ratio)])
+            bound = max([0.0, *(other for other in ratios if other < ratio)])
         else:
-            bound = min([1 - 1 / (config.sx * config.sy), *(ratio for ratio in ratios if ratio > config.ratio)])
-        between = replace(config, ratio=round((config.ratio + bound) / 2, 2))
-        if abs(between.ratio - config.ratio) >= SMALLEST_STEP and between not in configs + found:
+            bound = min([1 - 1 / (config.sx * config.sy), *(other for other in ratios if other > ratio)])
+        between = replace(config, ratio=round((ratio + bound) / 2, 2))
+        if abs(between.constant_ratio - ratio) >= SMALLEST_STEP and between not in configs + found:
             found.append(between)
     return found
 

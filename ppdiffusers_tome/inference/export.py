@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from ppdiffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
+from ..config import Schedule
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
@@ -27,12 +28,12 @@ from .tracing import save
 def export_pipeline(
     pipe: DiffusionPipeline,
     folder: str | Path,
-    ratios: Iterable[float] | float | None = None,
+    ratios: Iterable[float] | float | Mapping[float, float] | Schedule | None = None,
     sizes: Iterable[tuple[int, int]] | None = None,
     *,
     dynamic: bool = False,
     image_to_image: bool = False,
-    controlnet: bool | float = True,
+    controlnet: bool | float | Mapping[float, float] | Schedule = True,
     format: str = "paddle",
     overwrite: bool = False,
     others: str | Path | None = None,
@@ -50,7 +51,8 @@ def export_pipeline(
         pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.
         folder: must be new or empty, unless overwrite.
         ratios: one or several ratios, 0 for a plain program; the first is the default. A UNet program is written for
-            each; all share one file of weights. None: the config that is applied to the pipeline now.
+            each; all share one file of weights. A schedule, as in `apply_tome`, writes a program for each of its
+            ratios and is the default of `load_pipeline`. None: the config that is applied to the pipeline now.
         sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
         dynamic: write one UNet program for all heights and widths instead; needs Paddle 2.6 and use_rand=False.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.

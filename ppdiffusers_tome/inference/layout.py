@@ -59,6 +59,7 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
         pipeline=type(request.pipe).__name__,
         sizes=request.sizes,
         ratios=tuple(request.configs),
+        schedule=request.schedule,
         image_to_image=request.image_to_image,
         residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
         vae_factor=vae_factor(request.pipe),

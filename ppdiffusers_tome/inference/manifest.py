@@ -13,7 +13,7 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapte
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import TOMESD_SETTINGS, ToMeConfig
+from ..config import TOMESD_SETTINGS, Schedule, ToMeConfig, make_schedule
 from ..errors import ToMeConfigError, ToMeExportError
 
 MANIFEST = "tome.json"
@@ -125,6 +125,7 @@ class Manifest:
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
+    schedule: tuple[tuple[float, float], ...] | None = None  # the default, over `ratios`; None: the first of them
 
     def __post_init__(self) -> None:
         expected = list_programs(self.sizes, self.ratios, "XL" in self.pipeline, self.image_to_image)
@@ -133,14 +134,25 @@ class Manifest:
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
-            "merging": list(self.merging) == [f"{ratio:g}" for ratio in self.ratios],
+            "merging": list(self.merging) == [f"{ratio:g}" for ratio in self.ratios]
+            and not any(config and len(config.ratios) > 1 for pair in self.merging.values() for config in pair),
             "programs": [(file.model, file.size, file.ratio) for file in self.programs] == expected,
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
+            "schedule": self.schedule is None or make_schedule(self.schedule, self._exported) == self.schedule,
             "files": {*paths, "model_index.json"} <= set(self.files),
         }
         for name, consistent in is_consistent.items():
             if not consistent:
                 raise ValueError(f"{name} is unknown or inconsistent with the other fields")
+
+    def _exported(self, ratio: float) -> float:
+        check_ratio(ratio, self.ratios)
+        return ratio
+
+    @property
+    def default_ratio(self) -> float | Schedule:
+        """The ratio or schedule that a loaded pipeline has at first."""
+        return self.schedule or self.ratios[0]
 
     @property
     def controlnet(self) -> bool:

@@ -1,6 +1,6 @@
 """Replacements for UNet, ControlNet, text encoder and VAE in an ordinary pipeline, which run exported programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,9 @@ from ppdiffusers.models.autoencoder_kl import AutoencoderKLOutput
 from ppdiffusers.models.unet_2d_condition import UNet2DConditionOutput
 from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 
+from ..config import Schedule, is_schedule, make_schedule, ratio_at
 from ..errors import ToMeConfigError
+from ..models import share_left
 from .manifest import Manifest, ProgramFile, Size, check_ratio
 from .runtime import Program
 
@@ -143,7 +145,7 @@ class ExportedControlNet(ControlNetModel):
 class ExportedUNet(ExportedModel):
     """A UNet, with or without a fused ControlNet: one program for each exported size and ratio."""
 
-    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float) -> None:
+    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float | Schedule) -> None:
         super().__init__(config, manifest, load)
         self.ratio = ratio
         # SDXL's pipelines read the width of this layer.
@@ -151,14 +153,17 @@ class ExportedUNet(ExportedModel):
         self.add_embedding = SimpleNamespace(linear_1=width)
 
     @property
-    def ratio(self) -> float:
-        """The merge ratio, one of the exported ones; 0 is the plain program."""
+    def ratio(self) -> float | Schedule:
+        """The merge ratio, one of the exported ones, or a schedule over them; 0 is the plain program."""
         return self._ratio
 
     @ratio.setter
-    def ratio(self, ratio: float) -> None:
+    def ratio(self, ratio: float | Mapping[float, float] | Schedule) -> None:
+        self._ratio = make_schedule(ratio, self._exported) if is_schedule(ratio) else self._exported(ratio)
+
+    def _exported(self, ratio: Any) -> float:
         check_ratio(ratio, self._manifest.ratios)
-        self._ratio = ratio
+        return ratio
 
     def __call__(
         self,
@@ -185,11 +190,14 @@ class ExportedUNet(ExportedModel):
         }
         factor = self._manifest.vae_factor
         size = Size(sample.shape[2] * factor, sample.shape[3] * factor)
-        program = self._loaded_program(self._manifest.denoiser(size, self.ratio))
+        program = self._loaded_program(self._manifest.denoiser(size, self._ratio_at(timestep)))
         if unknown := set(inputs) - set(program.inputs):
             raise ToMeConfigError(f"the exported UNet has no input {', '.join(sorted(unknown))}: leave it out.")
         (prediction,) = program(**inputs)
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
+
+    def _ratio_at(self, timestep: paddle.Tensor) -> float:
+        return ratio_at(self._ratio, share_left(timestep)[0]) if isinstance(self._ratio, tuple) else self._ratio
 
     def _control(self, condition: Any) -> dict[str, paddle.Tensor]:
         if not self._manifest.controlnet:

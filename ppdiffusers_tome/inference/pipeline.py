@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
+from ..config import Schedule
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
 from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
 from .manifest import MANIFEST, Manifest, read_manifest
@@ -30,7 +32,7 @@ def load_pipeline(
     folder: str | Path,
     cls: type[DiffusionPipeline] | None = None,
     *,
-    ratio: float | None = None,
+    ratio: float | Mapping[float, float] | Schedule | None = None,
     runtime: str = "paddle",
     verify: bool = True,
     **settings: Any,
@@ -38,13 +40,14 @@ def load_pipeline(
     """Load an exported folder as an ordinary pipeline: same call, schedulers, callbacks and progress bar.
 
     Programs are loaded when they first run, and kept: one UNet per size and ratio in use. `pipe.unet.ratio` selects
-    one of the exported ratios. Create other pipelines over the same programs as usual:
+    one of the exported ratios, or a schedule over them. Create other pipelines over the same programs as usual:
     `StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)`.
 
     Args:
         folder: written by `export_pipeline`.
         cls: ppdiffusers class to load it as; None: the class that was exported.
-        ratio: merge ratio, one of the exported ones; None: the first.
+        ratio: merge ratio, one of the exported ones, or a schedule over them, as in `apply_tome`; None: the schedule
+            that was exported, or the first ratio.
         runtime: "paddle"; if the folder was exported as ONNX too, "onnxruntime" or "openvino".
         verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
             always compared. With unnoticed damaged weights, images are black or the process crashes.
@@ -72,26 +75,26 @@ def load_pipeline(
         raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
 
 
-def choose_runtime(name: str = "paddle", **settings: Any) -> Runtime:
+def choose_runtime(runtime: str = "paddle", **settings: Any) -> Runtime:
     """The runtime of a name, with the settings of its class.
 
     Raises:
         ToMeConfigError: there is none of that name, or a setting is not allowed.
         ToMeExportError: the runtime is not installed.
     """
-    if name not in RUNTIMES:
-        raise ToMeConfigError(f"runtime={name!r} is not allowed: it must be one of {[*RUNTIMES]}.")
-    allowed = [field.name for field in fields(RUNTIMES[name])]
+    if runtime not in RUNTIMES:
+        raise ToMeConfigError(f"runtime={runtime!r} is not allowed: it must be one of {[*RUNTIMES]}.")
+    allowed = [field.name for field in fields(RUNTIMES[runtime])]
     if unknown := sorted(set(settings) - set(allowed)):
-        raise ToMeConfigError(f"{', '.join(unknown)}: runtime={name!r} has only the settings {', '.join(allowed)}.")
-    return RUNTIMES[name](**settings)
+        raise ToMeConfigError(f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}.")
+    return RUNTIMES[runtime](**settings)
 
 
 def _assemble(
-    folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: float | None
+    folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: Any
 ) -> DiffusionPipeline:
     index = _read_json(folder / "model_index.json")
-    available = _exported_components(folder, manifest, load, manifest.ratios[0] if ratio is None else ratio)
+    available = _exported_components(folder, manifest, load, manifest.default_ratio if ratio is None else ratio)
     for name in COPIED:
         if (folder / name).is_dir():
             available[name] = _copied_component(folder, name, index)
@@ -114,7 +117,7 @@ def _assemble(
     return pipe
 
 
-def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: float) -> dict[str, Any]:
+def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: Any) -> dict[str, Any]:
     """The components that are programs, under their names in ordinary pipelines."""
     paths = {name: folder / subfolder / "config.json" for name, subfolder in CONFIGS.items()}
     configs = {name: _read_json(path) for name, path in paths.items() if path.is_file()}

@@ -9,7 +9,7 @@ import paddle
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
-from ..config import GRID, SIMILARITY, ToMeConfig
+from ..config import GRID, SIMILARITY, Schedule, ToMeConfig, is_schedule
 from ..errors import ToMeConfigError, ToMeExportError
 from ..mixin import controlnet_config
 from ..models import latent_grid, vae_factor
@@ -20,17 +20,20 @@ from .manifest import FORMATS, MANIFEST, READERS, Size
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
 
 
+Configs = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain, or absent
+
+
 @dataclass(frozen=True)
 class Request:
     """Validated arguments of an export."""
 
     pipe: DiffusionPipeline
     folder: Path
-    # By ratio, in the order of the arguments: the configs of UNet and ControlNet; None: plain.
-    configs: dict[float, tuple[ToMeConfig | None, ToMeConfig | None]]
+    configs: dict[float, Configs]  # by ratio, in the order of the arguments
     sizes: tuple[Size, ...]  # () for dynamic height and width
     image_to_image: bool
     formats: tuple[str, ...]  # some of FORMATS
+    schedule: Schedule | None  # the default, over ratios of `configs`; None: the default is the first of them
 
     @property
     def controlnet(self) -> nn.Layer | None:
@@ -53,12 +56,12 @@ class Request:
 def check_request(
     pipe: DiffusionPipeline,
     folder: str | Path,
-    ratios: Iterable[float] | float | None,
+    ratios: Any,
     sizes: Iterable[tuple[int, int]] | None,
     dynamic: bool,
     image_to_image: bool,
     overwrite: bool,
-    controlnet: bool | float,
+    controlnet: Any,
     format: str,
     settings: dict[str, Any],
 ) -> Request:
@@ -81,7 +84,7 @@ def check_request(
     if folder.is_dir() and any(folder.iterdir()) and not (overwrite and (folder / MANIFEST).is_file()):
         remedy = "pass overwrite=True (--overwrite)" if (folder / MANIFEST).is_file() else "pass another folder"
         raise ToMeExportError(f"{folder} exists and is not empty: {remedy}.")
-    configs = _configs(pipe, ratios, controlnet, settings)
+    configs, schedule = _configs(pipe, ratios, controlnet, settings)
     merging = [config for config, _ in configs.values() if config is not None]
     if any(config.use_rand and config.seed is None for config in merging):
         raise ToMeConfigError(
@@ -115,6 +118,7 @@ def check_request(
         sizes=() if dynamic else _sizes(pipe, sizes),
         image_to_image=image_to_image or READERS[class_name][0] is None,
         formats=EXPORT_FORMATS[format],
+        schedule=schedule,
     )
 
 
@@ -145,25 +149,45 @@ def _check_components(pipe: DiffusionPipeline) -> None:
 
 def _configs(
     pipe: DiffusionPipeline,
-    ratios: Iterable[float] | float | None,
-    controlnet: bool | float,
+    ratios: Any,
+    controlnet: Any,
     settings: dict[str, Any],
-) -> dict[float, tuple[ToMeConfig | None, ToMeConfig | None]]:
+) -> tuple[dict[float, Configs], Schedule | None]:
+    """The configs of UNet and ControlNet by ratio, and the schedule that is the default."""
     if ratios is None:  # the pipeline's current configs
         if settings:
             raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
         config = config_of(pipe.unet)
         current = config_of(pipe.controlnet) if "controlnet" in pipe.config else None
-        return {0.0 if config is None else config.ratio: (config, current)}
-    ratio_list = [ratios] if isinstance(ratios, (int, float)) else list(ratios)
+        return ({0.0: (None, current)}, None) if config is None else _by_ratio(config, current)
+    ratio_list = [ratios] if isinstance(ratios, (int, float)) or is_schedule(ratios) else list(ratios)
     if not ratio_list:
         raise ToMeConfigError("ratios is empty: pass at least one, 0 for a plain program.")
-    configs: dict[float, tuple[ToMeConfig | None, ToMeConfig | None]] = {}
+    configs: dict[float, Configs] = {}
+    schedules = []
     for ratio in ratio_list:
         config = ToMeConfig(ratio=ratio, **settings)
-        plain = config.ratio == 0
-        configs[config.ratio] = (None, None) if plain else (config, controlnet_config(config, controlnet))
-    return configs
+        by_ratio, schedule = _by_ratio(config, controlnet_config(config, controlnet))
+        configs |= {ratio: pair if ratio else (None, None) for ratio, pair in by_ratio.items()}
+        schedules.append(schedule)
+    if any(schedules[1:]):
+        raise ToMeConfigError(
+            f"ratios={ratios!r:.200} is not allowed: only the first, the default, may be a schedule."
+        )
+    return configs, schedules[0]
+
+
+def _by_ratio(config: ToMeConfig, controlnet: ToMeConfig | None) -> tuple[dict[float, Configs], Schedule | None]:
+    """The two configs at each ratio of the first one, and its schedule if it has one."""
+    if controlnet is not None and len(controlnet.ratios) > 1 and controlnet.ratio != config.ratio:
+        raise ToMeExportError(
+            f"the ControlNet's {controlnet.describe()} cannot be exported: it is part of the UNet's programs, so it "
+            "can only have the UNet's schedule or a constant ratio."
+        )
+    if not isinstance(config.ratio, tuple):
+        return {config.ratio: (config, controlnet)}, None
+    pairs = ((config.at(share), controlnet and controlnet.at(share)) for share, _ in config.ratio)
+    return {unet.constant_ratio: (unet, other) for unet, other in pairs}, config.ratio
 
 
 def _sizes(pipe: DiffusionPipeline, sizes: Iterable[tuple[int, int]] | None) -> tuple[Size, ...]:

@@ -116,7 +116,7 @@ def open_torch_engine(
     pipe = load_model(evaluation.model)
     rest = pipe
     if exported is not None:
-        rest = load_pipeline(exported, runtime=PROGRAMS[evaluation.backend], threads=evaluation.threads)
+        rest = load_pipeline(exported, threads=evaluation.threads, **PROGRAMS[evaluation.backend])
     with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
         process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
         components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, ratio)}
@@ -166,8 +166,7 @@ def draw(
             with open_torch_engine(evaluation, setting.config.ratio, programs.get(PLAIN)) as (engine, about_torch):
                 draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
         elif programs:
-            runtime = PROGRAMS[evaluation.backend]
-            load = partial(load_engine, programs[setting], runtime=runtime, threads=evaluation.threads)
+            load = partial(load_engine, programs[setting], threads=evaluation.threads, **PROGRAMS[evaluation.backend])
             draw_setting(evaluation, setting, output, make_drawer(load), batch)
         else:
             eager = partial(EagerEngine, _absolute(evaluation.model), setting.config)
@@ -185,11 +184,11 @@ def export_programs(evaluation: Evaluation, settings: Sequence[Setting], output:
     for config, members in groups.items():
         name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
         folder = output.resolve() / "programs" / name
-        ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
+        ratios = tuple(dict.fromkeys(setting.config.constant_ratio for setting in members))
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
-            options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]].format
+            options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format
             options["others"] = next(iter(programs.values()), None)  # the other models are exported once
             sizes = [(evaluation.size, evaluation.size)]
             export_pipeline(load_model(evaluation.model), folder, ratios, sizes, **options)

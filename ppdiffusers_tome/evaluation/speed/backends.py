@@ -29,7 +29,20 @@ from ...patch import attach, chosen_blocks, detach
 from ..clock import seconds_of
 from ..free_merge import attach_free_merge
 from ..torch_unet import TorchProcess
-from .cases import BUILT_IN, EAGER, LIMIT, ONNX_RUNTIME, OPENVINO, PLANNED, PREDICTOR, PROGRAMS, PYTORCH, Arm
+from .cases import (
+    BUILT_IN,
+    EAGER,
+    LIMIT,
+    ONNX_RUNTIME,
+    OPENVINO,
+    OPENVINO_BF16,
+    PLANNED,
+    PREDICTOR,
+    PROGRAMS,
+    PYTORCH,
+    PYTORCH_BF16,
+    Arm,
+)
 from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .workloads import PipelineWorkload, Workload, as_array
 
@@ -115,7 +128,7 @@ class EagerBackend(Backend):
 class PredictorBackend(Backend):
     """Predictors of Paddle Inference, which are loaded once, or for each pass if memory is short."""
 
-    runtime: ClassVar[str] = "paddle"  # of `load_pipeline`
+    backend: ClassVar[str] = PREDICTOR  # one of PROGRAMS
 
     def __post_init__(self) -> None:
         self._converter: Converter | None = None
@@ -156,7 +169,7 @@ class PredictorBackend(Backend):
         denoiser = getattr(traceable.layer, "unet", traceable.layer)
         _attach(denoiser, arm, workload)
         fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
-        folder = self.folder / f"{self.runtime}_program_{next(self._numbers)}"
+        folder = self.folder / f"{self.backend}_program_{next(self._numbers)}"
         saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, self._converter)
         load_program = self._loader(saved)
 
@@ -176,14 +189,14 @@ class PredictorBackend(Backend):
     def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
         workload = self.workload
         assert isinstance(workload, PipelineWorkload)
-        folder = self.folder / f"{self.runtime}_pipeline_{next(self._numbers)}"
+        folder = self.folder / f"{self.backend}_pipeline_{next(self._numbers)}"
         sizes = [(workload.case.size, workload.case.size)]
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
-        ratio, form = settings.pop("ratio"), RUNTIMES[self.runtime].format
+        ratio, form = settings.pop("ratio"), RUNTIMES[PROGRAMS[self.backend]["runtime"]].format
         export_pipeline(workload.pipe, folder, ratio, sizes, progress=False, format=form, **settings)
 
         def load() -> Run:
-            pipe = load_pipeline(folder, runtime=self.runtime, threads=self.threads)
+            pipe = load_pipeline(folder, threads=self.threads, **PROGRAMS[self.backend])
             pipe.set_progress_bar_config(disable=True)
             return lambda is_short: workload.run_pipeline(pipe, is_short)
 
@@ -195,11 +208,11 @@ class OnnxBackend(PredictorBackend):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        runtime = choose_runtime(self.runtime, threads=self.threads)
+        runtime = choose_runtime(threads=self.threads, **PROGRAMS[self.backend])
         assert isinstance(runtime, OnnxFileRuntime)
         self._runtime = runtime
         self._converter = Converter()
-        self._shared = SharedWeights(self.folder / f"{self.runtime}{ONNX_WEIGHTS}")
+        self._shared = SharedWeights(self.folder / f"{self.backend}{ONNX_WEIGHTS}")
 
     def peak_memory(self, arm: Arm) -> int | None:
         self.output(arm)  # Paddle's counter does not see these runtimes
@@ -220,22 +233,30 @@ class OnnxBackend(PredictorBackend):
 class OnnxRuntimeBackend(OnnxBackend):
     """ONNX Runtime."""
 
-    runtime = ONNX_RUNTIME
+    backend = ONNX_RUNTIME
 
 
 class OpenVinoBackend(OnnxBackend):
     """OpenVINO."""
 
-    runtime = OPENVINO
+    backend = OPENVINO
+
+
+class OpenVinoBf16Backend(OnnxBackend):
+    """OpenVINO in bfloat16, except for what chooses the tokens that merge."""
+
+    backend = OPENVINO_BF16
 
 
 @dataclass
 class PyTorchBackend(Backend):
     """PyTorch with diffusers, in its own process; tomesd merges."""
 
+    is_bf16: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         assert self.torch_python
-        self._torch = TorchProcess(self.torch_python, self.folder, self.workload.denoiser, self.threads)
+        self._torch = TorchProcess(self.torch_python, self.folder, self.workload.denoiser, self.threads, self.is_bf16)
         self.process = self._torch.pid
         self._inputs: dict[str, paddle.Tensor] | None = None
 
@@ -262,12 +283,20 @@ class PyTorchBackend(Backend):
         return _tomesd_arguments(self.workload.denoiser, arm.config) if arm.config else None
 
 
+class PyTorchBf16Backend(PyTorchBackend):
+    """The same under autocast to bfloat16."""
+
+    is_bf16 = True
+
+
 BACKEND_CLASSES: dict[str, type[Backend]] = {
     EAGER: EagerBackend,
     PREDICTOR: PredictorBackend,
     ONNX_RUNTIME: OnnxRuntimeBackend,
     OPENVINO: OpenVinoBackend,
+    OPENVINO_BF16: OpenVinoBf16Backend,
     PYTORCH: PyTorchBackend,
+    PYTORCH_BF16: PyTorchBf16Backend,
 }
 
 

@@ -22,20 +22,29 @@ from ..results import check_result
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
 BUILT_IN, LIMIT = "built-in", "limit"
 EAGER, PREDICTOR, ONNX_RUNTIME, OPENVINO, PYTORCH = "eager", "predictor", "onnxruntime", "openvino", "PyTorch"
-# Backends that run exported programs, and their runtimes.
-PROGRAMS = {PREDICTOR: "paddle", ONNX_RUNTIME: "onnxruntime", OPENVINO: "openvino"}
+OPENVINO_BF16, PYTORCH_BF16 = "openvino-bf16", "PyTorch-bf16"
+# Backends that run exported programs, and the settings of `load_pipeline` that they stand for.
+PROGRAMS: dict[str, dict[str, Any]] = {
+    PREDICTOR: {"runtime": "paddle"},
+    ONNX_RUNTIME: {"runtime": "onnxruntime"},
+    OPENVINO: {"runtime": "openvino"},
+    OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
+}
+IN_BF16 = (OPENVINO_BF16, PYTORCH_BF16)
 PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
 OUT_OF_MEMORY, ERROR = "out of memory", "error"
 
-TORCH = "torch"  # in --arms: PLAIN and TOME in the backend PYTORCH
-ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, TORCH)
+# In --arms: PLAIN and TOME in these backends.
+TORCH, TORCH_BF16 = "torch", "torch-bf16"
+TORCH_BACKENDS = {TORCH: PYTORCH, TORCH_BF16: PYTORCH_BF16}
+ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, *TORCH_BACKENDS)
 BACKENDS = (EAGER, *PROGRAMS)
 DTYPES = ("float32", "float16", "bfloat16")
 ARMS_OF = {
-    EAGER: ARMS[:-1],
+    EAGER: ARMS[: -len(TORCH_BACKENDS)],
     # They have their own attention kernels, and the built-in ToMe cannot be exported.
     **dict.fromkeys(PROGRAMS, (PLAIN, TOME, LIMIT)),
-    PYTORCH: (PLAIN, TOME),
+    **dict.fromkeys(TORCH_BACKENDS.values(), (PLAIN, TOME)),
 }
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
 ARM_NAMES = {
@@ -52,8 +61,8 @@ ARM_NAMES = {
 class Arm:
     """One way to compute a case, and what it cost; the fields are those of the result file."""
 
-    arm: str  # one of ARMS, except TORCH
-    backend: str = EAGER  # or one of PROGRAMS, or PYTORCH
+    arm: str  # one of ARMS, except those of TORCH_BACKENDS
+    backend: str = EAGER  # or one of PROGRAMS, or of TORCH_BACKENDS' values
     config: ToMeConfig | None = None  # how tokens merge; None: they do not
     attention: str = "plain"  # or "slicing", "xformers"
     kept: int = 0  # tokens after merging, at the shallowest level with attention
@@ -68,12 +77,17 @@ class Arm:
     @property
     def ratio(self) -> float:
         """Share of tokens to merge; 0 if nothing merges."""
-        return 0.0 if self.config is None else self.config.ratio
+        return 0.0 if self.config is None else self.config.constant_ratio
 
     @property
     def max_downsample(self) -> int | None:
         """Deepest level that merges; None: the shallowest with attention, or nothing merges."""
         return None if self.config is None else self.config.max_downsample
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether PyTorch computes it, and tomesd merges."""
+        return self.backend in TORCH_BACKENDS.values()
 
     @property
     def method(self) -> str:
@@ -91,7 +105,7 @@ class Arm:
         if self.config is None:
             return ARM_NAMES.get(self.arm, self.arm)
         merging, *others = self.method.split(", ")
-        words = "tomesd" if self.backend == PYTORCH else ARM_NAMES.get(self.arm, self.arm).replace("ToMe", merging)
+        words = "tomesd" if self.is_torch else ARM_NAMES.get(self.arm, self.arm).replace("ToMe", merging)
         if self.arm == LIMIT and merging != "ToMe":
             words += f" of {merging}"
         return ", ".join([f"{words}{ratio}", *others])
@@ -209,7 +223,7 @@ def make_arms(
     """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Args:
-        case, arms, backends: what they compute, some of ARMS, some of BACKENDS; TORCH adds its own backend.
+        case, arms, backends: what they compute, some of ARMS, some of BACKENDS; those of TORCH_BACKENDS add their own.
         configs: how the merging arms merge. There is one limit for each number of tokens that they remove, and the
             built-in ToMe and tomesd remove as many by their own method.
         torch_problem: why PyTorch cannot be used; None if it can.
@@ -219,9 +233,10 @@ def make_arms(
     """
     efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
     made: dict[str, Arm] = {}
-    for backend in [*backends, *([PYTORCH] if TORCH in arms else [])]:
+    torch = [backend for name, backend in TORCH_BACKENDS.items() if name in arms]
+    for backend in [*backends, *torch]:
         for name in ARMS_OF[backend]:
-            if name not in arms and backend != PYTORCH:
+            if name not in arms and backend not in torch:
                 continue
             attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
             for config in _configs_of(case, name, backend, configs):
@@ -236,7 +251,7 @@ def make_arms(
 def _configs_of(case: Case, name: str, backend: str, configs: Sequence[ToMeConfig]) -> list[ToMeConfig | None]:
     if name in (PLAIN, MEMORY_EFFICIENT):
         return [None]
-    if name == BUILT_IN or backend == PYTORCH:
+    if name == BUILT_IN or backend in TORCH_BACKENDS.values():
         return [tomesd_config(config) for config in configs]
     if name != LIMIT:
         return list(configs)
@@ -292,9 +307,9 @@ def _count_kept(case: Case, config: ToMeConfig) -> int:
 
 
 def _why_not_measured(case: Case, arm: Arm, torch_problem: str | None) -> str | None:
-    if arm.backend == PYTORCH and torch_problem:
+    if arm.is_torch and torch_problem:
         return torch_problem
-    if arm.backend == PYTORCH and case.scope != "unet":
+    if arm.is_torch and case.scope != "unet":
         return "PyTorch is compared with --scope unet only"
     if arm.backend != EAGER and case.dtype != "float32":
         return "predictors and PyTorch are compared in float32 only"

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...errors import ToMeConfigError
 from ..markdown import change
-from .cases import BUILT_IN, EAGER, ERROR, LIMIT, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, PYTORCH
+from .cases import BUILT_IN, EAGER, ERROR, LIMIT, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, TORCH_BACKENDS
 from .frame import CASE, UNMERGED, partners, read_frame, rounds, spread
 
 ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample", "method"]  # equal if the arm is measured again
@@ -46,7 +46,7 @@ def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[st
     arms = after.merge(before, on=ARM, how="outer", suffixes=("", "_old")).sort_values(["order", "order_old"])
     verdicts = [_judge(arm, threshold, is_same_machine) for arm in arms.to_dict("records")]
     arms["verdict"], arms["text"] = zip(*verdicts, strict=True)
-    counts = (arms["backend"] != PYTORCH) & ~arms["arm"].isin([BUILT_IN, LIMIT])
+    counts = ~arms["backend"].isin(TORCH_BACKENDS.values()) & ~arms["arm"].isin([BUILT_IN, LIMIT])
     remarks = (counts | (arms["verdict"] != "slower")).map({True: "", False: " (does not count)"})
     texts = "  " + arms["label"].fillna(arms["label_old"]) + ": " + arms["text"] + remarks
     lines = [f"Old: {run}" for run in before["run"].unique()] + [f"New: {run}" for run in after["run"].unique()]

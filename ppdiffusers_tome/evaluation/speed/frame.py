@@ -78,14 +78,14 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
         raise ToMeConfigError(f"{', '.join(str(file) for file, _ in results)}: no arm was measured. Measure again.")
     frame = pd.DataFrame(rows).astype(dict.fromkeys(NUMBERS, float))
     frame["max_downsample"] = frame["max_downsample"].fillna(0).astype(int)
-    frame["merges"] = frame["arm"].isin([TOME, BOTH]) & (frame["backend"] != PYTORCH)  # in PyTorch tomesd merges
+    frame["merges"] = frame["arm"].isin([TOME, BOTH]) & ~frame["is_torch"]  # in PyTorch tomesd merges
     return _with_comparisons(frame), skipped
 
 
 def _about(arm: Arm) -> dict[str, Any]:
     config = arm.config
     return {
-        **{name: getattr(arm, name) for name in ("name", "ratio", "max_downsample", "method")},
+        **{name: getattr(arm, name) for name in ("name", "ratio", "max_downsample", "method", "is_torch")},
         "label": arm.label(),
         "label_at": arm.label(f" {arm.ratio:g}"),
         "tomesd": method_of(tomesd_config(config)) if config else "",

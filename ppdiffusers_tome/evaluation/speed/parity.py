@@ -11,6 +11,7 @@ from .cases import (
     BUILT_IN,
     EAGER,
     ERROR,
+    IN_BF16,
     MEMORY_EFFICIENT,
     PLAIN,
     PROGRAMS,
@@ -78,7 +79,7 @@ def definition_of(arm: Arm) -> Arm | None:
 
 def tolerance(case: Case, arm: Arm) -> float | None:
     """The largest relative difference from the definition; None where rounding alone leads to other merges."""
-    if case.dtype != "float32":
+    if case.dtype != "float32" or arm.backend in IN_BF16:
         return None if arm.config else HALF
     if case.scope == "pipeline":
         return PIPELINE

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, add_legend, make_figure, set_title
-from .cases import BOTH, BUILT_IN, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, PYTORCH, TOME
+from .cases import BOTH, BUILT_IN, LIMIT, MEMORY_EFFICIENT, PLAIN, PREDICTOR, TOME
 from .frame import at_ratio, nearest
 
 TARGET = 0.03  # largest time above the free-merge limit that counts as reaching it, as a share
@@ -127,7 +127,7 @@ def eager_against_predictor(arms: pd.DataFrame) -> Figure | None:
     methods the first. None if the predictor was not measured, or eager plain was not.
     """
     arms = _first_method(arms)
-    arms = arms[arms["faster_than_eager_plain"].notna() & (arms["backend"] != PYTORCH)]
+    arms = arms[arms["faster_than_eager_plain"].notna() & ~arms["is_torch"]]
     merged = arms[arms["arm"] == TOME]
     ratio = nearest(merged["ratio"], 0.5) if len(merged) else 0.5
     merged = merged[(merged["ratio"] == ratio) & (merged["max_downsample"] == merged["max_downsample"].min())]

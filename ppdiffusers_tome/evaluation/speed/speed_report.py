@@ -287,7 +287,7 @@ def _source(row: dict[Any, Any], output: Path) -> str:
 
 def _tables(arms: pd.DataFrame) -> Iterator[tuple[str, list[str]]]:
     """The headings and lines of a section's tables; those without a row have no lines."""
-    for backend, of_backend in arms[arms["backend"] != cases.PYTORCH].groupby("backend"):  # eager first
+    for backend, of_backend in arms[~arms["is_torch"]].groupby("backend"):  # eager first
         is_unmerged = of_backend["arm"].isin(RATIO_0)
         for level in sorted(set(of_backend.loc[of_backend["merges"], "max_downsample"])) or [0]:
             at_level = of_backend[is_unmerged | (of_backend["max_downsample"] == level)]

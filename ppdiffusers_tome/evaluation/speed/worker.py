@@ -20,7 +20,7 @@ from ...inference.runtime import error_summary
 from ..clock import order_of_round
 from ..worker_loop import answer_requests
 from .backends import BACKEND_CLASSES, Backend
-from .cases import EAGER, ERROR, LIMIT, MEASURED, OUT_OF_MEMORY, PLANNED, PYTORCH, TOME, Arm, Case
+from .cases import EAGER, ERROR, LIMIT, MEASURED, OUT_OF_MEMORY, PLANNED, TOME, Arm, Case
 from .memory import is_out_of_memory, limited
 from .overhead import measure_overhead
 from .parity import check_parity
@@ -80,7 +80,7 @@ class Worker:
     def time_round(self, report: Report) -> dict[str, Any]:
         """Time one pass of every arm; the order of a round is the same whenever it is timed."""
         arms = self._planned()
-        has_pytorch = any(arm.backend == PYTORCH for arm in arms)
+        has_pytorch = any(arm.is_torch for arm in arms)
         seconds: dict[str, float] = {}
         for arm in order_of_round(arms, len(arms[0].seconds)):
             time.sleep(SETTLE if has_pytorch else 0)
