@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray test-page check format bench bench-speed bench-quality frontier load fuzz lock wheel clean
+.PHONY: help venv demo test test-ray browser test-page check format bench bench-speed bench-quality frontier load fuzz lock wheel clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -71,8 +71,10 @@ test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
 
 # The browser is the system's: CHROMIUM=... names another than chromium or google-chrome.
 CHROMIUM ?= $(shell command -v chromium || command -v google-chrome)
-test-page: $(VENV)/.installed-test build/emoji/tome.json ## test the page in a browser and write docs/page.png: a minute, and two for the export
+browser:
 	@test -n "$(CHROMIUM)" || { echo 'Needs a browser (Debian: apt-get install chromium), or name one with CHROMIUM=' >&2; exit 1; }
+
+test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the page in a browser and write docs/page.png: a minute, and two for the export
 	CHROMIUM=$(CHROMIUM) PAGE_MODEL=build/emoji PAGE_SCREENSHOT=docs/page.png OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/test_page.py $(ARGS)
 
 build/emoji/tome.json: $(VENV)/.installed
