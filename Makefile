@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray check format bench bench-speed bench-quality frontier load fuzz lock wheel clean
+.PHONY: help venv demo test test-ray browser test-page check format bench bench-speed bench-quality frontier load fuzz lock wheel clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -68,6 +68,17 @@ test: $(VENV)/.installed-test ## run the test suite in two processes of one thre
 
 test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/test_ray.py $(ARGS)
+
+# The browser is the system's: CHROMIUM=... names another than chromium or google-chrome.
+CHROMIUM ?= $(shell command -v chromium || command -v google-chrome)
+browser:
+	@test -n "$(CHROMIUM)" || { echo 'Needs a browser (Debian: apt-get install chromium), or name one with CHROMIUM=' >&2; exit 1; }
+
+test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the page in a browser and write docs/page.png: a minute, and two for the export
+	CHROMIUM=$(CHROMIUM) PAGE_MODEL=build/emoji PAGE_SCREENSHOT=docs/page.png OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/test_page.py $(ARGS)
+
+build/emoji/tome.json: $(VENV)/.installed
+	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0 --overwrite
 
 check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff check .

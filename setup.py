@@ -26,6 +26,8 @@ TEST = [
     *OPENVINO,
     "openai",
     "webuiapi",
+    "playwright",
+    "axe-playwright-python",
     "psutil",
     "pytest",
     "pytest-xdist",
@@ -56,7 +58,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["ppdiffusers_tome", "ppdiffusers_tome.*"]),
-    package_data={"ppdiffusers_tome": ["py.typed"]},
+    package_data={"ppdiffusers_tome": ["py.typed", "serving/page/*.*", "serving/page/vendor/*/*"]},
     zip_safe=False,
     python_requires=">=3.10,<3.13",
     # Paddle itself is an extra: paddlepaddle and paddlepaddle-gpu are one module, and installing both breaks it.

@@ -11,7 +11,7 @@ from ppdiffusers_tome.serving.server import serve
 
 
 class BlankEngine:
-    name, sampler = "blank", "DDIM"
+    name, sampler, methods = "blank", "DDIM", {}
 
     def batch_key(self, job):
         return None

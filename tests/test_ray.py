@@ -27,7 +27,7 @@ from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
 from ppdiffusers_tome.serving.jobs import Job, Limits
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import FAILURES
-from ppdiffusers_tome.serving.service import Progress
+from ppdiffusers_tome.serving.service import Progress, RequestProgress
 from ppdiffusers_tome.serving.service_errors import DrainingError, DrawingError, NotReadyError, QueueFullError
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
@@ -81,7 +81,7 @@ class _Answer:
             yield from self._work().__await__()
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        return self.answer, RequestProgress(seconds=2.5, batch=4)
 
     async def _work(self):
         async with self.answers.engines:
@@ -181,6 +181,23 @@ def test_progress_of_accepted_images(service):
     progress = asyncio.run(ask(service(NEVER, NEVER)))
     assert (progress.running, progress.waiting, progress.step, progress.steps) == (1, 1, 0, 0)
     assert 0.2 <= progress.seconds < 10
+
+
+def test_progress_of_a_request(service):
+    """Its place among the images that no engine has yet, and the seconds that its engine measured; no steps."""
+
+    async def ask(made):
+        first, second = RequestProgress(), RequestProgress()
+        drawing = [asyncio.ensure_future(made.submit([JOB], progress=one)) for one in (first, second)]
+        await asyncio.sleep(0.01)
+        assert (first.position, second.position, second.steps) == (0, 1, 0)
+        drawing[0].cancel()
+        await asyncio.wait(drawing[:1])
+        assert second.position == 0
+        assert await drawing[1]
+        return second.seconds, second.batch
+
+    assert asyncio.run(ask(service(NEVER, 0.1))) == (2.5, 4)
 
 
 def test_timeouts_and_failures_in_a_row_are_trouble(service):
@@ -298,7 +315,7 @@ def test_jobs_share_a_call_in_the_engine():
 
 def test_failed_engine_exits_instead_of_refusing_jobs(monkeypatch):
     class Queue:
-        async def submit(self, jobs):
+        async def submit(self, jobs, progress):
             raise NotReadyError("the server is not ready: failed", retry_after=5)
 
         def close(self):
@@ -428,7 +445,11 @@ def test_app_is_the_same_as_in_one_process(server):
     assert httpx.get(f"{server.http.base_url}/v1/models").status_code == 401
     refused = server.draw(size="64x64")
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "size")
+    assert httpx.get(f"{server.http.base_url}/").headers["content-type"].startswith("text/html"), "without a key"
     first, second = data(server.draw(seed=5, n=2))
+    *_, completed, end = server.draw(seed=5, stream=True).text.split("\n\n")
+    streamed = json.loads(completed.partition("data: ")[2])
+    assert (streamed["b64_json"], streamed["batch"], end) == (first, 1, "") and streamed["seconds"] > 0
     assert first != second and data(server.draw(seed=5)) == [first] and data(server.draw(seed=6)) == [second]
 
 
@@ -470,10 +491,11 @@ def test_every_request_is_answered_with_a_full_queue(server):
     assert all(int(answer.headers["Retry-After"]) >= 1 for answer in answers if answer.status_code == 429)
 
 
-def test_disconnection_frees_the_place(server):
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnection_frees_the_place(server, stream):
     before = server.count("images_total", outcome="abandoned")
     with pytest.raises(httpx.ReadTimeout):
-        server.http.post(OPENAI, json={"prompt": "fox", "steps": 900, "n": 4}, timeout=1)
+        server.http.post(OPENAI, json={"prompt": "fox", "steps": 900, "n": 4, "stream": stream}, timeout=1)
     until(lambda: server.count("images_total", outcome="abandoned") == before + 4)
     start = monotonic()
     data(server.draw())

@@ -76,6 +76,30 @@ def test_openai_errors(client, server):
         wrong.images.generate(prompt="fox")
 
 
+def test_openai_streams_an_image(client):
+    """The client passes on the progress events, which OpenAI's own server does not have, and raises `error` events."""
+    events = list(client.images.generate(prompt="fox", stream=True, extra_body={"seed": 3, "steps": 2}))
+    assert {event.type for event in events[:-1]} == {"image_generation.progress"}
+    assert (events[0].position, events[0].steps) in ((0, 0), (0, 2), (1, 0))
+    completed = events[-1]
+    assert completed.type == "image_generation.completed" and completed.size == "64x48" and completed.seed == 3
+    assert Image.open(io.BytesIO(base64.b64decode(completed.b64_json))).getpixel((0, 0))[0] == 3
+    with pytest.raises(openai.APIError, match="the pipeline failed"):
+        list(client.images.generate(prompt="explode", stream=True))
+    with pytest.raises(openai.UnprocessableEntityError, match="partial_images: only 0"):
+        client.images.generate(prompt="fox", stream=True, partial_images=2)
+
+
+def test_openai_client_that_closes_its_stream_frees_the_thread(client, server):
+    server.engine.gate.clear()
+    try:
+        with client.images.generate(prompt="fox", stream=True, extra_body={"steps": 50}) as stream:
+            assert next(iter(stream)).type == "image_generation.progress"
+        until(lambda: server.queue.is_idle)
+    finally:
+        server.engine.gate.set()
+
+
 def test_openai_retries_after_full_queue():
     """The client waits for Retry-After, and its second request is answered."""
     with serving(FakeEngine()) as server:

@@ -29,7 +29,7 @@ from ppdiffusers_tome.generation.offline import draw_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.serving.app import create_app
-from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
+from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.engine import Engine, load_engine
 from ppdiffusers_tome.serving.jobs import Job, SecondPass
 from ppdiffusers_tome.serving.prometheus import Metrics
@@ -211,15 +211,18 @@ def test_only_the_image_that_is_not_finite_fails(engine, monkeypatch, value):
 # The command
 
 
-def test_serve_in_its_own_process(exported_folder):
-    """Start, answer OpenAI's client, then SIGTERM during a request: it is answered, the next one is refused."""
+def test_serve_in_its_own_process(exported_folder, tmp_path):
+    """Start, open the page, answer OpenAI's client, SIGTERM during a request: it is answered, the next refused."""
     command = [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "serve", "--model", str(exported_folder)]
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/url\n')
+    browser.chmod(0o755)
     process = subprocess.Popen(
-        [*command, "--port", "0", "--threads", "1", "--max-steps", "5000", "--batch", "1"],
+        [*command, "--port", "0", "--threads", "1", "--max-steps", "5000", "--batch", "1", "--open"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, KEY_VARIABLE: "secret", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, KEY_VARIABLE: "secret", "OMP_NUM_THREADS": "1", "BROWSER": str(browser)},
     )
     try:
         for line in process.stderr:
@@ -228,6 +231,7 @@ def test_serve_in_its_own_process(exported_folder):
         url = address[1]
         threading.Thread(target=process.stderr.read, daemon=True).start()  # or the pipe would block the server
         until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, seconds=120)
+        until(lambda: (tmp_path / "url").exists() and (tmp_path / "url").read_text() == f"{url}/\n")
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             fields = {"seed": 3, "steps": 3, "guidance_scale": 2.0}
             model = client.models.list().data[0].id
@@ -314,6 +318,20 @@ def test_model_that_does_not_load_is_an_error():
     queue = ImageQueue(load, "fake", LIMITS, metrics=Metrics())
     with pytest.raises(ServerFailedError, match="could not be loaded, or the image thread has ended: broken program"):
         serve(queue, create_app(queue, AppConfig(), queue.metrics), port=0)
+
+
+def test_without_a_page_there_is_none_to_open(exported_folder, capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", str(exported_folder), "--no-page", "--open"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:8/"), ("::", "http://[::1]:8/"), ("::1", "http://[::1]:8/"), ("x", "http://x:8/")],
+)
+def test_address_for_a_browser(host, url):
+    assert url_of(host, 8) == url
 
 
 def test_warm_up_uses_every_program():

@@ -1,14 +1,19 @@
 """Valid and invalid requests over HTTP, with an engine that returns images of one colour."""
 
 import base64
+import hashlib
 import io
 import json
 import pickle
+import re
+import subprocess
+import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from time import monotonic
+from pathlib import Path
+from time import monotonic, sleep
 
 import numpy as np
 import psutil
@@ -19,7 +24,9 @@ from serving_support import IMAGE, LIMITS, OPENAI, TEXT, FakeEngine, serving, un
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.serving import service_errors
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.page_files import FOLDER
 
+ROOT = Path(__file__).parents[1]
 KEY = "correct-horse"
 JSON_HEADER = {"Content-Type": "application/json"}
 JSON = "Content-Type: application/json\r\n"
@@ -174,11 +181,157 @@ OPTIONS = {
 def test_models_health_samplers_and_options(server):
     models = server.http.get("/v1/models").json()
     assert [one["id"] for one in models["data"]] == ["fake"] and models["data"][0]["sizes"] == ["64x48", "64x64"]
-    assert server.http.get("/v1/models/fake").json()["tome_ratios"] == [0.5, 0.0]
+    model = server.http.get("/v1/models/fake").json()
+    assert model["tome_ratios"] == [0.5, 0.0] and (model["steps"], model["guidance_scale"]) == (2, 7.5)
+    assert model["ranges"]["steps"] == [1, 50] and model["ranges"]["n"] == [1, 3] and model["prompt_characters"] == 100
     assert models["data"][0]["tome_methods"] == ["ToMe, windows of 16", ""]
     assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready"}
     assert server.http.get("/sdapi/v1/samplers").json()[0]["name"] == "DDIM"
     assert server.http.get("/sdapi/v1/options").json() == OPTIONS
+
+
+# Server-sent events and the page
+
+
+def events_of(answer):
+    """The data of all events of an answer; the name of each is its type."""
+    parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in parts)
+    return [json.loads(data.removeprefix("data: ")) for _, data in parts]
+
+
+def test_stream_reports_steps_then_images():
+    engine = FakeEngine()
+    engine.step_seconds = 0.15
+    with serving(engine) as server:
+        answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 2, "seed": 7, "steps": 4})
+        *progress, first, second = events_of(answer)
+        assert {event["type"] for event in progress} == {"image_generation.progress"}
+        steps = [event["step"] for event in progress if event["steps"]]
+        assert steps == sorted(set(steps)) and len(steps) >= 3, "only changes, and each step of 0.15 s"
+        assert [event["steps"] for event in progress][-1] == 4 and progress[-1]["position"] == 0
+        assert [(one["index"], one["seed"]) for one in (first, second)] == [(0, 7), (1, 8)]
+        assert first["type"] == "image_generation.completed" and first["size"] == "64x48" and first["batch"] == 2
+        assert 0.6 <= first["seconds"] < 5 and first["created_at"] > 0
+        assert [opened(one["b64_json"]).getpixel((0, 0))[0] for one in (first, second)] == [7, 8]
+        assert answer.headers["cache-control"] == "no-store"
+        assert len(events_of(server.post(OPENAI, {"prompt": "fox", "stream": True, "steps": 1}))) >= 1
+
+
+def test_seconds_do_not_include_the_queue():
+    engine = FakeEngine()
+    with serving(engine) as server, ThreadPoolExecutor(2) as pool:
+        engine.gate.clear()
+        blocking = pool.submit(server.post, OPENAI, {"prompt": "fox"})
+        assert engine.started.acquire(timeout=20)
+        waiting = pool.submit(server.post, OPENAI, {"prompt": "fox", "stream": True, "steps": 3})
+        until(lambda: server.queue.progress().waiting == 1)
+        sleep(0.5)
+        engine.gate.set()
+        *progress, completed = events_of(waiting.result())
+        assert progress[0]["position"] == 1 and completed["seconds"] < 0.4 and blocking.result().status_code == 200
+
+
+def test_stream_that_is_refused_is_an_ordinary_error(server):
+    """Before the first event there is a status; afterwards errors are events."""
+    for change, status in (({"size": "9x9"}, 422), ({"model": "x"}, 404)):
+        answer = server.post(OPENAI, {"prompt": "fox", "stream": True, **change})
+        assert answer.status_code == status and answer.json()["error"]["message"]
+    *_, error = events_of(server.post(OPENAI, {"prompt": "explode", "stream": True}))
+    assert error["type"] == "error" and error["error"]["code"] == "drawing_failed" and "secret" not in str(error)
+
+
+def test_stream_is_refused_while_the_queue_is_full():
+    with serving(limits=replace(LIMITS, images=1), capacity=1) as server, ThreadPoolExecutor(2) as pool:
+        server.engine.gate.clear()
+        requests = [pool.submit(server.post, OPENAI, {"prompt": "runs"})]
+        assert server.engine.started.acquire(timeout=20)
+        requests.append(pool.submit(server.post, OPENAI, {"prompt": "waits"}))
+        until(lambda: server.queue.progress().waiting == 1)
+        answer = server.post(OPENAI, {"prompt": "fox", "stream": True})
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        server.engine.gate.set()
+        assert [request.result().status_code for request in requests] == [200, 200]
+
+
+def test_stream_that_takes_too_long_ends_with_an_error():
+    with serving(config=AppConfig(request_seconds=0.3)) as server:
+        server.engine.gate.clear()
+        *_, error = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True}))
+        assert error["error"]["code"] == "timeout"
+        until(lambda: server.queue.is_idle)
+
+
+def test_stream_with_a_bug_ends_with_an_error(caplog):
+    class Broken(FakeEngine):
+        def generate(self, jobs, should_stop=None):
+            return ["no image" for _ in jobs]
+
+    with serving(Broken()) as server:
+        *_, error = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True}))
+        assert error["error"]["code"] == "internal_error" and "a stream failed" in caplog.text
+
+
+def test_cancelled_stream_frees_the_thread_at_the_next_step():
+    with serving() as server:
+        server.engine.gate.clear()
+        with server.http.stream("POST", OPENAI, json={"prompt": "fox", "stream": True, "steps": 50}) as answer:
+            assert server.engine.started.acquire(timeout=20)
+            assert next(answer.iter_lines()) == "event: image_generation.progress"
+        until(lambda: server.queue.is_idle)
+        server.engine.gate.set()
+        assert server.engine.steps_done == 0 and server.count("images_total", outcome="abandoned") == 1
+        assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
+
+
+def test_page_files_and_their_headers(server):
+    page = server.http.get("/")
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    names = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
+    assert len(names) == 4 and "http:" not in page.text and "https:" not in page.text
+    assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", page.text), "nothing inline"
+    for path in ("/", *(f"/{name}" for name in names), "/page/vendor/ssim.js-3.5.0/LICENSE"):
+        answer = server.http.get(path)
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == policy["frame-ancestors"] == "'none'" and policy["script-src"] == "'self'"
+        assert "unsafe" not in str(policy) and answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff" and answer.status_code == 200
+        head = server.http.head(path)
+        assert (head.status_code, head.content) == (200, b"") and head.headers["content-length"] != "0"
+    for path in ("/page/", "/page/none.js", "/page/..%2f..%2fpage_files.py", "/page//etc/passwd", "/index.html"):
+        assert server.http.get(path).status_code == 404, path
+    assert "/" not in server.http.get("/openapi.json").json()["paths"]
+
+
+def test_page_without_and_with_a_key():
+    with serving(config=AppConfig(page=False)) as server:
+        assert [server.http.get(path).status_code for path in ("/", "/page/page.js")] == [404, 404]
+    with serving(config=AppConfig(api_key=KEY)) as server:
+        assert [server.http.get(path).status_code for path in ("/", "/page/page.js", "/v1/models")] == [200, 200, 401]
+
+
+def test_vendored_files_are_those_of_npm():
+    """The versions in the page's folders, unchanged: sha256 of the files in npm's packages."""
+    expected = {
+        "ssim.js-3.5.0/LICENSE": "3f39f7495c4ee13283933dfacefe57a7bf81607c577a047f358838ca8c40fa5c",
+        "ssim.js-3.5.0/ssim.web.js": "238ab90f2dd1c6dfe9ab532d5e9da9b541545760fb970fb621398ae84daaacfe",
+    }
+    vendor = FOLDER / "vendor"
+    files = {file.relative_to(vendor).as_posix(): file.read_bytes() for file in vendor.rglob("*") if file.is_file()}
+    assert {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} == expected
+
+
+def test_page_is_package_data():
+    """What setuptools would put into the wheel, without building it."""
+    script = (
+        "import setuptools; from distutils.core import run_setup\n"
+        "command = run_setup('setup.py', stop_after='init').get_command_obj('build_py'); command.ensure_finalized()\n"
+        "print(*(f'{folder}/{name}' for _, folder, _, names in command.data_files for name in names), sep='\\n')"
+    )
+    listed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    packaged = {(ROOT / line).resolve() for line in listed.stdout.splitlines()}
+    assert {file for file in FOLDER.rglob("*") if file.is_file()} <= packaged
 
 
 # Invalid fields
@@ -212,7 +365,8 @@ def test_models_health_samplers_and_options(server):
         ({"size": 64}, "size", "valid string"),
         ({"tome_ratio": 0.25}, "tome_ratio", "0.5, 0.0"),
         ({"response_format": "url"}, "response_format", "b64_json"),
-        ({"stream": True}, "stream", "false"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream": True, "partial_images": 1}, "partial_images", "only 0 is supported"),
         ({"quality": "hd"}, "quality", "'auto' or 'standard'"),
         ({"style": "vivid"}, "style", "None"),
         ({"colour": "red"}, "colour", "no such field"),
@@ -587,6 +741,17 @@ def test_other_origins_are_refused(server):
         answer = server.post(path, {"prompt": "fox"}, headers=page)
         assert answer.status_code == 403 and "--allow-origin" in answer.text
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_own_page_is_allowed(server):
+    """Browsers send Origin with a POST of the server's own page too, whatever its name."""
+    for host in ("localhost", f"127.0.0.1:{server.port}", "[::1]:80"):
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 200
+    headers = {"Host": "evil.example", "Origin": "http://evil.example"}
+    assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 400, "rebound DNS"
+    for origin in ("null", "", f"http://127.0.0.1:{server.port}1", f"http://u@127.0.0.1:{server.port}"):
+        assert server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin}).status_code == 403
 
 
 def test_allowed_origins():

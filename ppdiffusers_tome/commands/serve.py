@@ -3,10 +3,12 @@
 import argparse
 import os
 import sys
+import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -56,6 +58,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     option(
         "--max-pixels", type=int, default=LIMITS["image_pixels"], help=f"largest image of a client, pixels {default}"
     )
+    page = serve.add_mutually_exclusive_group()
+    page.add_argument("--open", action="store_true", help="open the page in a browser when the server is ready")
+    page.add_argument("--no-page", action="store_true", help="no page for browsers at /, only the API")
     ray = serve.add_argument_group("on several processes or machines, with Ray Serve (ppdiffusers_tome[ray])")
     ray.add_argument("--ray", action="store_true", help="run engines in their own processes; replace those that die")
     ray.add_argument("--replicas", type=int, default=1, help=f"number of engines; each loads the model {default}")
@@ -88,6 +93,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         guidance_scale=options.guidance_scale,
         hosts=(options.host, *options.allow_host),
         origins=tuple(options.allow_origin),
+        page=not options.no_page,
     )
     jobs = warm_up_jobs(limits, config.guidance_scale)
     limits.check(replace(jobs[0], steps=config.steps))  # the defaults, or requests without them would be refused
@@ -112,8 +118,14 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         metrics,
         stuck_seconds=2 * options.timeout,
     )
-    serve(queue, create_app(queue, config, metrics), options.host, options.port, config.request_seconds)
+    app = create_app(queue, config, metrics)
+    serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
     return 0
+
+
+def open_page(url: str) -> None:
+    """Open the page in the user's browser, in a thread, because some browsers run until they are closed."""
+    Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
 
 def _load(folder: Path, jobs: Sequence[Job], settings: dict[str, Any], threads: int | None) -> "Engine":
@@ -166,7 +178,8 @@ def _serve_on_ray(
         request_seconds=options.timeout,
     )
     load = partial(load, options.threads or max(1, int(cpus)))
-    serve_on_ray(load, name, limits, config, cluster, options.ray_address, options.host, options.port)
+    on_ready = open_page if options.open else None
+    serve_on_ray(load, name, limits, config, cluster, options.ray_address, options.host, options.port, on_ready)
 
 
 def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:

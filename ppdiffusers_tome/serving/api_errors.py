@@ -45,11 +45,14 @@ class ApiError(HTTPException):
             detail["loc"] = ["body", *(self.field or "").split(".")]
             body = protocol.WebuiErrorResponse(detail=[detail] if self.field else self.detail)
         else:
-            default = "invalid_request_error" if self.status_code < 500 else "server_error"
-            kind = OPENAI_TYPES.get(self.status_code, default)
-            error = protocol.OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
-            body = protocol.OpenAIErrorResponse(error=error)
+            body = protocol.OpenAIErrorResponse(error=self.openai_error())
         return JSONResponse(body.model_dump(), self.status_code, self.headers)
+
+    def openai_error(self) -> protocol.OpenAIError:
+        """The error as OpenAI's clients expect it, in a response or in an event."""
+        default = "invalid_request_error" if self.status_code < 500 else "server_error"
+        kind = OPENAI_TYPES.get(self.status_code, default)
+        return protocol.OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
 
 
 def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:

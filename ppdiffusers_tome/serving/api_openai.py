@@ -2,15 +2,17 @@
 
 import base64
 import time
+from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
+from .event_stream import stream_events
 from .handler import RequestHandler
 from .middleware import JsonRoute
-from .service import Service
+from .service import RequestProgress, Service
 
 NAMES = {"images": "n", "ratio": "tome_ratio"}
 FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
@@ -33,10 +35,17 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
             tome_ratios=list(limits.ratios),
             tome_methods=[service.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
+            steps=config.steps,
+            guidance_scale=config.guidance_scale,
+            ranges={NAMES.get(name, name): values for name, values in limits.ranges.items()},
+            prompt_characters=limits.prompt_characters,
         )
 
-    @router.post("/images/generations", responses=errors)
-    async def generate(body: Body, request: Request) -> protocol.ImagesResponse:  # type: ignore[valid-type]
+    schema = {"type": "string", "description": "with `stream`; see docs/serving.md for the events"}
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": schema}}}}
+
+    @router.post("/images/generations", response_model=protocol.ImagesResponse, responses=streamed | errors)
+    async def generate(body: Body, request: Request) -> protocol.ImagesResponse | Response:  # type: ignore[valid-type]
         values: protocol.ImageRequest = body
         check_model(values.model)
         width, height = map(int, values.size.split("x")) if values.size not in (None, "auto") else (None, None)
@@ -44,10 +53,27 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         jobs = handler.make_jobs(
             values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields
         )
-        files = await handler.generate(request, jobs)
-        texts = [base64.b64encode(file).decode() for file in files]
-        data = [protocol.Image(b64_json=text, seed=job.seed) for text, job in zip(texts, jobs, strict=True)]
         size = f"{jobs[0].width}x{jobs[0].height}"
+        if values.stream:
+            progress = RequestProgress()
+
+            def completed(files: list[bytes]) -> list[protocol.CompletedEvent]:
+                return [
+                    protocol.CompletedEvent(
+                        b64_json=_base64(file),
+                        created_at=int(time.time()),
+                        size=size,
+                        seed=job.seed,
+                        index=index,
+                        seconds=progress.seconds,
+                        batch=progress.batch,
+                    )
+                    for index, (file, job) in enumerate(zip(files, jobs, strict=True))
+                ]
+
+            return await stream_events(handler.generate(request, jobs, progress=progress), progress, completed)
+        files = await handler.generate(request, jobs)
+        data = [protocol.Image(b64_json=_base64(file), seed=job.seed) for file, job in zip(files, jobs, strict=True)]
         return protocol.ImagesResponse(created=int(time.time()), data=data, size=size)
 
     @router.get("/models")
@@ -65,3 +91,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
             raise ApiError(404, message, "model", "model_not_found")
 
     return router
+
+
+def _base64(file: bytes) -> str:
+    return base64.b64encode(file).decode()

@@ -15,6 +15,7 @@ from . import api_openai, api_webui
 from .api_errors import answer, responses
 from .app_config import AppConfig
 from .middleware import BASIC, BEARER, RequestMiddleware
+from .page_files import make_page_router
 from .prometheus import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
 from .service import Service
@@ -75,6 +76,8 @@ def create_app(service: Service, config: AppConfig, metrics: Metrics) -> FastAPI
 
     app.include_router(api_openai.make_router(service, config), dependencies=key, responses=openai)
     app.include_router(api_webui.make_router(service, config), dependencies=key, responses=webui)
+    if config.page:
+        app.include_router(make_page_router())
 
     def openapi() -> dict[str, Any]:
         schema = FastAPI.openapi(app)

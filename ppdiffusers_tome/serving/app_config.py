@@ -26,6 +26,7 @@ class AppConfig:
         origins: web pages on other hosts that may send requests, as browsers write them ("https://example.org");
             "*" for all.
         steps, guidance_scale: defaults for requests without these fields.
+        page: whether `/` is the page for browsers; otherwise 404.
 
     Raises:
         ToMeConfigError: a number is not positive, the key is empty or cannot be sent in an HTTP header, or a host or
@@ -40,6 +41,7 @@ class AppConfig:
     guidance_scale: float = 7.5
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    page: bool = True
 
     def __post_init__(self) -> None:
         for name in ("request_seconds", "body_seconds", "body_bytes", "steps"):
@@ -64,3 +66,9 @@ class AppConfig:
 def key_from_environment() -> str | None:
     """The key that clients must send; None if the variable is not set. `AppConfig` refuses an empty key."""
     return os.environ.get(KEY_VARIABLE)
+
+
+def url_of(host: str, port: int) -> str:
+    """The address of the server for a browser on this machine."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}/"

@@ -27,13 +27,13 @@ from ray.serve.schema import LoggingConfig
 
 from ..errors import ToMeConfigError, ToMeError
 from .app import create_app
-from .app_config import AppConfig
+from .app_config import AppConfig, url_of
 from .engine import Engine
 from .jobs import Job, Limits
 from .prometheus import Metrics
 from .queue import FAILURES, ImageQueue
 from .ray_session import DEATHS, RayError, ray_session
-from .service import Progress, State, with_image
+from .service import Progress, RequestProgress, State, with_image
 from .service_errors import DrainingError, DrawingError, NotReadyError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,11 @@ class EngineReplica:
             sleep(0.05)
         self.check_health()
 
-    async def draw(self, job: Job) -> Image:
-        """Generate one image; cancelling the call abandons it."""
+    async def draw(self, job: Job) -> tuple[Image, RequestProgress]:
+        """Generate one image, and report its time; cancelling the call abandons it."""
+        progress = RequestProgress()
         try:
-            return (await self._queue.submit([job]))[0]
+            return (await self._queue.submit([job], progress=progress))[0], progress
         except NotReadyError:  # it was ready before, so its thread has ended
             logger.error("this engine has failed and exits, so that Ray Serve replaces it at once")
             os._exit(1)  # it refuses jobs fast, so it would get most of them until the next health check
@@ -151,7 +152,8 @@ class ClusterService:
         self.state: State = "ready"
         self._cluster = cluster
         self._engines: DeploymentHandle = serve.get_deployment_handle(EngineReplica.__name__, ENGINES)
-        self._accepted_at: list[float] = []  # of every accepted image, oldest first
+        # Of every accepted image the time and the progress of its request, oldest first
+        self._accepted: list[tuple[float, RequestProgress]] = []
         self._failures = 0  # images in a row that failed or reached the time limit
         self._image_seconds = 1.0 / cluster.min_replicas  # of late, per image of all engines together
         metrics.waiting.set_function(lambda: self.progress().waiting)
@@ -161,53 +163,68 @@ class ClusterService:
     @property
     def trouble(self) -> str | None:
         """See `Service`. Ray Serve replaces single engines; this is about all engines."""
-        if self._accepted_at and self._failures >= FAILURES:
+        if self._accepted and self._failures >= FAILURES:
             return f"the last {self._failures} images failed or reached the time limit"
         return None
 
     def progress(self) -> Progress:
         """See `Service`. As many images as fit all engines count as running; their steps are not known here."""
-        accepted = len(self._accepted_at)
-        running = min(accepted, self._cluster.max_replicas * self._cluster.largest_batch)
-        seconds = monotonic() - self._accepted_at[0] if accepted else 0.0
+        accepted = len(self._accepted)
+        running = min(accepted, self._at_once)
+        seconds = monotonic() - self._accepted[0][0] if accepted else 0.0
         return Progress(running, accepted - running, seconds=seconds)
 
-    async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
+    async def submit(
+        self,
+        jobs: Sequence[Job],
+        load_image: Callable[[], Image] | None = None,
+        progress: RequestProgress | None = None,
+    ) -> list[Image]:
         """See `Service`."""
         if self.state != "ready":
             raise DrainingError("the server is shutting down", retry_after=10)
-        accepted = len(self._accepted_at)
+        accepted = len(self._accepted)
         if accepted + len(jobs) > self._cluster.accepted:
             retry_after = max(1, ceil(accepted * self._image_seconds))
             raise QueueFullError(f"{accepted} of at most {self._cluster.accepted} images are accepted", retry_after)
-        now = monotonic()
-        self._accepted_at += [now] * len(jobs)
+        own = RequestProgress() if progress is None else progress
+        self._set_accepted([*self._accepted, *[(monotonic(), own)] * len(jobs)])
         tasks: list[asyncio.Task[Image]] = []
         try:
             jobs = await with_image(jobs, load_image)
-            tasks = [asyncio.ensure_future(self._draw(job)) for job in jobs]
+            tasks = [asyncio.ensure_future(self._draw(job, own)) for job in jobs]
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
-            for _ in jobs:
-                self._accepted_at.remove(now)
+            self._set_accepted([entry for entry in self._accepted if entry[1] is not own])
 
     async def drain(self) -> None:
         """Refuse all further jobs; return when all accepted jobs are finished."""
         self.state = "draining"
-        while self._accepted_at:
+        while self._accepted:
             await asyncio.sleep(0.1)
 
-    async def _draw(self, job: Job) -> Image:
-        start, before = monotonic(), len(self._accepted_at)
+    @property
+    def _at_once(self) -> int:
+        """The images that fit all engines."""
+        return self._cluster.max_replicas * self._cluster.largest_batch
+
+    def _set_accepted(self, accepted: list[tuple[float, RequestProgress]]) -> None:
+        self._accepted = accepted
+        for place, (_, progress) in enumerate(accepted, 1):
+            progress.position = max(0, place - self._at_once)
+
+    async def _draw(self, job: Job, progress: RequestProgress) -> Image:
+        start, before = monotonic(), len(self._accepted)
         outcome = "failed"
         try:
-            image = await self._draw_on_any_engine(job)
+            image, of_engine = await self._draw_on_any_engine(job)
+            progress.seconds, progress.batch = progress.seconds + of_engine.seconds, of_engine.batch
             outcome = "drawn"
             self._failures = 0
             # Little's law: seconds of one image over the images at the same time.
-            concurrent = max(before, len(self._accepted_at), self._cluster.min_replicas)
+            concurrent = max(before, len(self._accepted), self._cluster.min_replicas)
             self._image_seconds += 0.2 * ((monotonic() - start) / concurrent - self._image_seconds)
             return image
         except asyncio.CancelledError:
@@ -220,7 +237,7 @@ class ClusterService:
         finally:
             self.metrics.images.labels(outcome).inc()
 
-    async def _draw_on_any_engine(self, job: Job) -> Image:
+    async def _draw_on_any_engine(self, job: Job) -> tuple[Image, RequestProgress]:
         for attempt in range(1, ATTEMPTS + 1):
             response = self._engines.draw.remote(job)
             try:
@@ -256,6 +273,7 @@ def serve_on_ray(
     address: str | None,
     host: str,
     port: int,
+    on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT: the first signal finishes accepted requests, the second ends the server at once.
 
@@ -266,6 +284,7 @@ def serve_on_ray(
         cluster: the number of engines and their resources.
         address: as for `ray_session`.
         host, port: address of Ray Serve on the cluster's head node.
+        on_ready: called with the address for a browser on this machine when the engines are loaded.
 
     Raises:
         ToMeConfigError: one request may ask for more images than may wait.
@@ -290,6 +309,8 @@ def serve_on_ray(
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             _deploy(load, name, limits, config, cluster)
             print(f"serving at http://{host}:{port} with {cluster.min_replicas} to {engines} engines", flush=True)
+            if on_ready is not None:
+                on_ready(url_of(host, port))
             end.wait()
             print("finishing accepted requests", flush=True)
         except RuntimeError as error:

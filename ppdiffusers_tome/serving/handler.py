@@ -12,7 +12,7 @@ from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
 from .jobs import LARGEST_SEED, Job, seed_after
 from .png import encode_png
-from .service import Service
+from .service import RequestProgress, Service
 from .service_errors import DrawingError, JobError, QueueFullError, UnavailableError
 
 
@@ -44,13 +44,17 @@ class RequestHandler:
         return [Job(**{**defaults, **values}, seed=seed_after(first, index)) for index in range(images)]
 
     async def generate(
-        self, request: Request, jobs: list[Job], load_image: Callable[[], Image] | None = None
+        self,
+        request: Request,
+        jobs: list[Job],
+        load_image: Callable[[], Image] | None = None,
+        progress: RequestProgress | None = None,
     ) -> list[bytes]:
         """Check the jobs of one request and generate their images.
 
         Args:
             request: if its client disconnects, the jobs are abandoned.
-            load_image: see `Service.submit`.
+            load_image, progress: see `Service.submit`.
 
         Returns:
             One PNG file for each job.
@@ -64,7 +68,8 @@ class RequestHandler:
             service.limits.check_count(len(jobs))
             for job in jobs:
                 service.limits.check(job)
-            images = await self._while_connected(request, asyncio.ensure_future(service.submit(jobs, load_image)))
+            submission = asyncio.ensure_future(service.submit(jobs, load_image, progress))
+            images = await self._while_connected(request, submission)
         except JobError as error:
             raise ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value") from None
         except UnavailableError as error:

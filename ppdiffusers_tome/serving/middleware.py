@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError
 from .app_config import AppConfig
+from .page_files import is_page
 from .prometheus import Metrics
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
-    (*WITHOUT_KEY, "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
+    (*WITHOUT_KEY, "/", "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
 )
 LARGEST_LENGTH = 15  # digits of a Content-Length; Python itself reads no more than 4,300
 MOST_SEPARATORS = 20_000  # in JSON: no request has as many values, and parsing millions takes seconds and gigabytes
@@ -66,14 +67,15 @@ class RequestMiddleware:
             await ApiError(500, message, code="internal_error").respond(path)(scope, receive, send_and_count)
 
     async def _check_head(self, request: Request) -> ApiError | None:
-        path, is_preflight = request.url.path, request.method == "OPTIONS"  # browsers send it without a key
+        path = request.url.path
+        is_open = path in WITHOUT_KEY or is_page(path) or request.method == "OPTIONS"  # browsers preflight without it
         key = self._config.api_key
-        if key is not None and path not in WITHOUT_KEY and not is_preflight and not await _has_key(request, key):
+        if key is not None and not is_open and not await _has_key(request, key):
             scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"
             challenge = {"WWW-Authenticate": scheme}
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         origin = request.headers.get("origin")
-        if request.method == "POST" and origin is not None and not {origin, "*"} & {*self._config.origins}:
+        if request.method == "POST" and origin is not None and not self._is_allowed(origin, request):
             message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
             return ApiError(403, message, code="origin_not_allowed")
         if "transfer-encoding" in request.headers:  # h11 needs minutes for chunks of one byte and blocks all others
@@ -84,6 +86,14 @@ class RequestMiddleware:
             message = f"the body is larger than {self._config.body_bytes} bytes"
             return ApiError(413, message, code="body_too_large")
         return None
+
+    def _is_allowed(self, origin: str, request: Request) -> bool:
+        """Whether a page of this origin may send requests.
+
+        The server's own page may, under any name: TrustedHostMiddleware refuses names that are not this server's.
+        """
+        own = request.headers.get("host")
+        return origin.partition("://")[2] == own or bool({origin, "*"} & {*self._config.origins})
 
 
 class _Body:

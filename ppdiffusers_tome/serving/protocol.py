@@ -94,6 +94,7 @@ class ImageRequest(Strict):
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
     tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
+    stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
     # OpenAI's fields of which this server supports one value.
     background: Literal["auto", "opaque"] | None = None
@@ -103,7 +104,6 @@ class ImageRequest(Strict):
     partial_images: only(Integer, 0) = None  # type: ignore[valid-type]
     quality: Literal["auto", "standard"] | None = None
     response_format: Literal["b64_json"] | None = Field(None, description="no url, because no image is stored")
-    stream: only(bool, False) = None  # type: ignore[valid-type]
     style: None = None
 
 
@@ -119,6 +119,31 @@ class ImagesResponse(BaseModel):
     size: str
 
 
+class ProgressEvent(BaseModel):
+    """Sent at most ten times a second. OpenAI has no such event; its client passes it on like any other."""
+
+    type: Literal["image_generation.progress"] = "image_generation.progress"
+    position: int  # of the last image in the queue; 0: none waits
+    step: int
+    steps: int  # 0: not known yet, or not known here
+
+
+class CompletedEvent(BaseModel):
+    """One image, with OpenAI's name and fields; from `seed` on they are additions."""
+
+    type: Literal["image_generation.completed"] = "image_generation.completed"
+    b64_json: str
+    created_at: int
+    size: str
+    output_format: Literal["png"] = "png"
+    background: Literal["opaque"] = "opaque"
+    quality: Literal["auto"] = "auto"
+    seed: int
+    index: int  # of the request's images, from 0
+    seconds: float  # of the pipeline calls that drew the request's images, without waiting
+    batch: int  # images in the last of these calls; more than the request's if others shared it
+
+
 class ModelResponse(BaseModel):
     id: str
     object: Literal["model"] = "model"
@@ -128,6 +153,10 @@ class ModelResponse(BaseModel):
     tome_ratios: list[float]
     tome_methods: list[str]  # how tokens merge at each ratio, in words
     image_to_image: bool
+    steps: int  # default
+    guidance_scale: float  # default
+    ranges: dict[str, tuple[float, float]]  # smallest and largest number of each field
+    prompt_characters: int  # at most
 
 
 class ModelsResponse(BaseModel):
@@ -144,6 +173,12 @@ class OpenAIError(BaseModel):
 
 class OpenAIErrorResponse(BaseModel):
     error: OpenAIError
+
+
+class ErrorEvent(OpenAIErrorResponse):
+    """Ends a stream that has already begun with status 200."""
+
+    type: Literal["error"] = "error"
 
 
 # stable-diffusion-webui. Fields of features that do not exist here are accepted with values that switch them off.

@@ -15,7 +15,7 @@ from ..errors import ToMeConfigError, ToMeError
 from .engine import Engine
 from .jobs import Job, Limits
 from .prometheus import Metrics
-from .service import Progress, State, with_image
+from .service import Progress, RequestProgress, State, with_image
 from .service_errors import AbandonedError, DrainingError, DrawingError, NotReadyError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class _Ticket:
     """A job in the queue or in the pipeline. Its future is cancelled when no client waits for the image any more."""
 
     job: Job
+    progress: RequestProgress  # of its request
     future: "Future[Image]" = field(default_factory=Future)
     arrived: float = field(default_factory=monotonic)
 
@@ -131,7 +132,12 @@ class ImageQueue:
                 return Progress(waiting=self._count_live())
             return Progress(len(self._running), self._count_live(), *self._step, monotonic() - self._running_since)
 
-    async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
+    async def submit(
+        self,
+        jobs: Sequence[Job],
+        load_image: Callable[[], Image] | None = None,
+        progress: RequestProgress | None = None,
+    ) -> list[Image]:
         """See `Service`."""
         self._reserve(len(jobs))
         try:
@@ -139,7 +145,7 @@ class ImageQueue:
         finally:
             with self._changed:
                 self._reserved -= len(jobs)
-        futures = self._enqueue(jobs)
+        futures = self._enqueue(jobs, progress or RequestProgress())
         try:
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:
@@ -199,12 +205,12 @@ class ImageQueue:
         measured = kind if kind in self._pace else next(reversed(self._pace), kind)
         return self._pace.get(measured, 0.0) * prod(kind[:3]) / prod(measured[:3])
 
-    def _enqueue(self, jobs: Sequence[Job]) -> "list[Future[Image]]":
-        tickets = [_Ticket(job) for job in jobs]
+    def _enqueue(self, jobs: Sequence[Job], progress: RequestProgress) -> "list[Future[Image]]":
+        tickets = [_Ticket(job, progress) for job in jobs]
         with self._changed:
             if self._state == "failed" or self._is_closed:
                 raise NotReadyError(f"the server is not ready: {self._state}", retry_after=5)
-            self._waiting += tickets
+            self._set_waiting([*self._waiting, *tickets])
             self._changed.notify_all()
         return [ticket.future for ticket in tickets]
 
@@ -236,7 +242,9 @@ class ImageQueue:
                     batch, is_open = self._gather(self._waiting)
                     patience = batch[0].arrived + self._batch_wait - monotonic()
                     if not is_open or patience <= 0 or self._state == "draining":
-                        self._waiting = [ticket for ticket in self._waiting if ticket not in batch]
+                        for ticket in batch:
+                            ticket.progress.position = 0
+                        self._set_waiting([ticket for ticket in self._waiting if ticket not in batch])
                         self._running = batch
                         return batch
                     self._changed.wait(patience)
@@ -266,6 +274,8 @@ class ImageQueue:
 
         def should_stop(step: int = 0, steps: int = job.steps_to_run) -> bool:
             self._step = step, steps
+            for ticket in live:
+                ticket.progress.step, ticket.progress.steps = step, steps
             return all(ticket.future.cancelled() for ticket in live)
 
         with self._changed:
@@ -292,6 +302,8 @@ class ImageQueue:
                 self._pace[kind] = pace + 0.5 * (self._pace.pop(kind, pace) - pace)
             self.metrics.batch_seconds.observe(seconds)
             self.metrics.batch_images.observe(len(live))
+            for progress in {id(ticket.progress): ticket.progress for ticket in live}.values():
+                progress.seconds, progress.batch = progress.seconds + seconds, len(live)
             for ticket, image in zip(live, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()
                 self.metrics.images.labels("drawn" if is_wanted else "abandoned").inc()
@@ -306,7 +318,12 @@ class ImageQueue:
     def _forget_abandoned(self) -> None:
         live = [ticket for ticket in self._waiting if not ticket.future.cancelled()]
         self.metrics.images.labels("abandoned").inc(len(self._waiting) - len(live))
-        self._waiting = live
+        self._set_waiting(live)
+
+    def _set_waiting(self, tickets: list[_Ticket]) -> None:
+        self._waiting = tickets
+        for position, ticket in enumerate(tickets, 1):
+            ticket.progress.position = position
 
 
 def _fail(ticket: _Ticket, error: BaseException) -> None:

@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from time import monotonic
 from types import FrameType
@@ -16,6 +18,7 @@ from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ToMeConfigError, ToMeError
+from .app_config import url_of
 from .queue import ImageQueue
 
 logger = logging.getLogger("uvicorn.error")
@@ -32,7 +35,14 @@ class ServerFailedError(ToMeError, RuntimeError):
     """The server ended because its model could not be loaded or its image thread has ended."""
 
 
-def serve(queue: ImageQueue, app: FastAPI, host: str = "127.0.0.1", port: int = 8000, seconds: float = 120) -> None:
+def serve(
+    queue: ImageQueue,
+    app: FastAPI,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    seconds: float = 120,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     After the first signal, further requests get 503, /ready too. When all accepted requests are answered, or `seconds`
@@ -44,6 +54,7 @@ def serve(queue: ImageQueue, app: FastAPI, host: str = "127.0.0.1", port: int = 
         app: from `create_app`, over that queue.
         host, port: address to listen on; port 0 selects a free one, which is logged.
         seconds: longest time from the first signal to the end.
+        on_ready: called once with the address for a browser on this machine, when the model is loaded.
 
     Raises:
         ServerFailedError: the model could not be loaded, or the image thread has ended.
@@ -51,6 +62,8 @@ def serve(queue: ImageQueue, app: FastAPI, host: str = "127.0.0.1", port: int = 
     """
     server = DrainingServer(app, queue, seconds)
     listener = _listen(host, port)
+    if on_ready is not None:
+        server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
     logger.info("listening at http://%s:%d", *listener.getsockname()[:2])
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(is_not_repeated)
@@ -117,6 +130,7 @@ class DrainingServer(uvicorn.Server):
             )
         )
         self.end = 0.0  # by time.monotonic(), after a signal
+        self.on_ready: Callable[[], None] | None = None  # called once, when the queue is ready
         self._queue, self._seconds = queue, seconds
         self._signal: int | None = None  # set by the signal handler, which must not lock
 
@@ -131,6 +145,9 @@ class DrainingServer(uvicorn.Server):
             logger.info("%s: finishing accepted requests", signal.Signals(self._signal).name)
             self.end = monotonic() + self._seconds
             self._queue.drain()
+        if self.on_ready is not None and self._queue.state == "ready":
+            self.on_ready()
+            self.on_ready = None
         if self._queue.state == "failed" or (self.end and (self._queue.is_idle or monotonic() > self._close_by)):
             self.should_exit = True
         self._abort()

@@ -30,6 +30,25 @@ class Progress:
     seconds: float = 0.0
 
 
+@dataclass
+class RequestProgress:
+    """How far the images of one request are. The service writes it, from any thread; the request's handler polls it.
+
+    Args:
+        position: place of its last image in the queue, 1 for the next one; 0 if none of its images waits; None until
+            the service has accepted them.
+        step, steps: of the pipeline call that runs; 0 of 0 before it, or if its steps are not known here.
+        seconds: duration of the pipeline calls that have drawn its images; waiting does not count.
+        batch: images in the last of these calls. They may be of several requests.
+    """
+
+    position: int | None = None
+    step: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    batch: int = 0
+
+
 class Service(Source, Protocol):
     """Generates the images of jobs, and describes how."""
 
@@ -48,13 +67,19 @@ class Service(Source, Protocol):
     def progress(self) -> Progress:
         """The current progress."""
 
-    async def submit(self, jobs: Sequence[Job], load_image: Callable[[], Image] | None = None) -> list[Image]:
+    async def submit(
+        self,
+        jobs: Sequence[Job],
+        load_image: Callable[[], Image] | None = None,
+        progress: RequestProgress | None = None,
+    ) -> list[Image]:
         """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
         Args:
             jobs: of one request; without their image if `load_image` is given.
             load_image: decodes the image that all jobs start from. It is called once, in a thread, after the jobs
                 have their places and before the pipeline runs.
+            progress: a new one, which the service keeps up to date.
 
         Returns:
             RGB images, in the order of the jobs.

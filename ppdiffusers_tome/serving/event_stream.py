@@ -1,0 +1,77 @@
+"""Server-sent events: the progress of one request, then its images or an error."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+
+from fastapi.responses import StreamingResponse
+
+from .api_errors import ApiError
+from .protocol import CompletedEvent, ErrorEvent, ProgressEvent
+from .service import RequestProgress
+
+logger = logging.getLogger(__name__)
+POLL_SECONDS = 0.1  # between two looks at the progress
+REPEAT_SECONDS = 10.0  # an event is repeated after this time, so that proxies keep the connection
+
+
+async def stream_events(
+    images: Coroutine[None, None, list[bytes]],
+    progress: RequestProgress,
+    completed: Callable[[list[bytes]], Sequence[CompletedEvent]],
+) -> StreamingResponse:
+    """The response to a request that asks for a stream.
+
+    Args:
+        images: draws the images. It is cancelled when the client disconnects.
+        progress: of these images.
+        completed: the events that end the stream.
+
+    Raises:
+        ApiError: the request is not accepted. The response has not begun, so the client gets an ordinary error.
+    """
+    drawing = asyncio.ensure_future(images)
+    drawing.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
+    try:
+        while progress.position is None and not drawing.done():
+            await asyncio.wait([drawing], timeout=POLL_SECONDS / 10)
+    except asyncio.CancelledError:
+        drawing.cancel()
+        raise
+    if progress.position is None:
+        drawing.result()  # raises
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter is for nginx
+    return StreamingResponse(_events(drawing, progress, completed), media_type="text/event-stream", headers=headers)
+
+
+async def _events(
+    drawing: "asyncio.Future[list[bytes]]",
+    progress: RequestProgress,
+    completed: Callable[[list[bytes]], Sequence[CompletedEvent]],
+) -> AsyncIterator[str]:
+    loop = asyncio.get_running_loop()
+    last, sent = None, 0.0
+    try:
+        while not drawing.done():
+            event = ProgressEvent(position=progress.position or 0, step=progress.step, steps=progress.steps)
+            if event != last or loop.time() - sent > REPEAT_SECONDS:
+                last, sent = event, loop.time()
+                yield _text(event)
+            await asyncio.wait([drawing], timeout=POLL_SECONDS)
+        try:
+            files = drawing.result()
+        except ApiError as error:
+            yield _text(ErrorEvent(error=error.openai_error()))
+        except Exception:  # a bug in this package, as in `RequestMiddleware`
+            logger.exception("a stream failed")
+            unknown = ApiError(500, "internal error; the server's log has the reason", code="internal_error")
+            yield _text(ErrorEvent(error=unknown.openai_error()))
+        else:
+            for image in completed(files):
+                yield _text(image)
+    finally:
+        drawing.cancel()
+
+
+def _text(event: ProgressEvent | CompletedEvent | ErrorEvent) -> str:
+    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"
