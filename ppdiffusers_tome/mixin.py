@@ -48,8 +48,9 @@ def apply_tome(
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
             faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or a schedule
             over the denoising, {share of the noise schedule left: ratio from there on}, that starts at share 1:
-            {1.0: 0.7, 0.5: 0.5, 0.1: 0.0}. Measured at the same mean ratio, a constant ratio is nearer to the plain
-            image (docs/methods.md). Not in DiT, VQ-Diffusion and Stable Video Diffusion.
+            {1.0: 0.6, 0.5: 0.4}. At the same mean ratio, one that falls a little is slightly nearer to the plain image
+            than a constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion
+            and Stable Video Diffusion.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote.
         max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None,
             the default, is the shallowest level with attention in each model: 1 in Stable Diffusion, 2 in SDXL. The

@@ -332,6 +332,29 @@ def experiments_table() -> Iterator[list[Figure]]:
         yield [Figure(label, field), Figure(f"{row['settings']['ratio']:g}", f"{field}: settings.ratio"), *psnr]
 
 
+SCHEDULES_AND_LEVELS = {  # name in the result → label in docs/methods.md
+    **{
+        f"{method}, {ratios}": f"{label}, {ratios}"
+        for method, label in (("default", "the default"), ("tomesd's", "tomesd's method"))
+        for ratios in ("0.5", "0.6, then 0.4", "0.75, then 0.25", "0.4, then 0.6", "0.25, then 0.75")
+    },
+    "level 1 0.525": "the default, 0.525",
+    "level 1 0.55": "the default, 0.55",
+    "level 1 0.5, level 2 0.125": "the default, 0.5, and 0.125 at level 2",
+    "level 1 0.5, level 2 0.25": "the default, 0.5, and 0.25 at level 2",
+    "level 1 0.5, level 2 0.5": "the default, 0.5 at levels 1 and 2",
+}
+
+
+def schedules_table() -> Iterator[list[Figure]]:
+    """Each schedule and ratio per level that docs/methods.md names: MACs saved and median PSNR of prompts."""
+    variants = {row["name"]: row for row in read("results/experiments_ratios.json")["variants"]}
+    for name, label in SCHEDULES_AND_LEVELS.items():
+        row, field = variants[name], f"experiments_ratios.json: {name}"
+        saved = Figure(f"{row['macs_saved']:.1%}".replace("%", " %"), f"{field}: macs_saved")
+        yield [Figure(label, field), saved, Figure(f"{row['prompts']['psnr']:.1f}", f"{field}: prompts.psnr")]
+
+
 # Operations, ControlNet, load ----------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ TABLES = {  # by document and first header cell
     ("README.md", "at 256 px"): lambda: figures.large_table(0),
     ("README_zh.md", "256 px"): lambda: figures.large_table(1),
     ("docs/methods.md", "variant"): figures.experiments_table,
+    ("docs/methods.md", "ratios"): figures.schedules_table,
     ("docs/comparison.md", "method"): figures.operations_table,
     ("docs/inference.md", "size"): figures.predictor_table,
     ("docs/serving.md", "size"): figures.one_client_table,

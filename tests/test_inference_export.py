@@ -136,7 +136,7 @@ def test_unets_can_be_linked_too(exported_folder, onnx_folder, tiny, tmp_path, m
         program, params, onnx = (source / str(path) for path in (file.program, file.params, file.onnx))
         fields = (file.parity, file.onednn_parity, onnx if form == "onnx" else None, file.onnx_parity)
         unets[file.size, file.ratio] = Saved(program, params, *fields)
-    settings |= {"image_to_image": True, "format": form, "others": source, "unets": unets}
+    settings = {**settings, "image_to_image": True, "format": form, "others": source, "unets": unets}
     export(tiny, tmp_path / "out", (0.5, 0), earlier.sizes[:1], **settings)
     read = read_manifest(tmp_path / "out", verify=True)
     assert read.programs_of("unet")[0].parity == earlier.programs_of("unet")[0].parity

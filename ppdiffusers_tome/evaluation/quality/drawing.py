@@ -198,7 +198,7 @@ def export_programs(
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
             options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format
-            earlier = [exported for exported in (*programs.values(), folder) if _exported_ratios(exported)]
+            earlier = [*programs.values(), *([folder] if _exported_ratios(folder) else [])]
             options["others"] = next(iter(earlier), None)  # the other models are exported once
             size = Size(evaluation.size, evaluation.size)
             if kept is not None:
