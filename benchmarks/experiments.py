@@ -168,9 +168,9 @@ def level_ratios() -> Iterator[Variant]:
     """The default method at level 1 alone, and with level 2 at the same or another ratio."""
     for ratio in (0.5, 0.525, 0.55):
         yield Variant(f"level 1 {ratio:g}", 11, {"window": 16, "ratio": ratio})
-    for second in (0.125, 0.25, 0.5):
-        settings = {"window": 16, "max_downsample": 2, "ratio": 0.5}
-        yield Variant(f"level 1 0.5, level 2 {second:g}", 11, settings, level_ratios={1: 0.5, 2: second})
+    for first, second in ((0.5, 0.125), (0.5, 0.25), (0.5, 0.5), (0.45, 0.45)):
+        settings = {"window": 16, "max_downsample": 2, "ratio": first}
+        yield Variant(f"level 1 {first:g}, level 2 {second:g}", 11, settings, level_ratios={1: first, 2: second})
 
 
 class ProgramUNet:

@@ -169,6 +169,20 @@ def speed_up(file: str, backend: str = "eager", size: int = 128, batch: int = 2,
     return merged.speed_up(plain, form)
 
 
+def level_speed_up(size: int, level: int) -> Figure:
+    """Of ToMe at ratio 0.5 up to a level against plain, in unet_levels.json."""
+    (case,) = (case for case in read("results/unet_levels.json")["cases"] if case["size"] == size)
+    plain, merged = (
+        next(
+            Arm("unet_levels", case, values)
+            for values in case["arms"]
+            if (values["config"] or {}).get("max_downsample") == at
+        )
+        for at in (None, level)
+    )
+    return merged.speed_up(plain)
+
+
 def speed_up_by_macs(file: str, size: int, batch: int, form: str = ".2f") -> Figure:
     """What multiply-accumulates allow at ratio 0.5."""
     plain, merged = (arm(file, name, "eager", size, batch) for name in ("plain", "tome"))
@@ -342,6 +356,7 @@ SCHEDULES_AND_LEVELS = {  # name in the result → label in docs/methods.md
     "level 1 0.55": "the default, 0.55",
     "level 1 0.5, level 2 0.125": "the default, 0.5, and 0.125 at level 2",
     "level 1 0.5, level 2 0.25": "the default, 0.5, and 0.25 at level 2",
+    "level 1 0.45, level 2 0.45": "the default, 0.45 at levels 1 and 2",
     "level 1 0.5, level 2 0.5": "the default, 0.5 at levels 1 and 2",
 }
 
