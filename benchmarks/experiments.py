@@ -53,7 +53,7 @@ from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.inference import paddle_runtime, programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
-from ppdiffusers_tome.models import share_left
+from ppdiffusers_tome.models import shares_left
 from ppdiffusers_tome.positions import Grid
 from ppdiffusers_tome.serving.engine import Engine
 
@@ -274,7 +274,7 @@ def measure_variants(
                 def choose(call: int, timestep: float, variant: Variant = variant, merged: Any = merged) -> Any:
                     if call % STEPS not in variant.steps:
                         return plain_predictor
-                    return merged[ratio_at(variant.config.ratio, share_left(timestep)[0])]
+                    return merged[ratio_at(variant.config.ratio, shares_left(timestep)[0])]
 
                 images = draw(program_engine(choose)[0], jobs)
             entry = {"name": variant.name, "experiment": variant.experiment, "settings": variant.settings}

@@ -21,7 +21,7 @@ from .config import GRID, KV, SEEDS, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
 from .matching import MergePlan, match_cells, match_tokens
 from .merging import merge, unmerge
-from .models import is_chunked, share_left, token_grid
+from .models import is_chunked, shares_left, token_grid
 from .positions import Grid, count_removed, is_zero
 
 CHUNKED_FEED_FORWARD = (
@@ -86,8 +86,8 @@ class TimestepHook(ToMeHook):
                 "a ratio schedule reads timesteps, which a program that is traced does not know: "
                 "export_pipeline() writes a program for each ratio."
             )
-        configs = [self._config.at(share) for share in share_left(timesteps)]
-        if configs[0] != configs[1]:
+        configs = [*{self._config.at(share) for share in shares_left(timesteps)}]
+        if len(configs) > 1:
             raise ToMePassError(
                 f"{self._config.describe()}: the timesteps of this batch, {timesteps.tolist()!r:.200}, have "
                 "different ratios: pass those of one ratio, or a constant ratio."

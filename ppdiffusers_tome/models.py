@@ -224,10 +224,9 @@ def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
     return None
 
 
-def share_left(timesteps: Any) -> list[float]:
-    """The share of the noise schedule that is left at timesteps: from 0 to 1, pure noise; lowest and highest."""
-    values = np.asarray(timesteps, dtype="float64").ravel() / TRAINING_STEPS
-    return [float(values.min()), float(values.max())]
+def shares_left(timesteps: Any) -> list[float]:
+    """The shares of the noise schedule that are left at timesteps, from 0 to 1, pure noise; ascending, each once."""
+    return (np.unique(np.asarray(timesteps, dtype="float64")) / TRAINING_STEPS).tolist()
 
 
 def block_grid(block: MergeableBlock, latent: Grid) -> Grid:

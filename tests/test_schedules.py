@@ -149,6 +149,9 @@ def test_a_batch_may_mix_timesteps_of_one_ratio_only(unet):
     assert np.isfinite(run_at(unet, 900, 600)).all()
     with pytest.raises(ToMePassError, match=r"timesteps of this batch, \[900, 400\]"):
         run_at(unet, 900, 400)
+    unet.apply_tome(ratio={1.0: 0.5, 0.6: 0.25, 0.3: 0.5})
+    with pytest.raises(ToMePassError, match=r"\[900, 400, 100\]"):
+        run_at(unet, 900, 400, 100, batch=3)
 
 
 def test_threads_have_their_own_timesteps(unet, monkeypatch):

@@ -15,7 +15,7 @@ from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 
 from ..config import Schedule, is_schedule, make_schedule, ratio_at
 from ..errors import ToMeConfigError
-from ..models import share_left
+from ..models import shares_left
 from .manifest import Manifest, ProgramFile, Size, check_ratio
 from .runtime import Program
 
@@ -197,7 +197,7 @@ class ExportedUNet(ExportedModel):
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
 
     def _ratio_at(self, timestep: paddle.Tensor) -> float:
-        return ratio_at(self._ratio, share_left(timestep)[0]) if isinstance(self._ratio, tuple) else self._ratio
+        return ratio_at(self._ratio, shares_left(timestep)[0]) if isinstance(self._ratio, tuple) else self._ratio
 
     def _control(self, condition: Any) -> dict[str, paddle.Tensor]:
         if not self._manifest.controlnet:

@@ -14,6 +14,7 @@ COLOURS = {"ratio": BLUE, "method": SKY, "use_rand": RED, "max_downsample": PURP
 # Of the methods of a frontier in turn; six and seven, so that 42 lines differ.
 METHOD_COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
 METHOD_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LONGEST_OF_TWO = 50  # characters of a method, where two stand side by side below a plot
 # The groups whose settings differ in the ratio alone: label, marker, line.
 LINES = {
     "ratio": ("random dst", "o", "-"),
@@ -103,7 +104,8 @@ def plot_frontier(
         chosen: speed-up, PSNR and ST-LPIPS of a point to mark; None marks none.
     """
     methods = list(dict.fromkeys(points["method"]))
-    figure, panels = make_figure(columns=2, height=4 + 0.11 * len(methods))
+    columns = 2 if all(len(method) <= LONGEST_OF_TWO for method in methods) else 1  # of the legend
+    figure, panels = make_figure(columns=2, height=4 + 0.22 * len(methods) / columns)
     for axes, measure, frontier in zip(
         panels, ("psnr", "perceptual"), ("frontier", "frontier_perceptual"), strict=True
     ):
@@ -125,7 +127,7 @@ def plot_frontier(
     panels[1].yaxis.set_major_formatter("{x:g}")
     panels[1].minorticks_off()
     set_title(figure, title)
-    add_legend(figure, panels, columns=2)
+    add_legend(figure, panels, columns=columns)
     return figure
 
 
