@@ -1,7 +1,6 @@
 """`bench`: time models and operations, and report the results."""
 
 import argparse
-import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from ..errors import ToMeConfigError
 from ..evaluation.clock import ratio_within_rounds
 from ..evaluation.environment import usable_cores
 from ..evaluation.operations import LARGEST_SCORES, SIDES, OpsCase, describe_operations, time_growth, time_operations
-from ..evaluation.results import make_result, read_json, write_result
+from ..evaluation.results import command_line, make_result, read_json, write_result
 from ..evaluation.speed.cases import (
     ARMS,
     BACKENDS,
@@ -156,7 +155,7 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
     configs = make_configs(options.ratio, options.max_downsample, mergings)
     for case in cases:
         case.arms = make_arms(case, names, options.backend, configs, problem)
-    measured = measure_all(cases, settings, options.output, _command(arguments), options.restart)
+    measured = measure_all(cases, settings, options.output, command_line(arguments), options.restart)
     print(format_table(measured))
     print(f"written to {options.output}")
     return 0
@@ -239,9 +238,5 @@ def _operations(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     result["growth"] = time_growth(case, options.growth, options.rounds, options.memory_limit)
     print("\n".join(describe_operations(result)))
     if options.output:
-        write_result(options.output, make_result("operations", _command(arguments), **result))
+        write_result(options.output, make_result("operations", command_line(arguments), **result))
     return 0
-
-
-def _command(arguments: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "ppdiffusers_tome", *arguments])

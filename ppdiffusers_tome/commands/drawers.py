@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeConfigError, ToMeError
@@ -12,6 +13,15 @@ from ..inference import RUNTIMES
 from ..serving.engine import Engine
 
 MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # its argument loads an engine, in the process that needs it
+
+
+def add_image_options(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
+    """Add the options of the images that `evaluate` and `tune` compare."""
+    option, default = group.add_argument, "(default: %(default)s)"
+    option("--prompts", type=Path, help=".txt, .jsonl or .tsv (PartiPrompts) (default: prompts.txt of the model)")
+    option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
+    option("--steps", type=int, default=10, help=f"denoising steps {default}")
+    option("--guidance-scale", type=float, default=2.0, help=f"weight of classifier-free guidance {default}")
 
 
 def add_runtime_options(command: argparse.ArgumentParser) -> None:

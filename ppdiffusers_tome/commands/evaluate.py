@@ -1,7 +1,6 @@
 """`evaluate`: how much merged images differ from plain ones."""
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,11 @@ from ..evaluation.quality.settings import (
     read_texts,
     with_seeds,
 )
-from ..evaluation.results import check_result, read_json, write_result
+from ..evaluation.results import check_result, command_line, read_json, write_result
 from ..evaluation.speed.cases import PROGRAMS
 from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
-from .drawers import add_options, open_drawers, threads
+from .drawers import add_image_options, add_options, open_drawers, threads
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
 
@@ -37,12 +36,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     default = "(default: %(default)s)"
     bundled = "the bundled model that was trained at this size, examples/emoji_sd or emoji_sd_256"
     option("--model", help=f"ppdiffusers folder, or hub name (default: {bundled})")
-    option("--prompts", type=Path, help=".txt, .jsonl or .tsv (PartiPrompts) (default: prompts.txt of the model)")
+    add_image_options(command)
     option("--count", type=int, default=256, help=f"images of each setting; prompts repeat with other seeds {default}")
-    option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
     option("--size", type=int, default=128, help=f"px, height and width {default}")
-    option("--steps", type=int, default=10, help=f"denoising steps {default}")
-    option("--guidance-scale", type=float, default=2.0, help=f"weight of classifier-free guidance {default}")
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
     option(
         "--merging",
@@ -128,7 +124,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
             batch=options.batch,
             real=options.real,
             with_inception=options.features == "inception",
-            command=shlex.join(["python", "-m", "ppdiffusers_tome", *arguments]),
+            command=command_line(arguments),
         )
     write_result(options.output / "quality.json", result)
     return _write_report(result, options.output / "quality.json", options.output, options.output)

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from ..evaluation.environment import describe_environment, model_files, sources,
 from ..evaluation.kept_programs import KeptPrograms, folder_of_programs
 from ..evaluation.quality.settings import PLAIN as PLAIN_IMAGES
 from ..evaluation.quality.settings import Evaluation, Setting, read_texts, with_seeds
-from ..evaluation.results import make_result
+from ..evaluation.results import command_line, make_result
 from ..evaluation.speed.cases import (
     BACKENDS,
     MEASURED,
@@ -48,6 +47,7 @@ from ..evaluation.tuning import (
 from ..generation.offline import draw_here
 from ..inference import choose_runtime
 from ..levels import grid_at
+from .drawers import add_image_options
 
 NOT_REACHED = 1  # exit status
 UNETS = "unets"  # folder of the programs that are timed, from which images are drawn too
@@ -69,7 +69,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     goals.add_argument("--speed-up", type=float, metavar="X", help="at least X times as fast as plain, and nearest")
     goals.add_argument("--psnr", type=float, metavar="DB", help="at least this PSNR against plain, and fastest")
     goals.add_argument("--perceptual", type=float, metavar="X", help="at most this ST-LPIPS from plain, and fastest")
-    option = command.add_argument_group("what is measured").add_argument
+    group = command.add_argument_group("what is measured")
+    option = group.add_argument
     option(
         "--merging",
         nargs="+",
@@ -77,11 +78,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="SETTINGS",
         help="candidates in place of the known ones: ratio=0.5 merge_attn=kv,match=grid,ratio=0.75 …",
     )
-    option("--prompts", type=Path, help=".txt, .jsonl or .tsv (PartiPrompts) (default: prompts.txt of the model)")
+    add_image_options(group)
     option("--count", type=int, default=8, help=f"images of each finalist {default}")
-    option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
-    option("--steps", type=int, default=10, help=f"denoising steps {default}")
-    option("--guidance-scale", type=float, default=2.0, help=f"weight of classifier-free guidance {default}")
     option("--rounds", type=int, default=9, help=f"timed UNet passes of each finalist; they take turns {default}")
     option("--threads", type=int, default=usable_cores(), help=f"of plain and of every candidate {default}")
     file = Path("build/tome_config.json")
@@ -93,11 +91,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     values = {SPEED_UP: options.speed_up, PSNR: options.psnr, PERCEPTUAL: options.perceptual}
     ((measure, value),) = ((name, value) for name, value in values.items() if value is not None)
-    goal, output, command = (
-        Goal(measure, value),
-        options.output,
-        shlex.join(["python", "-m", "ppdiffusers_tome", *arguments]),
-    )
+    goal, output = Goal(measure, value), options.output
+    command = command_line(arguments)
     case, evaluation, configs = _checked(options)
     folder = output.with_suffix(".tune")
     belongs_to = {

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ FORMATS = {
     "experiments": 1,
     "tuning": 1,
 }  # kind → its current format
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command with these arguments, as results and documents write it."""
+    return shlex.join(["python", "-m", "ppdiffusers_tome", *arguments])
 
 
 def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:

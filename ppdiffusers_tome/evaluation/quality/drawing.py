@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.offline import Drawer, draw_here, draw_identified
-from ...inference import RUNTIMES, export_pipeline, load_pipeline, read_manifest
+from ...inference import export_pipeline, load_pipeline, read_manifest
 from ...inference.loading import load_for_export
 from ...inference.manifest import Size
 from ...serving.engine import Engine, load_engine
@@ -28,7 +28,7 @@ from ...serving.jobs import Job
 from ..environment import commit, model_files, sources, versions
 from ..kept_programs import KeptPrograms, program_key
 from ..speed.cases import PLAIN as PLAIN_ARM
-from ..speed.cases import PROGRAMS, TOME
+from ..speed.cases import PROGRAM_FORMATS, PROGRAMS, TOME
 from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
@@ -197,7 +197,7 @@ def export_programs(
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
-            options["format"] = RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format
+            options["format"] = PROGRAM_FORMATS[evaluation.backend]
             earlier = [*programs.values(), *([folder] if _exported_ratios(folder) else [])]
             options["others"] = next(iter(earlier), None)  # the other models are exported once
             size = Size(evaluation.size, evaluation.size)
@@ -211,7 +211,7 @@ def export_programs(
 
 def _unet_key(evaluation: Evaluation, config: ToMeConfig, ratio: float) -> str:
     arm, merging = (TOME, replace(config, ratio=ratio)) if ratio else (PLAIN_ARM, None)
-    return program_key("unet", evaluation.size, arm, merging, RUNTIMES[PROGRAMS[evaluation.backend]["runtime"]].format)
+    return program_key("unet", evaluation.size, arm, merging, PROGRAM_FORMATS[evaluation.backend])
 
 
 def _exported_ratios(folder: Path) -> set[float]:

@@ -17,7 +17,7 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 
 from ...config import ToMeConfig
-from ...inference import RUNTIMES, PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
+from ...inference import PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
 from ...inference.conversion import Converter, SharedWeights
 from ...inference.layout import share_weights
 from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
@@ -40,6 +40,7 @@ from .cases import (
     OPENVINO_BF16,
     PLANNED,
     PREDICTOR,
+    PROGRAM_FORMATS,
     PROGRAMS,
     PYTORCH,
     PYTORCH_BF16,
@@ -169,9 +170,7 @@ class PredictorBackend(Backend):
 
     def _key(self, arm: Arm) -> str:
         case = self.workload.case
-        return program_key(
-            case.scope, case.size, arm.arm, arm.config, RUNTIMES[PROGRAMS[self.backend]["runtime"]].format
-        )
+        return program_key(case.scope, case.size, arm.arm, arm.config, PROGRAM_FORMATS[self.backend])
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
         workload, key = self.workload, self._key(arm)
@@ -217,7 +216,7 @@ class PredictorBackend(Backend):
         folder = self._kept.folder / self._key(arm)
         sizes = [(workload.case.size, workload.case.size)]
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
-        ratio, form = settings.pop("ratio"), RUNTIMES[PROGRAMS[self.backend]["runtime"]].format
+        ratio, form = settings.pop("ratio"), PROGRAM_FORMATS[self.backend]
         if not (folder / MANIFEST).is_file():
             settings |= {"format": form, "others": self._others, "progress": False}
             export_pipeline(workload.pipe, folder, ratio, sizes, **settings)

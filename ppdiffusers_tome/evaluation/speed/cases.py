@@ -15,6 +15,7 @@ import paddle
 
 from ...config import SIMILARITY, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
+from ...inference import RUNTIMES
 from ...positions import count_removed
 from ...published.architectures import Architecture, architecture_of
 from ..results import check_result
@@ -30,6 +31,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     OPENVINO: {"runtime": "openvino"},
     OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
 }
+PROGRAM_FORMATS = {backend: RUNTIMES[settings["runtime"]].format for backend, settings in PROGRAMS.items()}
 IN_BF16 = (OPENVINO_BF16, PYTORCH_BF16)
 PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
 OUT_OF_MEMORY, ERROR = "out of memory", "error"
