@@ -106,7 +106,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(TORCH) --threads 1 --output $(RESULTS)/emoji_unet.json
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
-	$(BENCH) --model examples/emoji_sd --scope pipeline --size 256 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
+	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v /frontier_) benchmarks/ops.json --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
@@ -130,20 +130,22 @@ MORE_MERGING ?= \
 	merge_attn=kv,proportional,window=16,ratio=0.5 \
 	$(foreach ratio,0.5 0.75,merge_attn=kv,proportional,window=none,ratio=$(ratio)) \
 	$(foreach blend,0.1 1,merge_attn=kv,match=grid,blend=$(blend),proportional=false,use_rand=false,ratio=0.75)
-# Added at 256 px: the ratio that is as far from plain as tomesd at 0.5.
-HIGH = proportional,window=16,ratio=0.75
-FRONTIER = --model examples/emoji_sd --ratio 0.5 --threads 1 --merging $(MERGING)
+# Added at 256 px: a ratio that is about as far from plain as tomesd at 0.5, and the next level too.
+HIGH = proportional,window=16,ratio=0.75 proportional,window=16,max_downsample=2,ratio=0.45
+AT_128 = --model examples/emoji_sd --size 128
+AT_256 = --model examples/emoji_sd_256 --size 256
+FRONTIER = --ratio 0.5 --threads 1 --merging $(MERGING)
 FRONTIER_IMAGES = frontier_128 frontier_256 frontier_photographs_128 frontier_photographs_256
 
 frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time, and write their page: hours
-	$(EVALUATE) $(FRONTIER) --ablations --size 128 --count 256 --output build/frontier_128
-	$(EVALUATE) $(FRONTIER) $(HIGH) --ablations --size 256 --count 6 --output build/frontier_256
-	$(EVALUATE) $(FRONTIER) $(MORE_MERGING) --ablations --size 128 --count 32 --strength 0.4 --output build/frontier_photographs_128
-	$(EVALUATE) $(FRONTIER) $(HIGH) --ablations --size 256 --count 8 --strength 0.4 --output build/frontier_photographs_256
+	$(EVALUATE) $(FRONTIER) --ablations $(AT_128) --count 256 --output build/frontier_128
+	$(EVALUATE) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 16 --backend onnxruntime --output build/frontier_256
+	$(EVALUATE) $(FRONTIER) $(MORE_MERGING) --ablations $(AT_128) --count 32 --strength 0.4 --output build/frontier_photographs_128
+	$(EVALUATE) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 8 --strength 0.4 --backend onnxruntime --output build/frontier_photographs_256
 	mkdir -p $(RESULTS)
 	for images in $(FRONTIER_IMAGES); do cp build/$$images/quality.json $(RESULTS)/$$images.json || exit 1; done
-	$(BENCH) $(FRONTIER) $(MORE_MERGING) --size 128 --batch 2 --backend eager predictor --arms plain tome --rounds 15 --output $(RESULTS)/frontier_speed_128.json
-	$(BENCH) $(FRONTIER) $(HIGH) --size 256 --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed_256.json
+	$(BENCH) $(FRONTIER) $(MORE_MERGING) $(AT_128) --batch 2 --backend eager predictor --arms plain tome --rounds 15 --output $(RESULTS)/frontier_speed_128.json
+	$(BENCH) $(FRONTIER) $(HIGH) $(AT_256) --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed_256.json
 	$(EVALUATE) frontier $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed_*.json --images build --output $(RESULTS)/..
 
 # The bundled model's training images, from npm. resvg is not locked because only this target needs it.

@@ -48,6 +48,7 @@ def make_result(count=12):
         make_setting("0.5-crossattn", "layers", 0.24, count, ratio=0.5, merge_crossattn=True),
         make_setting("0.5-mlp", "layers", 0.33, count, ratio=0.5, merge_mlp=True),
         make_setting("0.5-tomesd", "tomesd", 0.21, count, "PyTorch", ratio=0.5),
+        make_setting("plain-bf16", "precision", 0.02, count, ratio=0),
     ]
     return {
         "kind": "quality",

@@ -25,8 +25,10 @@ from ppdiffusers_tome.evaluation.quality.drawing import (
     read_images,
 )
 from ppdiffusers_tome.evaluation.quality.settings import (
+    OTHER_SEEDS,
     PHOTOGRAPHS,
     PLAIN,
+    PLAIN_BF16,
     Evaluation,
     Setting,
     list_settings,
@@ -135,6 +137,24 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     assert (folder.name, ratios, sizes) == ("defaults", (0, 0.25, 0.5), [(32, 32)])
     assert "ratio" not in options and options["use_rand"] and options["format"] == "onnx"
     assert [options["others"] for _, options in exports] == [None, *[programs[PLAIN]] * 4], "text encoder and VAE"
+
+
+def test_only_plain_images_stay_in_fp32(monkeypatch, tmp_path):
+    """The reference: what bfloat16 changes is a part of every distance, and a setting of its own."""
+    drawn = {}
+    settings = [PLAIN, OTHER_SEEDS, FIXED, PLAIN_BF16]
+    monkeypatch.setattr(drawing, "export_programs", lambda *arguments: dict.fromkeys(settings, tmp_path))
+    monkeypatch.setattr(drawing, "load_engine", lambda folder, **runtime: runtime)
+
+    def draw_setting(evaluation, setting, output, runtime, batch):
+        drawn[setting.name] = runtime()
+
+    monkeypatch.setattr(drawing, "draw_setting", draw_setting)
+    evaluation = replace(EVALUATION, backend="openvino-bf16")
+    drawing.draw(evaluation, settings, tmp_path, lambda load: load, batch=2)
+    fp32 = {"runtime": "openvino", "threads": 1}
+    bf16 = {**fp32, "precision": "bf16"}
+    assert drawn == {"plain": fp32, "other-seeds": fp32, "0.5": bf16, "plain-bf16": bf16}
 
 
 def test_images_of_another_size_are_resized(tmp_path):

@@ -11,6 +11,7 @@ from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import evaluate as evaluate_command
 from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing, evaluation
 from ppdiffusers_tome.evaluation.quality.drawing import image_folder
@@ -194,6 +195,20 @@ def test_quick_replaces_defaults_alone(model, tmp_path, monkeypatch):
     for options in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--batch", "4", "--ablations", "use_rand"]):
         assert main([*command, *options]) == 2
     assert runs == [(64, 2, 2, ["0.5"], 2), (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 4)]
+
+
+def test_bf16_is_measured_beside_merging(model, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(evaluate_command, "choose_runtime", lambda **settings: None)  # whether this CPU has it
+
+    def note(evaluation, settings, *args, **others):
+        runs.append([s.name for s in settings])
+        raise ToMeConfigError("enough")
+
+    monkeypatch.setattr(evaluation, "evaluate", note)
+    for backend in ("openvino", "openvino-bf16"):
+        main(["evaluate", "--model", str(model), "--output", str(tmp_path), "--quick", "--backend", backend])
+    assert runs == [["0.5"], ["0.5", "plain-bf16"]]
 
 
 @pytest.mark.parametrize(("size", "name"), [(128, "emoji_sd"), (256, "emoji_sd_256")])

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from PIL import Image
 from quality_support import write_images
 from speed_results import write
 
-from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.evaluation.quality.frontier import is_on_frontier, read_points, write_report
 from ppdiffusers_tome.evaluation.quality.quality_plots import plot_frontier
@@ -138,13 +138,26 @@ def test_plot_has_a_line_for_each_method_and_the_frontier():
         ([quality(128), speed([256])], r"the sizes are \[128\] and \[256\]"),
         ([quality(128), quality(128), speed([128])], r"Prompts, 128 px: ToMe at ratio 0\.5 is there twice"),
         ([quality(128), speed([128]), speed([128])], "give one case of one UNet pass for each size"),
-        ([{**quality(128), "model": "other"}, speed([128])], r"several models, examples/emoji_sd, other"),
+        ([{**quality(128), "model": "other"}, speed([128])], "128 px: .* several models, examples/emoji_sd, other"),
         ([{"kind": "load", "format": 2}], r"0\.json is not a quality result"),
     ],
 )
 def test_results_that_do_not_belong_together_are_refused(results, message):
     with pytest.raises(ToMeConfigError, match=message):
         points_of(*results)
+
+
+def test_plain_images_in_another_precision_are_no_point():
+    result = quality(128)
+    result["settings"].append({**result["settings"][0], "name": "plain-bf16", "config": asdict(ToMeConfig(ratio=0))})
+    assert points_of(result, speed([128])).equals(points_of(quality(128), speed([128])))
+
+
+def test_each_size_may_have_its_own_model():
+    times = speed([128, 256])
+    times["cases"][1]["model"] = "other"
+    frame = points_of(quality(128), {**quality(256), "model": "other"}, times)
+    assert set(frame["size"]) == {128, 256} and frame["speed_up"].notna().all()
 
 
 def test_sheet_shows_plain_tomesd_and_the_default(tmp_path):

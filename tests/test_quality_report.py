@@ -94,6 +94,7 @@ def test_every_group_and_calibration_has_its_table(result, written):
     assert labels["Layers"] == ["layers: attn + crossattn", "layers: attn + mlp"]
     assert {row[0] for row in read_table(text, "Random and fixed dst")[1]} == {"use_rand=False"}
     assert len(read_table(text, "tomesd on PyTorch")[1]) == 1
+    assert read_table(text, "Precision")[1][0][:2] == ["bfloat16", "0"]
 
 
 def test_fid_and_infinite_psnr_are_shown(tmp_path):

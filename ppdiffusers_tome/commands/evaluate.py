@@ -12,6 +12,7 @@ from ..evaluation.environment import usable_cores
 from ..evaluation.quality.settings import (
     ABLATIONS,
     BACKENDS,
+    PLAIN_BF16,
     RATIOS,
     Evaluation,
     list_settings,
@@ -19,7 +20,7 @@ from ..evaluation.quality.settings import (
     with_seeds,
 )
 from ..evaluation.results import check_result, command_line, read_json, write_result
-from ..evaluation.speed.cases import PROGRAMS
+from ..evaluation.speed.cases import IN_FP32, PROGRAMS
 from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
 from .drawers import add_image_options, add_options, open_drawers, threads
@@ -115,6 +116,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
     settings = list_settings(
         options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, methods
     )
+    settings += [PLAIN_BF16] if options.backend in IN_FP32 else []
     with open_drawers(options, gpu=False) as make_drawer:
         result = evaluate(
             evaluation,

@@ -119,7 +119,7 @@ def open_torch_engine(
     pipe = load_model(evaluation.model)
     rest = pipe
     if exported is not None:
-        rest = load_pipeline(exported, threads=evaluation.threads, **PROGRAMS[evaluation.backend])
+        rest = load_pipeline(exported, threads=evaluation.threads, **PROGRAMS[evaluation.backend_of(PLAIN)])
     with tempfile.TemporaryDirectory(prefix="torch_engine_") as folder:
         process = TorchProcess(evaluation.torch_python, Path(folder), pipe.unet, evaluation.threads)
         components = {**rest.components, "unet": RemoteUNet(pipe.unet.config, process, ratio)}
@@ -170,7 +170,8 @@ def draw(
             with open_torch_engine(evaluation, setting.config.ratio, programs.get(PLAIN)) as (engine, about_torch):
                 draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
         elif programs:
-            load = partial(load_engine, programs[setting], threads=evaluation.threads, **PROGRAMS[evaluation.backend])
+            runtime = PROGRAMS[evaluation.backend_of(setting)]
+            load = partial(load_engine, programs[setting], threads=evaluation.threads, **runtime)
             draw_setting(evaluation, setting, output, make_drawer(load), batch)
         else:
             eager = partial(EagerEngine, _absolute(evaluation.model), setting.config)
@@ -224,7 +225,8 @@ def _exported_ratios(folder: Path) -> set[float]:
 def draw_setting(evaluation: Evaluation, setting: Setting, output: Path, drawer: Drawer, batch: int) -> None:
     """Draw the images that a setting's folder lacks. Raises ToMeError if images failed; the others are kept."""
     # Threads and the size of a batch change rounding alone.
-    decisive = [sources(), evaluation.model, evaluation.backend, setting.framework, setting.config.describe()]
+    backend, config = evaluation.backend_of(setting), setting.config.describe()
+    decisive = [sources(), evaluation.model, backend, setting.framework, config]
     identity = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     summary = draw_identified(evaluation.jobs(setting), identity, image_folder(setting, output), batch, drawer)
     if summary.failures:

@@ -49,7 +49,7 @@ def write_report(
     """Write `frontier.md` with a plot for each size and kind of image into a folder; return its text.
 
     Args:
-        files: results of `evaluate`, and of `bench` with the same `--merging`, of one model.
+        files: results of `evaluate`, and of `bench` with the same `--merging`; of one model for each size.
         output: the folder; made if it does not exist.
         default: compared with tomesd's method; None: the library's.
         images: folder with a folder for each result of `evaluate`, named like its file, which `evaluate --output`
@@ -92,8 +92,8 @@ def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     frontier: "frontier" by PSNR, "frontier_perceptual" by ST-LPIPS.
 
     Raises:
-        ToMeConfigError: a result is of another kind, format or model, two have the same images or times, or there are
-            no images, or no times in the predictor at their size.
+        ToMeConfigError: a result is of another kind or format, two of one size are of several models or have the same
+            images or times, or there are no images, or no times in the predictor at their size.
     """
     images: list[dict[str, Any]] = []
     cases: dict[int, Case] = {}
@@ -106,8 +106,14 @@ def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
             if case.scope != "unet" or case.size in cases:
                 raise ToMeConfigError(f"{file}: {case.name}: give one case of one UNet pass for each size.")
             cases[case.size] = case
-    if len(models := {case.model for case in cases.values()} | {row["model"] for row in images}) > 1:
-        raise ToMeConfigError(f"The results are of several models, {', '.join(sorted(models))}: give those of one.")
+    models: dict[int, set[str]] = {size: {case.model} for size, case in cases.items()}
+    for row in images:
+        models.setdefault(row["size"], set()).add(row["model"])
+    for size, names in models.items():
+        if len(names) > 1:
+            raise ToMeConfigError(
+                f"{size} px: the results are of several models, {', '.join(sorted(names))}: give those of one."
+            )
     times = pd.DataFrame([row for case in cases.values() for row in _measured_times(case)], columns=TIMES)
     times = times.drop_duplicates(["size", "config", "backend"])  # of arms that differ in their dst alone
     frame = pd.DataFrame(images)
@@ -158,7 +164,7 @@ def _measured_images(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     about = {"model": result["model"], "size": result["size"]}
     about["source"] = _source(result)
     for setting in result["settings"]:
-        if setting["framework"] != "Paddle":
+        if setting["framework"] != "Paddle" or not setting["config"]["ratio"]:
             continue
         config = ToMeConfig(**setting["config"])
         psnr = [math.inf if value is None else value for value in setting["pairs"]["psnr"]]  # None: equal images
@@ -190,9 +196,12 @@ def _timed(config: ToMeConfig) -> ToMeConfig:
 def _sources(results: Sequence[tuple[Path, dict[str, Any]]], output: Path) -> Iterator[str]:
     for file, result in results:
         machine = result["environment"]
-        counted = f"{len(result['prompts'])} images, " if "prompts" in result else f"{result['rounds']} rounds, "
+        if result["kind"] == "quality":
+            counted = f"{len(result['prompts'])} images of {result['model']}"
+        else:
+            counted = f"{result['rounds']} rounds"
         yield (
-            f"- [{file.name}]({link(file, output)}): {counted}{machine['machine']}, paddlepaddle "
+            f"- [{file.name}]({link(file, output)}): {counted}, {machine['machine']}, paddlepaddle "
             f"{machine['paddlepaddle']}, commit `{result['commit']}`, `{result['command']}`"
         )
 

@@ -37,6 +37,7 @@ GROUPS = {
         "tomesd on PyTorch",
         "tomesd in diffusers, with the same weights and noise, compared with plain diffusers.",
     ),
+    "precision": ("Precision", "Nothing merges; what differs from the plain images, in fp32, is the rounding."),
 }
 CALIBRATION = """\
 PSNR, SSIM and the perceptual distance (ST-LPIPS) compare each image with the plain image of the same prompt and noise:
@@ -129,7 +130,7 @@ def _label(setting: dict[str, Any]) -> str:
     layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if config[f"merge_{layer}"])
     if setting["group"] == "method":
         return ToMeConfig(**config).method
-    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "tomesd": "tomesd"}
+    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "tomesd": "tomesd", "precision": "bfloat16"}
     return labels.get(group := setting["group"]) or f"{group}={config[group]}"
 
 

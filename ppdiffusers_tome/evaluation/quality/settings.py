@@ -15,7 +15,7 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...generation.prompt_file import Defaults, Prompt, read_prompts
 from ...serving.jobs import LARGEST_SEED, Job, Limits, seed_after
-from ..speed.cases import EAGER, PROGRAMS
+from ..speed.cases import EAGER, IN_FP32, PROGRAMS
 
 BACKENDS = (*PROGRAMS, EAGER)
 RATIOS = (0.1, 0.25, 0.5, 0.75)
@@ -31,7 +31,7 @@ class Setting:
     """One way to draw all prompts."""
 
     name: str  # unique; also the name of the images' folder
-    group: str  # its section in the report: "ratio", "method", one of ABLATIONS, or "tomesd"
+    group: str  # its section in the report: "ratio", "method", one of ABLATIONS, "tomesd", or "precision"
     config: ToMeConfig  # how tokens merge; with ratio 0 they do not
     framework: str = "Paddle"  # or "PyTorch": the same weights, merged by tomesd
 
@@ -39,6 +39,8 @@ class Setting:
 PLAIN = Setting("plain", "plain", ToMeConfig(ratio=0))
 # Plain images of the same prompts from other noise: how far apart two samples of one model are.
 OTHER_SEEDS = Setting("other-seeds", "plain", ToMeConfig(ratio=0))
+# Plain images in a backend of IN_FP32, whose other images are compared with plain ones in fp32.
+PLAIN_BF16 = Setting("plain-bf16", "precision", ToMeConfig(ratio=0))
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Evaluation:
                 f"strength={self.strength!r} is not allowed: it must be above 0 and at most 1, and at least one of "
                 f"{self.steps} steps."
             )
+
+    def backend_of(self, setting: Setting) -> str:
+        """The backend that draws a setting: plain images are the reference, so they are always in fp32."""
+        return IN_FP32.get(self.backend, self.backend) if setting.group == PLAIN.group else self.backend
 
     def jobs(self, setting: Setting) -> list[Prompt]:
         """The images of a setting."""

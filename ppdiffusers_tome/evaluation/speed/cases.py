@@ -33,6 +33,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 PROGRAM_FORMATS = {backend: RUNTIMES[settings["runtime"]].format for backend, settings in PROGRAMS.items()}
 IN_BF16 = (OPENVINO_BF16, PYTORCH_BF16)
+IN_FP32 = {OPENVINO_BF16: OPENVINO}  # the same programs in fp32
 PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
 OUT_OF_MEMORY, ERROR = "out of memory", "error"
 
