@@ -5,7 +5,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,6 +140,23 @@ def predictor_table() -> Iterator[list[Figure]]:
             ]
 
 
+def runtimes_table() -> Iterator[list[Figure]]:
+    """Threads, size, batch; milliseconds of a merged pass; merged programs of other runtimes against the predictor's."""
+    for threads in (1, 2):
+        file = f"unet_runtimes_{threads}"
+        for size in (128, 256):
+            for batch in (2, 8):
+                merged = {name: arm(file, "tome", name, size, batch) for name in (*PROGRAMS, "openvino")}
+                yield [
+                    value(f"results/{file}.json", "environment.threads"),
+                    Figure(f"{size} px", f"{file}: size"),
+                    Figure(f"{batch}", f"{file}: batch"),
+                    *(timed.seconds(".0f", 1e-3) for timed in merged.values()),
+                    *(merged[name].speed_up(merged["predictor"]) for name in ("onnxruntime", "openvino")),
+                    merged["onnxruntime"].speed_up(arm(file, "plain", "predictor", size, batch)),
+                ]
+
+
 def torch_speed_up() -> Figure:
     """Of PyTorch with tomesd against eager Paddle with ToMe."""
     return arm("emoji_unet", "tome", "PyTorch").speed_up(arm("emoji_unet", "tome"), ".1f", sign="")
@@ -202,102 +219,115 @@ def steps_of_images(size: int) -> Figure:
 
 # Quality -------------------------------------------------------------------------------------------------------------
 
-FRONTIER = {kind: f"results/frontier_{kind}.json" for kind in ("128", "photographs_128")}
-METHODS = [  # of the READMEs' table
-    (ToMeConfig(ratio=0.5), ("default", "默认")),
-    (ToMeConfig(ratio=0.7), ("default", "默认")),
-    (ToMeConfig(ratio=0.75, merge_attn="kv"), ('`merge_attn="kv"`', '`merge_attn="kv"`')),
-    (ToMeConfig(ratio=0.5, **TOMESD_SETTINGS), ("tomesd's", "tomesd 的方法")),
-]
+IMAGES = {  # kind of images → result
+    "128": "results/frontier_128.json",
+    "256": "results/quality_256.json",
+    "photographs_128": "results/frontier_photographs_128.json",
+    "photographs_256": "results/frontier_photographs_256.json",
+}
+TIMES = {"128": "frontier_speed_128", "256": "emoji_256_unet"}
+TOMESD = (ToMeConfig(ratio=0.5, **TOMESD_SETTINGS), ("tomesd's", "tomesd 的方法"))
+METHODS = {  # of the READMEs' table, by size
+    "128": [
+        *((ToMeConfig(ratio=ratio), LABELS["default"]) for ratio in (0.5, 0.7)),
+        (ToMeConfig(ratio=0.75, merge_attn="kv"), ('`merge_attn="kv"`', '`merge_attn="kv"`')),
+        TOMESD,
+    ],
+    "256": [*((ToMeConfig(ratio=ratio), LABELS["default"]) for ratio in (0.25, 0.5, 0.75)), TOMESD],
+}
+DEFAULT = ToMeConfig(ratio=0.5)
+TWO_LEVELS = ToMeConfig(ratio=0.45, max_downsample=2)
+NONE = Figure("–", "not measured")
 
 
 def quality_table(language: int) -> Iterator[list[Figure]]:
-    """Each method: ratio, the measures of prompts, PSNR of photographs; then another seed of the same prompt."""
-    for config, labels in METHODS:
-        prompts, photographs = (_drawn(kind, config) for kind in FRONTIER)
-        label = Figure(labels[language], f"label of {config.method}")
-        ratio = Figure(f"{config.ratio:g}", f"{FRONTIER['128']}: settings.config.ratio")
-        cells = _quality_cells(prompts["pairs"], prompts["kid"][f"to {OTHER_SEEDS}"])
-        yield [label, ratio, *cells, _median("photographs_128", photographs["pairs"], "psnr", 1)]
-    other, of_photographs = (read(file)["calibration"][OTHER_SEEDS] for file in FRONTIER.values())
-    none = Figure("–", "plain images")
-    cells = _quality_cells(other["pairs"], other["kid"])
-    last = _median("photographs_128", of_photographs["pairs"], "psnr", 1)
-    yield [Figure(LABELS[OTHER_SEEDS][language], "label"), none, *cells, last]
+    """Each size and method: ratio, distance of prompts and photographs, and the time of one pass in the predictor.
+
+    The last row of a size is another seed of the same prompt.
+    """
+    for size, methods in METHODS.items():
+        photographs = f"photographs_{size}"
+        about = Figure(f"{size} px", f"{IMAGES[size]}: size")
+        for config, labels in methods:
+            drawn, from_photograph = _drawn(size, config), _drawn(photographs, config)
+            assert drawn is not None
+            yield [
+                about,
+                Figure(labels[language], f"label of {config.method}"),
+                Figure(f"{config.ratio:g}", f"{IMAGES[size]}: settings.config.ratio"),
+                _median(size, drawn, "psnr", 1),
+                _median(size, drawn, "perceptual", 4),
+                _median(photographs, from_photograph, "psnr", 1) if from_photograph else NONE,
+                *_pass_times(size, config),
+            ]
+        other, of_photographs = (read(IMAGES[kind])["calibration"][OTHER_SEEDS] for kind in (size, photographs))
+        medians = [_median(size, other, "psnr", 1), _median(size, other, "perceptual", 4)]
+        medians.append(_median(photographs, of_photographs, "psnr", 1))
+        yield [about, Figure(LABELS[OTHER_SEEDS][language], "label"), NONE, *medians, NONE, NONE, NONE]
 
 
-LARGE_METHODS = [*((ToMeConfig(ratio=ratio), LABELS["default"]) for ratio in (0.25, 0.5, 0.75)), METHODS[-1]]
-
-
-def large_table(language: int) -> Iterator[list[Figure]]:
-    """Each method at 256 px: ratio, the measures of images, one pass in milliseconds and its speed-up."""
-    images, times = "results/quality_256.json", "emoji_256_unet"
-    (case,) = read(f"results/{times}.json")["cases"]
-    arms = [Arm(times, case, values) for values in case["arms"] if values["backend"] == "predictor"]
+def _pass_times(size: str, config: ToMeConfig) -> list[Figure]:
+    """Of one pass: plain and merged in milliseconds, and the speed-up."""
+    (case,) = read(f"results/{TIMES[size]}.json")["cases"]
+    arms = [Arm(TIMES[size], case, values) for values in case["arms"] if values["backend"] == "predictor"]
     (plain,) = (one for one in arms if one.values["arm"] == "plain")
-    for config, labels in LARGE_METHODS:
-        (drawn,) = [
-            row
-            for row in read(images)["settings"]
-            if row["framework"] == "Paddle" and ToMeConfig(**row["config"]) == config
-        ]
-        fixed = asdict(replace(config, use_rand=False))  # `bench` times fixed dst: random dst take the same time
-        (merged,) = (one for one in arms if one.values["arm"] == "tome" and one.values["config"] == fixed)
-        medians = {name: statistics.median(drawn["pairs"][name]) for name in ("psnr", "perceptual")}
-        yield [
-            Figure(labels[language], f"label of {config.method}"),
-            Figure(f"{config.ratio:g}", f"{images}: settings.config.ratio"),
-            Figure(f"{medians['psnr']:.1f}", f"{images}: pairs.psnr"),
-            Figure(f"{medians['perceptual']:.4f}", f"{images}: pairs.perceptual"),
-            plain.seconds(".0f", 1e-3),
-            merged.seconds(".0f", 1e-3),
-            merged.speed_up(plain),
-        ]
+    fixed = replace(config, use_rand=False)  # `bench` times fixed dst: random dst take the same time
+    (merged,) = (one for one in arms if one.values["arm"] == "tome" and ToMeConfig(**one.values["config"]) == fixed)
+    return [plain.seconds(".0f", 1e-3), merged.seconds(".0f", 1e-3), merged.speed_up(plain)]
 
 
-def _drawn(kind: str, config: ToMeConfig) -> dict[str, Any]:
-    (match,) = [row for row in read(FRONTIER[kind])["settings"] if ToMeConfig(**row["config"]) == config]
-    return match
+def rounds_of_pass(size: str) -> Figure:
+    return value(f"results/{TIMES[size]}.json", "rounds")
 
 
-def _median(kind: str, pairs: dict[str, list[float]], measure: str, digits: int) -> Figure:
-    return Figure(f"{statistics.median(pairs[measure]):.{digits}f}", f"{FRONTIER[kind]}: pairs.{measure}")
+def _drawn(kind: str, config: ToMeConfig) -> dict[str, Any] | None:
+    """The setting of a result that merges by this config in Paddle."""
+    settings = [row for row in read(IMAGES[kind])["settings"] if row["framework"] == "Paddle"]
+    return next((row for row in settings if ToMeConfig(**row["config"]) == config), None)
 
 
-def _quality_cells(pairs: dict[str, list[float]], kid: dict[str, float]) -> list[Figure]:
-    """Of prompts."""
-    mean = Figure(f"{1000 * kid['mean']:.1f} ± {1000 * kid['std']:.1f}", f"{FRONTIER['128']}: kid")
-    return [_median("128", pairs, "psnr", 1), _median("128", pairs, "perceptual", 4), mean]
+def _median(kind: str, setting: dict[str, Any], measure: str, digits: int) -> Figure:
+    return Figure(f"{statistics.median(setting['pairs'][measure]):.{digits}f}", f"{IMAGES[kind]}: pairs.{measure}")
+
+
+def psnr(file: str, config: ToMeConfig) -> Figure:
+    """The median of the setting of a result that merges by this config."""
+    (drawn,) = [row for row in read(f"results/{file}.json")["settings"] if ToMeConfig(**row["config"]) == config]
+    return Figure(f"{statistics.median(drawn['pairs']['psnr']):.1f}", f"{file}.json: pairs.psnr")
 
 
 def gain(kind: str) -> Figure:
     """Of the default against tomesd's method, both at ratio 0.5, in dB."""
-    ours, theirs = (_drawn(kind, config)["pairs"]["psnr"] for config in (METHODS[0][0], METHODS[-1][0]))
-    return Figure(f"{statistics.median(ours) - statistics.median(theirs):.0f}", f"{FRONTIER[kind]}: pairs.psnr")
+    ours, theirs = (statistics.median(_drawn(kind, config)["pairs"]["psnr"]) for config in (DEFAULT, TOMESD[0]))
+    return Figure(f"{ours - theirs:.0f}", f"{IMAGES[kind]}: pairs.psnr")
 
 
-def images_per_setting(kind: str = "128") -> Figure:
-    file = FRONTIER.get(kind, f"results/quality_{kind}.json")
-    return Figure(f"{len(read(file)['prompts'])}", f"{file}: prompts")
+def images_per_setting(kind: str) -> Figure:
+    return Figure(f"{len(read(IMAGES[kind])['prompts'])}", f"{IMAGES[kind]}: prompts")
+
+
+def steps_of_prompts() -> Figure:
+    (steps,) = {read(IMAGES[size])["steps"] for size in METHODS}
+    return Figure(f"{steps}", f"{IMAGES['128']}, {IMAGES['256']}: steps")
 
 
 def change_against_seed() -> Figure:
     """How far the default at ratio 0.5 moves an image, as a share of what another seed does."""
-    other = read(FRONTIER["128"])["calibration"][OTHER_SEEDS]["pairs"]["perceptual"]
-    share = statistics.median(_drawn("128", METHODS[0][0])["pairs"]["perceptual"]) / statistics.median(other)
-    return Figure(f"{share:.0%}".replace("%", " %"), f"{FRONTIER['128']}: pairs.perceptual")
+    other = read(IMAGES["128"])["calibration"][OTHER_SEEDS]["pairs"]["perceptual"]
+    share = statistics.median(_drawn("128", DEFAULT)["pairs"]["perceptual"]) / statistics.median(other)
+    return Figure(f"{share:.0%}".replace("%", " %"), f"{IMAGES['128']}: pairs.perceptual")
 
 
 def methods_that_kid_separates(none: str) -> Figure:
     """The methods whose KID lies above that of plain images by more than two standard deviations of both."""
-    floor = read(FRONTIER["128"])["calibration"][OTHER_SEEDS]["kid"]
-    above = [
-        config.describe()
-        for config, _ in METHODS
-        if (kid := _drawn("128", config)["kid"][f"to {OTHER_SEEDS}"])["mean"] - floor["mean"]
-        > 2 * math.hypot(kid["std"], floor["std"])
-    ]
-    return Figure(", ".join(above) or none, f"{FRONTIER['128']}: settings.kid")
+    above = []
+    for size, methods in METHODS.items():
+        floor = read(IMAGES[size])["calibration"][OTHER_SEEDS]["kid"]
+        for config, _ in methods:
+            kid = _drawn(size, config)["kid"][f"to {OTHER_SEEDS}"]
+            if kid["mean"] - floor["mean"] > 2 * math.hypot(kid["std"], floor["std"]):
+                above.append(f"{config.describe()} at {size} px")
+    return Figure(", ".join(above) or none, f"{IMAGES['128']}, {IMAGES['256']}: settings.kid")
 
 
 def setting(name: str) -> dict[str, Any]:
