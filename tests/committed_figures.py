@@ -102,7 +102,7 @@ def speed_table(language: int) -> Iterator[list[Figure]]:
     rows = [("sd15_block", "eager", 1024, 1)]
     rows += [("emoji_unet", backend, size, 2) for size in (128, 256) for backend in ("eager", *PROGRAMS)]
     rows += [("sd15_unet", "eager", 512, 2), ("sd15_unet", "sliced", 512, 2)]
-    rows += [("emoji_pipeline_256", backend, 256, 8) for backend in ("eager", "predictor")]
+    rows += [("emoji_pipeline_256", backend, 256, 4) for backend in ("eager", *PROGRAMS)]
     for file, backend, size, batch in rows:
         names = ("memory-efficient", "both") if backend == "sliced" else ("plain", "tome")
         backend_label = "eager" if backend == "sliced" else backend
@@ -141,20 +141,18 @@ def predictor_table() -> Iterator[list[Figure]]:
 
 
 def runtimes_table() -> Iterator[list[Figure]]:
-    """Threads, size, batch; milliseconds of a merged pass; merged programs of other runtimes against the predictor's."""
-    for threads in (1, 2):
-        file = f"unet_runtimes_{threads}"
-        for size in (128, 256):
-            for batch in (2, 8):
-                merged = {name: arm(file, "tome", name, size, batch) for name in (*PROGRAMS, "openvino")}
-                yield [
-                    value(f"results/{file}.json", "environment.threads"),
-                    Figure(f"{size} px", f"{file}: size"),
-                    Figure(f"{batch}", f"{file}: batch"),
-                    *(timed.seconds(".0f", 1e-3) for timed in merged.values()),
-                    *(merged[name].speed_up(merged["predictor"]) for name in ("onnxruntime", "openvino")),
-                    merged["onnxruntime"].speed_up(arm(file, "plain", "predictor", size, batch)),
-                ]
+    """Batch and size; milliseconds of a merged pass; other runtimes against the predictor."""
+    file = "unet_runtimes_1"
+    for size in (128, 256):
+        for batch in (2, 8):
+            merged = {name: arm(file, "tome", name, size, batch) for name in (*PROGRAMS, "openvino")}
+            yield [
+                Figure(f"{batch}", f"{file}: batch"),
+                Figure(f"{size} px", f"{file}: size"),
+                *(timed.seconds(".0f", 1e-3) for timed in merged.values()),
+                *(merged[name].speed_up(merged["predictor"]) for name in ("onnxruntime", "openvino")),
+                merged["onnxruntime"].speed_up(arm(file, "plain", "predictor", size, batch)),
+            ]
 
 
 def torch_speed_up() -> Figure:

@@ -20,7 +20,7 @@ from zoo.parts import controlnet, stable_diffusion, unet
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.inference import Size, export_pipeline, load_pipeline, parse_size, read_manifest
+from ppdiffusers_tome.inference import Size, export_pipeline, load_pipeline, parse_size, read_manifest, tracing
 from ppdiffusers_tome.inference import export as export_module
 from ppdiffusers_tome.inference.tracing import TOLERANCE, Saved, relative_difference
 
@@ -249,6 +249,21 @@ def test_relative_difference():
     assert relative_difference([one[0], one[1] * 1.5], one) == pytest.approx(0.5)
     assert np.isnan(relative_difference([one[0] * np.nan, one[1]], one))
     assert not relative_difference([one[0] * np.nan, one[1]], one) <= TOLERANCE
+
+
+def test_each_image_of_a_batch_needs_one_equal_try():
+    """Near-equal tokens may merge differently; a program that is wrong in an image is so in every try."""
+    right, tries = [np.ones([2, 3], "float32")], [{"nth": nth} for nth in range(3)]
+
+    def difference(*candidates):
+        def candidate(nth):
+            return [paddle.to_tensor(right[0] + np.array(candidates[nth], "float32").reshape([2, 1]))]
+
+        return tracing._smallest_difference(candidate, lambda nth: [paddle.to_tensor(right[0])], tries, TOLERANCE, 2)
+
+    assert difference((0, 0.5), (0.25, 0), (np.nan, np.nan)) == 0, "the last is not tried"
+    assert difference((0, 0.5), (0, 0.25), (0, 0.5)) == 0.25
+    assert np.isnan(difference((0, 0.5), (np.nan, 0.5), (0, 0)))
 
 
 # Errors before anything is written

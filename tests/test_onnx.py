@@ -197,7 +197,7 @@ def check(traceable, tmp_path, converter, **dims):
         ]
         for runtime in RUNTIMES.values():
             program = runtime.load_file(saved.onnx)
-            assert tracing._smallest_difference(program, native, tries, FUSED_TOLERANCE) <= FUSED_TOLERANCE
+            assert tracing._smallest_difference(program, native, tries, FUSED_TOLERANCE, batch) <= FUSED_TOLERANCE
 
 
 @pytest.mark.parametrize(

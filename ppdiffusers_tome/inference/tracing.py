@@ -26,9 +26,9 @@ STEM = "inference"  # the file name that ppdiffusers expects
 BATCHES = (1, 2)
 TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp32
 # Fused operators round differently than eager mode. If two dst are equally similar within that, a token may merge into
-# the other one, so the outputs of an input may differ by more although nothing is wrong. Wrong kernels differ on all
-# inputs.
-TRIES = 3
+# the other one, so the outputs of an input may differ by more although nothing is wrong: with 4,096 tokens and two
+# threads, in most tries. Wrong kernels differ on all inputs.
+TRIES = 8
 # Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
 # source text around each frame, which it does not use, an export is a third faster. It also stores the stack, with the
 # paths of this machine, in every operator: four fifths of a file, and a fifth of the time or more. None is stored.
@@ -97,14 +97,14 @@ def save(
             exact = Predictor(program, params, PaddleRuntime(threads=threads, onednn=False, optimize=False))
             difference = relative_difference(_arrays(exact(**inputs[batch])), eager[batch])
             if difference <= TOLERANCE:
-                difference = _smallest_difference(native, exact, tries[batch], TOLERANCE)
+                difference = _smallest_difference(native, exact, tries[batch], TOLERANCE, batch)
         parity[f"batch {batch}"] = difference
         _check(difference, TOLERANCE, f"exported {label}", batch)
     onednn = {}
     if program.suffix != ".json":
         candidate = Predictor(program, params, PaddleRuntime(threads=threads, onednn=True))
         for batch in BATCHES:
-            onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries[batch], FUSED_TOLERANCE)
+            onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries[batch], FUSED_TOLERANCE, batch)
     if converter is None:
         return Saved(program, params, parity, onednn, None, {})
     converted = converter.convert(program, params, label)
@@ -113,7 +113,7 @@ def save(
     for batch in BATCHES:
         difference = relative_difference(_arrays(in_onnx_runtime(**inputs[batch])), eager[batch])
         if not difference <= FUSED_TOLERANCE:
-            difference = _smallest_difference(in_onnx_runtime, native, tries[batch], FUSED_TOLERANCE)
+            difference = _smallest_difference(in_onnx_runtime, native, tries[batch], FUSED_TOLERANCE, batch)
         onnx_parity[f"batch {batch}"] = difference
         _check(difference, FUSED_TOLERANCE, f"{label} in ONNX Runtime", batch)
     return Saved(program, params, parity, onednn, converted, onnx_parity)
@@ -130,20 +130,31 @@ def _check(difference: float, tolerance: float, label: str, batch: int) -> None:
 
 def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
     """max|actual - expected| / max|expected|, the largest over all outputs; NaN if one contains NaN."""
-    pairs = zip(actual, expected, strict=True)
+    return float(_differences_of_rows(actual, expected, 1).max())
+
+
+def _differences_of_rows(actual: list[np.ndarray], expected: list[np.ndarray], batch: int) -> np.ndarray:
+    """The same for each image of a batch, [batch]."""
     tiny = np.finfo("float32").tiny
-    return float(np.max([np.abs(a - b).max() / max(np.abs(b).max(), tiny) for a, b in pairs]))
+    pairs = list(zip(actual, expected, strict=True))
+    return np.max([np.abs(a - b).reshape([batch, -1]).max(1) / max(np.abs(b).max(), tiny) for a, b in pairs], axis=0)
 
 
 def _smallest_difference(
-    candidate: Program, native: Program, tries: list[dict[str, paddle.Tensor]], enough: float
+    candidate: Program, native: Program, tries: list[dict[str, paddle.Tensor]], enough: float, batch: int
 ) -> float:
-    smallest = float("inf")
+    """The smallest difference of each image over the tries, and of these the largest; NaN if an output contains NaN.
+
+    Rounding can make another pair of an image merge. The more tokens, the fewer tries have no such image, so each
+    image of the batch needs one try of its own that agrees.
+    """
+    smallest = np.full(batch, np.inf)
     for inputs in tries:
-        smallest = min(smallest, relative_difference(_arrays(candidate(**inputs)), _arrays(native(**inputs))))
-        if smallest <= enough:
+        differences = _differences_of_rows(_arrays(candidate(**inputs)), _arrays(native(**inputs)), batch)
+        smallest = np.minimum(smallest, differences)
+        if smallest.max() <= enough:
             break
-    return smallest
+    return float(smallest.max())
 
 
 def _random_inputs(
