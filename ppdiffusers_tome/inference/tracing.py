@@ -26,8 +26,8 @@ STEM = "inference"  # the file name that ppdiffusers expects
 BATCHES = (1, 2)
 TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp32
 # Fused operators round differently than eager mode. If two dst are equally similar within that, a token may merge into
-# the other one, so the outputs of an input may differ by more although nothing is wrong: with 4,096 tokens and two
-# threads, in most tries. Wrong kernels differ on all inputs.
+# the other one, so the outputs of an input may differ by more although nothing is wrong: often, with many
+# tokens. Wrong kernels differ on all inputs.
 TRIES = 8
 # Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
 # source text around each frame, which it does not use, an export is a third faster. It also stores the stack, with the
@@ -130,10 +130,10 @@ def _check(difference: float, tolerance: float, label: str, batch: int) -> None:
 
 def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
     """max|actual - expected| / max|expected|, the largest over all outputs; NaN if one contains NaN."""
-    return float(_differences_of_rows(actual, expected, 1).max())
+    return float(_differences_of_images(actual, expected, 1).max())
 
 
-def _differences_of_rows(actual: list[np.ndarray], expected: list[np.ndarray], batch: int) -> np.ndarray:
+def _differences_of_images(actual: list[np.ndarray], expected: list[np.ndarray], batch: int) -> np.ndarray:
     """The same for each image of a batch, [batch]."""
     tiny = np.finfo("float32").tiny
     pairs = list(zip(actual, expected, strict=True))
@@ -150,7 +150,7 @@ def _smallest_difference(
     """
     smallest = np.full(batch, np.inf)
     for inputs in tries:
-        differences = _differences_of_rows(_arrays(candidate(**inputs)), _arrays(native(**inputs)), batch)
+        differences = _differences_of_images(_arrays(candidate(**inputs)), _arrays(native(**inputs)), batch)
         smallest = np.minimum(smallest, differences)
         if smallest.max() <= enough:
             break
