@@ -57,7 +57,7 @@ def _plot_against_ratio(frame: pd.DataFrame, columns: Sequence[str], title: str,
     figure, panels = make_figure(len(columns), height=3.6)
     for axes, column in zip(panels, columns, strict=True):
         for group, (label, marker, line) in LINES.items():
-            rows = frame[(frame["group"] == group) & frame[column].notna()].sort_values("ratio")
+            rows = frame[(frame["group"] == group) & frame[column].notna()].sort_values("ratio", kind="stable")
             if rows.empty:
                 continue
             axes.plot(rows["ratio"], rows[column], color=COLOURS[group], marker=marker, ls=line, ms=4, label=label)
@@ -76,7 +76,9 @@ def _plot_against_ratio(frame: pd.DataFrame, columns: Sequence[str], title: str,
 
 def plot_ablations(frame: pd.DataFrame, ratio: float) -> Figure:
     """Perceptual distance of the settings of one ratio, the default first: medians, lines between the quartiles."""
-    rows = frame[frame["ratio"] == ratio].sort_values("group", key=lambda group: group.map(list(COLOURS).index))
+    rows = frame[frame["ratio"] == ratio].sort_values(
+        "group", kind="stable", key=lambda group: group.map(list(COLOURS).index)
+    )
     figure, (axes,) = make_figure(height=1.3 + 0.28 * len(rows))
     middle = rows["perceptual"]
     spread = [middle - rows["perceptual_low"], rows["perceptual_high"] - middle]
@@ -109,11 +111,11 @@ def plot_frontier(
     for axes, measure, frontier in zip(
         panels, ("psnr", "perceptual"), ("frontier", "frontier_perceptual"), strict=True
     ):
-        best = points[points[frontier]].sort_values("speed_up")
+        best = points[points[frontier]].sort_values("speed_up", kind="stable")
         axes.plot(best["speed_up"], best[measure], color="#cccccc", lw=6, solid_capstyle="round", label="frontier")
         axes.axvline(1, color="black", lw=0.9, ls=":", label="plain")
         for nth, method in enumerate(methods):
-            line = points[points["method"] == method].sort_values("ratio")
+            line = points[points["method"] == method].sort_values("ratio", kind="stable")
             colour, marker = METHOD_COLOURS[nth % len(METHOD_COLOURS)], METHOD_MARKERS[nth % len(METHOD_MARKERS)]
             axes.plot(line["speed_up"], line[measure], color=colour, marker=marker, ms=5, lw=1, label=method)
         if chosen is not None:

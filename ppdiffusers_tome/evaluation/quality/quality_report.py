@@ -211,7 +211,7 @@ def summarize(result: dict[str, Any]) -> list[str]:
         for row in _beside_default(frame, "use_rand")
     ]:
         points.append(f"Images that fixed dst (`use_rand=False`) change less than random dst: {', '.join(fixed)}.")
-    ablated = frame[frame["group"].isin(ABLATED)].sort_values("perceptual")
+    ablated = frame[frame["group"].isin(ABLATED)].sort_values("perceptual", kind="stable")
     if not ablated.empty:
         ends = (f"{row['perceptual']:.4f} ({row['label']})" for row in (ablated.iloc[0], ablated.iloc[-1]))
         ratio = ablated["ratio"].iloc[0]
@@ -232,7 +232,7 @@ def _beside_default(frame: pd.DataFrame, group: str) -> Iterable[Any]:
     """The settings of a group, columns `…_y`, with the defaults of the same ratio, columns `…_x`."""
     named = frame.reset_index(names="name")
     both = named[named["group"] == "ratio"].merge(named[named["group"] == group], on="ratio")
-    return both.sort_values("ratio").itertuples()
+    return both.sort_values("ratio", kind="stable").itertuples()
 
 
 def _table(rows: pd.DataFrame) -> list[str]:
@@ -250,7 +250,7 @@ def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, out
     spread = evenly_spaced(result)
     default = default_setting(frame)
     distances = _distances(result)[default]
-    order = distances.argsort().tolist()
+    order = distances.argsort(kind="stable").tolist()
     examples = {"nearest": order[0], "median": order[(len(order) - 1) // 2], "furthest": order[-1]}
     titles = {n: f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}" for which, n in examples.items()}
     return [

@@ -25,7 +25,7 @@ def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
     """
     arms = _first_method(arms)
     arms = arms[arms["merges"] & (arms["backend"] == backend) & arms["faster_than_plain"].notna()]
-    arms = arms[arms["max_downsample"] == arms["max_downsample"].min()].sort_values("size")
+    arms = arms[arms["max_downsample"] == arms["max_downsample"].min()].sort_values("size", kind="stable")
     if arms.empty or arms.groupby(["arm", "ratio", "batch"])["size"].nunique().max() < 2:
         return None
     ratios = sorted({nearest(arms["ratio"], wanted) for wanted in (0.25, 0.5, 0.75)})
