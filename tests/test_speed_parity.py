@@ -98,3 +98,18 @@ def test_half_precision_is_compared_where_nothing_merges():
     assert tolerance(CASE, arm("plain", backend="openvino-bf16")) == tolerance(half, arm("plain"))
     assert tolerance(CASE, arm("tome", backend="PyTorch-bf16")) is None
     assert tolerance(half, arm("tome")) is None and tolerance(CASE, arm("tome")) == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("merged", "reason"),
+    [
+        (MERGED + 0.05, None),
+        (MERGED + 0.3, r"by 3\.0e-01 on average"),
+        (MERGED[:0], r"shape \[0\], and that of ToMe 0\.5, eager \[2\]"),
+    ],
+)
+def test_bf16_may_merge_other_pairs_but_not_return_something_else(merged, reason):
+    """OpenVINO returned no image at all where bf16 had rounded indices."""
+    tome = arm("tome", "openvino-bf16")
+    reasons, _ = check([tome], lambda arm: merged if arm.backend == "openvino-bf16" else MERGED)
+    assert re.search(reason, reasons[tome.name]) if reason else not reasons and tome.parity is None

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import ToMeExportError
 
@@ -95,6 +95,7 @@ class Converter:
         if status or not is_written or any("[ERROR]" in line for line in lines):
             target.unlink(missing_ok=True)  # it writes wrong and empty files too
             raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
+        _keep_integers(target)
         return target
 
     def _run(self, files: list[str]) -> tuple[int, list[str]]:
@@ -115,6 +116,58 @@ class Converter:
         status = self._process.wait()
         self.close()
         return status or 1, lines  # it ended without a result
+
+
+def _keep_integers(path: Path) -> None:
+    """Let an `.onnx` file compute `integers * 2 + 3` in int64, for which paddle2onnx casts to float32 and back.
+
+    A runtime that computes floats in bf16 rounds those above 256, and then gathers from rows that do not exist.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    model = onnx.load(str(path), load_external_data=False)  # weights in a file of their own stay there
+    graph = model.graph
+    dtypes = {
+        value.name: value.type.tensor_type.elem_type
+        for value in onnx.shape_inference.infer_shapes(model).graph.value_info
+    }
+    makers = {name: node for node in graph.node for name in node.output}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        steps: list[onnx.NodeProto] = []
+        maker = makers.get(node.input[0]) if _casts(node, TensorProto.INT64) else None
+        while maker is not None and _whole_number(maker, makers) is not None:
+            steps.insert(0, maker)
+            maker = makers.get(maker.input[0])
+        if not steps or not _casts(maker, TensorProto.FLOAT) or dtypes.get(maker.input[0]) != TensorProto.INT64:
+            nodes.append(node)
+            continue
+        value = maker.input[0]
+        for step in steps:
+            result = node.output[0] if step is steps[-1] else f"{step.output[0]}.int64"
+            number = helper.make_tensor("", TensorProto.INT64, [], [_whole_number(step, makers)])
+            nodes.append(helper.make_node("Constant", [], [f"{result}.number"], value=number))
+            nodes.append(helper.make_node(step.op_type, [value, f"{result}.number"], [result]))
+            value = result
+    del graph.node[:]
+    graph.node.extend(nodes)  # nothing uses the casts to float32 any more, and a runtime drops them
+    onnx.save(model, str(path))
+
+
+def _casts(node: "onnx.NodeProto | None", dtype: int) -> "TypeGuard[onnx.NodeProto]":
+    return node is not None and node.op_type == "Cast" and node.attribute[0].i == dtype
+
+
+def _whole_number(node: "onnx.NodeProto", makers: dict[str, "onnx.NodeProto"]) -> int | None:
+    """The number without a fraction that a node adds to its input or multiplies it by, if it does so."""
+    from onnx import numpy_helper
+
+    number = makers.get(node.input[1]) if node.op_type in ("Add", "Mul") else None
+    if number is None or number.op_type != "Constant" or number.attribute[0].name != "value":
+        return None
+    value = numpy_helper.to_array(number.attribute[0].t)
+    return int(value) if value.ndim == 0 and value == value.round() else None
 
 
 def _write_readable(program: Path, target: Path) -> None:
