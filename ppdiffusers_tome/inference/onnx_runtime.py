@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import paddle
@@ -24,22 +22,6 @@ PROVIDERS = {  # device → ONNX Runtime's name
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
     "openvino": "OpenVINOExecutionProvider",
-}
-MATCHING = {  # OpenVINO's types of the float operations between a block's input and the choice of what merges
-    *(
-        "Abs",
-        "Divide",
-        "Gather",
-        "MatMul",
-        "Multiply",
-        "Power",
-        "ReduceMax",
-        "ReduceSum",
-        "Reshape",
-        "Select",
-        "Slice",
-    ),
-    *("Sqrt", "Squeeze", "TopK", "Transpose", "Unsqueeze"),
 }
 OPENVINO_PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 
@@ -140,8 +122,7 @@ class OpenVinoRuntime(OnnxFileRuntime):
     Args:
         device: one of OpenVINO's, such as "cpu", "gpu", "gpu.1", "npu". Only "cpu" has been tested.
         threads: as in `Runtime`.
-        precision: "fp32"; "bf16" on a CPU that has AVX512-BF16 or AMX; "fp16" on a GPU. The choice of what merges is
-            always computed in fp32.
+        precision: "fp32"; "bf16" on a CPU that has AVX512-BF16 or AMX; "fp16" on a GPU.
 
     Raises:
         ToMeConfigError: a value is not allowed, or this machine does not have the device or the precision.
@@ -189,7 +170,7 @@ class OpenVinoProgram(Program):
             settings["INFERENCE_NUM_THREADS"] = runtime.cores()
         try:
             core = openvino.Core()
-            model = core.read_model(path) if runtime.precision == "fp32" else _read_with_matching_in_fp32(path)
+            model = core.read_model(path)
             self._model = core.compile_model(model, runtime.device.upper(), settings)
         except Exception as error:
             raise _load_error(openvino, path, error) from error
@@ -199,58 +180,6 @@ class OpenVinoProgram(Program):
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
         outputs = self._model([np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs])
         return [paddle.to_tensor(outputs[value]) for value in self._model.outputs]
-
-
-def _read_with_matching_in_fp32(path: Path) -> Any:
-    """Read a model for a lower precision, in which other pairs would be the most similar: exempt their choice from it.
-
-    OpenVINO reads exemptions from its own format, so the model is written in that to a temporary folder, weights too.
-    """
-    openvino = _load_module("openvino")
-    model = openvino.convert_model(
-        path
-    )  # unlike read_model, it fuses; an operation that is fused later loses its mark
-    exempt = {node.get_friendly_name() for node in _matching(model)}
-    with tempfile.TemporaryDirectory(prefix="openvino_") as folder:
-        description = Path(folder) / "model.xml"
-        openvino.serialize(model, description)
-        tree = ElementTree.parse(description)
-        for layer in tree.iter("layer"):
-            if layer.get("name") not in exempt:
-                continue
-            marks = layer.find("rt_info")
-            if marks is None:
-                marks = ElementTree.SubElement(layer, "rt_info")
-            # In bf16 too the CPU plugin looks for a mark against f16.
-            ElementTree.SubElement(
-                marks, "attribute", name="DisablePrecisionConversion", version="0", value="dynamic:f16"
-            )
-        tree.write(description)
-        return openvino.Core().read_model(description)
-
-
-def _matching(model: Any) -> list[Any]:
-    """The operations on floats that choose which tokens merge: backwards from each integer or boolean made of them."""
-    pending = [
-        node
-        for node in model.get_ops()
-        if any(value.get_element_type().is_integral() for value in node.outputs())
-        and any(value.get_element_type().is_real() for value in node.inputs())
-        and node.get_type_name() != "ShapeOf"
-    ]
-    found = {}
-    while pending:
-        node = pending.pop()
-        if node.get_friendly_name() in found:
-            continue
-        found[node.get_friendly_name()] = node
-        sources = (value.get_source_output() for value in node.inputs())
-        pending += [
-            source.get_node()
-            for source in sources
-            if source.get_element_type().is_real() and source.get_node().get_type_name() in MATCHING
-        ]
-    return [*found.values()]
 
 
 @contextmanager
