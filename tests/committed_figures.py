@@ -141,18 +141,24 @@ def predictor_table() -> Iterator[list[Figure]]:
 
 
 def runtimes_table() -> Iterator[list[Figure]]:
-    """Batch and size; milliseconds of a merged pass; other runtimes against the predictor."""
-    file = "unet_runtimes_1"
-    for size in (128, 256):
-        for batch in (2, 8):
-            merged = {name: arm(file, "tome", name, size, batch) for name in (*PROGRAMS, "openvino")}
-            yield [
-                Figure(f"{batch}", f"{file}: batch"),
-                Figure(f"{size} px", f"{file}: size"),
-                *(timed.seconds(".0f", 1e-3) for timed in merged.values()),
-                *(merged[name].speed_up(merged["predictor"]) for name in ("onnxruntime", "openvino")),
-                merged["onnxruntime"].speed_up(arm(file, "plain", "predictor", size, batch)),
-            ]
+    """Threads, size and batch; milliseconds of a plain pass, of merged ones, and of tomesd in bf16; their ratios."""
+    for threads in (1, 2):
+        file = f"unet_runtimes_{threads}"
+        for size in (128, 256):
+            for batch in (2, 8):
+                plain = arm(file, "plain", "predictor", size, batch)
+                tomesd = arm(file, "tome", "PyTorch-bf16", size, batch)
+                names = (*PROGRAMS, "openvino", "openvino-bf16")
+                predictor, onnxruntime, openvino, bf16 = (arm(file, "tome", name, size, batch) for name in names)
+                yield [
+                    Figure(f"{read(f'results/{file}.json')['threads']}", f"{file}.json: threads"),
+                    Figure(f"{size} px", f"{file}.json: size"),
+                    Figure(f"{batch}", f"{file}.json: batch"),
+                    *(each.seconds(".0f", 1e-3) for each in (plain, predictor, onnxruntime, openvino, bf16, tomesd)),
+                    onnxruntime.speed_up(predictor),
+                    bf16.speed_up(plain),
+                    bf16.speed_up(tomesd),
+                ]
 
 
 def torch_speed_up() -> Figure:

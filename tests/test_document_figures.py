@@ -22,7 +22,7 @@ TABLES = {  # by document and first header cell
     ("docs/methods.md", "ratios"): figures.schedules_table,
     ("docs/comparison.md", "method"): figures.operations_table,
     ("docs/inference.md", "size"): figures.predictor_table,
-    ("docs/inference.md", "batch"): figures.runtimes_table,
+    ("docs/inference.md", "threads"): figures.runtimes_table,
     ("docs/serving.md", "size"): figures.one_client_table,
     ("docs/serving.md", "seconds until images"): figures.load_table,
 }

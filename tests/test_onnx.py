@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx
@@ -358,6 +359,7 @@ def test_openvino_sends_no_telemetry():
     """In a new process, because this one has imported it."""
     script = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from ppdiffusers_tome.inference import OpenVinoRuntime
 OpenVinoRuntime()
 assert "openvino" in sys.modules and "openvino_telemetry" not in sys.modules
@@ -384,6 +386,24 @@ def test_indices_are_not_computed_as_floats(onnx_folder):
     makers = {name: node for node in nodes for name in node.output}
     casts = [node for node in nodes if node.op_type == "Cast" and node.attribute[0].i == onnx.TensorProto.INT64]
     assert casts and not {makers[node.input[0]].op_type for node in casts} & {"Add", "Mul", "Sub", "Div"}
+
+
+def test_openvino_compiles_for_the_first_shapes_and_once_for_all_others(onnx_folder):
+    """Also if threads call it at once."""
+    path = onnx_folder / "onnx" / "vae_decoder.onnx"
+    first, other = (RUNTIMES[name].load_file(path) for name in ("openvino", "onnxruntime"))
+    latents = {batch: paddle.randn([batch, 4, 16, 20]) for batch in (2, 1, 3)}
+    name = first.inputs[0]
+    with ThreadPoolExecutor(4) as threads:
+        calls = [(batch, threads.submit(first, **{name: latents[batch]})) for batch in (2, 1, 3, 2, 1)]
+        for batch, call in calls:
+            assert (
+                tracing.relative_difference(
+                    tracing._arrays(call.result()), tracing._arrays(other(**{name: latents[batch]}))
+                )
+                < 1e-4
+            )
+    assert len(first._compiled) == 2 and None in first._compiled
 
 
 def test_bf16_is_near_fp32(onnx_folder):
