@@ -61,6 +61,8 @@ class Arm:
         return f"{self.file}.json, {self.case['size']} px, batch {self.case['batch']}, {arm}"
 
     def seconds(self, form: str = ".1f", unit: float = 1.0) -> Figure:
+        if not self.values["seconds"]:
+            return Figure("–", f"{self.field}: reason")
         return Figure(f"{statistics.median(self.values['seconds']) / unit:{form}}", f"{self.field}: seconds")
 
     def gigabytes(self) -> Figure:
@@ -73,6 +75,8 @@ class Arm:
         return statistics.median(other / own for other, own in rounds)
 
     def speed_up(self, base: "Arm", form: str = ".2f", sign: str = "×") -> Figure:
+        if not self.values["seconds"]:
+            return Figure("–", f"{self.field}: reason")
         return Figure(f"{self.times_faster(base):{form}}{sign}", f"{self.field}: seconds; {base.field}: seconds")
 
 
