@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
 from ..errors import ToMeExportError
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ def _keep_integers(path: Path) -> None:
     A runtime that computes floats in bf16 rounds those above 256, and then gathers from rows that do not exist.
     """
     import onnx
-    from onnx import TensorProto, helper
+    from onnx import TensorProto, helper, numpy_helper
 
     model = onnx.load(str(path), load_external_data=False)  # weights in a file of their own stay there
     graph = model.graph
@@ -135,19 +137,19 @@ def _keep_integers(path: Path) -> None:
     makers = {name: node for node in graph.node for name in node.output}
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        steps: list[onnx.NodeProto] = []
+        steps: list[tuple[onnx.NodeProto, np.ndarray]] = []
         maker = makers.get(node.input[0]) if _casts(node, TensorProto.INT64) else None
-        while maker is not None and _whole_number(maker, makers) is not None:
-            steps.insert(0, maker)
+        while maker is not None and (number := _whole_number(maker, makers)) is not None:
+            steps.insert(0, (maker, number))
             maker = makers.get(maker.input[0])
         if not steps or not _casts(maker, TensorProto.FLOAT) or dtypes.get(maker.input[0]) != TensorProto.INT64:
             nodes.append(node)
             continue
         value = maker.input[0]
-        for step in steps:
-            result = node.output[0] if step is steps[-1] else f"{step.output[0]}.int64"
-            number = helper.make_tensor("", TensorProto.INT64, [], [_whole_number(step, makers)])
-            nodes.append(helper.make_node("Constant", [], [f"{result}.number"], value=number))
+        for step, number in steps:
+            result = node.output[0] if step is steps[-1][0] else f"{step.output[0]}.int64"
+            constant = numpy_helper.from_array(number)
+            nodes.append(helper.make_node("Constant", [], [f"{result}.number"], value=constant))
             nodes.append(helper.make_node(step.op_type, [value, f"{result}.number"], [result]))
             value = result
     del graph.node[:]
@@ -159,15 +161,17 @@ def _casts(node: "onnx.NodeProto | None", dtype: int) -> "TypeGuard[onnx.NodePro
     return node is not None and node.op_type == "Cast" and node.attribute[0].i == dtype
 
 
-def _whole_number(node: "onnx.NodeProto", makers: dict[str, "onnx.NodeProto"]) -> int | None:
-    """The number without a fraction that a node adds to its input or multiplies it by, if it does so."""
+def _whole_number(node: "onnx.NodeProto", makers: dict[str, "onnx.NodeProto"]) -> np.ndarray | None:
+    """The number without a fraction that a node adds to its input or multiplies it by, if it does so, as int64."""
     from onnx import numpy_helper
 
     number = makers.get(node.input[1]) if node.op_type in ("Add", "Mul") else None
+    while number is not None and number.op_type == "Identity":
+        number = makers.get(number.input[0])
     if number is None or number.op_type != "Constant" or number.attribute[0].name != "value":
         return None
     value = numpy_helper.to_array(number.attribute[0].t)
-    return int(value) if value.ndim == 0 and value == value.round() else None
+    return value.astype("int64") if value.size == 1 and (value == value.round()).all() else None
 
 
 def _write_readable(program: Path, target: Path) -> None:
