@@ -359,7 +359,6 @@ def test_openvino_sends_no_telemetry():
     """In a new process, because this one has imported it."""
     script = """
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from ppdiffusers_tome.inference import OpenVinoRuntime
 OpenVinoRuntime()
 assert "openvino" in sys.modules and "openvino_telemetry" not in sys.modules

@@ -175,11 +175,11 @@ class OpenVinoProgram(Program):
             self._settings["INFERENCE_NUM_THREADS"] = runtime.cores()
         self._core = self._openvino.Core()
         try:
-            model = self._core.read_model(path)
+            self._model = self._core.read_model(path)
         except Exception as error:
             raise _load_error(self._openvino, path, error) from error
         # Tensors have further names, of operations that OpenVINO has removed.
-        self.inputs = [parameter.get_friendly_name() for parameter in model.get_parameters()]
+        self.inputs = [parameter.get_friendly_name() for parameter in self._model.get_parameters()]
         self._compiled: dict[tuple[tuple[int, ...], ...] | None, Any] = {}  # by the inputs' shapes; None is any
         self._lock = threading.Lock()
 
@@ -195,7 +195,7 @@ class OpenVinoProgram(Program):
 
     def _compile(self, shapes: tuple[tuple[int, ...], ...] | None) -> Any:
         try:
-            model = self._core.read_model(self._path)
+            model = self._model.clone()  # weights are shared
             if shapes is not None:
                 model.reshape(dict(enumerate(shapes)))
             return self._core.compile_model(model, self._device, self._settings)
