@@ -130,10 +130,10 @@ def _check(difference: float, tolerance: float, label: str, batch: int) -> None:
 
 def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
     """max|actual - expected| / max|expected|, the largest over all outputs; NaN if one contains NaN."""
-    return float(_differences_of_images(actual, expected, 1).max())
+    return float(image_differences(actual, expected, 1).max())
 
 
-def _differences_of_images(actual: list[np.ndarray], expected: list[np.ndarray], batch: int) -> np.ndarray:
+def image_differences(actual: list[np.ndarray], expected: list[np.ndarray], batch: int) -> np.ndarray:
     """The same for each image of a batch, [batch]."""
     tiny = np.finfo("float32").tiny
     pairs = list(zip(actual, expected, strict=True))
@@ -150,7 +150,7 @@ def _smallest_difference(
     """
     smallest = np.full(batch, np.inf)
     for inputs in tries:
-        differences = _differences_of_images(_arrays(candidate(**inputs)), _arrays(native(**inputs)), batch)
+        differences = image_differences(_arrays(candidate(**inputs)), _arrays(native(**inputs)), batch)
         smallest = np.minimum(smallest, differences)
         if smallest.max() <= enough:
             break

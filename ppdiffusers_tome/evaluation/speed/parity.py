@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...inference.runtime import FUSED_TOLERANCE
-from ...inference.tracing import relative_difference
+from ...inference.tracing import image_differences, relative_difference
 from .cases import (
     BOTH,
     BUILT_IN,
@@ -22,8 +22,8 @@ from .cases import (
     tomesd_config,
 )
 
-# If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So an arm
-# must agree for one of several draws of the inputs.
+# If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So each
+# image of an arm must agree for one of several draws of the inputs.
 TRIES = 5
 LEAST_CHANGE = 1e-4  # by merging, relative to the plain output
 # Relative differences in float32.
@@ -42,6 +42,7 @@ def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], No
     `set_inputs` draws the inputs from a seed; `output` computes one pass of any arm, or None if that fails.
     """
     unequal, reasons = {arm.name: arm for arm in arms}, dict[str, str]()
+    smallest: dict[str, np.ndarray] = {}  # differences of each arm's images over the draws, [batch]
     seed = 0
     for seed in range(TRIES if arms else 0):
         set_inputs(seed)
@@ -54,7 +55,7 @@ def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], No
 
         for name, arm in list(unequal.items()):
             values = output_once(arm)
-            reasons[name] = "" if values is None else _compare(case, arm, values, output_once)
+            reasons[name] = "" if values is None else _compare(case, arm, values, output_once, smallest)
             if not reasons[name]:
                 del unequal[name]
         if not unequal:
@@ -87,8 +88,8 @@ def tolerance(case: Case, arm: Arm) -> float | None:
     return OTHER_ATTENTION if arm.arm in (BOTH, MEMORY_EFFICIENT) else TOLERANCES[arm.backend]
 
 
-def _compare(case: Case, arm: Arm, values: np.ndarray, output: Output) -> str:
-    """Set the arm's parity; the reason if it differs, else nothing."""
+def _compare(case: Case, arm: Arm, values: np.ndarray, output: Output, smallest: dict[str, np.ndarray]) -> str:
+    """Set the arm's parity and its `smallest` differences; the reason if it differs, else nothing."""
     arm.parity = None
     if not np.isfinite(values).all():
         return "its output contains NaN or infinity"
@@ -105,7 +106,9 @@ def _compare(case: Case, arm: Arm, values: np.ndarray, output: Output) -> str:
         mean = float(np.abs(values - expected).mean() / np.abs(expected).mean())
         is_near = mean <= MERGED_HALF
         return "" if is_near else f"the output differs from that of {definition.name} by {mean:.1e} on average"
-    difference = relative_difference([values], [expected])
+    differences = image_differences([values], [expected], len(values))
+    smallest[arm.name] = np.minimum(differences, smallest.get(arm.name, np.inf))
+    difference = float(smallest[arm.name].max())
     if not difference <= allowed:
         return f"the output differs from that of {definition.name} by {difference:.1e}"
     arm.parity = {"against": definition.name, "difference": difference}
