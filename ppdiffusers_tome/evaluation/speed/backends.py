@@ -278,7 +278,7 @@ class OpenVinoBackend(OnnxBackend):
 
 
 class OpenVinoBf16Backend(OnnxBackend):
-    """OpenVINO in bfloat16, except for what chooses the tokens that merge."""
+    """OpenVINO in bfloat16."""
 
     backend = OPENVINO_BF16
 
