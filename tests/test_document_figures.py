@@ -79,11 +79,16 @@ PROSE = [  # document, expression with one group around the figure, the figure
     ("docs/limits.md", r"batch 2 is (\S+) as fast in eager", lambda: figures.speed_up("emoji_unet")),
     ("docs/limits.md", r"and (\S+) in a predictor", lambda: figures.speed_up("emoji_unet", "predictor")),
     ("docs/limits.md", r"at 512 px gains (\S+) at", lambda: figures.speed_up("sd15_unet", size=512)),
-    ("docs/limits.md", r"close to the (\S+) that", lambda: figures.speed_up_by_macs("sd15_unet", 512, 2)),
-    ("docs/limits.md", r"it gains (\S+) at", lambda: figures.speed_up("sd15_block", size=1024, batch=1, form=".1f")),
+    ("docs/limits.md", r"0\.5 instead of ([^,]+),", lambda: figures.speed_up_by_macs("sd15_unet", 512, 2)),
+    ("docs/limits.md", r"with attention slicing (\S+) \(", figures.speed_up_of_sliced),
     (
         "docs/limits.md",
-        r"MACs allow (\S+) \(\[`sd15_b",
+        r"blocks gains (\S+) at",
+        lambda: figures.speed_up("sd15_block", size=1024, batch=1, form=".1f"),
+    ),
+    (
+        "docs/limits.md",
+        r"1024 px instead of (\S+) \(",
         lambda: figures.speed_up_by_macs("sd15_block", 1024, 1, ".1f"),
     ),
     ("docs/limits.md", r"(\d+) of the \d+ measured cases", lambda: figures.near_limit()[0]),
@@ -94,6 +99,15 @@ PROSE = [  # document, expression with one group around the figure, the figure
     ("docs/comparison.md", r"medians of (\d+) rounds", lambda: value("ops.json", "rounds")),
     ("docs/comparison.md", r"random order, (.+?), one thread", figures.operations_case),
     ("docs/inference.md", r"medians of (\d+) rounds", lambda: value("results/emoji_unet.json", "rounds")),
+    *(
+        ("docs/inference.md", pattern, lambda of=(backend, size): figures.against_tomesd(*of))
+        for pattern, backend, size in (
+            (r"predictor is (\S+) as fast at 128 px", "predictor", 128),
+            (r"at 128 px and (\S+) at 256 px, ONNX", "predictor", 256),
+            (r"ONNX Runtime (\S+) and \S+\.", "onnxruntime", 128),
+            (r"ONNX Runtime \S+ and (\S+)\.", "onnxruntime", 256),
+        )
+    ),
     ("docs/inference.md", r"PyTorch ([\d.]+), milli", lambda: value("results/emoji_unet.json", "environment.torch")),
     ("docs/inference.md", r"diffusers ([\d.]+),", lambda: value("results/emoji_unet.json", "environment.diffusers")),
     ("docs/inference.md", r"tomesd ([\d.]+),", lambda: value("results/emoji_unet.json", "environment.tomesd")),
