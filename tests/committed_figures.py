@@ -167,6 +167,17 @@ def against_tomesd(backend: str, size: int) -> Figure:
     return arm("emoji_unet", "tome", backend, size).speed_up(arm("emoji_unet", "tome", "PyTorch", size))
 
 
+def bfloat16_speed_up(program: str) -> Figure:
+    """Of a program by oneDNN's bfloat16, with the operations that Paddle chooses."""
+    file = "experiments_bfloat16"
+    (row,) = (
+        row
+        for row in read(f"results/{file}.json")["bfloat16"]["programs"]
+        if row["program"] == program and not row["set_bfloat16_op"]
+    )
+    return Figure(f"{row['times_faster']:.2f}×", f"{file}.json, {program}: times_faster")
+
+
 def torch_speed_up() -> Figure:
     """Of PyTorch with tomesd against eager Paddle with ToMe."""
     return arm("emoji_unet", "tome", "PyTorch").speed_up(arm("emoji_unet", "tome"), ".1f", sign="")

@@ -67,6 +67,8 @@ PROSE = [  # document, expression with one group around the figure, the figure
     ("docs/methods.md", r"from \S+ to (\S+) at 128 px", lambda: figures.level_speed_up(128, 2)),
     ("docs/methods.md", r"from (\S+) to \S+ at 256 px", lambda: figures.level_speed_up(256, 1)),
     ("docs/methods.md", r"from \S+ to (\S+) at 256 px", lambda: figures.level_speed_up(256, 2)),
+    ("docs/methods.md", r"merged program becomes (\S+) as", lambda: figures.bfloat16_speed_up("window 16")),
+    ("docs/methods.md", r"a plain one (\S+) \(", lambda: figures.bfloat16_speed_up("plain")),
     *(
         ("docs/methods.md", pattern, lambda kind=kind, config=config: figures.psnr(kind, config))
         for pattern, kind, config in (
@@ -76,8 +78,15 @@ PROSE = [  # document, expression with one group around the figure, the figure
             (r"dB instead of (\S+) dB on prompts", "frontier_256", figures.DEFAULT),
         )
     ),
-    ("docs/limits.md", r"batch 2 is (\S+) as fast in eager", lambda: figures.speed_up("emoji_unet")),
-    ("docs/limits.md", r"and (\S+) in a predictor", lambda: figures.speed_up("emoji_unet", "predictor")),
+    *(
+        ("docs/limits.md", pattern, lambda of=of: figures.speed_up(*of))
+        for pattern, of in (
+            (r"comes (\S+) as fast in eager", ("emoji_pipeline_128", "eager", 128, 1)),
+            (r"eager mode and (\S+) in a predictor", ("emoji_pipeline_128", "predictor", 128, 1)),
+            (r"batch 2 is (\S+) and", ("emoji_unet", "eager")),
+            (r"batch 2 is \S+ and (\S+) as fast", ("emoji_unet", "predictor")),
+        )
+    ),
     ("docs/limits.md", r"at 512 px gains (\S+) at", lambda: figures.speed_up("sd15_unet", size=512)),
     ("docs/limits.md", r"0\.5 instead of ([^,]+),", lambda: figures.speed_up_by_macs("sd15_unet", 512, 2)),
     ("docs/limits.md", r"with attention slicing (\S+) \(", figures.speed_up_of_sliced),
