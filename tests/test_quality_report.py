@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from urllib.parse import unquote
 
 import numpy as np
@@ -143,6 +144,14 @@ def test_missing_images_and_other_results_are_refused_and_nothing_is_written(res
         with pytest.raises(ToMeConfigError, match=r"quality\.json"):
             write_report(other, tmp_path / "report", tmp_path / "quality.json")
     assert not (tmp_path / "report").exists()
+
+
+def test_small_change_is_not_summarized_as_none(result):
+    changed = deepcopy(result)
+    other = changed["calibration"]["plain, other seeds"]
+    for compared, distance in ((default(changed), 1e-4), (other, 2.5e-2)):
+        compared["pairs"]["perceptual"] = [distance] * len(compared["pairs"]["perceptual"])
+    assert "merging changes an image 0.4% as much" in "\n".join(summarize(changed))
 
 
 def test_summary_has_the_figures_of_the_result(result):

@@ -187,12 +187,13 @@ def summarize(result: dict[str, Any]) -> list[str]:
     frame, distances = read_frame(result), _distances(result)
     ratios = _ratios(frame)
     default, floor = frame.loc[default_setting(frame)], frame.loc[OTHER_SEEDS]
+    share = default["perceptual"] / floor["perceptual"]
     points = [
         "Medians of *{method}* at ratio {ratio:g}, against the plain image of the same prompt and noise: a perceptual "
         "distance of {perceptual:.4f} (quartiles {perceptual_low:.4f} to {perceptual_high:.4f}), a PSNR of {psnr:.1f} "
         "dB and an SSIM of {ssim:.3f}.".format(method=_method(result), **default),
         f"A plain image from another seed is at a distance of {floor['perceptual']:.4f}: merging changes an image "
-        f"{default['perceptual'] / floor['perceptual']:.0%} as much.",
+        f"{share:.{0 if share >= 0.01 else 1}%} as much.",
     ]
     if growth := [
         f"{(distances[high] > distances[low]).mean():.0%} from {ratios[low]:g} to {ratios[high]:g}"
