@@ -123,12 +123,12 @@ def list_settings(
     """
     if unknown := set(ablations) - set(ABLATIONS):
         raise ToMeConfigError(f"ablation {min(unknown)!r} is not allowed: it must be one of {', '.join(ABLATIONS)}.")
-    for ratio in (*ratios, ablation_ratio, *tomesd, *(method["ratio"] for method in methods if "ratio" in method)):
-        if ToMeConfig(ratio=ratio).ratio == 0:
-            raise ToMeConfigError(f"ratio={ratio!r} is not allowed: it must be above 0, plain is always drawn.")
 
     def setting(at: float, suffix: str, group: str, framework: str = "Paddle", **options: Any) -> Setting:
-        return Setting(f"{at:g}{suffix}", group, ToMeConfig(**{**options, "ratio": at}), framework)
+        config = ToMeConfig(**{**options, "ratio": at})
+        if config.ratio == 0:
+            raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always drawn.")
+        return Setting(f"{at:g}{suffix}", group, config, framework)
 
     settings = [setting(ratio, "", "ratio") for ratio in ratios]
     if "max_downsample" in ablations:
