@@ -453,6 +453,12 @@ def controlnet_speed_up() -> Figure:
     return Figure(f"{merged['speed_up']:.2f}×", "controlnet_canny_128.json: arms, 0.5, speed_up")
 
 
+def hires_speed_up() -> Figure:
+    """Of both passes together, merged in the second."""
+    seconds = read("hires_fix_256.json")["seconds_of_both_passes"]
+    return Figure(f"{seconds['plain'] / seconds['0.5']:.2f}×", "hires_fix_256.json: seconds_of_both_passes")
+
+
 def one_client_table() -> Iterator[list[Figure]]:
     for nth, row in enumerate(read("results/load.json")["one_client"]["images"]):
         field = f"load.json: one_client.images[{nth}]"
