@@ -122,7 +122,7 @@ MERGING ?= \
 	$(foreach ratio,0.5 0.7,proportional,window=16,ratio=$(ratio)) \
 	proportional,window=none,ratio=0.5 \
 	merge_attn=kv,proportional,window=16,ratio=0.75 \
-	merge_attn=kv,match=grid,blend=0,proportional=false,use_rand=false,ratio=0.75
+	$(GRID),ratio=0.75
 MORE_MERGING ?= \
 	proportional=false,window=none,ratio=0.75 \
 	proportional=false,window=8,ratio=0.5 \
@@ -131,8 +131,15 @@ MORE_MERGING ?= \
 	merge_attn=kv,proportional,window=16,ratio=0.5 \
 	$(foreach ratio,0.5 0.75,merge_attn=kv,proportional,window=none,ratio=$(ratio)) \
 	$(foreach blend,0.1 1,merge_attn=kv,match=grid,blend=$(blend),proportional=false,use_rand=false,ratio=0.75)
-# Added at 256 px: a ratio that is about as far from plain as tomesd at 0.5, and the next level too.
-HIGH = proportional,window=16,ratio=0.75 proportional,window=16,max_downsample=2,ratio=0.45
+# Added at 256 px: ratios that are about as far from plain as tomesd at 0.5, also of larger cells, and the next level too.
+GRID = merge_attn=kv,match=grid,blend=0,proportional=false,use_rand=false
+HIGH = \
+	proportional,window=16,ratio=0.75 \
+	proportional,window=16,max_downsample=2,ratio=0.45 \
+	$(foreach ratio,0.8 0.85,proportional,window=16,sx=4,ratio=$(ratio)) \
+	merge_attn=kv,proportional,window=16,sx=4,ratio=0.85 \
+	$(GRID),sx=4,ratio=0.875 \
+	$(GRID),sx=4,max_downsample=2,ratio=0.875
 AT_128 = --model examples/emoji_sd --size 128
 AT_256 = --model examples/emoji_sd_256 --size 256
 FRONTIER = --ratio 0.5 --threads 1 --merging $(MERGING)
