@@ -241,7 +241,7 @@ def test_figures_of_something_else_are_refused(tmp_path):
 
 def test_known_candidates_differ_and_are_at_all_levels():
     configs = known_candidates(Grid(64, 64), [1, 2, 4])
-    assert len(set(configs)) == len(configs) == 10
+    assert len(set(configs)) == len(configs) == 11
     assert {config.max_downsample for config in configs} == {None, 2}
     assert {config.window for config in configs} == {16, None}
     small = known_candidates(Grid(16, 16), [1])

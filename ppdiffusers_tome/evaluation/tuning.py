@@ -26,6 +26,7 @@ TODO: dict[str, Any] = {"merge_attn": KV, "match": GRID, "blend": 0, "proportion
 # longer to export than to time.
 KNOWN: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
     ({}, (0.3, 0.5, 0.75)),
+    ({"sx": 4}, (0.8,)),
     ({"window": None}, (0.5,)),
     ({"merge_attn": KV}, (0.5, 0.75)),
     ({"merge_attn": KV, "window": None}, (0.75,)),
