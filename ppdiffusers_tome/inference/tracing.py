@@ -134,7 +134,7 @@ def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) ->
 
 
 def image_differences(actual: list[np.ndarray], expected: list[np.ndarray], batch: int) -> np.ndarray:
-    """The same for each image of a batch, [batch]."""
+    """max|actual - expected| of each image of a batch / max|expected|, the largest over all outputs: [batch]."""
     tiny = np.finfo("float32").tiny
     pairs = list(zip(actual, expected, strict=True))
     return np.max([np.abs(a - b).reshape([batch, -1]).max(1) / max(np.abs(b).max(), tiny) for a, b in pairs], axis=0)
