@@ -161,8 +161,10 @@ def test_each_size_may_have_its_own_model():
 
 
 def test_sheet_shows_plain_tomesd_and_the_default(tmp_path):
-    files = write_all(tmp_path)
-    for name, result in RESULTS.items():
+    larger_cells = {**POINTS, replace(DEFAULT, ratio=0.8, sx=4): (0.05, 0.9)}  # a ratio that cells of 2×2 do not allow
+    results = RESULTS | {"frontier_256": quality(256, points=larger_cells)}
+    files = write_all(tmp_path, results)
+    for name, result in results.items():
         if result["kind"] == "quality":
             write_images(result, tmp_path / "images" / name, ["plain", *(row["name"] for row in result["settings"])])
     page = write_report(files, tmp_path, DEFAULT, tmp_path / "images")

@@ -145,7 +145,7 @@ def _write_sheet(result: dict[str, Any], images: Path, output: Path, default: To
     for label, config in {"tomesd's": TOMESD, "default": default}.items():
         for setting in sorted(result["settings"], key=lambda setting: setting["config"]["ratio"]):
             ratio = setting["config"]["ratio"]
-            if ToMeConfig(**setting["config"]) == replace(config, ratio=ratio):
+            if replace(ToMeConfig(**setting["config"]), ratio=0) == replace(config, ratio=0):
                 shown[f"{label} {ratio:g}"] = setting["name"]
     titles = evenly_spaced(result)
     source = _source(result)
