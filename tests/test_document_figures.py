@@ -112,7 +112,7 @@ PROSE = [  # document, expression with one group around the figure, the figure
     ("docs/limits.md", r"of the (\d+) measured cases", lambda: figures.near_limit()[1]),
     ("docs/limits.md", r"tomesd is (\S+) times as fast", figures.torch_speed_up),
     ("docs/comparison.md", r"perceptual distance of (\S+) against", lambda: figures.perceptual("0.5-tomesd")),
-    ("docs/comparison.md", r"against ([\d.]+) \(", lambda: figures.perceptual("0.5")),
+    ("docs/comparison.md", r"against ([\d.]+) \(", lambda: figures.perceptual("0.5-proportional=False_window=None")),
     ("docs/comparison.md", r"medians of (\d+) rounds", lambda: value("ops.json", "rounds")),
     ("docs/comparison.md", r"random order, (.+?), one thread", figures.operations_case),
     ("docs/inference.md", r"medians of (\d+) rounds", lambda: value("results/emoji_unet.json", "rounds")),
