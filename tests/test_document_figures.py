@@ -95,6 +95,8 @@ PROSE = [  # document, expression with one group around the figure, the figure
             (r"batch 2 is \S+ and (\S+) as fast", ("emoji_unet", "predictor")),
         )
     ),
+    ("docs/limits.md", r"at 0\.75, (\S+) dB, is further", lambda: figures.psnr("quality", ToMeConfig(ratio=0.75))),
+    ("docs/limits.md", r"at 0\.5, (\S+) dB \(", lambda: figures.psnr("frontier_128", figures.TOMESD[0])),
     ("docs/limits.md", r"at 512 px gains (\S+) at", lambda: figures.speed_up("sd15_unet", size=512)),
     ("docs/limits.md", r"0\.5 instead of ([^,]+),", lambda: figures.speed_up_by_macs("sd15_unet", 512, 2)),
     ("docs/limits.md", r"with attention slicing (\S+) \(", figures.speed_up_of_sliced),
