@@ -67,6 +67,7 @@ def test_a_method_that_equals_the_defaults_is_not_drawn_again():
         ({"ratios": (0.5, 0.5)}, "0.5 is repeated"),
         ({"ratios": (0.5,), "ablations": ("seeds",)}, "'seeds' is not allowed: it must be one of use_rand"),
         ({"ratios": (0.5,), "tomesd": (0,)}, "ratio=0 is not allowed"),
+        ({"ratios": (0.5,), "ablations": (), "ablation_ratio": 0.9}, "ratio=0.9"),  # though nothing uses it
         ({"ratios": (0.5,), "methods": [{"ratio": 0}]}, "ratio=0 is not allowed: it must be above 0"),
         ({"ratios": (0.5,), "methods": [{"sx": 4}, {"ratio": 0.5, "sx": 4}]}, "ratio=0.5, sx=4 is repeated"),
         ({"ratios": (0.5,), "methods": [{"match": "grid"}]}, "ratio=0.5 is not allowed with match='grid'"),

@@ -130,6 +130,7 @@ def list_settings(
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always drawn.")
         return Setting(f"{at:g}{suffix}", group, config, framework)
 
+    setting(ablation_ratio, "", "")  # raises even if no ablation uses it
     settings = [setting(ratio, "", "ratio") for ratio in ratios]
     if "max_downsample" in ablations:
         for level in levels[1:]:
