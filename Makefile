@@ -104,9 +104,9 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) ops --rounds 10 --memory-limit 2 --output benchmarks/ops.json
 	$(BENCH) --architecture sd15 --size 512 --batch 2 --ratio 0.25 0.5 0.75 --arms plain memory-efficient tome both --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet.json
 	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
-	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(TORCH) --threads 1 --output $(RESULTS)/emoji_unet.json
+	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(TORCH) --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
 	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 --arms plain tome $(if $(TORCH_PYTHON),torch-bf16 $(TORCH)) --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
-	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
+	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v /frontier_) benchmarks/ops.json --output $(RESULTS)/..
 
@@ -117,12 +117,13 @@ bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the 
 
 # Ways to merge, written out in full, so that they stay the same when the defaults change. The first is tomesd's, that of
 # match=grid with blend=0 is ToDo's, with blend=0.1 BiGain's. Photographs at 128 px are fast enough for more.
+GRID = merge_attn=kv,match=grid,blend=$(1),proportional=false,use_rand=false
 MERGING ?= \
 	proportional=false,window=none,ratio=0.5 \
 	$(foreach ratio,0.5 0.7,proportional,window=16,ratio=$(ratio)) \
 	proportional,window=none,ratio=0.5 \
 	merge_attn=kv,proportional,window=16,ratio=0.75 \
-	$(GRID),ratio=0.75
+	$(call GRID,0),ratio=0.75
 MORE_MERGING ?= \
 	proportional=false,window=none,ratio=0.75 \
 	proportional=false,window=8,ratio=0.5 \
@@ -130,16 +131,15 @@ MORE_MERGING ?= \
 	proportional,window=16,ratio=0.6 \
 	merge_attn=kv,proportional,window=16,ratio=0.5 \
 	$(foreach ratio,0.5 0.75,merge_attn=kv,proportional,window=none,ratio=$(ratio)) \
-	$(foreach blend,0.1 1,merge_attn=kv,match=grid,blend=$(blend),proportional=false,use_rand=false,ratio=0.75)
+	$(foreach blend,0.1 1,$(call GRID,$(blend)),ratio=0.75)
 # Added at 256 px: ratios that are about as far from plain as tomesd at 0.5, also of larger cells, and the next level too.
-GRID = merge_attn=kv,match=grid,blend=0,proportional=false,use_rand=false
 HIGH = \
 	proportional,window=16,ratio=0.75 \
 	proportional,window=16,max_downsample=2,ratio=0.45 \
 	$(foreach ratio,0.8 0.85,proportional,window=16,sx=4,ratio=$(ratio)) \
 	merge_attn=kv,proportional,window=16,sx=4,ratio=0.85 \
-	$(GRID),sx=4,ratio=0.875 \
-	$(GRID),sx=4,max_downsample=2,ratio=0.875
+	$(call GRID,0),sx=4,ratio=0.875 \
+	$(call GRID,0),sx=4,max_downsample=2,ratio=0.875
 AT_128 = --model examples/emoji_sd --size 128
 AT_256 = --model examples/emoji_sd_256 --size 256
 FRONTIER = --ratio 0.5 --threads 1 --merging $(MERGING)

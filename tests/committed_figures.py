@@ -263,7 +263,6 @@ METHODS = {  # of the READMEs' table, by size
 }
 DEFAULT = ToMeConfig(ratio=0.5)
 TWO_LEVELS = ToMeConfig(ratio=0.45, max_downsample=2)
-LARGER_CELLS = ToMeConfig(ratio=0.8, sx=4)
 NONE = Figure("–", "not measured")
 
 

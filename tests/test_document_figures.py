@@ -80,7 +80,7 @@ PROSE = [  # document, expression with one group around the figure, the figure
             (r"the default's (\S+) dB, and", "frontier_photographs_256", figures.DEFAULT),
             (r"and (\S+) dB instead of \S+ dB on prompts", "frontier_256", figures.TWO_LEVELS),
             (r"dB instead of (\S+) dB on prompts", "frontier_256", figures.DEFAULT),
-            (r"its median PSNR is (\S+) dB,", "frontier_256", figures.LARGER_CELLS),
+            (r"its median PSNR is (\S+) dB,", "frontier_256", ToMeConfig(ratio=0.8, sx=4)),
             (r"2×2 at 0\.75 is (\S+) dB,", "frontier_256", ToMeConfig(ratio=0.75)),
             (r"a median PSNR of (\S+) dB instead", "cells_photographs_128", ToMeConfig(ratio=0.5, sx=4)),
             (r"instead of (\S+) dB, at 0\.75", "cells_photographs_128", figures.DEFAULT),
