@@ -70,7 +70,7 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 405:  # Starlette names only the methods of the path's first route
         routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
         error.headers = {"Allow": ", ".join(sorted({name for route in routes for name in route.methods}))}
-    return error.respond(request.url.path)
+    return error.respond(request.scope["path"])
 
 
 def _from_validation(error: RequestValidationError) -> ApiError:

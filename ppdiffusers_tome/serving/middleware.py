@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from time import monotonic
@@ -25,6 +26,7 @@ WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
     (*WITHOUT_KEY, "/", "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
 )
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{0,5})?")  # a name, IPv4 or [IPv6], and a port
 LARGEST_LENGTH = 15  # digits of a Content-Length; Python itself reads no more than 4,300
 MOST_SEPARATORS = 20_000  # in JSON: no request has as many values, and parsing millions takes seconds and gigabytes
 
@@ -60,14 +62,16 @@ class RequestMiddleware:
                 await error.respond(path)(scope, receive, send_and_count)
         except Exception:
             # A bug in this package. The client does not see it and can keep its connection.
-            logger.exception("%s failed", path)
+            logger.exception("a request to %s failed", endpoint)  # not the path, with which a client could forge lines
             if is_started:
                 raise
             message = "internal error; the server's log has the reason"
             await ApiError(500, message, code="internal_error").respond(path)(scope, receive, send_and_count)
 
     async def _check_head(self, request: Request) -> ApiError | None:
-        path = request.url.path
+        if not HOST.fullmatch(request.headers.get("host", "")):
+            return ApiError(400, "the Host header is not a host name or address", code="invalid_host")
+        path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
         is_open = path in WITHOUT_KEY or is_page(path) or request.method == "OPTIONS"  # browsers preflight without it
         key = self._config.api_key
         if key is not None and not is_open and not await _has_key(request, key):

@@ -43,9 +43,10 @@ def make_page_router() -> APIRouter:
     @router.api_route("/", methods=["GET", "HEAD"])
     @router.api_route(PREFIX + "{name:path}", methods=["GET", "HEAD"])
     async def show(request: Request) -> Response:
-        if request.url.path not in contents:
+        path = request.scope["path"]
+        if path not in contents:
             raise ApiError(404, "Not Found")
-        content, kind = contents[request.url.path]
+        content, kind = contents[path]
         return Response(content, media_type=kind, headers=HEADERS)
 
     return router

@@ -18,6 +18,7 @@ from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ToMeConfigError, ToMeError
+from . import middleware
 from .app_config import url_of
 from .queue import ImageQueue
 
@@ -65,7 +66,7 @@ def serve(
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
     logger.info("listening at http://%s:%d", *listener.getsockname()[:2])
-    for name in ("uvicorn.error", "asyncio"):
+    for name in ("uvicorn.error", "asyncio", middleware.__name__):
         logging.getLogger(name).addFilter(is_not_repeated)
     queue.start()
     try:
