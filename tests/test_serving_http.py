@@ -771,6 +771,21 @@ def test_malformed_hosts_and_origins(wrong):
         AppConfig(**wrong)
 
 
+HOSTS = ("x/health?", "x/ready?", "x/page/?", "x/page/#", "x/?", "[", "]", "[evil]", "a]b", "a@b", "a b", "x:y", "/health", "?")
+
+
+def test_no_host_header_gets_around_the_key(caplog):
+    """Routing reads the path of the request line, so nothing else may decide whether a request needs the key."""
+    with serving(config=AppConfig(steps=2, api_key=KEY)) as server:
+        paths = {route.path for route in server.server.config.app.routes}
+        for path in sorted(path.replace("{name:path}", "nosuch") for path in paths | {"/nosuch", "/x%0aforged"}):
+            for host in HOSTS:
+                for method in ("GET", "POST"):
+                    answer = server.http.request(method, path, headers={"Host": host})
+                    assert answer.status_code in (400, 401), (method, path, host, answer.status_code)
+    assert "Traceback" not in caplog.text
+
+
 # The OpenAPI schema
 
 

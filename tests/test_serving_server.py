@@ -11,13 +11,14 @@ import sys
 import threading
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import httpx
 import pytest
 from serving_support import OPENAI, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.serving import server as server_module
 from ppdiffusers_tome.serving.server import CONNECTIONS, connection_limits, is_not_repeated
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -266,3 +267,20 @@ def test_stuck_call_does_not_keep_the_process_alive(tmp_path):
 def ask(url):
     with pytest.raises(httpx.HTTPError):
         httpx.post(f"{url}{OPENAI}", json={"prompt": "stuck"}, timeout=60)
+
+
+def test_connection_in_use_stays_open(monkeypatch):
+    """The limit for a request's head begins when the answer before it has ended, however short the requests are."""
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.5)
+    with serving() as server, server.connect() as connection:
+        for _ in range(12):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            sleep(0.15)
+
+
+def test_answers_are_sent_without_delay(server):
+    server.http.get("/health")
+    (connection,) = server.server.server_state.connections
+    sent_by = connection.transport.get_extra_info("socket")
+    assert sent_by.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
