@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -272,15 +273,19 @@ def ask(url):
 def test_connection_in_use_stays_open(monkeypatch):
     """The limit for a request's head begins when the answer before it has ended, however short the requests are."""
     monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.5)
-    with serving() as server, server.connect() as connection:
+    with serving() as server:
+        connection = HTTPConnection("127.0.0.1", server.port)
+        connection.connect()
+        own = connection.sock
         for _ in range(12):
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() and connection.sock is own, "closed by the server"
             sleep(0.15)
+        connection.close()
 
 
-def test_answers_are_sent_without_delay(server):
-    server.http.get("/health")
-    (connection,) = server.server.server_state.connections
-    sent_by = connection.transport.get_extra_info("socket")
-    assert sent_by.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+def test_answers_are_sent_without_delay():
+    with serving() as server:
+        server.http.get("/health")
+        (connection,) = server.server.server_state.connections
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
