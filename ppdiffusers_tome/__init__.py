@@ -1,13 +1,14 @@
 """Token merging for ppdiffusers: `pipe.apply_tome(ratio=0.5)`.
 
 Importing the package gives every ppdiffusers pipeline and model the methods `apply_tome`, `remove_tome`, `tome` and
-`tome_summary`, which replace the `apply_tome` that ppdiffusers ships. It has no other side effect.
+`tome_summary`, which replace the `apply_tome` that ppdiffusers ships. Where Paddle 2.6 was imported first and has
+broken zlib, it repairs that (`compatibility.repair_zlib`). It has no other side effect.
 """
 
-import zlib  # noqa: F401 - must precede Paddle 2.6, whose bundled zlib otherwise crashes Pillow's PNG writer
+import zlib  # noqa: F401 - before Paddle 2.6, whose zlib otherwise crashes Pillow's PNG writer; see repair_zlib
 
 from ._version import __version__
-from .compatibility import check_paddle_version, check_ppdiffusers_version
+from .compatibility import check_paddle_version, check_ppdiffusers_version, repair_zlib
 from .config import ToMeConfig
 from .errors import (
     NoMergeableLayerError,
@@ -26,6 +27,7 @@ except ImportError as error:
         "(CUDA 11.8), not both."
     ) from error
 check_paddle_version(paddle.__version__)
+repair_zlib()
 
 import ppdiffusers  # noqa: E402
 

@@ -51,6 +51,11 @@ def commands(document: str) -> Iterator[list[str]]:
                 yield shlex.split(part, comments=True)
 
 
+def snippets(document: str) -> list[str]:
+    """The blocks of Python code."""
+    return re.findall(r"^```python\n(.*?)^```$", text_of(document), re.DOTALL | re.MULTILINE)
+
+
 def links(document: str) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", text_of(document))
 

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import paddle
 import pytest
 
 from ppdiffusers_tome import UnsupportedVersionError
@@ -48,3 +49,42 @@ def test_import_without_paddle_reports_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "needs PaddlePaddle: install paddlepaddle==2.6.2 (CPU) or paddlepaddle-gpu==2.6.2" in done.stderr
+
+
+SAVE_A_PNG = """
+import io
+import numpy as np
+from PIL import Image
+image = Image.fromarray(np.random.RandomState(0).randint(0, 255, (128, 128, 3), dtype=np.uint8))
+image.save(file := io.BytesIO(), "PNG")
+assert (np.asarray(Image.open(file)) == np.asarray(image)).all()
+"""
+
+
+@pytest.mark.parametrize(
+    "imports", ["import paddle, ppdiffusers_tome", "import paddle, zlib, ppdiffusers_tome", "import ppdiffusers_tome"]
+)
+def test_pillow_saves_a_png_whichever_is_imported_first(imports):
+    """Paddle 2.6, imported before zlib, crashes it (SIGSEGV or SIGABRT): the package repairs that."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", imports + SAVE_A_PNG], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_after_paddle_warns_if_zlib_cannot_be_repaired():
+    code = """
+import os, paddle
+opened = os.open
+def fail(path, *rest, **named):
+    if path == "/proc/self/mem":
+        raise PermissionError(f"no {path}")
+    return opened(path, *rest, **named)
+os.open = fail
+import ppdiffusers_tome
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-W", "always::RuntimeWarning", "-c", code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    has_fault = paddle.__version__.startswith("2.6.")
+    assert ("import ppdiffusers_tome, or zlib, before paddle" in done.stderr) == has_fault
+    assert ("no /proc/self/mem" in done.stderr) == has_fault
