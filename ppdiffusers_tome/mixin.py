@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,24 +19,44 @@ from .summary import ToMeSummary, summarize
 PipelineOrModel = TypeVar("PipelineOrModel")
 
 
+SETTINGS = tuple(field.name for field in fields(ToMeConfig))
+
+
+class _Default:
+    """The default of a setting in a signature, which shows its value: so that a call's own values are known."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+def _default(value: Any) -> Any:
+    return _Default(value)
+
+
+RATIO = _default(0.5)
+
+
 def apply_tome(
     target: PipelineOrModel,
-    ratio: float | Mapping[float, float] | Schedule = 0.5,
+    ratio: float | Mapping[float, float] | Schedule = RATIO,
     *,
     config: ToMeConfig | str | Path | None = None,
-    max_downsample: int | None = None,
-    sx: int = 2,
-    sy: int = 2,
-    use_rand: bool = True,
-    seed: int | None = 0,
-    window: int | None = 16,
-    proportional: bool = True,
-    match: str = "similarity",
-    blend: float = 1.0,
-    merge_attn: bool | str = True,
-    merge_crossattn: bool = False,
-    merge_mlp: bool = False,
-    min_tokens: int = 0,
+    max_downsample: int | None = _default(None),
+    sx: int = _default(2),
+    sy: int = _default(2),
+    use_rand: bool = _default(True),
+    seed: int | None = _default(0),
+    window: int | None = _default(16),
+    proportional: bool = _default(True),
+    match: str = _default("similarity"),
+    blend: float = _default(1.0),
+    merge_attn: bool | str = _default(True),
+    merge_crossattn: bool = _default(False),
+    merge_mlp: bool = _default(False),
+    min_tokens: int = _default(0),
     controlnet: bool | float | Mapping[float, float] | Schedule = True,
 ) -> PipelineOrModel:
     """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
@@ -51,7 +71,8 @@ def apply_tome(
             {1.0: 0.6, 0.5: 0.4}. At the same mean ratio, one that falls a little is slightly nearer to the plain image
             than a constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion
             and Stable Video Diffusion.
-        config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote.
+        config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
+            that are passed beside it replace its own.
         max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None,
             the default, is the shallowest level with attention in each model: 1 in Stable Diffusion, 2 in SDXL. The
             tokens of a DiT, PixArt or SD3 transformer all lie on one grid, so it has no effect there.
@@ -92,28 +113,10 @@ def apply_tome(
     Example:
         >>> image = pipe.apply_tome(ratio=0.5)("a 3d render of fox").images[0]
     """
-    common = ToMeConfig(
-        ratio=ratio,  # type: ignore[arg-type]  # a mapping becomes a tuple
-        max_downsample=max_downsample,
-        sx=sx,
-        sy=sy,
-        use_rand=use_rand,
-        seed=seed,
-        window=window,
-        proportional=proportional,
-        match=match,
-        blend=blend,
-        merge_attn=merge_attn,
-        merge_crossattn=merge_crossattn,
-        merge_mlp=merge_mlp,
-        min_tokens=min_tokens,
-    )
-    if config is not None:
-        if common != ToMeConfig():
-            raise ToMeConfigError(
-                f"config cannot be combined with other settings ({common.describe()}): change them in the config."
-            )
-        common = config if isinstance(config, ToMeConfig) else ToMeConfig.load(config)
+    arguments = locals()
+    given = {name: arguments[name] for name in SETTINGS if not isinstance(arguments[name], _Default)}
+    base = config if isinstance(config, ToMeConfig) else ToMeConfig() if config is None else ToMeConfig.load(config)
+    common = replace(base, **given)
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
@@ -150,7 +153,7 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
 
 @contextmanager
 def tome(
-    target: PipelineOrModel, ratio: float | Mapping[float, float] | Schedule = 0.5, **settings: Any
+    target: PipelineOrModel, ratio: float | Mapping[float, float] | Schedule = RATIO, **settings: Any
 ) -> Iterator[PipelineOrModel]:
     """Merge within a `with` block. Leaving it, even by an exception, restores the settings from before.
 

@@ -48,7 +48,7 @@ def test_api_document_has_the_defaults_of_apply_tome():
         pairs = zip(names.split(","), values.split(","), strict=True)
         documented |= {name.strip().strip("`"): value.strip().strip('`"') for name, value in pairs}
     parameters = list(inspect.signature(ppdiffusers_tome.apply_tome).parameters.values())[1:]
-    assert documented == {parameter.name: str(parameter.default) for parameter in parameters}
+    assert documented == {parameter.name: str(parameter.default).strip("'") for parameter in parameters}
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]

@@ -1,6 +1,8 @@
 """The user interface, with the bundled text-to-image and image-to-image pipelines."""
 
 import copy
+import inspect
+from dataclasses import asdict, replace
 
 import numpy as np
 import paddle
@@ -13,7 +15,7 @@ from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
-from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeMixin, patch
+from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome, patch
 from ppdiffusers_tome.evaluation.quality.merge_maps import record_plans
 from ppdiffusers_tome.inference import export_pipeline
 
@@ -123,12 +125,27 @@ def test_settings_file_in_place_of_settings(pipe, tmp_path):
     config.save(path)
     for source in (path, str(path), config):
         assert patch.config_of(pipe.remove_tome().apply_tome(config=source).unet) == config
-    with pytest.raises(ToMeConfigError, match=r"config cannot be combined .*ratio=0\.4, sx=4"):
-        pipe.apply_tome(0.4, config=path, sx=4)
     path.write_text("{}")
     with pytest.raises(ToMeConfigError, match="not a settings file"):
         pipe.apply_tome(config=path)
     assert patch.config_of(pipe.unet) == config, "an error changes nothing"
+
+
+def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
+    config = ToMeConfig(0.7, sx=4, seed=None, window=None, blend=0.5)
+    given = {"sx": 2, "seed": 0, "window": 16, "blend": 1.0}  # the defaults
+    for ratio in (0.5, 0.4, {1.0: 0.5, 0.5: 0.25}):
+        assert patch.config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio)
+        with pipe.remove_tome().tome(ratio, config=config):
+            assert patch.config_of(pipe.unet) == replace(config, ratio=ratio)
+    with pipe.tome(config=config, sx=2):
+        assert patch.config_of(pipe.unet) == replace(config, sx=2)
+
+
+def test_the_signature_shows_the_defaults():
+    parameters = inspect.signature(apply_tome).parameters
+    for name, value in asdict(ToMeConfig()).items():
+        assert str(parameters[name].default) == repr(value)
 
 
 def test_grids_below_min_tokens_stay_plain(pipe):
