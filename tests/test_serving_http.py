@@ -771,7 +771,8 @@ def test_malformed_hosts_and_origins(wrong):
         AppConfig(**wrong)
 
 
-HOSTS = ("x/health?", "x/ready?", "x/page/?", "x/page/#", "x/?", "[", "]", "[evil]", "a]b", "a@b", "a b", "x:y", "/health", "?")
+HOSTS = ("x/health?", "x/ready?", "x/page/?", "x/page/#", "x/?", "[", "]", "[evil]", "a]b", "a@b", "a b")
+HOSTS += ("x:y", "/health", "?")
 
 
 def test_no_host_header_gets_around_the_key(caplog):

@@ -189,7 +189,7 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._since = monotonic()  # time of the client's last progress
         self._unsent = 0  # bytes of answers that it had not read at that time
-        # asyncio sets this only for sockets whose protocol number is not 0, and socket.create_server makes such with 0.
+        # asyncio sets this only for sockets whose protocol number is not 0; socket.create_server makes such with 0.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) + 1 >= (self.limit_concurrency or CONNECTIONS):
             idle = [other for other in self.connections if isinstance(other, PatientProtocol) and other._is_idle]

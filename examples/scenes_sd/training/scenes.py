@@ -56,7 +56,7 @@ def is_held_out(thing, background):
 
 
 def noise(rng, size, cells, octaves=4, gain=0.5):
-    """Smooth noise [size, size] in about -1..1; `cells` periods a side, each octave twice as fine and `gain` as strong."""
+    """Smooth noise [size, size], about -1..1, of `cells` periods; each octave: half the size, `gain` the strength."""
     total, strength = np.zeros((size, size), np.float32), 1.0
     for _ in range(octaves):
         if cells * 2 > size:
@@ -119,9 +119,10 @@ def cells_of(rng, x, y, count):
 def gravel(rng, x, y, shades):
     near, second, number = cells_of(rng, x, y, rng.uniform(8, 15))
     edge = smooth(second - near, 0.02, 0.3)
-    return shades(number * 0.9 - 0.45 + 0.3 * (0.5 - near) + 0.08 * noise(rng, len(x), 24, 2)) * (0.25 + 0.75 * edge)[
-        ..., None
-    ]
+    return (
+        shades(number * 0.9 - 0.45 + 0.3 * (0.5 - near) + 0.08 * noise(rng, len(x), 24, 2))
+        * (0.25 + 0.75 * edge)[..., None]
+    )
 
 
 def wood(rng, x, y, shades):
@@ -144,7 +145,7 @@ def clouds(rng, x, y, shades):
 
 
 def strokes(rng, size, count, shades, make):
-    """Blades over each other; make(t) -> start, bend, length and width of one, t in 0..1 from the back to the front."""
+    """Blades over each other; make(t) -> start, bend, length and width of one, t in 0..1 from back to front."""
     image = np.empty((size, size, 3), np.float32)
     image[:] = shades(-0.5)
     for t in np.linspace(0, 1, count):

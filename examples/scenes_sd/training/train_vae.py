@@ -61,7 +61,10 @@ def report(vae, scenes, size):
     decoded = torch.cat([vae.decode(mean).sample.clamp(-1, 1) for mean in means])
     psnr = 10 * torch.log10(4 / (decoded - images).square().mean((1, 2, 3)))
     factor = 1 / torch.cat(means).std().item()
-    print(f"{size} px: PSNR {psnr.median():.1f} dB ({psnr.min():.1f} to {psnr.max():.1f}), 1 / std {factor:.4f}", flush=True)
+    print(
+        f"{size} px: PSNR {psnr.median():.1f} dB ({psnr.min():.1f} to {psnr.max():.1f}), 1 / std {factor:.4f}",
+        flush=True,
+    )
     return factor
 
 
