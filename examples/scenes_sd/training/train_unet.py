@@ -1,5 +1,6 @@
-"""Train the UNet and the text encoder of scenes_sd on endless scenes: three levels at 128 px, then four at 256 px.
+"""Train UNet and text encoder of scenes_sd on endless scenes: three levels at 64 and 128 px, then four at 256 px.
 
+    python train_unet.py THINGS OUT MINUTES --size 64 --source EMOJI_SD
     python train_unet.py THINGS OUT MINUTES --size 128
     python train_unet.py THINGS OUT MINUTES --size 256
 
@@ -8,7 +9,8 @@ is needed to go on, OUT/SIZE/state.pt, are written every twenty minutes of CPU t
 goes on from there. Where state.pt is missing but unet and text_encoder are there (in OUT or, as committed, in
 examples/scenes_sd/checkpoint/SIZE), it goes on from those weights. Otherwise:
 
-- 128 px starts from emoji_sd, with positions for 40 tokens instead of 24;
+- 64 px starts from emoji_sd, with positions for 40 tokens instead of 24; a step there costs a sixth of one at 128 px;
+- 128 px starts from 64 px;
 - 256 px starts from 128 px, with a new outer level from emoji_sd_256. As in emoji_sd_256's training, the inner levels
   see pooled latents, whose noise has half its standard deviation, so the time embedding is fitted to that first.
 
@@ -33,15 +35,17 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 EXAMPLE = ROOT / "examples" / "scenes_sd"
 TOKENS = 40  # the longest caption has 36
 EMA, USES, BUFFER, WARM_UP = 0.998, 4, 512, 200
-BATCH, RATE = {128: 16, 256: 4}, {128: 4e-4, 256: 2.5e-4}
-LATE = {128: 0.2, 256: 0.4}  # share of steps that are drawn from 450 to 999, since they decide the layout
+BATCH, RATE = {64: 64, 128: 16, 256: 4}, {64: 6e-4, 128: 4e-4, 256: 2.5e-4}
+LATE = {64: 0.1, 128: 0.2, 256: 0.4}  # share of steps that are drawn from 450 to 999, since they decide the layout
+THREE_LEVELS = {
+    "sample_size": 32,
+    "block_out_channels": (64, 128, 192),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
+}
 LEVELS = {
-    128: {
-        "sample_size": 32,
-        "block_out_channels": (64, 128, 192),
-        "down_block_types": ("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
-        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
-    },
+    64: THREE_LEVELS,
+    128: THREE_LEVELS,
     256: {
         "sample_size": 64,
         "block_out_channels": (64, 64, 128, 192),
@@ -101,7 +105,7 @@ def paddle_weights_in(folder, fresh):
     return state
 
 
-def start_at_128(source):
+def start_from_emoji_sd(source):
     """UNet and text encoder of emoji_sd in diffusers' format at `source`."""
     unet, encoder = new_unet(128), new_text_encoder()
     unet.load_state_dict(weights_in(source / "unet"))
@@ -248,13 +252,17 @@ class Trainer:
                 self.unet.load_state_dict(weights_in(folder / "unet"))
                 self.encoder.load_state_dict(weights_in(folder / "text_encoder"))
                 return
-        if self.size == 128:
-            self.unet, self.encoder = start_at_128(options.source)
+        if self.size == 64:
+            self.unet, self.encoder = start_from_emoji_sd(options.source)
             return
+        smaller = str(self.size // 2)
         inner, self.encoder = new_unet(128), new_text_encoder()
-        folder = next(f for f in (options.out / "128", EXAMPLE / "checkpoint" / "128") if (f / "unet").exists())
+        folder = next(f for f in (options.out / smaller, EXAMPLE / "checkpoint" / smaller) if (f / "unet").exists())
         inner.load_state_dict(weights_in(folder / "unet"))
         self.encoder.load_state_dict(weights_in(folder / "text_encoder"))
+        if self.size == 128:
+            self.unet = inner
+            return
         self.unet = build_256(inner)
         with torch.no_grad():
             texts = torch.cat([self.encoder(ids)[0] for ids in self.stream.ids.split(16)])
@@ -325,7 +333,7 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("minutes", type=float, help="of CPU time")
     parser.add_argument("--size", type=int, choices=LEVELS, default=128)
-    parser.add_argument("--source", type=Path, help="emoji_sd in diffusers' format, to start at 128 px")
+    parser.add_argument("--source", type=Path, help="emoji_sd in diffusers' format, to start at 64 px")
     parser.add_argument(
         "--decay-from", type=float, default=1.0, help="share of the run after which the learning rate falls to zero"
     )
