@@ -23,6 +23,9 @@ LIMITS = Limits(
 OPENAI = "/v1/images/generations"
 TEXT = "/sdapi/v1/txt2img"
 IMAGE = "/sdapi/v1/img2img"
+# Up to 0.10.3 some decided whether a request needs the key, and others were a traceback.
+MALFORMED_HOSTS = ("x/health?", "x/ready?", "x/page/?", "x/page/#", "/health", "?", "#", "[", "]", "[evil]", "a]b")
+MALFORMED_HOSTS += ("[::1", "a@b", "a b", "x:y", "\xe9")
 
 
 class FakeEngine:
@@ -117,3 +120,18 @@ def until(condition, seconds=20):
     while not condition():
         assert monotonic() < end, f"not true after {seconds} s"
         sleep(0.005)
+
+
+def assert_refused_whatever_the_host(app, client):
+    """Without the key, all routes answer 401, or 400 if the Host is malformed: then also those that need no key."""
+    others = ("/nosuch", "/x%0aforged", "/health/", "/healthz", "/page", "/v1/models/")
+    paths = {route.path.replace("{name:path}", "nosuch") for route in app.routes}.union(others)
+    for path in sorted(paths):
+        is_open = path in ("/", "/health", "/ready") or path.startswith("/page/")
+        for host in (*MALFORMED_HOSTS, "health", "[::1]:80"):
+            expected = 400 if host in MALFORMED_HOSTS else 401
+            if expected == 401 and is_open:
+                continue
+            for method in ("GET", "POST"):
+                answer = client.request(method, path, headers={"Host": host.encode("latin-1")})
+                assert answer.status_code == expected, (method, path, host, answer.status_code)

@@ -19,11 +19,13 @@ import httpx
 import psutil
 import pytest
 from conftest import tiny_pipeline
-from serving_support import OPENAI, FakeEngine, until
+from serving_support import MALFORMED_HOSTS, OPENAI, FakeEngine, assert_refused_whatever_the_host, until
+from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import drawers
-from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
+from ppdiffusers_tome.serving.app import create_app
+from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
 from ppdiffusers_tome.serving.jobs import Job, Limits
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import FAILURES
@@ -198,6 +200,12 @@ def test_progress_of_a_request(service):
         return second.seconds, second.batch
 
     assert asyncio.run(ask(service(NEVER, 0.1))) == (2.5, 4)
+
+
+def test_no_host_header_gets_around_the_key_of_the_app(service):
+    made = service()
+    app = create_app(made, AppConfig(api_key="secret"), made.metrics)
+    assert_refused_whatever_the_host(app, TestClient(app))
 
 
 def test_timeouts_and_failures_in_a_row_are_trouble(service):
@@ -446,6 +454,11 @@ def test_app_is_the_same_as_in_one_process(server):
     refused = server.draw(size="64x64")
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "size")
     assert httpx.get(f"{server.http.base_url}/").headers["content-type"].startswith("text/html"), "without a key"
+    for host in MALFORMED_HOSTS:  # Ray's HTTP parser accepts them all
+        assert (
+            httpx.get(f"{server.http.base_url}/v1/models", headers={"Host": host.encode("latin-1")}).status_code == 400
+        )
+    assert server.log.read_text().count("malformed Host") == 1, "one line a minute"
     first, second = data(server.draw(seed=5, n=2))
     *_, completed, end = server.draw(seed=5, stream=True).text.split("\n\n")
     streamed = json.loads(completed.partition("data: ")[2])

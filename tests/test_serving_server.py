@@ -20,7 +20,8 @@ from serving_support import OPENAI, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.serving import server as server_module
-from ppdiffusers_tome.serving.server import CONNECTIONS, connection_limits, is_not_repeated
+from ppdiffusers_tome.serving.middleware import is_not_repeated
+from ppdiffusers_tome.serving.server import CONNECTIONS, connection_limits
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 OPENAPI = HEALTH.replace(b"health", b"openapi.json")  # the longest answer
@@ -171,7 +172,7 @@ def test_repeated_warnings_are_dropped(monkeypatch):
     def record(message, level=logging.WARNING, error=None):
         return logging.LogRecord("x", level, "x", 1, message, (), error and (type(error), error, None))
 
-    monkeypatch.setattr("ppdiffusers_tome.serving.server.LAST_LOGGED", {})
+    monkeypatch.setattr("ppdiffusers_tome.serving.middleware.LAST_LOGGED", {})
     assert [is_not_repeated(record(message)) for message in ("full", "full", "else", "full")] == [
         True,
         False,
@@ -181,7 +182,7 @@ def test_repeated_warnings_are_dropped(monkeypatch):
     assert all(is_not_repeated(record("full", logging.INFO)) for _ in range(2))
     assert is_not_repeated(record("failed", logging.ERROR, OSError("one")))
     assert is_not_repeated(record("failed", logging.ERROR, OSError("other")))
-    monkeypatch.setattr("ppdiffusers_tome.serving.server.REPEAT_SECONDS", 0)
+    monkeypatch.setattr("ppdiffusers_tome.serving.middleware.REPEAT_SECONDS", 0)
     assert is_not_repeated(record("full"))
 
 

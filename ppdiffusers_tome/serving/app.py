@@ -14,7 +14,7 @@ from .._version import __version__
 from . import api_openai, api_webui
 from .api_errors import answer, responses
 from .app_config import AppConfig
-from .middleware import BASIC, BEARER, RequestMiddleware
+from .middleware import BASIC, BEARER, CountingMiddleware, RequestMiddleware
 from .page_files import make_page_router
 from .prometheus import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
@@ -37,6 +37,9 @@ def create_app(service: Service, config: AppConfig, metrics: Metrics) -> FastAPI
     app = FastAPI(
         title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None, exception_handlers=handlers
     )
+    # The last one added is the outermost: refusals by the head have CORS headers too, or pages could not read them.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.allowed_hosts, www_redirect=False)
+    app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -45,8 +48,7 @@ def create_app(service: Service, config: AppConfig, metrics: Metrics) -> FastAPI
             allow_headers=("Authorization", "Content-Type"),
             expose_headers=("Retry-After",),
         )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.allowed_hosts, www_redirect=False)
-    app.add_middleware(RequestMiddleware, config=config, metrics=metrics)
+    app.add_middleware(CountingMiddleware, metrics=metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)

@@ -5,6 +5,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBasic, HTTPBearer
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError
@@ -19,7 +21,26 @@ from .app_config import AppConfig
 from .page_files import is_page
 from .prometheus import Metrics
 
+REPEAT_SECONDS = 60.0  # before the same warning is logged again
+LAST_LOGGED: dict[str, float] = {}  # time of each text; there are few
+
+
+def is_not_repeated(record: logging.LogRecord) -> bool:
+    """A logging filter that drops warnings and errors that were logged less than REPEAT_SECONDS ago.
+
+    They are the same if they differ only in the arguments of the text, which clients may choose.
+    """
+    if record.levelno < logging.WARNING:
+        return True
+    text, now = f"{record.msg} {record.exc_info and record.exc_info[1]!r}", monotonic()
+    is_first = now - LAST_LOGGED.get(text, -inf) >= REPEAT_SECONDS
+    if is_first:
+        LAST_LOGGED[text] = now
+    return is_first
+
+
 logger = logging.getLogger(__name__)
+logger.addFilter(is_not_repeated)
 BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
@@ -31,11 +52,11 @@ LARGEST_LENGTH = 15  # digits of a Content-Length; Python itself reads no more t
 MOST_SEPARATORS = 20_000  # in JSON: no request has as many values, and parsing millions takes seconds and gigabytes
 
 
-class RequestMiddleware:
-    """ASGI middleware: 401, 403, 411 and 413 by the head, 408 while the body arrives; counts all answers."""
+class CountingMiddleware:
+    """ASGI middleware around all others: counts all answers, and refuses a malformed Host before anything reads it."""
 
-    def __init__(self, app: ASGIApp, config: AppConfig, metrics: Metrics) -> None:
-        self._app, self._config, self._metrics = app, config, metrics
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,33 +65,55 @@ class RequestMiddleware:
         start = monotonic()
         path = scope["path"]
         endpoint = path if path in ENDPOINTS else "other"  # so that clients cannot create labels
-        is_started = False
 
         async def send_and_count(message: Message) -> None:
-            nonlocal is_started
             if message["type"] == "http.response.start":
-                is_started = True
                 self._metrics.requests.labels(endpoint, str(message["status"])).inc()
                 self._metrics.request_seconds.labels(endpoint).observe(monotonic() - start)
+            await send(message)
+
+        host = Headers(scope=scope).get("host", "")
+        if HOST.fullmatch(host):
+            await self._app(scope, receive, send_and_count)
+        else:
+            logger.warning("requests with a malformed Host header are refused, such as %.100r", host)
+            error = ApiError(400, "the Host header is not a host name or address", code="invalid_host")
+            await error.respond(path)(scope, receive, send_and_count)
+
+
+class RequestMiddleware:
+    """ASGI middleware: 401, 403, 411 and 413 by the head, 408 while the body arrives; 500 for a bug."""
+
+    def __init__(self, app: ASGIApp, config: AppConfig) -> None:
+        self._app, self._config = app, config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        is_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
             await send(message)
 
         try:
             error = await self._check_head(Request(scope))
             if error is None:
-                await self._app(scope, _Body(receive, self._config.body_seconds), send_and_count)
+                await self._app(scope, _Body(receive, self._config.body_seconds), send_and_note)
             else:
-                await error.respond(path)(scope, receive, send_and_count)
+                await error.respond(path)(scope, receive, send_and_note)
         except Exception:
             # A bug in this package. The client does not see it and can keep its connection.
-            logger.exception("a request to %s failed", endpoint)  # not the path, with which a client could forge lines
+            logger.exception("a request to %.100r failed", path)  # its repr, or clients could forge lines of the log
             if is_started:
                 raise
             message = "internal error; the server's log has the reason"
-            await ApiError(500, message, code="internal_error").respond(path)(scope, receive, send_and_count)
+            await ApiError(500, message, code="internal_error").respond(path)(scope, receive, send)
 
     async def _check_head(self, request: Request) -> ApiError | None:
-        if not HOST.fullmatch(request.headers.get("host", "")):
-            return ApiError(400, "the Host header is not a host name or address", code="invalid_host")
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
         is_open = path in WITHOUT_KEY or is_page(path) or request.method == "OPTIONS"  # browsers preflight without it
         key = self._config.api_key

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from time import monotonic
 from types import FrameType
 
@@ -18,8 +17,8 @@ from h11 import LocalProtocolError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ToMeConfigError, ToMeError
-from . import middleware
 from .app_config import url_of
+from .middleware import is_not_repeated
 from .queue import ImageQueue
 
 logger = logging.getLogger("uvicorn.error")
@@ -28,8 +27,6 @@ FILES = 4096  # limit on open files to set, if the process may raise it
 SPARE_FILES = 32  # other files than connections that may be opened after the start
 HEAD_SECONDS = 10.0  # for a request's first line and headers
 SEND_SECONDS = 30.0  # in which a client must read at least a byte of its answer
-REPEAT_SECONDS = 60.0  # before the same warning is logged again
-LAST_LOGGED: dict[str, float] = {}  # time of each text; there are few
 
 
 class ServerFailedError(ToMeError, RuntimeError):
@@ -66,7 +63,7 @@ def serve(
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
     logger.info("listening at http://%s:%d", *listener.getsockname()[:2])
-    for name in ("uvicorn.error", "asyncio", middleware.__name__):
+    for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(is_not_repeated)
     queue.start()
     try:
@@ -230,14 +227,3 @@ class PatientProtocol(H11Protocol):
         if unsent != self._unsent or not (unsent or self._is_idle):
             self._since, self._unsent = monotonic(), unsent
         return monotonic() - self._since > (SEND_SECONDS if unsent else HEAD_SECONDS)
-
-
-def is_not_repeated(record: logging.LogRecord) -> bool:
-    """A logging filter that drops warnings and errors that were logged less than REPEAT_SECONDS ago."""
-    if record.levelno < logging.WARNING:
-        return True
-    text, now = f"{record.getMessage()} {record.exc_info and record.exc_info[1]!r}", monotonic()
-    is_first = now - LAST_LOGGED.get(text, -inf) >= REPEAT_SECONDS
-    if is_first:
-        LAST_LOGGED[text] = now
-    return is_first
