@@ -23,7 +23,7 @@ LIMITS = Limits(
 OPENAI = "/v1/images/generations"
 TEXT = "/sdapi/v1/txt2img"
 IMAGE = "/sdapi/v1/img2img"
-# Up to 0.10.3 some decided whether a request needs the key, and others were a traceback.
+# In 0.5.0 to 0.10.3 some decided whether a request needs the key, and others were a traceback.
 MALFORMED_HOSTS = ("x/health?", "x/ready?", "x/page/?", "x/page/#", "/health", "?", "#", "[", "]", "[evil]", "a]b")
 MALFORMED_HOSTS += ("[::1", "a@b", "a b", "x:y", "\xe9")
 

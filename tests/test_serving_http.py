@@ -35,6 +35,7 @@ from starlette.testclient import TestClient
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.serving import middleware, service_errors
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.page_files import FOLDER
 
@@ -867,6 +868,21 @@ def test_openapi_schema_has_all_bounds_and_answers():
     assert "security" not in paths["/health"]["get"]
     with serving() as server:
         assert "securitySchemes" not in server.http.get("/openapi.json").json()["components"]
+
+
+def test_ratio_zero_is_one_ratio():
+    """-0.0 equals 0.0, but is another text: in files, in their names, and in the options."""
+    assert json.dumps(Job("fox", 64, 64, -0.0, seed=0).settings()) == json.dumps(Job("fox", 64, 64, 0, 0).settings())
+    with serving() as server:
+        body = server.post(OPENAI, {"prompt": "fox", "tome_ratio": -0.0}).json()
+        assert opened(body["data"][0]["b64_json"]).text["parameters"].count("Token merging ratio: 0.0") == 1
+        options = {"token_merging_ratio": -0.0, "token_merging_ratio_hr": -0.0}
+        assert server.post("/sdapi/v1/options", options).status_code == 200
+        assert "-0.0" not in server.http.get("/sdapi/v1/options").text
+        refused = server.post("/sdapi/v1/options", {"token_merging_ratio_hr": 0.3}).json()["detail"][0]["msg"]
+        assert refused.endswith("one of the exported values: 0.0, 0.5"), refused
+        schema = server.http.get("/openapi.json").text
+        assert '"enum":[0.0,0.5]' in schema and '"enum":[0.0,0.5,0.0]' not in schema
 
 
 def test_integers_as_in_json_schema(server):

@@ -59,7 +59,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         "requests cannot change the exported scheduler: see /sdapi/v1/samplers",
     )
     new_options = {"sd_model_checkpoint": model, "token_merging_ratio": types["ratio"]}
-    ratio_hr = protocol.bounds(replace(limits, ratios=(0.0, *limits.ratios)))["ratio"]
+    ratio_hr = protocol.bounds(replace(limits, ratios=tuple(dict.fromkeys((0.0, *limits.ratios)))))["ratio"]
     NewOptions = narrow(protocol.Options, {**new_options, "token_merging_ratio_hr": ratio_hr})
     fields = {
         **protocol.OFF,

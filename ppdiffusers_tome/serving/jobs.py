@@ -71,6 +71,9 @@ class Job:
     strength: float | None = None
     second_pass: SecondPass | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", self.ratio + 0.0)  # -0.0 is 0.0: equal jobs have equal settings
+
     @property
     def steps_to_run(self) -> int:
         """Denoising steps of both passes."""

@@ -33,9 +33,10 @@ def one_of(kind: Any, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
     """The type of an optional value that must be one of the choices, which may change; `reason` is the message."""
 
     def check(value: Any) -> Any:
-        if value not in choices():
+        allowed = list(choices())
+        if value not in allowed:
             raise ValueError(reason)
-        return value
+        return allowed[allowed.index(value)]  # -0.0 equals 0.0, but is written differently
 
     extra = Field(json_schema_extra=lambda schema: schema.update(enum=list(choices())))
     return Annotated[kind, AfterValidator(check), extra] | None
