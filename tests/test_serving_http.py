@@ -38,6 +38,7 @@ from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.page_files import FOLDER
+from ppdiffusers_tome.serving.service import RequestProgress
 
 ROOT = Path(__file__).parents[1]
 KEY = "correct-horse"
@@ -230,6 +231,29 @@ def test_stream_reports_steps_then_images():
         assert [opened(one["b64_json"]).getpixel((0, 0))[0] for one in (first, second)] == [7, 8]
         assert answer.headers["cache-control"] == "no-store"
         assert len(events_of(server.post(OPENAI, {"prompt": "fox", "stream": True, "steps": 1}))) >= 1
+
+
+def test_stream_over_two_calls_counts_its_steps_once():
+    engine = FakeEngine()
+    engine.step_seconds = 0.15
+    with serving(engine, largest_batch=2) as server:
+        answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 3, "steps": 6})
+        assert [len(jobs) for jobs in engine.calls] == [2, 1]
+        steps = [event["step"] for event in events_of(answer) if event.get("steps")]
+        assert steps == sorted(set(steps)) and len(steps) >= 4
+        assert {event.get("steps") for event in events_of(answer)} <= {None, 0, 6} and 4 in steps
+
+
+def test_progress_of_a_request_over_several_calls():
+    progress = RequestProgress(images=3)
+    progress.count(5, 6, images=3)  # this call fails, so its images are repeated one by one
+    counted = []
+    for _ in range(3):
+        for step in (0, 3, 6):
+            progress.count(step, 6, images=1)
+            counted.append(progress.step)
+        progress.drawn += 1
+    assert counted == [5, 5, 5, 5, 5, 5, 5, 5, 6]
 
 
 def test_seconds_do_not_include_the_queue():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
@@ -206,6 +207,7 @@ class ImageQueue:
         return self._pace.get(measured, 0.0) * prod(kind[:3]) / prod(measured[:3])
 
     def _enqueue(self, jobs: Sequence[Job], progress: RequestProgress) -> "list[Future[Image]]":
+        progress.images = len(jobs)
         tickets = [_Ticket(job, progress) for job in jobs]
         with self._changed:
             if self._state == "failed" or self._is_closed:
@@ -271,11 +273,13 @@ class ImageQueue:
         if not live:
             return
         job = live[0].job
+        requests = {id(ticket.progress): ticket.progress for ticket in live}
+        shares = Counter(id(ticket.progress) for ticket in live)  # images of each request
 
         def should_stop(step: int = 0, steps: int = job.steps_to_run) -> bool:
             self._step = step, steps
-            for ticket in live:
-                ticket.progress.step, ticket.progress.steps = step, steps
+            for key, progress in requests.items():
+                progress.count(step, steps, shares[key])
             return all(ticket.future.cancelled() for ticket in live)
 
         with self._changed:
@@ -302,8 +306,9 @@ class ImageQueue:
                 self._pace[kind] = pace + 0.5 * (self._pace.pop(kind, pace) - pace)
             self.metrics.batch_seconds.observe(seconds)
             self.metrics.batch_images.observe(len(live))
-            for progress in {id(ticket.progress): ticket.progress for ticket in live}.values():
+            for key, progress in requests.items():
                 progress.seconds, progress.batch = progress.seconds + seconds, len(live)
+                progress.drawn += shares[key]
             for ticket, image in zip(live, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()
                 self.metrics.images.labels("drawn" if is_wanted else "abandoned").inc()

@@ -37,7 +37,9 @@ class RequestProgress:
     Args:
         position: place of its last image in the queue, 1 for the next one; 0 if none of its images waits; None until
             the service has accepted them.
-        step, steps: of the pipeline call that runs; 0 of 0 before it, or if its steps are not known here.
+        step, steps: the mean over its images, which may be in several pipeline calls; 0 of 0 before the first one, or
+            if its steps are not known here.
+        images, drawn: of the request, and those whose pipeline call has ended.
         seconds: duration of the pipeline calls that have drawn its images; waiting does not count.
         batch: images in the last of these calls. They may be of several requests.
     """
@@ -45,8 +47,15 @@ class RequestProgress:
     position: int | None = None
     step: int = 0
     steps: int = 0
+    images: int = 1
+    drawn: int = 0
     seconds: float = 0.0
     batch: int = 0
+
+    def count(self, step: int, steps: int, images: int) -> None:
+        """Note that a pipeline call with this many of the images has finished `step` of `steps`."""
+        finished = (self.drawn * steps + images * step) // self.images
+        self.step, self.steps = max(self.step, finished), steps  # a batch that failed is repeated image by image
 
 
 class Service(Source, Protocol):
