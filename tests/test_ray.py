@@ -30,7 +30,14 @@ from ppdiffusers_tome.serving.jobs import Job, Limits
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import FAILURES
 from ppdiffusers_tome.serving.service import Progress, RequestProgress
-from ppdiffusers_tome.serving.service_errors import DrainingError, DrawingError, NotReadyError, QueueFullError
+from ppdiffusers_tome.serving.service_errors import (
+    DrainingError,
+    DrawingError,
+    JobError,
+    JobFailedError,
+    NotReadyError,
+    QueueFullError,
+)
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
 pytestmark = [
@@ -126,7 +133,9 @@ def test_job_that_kills_engines_fails(service):
     assert (made._engines.calls, images(made, "failed")) == (ATTEMPTS, 1)
 
 
-@pytest.mark.parametrize("error", [DrawingError("not finite"), NotReadyError("failed", retry_after=7)])
+@pytest.mark.parametrize(
+    "error", [JobFailedError("not finite"), JobError("steps", "none"), NotReadyError("failed", retry_after=7)]
+)
 def test_error_of_an_engine_is_raised_unchanged_and_not_retried(service, error):
     sent = cloudpickle.loads(cloudpickle.dumps(RayTaskError("draw", "a traceback", error)))
     made = service(sent.as_instanceof_cause(), "not used")
@@ -230,6 +239,11 @@ def test_timeouts_and_failures_in_a_row_are_trouble(service):
     never = [NEVER] * 2 * FAILURES
     late = asyncio.run(ask_all(service(*never, NEVER, "image", NEVER, request_seconds=0.2)))
     assert late == (f"the last {FAILURES} images failed or reached the time limit", None)
+    made = service(*[JobFailedError("of this job")] * FAILURES, *[JobError("steps", "none")] * FAILURES, NEVER)
+    for _ in range(2 * FAILURES):
+        with pytest.raises((JobFailedError, JobError)):
+            asyncio.run(made.submit([JOB]))
+    assert asyncio.run(ask(made, 0.01)) is None, "the requests caused them"
     made = service(*[DrawingError("not finite")] * FAILURES, NEVER)
     for _ in range(FAILURES):
         with pytest.raises(DrawingError):

@@ -20,7 +20,7 @@ import paddle
 import pytest
 from PIL import Image
 from ppdiffusers import EulerAncestralDiscreteScheduler
-from serving_support import LIMITS, FakeEngine, until
+from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
@@ -31,7 +31,7 @@ from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.engine import Engine, load_engine
-from ppdiffusers_tome.serving.jobs import Job, SecondPass
+from ppdiffusers_tome.serving.jobs import Job, Limits, SecondPass
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
@@ -120,6 +120,30 @@ def test_all_steps_of_a_second_pass_run(strength):
     for steps in (1, 7, 20, 100):
         schedule = SecondPass(64, 64, 0.5, steps, strength).schedule
         assert int(schedule * strength) == steps
+
+
+def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeypatch):
+    """1,000 steps of a DDIM with steps_offset=1 begin at timestep 1,000, and 0 to 999 have an entry in its tables."""
+    engine = load_engine(exported_folder, threads=1)
+    engine._text_to_image.scheduler.register_to_config(steps_offset=1)
+    monkeypatch.setattr("ppdiffusers_tome.serving.queue.logger.exception", None)  # clients cannot fill the log either
+    limits = Limits(sizes=((32, 48),), ratios=(0.5,), image_to_image=True, steps=2000)
+    with serving(limits=limits, load=lambda: engine) as server:
+        until(lambda: server.queue.state == "ready", seconds=60)
+        for steps in (1000, 1001, 1000, 1001, 1000):
+            answer = server.post(OPENAI, {"prompt": "fox", "steps": steps})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (422, "steps"), answer.text
+        assert answer.json()["error"]["message"].endswith(
+            "the exported scheduler, DDIM, has no schedule of 1000 steps: choose another number, such as 20"
+        )
+        second = {"enable_hr": True, "hr_resize_x": 48, "hr_resize_y": 32, "hr_second_pass_steps": 1000}
+        answer = server.post(TEXT, {"prompt": "fox", "steps": 2, "denoising_strength": 1, **second})
+        assert answer.json()["detail"][0]["loc"] == ["body", "hr_second_pass_steps"]
+        assert server.http.get("/health").status_code == 200
+        assert server.post(OPENAI, {"prompt": "fox", "steps": 2}).status_code == 200
+    start = Image.new("RGB", (48, 32))
+    with pytest.raises(AbandonedError, match="after step 1"):  # the second half of the 1,000
+        engine.generate([replace(JOB, steps=1000, image=start, strength=0.5)], lambda step=0, steps=0: step > 0)
 
 
 def test_different_jobs_do_not_share_a_call(engine):

@@ -171,14 +171,34 @@ def test_stuck_call_is_trouble(pool):
         until(lambda: server.queue.trouble is None)
 
 
-def test_failures_in_a_row_are_trouble(pool):
-    with serving() as server:
+def test_failures_of_the_model_in_a_row_are_trouble():
+    class Broken(FakeEngine):
+        is_broken = True
+
+        def generate(self, jobs, should_stop):
+            if self.is_broken:
+                raise RuntimeError("secret reason")
+            return super().generate(jobs, should_stop)
+
+    with serving(Broken()) as server:
         for failures in range(5):
             assert server.queue.trouble is None, failures
-            assert ask(server, prompt="explode").status_code == 500
+            assert ask(server).status_code == 500
         until(lambda: server.queue.trouble == "the last 5 images failed")
+        server.engine.is_broken = False
         assert ask(server).status_code == 200
         until(lambda: server.queue.trouble is None)
+
+
+def test_failures_that_requests_cause_are_no_trouble():
+    """The model still draws a plain image, so another process would fail on the same requests."""
+    with serving() as server:
+        for _ in range(6):
+            assert ask(server, prompt="explode").json()["error"]["code"] == "drawing_failed"
+        assert server.queue.trouble is None and server.http.get("/health").status_code == 200
+        assert server.count("images_total", outcome="failed") == 6
+        check = server.engine.calls[-1][0]
+        assert (check.prompt, check.width, check.height, check.ratio, check.steps) == ("", 64, 48, 0.5, 2)
 
 
 def test_image_that_is_not_finite_is_500_with_the_reason(pool):
@@ -275,7 +295,8 @@ def test_failed_job_does_not_fail_its_batch(pool):
         wait_for_queue(server, 3)
         server.engine.gate.set()
         assert [one.result().status_code for one in (blocking, *requests)] == [200, 200, 500, 200]
-        assert [len(jobs) for jobs in server.engine.calls] == [1, 3, 1, 1, 1]
+        calls = [jobs for jobs in server.engine.calls if jobs[0].prompt]  # the empty one checks the engine
+        assert [len(jobs) for jobs in calls] == [1, 3, 1, 1, 1]
         assert server.count("images_total", outcome="failed") == 1
 
 

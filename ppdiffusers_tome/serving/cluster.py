@@ -34,7 +34,7 @@ from .prometheus import Metrics
 from .queue import FAILURES, ImageQueue
 from .ray_session import DEATHS, RayError, ray_session
 from .service import Progress, RequestProgress, State, with_image
-from .service_errors import DrainingError, DrawingError, NotReadyError, QueueFullError
+from .service_errors import DrainingError, DrawingError, JobFailedError, NotReadyError, QueueFullError
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +230,9 @@ class ClusterService:
         except asyncio.CancelledError:
             outcome = "abandoned"
             self._failures += monotonic() - start > 0.9 * self._cluster.request_seconds
+            raise
+        except JobFailedError:  # its engine works
+            self._failures = 0
             raise
         except DrawingError:
             self._failures += 1

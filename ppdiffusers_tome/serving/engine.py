@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ppdiffusers.image_processor import VaeImageProcessor
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
 from .jobs import Job
-from .service_errors import AbandonedError, DrawingError
+from .service_errors import AbandonedError, DrawingError, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
 # depend on the rest of its batch: with them, jobs run one by one.
@@ -96,6 +97,7 @@ class Engine:
         Raises:
             AbandonedError: should_stop returned True.
             DrawingError: an image has values that are not finite.
+            JobError: the scheduler has no schedule of so many steps.
             ToMeConfigError: the jobs have different keys, a job starts from an image and there is no image-to-image
                 pipeline, its image is not RGB or not of the job's size, or a size or ratio was not exported.
         """
@@ -103,6 +105,9 @@ class Engine:
         key = self.batch_key(first)
         if len(jobs) > 1 and (key is None or any(self.batch_key(job) != key for job in jobs[1:])):
             raise ToMeConfigError(f"{len(jobs)} jobs cannot share a pipeline call: their batch_key is None or differs")
+        self._check_steps("steps", first.steps, first.strength)
+        if first.second_pass is not None:
+            self._check_steps("second_pass.steps", first.second_pass.schedule, first.second_pass.strength)
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
         after_step = None if should_stop is None else _stopper(should_stop, first.steps_to_run)
@@ -128,6 +133,21 @@ class Engine:
         paddle.seed(job.seed)
         settings = {**_settings([job], after_step), "image": job.image, "strength": job.strength}
         return list(self._image_to_image(**settings).images)
+
+    def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
+        """Raise JobError unless the scheduler has a schedule of so many steps, within the timesteps of training."""
+        scheduler = self._text_to_image.scheduler
+        skipped = 0 if strength is None else steps - int(steps * strength)
+        try:
+            scheduler.set_timesteps(steps)
+            first = float(scheduler.timesteps[skipped * scheduler.order :].max())
+        except (ValueError, IndexError):  # more steps than trained timesteps; some schedulers need two or four
+            first = inf
+        if first >= scheduler.config.num_train_timesteps:  # an index out of range in the scheduler's tables
+            message = (
+                f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps: choose another number"
+            )
+            raise JobError(field, f"{message}, such as 20")
 
     def _noise(self, job: Job) -> paddle.Tensor:
         """[1, C, height / f, width / f]: the noise that the pipeline itself would sample after paddle.seed(seed)."""

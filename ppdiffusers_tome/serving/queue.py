@@ -17,11 +17,19 @@ from .engine import Engine
 from .jobs import Job, Limits
 from .prometheus import Metrics
 from .service import Progress, RequestProgress, State, with_image
-from .service_errors import AbandonedError, DrainingError, DrawingError, NotReadyError, QueueFullError
+from .service_errors import (
+    AbandonedError,
+    DrainingError,
+    DrawingError,
+    JobError,
+    JobFailedError,
+    NotReadyError,
+    QueueFullError,
+)
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0  # seconds for a batch to fill
-FAILURES = 5  # failed images in a row after which the model counts as broken
+FAILURES = 5  # images in a row that failed by the model's fault, after which it counts as broken
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,14 +298,14 @@ class ImageQueue:
         except AbandonedError:
             self.metrics.images.labels("abandoned").inc(len(live))
         except Exception as error:
-            logger.exception("generating %d images failed", len(live))
+            if not isinstance(error, JobError):
+                logger.exception("generating %d images failed", len(live))
             if len(live) > 1:
                 for ticket in live:
                     self._draw([ticket])
             else:
-                self._failures += 1
                 self.metrics.images.labels("failed").inc()
-                _fail(live[0], error)
+                _fail(live[0], error if isinstance(error, JobError) else self._attribute(job, error))
         else:
             seconds, kind = monotonic() - start, _kind(job, len(live))
             with self._changed:
@@ -315,6 +323,21 @@ class ImageQueue:
                 if is_wanted:
                     ticket.future.set_result(image)
 
+    def _attribute(self, job: Job, error: Exception) -> DrawingError:
+        """The error for the client, a JobFailedError if its job is the cause, and not the model.
+
+        Only the model's failures count, or any client could make /health ask for another process.
+        """
+        assert self._engine is not None
+        plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
+        try:
+            self._engine.generate([plain], lambda *step: self._is_closed)
+        except Exception:
+            self._failures += 1
+            return _for_client(error)
+        self._failures = 0
+        return JobFailedError(str(_for_client(error)))
+
     def _count_live(self) -> int:
         with self._changed:
             self._forget_abandoned()
@@ -331,9 +354,14 @@ class ImageQueue:
             ticket.progress.position = position
 
 
+def _for_client(error: BaseException) -> DrawingError:
+    if isinstance(error, DrawingError):
+        return error
+    return DrawingError("the pipeline failed; the server's log has the reason")  # other messages may be confidential
+
+
 def _fail(ticket: _Ticket, error: BaseException) -> None:
-    if not isinstance(error, DrawingError):  # other messages may be confidential
-        error = DrawingError("the pipeline failed; the server's log has the reason")
+    error = error if isinstance(error, JobError) else _for_client(error)
     if not ticket.future.done() and ticket.future.set_running_or_notify_cancel():
         ticket.future.set_exception(error)
 

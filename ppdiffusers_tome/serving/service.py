@@ -95,8 +95,8 @@ class Service(Source, Protocol):
 
         Raises:
             QueueFullError, NotReadyError, DrainingError: the jobs are not accepted now.
-            JobError: from `load_image`.
-            DrawingError: the pipeline failed on one of the jobs.
+            JobError: from `load_image`, or the model's scheduler has no schedule of so many steps.
+            DrawingError: the pipeline failed on one of the jobs; a JobFailedError if the job is the cause.
         """
 
 

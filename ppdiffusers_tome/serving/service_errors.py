@@ -22,6 +22,10 @@ class DrawingError(ToMeError, RuntimeError):
     """The pipeline failed; the server's log has the reason."""
 
 
+class JobFailedError(DrawingError):
+    """The pipeline failed on this job only: it still generates a plain image of the same size and ratio."""
+
+
 class UnavailableError(ToMeError, RuntimeError):
     """The server accepts no job at the moment; `retry_after` is the number of seconds to wait before the next try."""
 
