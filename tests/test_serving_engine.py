@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -322,6 +323,26 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
 def test_options_that_are_not_allowed(exported_folder, options, message, capsys):
     assert main(["serve", "--model", str(exported_folder), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ray", [[], ["--ray"]])
+def test_port_in_use(exported_folder, ray, capsys):
+    if ray:
+        pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--port", port, *ray]) == 2
+    message = capsys.readouterr().err
+    assert f"port={port}" in message and message.endswith("Choose another --port, or 0 for a free one.\n")
+
+
+def test_missing_packages_are_named_with_the_requirements_file(exported_folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--ray"]) == 2
+    assert "--ray needs: pip install --no-deps -r requirements-ray.txt" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "--model", str(exported_folder)]) == 2
+    assert "Serving needs: pip install --no-deps -r requirements-serve.txt" in capsys.readouterr().err
 
 
 def test_folder_that_is_not_an_export(tmp_path, capsys):

@@ -61,7 +61,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     page = serve.add_mutually_exclusive_group()
     page.add_argument("--open", action="store_true", help="open the page in a browser when the server is ready")
     page.add_argument("--no-page", action="store_true", help="no page for browsers at /, only the API")
-    ray = serve.add_argument_group("on several processes or machines, with Ray Serve (ppdiffusers_tome[ray])")
+    ray = serve.add_argument_group("on several processes or machines, with Ray Serve (requirements-ray.txt)")
     ray.add_argument("--ray", action="store_true", help="run engines in their own processes; replace those that die")
     ray.add_argument("--replicas", type=int, default=1, help=f"number of engines; each loads the model {default}")
     ray.add_argument("--min-replicas", type=int, help="instead of --replicas: the number follows the load")
@@ -77,7 +77,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ToMeError(f"{error}. Serving needs: pip install 'ppdiffusers_tome[serve]'") from error
+        raise ToMeError(f"{error}. Serving needs: pip install --no-deps -r requirements-serve.txt") from error
     from ..serving.app import create_app
     from ..serving.prometheus import Metrics
     from ..serving.queue import ImageQueue
@@ -159,9 +159,12 @@ def _serve_on_ray(
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
+        raise ToMeError(f"{error}. --ray needs: pip install --no-deps -r requirements-ray.txt") from error
     from ..serving.cluster import Cluster, serve_on_ray
+    from ..serving.server import listen
 
+    if not options.ray_address:  # now and not when Ray has started; the head of a cluster may serve there already
+        listen(options.host, options.port).close()
     min_replicas = options.replicas if options.min_replicas is None else options.min_replicas
     max_replicas = max(min_replicas, options.replicas) if options.max_replicas is None else options.max_replicas
     cpus = options.replica_cpus

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from errno import EADDRINUSE
 from functools import partial
 from time import monotonic
 from types import FrameType
@@ -59,7 +60,7 @@ def serve(
         ToMeConfigError: the server cannot listen on the address, or the process may open too few files.
     """
     server = DrainingServer(app, queue, seconds)
-    listener = _listen(host, port)
+    listener = listen(host, port)
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
     logger.info("listening at http://%s:%d", *listener.getsockname()[:2])
@@ -81,14 +82,21 @@ def serve(
         ) from failure
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address.
+
+    Raises:
+        ToMeConfigError: the address is not one of this machine's, or its port is in use.
+    """
     if not 0 <= port <= 65535:
         raise ToMeConfigError(f"port={port} is not allowed: it must be 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, ValueError) as error:
-        raise ToMeConfigError(f"host={host!r}, port={port}: cannot listen on this address: {error}") from error
+        is_in_use = isinstance(error, OSError) and error.errno == EADDRINUSE
+        remedy = ". Choose another --port, or 0 for a free one." if is_in_use else ""
+        raise ToMeConfigError(f"host={host!r}, port={port}: cannot listen on this address: {error}{remedy}") from error
 
 
 def connection_limits() -> tuple[int, int]:
