@@ -76,8 +76,15 @@ def test_null_is_the_default(tmp_path):
         ('{"prompt": 3}', "prompt: Input should be a valid string, not 3"),
         ('{"prompt": null}', "prompt: Input should be a valid string, not None"),
         ('{"prompt": "a", "prompt": "b"}', "a field appears twice: prompt, prompt"),
-        ('{"prompt": "a", "promt": "b"}', "promt: Extra inputs are not permitted"),
-        ('{"prompt": "a", "ratio": 0.5}', "ratio: Extra inputs are not permitted"),
+        (
+            '{"prompt": "a", "promt": "b"}',
+            "promt: there is no such field; the fields are prompt, negative_prompt, seed",
+        ),
+        (
+            '{"prompt": "a", "stepz": 3}',
+            "stepz: there is no such field; .*, steps, guidance_scale, size, tome_ratio, name$",
+        ),
+        ('{"prompt": "a", "ratio": 0.5}', "ratio: there is no such field"),
         ('{"prompt": "a\\ud800"}', "prompt: it contains an unpaired surrogate"),
         ('{"prompt": "%s"}' % ("a" * 2001), "prompt: 2001 characters are too many"),
         ('{"prompt": "a", "seed": true}', "seed: Input should be a valid integer, not True"),

@@ -124,4 +124,6 @@ def _make_prompt(index: int, line: Line, defaults: Defaults, limits: Limits) -> 
 def _describe(error: Exception) -> str:
     if isinstance(error, JobError):
         return f"{'tome_ratio' if error.field == 'ratio' else error.field}: {error}"
-    return first_error(error) if isinstance(error, ValidationError) else str(error)
+    if isinstance(error, ValidationError):
+        return first_error(error, [field.alias or name for name, field in Line.model_fields.items()])
+    return str(error)

@@ -263,10 +263,12 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
     return manifest
 
 
-def first_error(error: ValidationError) -> str:
-    """The first of pydantic's errors in one line: field, reason and value."""
+def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:
+    """The first of pydantic's errors in one line: field, reason and value; for an unknown field those that exist."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        return f"{where}there is no such field" + (f"; the fields are {', '.join(fields)}" if fields else "")
     value = "" if first["type"] in ("json_invalid", "missing", "value_error") else f", not {first['input']!r:.60}"
     return f"{where}{first['msg'].removeprefix('Value error, ')}{value}"
 
