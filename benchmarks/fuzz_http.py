@@ -3,9 +3,11 @@
 build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python .venv/bin/python
 
 The first run is against the server of `--model`, with a few bodies per endpoint; the second one, with thousands,
-against the same HTTP application with an engine that returns blank images at once (fuzz_blank_server.py). The exit
-status is 1 if an answer does not match the schema (status, body, headers), an allowed request is refused, a forbidden
-one is accepted, or the server's log has a traceback.
+against the same HTTP application with an engine that returns blank images at once (fuzz_blank_server.py). Both servers
+have an API key and get malformed Host headers on every path, with the key and without.
+
+The exit status is 1 if a malformed Host is accepted, an answer does not match the schema (status, body, headers), an
+allowed request is refused, a forbidden one is accepted, or the server's log has a traceback.
 
 This file is also the module of hooks that schemathesis loads. JSON Schema cannot express that a string is an image, or
 that two fields contradict each other, so a hook sets such fields in bodies that must be accepted.
@@ -22,12 +24,15 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
+from random import Random
 
 import requests
 import schemathesis
 from schemathesis.generation import GenerationMode
 
 KEY = "fuzz"
+HOSTS = ["x/health?", "x/ready?", "x/page/?", "x/page/#", "/health", "?", "#", "[", "]", "[evil]", "a]b", "a@b", "a b"]
+DELIMITERS = '/?#[]@ \\"%<>'  # none can be in a Host that is not malformed
 # HTTP is tested, not the pipeline: one size, few steps, and a queue that is never full.
 SERVE = ["--port", "0", "--size", "64", "--max-steps", "2", "--steps", "1", "--max-images", "2", "--queue", "1000"]
 
@@ -42,6 +47,10 @@ def before_call(context, case, kwargs):
         body["init_images"] = [png()]
     if (body.get("n_iter") or 1) * (body.get("batch_size") or 1) > 2:
         body["n_iter"] = 1
+    if body.get("enable_hr"):  # the only exported size, and nothing of what a second pass does not support
+        body |= {"hr_scale": 1, "hr_resize_x": 0, "hr_resize_y": 0, "hr_second_pass_steps": 0, "denoising_strength": 1}
+        body |= dict.fromkeys(("hr_upscaler", "hr_prompt", "hr_negative_prompt"), "")
+        body |= dict.fromkeys(("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler"), "")
     if int((body.get("denoising_strength") or 0.75) * (body.get("steps") or 1)) < 1:
         body["denoising_strength"] = 1.0
 
@@ -72,7 +81,27 @@ def start_server(command: list[str], log: Path) -> tuple[subprocess.Popen, str]:
     raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
 
 
-def check(command: list[str], *flags: str) -> list[str]:
+def check_hosts(url: str, seed: str) -> list[str]:
+    """Findings about malformed Host headers: all must be refused with 400 before anything else."""
+    session, random, findings = requests.Session(), Random(seed), []
+    key = {"Authorization": f"Bearer {KEY}"}
+    paths = session.get(f"{url}/openapi.json", headers=key, timeout=60).json()["paths"]
+    assert "/v1/images/generations" in paths and "/metrics" in paths, paths
+    for path, methods in {**paths, "/": {"get": {}}, "/page/page.js": {"get": {}}, "/nosuch": {"post": {}}}.items():
+        texts = ["".join(random.choices(f"ax1.-:{DELIMITERS}", k=random.randint(0, 9))) for _ in range(20)]
+        for host in [*HOSTS, *(f"x{random.choice(DELIMITERS)}{text}x" for text in texts)]:
+            for method in (*methods, "options"):
+                for headers in ({"Host": host}, {"Host": host, **key}):
+                    status = session.request(method, url + path, headers=headers, json={}, timeout=60).status_code
+                    if status != 400:
+                        findings.append(f"{method} {path} with Host {host!r} is answered with {status}")
+        without_key = session.request("get", url + path, timeout=60).status_code
+        if without_key != 401 and path not in ("/", "/page/page.js", "/health", "/ready"):
+            findings.append(f"{path} without the key is answered with {without_key}")
+    return findings
+
+
+def check(command: list[str], seed: str, *flags: str) -> list[str]:
     """Findings about the server that the command starts."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
@@ -80,14 +109,16 @@ def check(command: list[str], *flags: str) -> list[str]:
         try:
             schema = [f"{url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", "--checks", "all"]
             output = ["--continue-on-failure", "--generation-database", "none", "--no-color"]
-            run = [str(Path(sys.executable).parent / "schemathesis"), "run", *schema, *output, *flags]
+            run = [str(Path(sys.executable).parent / "schemathesis"), "run", *schema, *output, "--seed", seed, *flags]
             environment = {**os.environ, "SCHEMATHESIS_HOOKS": "fuzz_http", "PYTHONPATH": str(Path(__file__).parent)}
+            findings = check_hosts(url, seed)
             status = subprocess.run(run, env=environment, cwd=folder).returncode
             ready = requests.get(f"{url}/ready", timeout=60)
         finally:
             server.send_signal(signal.SIGTERM)
             ended = server.wait(60)
-        findings = [f"schemathesis: exit status {status}"] if status else []
+        if status:
+            findings.append(f"schemathesis: exit status {status}")
         if ready.status_code != 200:
             findings.append(f"/ready answers {ready.status_code} afterwards: {ready.text}")
         if ended:
@@ -106,8 +137,8 @@ def main() -> int:
     options = parser.parse_args()
     real = [options.server_python, "-m", "ppdiffusers_tome", "serve", "--model", options.model, *SERVE]
     blank = [options.server_python, str(Path(__file__).with_name("fuzz_blank_server.py"))]
-    findings = check(real, "--phases", "fuzzing", "--max-examples", "4", "--seed", options.seed)
-    findings += check(blank, "--max-examples", options.examples, "--seed", options.seed)
+    findings = check(real, options.seed, "--phases", "fuzzing", "--max-examples", "4")
+    findings += check(blank, options.seed, "--max-examples", options.examples)
     print("\n".join(findings) or "no finding")
     return 1 if findings else 0
 
