@@ -9,7 +9,7 @@ import re
 import committed_figures as figures
 import pytest
 from committed_figures import value
-from markdown_text import prose, tables
+from markdown_text import documents, prose, tables
 
 from ppdiffusers_tome import ToMeConfig
 
@@ -152,6 +152,13 @@ PROSE = [  # document, expression with one group around the figure, the figure
 ]
 
 
+DISPROVED = {  # what a document once claimed: what disproves it
+    r"have not been published for diffusion": "ImprovedTokenMerge (2024) and AsymRnR (arXiv:2412.11706)",
+    r"integer key|2⁻²⁴": "matching.py sorts similarities as values",
+    r"up to three inputs": "tracing.TRIES",
+}
+
+
 @pytest.mark.parametrize(("document", "first"), TABLES)
 def test_tables_have_the_figures_of_the_results(document, first):
     (table,) = [table for table in tables(document) if table[0][0] == first]
@@ -187,6 +194,17 @@ def test_every_speed_up_in_prose_is_compared_with_a_result(document):
     spans = {match.span(): match[0] for match in re.finditer(r"(?<![`\d])\d+\.\d+×(?!`)", text)}
     loose = [speed_up for span, speed_up in spans.items() if span not in compared]
     assert not loose, f"{document}: {loose} must be in PROSE, with the field that they come from"
+
+
+@pytest.mark.parametrize("document", documents("README*.md", "docs/*.md", "examples/**/*.md", "benchmarks/**/*.md"))
+def test_documents_do_not_claim_what_is_disproved(document):
+    claims = {found[0]: why for claim, why in DISPROVED.items() for found in re.finditer(claim, prose(document))}
+    assert not claims, f"{document}: {claims}"
+
+
+def test_methods_credits_who_matched_keys_and_values_first():
+    text = prose("docs/methods.md")
+    assert "github.com/ethansmith2000/ImprovedTokenMerge" in text and "arXiv:2412.11706" in text
 
 
 def test_the_load_that_the_documents_report_found_no_fault():
