@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from figure_checks import clipped_texts, overlapping_texts
 from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.evaluation.speed import speed_plots as plots
@@ -26,9 +27,11 @@ def sized(size, share, batch=2):
 def test_speed_up_by_size(frame):
     figure = plots.speed_up_by_size(frame(sized(1024, 0.5), sized(512, 0.8)), "eager")
     tome, both = figure.axes
-    assert [axes.get_title() for axes in figure.axes] == ["ToMe", "ToMe + memory-efficient"]
+    assert figure.get_suptitle() == "Speed-up against size, sd15, one UNet pass, eager\nToMe"
+    assert [axes.get_title() for axes in figure.axes] == ["plain attention", "memory-efficient attention"]
     np.testing.assert_allclose(tome.lines[0].get_xydata(), [[512, 1.25], [1024, 2.0]])
-    np.testing.assert_allclose(both.lines[0].get_xydata(), [[512, 1 / 0.88], [1024, 1 / 0.55]])
+    # over memory-efficient attention without merging: what that attention gains by itself is not merging's
+    np.testing.assert_allclose(both.lines[0].get_xydata(), [[512, 1.25], [1024, 2.0]])
     assert tome.get_ylim() == both.get_ylim() and tome.get_ylim()[1] > 2.0
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["ratio 0.5, batch 2"]
@@ -109,11 +112,34 @@ def test_methods_have_bars_of_their_own_and_other_plots_show_the_first(frame):
     [axes] = plots.time_above_limit(arms).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([25, 25, 100, 100, 25, 25])
     [axes] = plots.speed_up_by_size(arms, "eager").axes
-    assert axes.get_title() == "ToMe, windows of 8"
+    assert axes.figure.get_suptitle().endswith("\nToMe, windows of 8")
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [2, 2])
     [axes] = plots.eager_against_predictor(arms).axes
     assert axes.get_legend_handles_labels()[1] == ["eager, ToMe 0.5, windows of 8", "predictor, plain"]
     assert plots.speed_up_by_method(frame(sized(512, 0.8), sized(1024, 0.5))) is None
+
+
+def test_nothing_is_clipped_however_long_the_names_are(frame):
+    windows = {"window": 16, "proportional": True}
+
+    def long_names(size):
+        arms = [arm("memory-efficient", times(1.1)), arm("both", times(0.6), ratio=0.5, merging=windows)]
+        for nth, backend in enumerate(("eager", "predictor", "onnxruntime", "openvino")):
+            arms.append(arm("plain", times(1 / (1 + nth)), backend=backend))
+            arms.append(arm("tome", times(0.8 / (1 + nth)), ratio=0.5, merging=windows, backend=backend))
+            arms.append(arm("limit", times(0.7 / (1 + nth)), ratio=0.5, merging=windows, backend=backend))
+        return case(arms, size=size)
+
+    arms = frame(long_names(512), long_names(1024))
+    figures = [
+        plots.speed_up_by_size(arms, "eager"),
+        plots.eager_against_predictor(arms),
+        plots.time_above_limit(arms),
+    ]
+    for figure in figures:
+        assert clipped_texts(figure) == [] and overlapping_texts(figure) == []
+    [legend] = figures[1].legends
+    assert len(legend.get_texts()) == 7
 
 
 def test_growth_of_plans():

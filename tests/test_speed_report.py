@@ -139,6 +139,19 @@ def test_summary(report):
     assert ["ToMe over plain", "eager", "1.25× to 2.00×", "0 of 4 arms"] in comparisons
 
 
+def test_noise_is_called_noise(report):
+    faster = [arm("plain", PLAIN), arm("tome", times(0.5), ratio=0.5), arm("limit", times(0.625), ratio=0.5)]
+    again = [arm("plain", PLAIN), arm("tome", times(0.55), ratio=0.5)]
+    page = report(result([case(faster)]), result([case(again)]))
+    assert (
+        "the most is −20.0 %, in sd15, one UNet pass, 512 px, batch 2, ToMe 0.5, eager. 1 are below it by noise"
+        in page
+    )
+    assert "\n- 1 speed-ups were measured in several runs, and differ between runs by up to +10.0 %:" in page
+    assert "no merging can be faster" not in page
+    assert "several runs" not in report(result([case(again)])) and "by noise" not in report(result([full_case()]))
+
+
 def test_sections_do_not_mix_models_settings_machines_or_repetitions(report):
     drawn = [full_case(steps=steps, scope="pipeline", guidance_scale=2.0) for steps in (4, 20)]
     one, another = result([full_case(), full_case(model="sdxl"), *drawn]), result([full_case()], machine="Another CPU")

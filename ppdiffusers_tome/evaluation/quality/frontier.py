@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ...config import GRID, TOMESD_SETTINGS, ToMeConfig
+from ...config import GRID, KV, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
 from ..clock import quartiles, ratio_within_rounds
 from ..markdown import NOT_MEASURED, change, figure, link, table
@@ -23,24 +23,40 @@ PAGE = "frontier.md"
 TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)
 TIMES = ["size", "config", "backend", "seconds", "speed_up"]  # columns of what bench measured
 RATIOS = (0.5, 0.7)  # of the default, compared with tomesd's method at 0.5
+NOISE = 0.05  # by which a speed-up in the predictor differs if it is measured again in another run
+BASES = {  # the methods of docs/methods.md, whose names are those of plots and tables
+    "default": ToMeConfig(),
+    "tomesd's": TOMESD,
+    "keys and values": ToMeConfig(merge_attn=KV),
+    "ToDo": replace(TOMESD, merge_attn=KV, match=GRID, ratio=0.75, blend=0, use_rand=False),
+}
+IMAGES = {"Prompts": "Prompts", "Photographs": "Image-to-image"}  # source → heading
 INTRODUCTION = """\
 Each point is one way to merge at one ratio. Its distance is between an image and the plain image of the same prompt
 and noise: PSNR (higher is nearer) and ST-LPIPS (lower is nearer), medians over the images, of PSNR with the quartiles
 in parentheses. Its speed-up is the time of one pass of the plain UNet over its own in the same backend, the median of
 the ratios within rounds. Times are measured with fixed dst; random ones are constants of a program too.
 
+Names: {names}. What follows a comma differs from that; *whole grid* is `window=None`.
+
 A point is **on the frontier** (bold) if it is faster than plain in the predictor and no other point of its table is
-both faster and nearer by PSNR. Which method is best depends on the images. The bundled model draws single objects on
-white, and white tokens are so similar that merging them loses almost nothing, which flatters merging. Photographs have
-texture everywhere and rank the methods differently. Trust a method that is on the frontier of both."""
+nearer by PSNR and about as fast. Measured again in another run, a speed-up differs by up to {noise}, so a point that
+is ahead of another by less than that is not faster.
+
+Which method is best depends on the images. *Prompts* are images of prompts alone. The bundled models generate single
+objects on white, and white tokens are so similar that merging them loses almost nothing, which flatters merging."""
+IMAGE_TO_IMAGE = """\
+*Image-to-image* starts from scikit-image's photographs, at strength {strengths}, with the same prompts, which do not
+describe the photographs. These images have texture everywhere and rank the methods differently. Trust a method that is
+on the frontier of both."""
 DEFAULT = """\
-The library's default is *{default}*. It is compared with tomesd's method, *{tomesd}*, at ratio 0.5. The gain is the
-difference between the median PSNRs. The quotient of ST-LPIPS is below 1 where the default is nearer, and the change of
-time, within rounds, below 0 % where it is faster. An image is nearer if its PSNR is higher than that of the same image
-by tomesd's method."""
+The default, at ratios {ratios}, is compared with tomesd's method at ratio 0.5. The gain is the difference between the
+median PSNRs. The quotient of ST-LPIPS is below 1 where the default is nearer, and the change of time, within rounds,
+below 0 % where it is faster; changes below {noise} are noise. An image is nearer if its PSNR is higher than that of
+the same image by tomesd's method."""
 AS_NEAR = """\
-The fastest point in the predictor that is at least as near to plain as tomesd's method at ratio 0.5, and the share of
-plain's time that each saves."""
+The fastest point in the predictor that is at least as near to plain as tomesd's method at ratio 0.5 (of those that are
+slower by less than {noise}, the nearest), and the share of plain's time that each saves."""
 
 
 def write_report(
@@ -64,15 +80,20 @@ def write_report(
     if images is not None:  # first, because an image may be missing
         drawn = [(file, result) for file, result in results if result["kind"] == "quality"]
         sheets = [_write_sheet(result, images / file.stem, output, default) for file, result in drawn]
-    lines = ["# Distance from plain against time", "", INTRODUCTION, ""]
-    lines += [*_sources(results, output), ""]
-    lines += _compare_default(frame, default)
+    names = ", ".join(f"*{name}* is *{config.method}*" for name, config in BASES.items())
+    noise = f"{100 * NOISE:g} %"
+    lines = ["# Distance from plain against time", "", INTRODUCTION.format(names=names, noise=noise)]
+    strengths = {result["strength"] for _, result in results if result["kind"] == "quality"} - {None}
+    if strengths:
+        lines += [IMAGE_TO_IMAGE.format(strengths=", ".join(map("{:g}".format, sorted(strengths))))]
+    lines += ["", *_sources(results, output), "", *_compare_default(frame, default, noise)]
     for (source, size), points in frame.groupby(["source", "size"], sort=False):
-        title = f"{source}, {size} px"
+        title = _title(source, size, points)
         plot = output / f"frontier_{source.lower()}_{size}.png"
         save_figure(plot_frontier(points[points["backend"] == PREDICTOR], title), plot)
         caption = (
-            f"{title}: distance from plain against speed-up in the predictor. Grey: the frontier by each measure."
+            f"{title}: distance from plain against speed-up in the predictor, with the ratio at each point. Grey: the "
+            f"frontier by each measure. Speed-ups less than {noise} apart are equal within the noise."
         )
         lines += [f"## {title}", "", *figure(plot, caption, output), *_table(points), ""]
     lines += ["## Images", ""] if sheets else []
@@ -87,9 +108,9 @@ def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     """One row for each setting of the quality results and each backend, joined with its measured time.
 
     Columns: "source" ("Prompts" or "Photographs"), "size", "config" (without what does not affect the time), "method"
-    (in words), "ratio", "psnr" with "psnr_low" and "psnr_high", "perceptual", "images" (PSNR of each), "backend",
-    "seconds" (of each round), "speed_up" over plain (both NaN if not measured), and whether the point is on the
-    frontier: "frontier" by PSNR, "frontier_perceptual" by ST-LPIPS.
+    (from `name_of`), "ratio", "psnr" with "psnr_low" and "psnr_high", "perceptual", "images" (PSNR of each),
+    "backend", "seconds" (of each round), "speed_up" over plain (both NaN if not measured), and whether the point is on
+    the frontier: "frontier" by PSNR, "frontier_perceptual" by ST-LPIPS.
 
     Raises:
         ToMeConfigError: a result is of another kind or format, two of one size are of several models or have the same
@@ -131,7 +152,7 @@ def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     for column, nearness in {"frontier": frame["psnr"], "frontier_perceptual": -frame["perceptual"]}.items():
         frame[column] = False
         for _, points in frame.groupby(["source", "size", "backend"]):
-            frame.loc[points.index, column] = is_on_frontier(points["speed_up"], nearness[points.index])
+            frame.loc[points.index, column] = is_on_frontier(points["speed_up"], nearness[points.index], NOISE)
     return frame.sort_values(["source", "size"], ascending=[False, True], kind="stable", ignore_index=True)
 
 
@@ -151,13 +172,44 @@ def _write_sheet(result: dict[str, Any], images: Path, output: Path, default: To
     source = _source(result)
     path = output / f"frontier_{source.lower()}_{result['size']}_sheet.png"
     write_sheet(path, result, images, shown, titles)
-    return path, f"{source}, {result['size']} px: {', '.join(shown)}; images {', '.join(map(str, titles))}."
+    kind = f"{IMAGES[source]}, {result['size']} px"
+    return path, f"{kind}: {', '.join(shown)}; images {', '.join(map(str, titles))}."
 
 
-def is_on_frontier(speed_up: pd.Series, nearness: pd.Series) -> np.ndarray:
-    """Whether each point is faster than plain, and no other point is both faster and nearer."""
+def name_of(config: ToMeConfig) -> str:
+    """A way to merge by the name of its method in the documents and what differs from that; without ratio and seed."""
+    is_tomesd = not config.proportional and config.merge_attn is True
+    name = "ToDo" if config.match == GRID else "keys and values" if config.merge_attn == KV else "default"
+    name = "tomesd's" if name == "default" and is_tomesd else name
+    values, base = asdict(config), asdict(BASES[name])
+    words = {
+        "sx": f"{config.sx}×{config.sy} cells",
+        "sy": f"{config.sx}×{config.sy} cells",
+        "window": f"windows of {config.window}" if config.window else "whole grid",
+        "use_rand": "random dst" if config.use_rand else "fixed dst",
+        "max_downsample": f"up to level {config.max_downsample}",
+        "blend": f"blend {config.blend:g}",
+        "proportional": "proportional" if config.proportional else "not proportional",
+    }
+    ignored = {"ratio", "seed"} | ({"window"} if config.match == GRID else set())
+    differing = [field for field, value in values.items() if value != base[field] and field not in ignored]
+    return ", ".join([name, *dict.fromkeys(words.get(field, f"{field}={values[field]!r}") for field in differing)])
+
+
+def is_on_frontier(speed_up: pd.Series, nearness: pd.Series, noise: float = 0) -> np.ndarray:
+    """Whether each point is faster than plain, and no other point is nearer and faster.
+
+    Another point counts as faster unless it is slower by the share `noise` or more.
+    """
     points = list(zip(speed_up, nearness, strict=True))
-    return np.array([s > 1 and not any(faster > s and nearer > n for faster, nearer in points) for s, n in points])
+    return np.array(
+        [s > 1 and not any(other * (1 + noise) > s and nearer > n for other, nearer in points) for s, n in points]
+    )
+
+
+def _title(source: str, size: int, points: pd.DataFrame) -> str:
+    """As "Prompts, 128 px, 256 images"."""
+    return f"{IMAGES[source]}, {size} px, {len(points['images'].iloc[0])} images"
 
 
 def _measured_images(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -170,7 +222,7 @@ def _measured_images(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
         psnr = [math.inf if value is None else value for value in setting["pairs"]["psnr"]]  # None: equal images
         spread = dict(zip(("psnr", "psnr_low", "psnr_high"), quartiles(psnr), strict=True))
         distance = quartiles(setting["pairs"]["perceptual"]).median
-        columns = {"config": _timed(config), "method": config.method, "ratio": config.ratio, "images": psnr}
+        columns = {"config": _timed(config), "method": name_of(config), "ratio": config.ratio, "images": psnr}
         yield {**about, **columns, **spread, "perceptual": distance}
 
 
@@ -221,7 +273,7 @@ def _table(points: pd.DataFrame) -> list[str]:
     return table(["method", "ratio", "predictor", "eager", "PSNR, dB", "ST-LPIPS"], rows)
 
 
-def _compare_default(frame: pd.DataFrame, default: ToMeConfig) -> list[str]:
+def _compare_default(frame: pd.DataFrame, default: ToMeConfig, noise: str) -> list[str]:
     """Two tables: the default against tomesd's method, and what is as near as tomesd's method."""
     gains, as_near = [], []
     for (source, size), points in frame.groupby(["source", "size"], sort=False):
@@ -231,10 +283,10 @@ def _compare_default(frame: pd.DataFrame, default: ToMeConfig) -> list[str]:
         for ratio in RATIOS:
             rows = _find(points, replace(default, ratio=ratio))
             if not rows.empty:
-                gains.append([f"{source}, {size} px", f"{ratio:g}", *_gains(rows, tomesd)])
+                gains.append([_title(source, size, points), f"{ratio:g}", *_gains(rows, tomesd)])
         theirs = tomesd.loc[PREDICTOR]
         near = points[(points["backend"] == PREDICTOR) & (points["psnr"] >= theirs["psnr"])]
-        fastest = near.loc[near["speed_up"].idxmax()]
+        fastest = near.loc[near["psnr"].where(near["speed_up"] * (1 + NOISE) > near["speed_up"].max()).idxmax()]
         saved, theirs_saved = 1 - 1 / fastest["speed_up"], 1 - 1 / theirs["speed_up"]
         cells = [f"{theirs['psnr']:.1f}", f"{theirs_saved:.1%}", fastest["method"], f"{fastest['ratio']:g}"]
         cells += [
@@ -242,7 +294,7 @@ def _compare_default(frame: pd.DataFrame, default: ToMeConfig) -> list[str]:
             f"{saved:.1%}",
             f"{saved / theirs_saved:.2f}×" if theirs_saved > 0 else NOT_MEASURED,
         ]
-        as_near.append([f"{source}, {size} px", *(cell.replace("%", " %") for cell in cells)])
+        as_near.append([_title(source, size, points), *(cell.replace("%", " %") for cell in cells)])
     if not as_near:
         return []
     heads = [
@@ -258,18 +310,18 @@ def _compare_default(frame: pd.DataFrame, default: ToMeConfig) -> list[str]:
     lines = [
         "## The default",
         "",
-        DEFAULT.format(default=default.method, tomesd=TOMESD.method),
+        DEFAULT.format(ratios=" and ".join(map("{:g}".format, RATIOS)), noise=noise),
         "",
         *table(heads, gains),
         "",
     ]
     heads = ["images", "tomesd's PSNR", "saves", "fastest as near", "ratio", "PSNR", "saves", "against tomesd's"]
-    return [*lines, AS_NEAR, "", *table(heads, as_near), ""]
+    return [*lines, AS_NEAR.format(noise=noise), "", *table(heads, as_near), ""]
 
 
 def _find(points: pd.DataFrame, config: ToMeConfig) -> pd.DataFrame:
     """The rows of a config by backend, with the dst that it chooses; empty if it was not drawn."""
-    is_config = (points["config"] == _timed(config)) & (points["method"] == config.method)
+    is_config = (points["config"] == _timed(config)) & (points["method"] == name_of(config))
     return points[is_config].set_index("backend")
 
 

@@ -1,20 +1,38 @@
 """The plots of a quality report, drawn from its frame: change and KID against the ratio, and the ablations."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
+from textwrap import fill
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, add_legend, make_figure, save_figure, set_title
+from ..plotting import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    add_legend,
+    label_points,
+    make_figure,
+    mix,
+    save_figure,
+    set_title,
+)
 
 OTHER_SEEDS, BLURRED = "plain, other seeds", "plain, blurred"  # calibrations that every result has
 COLOURS = {"ratio": BLUE, "method": SKY, "use_rand": RED, "max_downsample": PURPLE, "layers": ORANGE, "tomesd": GREEN}
-# Of the methods of a frontier in turn; six and seven, so that 42 lines differ.
-METHOD_COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
+FAMILIES = {"default": BLUE, "tomesd's": RED, "keys and values": GREEN, "ToDo": PURPLE}  # of the methods of a frontier
 METHOD_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LONGEST_OF_TWO = 50  # characters of a method, where two stand side by side below a plot
+LONGEST_LINE = 34  # characters of a method beside its point
+NEAR_PLAIN = 1.2  # speed-up from which on a plot has no line for plain
+BETTER = {"psnr": ": up and to the right is better", "perceptual": ": down and to the right is better"}
 # The groups whose settings differ in the ratio alone: label, marker, line.
 LINES = {
     "ratio": ("random dst", "o", "-"),
@@ -99,38 +117,66 @@ def plot_frontier(
 ) -> Figure:
     """PSNR and ST-LPIPS against speed-up: a line for each method over its ratios, and the frontier in grey.
 
+    The point of a method's lowest ratio has its name and ratio beside it, its other points their ratios.
+
     Args:
         points: from `frontier.read_points`, of one size, kind of image and backend.
         title: of the figure.
         backend: that was timed, for the labels.
         chosen: speed-up, PSNR and ST-LPIPS of a point to mark; None marks none.
     """
-    methods = list(dict.fromkeys(points["method"]))
-    columns = 2 if all(len(method) <= LONGEST_OF_TWO for method in methods) else 1  # of the legend
-    figure, panels = make_figure(columns=2, height=4 + 0.22 * len(methods) / columns)
+    points = points.sort_values("ratio", kind="stable")
+    looks = _looks(list(dict.fromkeys(points["method"])))
+    figure, panels = make_figure(rows=2, height=8)
     for axes, measure, frontier in zip(
         panels, ("psnr", "perceptual"), ("frontier", "frontier_perceptual"), strict=True
     ):
         best = points[points[frontier]].sort_values("speed_up", kind="stable")
-        axes.plot(best["speed_up"], best[measure], color="#cccccc", lw=6, solid_capstyle="round", label="frontier")
-        axes.axvline(1, color="black", lw=0.9, ls=":", label="plain")
-        for nth, method in enumerate(methods):
-            line = points[points["method"] == method].sort_values("ratio", kind="stable")
-            colour, marker = METHOD_COLOURS[nth % len(METHOD_COLOURS)], METHOD_MARKERS[nth % len(METHOD_MARKERS)]
+        axes.plot(best["speed_up"], best[measure], "o-", color="#cccccc", lw=6, ms=11, mew=0, label="frontier")
+        if points["speed_up"].min() < NEAR_PLAIN:
+            axes.axvline(1, color="black", lw=0.9, ls=":", label="plain")
+        for method, (colour, marker) in looks.items():
+            line = points[points["method"] == method]
             axes.plot(line["speed_up"], line[measure], color=colour, marker=marker, ms=5, lw=1, label=method)
         if chosen is not None:
             speed_up, *distances = chosen
             place = [speed_up], [distances[measure == "perceptual"]]
             axes.plot(*place, "o", ms=13, mfc="none", mec="black", mew=1.5, label="chosen")
-        axes.set_title(PAIRS[measure], fontsize=9.5)
+        axes.set_title(PAIRS[measure] + BETTER[measure], fontsize=9.5)
         axes.set_xlabel(f"times as fast as plain, {backend}", fontsize=9)
+        axes.margins(0.08, 0.12)
     panels[1].set_yscale("log")
     panels[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panels[1].yaxis.set_major_formatter("{x:g}")
     panels[1].minorticks_off()
     set_title(figure, title)
-    add_legend(figure, panels, columns=columns)
+    add_legend(figure, panels, without=looks)
+    is_first = ~points.duplicated("method")
+    names = points["method"].map(lambda method: fill(method, LONGEST_LINE) + ": ").where(is_first, "")
+    texts = names + points["ratio"].map("{:g}".format)
+    colours = points["method"].map(lambda method: mix(looks[method][0], "black", 0.25))
+    for axes, measure in zip(panels, ("psnr", "perceptual"), strict=True):
+        rows = pd.DataFrame({"text": texts, "x": points["speed_up"], "y": points[measure], "colour": colours})
+        rows = rows[np.isfinite(rows["x"]) & np.isfinite(rows["y"]) & ((rows["y"] > 0) | (measure == "psnr"))]
+        label_points(figure, axes, list(rows.itertuples(index=False, name=None)))
     return figure
+
+
+def _looks(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each method: variants of one, named "default, …", have shades of its colour."""
+    families: dict[str, list[str]] = {}
+    for method in methods:
+        families.setdefault(method.partition(",")[0], []).append(method)
+    for variants in families.values():
+        variants.sort()  # the method without variation has the colour itself
+    others = iter(cycle((ORANGE, SKY, GREY)))
+    looks = {}
+    for family, variants in families.items():
+        colour = FAMILIES.get(family) or next(others)
+        for nth, method in enumerate(variants):
+            shade = mix(colour, "white" if nth % 2 else "black", 0.9 * (1 - 0.7 ** ((nth + 1) // 2)))
+            looks[method] = shade, METHOD_MARKERS[nth % len(METHOD_MARKERS)]
+    return looks
 
 
 def write_plots(frame: pd.DataFrame, ratio: float, output: Path) -> list[tuple[Path, str]]:

@@ -13,24 +13,26 @@ from .frame import at_ratio, nearest
 
 TARGET = 0.03  # largest time above the free-merge limit that counts as reaching it, as a share
 COLOURS = (SKY, ORANGE, RED, BLUE, GREEN, PURPLE, GREY)
+ATTENTION = {TOME: "plain attention", BOTH: "memory-efficient attention"}  # in which an arm merges
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LOOKS = {TOME: ("o-", BLUE), LIMIT: (":", GREY), BUILT_IN: ("s-", RED), BOTH: ("^--", GREEN)}  # of lines by ratio
 
 
 def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
-    """Speed-up over plain against image size: a panel for ToMe, and one for ToMe + memory-efficient attention.
+    """Speed-up over the same attention without merging, against image size: a panel for each kind of attention.
 
     Of many ratios the plot has those nearest to 0.25, 0.5 and 0.75, of several values of `max_downsample` the lowest,
     and of several methods the first. None if no line has two sizes.
     """
     arms = _first_method(arms)
-    arms = arms[arms["merges"] & (arms["backend"] == backend) & arms["faster_than_plain"].notna()]
+    arms = arms.assign(gain=arms["faster_than_plain"].mask(arms["arm"] == BOTH, arms["faster_than_efficient"]))
+    arms = arms[arms["merges"] & (arms["backend"] == backend) & arms["gain"].notna()]
     arms = arms[arms["max_downsample"] == arms["max_downsample"].min()].sort_values("size", kind="stable")
     if arms.empty or arms.groupby(["arm", "ratio", "batch"])["size"].nunique().max() < 2:
         return None
     ratios = sorted({nearest(arms["ratio"], wanted) for wanted in (0.25, 0.5, 0.75)})
     batches = sorted(arms["batch"].unique())
-    panels_of = arms[arms["ratio"].isin(ratios)].groupby("label", sort=False)
+    panels_of = arms[arms["ratio"].isin(ratios)].groupby("arm", sort=False)
     figure, panels = make_figure(columns=len(panels_of), height=4.4)
     for panel in panels[1:]:
         panel.sharey(panels[0])
@@ -38,12 +40,13 @@ def speed_up_by_size(arms: pd.DataFrame, backend: str) -> Figure | None:
         for (ratio, batch), line in of_panel.groupby(["ratio", "batch"]):
             marker, colour = MARKERS[batches.index(batch) % len(MARKERS)], COLOURS[ratios.index(ratio)]
             label = f"ratio {ratio:g}, batch {batch}"
-            panel.plot(line["size"], line["faster_than_plain"], f"{marker}-", color=colour, ms=5, label=label)
+            panel.plot(line["size"], line["gain"], f"{marker}-", color=colour, ms=5, label=label)
         panel.axhline(1, color=GREY, lw=1)
         panel.set(xticks=sorted(arms["size"].unique()), xlabel="image size (px, square)")
-        panel.set_title(name, fontsize=11)
-    panels[0].set_ylabel("times as fast as plain")
-    set_title(figure, f"Speed-up against size, {arms['subject'].iloc[0]}, {backend}")
+        panel.set_title(ATTENTION[name], fontsize=11)
+    panels[0].set_ylabel("times as fast as without merging")
+    subject, method = arms[["subject", "method"]].iloc[0]
+    set_title(figure, f"Speed-up against size, {subject}, {backend}\n{method}")
     add_legend(figure, panels)
     return figure
 
@@ -97,7 +100,7 @@ def time_above_limit(arms: pd.DataFrame) -> Figure | None:
         panel.axhline(100 * TARGET, color=RED, lw=1.2, ls="--", label=f"target, {100 * TARGET:g} %")
         panel.axhline(0, color=GREY, lw=1)
     figure.supylabel("time above the free-merge limit (%)", fontsize=11)
-    set_title(figure, f"Time above the free-merge limit, {arms['subject'].iloc[0]}")
+    set_title(figure, f"Time above the free-merge limit (below 0 %: noise), {arms['subject'].iloc[0]}")
     add_legend(figure, panels, columns=2 if labels is arms["label_at"] else 4)
     return figure
 
