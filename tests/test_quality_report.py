@@ -151,7 +151,7 @@ def test_small_change_is_not_summarized_as_none(result):
     other = changed["calibration"]["plain, other seeds"]
     for compared, distance in ((default(changed), 1e-4), (other, 2.5e-2)):
         compared["pairs"]["perceptual"] = [distance] * len(compared["pairs"]["perceptual"])
-    assert "merging changes an image 0.4% as much" in "\n".join(summarize(changed))
+    assert "merging changes these images 0.4% as much" in "\n".join(summarize(changed))
 
 
 def test_summary_has_the_figures_of_the_result(result):
@@ -161,7 +161,9 @@ def test_summary_has_the_figures_of_the_result(result):
     middle = np.median(default(result)["pairs"]["perceptual"])
     other = np.median(result["calibration"]["plain, other seeds"]["pairs"]["perceptual"])
     assert f"a perceptual distance of {middle:.4f} (quartiles" in text
-    assert f"merging changes an image {middle / other:.0%} as much" in text
+    assert f"merging changes these images {middle / other:.0%} as much. Images with texture everywhere" in text
+    image_to_image = "\n".join(summarize({**result, "strength": 0.4}))
+    assert "texture" not in image_to_image and "merging changes these images" in image_to_image
     assert "above the noise floor: 0.5, 0.75." in text
     assert "changes more: 100% from 0.1 to 0.25, 100% from 0.25 to 0.5, 100% from 0.5 to 0.75" in text
     assert "random dst: 0% at ratio 0.1, 0% at ratio 0.25" in text

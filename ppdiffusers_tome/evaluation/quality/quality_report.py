@@ -192,8 +192,10 @@ def summarize(result: dict[str, Any]) -> list[str]:
         "Medians of *{method}* at ratio {ratio:g}, against the plain image of the same prompt and noise: a perceptual "
         "distance of {perceptual:.4f} (quartiles {perceptual_low:.4f} to {perceptual_high:.4f}), a PSNR of {psnr:.1f} "
         "dB and an SSIM of {ssim:.3f}.".format(method=_method(result), **default),
-        f"A plain image from another seed is at a distance of {floor['perceptual']:.4f}: merging changes an image "
-        f"{share:.{0 if share >= 0.01 else 1}%} as much.",
+        f"A plain image from another seed is at a distance of {floor['perceptual']:.4f}: merging changes these images "
+        f"{share:.{0 if share >= 0.01 else 1}%} as much."
+        + " Images with texture everywhere change more: `--strength` compares them."
+        * (result["strength"] is None),
     ]
     if growth := [
         f"{(distances[high] > distances[low]).mean():.0%} from {ratios[low]:g} to {ratios[high]:g}"
