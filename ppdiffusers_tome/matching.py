@@ -28,8 +28,8 @@ class MergePlan:
 
     Of an image's N tokens, D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst
     tokens first, then the remaining src tokens, both in the order of their positions.
-    Indices count rows of the flattened batch, so one gather serves all images. With r = 0 the index tensors are
-    empty.
+    Indices count rows of the flattened batch, so one gather serves all images. With r = 0 every token is a dst that
+    nothing merges into, and the index tensors are empty.
 
     If height and width are dynamic, counts are tensors and the remaining src tokens count as dst: D is N - r.
     """
@@ -103,7 +103,8 @@ def match_tokens(
     _check(metric, grid, r, count_dst(grid, sx, sy))
     if is_zero(r):
         none = paddle.zeros([0], dtype="int64")
-        return MergePlan(n, r, count_dst(grid, sx, sy), none, none, none, none, none.cast("float32"), none)
+        weights = paddle.ones_like(metric[..., 0], dtype="float32").reshape([-1, 1])
+        return MergePlan(n, r, n, none, None, none, none, weights, none)
     compute = computed_positions if grid.is_dynamic else constant_positions
     positions = compute(grid, sx, sy, None if random_key is None else tuple(random_key), window)
     d, s, dst_tokens, src_tokens, slot, count_d, count_s, _ = positions

@@ -1,6 +1,7 @@
 """Proportional attention: a merged token counts as often as the tokens that it replaces."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import paddle
@@ -18,7 +19,7 @@ from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, sd3
 from zoo.videos import CrossFrameAttention
 
-from ppdiffusers_tome import ToMePassError, hooks, merge
+from ppdiffusers_tome import ToMePassError, hooks, match_cells, match_tokens, merge
 from ppdiffusers_tome import attention as attention_module
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.positions import Grid
@@ -62,6 +63,12 @@ def test_log_sizes_are_those_of_the_groups(plans):
     for plan in plans:
         assert np.allclose(np.exp(plan.log_sizes().numpy()), sizes_of(plan), rtol=1e-6)
         assert (sizes_of(plan).sum(axis=1) == plan.tokens).all() and sizes_of(plan).max() > 2
+
+
+@pytest.mark.parametrize("match", [partial(match_tokens, removed=0), match_cells])
+def test_log_sizes_are_0_where_nothing_merges(match):
+    plan = match(paddle.randn([3, 4, 5]), Grid(1, 4))
+    assert plan.log_sizes().numpy().tolist() == [[0] * 4] * 3
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
