@@ -13,6 +13,7 @@ from .errors import ToMeConfigError
 
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
+ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
 KV = "kv"  # of merge_attn: only keys and values merge
 SIMILARITY, GRID = "similarity", "grid"  # of match
 # The settings that tomesd does not have, as it merges without them.
@@ -127,7 +128,8 @@ class ToMeConfig:
             dst: dst tokens among them: one per complete cell; 0 in a grid smaller than one cell, where nothing merges.
 
         Returns:
-            r = ⌊N·ratio⌋, at most N - dst, as in tomesd; N - dst with match="grid"; 0 below min_tokens.
+            r = ⌊N·ratio⌋, at most N - dst; N - dst with match="grid"; 0 below min_tokens. Where floating point puts
+            N·ratio just below the integer that it is, as 100·0.29, tomesd merges one token less.
 
         Raises:
             ToMeConfigError: the ratio follows a schedule.
@@ -137,7 +139,7 @@ class ToMeConfig:
             return 0
         if self.match == GRID and ratio and dst:
             return tokens - dst
-        return min(int(tokens * ratio), tokens - dst) if dst else 0
+        return min(int(tokens * ratio + ROUNDING), tokens - dst) if dst else 0
 
     @property
     def constant_ratio(self) -> float:

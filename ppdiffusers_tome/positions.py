@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import paddle
 
-from .config import SEEDS, ToMeConfig
+from .config import ROUNDING, SEEDS, ToMeConfig
 from .errors import ToMePassError
 
 Count: TypeAlias = int | paddle.Tensor
@@ -94,7 +94,7 @@ def count_removed(grid: Grid, config: ToMeConfig) -> Count:
         return 0
     # A tensor, because Paddle 2.6 rounds numbers that are attributes of a program's operations to float32.
     ratio = paddle.full([], config.constant_ratio, dtype="float64")
-    wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio).cast("int64")
+    wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio + ROUNDING).cast("int64")
     return paddle.minimum(wanted, grid.tokens - dst) * paddle.cast(dst > 0, "int64")
 
 

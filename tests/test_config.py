@@ -167,10 +167,26 @@ def test_frozen():
 
 @pytest.mark.parametrize(
     ("ratio", "tokens", "dst", "removed"),
-    [(0.5, 4096, 1024, 2048), (0.75, 64, 16, 48), (0.5, 35, 6, 17), (0, 64, 16, 0), (0.5, 1, 0, 0), (0.5, 3, 0, 0)],
+    [
+        (0.5, 4096, 1024, 2048),
+        (0.75, 64, 16, 48),
+        (0.5, 35, 6, 17),
+        (0.29, 100, 25, 29),  # 28.999999999999996
+        (0.2899999, 100, 25, 28),
+        (0, 64, 16, 0),
+        (0.5, 1, 0, 0),
+        (0.5, 3, 0, 0),
+    ],
 )
 def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed):
     assert ToMeConfig(ratio=ratio).removed(tokens, dst) == removed
+
+
+@pytest.mark.parametrize("tokens", [100, 64**2, 256**2, 1000**2])
+def test_removed_is_the_exact_share_whatever_floating_point_makes_of_it(tokens):
+    for hundredths in range(100):
+        config = ToMeConfig(hundredths / 100, sx=10, sy=10)
+        assert config.removed(tokens, 1) == min(tokens * hundredths // 100, tokens - 1)
 
 
 def test_describe_has_ratio_and_changed_settings():
