@@ -15,7 +15,7 @@ from .positions import Grid, count_removed
 
 @dataclass(frozen=True)
 class BlockSummary:
-    """One block that merges."""
+    """One block that merges, or would at a higher ratio or on a larger grid."""
 
     denoiser: str  # name of its model in the pipeline, e.g. "unet"
     path: str  # path in that model
@@ -23,9 +23,8 @@ class BlockSummary:
     grid: Grid  # tokens along each axis
     kept: int  # tokens after merging, of grid.tokens
     is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
-    merges: tuple[
-        str, ...
-    ]  # where it merges if it is not gated: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"
+    # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if kept is all.
+    merges: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ class ToMeSummary:
             lines.append(f"{'block':<{width}}  level  grid       tokens kept      merges")
             for b in self.blocks:
                 grid, kept = f"{b.grid.h}×{b.grid.w}", f"{b.kept} of {b.grid.tokens}"
-                name, merges = f"{b.denoiser}.{b.path}", "plain (min_tokens)" if b.is_gated else ", ".join(b.merges)
+                plain = "plain (min_tokens)" if b.is_gated else "plain"
+                name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges) or plain
                 lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {kept:<15}  {merges}")
         if self.macs is None or self.saved_share is None:
             lines.append("MACs: cannot be counted for this kind of model")
@@ -87,7 +87,8 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
-            kept = grid.tokens - count_removed(grid, first)
+            removed = count_removed(grid, first)
+            kept, merges = grid.tokens - removed, merges if removed else ()
             is_gated = grid.tokens < config.min_tokens
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept, is_gated, merges))
             if countable:

@@ -134,6 +134,18 @@ def test_summary_of_keys_and_values(pipe):
     assert 0 < cells.saved < around.macs and summary.macs == around.macs == cells.macs
 
 
+def test_summary_at_ratio_0_and_of_grids_too_small_to_merge(pipe):
+    for ratio, size in (
+        (0, 128),
+        ({1.0: 0.0, 0.5: 0.5}, 128),
+        (0.5, 8),
+    ):  # 8 px: 2×2 tokens at level 1, 1×1 at level 2
+        summary = pipe.apply_tome(ratio, max_downsample=2).tome_summary(height=size, width=size)
+        nothing = {b.merges for b in summary.blocks if b.kept == b.grid.tokens}
+        assert nothing == {()} and str(summary).count("  plain\n") == sum(not b.merges for b in summary.blocks)
+        assert all(b.merges == ("attn",) for b in summary.blocks if b.kept < b.grid.tokens)
+
+
 def test_summary_with_merging_off(pipe):
     summary = pipe.tome_summary()
     assert (summary.blocks, summary.saved, summary.settings) == ((), 0, {"unet": "off"})
