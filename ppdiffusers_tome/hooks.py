@@ -9,6 +9,7 @@ ends with the forward, even if that raises. Everything else holds weak reference
 the hooks, so a deep copy of a model has its own.
 """
 
+import inspect
 import secrets
 import threading
 import weakref
@@ -167,7 +168,7 @@ class CallHook(ConfigHook):
             raise ToMeConfigError(CHUNKED_FEED_FORWARD)
         arguments = _Arguments(inputs)
         arguments.call = _Call()
-        self._thread.call = weakref.ref(arguments.call)
+        self._thread.call, self._thread.block = weakref.ref(arguments.call), weakref.ref(block)
         return arguments
 
     def build_plan(self, metric: paddle.Tensor) -> None:
@@ -263,13 +264,20 @@ class CallHook(ConfigHook):
         if reference is None:
             return None
         call = reference()
-        if call is None:
+        if call is None and self._is_running():
             raise ToMePassError(
                 "the merge plan of this block no longer exists: a forward pre-hook registered after apply_tome() "
-                "replaced the block's arguments, or the layer was called outside its block. Register such hooks "
-                "before apply_tome()."
+                "replaced the block's arguments. Register such hooks before apply_tome()."
             )
+        if call is None:  # the block raised, and no post-hook has closed its call
+            self.close_call()
         return call
+
+    @paddle.jit.not_to_static
+    def _is_running(self) -> bool:
+        """Whether the block is on this thread's stack; slow, for calls that have lost their plan."""
+        block = self._thread.block()
+        return any(frame.frame.f_locals.get("self", self) is block for frame in inspect.stack(0))
 
 
 class BlockHook(ToMeHook):

@@ -261,6 +261,17 @@ def test_no_plan_outlives_a_pass_that_fails(unet):
     np.testing.assert_array_equal(run(unet), expected)
 
 
+def test_layers_called_directly_after_an_error_do_not_merge(unet):
+    block, tokens = find_blocks(unet)[0].block, paddle.randn([2, 10, 32])
+    plain = block.attn1(tokens).numpy()
+    unet.apply_tome()
+    failing = block.norm1.register_forward_pre_hook(lambda layer, inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(unet)
+    failing.remove()
+    np.testing.assert_array_equal(block.attn1(tokens).numpy(), plain)
+
+
 def test_two_threads_on_one_model_each_get_their_own_plan(unet, monkeypatch):
     # Paddle 2.6's arange, in ppdiffusers' time embedding, switches a device that all threads share: restore it.
     monkeypatch.setattr(paddle.base.framework, "_current_device", None, raising=False)
