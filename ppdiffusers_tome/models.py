@@ -67,6 +67,11 @@ def is_joint(attention: nn.Layer) -> bool:
     return getattr(attention, "add_q_proj", None) is not None
 
 
+def normalizes_heads(attention: nn.Layer) -> bool:
+    """Whether an attention layer normalizes the queries or keys of each head, as in Stable Diffusion 3.5."""
+    return any(getattr(attention, name, None) is not None for name in ("norm_q", "norm_k"))
+
+
 def is_fused(attention: nn.Layer) -> bool:
     """Whether a kernel computes an attention layer's scores and output together, and would take no broadcast mask."""
     return isinstance(attention.processor, (XFormersAttnProcessor, LoRAXFormersAttnProcessor))

@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle import nn
 
-from .attention import MaskHook, install_attention, remove_wrappers
+from .attention import MaskHook, has_size_channels, install_attention, remove_wrappers
 from .config import KV, LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .hooks import (
@@ -34,6 +34,7 @@ from .models import (
     is_controlnet,
     label,
     layer_components,
+    normalizes_heads,
     remove_builtin,
     timestep_projection,
 )
@@ -53,8 +54,8 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         controlnet: for ControlNets; None leaves them plain.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, merge_mlp meets chunked feed-forward layers, or a ratio
-            follows a schedule and the model does not show its timestep.
+        ToMeConfigError: target is not a pipeline or model, merge_mlp meets chunked feed-forward layers, proportional
+            meets heads that are normalized, or a ratio follows a schedule and the model does not show its timestep.
         NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
     before = attached_configs(target)
@@ -68,7 +69,17 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
     merging = [block.block for _, blocks, denoiser_config in chosen for block in blocks if denoiser_config.ratio]
     if config.merge_mlp and any(map(is_chunked, merging)):
         raise ToMeConfigError(CHUNKED_FEED_FORWARD)
-    for denoiser, _, denoiser_config in chosen:
+    for denoiser, blocks, denoiser_config in chosen:
+        if denoiser_config.ratio and denoiser_config.proportional:
+            attentions = [
+                layer for block in blocks for layer in merging_layers(block, denoiser_config).get("attn", ())
+            ]
+            if any(has_size_channels(layer) and normalizes_heads(layer) for layer in attentions):
+                raise ToMeConfigError(
+                    f"proportional=True: {type(denoiser).__name__} normalizes the queries and keys of each head, as "
+                    "Stable Diffusion 3.5 does, and would normalize the channels that weight merged tokens too: "
+                    "pass proportional=False."
+                )
         if len(denoiser_config.ratios) > 1 and timestep_projection(denoiser) is None:
             raise ToMeConfigError(
                 f"{denoiser_config.describe()}: {type(denoiser).__name__} has no layer that gets the "

@@ -4,12 +4,13 @@ import cuda_attention
 import numpy as np
 import paddle
 import pytest
+from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, JointAttnProcessor2_5
 from zoo import ZOO
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, pixart, sd3
 
-from ppdiffusers_tome import NoMergeableLayerError, ToMePassError
+from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMePassError
 
 BATCH, TEXT = 2, 5
 TIMESTEP = paddle.to_tensor([10] * BATCH)
@@ -139,6 +140,44 @@ def test_xformers_before_and_after(make):
     assert not np.allclose(merged, plain, atol=1e-3)
     assert np.array_equal(draw(make, model.apply_tome(**settings)), merged)
     assert np.array_equal(draw(make, model.remove_tome()), plain)
+
+
+class NormalizedHeads(JointAttnProcessor2_5):
+    """Normalizes queries and keys after the last hook of their projections, as SD3.5 does."""
+
+    def __call__(self, attn, *args, **kwargs):
+        def normalize(layer, inputs, output):
+            return attn.norm_q(output.reshape([0, 0, attn.heads, -1])).reshape(output.shape)
+
+        projections = (attn.to_q, attn.to_k, attn.add_q_proj, attn.add_k_proj)
+        helpers = [projection.register_forward_post_hook(normalize) for projection in projections]
+        try:
+            return super().__call__(attn, *args, **kwargs)
+        finally:
+            for helper in helpers:
+                helper.remove()
+
+
+def sd35():
+    """Stable Diffusion 3 with norms over the channels of a head, which ppdiffusers 0.29 does not have."""
+    model = sd3()
+    for block in model.transformer_blocks:
+        block.attn.norm_q = block.attn.norm_k = nn.LayerNorm(block.attn.head_dim)
+        block.attn.set_processor(NormalizedHeads())
+    return model
+
+
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
+def test_heads_that_are_normalized_have_no_room_for_sizes(merge_attn):
+    model = sd35()
+    plain = draw(sd3, model)
+    with pytest.raises(ToMeConfigError, match=r"SD3Transformer2DModel normalizes .*: pass proportional=False"):
+        model.apply_tome(merge_attn=merge_attn)
+    np.testing.assert_array_equal(draw(sd3, model.apply_tome(0)), plain)
+    merged = draw(sd3, model.apply_tome(merge_attn=merge_attn, proportional=False))
+    assert merged.shape == plain.shape and not np.allclose(merged, plain, atol=1e-3)
+    model.apply_tome(merge_attn=False, merge_mlp=True)  # no attention whose tokens have sizes
+    np.testing.assert_array_equal(draw(sd3, model.remove_tome()), plain)
 
 
 def test_max_downsample_makes_no_difference(make):
