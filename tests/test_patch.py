@@ -121,6 +121,15 @@ def test_same_seed_same_result_in_every_pass_and_batch(unet):
     assert np.abs(run(unet.apply_tome(ratio=0.5, use_rand=False)) - first).max() > 1e-4
 
 
+@pytest.mark.parametrize(("blend", "merge_attn", "adds"), [(0, True, False), (0, "kv", False), (1, True, True)])
+def test_with_blend_0_no_sum_depends_on_its_order(unet, blend, merge_attn, adds, monkeypatch):
+    """What a GPU adds in no fixed order, in docs/api.md: only ones, whose sums are exact in any order."""
+    added, add = [], paddle.scatter_nd_add
+    monkeypatch.setattr(paddle, "scatter_nd_add", lambda *args: added.append(args[2].numpy()) or add(*args))
+    run(unet.apply_tome(ratio=0.75, blend=blend, merge_attn=merge_attn))
+    assert added and any((values != 1).any() for values in added) == adds
+
+
 def test_without_seed_each_pass_differs(unet):
     unet.apply_tome(ratio=0.5, seed=None)
     assert np.abs(run(unet) - run(unet)).max() > 1e-4

@@ -144,6 +144,7 @@ class Predictor(Program):
                     handle.reshape(value.shape)
                     handle.copy_from_cpu(value)
             self._predictor.run()
+            # On a GPU too: nothing else reads an output handle, and run([tensors]) has not been tried there.
             outputs = [self._predictor.get_output_handle(name).copy_to_cpu() for name in self.outputs]
         return [paddle.to_tensor(output) for output in outputs]
 
