@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Iterator
@@ -86,6 +87,8 @@ def repair_zlib() -> None:
     except (OSError, AttributeError):  # no zlib is loaded, or this is not Linux
         return
     try:
+        if platform.machine() != "x86_64":
+            raise OSError(f"{platform.machine()} has other relocations")
         memory = os.open("/proc/self/mem", os.O_RDWR)  # a wrong address is an OSError here
         try:
             for slot, address in _function_slots(library, memory):
