@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import requires, version
 from types import SimpleNamespace
 
@@ -65,10 +66,8 @@ def stop():
     server.terminate()
     server.wait()
 
-command = [sys.executable, "-m", "ppdiffusers_tome"]
-export = ["export", "--model", "examples/emoji_sd", "--output", "build/emoji", "--ratio", "0.5", "0"]
-subprocess.run([*command, *export], check=True)
-server = subprocess.Popen([*command, "serve", "--model", "build/emoji", "--port", "8000"])
+command = [sys.executable, "-m", "ppdiffusers_tome", "serve", "--model", "build/emoji", "--port", "8000"]
+server = subprocess.Popen(command)
 atexit.register(stop)
 while server.poll() is None:
     try:
@@ -77,53 +76,79 @@ while server.poll() is None:
     except OSError:
         time.sleep(0.2)
 """
-ONNX = """
-from ppdiffusers_tome.inference import export_pipeline, load_pipeline
-export_pipeline(pipe, "build/onnx", (0.5, 0), [(128, 128)], format="onnx")
-"""
 CASE = """
 import json, numpy as np
 case = json.loads(str(np.load("tests/golden/unet.npz")["cases"]))[0]
 B, h, w, seed = (case[name] for name in ("B", "h", "w", "seed"))
 """
-USE = PIPE + "prompt = 'a 3d render of fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')\n"
 BEFORE = {
-    ("README.md", 1): USE,
-    ("README_zh.md", 1): USE,
+    ("README.md", 1): "prompt = 'a 3d render of fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
     ("docs/inference.md", 0): PIPE,
-    ("docs/inference.md", 1): PIPE + ONNX,
+    ("docs/inference.md", 1): f"{PIPE}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
     ("docs/serving.md", 0): SERVER,
     ("tests/golden/README.md", 1): CASE,
 }
+CONTINUES = [("README.md", 1), ("docs/inference.md", 1)]  # in the process of the snippet before
 
 
-@pytest.mark.parametrize(("document", "number"), SNIPPETS)
-def test_snippets_run(document, number, tmp_path):
-    """Each runs as it stands but for the port, in a process of its own, on the bundled model."""
-    code = snippets(document)[number]
-    for folder in ("examples", "tests"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    hub = tmp_path / "stable-diffusion-v1-5" / "stable-diffusion-v1-5"  # as ppdiffusers looks for a model
-    hub.parent.mkdir()
-    hub.symlink_to(ROOT / "examples" / "emoji_sd")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    script = (BEFORE.get((document, number), "") + code).replace("8000", str(port))
-    (tmp_path / "snippet").write_text(script, encoding="utf-8")
-    doctest = ["-m", "doctest"] if code.startswith(">>>") else []
-    command = [sys.executable, "-W", "ignore", *doctest, "snippet"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, f"{code}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    for name in re.findall(r"\.save\(\"(.+?\.png)\"\)", code):
-        assert Image.open(tmp_path / name).getextrema() != ((255, 255),) * 3
+@pytest.fixture(scope="module")
+def run_snippet(tmp_path_factory):
+    """A function that runs a snippet, with the one that continues it, and returns the folder that it ran in.
+
+    It runs as it stands but for the port, on the bundled model and the CPU. None needs a GPU. The one model of the hub
+    is not downloaded: a folder of its name comes first.
+    """
+
+    @cache
+    def run(document, number):
+        folder = tmp_path_factory.mktemp("snippets")
+        for name in ("examples", "tests"):
+            (folder / name).symlink_to(ROOT / name)
+        hub = folder / "stable-diffusion-v1-5" / "stable-diffusion-v1-5"
+        hub.parent.mkdir()
+        hub.symlink_to(ROOT / "examples" / "emoji_sd")
+        if document == "docs/serving.md":
+            (folder / "build").symlink_to(run("docs/inference.md", 0) / "build")  # it serves what is exported there
+        codes = []
+        for place in ((document, number), (document, number + 1)):
+            if place[1] == number or place in CONTINUES:
+                codes += [BEFORE.get(place, ""), snippets(document)[place[1]]]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        (folder / "snippet").write_text("\n".join(codes).replace("8000", str(port)), encoding="utf-8")
+        doctest = ["-m", "doctest"] if codes[1].startswith(">>>") else []
+        command = [sys.executable, "-W", "ignore", *doctest, "snippet"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, f"{document}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return folder
+
+    return run
 
 
-@pytest.mark.parametrize(("document", "number"), SNIPPETS)
-def test_snippets_do_not_import_paddle_first(document, number):
+@pytest.mark.parametrize(("document", "number"), [place for place in SNIPPETS if place[0] != "README_zh.md"])
+def test_snippets_run(document, number, run_snippet):
+    """Each in a process of its own, except those that continue one."""
+    folder = run_snippet(document, number - 1 if (document, number) in CONTINUES else number)
+    for name in re.findall(r"\.save\(\"(.+?\.png)\"\)", snippets(document)[number]):
+        assert Image.open(folder / name).getextrema() != ((255, 255),) * 3
+
+
+def test_snippets_of_the_readme_are_the_same_in_both_languages():
+    """Which is why only one of the two runs."""
+    english, chinese = ([re.sub(" *#.*", "", code) for code in snippets(f"README{end}.md")] for end in ("", "_zh"))
+    assert english == chinese
+
+
+@pytest.mark.parametrize(
+    ("document", "number"), [*SNIPPETS, *((script, None) for script in documents("examples/*.py"))]
+)
+def test_paddle_is_not_imported_first(document, number):
     """With Paddle 2.6, nothing can repair what happens to zlib before the package is imported."""
-    imported = re.findall(r"^(?:>>> )?(?:import|from) (\w+)", snippets(document)[number], re.MULTILINE)
-    paddle_at = imported.index("paddle") if "paddle" in imported else len(imported)
-    assert paddle_at == len(imported) or {"ppdiffusers_tome", "PIL", "zlib"} & {*imported[:paddle_at]}
+    code = text_of(document) if number is None else snippets(document)[number]
+    imported = re.findall(r"^(?:>>> )?(?:import|from) (\w+)", code, re.MULTILINE)
+    safe = ["ppdiffusers_tome", "PIL", "zlib"] + ["options", "edges"] * (number is None)  # these import Pillow first
+    first = next((name for name in imported if name in ("paddle", "ppdiffusers", *safe)), None)
+    assert first in (None, *safe) or document == "examples/tiny.py"  # which options.py imports
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
