@@ -22,6 +22,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.inference import Size, export_pipeline, load_pipeline, parse_size, read_manifest, tracing
 from ppdiffusers_tome.inference import export as export_module
+from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.tracing import TOLERANCE, Saved, relative_difference
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -428,6 +429,7 @@ def test_command_passes_the_settings_that_are_given(monkeypatch, tmp_path, capsy
     [
         (["--model", "/no/such"], "/no/such is neither a folder"),
         (["--controlnet", "/no/such"], "/no/such is neither a folder"),
+        ([], "has no model_index.json"),
         (["--size", "32x"], "WIDTHxHEIGHT"),
     ],
 )
@@ -435,6 +437,27 @@ def test_command_rejects(options, message, tmp_path, capsys):
     command = ["export", "--model", str(tmp_path), "--output", str(tmp_path / "out"), *options]
     assert main(command) == 2
     assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_folder_is_required(exported_folder, tmp_path):
+    (tmp_path / "model" / "scheduler").mkdir(parents=True)
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    require_model_folder(tmp_path / "model")
+    require_model_folder("owner/name", hub_names=True)
+    for folder, reason in {
+        "owner/name": "is not a folder",
+        tmp_path / "none": "is not a folder",
+        tmp_path / "model" / "scheduler": r"has no model_index\.json.* save_pretrained",
+        exported_folder: "is already an export .*: pass the folder of the model",
+    }.items():
+        with pytest.raises(ToMeConfigError, match=f"^{folder} {reason}"):
+            require_model_folder(folder)
+
+
+def test_command_rejects_an_export(exported_folder, tmp_path, capsys):
+    assert main(["export", "--model", str(exported_folder), "--output", str(tmp_path / "out")]) == 2
+    assert f"{exported_folder} is already an export" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
