@@ -32,12 +32,15 @@ class OnnxFileRuntime(Runtime):
 
     format = "onnx"
 
-    def load(self, folder: Path, file: ProgramFile) -> Program:
+    def check(self, folder: Path, file: ProgramFile) -> None:
         if file.onnx is None:
             raise ToMeExportError(
                 f'{folder} has no ONNX programs: load it with runtime="paddle", or export it with --format both.'
             )
-        return self.load_file(folder / file.onnx)
+
+    def load(self, folder: Path, file: ProgramFile) -> Program:
+        self.check(folder, file)
+        return self.load_file(folder / str(file.onnx))
 
     @abstractmethod
     def load_file(self, path: Path) -> Program:
@@ -144,6 +147,15 @@ class OpenVinoRuntime(OnnxFileRuntime):
         if self.precision != "fp32" and self.precision.upper() not in has:
             raise ToMeConfigError(
                 f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
+            )
+
+    def check(self, folder: Path, file: ProgramFile) -> None:
+        super().check(folder, file)
+        if file.model == "unet" and file.size is None and file.ratio:
+            raise ToMeExportError(
+                f"{folder} was exported with --dynamic, and OpenVINO cannot run merging (ratio {file.ratio:g}) at a "
+                'height and width that are not fixed: export it with --size, load it with runtime="onnxruntime", or '
+                "use ratio 0, if it was exported."
             )
 
     def load_file(self, path: Path) -> "OpenVinoProgram":

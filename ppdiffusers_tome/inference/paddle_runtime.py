@@ -60,10 +60,13 @@ class PaddleRuntime(Runtime):
             raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
         if self.tensorrt not in (True, False, "tune"):
             raise ToMeConfigError(f'tensorrt={self.tensorrt!r} is not allowed: it must be True, False or "tune".')
-        if kind == "cpu" and (self.tensorrt or self.precision != "fp32"):
+        if kind == "cpu" and self.precision != "fp32":
             raise ToMeConfigError(
-                f"tensorrt={self.tensorrt!r}, precision={self.precision!r} need device='gpu': CPUs run fp32."
+                f"precision={self.precision!r} needs device='gpu': on a CPU, Paddle Inference runs in fp32, and "
+                "runtime='openvino' also in bf16."
             )
+        if kind == "cpu" and self.tensorrt:
+            raise ToMeConfigError(f"tensorrt={self.tensorrt!r} needs device='gpu'.")
         if kind == "gpu" and self.onednn:
             raise ToMeConfigError("onednn=True needs device='cpu': oneDNN has CPU kernels only.")
         gpus = paddle.device.cuda.device_count()
@@ -79,16 +82,19 @@ class PaddleRuntime(Runtime):
         kind, _, index = self.device.partition(":")
         return int(index or 0) if kind == "gpu" else None
 
-    def load(self, folder: Path, file: ProgramFile) -> "Predictor":
+    def check(self, folder: Path, file: ProgramFile) -> None:
         if file.program is None or file.params is None:
             raise ToMeExportError(
                 f'{folder} has no Paddle programs: load it with runtime="onnxruntime" or "openvino", or export it '
                 "with --format both."
             )
+
+    def load(self, folder: Path, file: ProgramFile) -> "Predictor":
+        self.check(folder, file)
         is_unset = self.onednn is None and self.gpu is None
         onednn = is_accurate(file.onednn_parity) if is_unset else self.onednn
         runtime = replace(self, onednn=onednn)
-        return Predictor(folder / file.program, folder / file.params, runtime, file.model == "unet")
+        return Predictor(folder / str(file.program), folder / str(file.params), runtime, file.model == "unet")
 
 
 class Predictor(Program):

@@ -67,12 +67,18 @@ def load_pipeline(
     manifest = read_manifest(folder, verify)
     load = partial(chosen.load, folder)
     try:
-        return _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio)
+        pipe = _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio)
     except ToMeError:
         raise
     except Exception as error:  # ppdiffusers and paddlenlp raise many types on invalid configs
         reason = f"{type(error).__name__}: {error}"
         raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
+    first = pipe.unet.ratio
+    in_use = (None, *([ratio for _, ratio in first] if isinstance(first, tuple) else [first]))
+    for file in manifest.programs:
+        if file.ratio in in_use:
+            chosen.check(folder, file)
+    return pipe
 
 
 def choose_runtime(runtime: str = "paddle", **settings: Any) -> Runtime:

@@ -52,11 +52,15 @@ class Runtime(ABC):
             raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MAX_THREADS}, or None.")
 
     @abstractmethod
+    def check(self, folder: Path, file: ProgramFile) -> None:
+        """Raise ToMeExportError, without loading it, if a program of an exported folder is not for this runtime."""
+
+    @abstractmethod
     def load(self, folder: Path, file: ProgramFile) -> Program:
         """Load one program of an exported folder.
 
         Raises:
-            ToMeExportError: it was not exported for this runtime, or this version cannot load it.
+            ToMeExportError: `check` rejects it, or this version cannot load it.
         """
 
     def cores(self) -> int:
