@@ -7,12 +7,14 @@ expect. Further outputs, which only `load_pipeline` reads, come last.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle import nn
 from paddle.static import InputSpec
 
+from ..models import find_blocks
 from .layers import (
     ControlledDenoiser,
     ControlledDenoiserXL,
@@ -97,7 +99,20 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -
     layer = classes[_is_xl(unet), controlnet is not None](_working_copy(unet), controlnet)
     if is_size_known:
         layer.skip_translation()
+        for model in filter(None, (layer.unet, layer.controlnet)):
+            for transformer in {block.grid_layer for block in find_blocks(model)}:
+                transformer.register_forward_post_hook(_restore_shape)
     return _ready(layer, *inputs)
+
+
+def _restore_shape(transformer: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: Any) -> Any:
+    """Give a transformer's output [B, C, H, W] its fixed height and width back.
+
+    ppdiffusers reshapes it to sizes that the program computes. From the sum with the input, Paddle infers each side
+    that is more than 1. With a side of 1, the next block would see a dynamic grid.
+    """
+    h, w = inputs[0].shape[2:]
+    return (output[0].reshape([0, 0, h, w]), *output[1:]) if 1 in (h, w) else output
 
 
 def count_residuals(controlnet: nn.Layer) -> int:
