@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ..inference import Manifest, export_pipeline, parse_size
 from ..inference.loading import load_for_export
-from ..inference.request import EXPORT_FORMATS
+from ..inference.manifest import ratio_name
+from ..inference.request import EXPORT_FORMATS, check_arguments
 from .merge_options import add_merge_options, merge_settings
 
 
@@ -37,17 +38,17 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     sizes = [parse_size(text) for text in options.size] if options.size else None
     settings = merge_settings(options)
     own_ratio = settings.pop("ratio", 0.5)
+    ratios = own_ratio if options.ratio is None else options.ratio
+    checked = {
+        "dynamic": options.dynamic,
+        "overwrite": options.overwrite,
+        "controlnet": True if options.controlnet_ratio is None else options.controlnet_ratio,
+        "format": options.format,
+    }
+    check_arguments(options.output, ratios, sizes, **checked, settings=settings)
+    pipe = load_for_export(options.model, options.controlnet, not options.no_safety_checker)
     manifest = export_pipeline(
-        load_for_export(options.model, options.controlnet, not options.no_safety_checker),
-        options.output,
-        own_ratio if options.ratio is None else options.ratio,
-        sizes,
-        dynamic=options.dynamic,
-        image_to_image=options.img2img,
-        controlnet=True if options.controlnet_ratio is None else options.controlnet_ratio,
-        format=options.format,
-        overwrite=options.overwrite,
-        **settings,
+        pipe, options.output, ratios, sizes, image_to_image=options.img2img, **checked, **settings
     )
     print(_describe(manifest, options.output))
     return 0
@@ -60,7 +61,7 @@ def _describe(manifest: Manifest, folder: Path) -> str:
         cells = [f"{max(parity.values()):.1e}" if parity else "-" for parity in parities]
         lines.append(f"{program.paths[0]:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes)) or "any"
-    ratios = ", ".join(f"{ratio:g}" for ratio in manifest.ratios)
+    ratios = ", ".join(map(ratio_name, manifest.ratios))
     if manifest.schedule is not None:
         parts = (f"{ratio:g} from share {share:g} of the noise schedule on" for share, ratio in manifest.schedule)
         ratios += f" (by default {', '.join(parts)})"

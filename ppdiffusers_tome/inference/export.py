@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,10 @@ from ..patch import attach, detach
 from . import programs
 from .conversion import Converter, SharedWeights
 from .layout import copy_parts, describe_export, share_weights
-from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, Size, list_programs, read_manifest
+from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, Size, list_programs, ratio_name, read_manifest
 from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
+from .replacement import replacing
 from .request import Request, check_request
 from .tracing import Saved, save
 
@@ -77,7 +76,10 @@ def export_pipeline(
         ToMeConfigError: an argument is not allowed.
         NoMergeableLayerError: there is nothing to merge with these settings.
         ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
-            than 1e-5 of its largest output. After any error the folder is unchanged.
+            than 1e-5 of its largest output.
+        OSError: the files cannot be written.
+        After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, at the latest
+        when it is next read or written: see `replacement.replacing`.
 
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
@@ -87,7 +89,7 @@ def export_pipeline(
     )
     earlier = () if others is None else read_manifest(others).programs
     linked = {file.model: file for file in earlier if file.ratio is None and file.formats == request.formats}
-    with _atomic_folder(request.folder) as partial, Converter() as converter:
+    with replacing(request.folder) as partial, Converter() as converter:
         written: list[ProgramFile] = []
         weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
         programs_to_write = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
@@ -101,22 +103,6 @@ def export_pipeline(
         manifest = describe_export(request, partial, written)
         manifest.save(partial)
     return manifest
-
-
-@contextmanager
-def _atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that replaces it on success, and is deleted on any error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield partial
-        partial.chmod(0o755)  # mkdtemp's is private
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _link(file: ProgramFile, source: Path, folder: Path) -> ProgramFile:
@@ -162,7 +148,7 @@ def _write(
     dims = {**fixed, "tokens": text_tokens(request.pipe)}
     label = f"{model} at {size}" if size else model
     # ppdiffusers reads "unet"; only this package reads the others.
-    name = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [f"{ratio:g}"])])
+    name = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [ratio_name(ratio)])])
     target = folder / (name if written else "unet")
     to_onnx = converter if "onnx" in request.formats else None
     if kept is None:

@@ -11,7 +11,7 @@ import ppdiffusers
 
 from .._version import __version__
 from ..models import vae_factor
-from .manifest import FileFacts, Manifest, ProgramFile, sha256
+from .manifest import FileFacts, Manifest, ProgramFile, ratio_name, sha256
 from .programs import count_residuals
 from .request import Request
 
@@ -63,7 +63,7 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
         image_to_image=request.image_to_image,
         residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
         vae_factor=vae_factor(request.pipe),
-        merging={f"{ratio:g}": pair for ratio, pair in request.configs.items()},
+        merging={ratio_name(ratio): pair for ratio, pair in request.configs.items()},
         versions={
             "ppdiffusers_tome": __version__,
             "paddle": paddle.__version__,

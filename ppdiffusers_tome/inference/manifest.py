@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict, field
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -15,6 +16,7 @@ from typing_extensions import TypedDict
 
 from ..config import TOMESD_SETTINGS, Schedule, ToMeConfig, make_schedule
 from ..errors import ToMeConfigError, ToMeExportError
+from .replacement import restore
 
 MANIFEST = "tome.json"
 FORMATS = ("paddle", "onnx")
@@ -134,7 +136,7 @@ class Manifest:
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
-            "merging": list(self.merging) == [f"{ratio:g}" for ratio in self.ratios]
+            "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios]
             and not any(config and len(config.ratios) > 1 for pair in self.merging.values() for config in pair),
             "programs": [(file.model, file.size, file.ratio) for file in self.programs] == expected,
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
@@ -146,8 +148,7 @@ class Manifest:
                 raise ValueError(f"{name} is unknown or inconsistent with the other fields")
 
     def _exported(self, ratio: float) -> float:
-        check_ratio(ratio, self.ratios)
-        return ratio
+        return find_ratio(ratio, self.ratios)
 
     @property
     def default_ratio(self) -> float | Schedule:
@@ -185,7 +186,7 @@ class Manifest:
         Raises:
             ToMeConfigError: there is none; the message lists the exported ones.
         """
-        check_ratio(ratio, self.ratios)
+        ratio = find_ratio(ratio, self.ratios)
         for file in self.programs_of("unet"):
             if file.size in (size, None) and file.ratio == ratio:
                 return file
@@ -211,13 +212,23 @@ def list_programs(
     return [*unets, *((model, None, None) for model in models)]
 
 
-def check_ratio(ratio: float, ratios: Iterable[float]) -> None:
-    """Raise ToMeConfigError, listing the exported ratios, if `ratio` is not one of them."""
-    if ratio not in ratios:
-        listed = ", ".join(f"{exported:g}" for exported in ratios)
-        raise ToMeConfigError(
-            f"ratio={ratio!r} was not exported, only {listed}. Export again with this ratio in --ratio."
-        )
+def ratio_name(ratio: float) -> str:
+    """A ratio in six digits, as files are named and messages list it: ratios of one name are the same ratio."""
+    return f"{ratio + 0.0:g}"  # of 0 also for -0.0
+
+
+def find_ratio(ratio: Any, ratios: Collection[float]) -> float:
+    """The exported ratio that is the same as `ratio`.
+
+    Raises:
+        ToMeConfigError: there is none; the message lists the exported ones.
+    """
+    is_number = isinstance(ratio, Real) and not isinstance(ratio, bool)
+    for exported in ratios:
+        if is_number and ratio_name(exported) == ratio_name(ratio):
+            return exported
+    listed = ", ".join(map(ratio_name, ratios))
+    raise ToMeConfigError(f"ratio={ratio!r} was not exported, only {listed}. Export again with this ratio in --ratio.")
 
 
 def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
@@ -232,6 +243,7 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
         ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
     """
     folder = Path(folder)
+    restore(folder)
     path = folder / MANIFEST
     if not path.is_file():
         raise ToMeExportError(

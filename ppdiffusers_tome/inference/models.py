@@ -16,7 +16,7 @@ from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 from ..config import Schedule, is_schedule, make_schedule, ratio_at
 from ..errors import ToMeConfigError
 from ..models import shares_left
-from .manifest import Manifest, ProgramFile, Size, check_ratio
+from .manifest import Manifest, ProgramFile, Size, find_ratio
 from .runtime import Program
 
 Load = Callable[[ProgramFile], Program]
@@ -162,8 +162,7 @@ class ExportedUNet(ExportedModel):
         self._ratio = make_schedule(ratio, self._exported) if is_schedule(ratio) else self._exported(ratio)
 
     def _exported(self, ratio: Any) -> float:
-        check_ratio(ratio, self._manifest.ratios)
-        return ratio
+        return find_ratio(ratio, self._manifest.ratios)
 
     def __call__(
         self,

@@ -1,6 +1,7 @@
 """The arguments of `export_pipeline`, validated before anything is written."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from ..mixin import controlnet_config
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
 from .conversion import check_converter
-from .manifest import FORMATS, MANIFEST, READERS, Size
+from .manifest import FORMATS, MANIFEST, READERS, Size, ratio_name
+from .models import ExportedUNet
+from .replacement import check_replaceable, restore
 
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
-
+STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
 
 Configs = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain, or absent
 
@@ -74,52 +77,102 @@ def check_request(
     if class_name not in READERS:
         raise ToMeExportError(f"{class_name} cannot be exported: only {', '.join(READERS)} can.")
     _check_components(pipe)
-    if format not in EXPORT_FORMATS:
-        raise ToMeConfigError(f"format={format!r} is not allowed: it must be one of {[*EXPORT_FORMATS]}.")
-    if "onnx" in EXPORT_FORMATS[format]:
-        check_converter()
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ToMeExportError(f"{folder} is a file: pass a folder to write to.")
-    if folder.is_dir() and any(folder.iterdir()) and not (overwrite and (folder / MANIFEST).is_file()):
-        remedy = "pass overwrite=True (--overwrite)" if (folder / MANIFEST).is_file() else "pass another folder"
-        raise ToMeExportError(f"{folder} exists and is not empty: {remedy}.")
-    configs, schedule = _configs(pipe, ratios, controlnet, settings)
-    merging = [config for config, _ in configs.values() if config is not None]
-    if any(config.use_rand and config.seed is None for config in merging):
-        raise ToMeConfigError(
-            "seed=None draws new dst in every pass, but a program contains one fixed choice: pass a number, or "
-            "use_rand=False (--no-rand)."
-        )
-    if dynamic:
-        if sizes is not None:
-            raise ToMeConfigError("dynamic=True cannot be combined with sizes: pass one of them.")
-        if not paddle.__version__.startswith("2."):
-            raise ToMeExportError(
-                f"Paddle {paddle.__version__} cannot export UNets with dynamic height and width, with or without "
-                "token merging: pass sizes (--size), or use Paddle 2.6."
-            )
-        if any(config.use_rand for config in merging):
-            raise ToMeConfigError(
-                "dynamic=True needs use_rand=False (--no-rand): random dst can only be drawn for a known grid."
-            )
-        if any(config.match == GRID for config in merging):
-            raise ToMeConfigError(
-                f"dynamic=True needs match={SIMILARITY!r} (--match {SIMILARITY}): cells only divide a known grid."
-            )
-        if any(config.min_tokens for config in merging):
-            raise ToMeConfigError("dynamic=True needs min_tokens=0 (--min-tokens 0): it only applies to a known grid.")
-        if any(config.window is not None for config in merging):
-            raise ToMeConfigError("dynamic=True needs window=None (--window none): windows only divide a known grid.")
+    sizes = None if sizes is None else tuple(sizes)
+    if ratios is not None:
+        configs, schedule = check_arguments(folder, ratios, sizes, dynamic, overwrite, controlnet, format, settings)
+    else:
+        _check_output(Path(folder), overwrite, format)
+        configs, schedule = _current_configs(pipe, settings)
+        _check_programs(configs, sizes, dynamic)
     return Request(
         pipe=pipe,
-        folder=folder,
+        folder=Path(folder),
         configs=configs,
         sizes=() if dynamic else _sizes(pipe, sizes),
         image_to_image=image_to_image or READERS[class_name][0] is None,
         formats=EXPORT_FORMATS[format],
         schedule=schedule,
     )
+
+
+def check_arguments(
+    folder: str | Path,
+    ratios: Any,
+    sizes: Collection[tuple[int, int]] | None,
+    dynamic: bool,
+    overwrite: bool,
+    controlnet: Any,
+    format: str,
+    settings: dict[str, Any],
+) -> tuple[dict[float, Configs], Schedule | None]:
+    """Validate what needs no pipeline, so that a command can do it before it loads one.
+
+    Returns:
+        The configs of UNet and ControlNet by ratio, and the schedule that is the default.
+
+    Raises:
+        ToMeConfigError, ToMeExportError: as `export_pipeline`.
+    """
+    _check_output(Path(folder), overwrite, format)
+    configs, schedule = _configs(ratios, controlnet, settings)
+    _check_programs(configs, sizes, dynamic)
+    return configs, schedule
+
+
+def _check_output(folder: Path, overwrite: bool, format: str) -> None:
+    if format not in EXPORT_FORMATS:
+        raise ToMeConfigError(f"format={format!r} is not allowed: it must be one of {[*EXPORT_FORMATS]}.")
+    if "onnx" in EXPORT_FORMATS[format]:
+        check_converter()
+    restore(folder)
+    try:
+        check_replaceable(folder)
+    except OSError as error:
+        raise ToMeExportError(f"{folder} cannot be written ({error.strerror or error}): pass another.") from error
+    if folder.exists() and not folder.is_dir():
+        raise ToMeExportError(f"{folder} is a file: pass a folder to write to.")
+    if folder.is_dir() and any(folder.iterdir()) and not (overwrite and (folder / MANIFEST).is_file()):
+        remedy = "pass overwrite=True (--overwrite)" if (folder / MANIFEST).is_file() else "pass another folder"
+        raise ToMeExportError(f"{folder} exists and is not empty: {remedy}.")
+
+
+def _check_programs(configs: dict[float, Configs], sizes: Collection[tuple[int, int]] | None, dynamic: bool) -> None:
+    """Raise unless the merging of these configs can be part of programs of these sizes."""
+    ratios: dict[str, float] = {}
+    for ratio in configs:
+        if (other := ratios.setdefault(ratio_name(ratio), ratio)) != ratio:
+            raise ToMeConfigError(
+                f"ratios {other!r} and {ratio!r} are the same to six digits, by which programs are named: pass one."
+            )
+    merging = [config for config, _ in configs.values() if config is not None]
+    if any(config.use_rand and config.seed is None for config in merging):
+        raise ToMeConfigError(
+            "seed=None draws new dst in every pass, but a program contains one fixed choice: pass a number, or "
+            "use_rand=False (--no-rand)."
+        )
+    if not dynamic:
+        for size in sizes or ():
+            _check_size(size, STEP)
+        return
+    if sizes is not None:
+        raise ToMeConfigError("dynamic=True cannot be combined with sizes: pass one of them.")
+    if not paddle.__version__.startswith("2."):
+        raise ToMeExportError(
+            f"Paddle {paddle.__version__} cannot export UNets with dynamic height and width, with or without "
+            "token merging: pass sizes (--size), or use Paddle 2.6."
+        )
+    if any(config.use_rand for config in merging):
+        raise ToMeConfigError(
+            "dynamic=True needs use_rand=False (--no-rand): random dst can only be drawn for a known grid."
+        )
+    if any(config.match == GRID for config in merging):
+        raise ToMeConfigError(
+            f"dynamic=True needs match={SIMILARITY!r} (--match {SIMILARITY}): cells only divide a known grid."
+        )
+    if any(config.min_tokens for config in merging):
+        raise ToMeConfigError("dynamic=True needs min_tokens=0 (--min-tokens 0): it only applies to a known grid.")
+    if any(config.window is not None for config in merging):
+        raise ToMeConfigError("dynamic=True needs window=None (--window none): windows only divide a known grid.")
 
 
 def _check_components(pipe: DiffusionPipeline) -> None:
@@ -129,6 +182,8 @@ def _check_components(pipe: DiffusionPipeline) -> None:
             "safety_checker=None, requires_safety_checker=False (--no-safety-checker)."
         )
     unet = pipe.unet
+    if isinstance(unet, ExportedUNet):
+        raise ToMeExportError("the pipeline is already an export: pass the pipeline of the model that was exported.")
     if unet.config.time_cond_proj_dim is not None:
         raise ToMeExportError(
             "the UNet takes the guidance scale as an input (time_cond_proj_dim, as in latent consistency models), "
@@ -147,19 +202,18 @@ def _check_components(pipe: DiffusionPipeline) -> None:
         raise ToMeExportError(f"{type(controlnet).__name__} cannot be exported: pass a single ControlNetModel.")
 
 
-def _configs(
-    pipe: DiffusionPipeline,
-    ratios: Any,
-    controlnet: Any,
-    settings: dict[str, Any],
+def _current_configs(
+    pipe: DiffusionPipeline, settings: dict[str, Any]
 ) -> tuple[dict[float, Configs], Schedule | None]:
-    """The configs of UNet and ControlNet by ratio, and the schedule that is the default."""
-    if ratios is None:  # the pipeline's current configs
-        if settings:
-            raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
-        config = config_of(pipe.unet)
-        current = config_of(pipe.controlnet) if "controlnet" in pipe.config else None
-        return ({0.0: (None, current)}, None) if config is None else _by_ratio(config, current)
+    """The configs that are applied to a pipeline now."""
+    if settings:
+        raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
+    config = config_of(pipe.unet)
+    current = config_of(pipe.controlnet) if "controlnet" in pipe.config else None
+    return ({0.0: (None, current)}, None) if config is None else _by_ratio(config, current)
+
+
+def _configs(ratios: Any, controlnet: Any, settings: dict[str, Any]) -> tuple[dict[float, Configs], Schedule | None]:
     ratio_list = [ratios] if isinstance(ratios, (int, float)) or is_schedule(ratios) else list(ratios)
     if not ratio_list:
         raise ToMeConfigError("ratios is empty: pass at least one, 0 for a plain program.")
@@ -168,7 +222,8 @@ def _configs(
     for ratio in ratio_list:
         config = ToMeConfig(ratio=ratio, **settings)
         by_ratio, schedule = _by_ratio(config, controlnet_config(config, controlnet))
-        configs |= {ratio: pair if ratio else (None, None) for ratio, pair in by_ratio.items()}
+        # Plus 0.0, because -0.0 is 0.
+        configs |= {ratio + 0.0: pair if ratio else (None, None) for ratio, pair in by_ratio.items()}
         schedules.append(schedule)
     if any(schedules[1:]):
         raise ToMeConfigError(
@@ -190,17 +245,30 @@ def _by_ratio(config: ToMeConfig, controlnet: ToMeConfig | None) -> tuple[dict[f
     return {unet.constant_ratio: (unet, other) for unet, other in pairs}, config.ratio
 
 
-def _sizes(pipe: DiffusionPipeline, sizes: Iterable[tuple[int, int]] | None) -> tuple[Size, ...]:
+def _sizes(pipe: DiffusionPipeline, sizes: Collection[tuple[int, int]] | None) -> tuple[Size, ...]:
     factor = vae_factor(pipe)
     if sizes is None:
         latent = latent_grid(pipe.unet)
         if latent is None:
             raise ToMeConfigError("sizes is required: the UNet's config has no sample_size to use as the default.")
-        return (Size(latent.h * factor, latent.w * factor),)
-    unique = tuple(dict.fromkeys(Size(*size) for size in sizes))
-    if not unique:
+        sizes = [(latent.h * factor, latent.w * factor)]
+    if not sizes:
         raise ToMeConfigError("sizes is empty: pass at least one, as (height, width) in pixels.")
-    for size in unique:
-        if any(isinstance(side, bool) or not isinstance(side, int) or side < factor or side % factor for side in size):
-            raise ToMeConfigError(f"size={size} is not allowed: width and height must be multiples of {factor} px.")
-    return unique
+    for size in sizes:
+        _check_size(size, math.lcm(STEP, factor))
+    return tuple(dict.fromkeys(Size(*size) for size in sizes))
+
+
+def _check_size(size: tuple[int, int], step: int) -> None:
+    """Raise unless both sides are multiples of a number of pixels."""
+    size = Size(*size)
+    if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in size):
+        raise ToMeConfigError(f"size={size} is not allowed: width and height must be multiples of {step} px.")
+    if any(side % step for side in size):
+        smaller, larger = (
+            Size(*(max(round_(side / step), 1) * step for side in size)) for round_ in (math.floor, math.ceil)
+        )
+        raise ToMeConfigError(
+            f"size={size} is not allowed: width and height must be multiples of {step} px. The nearest sizes are "
+            f"{smaller} and {larger}."
+        )

@@ -1,0 +1,144 @@
+"""Replace a folder as a whole: after an error or a kill, the earlier one is complete and can be found."""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that replaces it on success, and is deleted on any error and on SIGTERM.
+
+    The earlier folder is renamed to `.NAME.replaced`, the new one takes its name, and only then the earlier one is
+    deleted. Between the two renames `folder` does not exist. If the process is killed there, `restore` renames the
+    earlier one back: everything that reads or writes an export calls it first.
+
+    The next process that replaces the same folder deletes what a killed one left behind
+    (`.NAME.xxxxxxxx.partial`), and tries again what could not be deleted. Temporary folders in use are locked. On
+    file systems without locks nothing is deleted or restored this way.
+
+    Raises:
+        OSError: a folder cannot be created or renamed.
+    """
+    target = Path(os.path.realpath(folder))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _delete_leftovers(target)
+    partial = _make_partial(target)
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(_locked(partial))
+        stack.enter_context(_deleted_on_sigterm(partial))
+        try:
+            yield partial
+            partial.chmod(0o755)  # mkdtemp's is private
+            _swap(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _delete_earlier(partial, target)
+
+
+def restore(folder: Path) -> None:
+    """Rename the earlier folder back, if a process was killed while it replaced `folder`; otherwise do nothing."""
+    target = Path(os.path.realpath(folder))
+    if not os.path.exists(target):  # unlike Path's, it raises nothing
+        with suppress(OSError), _locked(_aside(target)):
+            os.rename(_aside(target), target)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise OSError if no folder can be created or renamed beside `folder`. Nothing is left behind."""
+    target = Path(os.path.realpath(folder))
+    if os.path.ismount(target):
+        raise OSError("it is a mount point")
+    parent = next(path for path in target.parents if path.exists())
+    os.rmdir(_make_partial(parent / target.name))
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _make_partial(target: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+
+
+def _swap(partial: Path, target: Path) -> None:
+    """Give `partial` the name `target`; then `partial` is the earlier folder, if there was one."""
+    if not target.exists():
+        os.rename(partial, target)
+        return
+    aside = _aside(target)
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(_locked(target))  # so that no reader restores it between the renames
+        os.rename(target, aside)
+        try:
+            os.rename(partial, target)
+        except BaseException:
+            if not target.exists():
+                os.rename(aside, target)
+            raise
+        os.rename(aside, partial)
+
+
+def _delete_earlier(partial: Path, target: Path) -> None:
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)  # all but that file
+        warnings.warn(
+            f"{target} is complete, but the earlier one cannot be deleted ({error}): delete {partial} yourself, or "
+            f"write {target} again.",
+            stacklevel=2,
+        )
+
+
+def _delete_leftovers(target: Path) -> None:
+    """Delete the temporary folders that no process uses any more."""
+    if target.exists():
+        with suppress(OSError), _locked(_aside(target)):
+            os.rename(_aside(target), _make_partial(target))
+    name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.partial")
+    for path in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
+        with suppress(OSError), _locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder until the context or the process ends; OSError if it is locked, missing, or cannot be locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _deleted_on_sigterm(folder: Path) -> Iterator[None]:
+    """Delete a folder before SIGTERM ends the process, unless the program handles that signal itself."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,174 @@
+"""A folder is replaced as a whole, whatever ends the process, and nothing stays behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ppdiffusers_tome.inference import replacement
+from ppdiffusers_tome.inference.replacement import check_replaceable, replacing, restore
+
+# Loads the module alone, which takes no time, and ends the process before its nth rename or while it writes.
+SCRIPT = """
+import importlib.util, os, signal, sys, time
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("replacement", sys.argv[1])
+replacement = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(replacement)
+renames_left, rename = int(sys.argv[3]), os.rename
+def rename_or_die(*names):
+    global renames_left
+    if not renames_left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    renames_left -= 1
+    rename(*names)
+os.rename = rename_or_die
+with replacement.replacing(Path(sys.argv[2])) as partial:
+    (partial / "content").write_text("new")
+    if sys.argv[4] == "wait":
+        print("writing", flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "content").write_text("old")
+    return tmp_path / "out"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.parent.iterdir())
+
+
+def content(folder):
+    return (folder / "content").read_text()
+
+
+def replace(folder, text="new"):
+    with replacing(folder) as partial:
+        (partial / "content").write_text(text)
+
+
+def start(folder, renames=9, wait=""):
+    arguments = [replacement.__file__, str(folder), str(renames), wait]
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("renames", "expected"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_kill_between_the_steps(folder, renames, expected):
+    with start(folder, renames) as process:
+        assert process.wait(30) == -signal.SIGKILL
+    assert len(names(folder)) == 2, "something is left behind"
+    restore(folder)
+    assert content(folder) == expected
+    replace(folder, "newest")
+    assert content(folder) == "newest" and names(folder) == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_temporary_folder_is_deleted_at_once_or_by_the_next_run(folder, number):
+    with start(folder, wait="wait") as process:
+        assert process.stdout.readline() == "writing\n"
+        replace(folder, "by another process")
+        assert len(names(folder)) == 2, "what a process uses is not deleted"
+        process.send_signal(number)
+        assert process.wait(30) == -number
+    assert content(folder) == "by another process"
+    assert (names(folder) == ["out"]) == (number == signal.SIGTERM)
+    replace(folder)
+    assert names(folder) == ["out"]
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_rename_that_fails_changes_nothing(folder, monkeypatch, nth):
+    rename, calls = os.rename, []
+
+    def failing(*names):
+        calls.append(names)
+        if len(calls) == nth + 1:
+            raise PermissionError("not permitted")
+        rename(*names)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(PermissionError):
+        replace(folder)
+    assert content(folder) == "old" and names(folder) == ["out"]
+
+
+def test_a_file_that_cannot_be_deleted_is_left_beside_the_new_folder(folder, monkeypatch):
+    (folder / "immutable").write_text("old")
+    unlink = os.unlink
+
+    def refuse(path, **options):
+        if os.path.basename(path) == "immutable":
+            raise PermissionError(f"{path}: not permitted")
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.warns(
+            UserWarning, match=r"is complete, but .*immutable: not permitted.*\.partial"
+        ):
+            replace(folder)
+        (left,) = (path for path in folder.parent.iterdir() if path != folder)
+        assert [path.name for path in left.iterdir()] == ["immutable"]
+        replace(folder, "newest")
+        assert content(folder) == "newest" and left.is_dir()
+    replace(folder)
+    assert names(folder) == ["out"]
+
+
+def test_an_error_while_it_is_written_changes_nothing(folder):
+    with pytest.raises(KeyboardInterrupt), replacing(folder) as partial:
+        assert partial.parent == folder.parent
+        raise KeyboardInterrupt
+    assert content(folder) == "old" and names(folder) == ["out"]
+
+
+def test_other_folders_are_not_touched(folder):
+    others = [".out.settings", ".out.old.partial", "out.replaced", ".other.abcdefgh.partial"]
+    for name in others:
+        (folder.parent / name).mkdir()
+    replace(folder)
+    assert names(folder) == sorted(["out", *others])
+
+
+def test_a_link_stays_and_a_new_folder_is_created(folder):
+    link = folder.parent / "latest"
+    link.symlink_to(folder)
+    replace(link)
+    assert link.is_symlink() and content(folder) == "new"
+    replace(folder.parent / "a" / "b")
+    assert content(folder.parent / "a" / "b") == "new"
+
+
+def test_what_restores_nothing(folder):
+    shutil.copytree(folder, folder.parent / ".out.replaced")
+    restore(folder)
+    restore(folder.parent / "a" / "b")
+    assert names(folder) == [".out.replaced", "out"]
+
+
+def test_signals_are_left_to_the_program_that_handles_them(folder, monkeypatch):
+    for handler in (signal.SIG_DFL, signal.SIG_IGN):
+        before = signal.signal(signal.SIGTERM, handler)
+        try:
+            with replacing(folder):
+                assert (signal.getsignal(signal.SIGTERM) == handler) == (handler == signal.SIG_IGN)
+            assert signal.getsignal(signal.SIGTERM) == handler
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def test_a_folder_that_cannot_be_replaced(folder):
+    check_replaceable(folder)
+    check_replaceable(folder.parent / "a" / "b")
+    for wrong in ("/proc", "/proc/x", folder / "content" / "x"):
+        with pytest.raises(OSError):
+            check_replaceable(wrong)
+    assert names(folder) == ["out"] and [path.name for path in folder.iterdir()] == ["content"]
