@@ -111,9 +111,7 @@ def test_a_file_that_cannot_be_deleted_is_left_beside_the_new_folder(folder, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        with pytest.warns(
-            UserWarning, match=r"is complete, but .*immutable: not permitted.*\.partial"
-        ):
+        with pytest.warns(UserWarning, match=r"is complete, but .*immutable: not permitted.*\.partial"):
             replace(folder)
         (left,) = (path for path in folder.parent.iterdir() if path != folder)
         assert [path.name for path in left.iterdir()] == ["immutable"]
