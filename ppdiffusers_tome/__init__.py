@@ -8,7 +8,7 @@ broken zlib, it repairs that (`compatibility.repair_zlib`). It has no other side
 import zlib  # noqa: F401 - before Paddle 2.6, whose zlib otherwise crashes Pillow's PNG writer; see repair_zlib
 
 from ._version import __version__
-from .compatibility import check_paddle_version, check_ppdiffusers_version, repair_zlib
+from .compatibility import check_paddle_version, check_ppdiffusers_version, import_pip, repair_zlib
 from .config import ToMeConfig
 from .errors import (
     NoMergeableLayerError,
@@ -28,6 +28,7 @@ except ImportError as error:
     ) from error
 check_paddle_version(paddle.__version__)
 repair_zlib()
+import_pip()
 
 import ppdiffusers  # noqa: E402
 

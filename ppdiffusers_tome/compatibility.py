@@ -1,4 +1,4 @@
-"""Which versions of Paddle and ppdiffusers are supported, and a repair of Paddle's zlib: once, at import."""
+"""Which versions of Paddle and ppdiffusers are supported, and what their import breaks: once, at import."""
 
 import ctypes
 import os
@@ -63,6 +63,17 @@ def _parse(package: str, version: str) -> Version:
         return Version(version)
     except InvalidVersion:
         raise UnsupportedVersionError(f"ppdiffusers_tome cannot read the version of {package}: {version!r}.") from None
+
+
+def import_pip() -> None:
+    """Import pip, as paddlenlp does, without the warning of setuptools that this prints on Python 3.10 and 3.11.
+
+    There setuptools, which Paddle imports, withdraws its distutils when pip is imported and warns that a later version
+    may not. pip alone is imported here, because the import of ppdiffusers sets filters of warnings that must last.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setuptools is replacing distutils", UserWarning)
+        import pip  # noqa: F401
 
 
 def repair_zlib() -> None:

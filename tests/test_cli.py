@@ -79,7 +79,6 @@ def test_case_is_checked():
 
 
 def test_python_m_runs():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome", "--version"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "ppdiffusers_tome", "--version"], capture_output=True, text=True)
     assert done.stdout.strip().splitlines()[-1] == __version__
+    assert "distutils" not in done.stderr, "a warning of setuptools on Python 3.10 and 3.11"
