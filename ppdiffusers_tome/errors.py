@@ -1,4 +1,4 @@
-"""The package's exceptions: each is a `ToMeError` and also the matching built-in exception."""
+"""The package's exceptions, each a `ToMeError` and also the matching built-in one, and a remedy that several name."""
 
 
 class ToMeError(Exception):
@@ -23,3 +23,19 @@ class ToMeExportError(ToMeError, RuntimeError):
 
 class UnsupportedVersionError(ToMeError, RuntimeError):
     """An installed package has a version that gives wrong results or was never tested."""
+
+
+def install_command(feature: str) -> str:
+    """The command that installs what an optional feature needs, for error messages.
+
+    It names the locked versions of the repository: what pip chooses for the extras of `setup.py` replaces packages of
+    the environment, and ppdiffusers no longer imports.
+
+    Args:
+        feature: "serve", "onnx" (OpenVINO too), "ray" or "eval".
+
+    Example:
+        >>> install_command("serve")
+        'pip install --no-deps -r requirements-serve.txt'
+    """
+    return f"pip install --no-deps -r requirements-{feature}.txt"

@@ -1,11 +1,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, __version__
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.evaluation import operations
 from ppdiffusers_tome.evaluation.operations import OpsCase, time_operations
 
@@ -82,3 +84,12 @@ def test_python_m_runs():
     done = subprocess.run([sys.executable, "-m", "ppdiffusers_tome", "--version"], capture_output=True, text=True)
     assert done.stdout.strip().splitlines()[-1] == __version__
     assert "distutils" not in done.stderr, "a warning of setuptools on Python 3.10 and 3.11"
+
+
+def test_errors_name_the_locked_versions_of_missing_packages():
+    """What pip chooses for an extra replaces locked packages, and ppdiffusers no longer imports."""
+    repository = Path(__file__).parents[1]
+    for feature in ("serve", "onnx", "ray", "eval"):
+        assert (repository / install_command(feature).rpartition(" ")[2]).is_file()
+    sources = [*(repository / "ppdiffusers_tome").rglob("*.py"), *(repository / "docs").glob("*.md")]
+    assert not [path.name for path in sources if "ppdiffusers_tome[" in path.read_text(encoding="utf-8")]

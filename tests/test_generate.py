@@ -411,7 +411,7 @@ def test_missing_ray_is_an_error_with_the_remedy(tmp_path, exported_folder, caps
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a")
     assert main(command(prompts, exported_folder, tmp_path / "out", "--ray")) == 2
-    assert "pip install 'ppdiffusers_tome[ray]'" in capsys.readouterr().err
+    assert "pip install --no-deps -r requirements-ray.txt" in capsys.readouterr().err
 
 
 def test_dynamic_export_needs_sizes(exported_folder, capsys):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ToMeConfigError, ToMeError
+from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.offline import Drawer, draw_here
 from ..inference import RUNTIMES
 from ..serving.engine import Engine
@@ -50,7 +50,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=int,
         help="CPU threads per process (default: all cores, divided among the actors; 1 with --ray-address)",
     )
-    ray = command.add_argument_group("on several processes or machines (pip install 'ppdiffusers_tome[ray]')")
+    ray = command.add_argument_group(f"on several processes or machines ({install_command('ray')})")
     ray.add_argument("--ray", action="store_true", help="generate on Ray actors; one that dies is restarted")
     ray.add_argument(
         "--actors", type=int, default=2, help="number of actors; each loads the model (default: %(default)s)"
@@ -82,7 +82,7 @@ def open_drawers(options: argparse.Namespace, gpu: bool) -> Iterator[MakeDrawer]
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ToMeError(f"{error}. --ray needs: pip install 'ppdiffusers_tome[ray]'") from error
+        raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
     from ..generation.actors import draw_on_actors
     from ..serving.ray_session import ray_session
 

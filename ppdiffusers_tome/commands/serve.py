@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from ..errors import ToMeConfigError, ToMeError
+from ..errors import ToMeConfigError, ToMeError, install_command
 from ..inference import Manifest, choose_runtime, parse_size, read_manifest
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
 from ..serving.jobs import Job, Limits
@@ -61,7 +61,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     page = serve.add_mutually_exclusive_group()
     page.add_argument("--open", action="store_true", help="open the page in a browser when the server is ready")
     page.add_argument("--no-page", action="store_true", help="no page for browsers at /, only the API")
-    ray = serve.add_argument_group("on several processes or machines, with Ray Serve (requirements-ray.txt)")
+    ray = serve.add_argument_group(f"on several processes or machines, with Ray Serve ({install_command('ray')})")
     ray.add_argument("--ray", action="store_true", help="run engines in their own processes; replace those that die")
     ray.add_argument("--replicas", type=int, default=1, help=f"number of engines; each loads the model {default}")
     ray.add_argument("--min-replicas", type=int, help="instead of --replicas: the number follows the load")
@@ -77,7 +77,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ToMeError(f"{error}. Serving needs: pip install --no-deps -r requirements-serve.txt") from error
+        raise ToMeError(f"{error}. Serving needs: {install_command('serve')}") from error
     from ..serving.app import create_app
     from ..serving.prometheus import Metrics
     from ..serving.queue import ImageQueue
@@ -159,7 +159,7 @@ def _serve_on_ray(
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ToMeError(f"{error}. --ray needs: pip install --no-deps -r requirements-ray.txt") from error
+        raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
     from ..serving.cluster import Cluster, serve_on_ray
     from ..serving.server import listen
 

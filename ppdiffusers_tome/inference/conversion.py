@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from ..errors import ToMeExportError
+from ..errors import ToMeExportError, install_command
 
 if TYPE_CHECKING:
     import onnx
@@ -45,8 +45,7 @@ def check_converter() -> None:
     missing = [name for name in ("paddle2onnx", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ToMeExportError(
-            f"an export as ONNX needs {', '.join(missing)}: pip install 'ppdiffusers_tome[onnx]', or export with "
-            'format="paddle".'
+            f'an export as ONNX needs {", ".join(missing)}: {install_command("onnx")}, or export with format="paddle".'
         )
 
 

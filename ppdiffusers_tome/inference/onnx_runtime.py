@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..errors import ToMeConfigError, ToMeExportError
+from ..errors import ToMeConfigError, ToMeExportError, install_command
 from .manifest import ProgramFile
 from .runtime import Program, Runtime, error_summary
 
@@ -238,5 +238,4 @@ def _load_module(name: str) -> ModuleType:
         with _no_telemetry():
             return importlib.import_module(name)
     except ImportError as error:
-        extra = "onnx" if name == "onnxruntime" else name
-        raise ToMeExportError(f"{error}. runtime={name!r} needs: pip install 'ppdiffusers_tome[{extra}]'") from error
+        raise ToMeExportError(f"{error}. runtime={name!r} needs: {install_command('onnx')}") from error
