@@ -97,7 +97,7 @@ def test_result_has_what_was_measured(tmp_path, stub):
 @pytest.mark.parametrize(
     ("end", "status", "reason"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "out of memory", "round 2: the worker ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "error", "round 2: the worker ended by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "round 2: the worker ended by SIGSEGV"),
         (
             "sys.exit('terminate: std::bad_alloc')",
@@ -116,6 +116,13 @@ def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason
     plain, failed = second["case"]["arms"][:2]  # the incomplete round is timed again
     assert plain["seconds"] == [0.5] and (plain["macs"], plain["peak_memory_bytes"]) == (10, 20)
     assert failed["status"] == status and first["case"]["arms"][1]["status"] == "planned"
+
+
+def test_process_that_the_system_ends_is_out_of_memory(tmp_path, stub, monkeypatch):
+    stub("os.kill(os.getpid(), signal.SIGKILL)")
+    counts = iter([4, 5, 5])  # before the first worker, after its end, before the second
+    monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts))
+    assert measure(tmp_path)["tome, eager"].status == "out of memory"
 
 
 def test_definition_that_ends_the_worker_is_skipped(tmp_path, stub):

@@ -82,6 +82,15 @@ def limited(limit: int | None, weights: int, process: int = 0) -> Iterator[None]
             resource.prlimit(process, resource.RLIMIT_DATA, (soft, hard))
 
 
+def count_ended_processes() -> int | None:
+    """How many processes the system has ended because memory ran out; None if it does not report that."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
 def available_bytes() -> int:
     """What the machine can give to new processes without swapping."""
     return _kib(Path("/proc/meminfo"), "MemAvailable:")

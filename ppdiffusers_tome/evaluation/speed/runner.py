@@ -19,7 +19,7 @@ from ..torch_unet import torch_versions
 from ..worker_process import WorkerEndedError, WorkerError, WorkerProcess
 from . import worker
 from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case
-from .memory import is_out_of_memory
+from .memory import count_ended_processes, is_out_of_memory
 
 WORKER = [sys.executable, "-W", "ignore", "-m", worker.__name__]
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} passes, {elapsed} elapsed, {remaining} remaining"
@@ -89,6 +89,7 @@ def measure_all(
                 kept = folder_of_programs(programs or beside, case.model)
                 start = {**arguments, "case": asdict(result.cases[index]), "folder": str(folder), "skip": skip}
                 start["programs"] = str(kept)
+                ended_before = count_ended_processes()
                 try:
                     with WorkerProcess(WORKER, "the worker", settings.threads) as process:
                         result.save(index, process.ask("prepare", see, **start)["case"])
@@ -97,7 +98,7 @@ def measure_all(
                             action = "finish" if is_done else "time_round"
                             result.save(index, process.ask(action, see)["case"])
                 except (WorkerError, WorkerEndedError) as error:
-                    skip += _fail(result.cases[index], at["arm"], at["step"], error, skip)
+                    skip += _fail(result.cases[index], at["arm"], at["step"], error, skip, ended_before)
                     result.save(index, asdict(result.cases[index]))
                 finally:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -150,14 +151,21 @@ class IncompleteResult:
 
 
 def _fail(
-    case: Case, name: str | None, step: str, error: WorkerError | WorkerEndedError, skip: Sequence[str]
+    case: Case,
+    name: str | None,
+    step: str,
+    error: WorkerError | WorkerEndedError,
+    skip: Sequence[str],
+    ended_before: int | None,
 ) -> list[str]:
     """Fail the arm that the worker was at when it failed or ended; all, if it was at none or at one of `skip`.
 
-    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on.
+    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on. The system
+    ends a process by SIGKILL where memory runs out, and then counts more of them than `ended_before`.
     """
-    text = getattr(error, "errors", "") + str(error)
-    is_memory = is_out_of_memory(text) or getattr(error, "status", 0) == -signal.SIGKILL
+    is_memory = is_out_of_memory(getattr(error, "errors", "") + str(error))
+    if getattr(error, "status", 0) == -signal.SIGKILL:
+        is_memory = is_memory or count_ended_processes() != ended_before
     names = [arm.name for arm in case.arms]
     if name and name not in names and name not in skip:
         return [name]
