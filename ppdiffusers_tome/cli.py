@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from ._version import __version__
 from .commands import bench, evaluate, export, families, generate, serve, tune
 from .errors import ToMeError
+from .evaluation.results import command_line
 
 COMMANDS = (bench, evaluate, tune, families, export, generate, serve)
+RESUMABLE = ("bench", "evaluate", "tune", "generate")  # what they have measured or generated is on the disk
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status: 0, 2 for an invalid argument.
+    """Run one command; returns its exit status: 0, 2 for an invalid argument, 130 after Ctrl-C.
 
-    1 is for a file that cannot be used, an arm that became slower (`bench report`) or a goal that is missed (`tune`).
+    1 is for a file that cannot be used, an arm that became slower (`bench report`), a case in which nothing could be
+    measured (`bench`), a goal that is missed (`tune`) or an image that failed (`generate`).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
@@ -26,6 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"interrupted{_remedy(options, arguments)}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _remedy(options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """What a user can do after Ctrl-C."""
+    if options.command in RESUMABLE and not getattr(options, "what", None):
+        again = [argument for argument in arguments if argument != "--restart"]  # which would forget what is there
+        return f": continue with {command_line(again)}"
+    return ": nothing was written" if options.command == "export" else ""
 
 
 def _parser() -> argparse.ArgumentParser:

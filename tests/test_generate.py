@@ -403,7 +403,7 @@ def test_interruption_prints_how_to_resume(tmp_path, exported_folder, capsys, mo
     prompts.write_text("a")
     monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", interrupted)
     assert main(command(prompts, exported_folder, tmp_path / "out")) == 130
-    assert "run the same command again to resume" in capsys.readouterr().err
+    assert "interrupted: continue with python -m ppdiffusers_tome generate" in capsys.readouterr().err
 
 
 def test_missing_ray_is_an_error_with_the_remedy(tmp_path, exported_folder, capsys, monkeypatch):

@@ -16,8 +16,6 @@ from ..serving.jobs import Limits
 from ..serving.service_errors import JobError
 from .drawers import add_options, add_runtime_options, open_drawers, runtime_settings, threads, uses_gpu
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `generate` to the command line."""
@@ -58,13 +56,9 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     ratio = defaults.ratio
     print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
-    try:
-        with open_drawers(options, gpu=uses_gpu(options)) as make_drawer:
-            draw = make_drawer(partial(load_engine, model, threads=load_threads, **runtime_settings(options)))
-            summary = generate(prompts, model, options.output, options.batch, draw)
-    except KeyboardInterrupt:
-        print("interrupted: run the same command again to resume", file=sys.stderr)
-        return INTERRUPTED
+    with open_drawers(options, gpu=uses_gpu(options)) as make_drawer:
+        draw = make_drawer(partial(load_engine, model, threads=load_threads, **runtime_settings(options)))
+        summary = generate(prompts, model, options.output, options.batch, draw)
     for prompt, failure in summary.failures:
         print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
     print(f"{summary} of {len(prompts)}, in {options.output}")

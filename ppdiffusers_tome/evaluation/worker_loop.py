@@ -26,6 +26,7 @@ def answer_requests(actions: Mapping[str, Callable[..., dict[str, Any] | None]])
     """
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print goes to stderr, not between the answers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
     with contextlib.suppress(OSError):  # where memory runs out, the system ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
