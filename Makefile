@@ -97,6 +97,7 @@ TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome bench
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
+IMAGES = --steps 10 --guidance-scale 2
 
 bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
 
@@ -111,7 +112,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v /frontier_) benchmarks/ops.json --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
-	$(EVALUATE) --threads 1 --backend onnxruntime --real build/reference --merging proportional=false,window=none,ratio=0.5 $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate
+	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging proportional=false,window=none,ratio=0.5 $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate
 	mkdir -p $(RESULTS) && cp build/evaluate/quality.json $(RESULTS)/
 	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
 
@@ -146,10 +147,10 @@ FRONTIER = --ratio 0.5 --threads 1 --merging $(MERGING)
 FRONTIER_IMAGES = frontier_128 frontier_256 frontier_photographs_128 frontier_photographs_256
 
 frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time, and write their page: hours
-	$(EVALUATE) $(FRONTIER) --ablations $(AT_128) --count 256 --output build/frontier_128
-	$(EVALUATE) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 16 --backend onnxruntime --output build/frontier_256
-	$(EVALUATE) $(FRONTIER) $(MORE_MERGING) --ablations $(AT_128) --count 32 --strength 0.4 --output build/frontier_photographs_128
-	$(EVALUATE) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 8 --strength 0.4 --backend onnxruntime --output build/frontier_photographs_256
+	$(EVALUATE) $(IMAGES) $(FRONTIER) --ablations $(AT_128) --count 256 --output build/frontier_128
+	$(EVALUATE) $(IMAGES) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 16 --backend onnxruntime --output build/frontier_256
+	$(EVALUATE) $(IMAGES) $(FRONTIER) $(MORE_MERGING) --ablations $(AT_128) --count 32 --strength 0.4 --output build/frontier_photographs_128
+	$(EVALUATE) $(IMAGES) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 8 --strength 0.4 --backend onnxruntime --output build/frontier_photographs_256
 	mkdir -p $(RESULTS)
 	for images in $(FRONTIER_IMAGES); do cp build/$$images/quality.json $(RESULTS)/$$images.json || exit 1; done
 	$(BENCH) $(FRONTIER) $(MORE_MERGING) $(AT_128) --batch 2 --backend eager predictor --arms plain tome --rounds 15 --output $(RESULTS)/frontier_speed_128.json

@@ -7,6 +7,7 @@ import pytest
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, __version__
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands import bench, evaluate, export, generate, tune
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.evaluation import operations
 from ppdiffusers_tome.evaluation.operations import OpsCase, time_operations
@@ -84,6 +85,45 @@ def test_python_m_runs():
     done = subprocess.run([sys.executable, "-m", "ppdiffusers_tome", "--version"], capture_output=True, text=True)
     assert done.stdout.strip().splitlines()[-1] == __version__
     assert "distutils" not in done.stderr, "a warning of setuptools on Python 3.10 and 3.11"
+
+
+@pytest.mark.parametrize("command", [["bench"], ["evaluate"], ["tune", "--psnr", "30"]])
+def test_a_folder_that_is_no_model_is_an_error_of_one_line(command, exported_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder, reason in (exported_folder, "is already an export"), ("nosuch", "a folder"), (".", "no model_index"):
+        assert main([*command, "--model", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {folder} ") and reason in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model, again = ["--model", "m", "--output", "o"], "continue with python -m ppdiffusers_tome"
+    for module, function, arguments, remedy in (
+        (bench, "_speed", ["bench", *model], f"{again} bench --model m --output o"),
+        (
+            tune,
+            "_tune",
+            ["tune", "--restart", "--psnr", "3", *model],
+            f"{again} tune --psnr 3 --model",
+        ),
+        (evaluate, "_evaluate", ["evaluate", *model], f"{again} evaluate --model m"),
+        (
+            generate,
+            "_generate",
+            ["generate", "--prompts", "p", *model],
+            f"{again} generate --prompts p",
+        ),
+        (export, "_export", ["export", *model], "nothing was written"),
+        (bench, "_operations", ["bench", "ops"], ""),
+    ):
+        monkeypatch.setattr(module, function, interrupt)
+        assert main(arguments) == 130
+        error = capsys.readouterr().err
+        assert error.startswith(f"interrupted: {remedy}" if remedy else "interrupted\n") and error.count("\n") == 1
 
 
 def test_errors_name_the_locked_versions_of_missing_packages():

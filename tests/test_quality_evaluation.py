@@ -16,7 +16,7 @@ from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import drawing, evaluation
 from ppdiffusers_tome.evaluation.quality.drawing import image_folder
 from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, model_levels
-from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN
+from ppdiffusers_tome.evaluation.quality.settings import GENERAL_PROMPTS, OTHER_SEEDS, PLAIN
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
 OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]
@@ -195,6 +195,32 @@ def test_quick_replaces_defaults_alone(model, tmp_path, monkeypatch):
     for options in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--batch", "4", "--ablations", "use_rand"]):
         assert main([*command, *options]) == 2
     assert runs == [(64, 2, 2, ["0.5"], 2), (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 4)]
+
+
+def test_what_is_not_given_is_the_models_own(model, tmp_path, monkeypatch, capsys):
+    runs = []
+
+    def note(evaluation, *args, **others):
+        runs.append((evaluation.size, evaluation.steps, evaluation.guidance_scale))
+        texts.append(evaluation.prompts[0][0])
+        raise ToMeConfigError("enough")
+
+    folder, texts, defaults = tmp_path / "model", [], tmp_path / "model" / "defaults.json"
+    shutil.copytree(model, folder)
+    monkeypatch.setattr(evaluation, "evaluate", note)
+    command = ["evaluate", "--model", str(folder), "--output", str(tmp_path / "out"), "--ablations", "use_rand"]
+    assert main(command) == 2
+    (folder / "prompts.txt").unlink()
+    defaults.write_text('{"steps": 3, "guidance_scale": 1.5}')
+    assert main(command) == main([*command, "--steps", "4", "--guidance-scale", "0", "--size", "64"]) == 2
+    assert runs == [(32, 50, 7.5), (32, 3, 1.5), (64, 4, 0.0)]  # 50 and 7.5 are StableDiffusionPipeline's
+    assert texts == ["a fox", GENERAL_PROMPTS[0], GENERAL_PROMPTS[0]]
+    assert "prompts.txt does not exist: general prompts are used; --prompts names others" in capsys.readouterr().err
+    defaults.write_text('{"guidance": 1.5}')
+    assert main(command) == 2
+    assert f"{folder}, its default settings: guidance: Extra inputs" in capsys.readouterr().err
+    own = drawing.model_defaults(str(EMOJI_SD))
+    assert (own.size, own.steps, own.guidance_scale) == (128, 20, 2.0)
 
 
 def test_bf16_is_measured_beside_merging(model, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from conftest import tiny_pipeline
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
-from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import tune
 from ppdiffusers_tome.evaluation import tuning
 from ppdiffusers_tome.evaluation.speed import backends
@@ -445,7 +445,7 @@ def test_other_weights_under_the_same_path_are_refused(command, model, monkeypat
         (["--psnr", "30", "--merging", "ratio=0"], "--merging ratio=0 is not allowed"),
         (["--psnr", "30", "--merging", "ration=1"], "'ration' is not a setting"),
         (["--psnr", "30", "--merging", "ratio=0.001"], "merges no token"),
-        (["--psnr", "30", "--model", "nowhere"], "nowhere is not allowed: it must be a pipeline's folder"),
+        (["--psnr", "30", "--model", "nowhere"], "nowhere is not a folder"),
         (["--psnr", "30", "--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--psnr", "30", "--output", "tuned.png"], "--output tuned.png is not allowed: name a .json file"),
     ],
@@ -456,6 +456,15 @@ def test_bad_options_are_errors_before_anything_is_measured(options, message, co
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_given_is_the_models_own(model, tmp_path):
+    options = _parser().parse_args(
+        ["tune", "--model", str(model), "--psnr", "30", "--output", str(tmp_path / "a.json")]
+    )
+    case, evaluation, _ = tune._checked(options)
+    assert (case.size, case.batch, evaluation.size) == (32, 2, 32)
+    assert (evaluation.steps, evaluation.guidance_scale) == (50, 7.5)  # StableDiffusionPipeline's
 
 
 @pytest.mark.parametrize("goals", [[], ["--psnr", "30", "--speed-up", "2"]])

@@ -34,6 +34,7 @@ from ..evaluation.speed.cases import (
 from ..evaluation.speed.runner import Settings, measure_all
 from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
+from ..inference.loading import require_model_folder
 from ..published.architectures import ARCHITECTURES
 
 BUNDLED = Path("examples/emoji_sd")
@@ -158,11 +159,12 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
     measured = measure_all(cases, settings, options.output, command_line(arguments), options.restart)
     print(format_table(measured))
     print(f"written to {options.output}")
-    return 0
+    return int(not all(case.with_status(MEASURED) for case in measured))
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
     if options.model is not None:
+        require_model_folder(options.model)
         # "./" distinguishes a folder from the architecture of the same name.
         models = [f"./{options.model}" if str(options.model) in ARCHITECTURES else str(options.model)]
     elif options.architecture is not None:

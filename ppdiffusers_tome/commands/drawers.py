@@ -8,20 +8,41 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeConfigError, ToMeError, install_command
+from ..evaluation.quality.settings import prompts_of, with_seeds
 from ..generation.offline import Drawer, draw_here
 from ..inference import RUNTIMES
 from ..serving.engine import Engine
 
+OWN = "(default: the model's own)"
 MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # its argument loads an engine, in the process that needs it
 
 
 def add_image_options(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
     """Add the options of the images that `evaluate` and `tune` compare."""
     option, default = group.add_argument, "(default: %(default)s)"
-    option("--prompts", type=Path, help=".txt, .jsonl or .tsv (PartiPrompts) (default: prompts.txt of the model)")
+    prompts = "the model's prompts.txt, or a few general ones"
+    option("--prompts", type=Path, help=f".txt, .jsonl or .tsv (PartiPrompts) (default: {prompts})")
+    option("--size", type=int, help=f"px, height and width {OWN}")
     option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
-    option("--steps", type=int, default=10, help=f"denoising steps {default}")
-    option("--guidance-scale", type=float, default=2.0, help=f"weight of classifier-free guidance {default}")
+    option("--steps", type=int, help=f"denoising steps {OWN}")
+    option("--guidance-scale", type=float, help=f"weight of classifier-free guidance {OWN}")
+
+
+def image_settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """What the options say about the images, as arguments of `Evaluation`; what they do not is the model's own.
+
+    Raises:
+        ToMeConfigError: the prompts cannot be read, their number or seed is not allowed, or the model has no size.
+        ToMeExportError: the model cannot be loaded.
+    """
+    from ..evaluation.quality.drawing import model_defaults  # late: it imports all that draws
+
+    prompts = with_seeds(prompts_of(model, options.prompts), options.count, options.seed)
+    numbers = {name: getattr(options, name) for name in ("size", "steps", "guidance_scale")}
+    if None in numbers.values():
+        own = model_defaults(model)
+        numbers = {name: getattr(own, name) if value is None else value for name, value in numbers.items()}
+    return {"model": model, "prompts": prompts, **numbers}
 
 
 def add_runtime_options(command: argparse.ArgumentParser) -> None:

@@ -16,14 +16,13 @@ from ..evaluation.quality.settings import (
     RATIOS,
     Evaluation,
     list_settings,
-    read_texts,
-    with_seeds,
 )
 from ..evaluation.results import check_result, command_line, read_json, write_result
 from ..evaluation.speed.cases import IN_FP32, PROGRAMS
 from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
-from .drawers import add_image_options, add_options, open_drawers, threads
+from ..inference.loading import require_model_folder
+from .drawers import add_image_options, add_options, image_settings, open_drawers, threads
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
 
@@ -39,7 +38,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--model", help=f"ppdiffusers folder, or hub name (default: {bundled})")
     add_image_options(command)
     option("--count", type=int, default=256, help=f"images of each setting; prompts repeat with other seeds {default}")
-    option("--size", type=int, default=128, help=f"px, height and width {default}")
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
     option(
         "--merging",
@@ -98,14 +96,10 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         choose_runtime(**PROGRAMS[options.backend])
     if options.torch_python:  # raises if it lacks a package
         torch_versions(options.torch_python)
-    model = options.model or f"examples/{'emoji_sd_256' if options.size > 128 else 'emoji_sd'}"
-    texts = read_texts(options.prompts or Path(model) / "prompts.txt")
+    model = options.model or f"examples/{'emoji_sd_256' if (options.size or 0) > 128 else 'emoji_sd'}"
+    require_model_folder(model, hub_names=options.model is not None)
     evaluation = Evaluation(
-        model=model,
-        prompts=with_seeds(texts, options.count, options.seed),
-        size=options.size,
-        steps=options.steps,
-        guidance_scale=options.guidance_scale,
+        **image_settings(options, model),
         backend=options.backend,
         threads=drawing_threads,
         torch_python=options.torch_python,

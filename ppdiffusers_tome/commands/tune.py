@@ -16,7 +16,7 @@ from ..evaluation.clock import quartiles
 from ..evaluation.environment import describe_environment, model_files, sources, usable_cores, versions
 from ..evaluation.kept_programs import KeptPrograms, folder_of_programs
 from ..evaluation.quality.settings import PLAIN as PLAIN_IMAGES
-from ..evaluation.quality.settings import Evaluation, Setting, read_texts, with_seeds
+from ..evaluation.quality.settings import Evaluation, Setting
 from ..evaluation.results import command_line, make_result
 from ..evaluation.speed.cases import (
     BACKENDS,
@@ -46,8 +46,9 @@ from ..evaluation.tuning import (
 )
 from ..generation.offline import draw_here
 from ..inference import choose_runtime
+from ..inference.loading import require_model_folder
 from ..levels import grid_at
-from .drawers import add_image_options
+from .drawers import add_image_options, image_settings
 
 NOT_REACHED = 1  # exit status
 UNETS = "unets"  # folder of the programs that are timed, from which images are drawn too
@@ -63,7 +64,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option, default = command.add_argument, "(default: %(default)s)"
     option("--model", type=Path, default=Path("examples/emoji_sd"), help=f"folder of a pipeline with a UNet {default}")
-    option("--size", type=int, default=512, help=f"px, height and width {default}")
     option("--backend", choices=BACKENDS, default=PREDICTOR, help=f"exported programs, or the pipeline {default}")
     goals = command.add_argument_group("goal").add_mutually_exclusive_group(required=True)
     goals.add_argument("--speed-up", type=float, metavar="X", help="at least X times as fast as plain, and nearest")
@@ -160,19 +160,12 @@ def _checked(options: argparse.Namespace) -> tuple[Case, Evaluation, list[ToMeCo
     if options.backend in PROGRAMS:
         choose_runtime(**PROGRAMS[options.backend])  # raises if it is not installed
     Settings(options.rounds, threads=options.threads)
+    require_model_folder(options.model)
+    images = image_settings(options, str(options.model))
     # "./" distinguishes a folder from the architecture of the same name.
     model = str(options.model) if options.model.is_absolute() else f"./{options.model}"
-    case = make_case(model, size=options.size, batch=2 if options.guidance_scale > 1 else 1)
-    evaluation = Evaluation(
-        model=str(options.model),
-        prompts=with_seeds(read_texts(options.prompts or options.model / "prompts.txt"), options.count, options.seed),
-        size=options.size,
-        steps=options.steps,
-        guidance_scale=options.guidance_scale,
-        backend=options.backend,
-        threads=options.threads,
-        torch_python="",
-    )
+    case = make_case(model, size=images["size"], batch=2 if images["guidance_scale"] > 1 else 1)
+    evaluation = Evaluation(**images, backend=options.backend, threads=options.threads, torch_python="")
     given = [ToMeConfig(**parse_settings(text)) for text in options.merging]
     grid = case.architecture.first_grid(case.size)
     configs = given or known_candidates(grid, model_levels(evaluation.model))

@@ -1,6 +1,7 @@
 """Draw every prompt by every setting, from the same noise, into a folder that a repeated run continues."""
 
 import hashlib
+import inspect
 import json
 import tempfile
 from collections import defaultdict
@@ -15,6 +16,7 @@ import numpy as np
 import paddle
 from PIL import Image
 from ppdiffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
@@ -22,16 +24,19 @@ from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.offline import Drawer, draw_here, draw_identified
 from ...inference import export_pipeline, load_pipeline, read_manifest
 from ...inference.loading import load_for_export
-from ...inference.manifest import Size
+from ...inference.manifest import STRICT, Size, first_error
+from ...models import latent_grid, vae_factor
 from ...serving.engine import Engine, load_engine
 from ...serving.jobs import Job
 from ..environment import commit, model_files, sources, versions
 from ..kept_programs import KeptPrograms, program_key
+from ..results import read_json
 from ..speed.cases import PLAIN as PLAIN_ARM
 from ..speed.cases import PROGRAM_FORMATS, PROGRAMS, TOME
 from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
+DEFAULTS = "defaults.json"  # in a model's folder: fields of ModelDefaults that differ from its pipeline's
 RECORD = "evaluation.json"  # what drew the images of a folder
 MakeDrawer = Callable[[Callable[[], Engine]], Drawer]
 
@@ -42,6 +47,38 @@ def load_model(model: str) -> DiffusionPipeline:
 
 
 _load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
+
+
+class ModelDefaults(BaseModel):
+    """What a model's images have unless a user says otherwise."""
+
+    model_config = STRICT
+
+    size: int | None  # px, height and width; None: the UNet's config has none
+    steps: int
+    guidance_scale: float
+
+
+def model_defaults(model: str) -> ModelDefaults:
+    """A model's own defaults: those in its DEFAULTS, then its UNet's size and its pipeline's defaults.
+
+    Raises:
+        ToMeConfigError: DEFAULTS has another field or a value that is not allowed, or there is no size.
+        ToMeExportError: the model cannot be loaded.
+    """
+    pipe, file = load_model(model), Path(model) / DEFAULTS
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    grid = latent_grid(vars(pipe).get("unet"))
+    values = {"size": grid and max(grid) * vae_factor(pipe)}
+    for name, parameter in (("steps", "num_inference_steps"), ("guidance_scale", "guidance_scale")):
+        values |= {name: parameters[parameter].default} if parameter in parameters else {}
+    try:
+        defaults = ModelDefaults(**{**values, **(read_json(file) if file.is_file() else {})})
+    except ValidationError as error:
+        raise ToMeConfigError(f"{model}, its default settings: {first_error(error)}") from None
+    if defaults.size is None:
+        raise ToMeConfigError(f"{model} has no size of its own (sample_size of its UNet's config): pass --size.")
+    return defaults
 
 
 def _absolute(model: str) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +25,21 @@ ABLATIONS = ("use_rand", "max_downsample", "layers")
 LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
 SMALLEST_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
 COLUMN = "Prompt"  # of PartiPrompts' table
+PROMPTS = "prompts.txt"  # in a model's folder: what it can draw
+GENERAL_PROMPTS = (
+    "a photo of an owl on a branch",
+    "a red fox in the snow, photograph",
+    "a street market at night in the rain",
+    "an oil painting of a harbour in the morning",
+    "a bowl of fruit on a wooden table",
+    "a portrait of an old sailor with a white beard",
+    "a mountain lake with a forest behind it",
+    "a watercolour of a lighthouse",
+    "a cat asleep on a pile of books",
+    "the entrance of a cathedral, wide angle",
+    "a bicycle leaning against a brick wall",
+    "a field of sunflowers under a cloudy sky",
+)
 
 
 @dataclass(frozen=True)
@@ -179,6 +195,19 @@ def read_texts(path: Path) -> list[str]:
     if not texts:
         raise ToMeConfigError(f"{path} has no prompt: its first line must name a column {COLUMN!r}.")
     return texts
+
+
+def prompts_of(model: str, file: Path | None = None) -> list[str]:
+    """The prompts in a file; without one, those of the model's folder, or GENERAL_PROMPTS if it has none.
+
+    Raises:
+        ToMeConfigError: as `read_texts`.
+    """
+    own = Path(model) / PROMPTS
+    if file is None and not own.is_file():
+        print(f"{own} does not exist: general prompts are used; --prompts names others", file=sys.stderr)
+        return list(GENERAL_PROMPTS)
+    return read_texts(file or own)
 
 
 def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, int], ...]:
