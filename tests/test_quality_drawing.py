@@ -112,14 +112,25 @@ def test_a_folder_is_for_one_evaluation(tmp_path, monkeypatch):
         claim_folder(EVALUATION, tmp_path)
 
 
-@pytest.mark.parametrize("module", ["matching.py", "inference/export.py", "evaluation/quality/drawing.py"])
-def test_sources_are_all_modules(module, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "decides"),
+    [
+        *((f"{name}.py", True) for name in ("matching", "inference/export", "evaluation/quality/drawing")),
+        *((f"{name}.py", True) for name in ("serving/engine", "evaluation/torch_worker", "__init__")),
+        *((f"{name}.py", False) for name in ("serving/app", "commands/bench", "cli", "_version")),
+    ],
+)
+def test_sources_are_the_code_that_measures(module, decides, tmp_path, monkeypatch):
     copied = shutil.copytree(environment.PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(environment, "PACKAGE", copied)
     before = environment.sources.__wrapped__()
     assert before == environment.sources()
-    (copied / module).write_text((copied / module).read_text() + "\n")
-    assert environment.sources.__wrapped__() != before
+    content = (copied / module).read_text()
+    without = content.split('"""', 2)[2]
+    (copied / module).write_text(f'"""Another docstring."""\n{without}# comment\n')
+    assert environment.sources.__wrapped__() == before
+    (copied / module).write_text(f"{content}\nanswer = 42\n")
+    assert (environment.sources.__wrapped__() != before) == decides
 
 
 def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, tmp_path):

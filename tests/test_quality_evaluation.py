@@ -76,7 +76,7 @@ def test_after_a_change_of_a_source_the_folder_is_refused(
 ):
     copied = shutil.copytree(environment.PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
     with (copied / "merging.py").open("a") as file:
-        file.write("# changed\n")
+        file.write("changed = True\n")
     monkeypatch.setattr(environment, "PACKAGE", copied)
     environment.sources.cache_clear()
     try:

@@ -399,7 +399,10 @@ def traced(exported_folder, worker_in_this_process, monkeypatch):
     return labels
 
 
-UNETS = {"plain, predictor": ("unet", 0), "ToMe 0.5, windows of 16, proportional, predictor": ("unet", 0.5)}
+UNETS = {
+    "plain, predictor": ("unet", 0),
+    "ToMe 0.5, windows of 16, proportional, dst of seed 0, predictor": ("unet", 0.5),
+}
 
 
 def test_each_program_is_traced_once(command, traced, tmp_path):
@@ -418,6 +421,32 @@ def test_each_program_is_traced_once(command, traced, tmp_path):
         programs.rename(folder / "unets" / "another")
     assert command(*options, "--rounds", "6") == 0
     assert sorted(traced) == sorted(UNETS)
+
+
+def test_figures_belong_to_all_settings(model, tmp_path, monkeypatch):
+    """Two candidates may have the same name in words: theirs differ in the seventh digit, and in the seed of dst."""
+    outputs = []
+
+    def measure(cases, settings, output, command, programs):
+        outputs.append(output.name)
+        for arm in (arms := cases[0].arms):
+            arm.status, arm.seconds = (
+                "measured",
+                [4.0 if arm.config is None else 4 / (1 + arm.config.seed + arm.ratio)],
+            )
+        return [replace(cases[0], arms=arms[::-1])]
+
+    options = ["--model", str(model), "--size", "32", "--psnr", "3", "--output", str(tmp_path / "a.json")]
+    case, evaluation, _ = tune._checked(_parser().parse_args(["tune", *options]))
+    monkeypatch.setattr(tune, "measure_all", measure)
+    configs = [ToMeConfig(0.5), ToMeConfig(0.5000001), ToMeConfig(0.5, seed=1)]
+    timed = dict(tune.time_candidates(case, evaluation, tmp_path, "tune", configs, 1))
+    assert {config: speed_ups[0] for config, speed_ups in timed.items()} == pytest.approx(
+        dict(zip(configs, (1.5, 1.5000001, 2.5), strict=True)), rel=1e-9
+    )
+    list(tune.time_candidates(case, evaluation, tmp_path, "tune", configs[:2], 1))
+    list(tune.time_candidates(case, evaluation, tmp_path, "tune", configs[1:], 1))
+    assert len(set(outputs)) == 3
 
 
 def test_other_weights_under_the_same_path_are_refused(command, model, monkeypatch, capsys):

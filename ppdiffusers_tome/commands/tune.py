@@ -25,7 +25,6 @@ from ..evaluation.speed.cases import (
     PREDICTOR,
     PROGRAMS,
     TOME,
-    Arm,
     Case,
     make_arms,
     make_case,
@@ -186,20 +185,19 @@ def time_candidates(
     All take turns with plain in one run of `bench`, which a repeated call continues. Programs are those that draw the
     images. In eager, dst is fixed: random dst take the same time, and the built-in ToMe draws others.
     """
-    names = {config: Arm(TOME, evaluation.backend, config).name for config in configs}
     has_own_dst = evaluation.backend in PROGRAMS
-    timed = [c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs]
-    arms = make_arms(case, [PLAIN, TOME], [evaluation.backend], timed, None)
-    key = hashlib.sha256(repr(sorted(names.values())).encode()).hexdigest()[:8]
+    timed = {c: c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs}
+    arms = make_arms(case, [PLAIN, TOME], [evaluation.backend], list(timed.values()), None)
+    key = hashlib.sha256(repr(sorted(map(repr, timed.values()))).encode()).hexdigest()[:8]
     settings = Settings(rounds=rounds, threads=evaluation.threads)
     output = folder / f"speed_{rounds}_{key}.json"
     (measured,) = measure_all([replace(case, arms=arms)], settings, output, command, programs=folder / UNETS)
-    by_name = {arm.name: arm for arm in measured.arms}
+    by_config = {arm.config: arm for arm in measured.arms}
     plain = next(arm for arm in measured.arms if arm.arm == PLAIN)
     if plain.status != MEASURED:
         raise ToMeError(f"Plain cannot be timed: {plain.status}: {plain.reason}")
-    for config, name in names.items():
-        arm = by_name[name]
+    for config in configs:
+        arm = by_config[timed[config]]
         if arm.status == MEASURED:
             yield config, [a / b for a, b in zip(plain.seconds, arm.seconds, strict=True)]
         else:

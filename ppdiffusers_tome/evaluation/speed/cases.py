@@ -101,7 +101,8 @@ class Arm:
     def name(self) -> str:
         """In words, such as "ToMe 0.5, windows of 16, eager"; no two arms of a case have the same."""
         level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
-        return f"{self.label(f' {self.ratio:g}')}{level}, {self.backend}"
+        dst = f", dst of seed {self.config.seed}" if self.config and self.config.use_rand else ""  # in `tune` alone
+        return f"{self.label(f' {self.ratio:.15g}')}{level}{dst}, {self.backend}"
 
     def label(self, ratio: str = "") -> str:
         """In words, such as "ToMe, windows of 16", without level and backend; `ratio` follows the first words."""
