@@ -361,6 +361,30 @@ def test_invalid_option_is_named_before_anything_is_written(tmp_path, exported_f
     assert not (tmp_path / "out").exists()
 
 
+def test_images_of_another_runtime_device_or_precision_are_generated(tmp_path, model):
+    identities = [{}, *({name: "other"} for name in ("runtime", "device", "precision"))]
+    for changes in identities:
+        runtime = {"runtime": "paddle", "device": "cpu", "precision": "fp32", **changes}
+        for made in (1, 0):
+            assert generate(prompts_of("a"), model, tmp_path, 1, draw_here(Painter), **runtime).made == made
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--runtime", "openvino"], "--runtime openvino needs onnx programs, and {folder} has only paddle"),
+        (["--precision", "fp16"], "fp16"),
+    ],
+)
+def test_a_runtime_that_cannot_run_is_one_error_at_the_start(tmp_path, exported_folder, capsys, options, message):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox\nan owl")
+    assert main(command(prompts, exported_folder, tmp_path / "out", *options)) == 2
+    printed = capsys.readouterr()
+    assert message.format(folder=exported_folder) in printed.err and printed.err.count("\n") == 1
+    assert not printed.out and not (tmp_path / "out").exists()
+
+
 def test_invalid_line_stops_the_run_before_anything_is_written(tmp_path, exported_folder, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "good"}\n{"prompt": "bad", "steps": "many"}')

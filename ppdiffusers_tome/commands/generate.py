@@ -10,6 +10,7 @@ from pathlib import Path
 from ..errors import ToMeConfigError
 from ..generation.offline import generate
 from ..generation.prompt_file import Defaults, read_prompts
+from ..inference import RUNTIMES, choose_runtime
 from ..inference.manifest import Manifest, parse_size, read_manifest
 from ..serving.engine import load_engine
 from ..serving.jobs import Limits
@@ -52,17 +53,32 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     load_threads = threads(options)
     model = options.model.resolve()
     manifest = read_manifest(model)
+    _check_runtime(manifest, options)
     defaults, limits = _defaults(manifest, options)
     ratio = defaults.ratio
     print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
     with open_drawers(options, gpu=uses_gpu(options)) as make_drawer:
         draw = make_drawer(partial(load_engine, model, threads=load_threads, **runtime_settings(options)))
-        summary = generate(prompts, model, options.output, options.batch, draw)
+        runtime = {name: getattr(options, name) for name in ("runtime", "device", "precision")}
+        summary = generate(prompts, model, options.output, options.batch, draw, **runtime)
     for prompt, failure in summary.failures:
         print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
     print(f"{summary} of {len(prompts)}, in {options.output}")
     return 1 if summary.failures else 0
+
+
+def _check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
+    """Raise ToMeError if the folder was not exported for the runtime, or, unless --ray, if this machine lacks it."""
+    needed = RUNTIMES[options.runtime].format
+    if needed not in manifest.formats:
+        raise ToMeConfigError(
+            f"--runtime {options.runtime} needs {needed} programs, and {options.model} has only "
+            f"{', '.join(manifest.formats)}: choose another runtime, or export with --format both."
+        )
+    if not options.ray_address:  # the machines of a Ray cluster are not known here
+        settings = {name: getattr(options, name) for name in ("device", "precision", "threads")}
+        choose_runtime(options.runtime, **settings)
 
 
 def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults, Limits]:

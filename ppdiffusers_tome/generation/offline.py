@@ -1,6 +1,8 @@
 """Many images without a server: batches of a list, in any order, written so that a killed run can be resumed."""
 
 import fcntl
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +52,9 @@ class OutputError(ToMeError, RuntimeError):
     """The output folder cannot be written, or another run writes to it."""
 
 
-def generate(prompts: Sequence[Prompt], model: Path, output: Path, batch: int, draw: Drawer) -> Summary:
+def generate(
+    prompts: Sequence[Prompt], model: Path, output: Path, batch: int, draw: Drawer, **runtime: str
+) -> Summary:
     """Generate the images that are not in the output folder yet.
 
     Args:
@@ -59,15 +63,17 @@ def generate(prompts: Sequence[Prompt], model: Path, output: Path, batch: int, d
         output: folder for the images; created if it does not exist.
         batch: most images in one pipeline call.
         draw: from `draw_here` or `actors.draw_on_actors`.
+        runtime: what else decides the images and is part of their names: runtime, device and precision of `draw`.
 
     Raises:
         OutputError: a file cannot be written, or another run uses the folder.
     """
-    return draw_identified(prompts, sha256(model / MANIFEST), output, batch, draw)
+    decisive = json.dumps([sha256(model / MANIFEST), runtime], sort_keys=True)
+    return draw_identified(prompts, hashlib.sha256(decisive.encode()).hexdigest(), output, batch, draw)
 
 
 def draw_identified(prompts: Sequence[Prompt], identity: str, output: Path, batch: int, draw: Drawer) -> Summary:
-    """`generate` for any drawer: `identity` is a hash of the model, and part of the images' names."""
+    """`generate` for any drawer: `identity` is a hash of what draws, and part of the images' names."""
     paths = {prompt: output / prompt.file_name(identity) for prompt in prompts}
     summary = Summary()
     with _folder(output):

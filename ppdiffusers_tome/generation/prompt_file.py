@@ -68,7 +68,7 @@ class Prompt:
         """The name of the image's file: its index, its name, and a hash of everything that the image depends on.
 
         Args:
-            model: hash of the model.
+            model: hash of the model and of what runs it.
         """
         settings = json.dumps([self.job.settings(), model], sort_keys=True)
         parts = (f"{self.index:06}", self.name, hashlib.sha256(settings.encode()).hexdigest()[:16])
