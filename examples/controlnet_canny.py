@@ -73,7 +73,7 @@ def main(argv=None) -> None:
     add("--controlnet", default=CONTROLNET, help="ppdiffusers folder or hub name (default: the bundled one)")
     add("--plain-controlnet", action="store_true", help="merge only in the UNet")
     args = options.parse(parser, argv)
-    image = options.open_image(parser, args.image)
+    image = options.open_image(parser, args)
     sizes, prompts = args.size, args.prompts or PROMPTS
     plain_pipe, pipe = load(parser, args)
     for size in sizes or args.size[:1]:
@@ -100,4 +100,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options.run(main)

@@ -99,4 +99,4 @@ def as_integers(image):
 
 
 if __name__ == "__main__":
-    main()
+    options.run(main)

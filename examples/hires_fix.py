@@ -91,4 +91,4 @@ def total(first_seconds, arms) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    options.run(main)

@@ -24,7 +24,7 @@ def main(argv=None) -> None:
     parser.add_argument("--image", type=Path, default=options.BUNDLED / "fox.png", help="default: a fox")
     parser.add_argument("--strength", type=float, default=0.6, help="0 keeps the image, 1 ignores it (default: 0.6)")
     args = options.parse(parser, argv)
-    image = options.open_image(parser, args.image)
+    image = options.open_image(parser, args)
     if not 0 < args.strength <= 1:
         parser.error(f"--strength {args.strength} is not allowed: it must be above 0 and at most 1.")
     pipe = options.load(parser, args, "AutoPipelineForImage2Image")
@@ -42,4 +42,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options.run(main)

@@ -33,11 +33,8 @@ def main(argv=None) -> None:
     parser.add_argument("--mask", type=Path, help="white where to regenerate (default: the lower half)")
     args = options.parse(parser, argv)
     sizes = args.size
-    try:
-        image = Image.open(args.image).convert("RGB")
-        mask = Image.open(args.mask).convert("L") if args.mask else None
-    except OSError as error:
-        parser.error(f"--image or --mask: {error}.")
+    image = options.open_image(parser, args)
+    mask = options.open_image(parser, args, "mask").convert("L") if args.mask else None
     if mask and mask.getextrema()[1] < 128:
         parser.error(f"--mask {args.mask} has no white pixels, so nothing would be regenerated.")
     pipe = options.load(parser, args, "AutoPipelineForInpainting")
@@ -53,4 +50,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options.run(main)

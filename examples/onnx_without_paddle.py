@@ -9,6 +9,7 @@ For Stable Diffusion with a DDIM scheduler; to use another scheduler, replace `d
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,8 +32,14 @@ def main(argv=None) -> None:
     add("--guidance-scale", type=float, default=2.0)
     add("--seed", type=int, default=0, help="of the noise")
     add("--threads", type=int, default=0, help="CPU threads (default: all cores)")
-    add("--output", type=Path, default=Path("outputs/onnx_without_paddle.png"))
+    add("--output", type=Path, default=Path("outputs/onnx_without_paddle.png"), help="PNG file, or a folder")
     args = parser.parse_args(argv)
+    if args.output.is_dir():
+        args.output /= "onnx_without_paddle.png"
+    elif args.output.suffix != ".png":
+        parser.error(f"--output {args.output} is not allowed: it must be a folder that exists, or end in .png.")
+    if not (args.folder / "onnx").is_dir():
+        parser.error(f"{args.folder} has no ONNX programs: export them with --format onnx.")
     tome = read_json(args.folder / "tome.json")
     height, width = tome["sizes"][0]
     ratio = tome["ratios"][0] if args.ratio is None else args.ratio
@@ -128,4 +135,8 @@ def read_json(path: Path) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

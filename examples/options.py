@@ -65,8 +65,7 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, class_name: 
     for size in args.size or ():
         if size < 8 or size % 8:
             parser.error(f"--size {size} is not allowed: it must be a multiple of 8 px.")
-    # Paddle reads it on import, uses one thread if it is not set, and prints a warning for more than one.
-    os.environ["OMP_NUM_THREADS"] = str(args.threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    set_threads(args)
     with contextlib.redirect_stderr(io.StringIO()):
         import paddle
         import ppdiffusers
@@ -75,6 +74,8 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, class_name: 
         from ppdiffusers_tome import ToMeConfig, ToMeError
     logger.set_level("WARNING")
     ppdiffusers.utils.logging.set_verbosity_error()
+    if args.xformers and not ppdiffusers.utils.import_utils.is_ppxformers_available():
+        parser.error("--xformers needs a GPU and a CUDA build of Paddle: leave it out.")
     half = not args.bundled and paddle.device.get_device() != "cpu"
     try:
         config = ToMeConfig() if args.config is None else ToMeConfig.load(args.config)
@@ -105,12 +106,31 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, class_name: 
     return pipe
 
 
-def open_image(parser: argparse.ArgumentParser, path: Path) -> Image.Image:
-    """The RGB image of --image; ends the program if it cannot be read."""
+def set_threads(args: argparse.Namespace) -> None:
+    """Paddle reads it on import, uses one thread if it is not set, and prints a warning for more than one."""
+    os.environ["OMP_NUM_THREADS"] = str(args.threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+
+
+def open_image(parser: argparse.ArgumentParser, args: argparse.Namespace, option: str = "image") -> Image.Image:
+    """The RGB image of --image or another option, as `serve` reads images; ends the program if it cannot be read."""
+    path = getattr(args, option)
     try:
-        return Image.open(path).convert("RGB")
-    except OSError as error:
-        parser.error(f"--image {path}: {error}.")
+        with Image.open(path) as image:
+            set_threads(args)
+            with contextlib.redirect_stderr(io.StringIO()):
+                from ppdiffusers_tome.serving.png import upright_rgb
+            return upright_rgb(image)
+    except Exception as error:  # Pillow's decoders raise nearly anything on broken files
+        parser.error(f"--{option} {path}: {error}.")
+
+
+def run(main) -> None:
+    """Run a script's `main` and end the process; after Ctrl-C with one line and exit code 130."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted: run the script again from the start", file=sys.stderr)
+        sys.exit(130)
 
 
 def check_source(parser: argparse.ArgumentParser, option: str, source: str) -> None:

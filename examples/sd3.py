@@ -49,4 +49,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options.run(main)

@@ -30,12 +30,24 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     key = os.environ.get("PPDIFFUSERS_TOME_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    path, body = from_image(args) if args.image else from_text(args)
-    response = requests.post(args.url + path, json=body, headers=headers, timeout=600)
-    if not response.ok:
-        print(f"{response.status_code}: {response.text}", file=sys.stderr)
+    try:
+        path, body = from_image(args) if args.image else from_text(args)
+        response = requests.post(args.url + path, json=body, headers=headers, timeout=600)
+        if not response.ok:
+            print(f"{response.status_code}: {response.text}", file=sys.stderr)
+            return 1
+        content = response.json()
+    except requests.RequestException as error:
+        print(
+            f"{args.url} has no answer ({type(error).__name__}): start the server, or name it with --url",
+            file=sys.stderr,
+        )
         return 1
-    content = response.json()
+    except OSError as error:
+        parser.error(f"--image {args.image}: {error.strerror}.")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     image = content["images"][0] if args.image else content["data"][0]["b64_json"]
     args.output.mkdir(parents=True, exist_ok=True)
     file = args.output / "served.png"

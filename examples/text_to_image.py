@@ -29,4 +29,4 @@ def main(argv=None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    options.run(main)

@@ -311,7 +311,7 @@ BAD = {
     "first size": ("hires_fix", ["--size", "200"], r"--size 200 .*multiple of 16"),
     "second pass's strength": ("hires_fix", ["--strength", "0"], r"--strength 0\.0 .*above 0"),
     "no steps in the second pass": ("hires_fix", ["--strength", "0.1", "--steps", "5"], r"leaves no steps"),
-    "missing mask": ("inpaint", ["--mask", "/no/such.png"], r"--mask: .*No such file"),
+    "missing mask": ("inpaint", ["--mask", "/no/such.png"], r"--mask /no/such\.png: .*No such file"),
     "no SDXL model": ("sdxl", [], r"--model --tiny is required"),
     "no SD3 model": ("sd3", [], r"--model --tiny is required"),
     "two models": ("sdxl", ["--tiny", "--model", "a/b"], r"--model: not allowed with argument --tiny"),
@@ -332,9 +332,38 @@ def test_invalid_option_is_rejected_before_generation(examples, monkeypatch, tmp
     assert re.search(rf"error: .*{message}", last), last
 
 
-def test_xformers_error_of_ppdiffusers_is_raised(examples, tmp_path):
-    with cuda_attention.available(False), pytest.raises(NotImplementedError):
+def test_xformers_without_a_gpu_is_an_error_of_one_line(examples, tmp_path, capsys):
+    with cuda_attention.available(False), pytest.raises(SystemExit, match="2"):
         examples.text_to_image.main(["--xformers", "--output", str(tmp_path)])
+    assert "error: --xformers needs a GPU" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_images_are_read_as_serve_reads_them(examples, tmp_path):
+    """16-bit gray is scaled, EXIF's rotation applied, and what is transparent is white."""
+    Image.fromarray(np.full((8, 8), 0x8080, "uint16")).save(tmp_path / "gray.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # rotate by 90 degrees
+    Image.new("RGB", (8, 4)).save(tmp_path / "turned.png", exif=turned)
+    Image.new("RGBA", (8, 8), (9, 9, 9, 0)).save(tmp_path / "clear.png")
+    parser = examples.options.make_parser("")
+    gray, turned, clear = (
+        examples.options.open_image(parser, SimpleNamespace(image=tmp_path / f"{name}.png", threads=1))
+        for name in ("gray", "turned", "clear")
+    )
+    assert (gray.mode, gray.getpixel((0, 0)), turned.size) == ("RGB", (128, 128, 128), (4, 8))
+    assert clear.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_ctrl_c_is_one_line(examples, capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="130"):
+        examples.options.run(main)
+    assert capsys.readouterr().err == "interrupted: run the script again from the start\n"
+    for script in EXAMPLES.glob("*.py"):
+        text = script.read_text(encoding="utf-8")
+        assert "__main__" not in text or "options.run(main)" in text or "except KeyboardInterrupt" in text, script
 
 
 def test_xformers(examples, tmp_path):

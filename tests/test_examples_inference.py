@@ -74,6 +74,31 @@ def test_client_shows_the_error(example, tmp_path, capsys):
     assert not (tmp_path / "served.png").exists()
 
 
+def test_client_without_a_server_or_an_image_is_one_line(example, tmp_path, capsys):
+    assert example("serve_client").main(["a fox", "--url", "http://127.0.0.1:9", "--output", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("http://127.0.0.1:9 has no answer (ConnectionError): start") and error.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        example("serve_client").main(["a fox", "--image", "/no/such.png"])
+    assert "error: --image /no/such.png: No such file" in capsys.readouterr().err
+
+
+def test_onnx_without_paddle_checks_its_arguments(
+    example, onnx_folder, exported_folder, tmp_path, monkeypatch, capsys
+):
+    module = example("onnx_without_paddle")
+    for folder, output, message in (
+        (onnx_folder, tmp_path / "new", "new is not allowed: it must be a folder that exists, or end in .png"),
+        (exported_folder, tmp_path, "has no ONNX programs"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            module.main([str(folder), "a fox", "--output", str(output)])
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(module, "generate", lambda *_: np.zeros((32, 40, 3)))
+    module.main([str(onnx_folder), "a fox", "--output", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["onnx_without_paddle.png"]
+
+
 def test_onnx_without_paddle(example, onnx_folder, tmp_path):
     """In a process that cannot import Paddle; and the image of a pipeline from the same latents."""
     output = tmp_path / "image.png"

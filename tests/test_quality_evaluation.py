@@ -218,7 +218,7 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, monkeypatch, capsy
     assert "prompts.txt does not exist: general prompts are used; --prompts names others" in capsys.readouterr().err
     defaults.write_text('{"guidance": 1.5}')
     assert main(command) == 2
-    assert f"{folder}, its default settings: guidance: Extra inputs" in capsys.readouterr().err
+    assert f"{folder}, its default settings: guidance: " in capsys.readouterr().err
     own = drawing.model_defaults(str(EMOJI_SD))
     assert (own.size, own.steps, own.guidance_scale) == (128, 20, 2.0)
 

@@ -98,8 +98,7 @@ def load_image(text: str, size: tuple[int, int], limits: Limits) -> Image.Image:
     try:
         image = Image.open(BytesIO(data), formats=ACCEPTED)
         _check_header(image, data, limits)
-        ImageOps.exif_transpose(image, in_place=True)
-        return _flattened(image).resize(size, Image.Resampling.LANCZOS)
+        return upright_rgb(image).resize(size, Image.Resampling.LANCZOS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise JobError("image", f"it is too large: {limits.image_pixels} pixels are allowed") from None
     except UnidentifiedImageError:
@@ -119,8 +118,9 @@ def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:
         raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which costs as much as an image")
 
 
-def _flattened(image: Image.Image) -> Image.Image:
-    """RGB of 8 bits, over white."""
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB of 8 bits, upright by its EXIF data, white where it is transparent."""
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit gray, which Pillow would clip at 255
         image = Image.fromarray(np.round(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
     if not image.has_transparency_data:
