@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny_pipeline
+from zoo.parts import unet as unet_of_zoo
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
 from ppdiffusers_tome.cli import _parser, main
@@ -494,6 +495,19 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path):
     case, evaluation, _ = tune._checked(options)
     assert (case.size, case.batch, evaluation.size) == (32, 2, 32)
     assert (evaluation.steps, evaluation.guidance_scale) == (50, 7.5)  # StableDiffusionPipeline's
+
+
+@pytest.mark.parametrize(("levels", "smallest"), [("", 32), (",max_downsample=2", 16)])
+def test_smaller_images_that_merge_are_reported(levels, smallest, tmp_path, monkeypatch, capsys):
+    """None does with one level. Each grid is compared by itself, and level 1 at 16 px is like level 2 at 32 px."""
+    folder, output = tmp_path / "model", tmp_path / "tuned.json"
+    tiny_pipeline(unet=unet_of_zoo()).save_pretrained(str(folder))
+    set_speed_ups(monkeypatch, {0.5: 1.6})
+    options = ["--size", "32", "--steps", "1", "--count", "2", "--guidance-scale", "1", "--backend", "eager"]
+    options += ["--merging", f"ratio=0.5{levels}", "--model", str(folder), "--output", str(output)]
+    assert main(["tune", "--speed-up", "1.4", *options]) == 0
+    assert json.loads(output.read_text())["sizes"] == {"measured": [32], "merges_from": smallest}
+    assert ("Images from 16 px on merge too" in capsys.readouterr().out) == (smallest < 32)
 
 
 @pytest.mark.parametrize("goals", [[], ["--psnr", "30", "--speed-up", "2"]])

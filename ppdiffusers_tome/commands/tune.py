@@ -127,13 +127,14 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if chosen is None:
         print(f"Nothing is faster than plain at {case.size} px in {evaluation.backend}: ratio 0 is written.")
     config = ToMeConfig(ratio=0) if chosen is None else _gated(chosen.config, case)
+    smallest = None if chosen is None else _smallest_size(config, case)
     about = make_result("tuning", command)
     config.save(
         output,
         **{name: about[name] for name in ("command", "commit", "environment")},
         model=evaluation.model,
         size=case.size,
-        sizes={"measured": [case.size], "merges_from": None if chosen is None else _smallest_size(config, case)},
+        sizes={"measured": [case.size], "merges_from": smallest},
         backend=evaluation.backend,
         threads=evaluation.threads,
         goal={"measure": goal.measure, "value": goal.value},
@@ -145,6 +146,11 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         figures=None if chosen is None else _figures(chosen),
         candidates=[{"settings": asdict(candidate.config), **_figures(candidate)} for candidate in candidates],
     )
+    if smallest is not None and smallest < case.size:
+        print(
+            f"Images from {smallest} px on merge too, at the levels that have {config.min_tokens} tokens there, which "
+            "is not measured: run tune at that size too if you use it."
+        )
     print(f"written to {output}" + (f" and {plot}" if plot else ""))
     return 0
 
@@ -233,7 +239,11 @@ def _name(config: ToMeConfig) -> str:
 
 
 def _gated(config: ToMeConfig, case: Case) -> ToMeConfig:
-    """The config with a gate: images smaller than the measured ones stay plain."""
+    """The config with a gate: grids with fewer tokens than the smallest measured one stay plain.
+
+    Smaller images then stay plain, unless several levels merge: a shallower one has as many tokens in a smaller image
+    as the deepest one at the measured size.
+    """
     if config.min_tokens:
         return config
     level = config.max_downsample or case.architecture.first_level
