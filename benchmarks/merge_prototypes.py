@@ -15,37 +15,38 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from ppdiffusers_tome import hooks, matching, patch, positions
+from ppdiffusers_tome import attention, matching, patch, positions, wraps
 from ppdiffusers_tome.merging import merge, unmerge
 from ppdiffusers_tome.positions import Grid, choose_dst
 
 Match = Callable[..., matching.MergePlan]  # with the arguments of `match_tokens`
-Build = Callable[[Callable[[paddle.Tensor], None], hooks.CallHook, paddle.Tensor], None]  # original, its hook, metric
+Plan = matching.MergePlan | None
+Build = Callable[[Callable[[paddle.Tensor], Plan], wraps.BlockWrap, paddle.Tensor], Plan]  # original, its wrap, metric
 Prototype = Callable[[], AbstractContextManager]  # replaces functions of the package while it is open
 
 
 def building(make_build: Callable[[], Build]) -> Prototype:
-    """A prototype of `CallHook.build_plan`; each pipeline call, or trace, gets a build of its own."""
-    original = hooks.CallHook.build_plan
+    """A prototype of `BlockWrap.build_plan`; each pipeline call, or trace, gets a build of its own."""
+    original = wraps.BlockWrap.build_plan
 
     def prototype() -> AbstractContextManager:
         build = make_build()
-        replaced = lambda hook, metric: build(partial(original, hook), hook, metric)  # noqa: E731
-        return mock.patch.object(hooks.CallHook, "build_plan", replaced)
+        replaced = lambda wrap, metric: build(partial(original, wrap), wrap, metric)  # noqa: E731
+        return mock.patch.object(wraps.BlockWrap, "build_plan", replaced)
 
     return prototype
 
 
 def matching_by(match: Match) -> Prototype:
     """A prototype of `match_tokens`."""
-    return lambda: mock.patch.object(hooks, "match_tokens", match)
+    return lambda: mock.patch.object(wraps, "match_tokens", match)
 
 
 def ratios_by_height(ratios: Mapping[int, float]) -> Prototype:
     """A ratio for the grids of each height, in tokens."""
-    original = hooks.count_removed
+    original = wraps.count_removed
     return lambda: mock.patch.object(
-        hooks, "count_removed", lambda grid, config: original(grid, replace(config, ratio=ratios[grid.h]))
+        wraps, "count_removed", lambda grid, config: original(grid, replace(config, ratio=ratios[grid.h]))
     )
 
 
@@ -54,12 +55,11 @@ def kept(passes: int) -> Build:
     count: Counter[int] = Counter()
     plans: dict[int, Any] = {}
 
-    def build(original: Callable, hook: hooks.CallHook, metric: paddle.Tensor) -> None:
-        if count[hook._index] % passes == 0:
-            original(metric)
-            plans[hook._index] = hook._current_call().plan
-        count[hook._index] += 1
-        hook._current_call().plan = plans[hook._index]
+    def build(original: Callable, wrap: wraps.BlockWrap, metric: paddle.Tensor) -> Plan:
+        if count[wrap.index] % passes == 0:
+            plans[wrap.index] = original(metric)
+        count[wrap.index] += 1
+        return plans[wrap.index]
 
     return build
 
@@ -68,11 +68,10 @@ def shared(first: Sequence[int]) -> Build:
     """Blocks use the plan of the last block before them whose index is in `first`."""
     plans: list[Any] = []
 
-    def build(original: Callable, hook: hooks.CallHook, metric: paddle.Tensor) -> None:
-        if hook._index in first:
-            original(metric)
-            plans[:] = [hook._current_call().plan]
-        hook._current_call().plan = plans[0]
+    def build(original: Callable, wrap: wraps.BlockWrap, metric: paddle.Tensor) -> Plan:
+        if wrap.index in first:
+            plans[:] = [original(metric)]
+        return plans[0]
 
     return build
 
@@ -151,41 +150,32 @@ def fall_back(metric: paddle.Tensor, places: Any) -> tuple[paddle.Tensor, paddle
 _most_similar = matching._most_similar
 
 
-class QueryHook(hooks.BlockHook):
-    """Pre-hook of `to_q`: merge its input by the plan of the queries."""
-
-    def __call__(self, projection: Any, inputs: tuple) -> tuple:
-        return merge(inputs[0], self._call_hook._current_call().query_plan), *inputs[1:]
-
-
-class UnmergeQueriesHook(hooks.BlockHook):
-    """Post-hook of a self-attention: unmerge its output by the plan of the queries."""
-
-    def __call__(self, attention: Any, inputs: tuple, output: paddle.Tensor) -> paddle.Tensor:
-        return unmerge(output, self._call_hook._current_call().query_plan)
-
-
 def merging_queries(ratio: float) -> Prototype:
     """With merge_attn="kv": merge queries too, at a ratio of their own, from the same similarities."""
+    query_plans: list[Plan] = [None]  # of the block that runs
 
-    def build(original: Callable, hook: hooks.CallHook, metric: paddle.Tensor) -> None:
-        call, config = hook._current_call(), hook.config
-        hook.config = replace(config, ratio=ratio)
-        original(metric)
-        call.query_plan, hook.config = call.plan, config
-        original(metric)
+    def build(original: Callable, wrap: wraps.BlockWrap, metric: paddle.Tensor) -> Plan:
+        config = wrap.config
+        wrap.config = replace(config, ratio=ratio)
+        query_plans[0] = original(metric)
+        wrap.config = config
+        return original(metric)
 
-    def install(attention: Any, call_hook: hooks.CallHook) -> None:
-        _install_attention(attention, call_hook)
-        attention.to_q.register_forward_pre_hook(QueryHook(call_hook))
-        attention.register_forward_post_hook(UnmergeQueriesHook(call_hook))
+    class QueryView(attention.AttentionView):
+        def to_q(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
+            return super().to_q(merge(tokens, query_plans[0]), *args)
+
+    class QueryWrap(attention.AttentionWrap):
+        def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> paddle.Tensor:
+            return unmerge(super().__call__(layer, *args, **kwargs), query_plans[0])
 
     @contextmanager
     def prototype() -> Iterator[None]:
-        with building(lambda: build)(), mock.patch.object(patch, "install_attention", install):
+        with (
+            building(lambda: build)(),
+            mock.patch.object(patch, "AttentionWrap", QueryWrap),
+            mock.patch.object(attention, "AttentionView", QueryView),
+        ):
             yield
 
     return prototype
-
-
-_install_attention = patch.install_attention

@@ -1,66 +1,192 @@
-"""The hooks inside attention layers: masks, the sizes of merged tokens, and keys and values that merge alone."""
+"""The wraps around layers that run on merged tokens, and how the sizes of merged tokens reach attention scores."""
 
 import math
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from .config import KV
+from .config import KV, ToMeConfig
 from .errors import ToMePassError
-from .hooks import BlockHook, CallHook, hidden_states
-from .matching import cast
-from .models import attends_to_first_frame, is_fused, is_joint
+from .matching import MergePlan, cast
+from .merging import merge, unmerge
+from .models import is_fused, is_joint, splits_heads
+from .wraps import Wrap, current_plan
 
-SIZE_CHANNELS = 8  # added to each head by `SizeChannelHook`: fused kernels need a multiple of 8
-
-
-class KeyValueHook(BlockHook):
-    """Pre-hook of a projection of keys or values: merge its input."""
-
-    def __call__(self, projection: nn.Layer, inputs: tuple) -> tuple:
-        return self._call_hook.merge_for_keys(hidden_states(projection, inputs)), *inputs[1:]
+FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
 
 
-class CheckHook(BlockHook):
-    """Post-hook of a self-attention: see `CallHook.check_attention`."""
+class MergeWrap(Wrap):
+    """Of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens."""
 
-    def __call__(self, attention: nn.Layer, inputs: tuple, outputs: Any) -> None:
-        self._call_hook.check_attention(attention, inputs[0] if inputs else None)
+    config: ToMeConfig
 
-
-class AttentionHook(BlockHook):
-    """Base class of the hooks that need the attention layer.
-
-    Args:
-        call_hook: that of the layer's block.
-        attention: the layer.
-    """
-
-    def __init__(self, call_hook: CallHook, attention: nn.Layer) -> None:
-        super().__init__(call_hook)
-        self._attention = attention
+    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan = current_plan()
+        if plan is None:
+            return self.forward(layer, hidden_states, *args, **kwargs)
+        merged = merge(hidden_states, plan, self.config.blend)
+        return unmerge(self.forward(layer, merged, *args, **kwargs), plan)
 
 
-class MaskHook(AttentionHook):
-    """Wraps `prepare_attention_mask` of an attention layer: weights merged tokens, raises on a mask over them.
-
-    Masks are keyword arguments, which Paddle's hooks do not receive, but every attention processor passes them to
-    this method and adds the result to the scores.
+class AttentionWrap(Wrap):
+    """Of an attention layer: run it on merged tokens, or in self-attention with `merge_attn="kv"` on merged keys.
 
     Args:
-        call_hook: that of the layer's block.
-        attention: the layer.
-        is_self: whether the layer is a self-attention, whose keys are the merged tokens.
+        config: the settings of the denoiser.
+        is_self: whether the keys are the merged tokens; not so in cross-attention.
     """
 
-    def __init__(self, call_hook: CallHook, attention: nn.Layer, is_self: bool) -> None:
-        super().__init__(call_hook, attention)
+    config: ToMeConfig
+
+    def __init__(self, config: ToMeConfig, is_self: bool) -> None:
+        super().__init__(config)
         self._is_self = is_self
 
-    def __call__(
+    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan, config = current_plan(), self.config
+        if plan is None:
+            return self.forward(layer, hidden_states, *args, **kwargs)
+        named = {**dict(zip(("encoder_hidden_states", "attention_mask"), args, strict=False)), **kwargs}
+        _check_mask(named.get("attention_mask"), plan, self._is_self, named.get("encoder_hidden_states"))
+        keys_only = self._is_self and config.merge_attn == KV
+        tokens = hidden_states if keys_only else merge(hidden_states, plan, config.blend)
+        if self._is_self and (keys_only or config.proportional):
+            view = AttentionView(layer, plan, config)
+            output = self._forward_of(layer)(view, tokens, **named)
+            view.check(tokens)
+        else:
+            output = self.forward(layer, tokens, **named)
+        if keys_only:
+            return output
+        if isinstance(output, tuple):  # joint attention: image and text
+            return unmerge(output[0], plan), *output[1:]
+        return unmerge(output, plan)
+
+    def _forward_of(self, layer: nn.Layer) -> Any:
+        """The function below this wrap, to which a view is passed as `self`."""
+        if isinstance(self.below, MethodType) and self.below.__self__ is layer:
+            return self.below.__func__
+        return type(layer).forward if self.below is None else lambda view, *args, **named: self.below(*args, **named)
+
+
+class AttentionView:
+    """A self-attention as its processor sees it for one pass. It merges keys and values, and weights keys by size.
+
+    The logarithm of a merged token's size is added to the scores of its key, in one of two ways:
+
+    - Channels, where it is known how scores are computed: each head of queries and keys has one more, in which queries
+      hold a constant and keys the logarithm, so that the product of both contains the sum. It costs no pass over the
+      scores. Fused kernels, which would leave their fastest path for a mask, get 8 channels in queries, keys and
+      values, all 0 but the first; `to_out` gets the output without them.
+    - A mask, which any other processor asks for.
+
+    Args:
+        layer: the attention layer, which has all other attributes.
+        plan: of the pass.
+        config: the settings of the denoiser.
+    """
+
+    def __init__(self, layer: nn.Layer, plan: MergePlan, config: ToMeConfig) -> None:
+        self._layer = layer
+        self._plan = plan
+        self._config = config
+        self._is_fused = is_joint(layer) or is_fused(layer)
+        channels = FUSED_CHANNELS if self._is_fused else int(splits_heads(layer))
+        self._channels = channels if config.proportional else 0
+        self._factor = 1.0  # of queries, for kernels that divide by the root of the width of heads, channels included
+        self._has_sizes = False
+        self._queries: paddle.Tensor | None = None  # input of `to_q`
+        self._keys: paddle.Tensor | None = None  # input of `to_k`
+        self._merged: tuple[paddle.Tensor, paddle.Tensor] | None = None  # an input of `to_k` or `to_v`, and merged
+        self._merged_projections = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def to_q(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
+        self._queries = tokens
+        return self._widen_queries(self._layer.to_q(tokens, *args), "norm_q")
+
+    def to_k(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
+        self._keys = tokens
+        return self._widen_keys(self._layer.to_k(self._merge(tokens), *args))
+
+    def to_v(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
+        return self._widen_values(self._layer.to_v(self._merge(tokens), *args))
+
+    # Norms over the channels of each head, as in Stable Diffusion 3.5.
+
+    @property
+    def norm_q(self) -> Any:
+        return self._around("norm_q", self._factor)
+
+    @property
+    def norm_k(self) -> Any:
+        return self._around("norm_k")
+
+    @property
+    def norm_added_q(self) -> Any:
+        return self._around("norm_added_q", self._factor)
+
+    @property
+    def norm_added_k(self) -> Any:
+        return self._around("norm_added_k")
+
+    def _around(self, name: str, factor: float = 1.0) -> Any:
+        """A norm of the layer that leaves the added channels as they are; None if it has no such norm."""
+        norm = getattr(self._layer, name, None)
+        if norm is None or not self._channels:
+            return norm
+
+        def normalize(heads: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
+            own, added = heads[..., : -self._channels], heads[..., -self._channels :]
+            return paddle.concat([norm(own, *args, **kwargs) * factor, added], axis=-1)
+
+        return normalize
+
+    # Text tokens of a joint attention, whose size is 1.
+
+    def add_q_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return self._widen_queries(self._layer.add_q_proj(tokens), "norm_added_q")
+
+    def add_k_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return self._widen_values(self._layer.add_k_proj(tokens))
+
+    def add_v_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return self._widen_values(self._layer.add_v_proj(tokens))
+
+    @property
+    def to_out(self) -> list[Any]:
+        first, *others = self._layer.to_out
+        return [lambda tokens, *args: first(self._narrow(tokens), *args), *others]
+
+    def to_add_out(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        return self._layer.to_add_out(self._narrow(tokens))
+
+    def head_to_batch_dim(self, tensor: paddle.Tensor, out_dim: int = 4, transpose: bool = True) -> paddle.Tensor:
+        """As the layer's, for heads of any width."""
+        heads = self._heads(tensor)
+        heads = heads.transpose([0, 2, 1, 3]) if transpose or out_dim == 3 else heads
+        return heads.flatten(0, 1) if out_dim == 3 else heads
+
+    def get_attention_scores(
+        self,
+        query: paddle.Tensor,  # [..., N, d]
+        key: paddle.Tensor,  # [..., M, d]
+        attention_mask: paddle.Tensor | None = None,
+    ) -> paddle.Tensor:  # [..., N, M]
+        """As the layer's. The scale goes into the queries where it can, which is no pass over the scores."""
+        layer = self._layer
+        self._has_sizes = self._has_sizes or bool(self._channels)
+        if attention_mask is not None or layer.upcast_attention or layer.upcast_softmax or not self._channels:
+            return layer.get_attention_scores(query, key, attention_mask)
+        return F.softmax(paddle.matmul(query * layer.scale, key, transpose_y=True), axis=-1)
+
+    def prepare_attention_mask(
         self,
         attention_mask: paddle.Tensor | None,
         target_length: int,
@@ -68,142 +194,104 @@ class MaskHook(AttentionHook):
         out_dim: int = 4,
         **kwargs: Any,
     ) -> Any:
-        plan, config = self._call_hook.plan(), self._call_hook.config
-        keys = target_length
-        if plan is not None and self._is_self and config.merge_attn == KV:
-            keys = plan.kept
-        if plan is not None and attention_mask is not None and attention_mask.shape[-1] != keys:
-            raise ToMePassError(
-                f"attention_mask has shape {list(attention_mask.shape)} but attention sees {keys} of "
-                f"{plan.tokens} tokens because the others are merged, and a mean of masked and unmasked tokens "
-                "has no mask: call without attention_mask, or remove_tome() first."
-            )
-        attention = self._attention
-        mask = type(attention).prepare_attention_mask(attention, attention_mask, keys, batch_size, out_dim, **kwargs)
-        if plan is None or not self._is_self or not config.proportional or has_size_channels(attention):
+        """As the layer's, for the merged keys, and with their sizes where no channel has them."""
+        mask = self._layer.prepare_attention_mask(attention_mask, self._plan.kept, batch_size, out_dim, **kwargs)
+        if self._channels or not self._config.proportional:
             return mask
-        self._call_hook.note_sizes()
-        sizes = cast(plan.log_sizes(), attention.dtype)  # [B, keys]
-        if attends_to_first_frame(attention):
-            frames = sizes.reshape([attention.processor.batch_size, -1, sizes.shape[1]])
-            sizes = frames[:, :1].expand_as(frames).reshape(sizes.shape)
+        self._has_sizes = True
+        sizes = cast(self._plan.log_sizes(), self._layer.dtype)  # [B, keys]
         if out_dim == 3:  # attention slicing: [B·heads, 1, keys]
-            sizes = sizes.repeat_interleave(attention.heads, axis=0).unsqueeze(1)
+            sizes = sizes.repeat_interleave(self._layer.heads, axis=0).unsqueeze(1)
         else:  # [B, 1, 1, keys]
             sizes = sizes.unsqueeze([1, 2])
         return sizes if mask is None else mask + sizes
 
+    def check(self, tokens: paddle.Tensor | None = None) -> None:
+        """Raise ToMePassError if the processor has computed without the merged keys, or without their sizes.
 
-class ScoresHook(AttentionHook):
-    """Wraps `get_attention_scores` of a self-attention: a mask over the keys alone becomes one more channel.
+        Args:
+            tokens: what the attention was given.
+        """
+        name, remedy = type(self._layer.processor).__name__, "set another attention processor, or use"
+        if self._config.merge_attn == KV and self._merged_projections != 2:
+            raise ToMePassError(
+                f"merge_attn={KV!r}: {name} has not called to_k and to_v of the layer that it was given: do not fuse "
+                f"projections, {remedy} merge_attn=True."
+            )
+        if self._config.proportional and not self._has_sizes:
+            raise ToMePassError(
+                f"proportional=True: {name} has neither called prepare_attention_mask() nor computed scores from to_q "
+                "and to_k of the layer that it was given, so merged tokens cannot be weighted by their size: do not "
+                f"fuse projections, {remedy} proportional=False."
+            )
+        is_own = self._keys is None or self._keys is tokens or self._keys is self._queries
+        if self._config.proportional and not is_own:
+            raise ToMePassError(
+                f"proportional=True: {name} attends to other tokens than its own, whose sizes are not known: "
+                f"{remedy} proportional=False."
+            )
 
-    Queries hold 1 in it and keys their mask, so the product of both is the score with the mask: it costs no pass
-    over the scores. The scale goes into the queries for the same reason.
-    """
+    def _merge(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        """With `merge_attn="kv"`, the merged input of `to_k` or `to_v`: the same for both."""
+        if self._config.merge_attn != KV:
+            return tokens
+        self._merged_projections += 1
+        if self._merged is None or self._merged[0] is not tokens:
+            self._merged = tokens, merge(tokens, self._plan, self._config.blend)
+        return self._merged[1]
 
-    def __call__(
-        self,
-        query: paddle.Tensor,  # [..., N, d]
-        key: paddle.Tensor,  # [..., M, d]
-        attention_mask: paddle.Tensor | None = None,  # [..., 1, M]
-    ) -> paddle.Tensor:  # [..., N, M]
-        attention = self._attention
-        is_upcast = attention.upcast_attention or attention.upcast_softmax
-        if is_upcast or attention_mask is None or attention_mask.shape[-2] != 1 or self._call_hook.plan() is None:
-            return type(attention).get_attention_scores(attention, query, key, attention_mask)
-        query, key = self.add_channel(query * attention.scale, key, attention_mask)
-        return F.softmax(paddle.matmul(query, key, transpose_y=True), axis=-1)
+    def _widen_queries(self, output: paddle.Tensor, norm: str) -> paddle.Tensor:
+        if not self._channels:
+            return output
+        layer, width = self._layer, output.shape[-1] // self._layer.heads
+        wide = width + self._channels
+        # A joint attention, and flash attention in ppdiffusers, divide by the root of the new width.
+        if is_joint(layer) or (self._is_fused and ignores_scale(layer.processor.attention_op, output.dtype, wide)):
+            self._factor = math.sqrt(wide / width)
+            has_norm = getattr(layer, norm, None) is not None  # which comes later, and would undo it
+            return self._widen(output if has_norm else output * self._factor, math.sqrt(wide))
+        return self._widen(output, 1 / layer.scale)
 
-    def add_channel(
-        self, query: paddle.Tensor, key: paddle.Tensor, attention_mask: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Queries and keys with one more channel; a method of its own because `bench` times it."""
-        mask = paddle.zeros_like(key[..., :1]) + cast(attention_mask, key.dtype).squeeze(-2).unsqueeze(-1)
-        return paddle.concat([query, paddle.ones_like(query[..., :1])], -1), paddle.concat([key, mask], -1)
+    def _widen_keys(self, output: paddle.Tensor) -> paddle.Tensor:
+        if not self._channels:
+            return output
+        self._has_sizes = self._is_fused  # of others the scores show it
+        return self._widen(output, cast(self._plan.log_sizes(), output.dtype).unsqueeze([2, 3]))
 
+    def _widen_values(self, output: paddle.Tensor) -> paddle.Tensor:
+        return self._widen(output, 0.0) if self._channels and self._is_fused else output
 
-class SizeChannelHook(AttentionHook):
-    """Post-hook of a projection: add channels to each head that weight merged tokens, for fused attention.
+    def _widen(self, output: paddle.Tensor, first: Any) -> paddle.Tensor:
+        """Add the channels, the first of which is a number or [B, N, 1, 1], to each head of [B, N, heads·d]."""
+        heads = self._heads(output)
+        zeros = [paddle.zeros_like(heads[..., :1])] * (self._channels - 1)
+        wide = paddle.concat([heads, paddle.zeros_like(heads[..., :1]) + first, *zeros], axis=-1)
+        return wide.reshape([0, 0, wide.shape[2] * wide.shape[3]])
 
-    A mask would keep xformers' processor from its fastest kernels, and a joint attention has none. In the first of the
-    added channels, queries hold a constant and the keys of merged image tokens the logarithm of their size;
-    everything else is 0. The product of query and key is then the score plus this logarithm. `DropChannelHook`
-    removes the channels from the output.
+    def _narrow(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        """The output of a fused kernel [B, N, heads·d] without the channels."""
+        if not (self._channels and self._is_fused):
+            return tokens
+        if tokens.shape[-1] != self._layer.inner_dim + self._channels * self._layer.heads:
+            self._has_sizes = False
+            self.check()
+        heads = self._heads(tokens)[..., : -self._channels]
+        return heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
 
-    Args:
-        call_hook: that of the attention's block.
-        attention: the layer.
-        role: "query", "key" (of image tokens), or "other" (values, and the keys of text tokens, whose size is 1).
-    """
-
-    def __init__(self, call_hook: CallHook, attention: nn.Layer, role: str) -> None:
-        super().__init__(call_hook, attention)
-        self._role = role
-
-    def __call__(self, projection: nn.Layer, inputs: tuple, output: paddle.Tensor) -> paddle.Tensor | None:
-        plan, attention = self._call_hook.plan(), self._attention
-        if plan is None:
-            return None
-        if self._role != "other" and not is_joint(attention):
-            self._call_hook.note_input(self._role, hidden_states(projection, inputs))
-        if not has_size_channels(attention):
-            return None
-        heads = output.reshape([0, 0, attention.heads, -1])  # [B, N, heads, C]
-        width = heads.shape[-1] + SIZE_CHANNELS
-        extra = paddle.zeros_like(heads[..., :1])
-        if self._role == "query":
-            # A joint attention, and flash attention in ppdiffusers, divide by the root of the new width.
-            if is_joint(attention) or ignores_scale(attention.processor.attention_op, output.dtype, width):
-                heads = heads * math.sqrt(width / heads.shape[-1])
-                extra = extra + math.sqrt(width)
-            else:
-                extra = extra + 1 / attention.scale
-        elif self._role == "key":
-            self._call_hook.note_sizes()
-            extra = extra + cast(plan.log_sizes(), output.dtype).unsqueeze([2, 3])
-        zeros = paddle.zeros_like(heads[..., : SIZE_CHANNELS - 1])
-        return paddle.concat([heads, extra, zeros], axis=-1).reshape([0, 0, attention.heads * width])
-
-
-class HeadsHook(AttentionHook):
-    """Wraps `head_to_batch_dim` of a self-attention, which expects heads without the channels of `SizeChannelHook`."""
-
-    def __call__(self, tensor: paddle.Tensor, out_dim: int = 4, transpose: bool = True) -> paddle.Tensor:
-        attention = self._attention
-        if self._call_hook.plan() is None or not has_size_channels(attention):
-            return type(attention).head_to_batch_dim(attention, tensor, out_dim, transpose)
-        _check_channels(attention, tensor)
-        return tensor.reshape([0, 0, attention.heads, -1])  # [B, N, heads, C], as these processors ask for it
+    def _heads(self, output: paddle.Tensor) -> paddle.Tensor:  # [B, N, heads, d]
+        return output.reshape([0, 0, self._layer.heads, output.shape[-1] // self._layer.heads])
 
 
-class DropChannelHook(AttentionHook):
-    """Pre-hook of an output projection: remove the channels of `SizeChannelHook`."""
-
-    def __call__(self, projection: nn.Layer, inputs: tuple) -> tuple | None:
-        if self._call_hook.plan() is None or not has_size_channels(self._attention):
-            return None
-        tokens = hidden_states(projection, inputs)
-        _check_channels(self._attention, tokens)
-        heads = tokens.reshape([0, 0, self._attention.heads, -1])[..., :-SIZE_CHANNELS]
-        return heads.reshape([0, 0, -1]), *inputs[1:]
-
-
-WRAPPERS = {"prepare_attention_mask": MaskHook, "get_attention_scores": ScoresHook, "head_to_batch_dim": HeadsHook}
-
-
-def _check_channels(attention: nn.Layer, tokens: paddle.Tensor) -> None:
-    """Raise ToMePassError unless `tokens` [B, N, C] have the channels of `SizeChannelHook`."""
-    if tokens.shape[-1] != attention.inner_dim + SIZE_CHANNELS * attention.heads:
+def _check_mask(mask: paddle.Tensor | None, plan: MergePlan, is_self: bool, text: paddle.Tensor | None) -> None:
+    if mask is None:
+        return
+    keys = plan.kept if is_self or text is None else text.shape[1]
+    if mask.shape[-1] != keys:
         raise ToMePassError(
-            f"proportional=True: {type(attention.processor).__name__} has not called the projections that "
-            "apply_tome() found: call apply_tome() again if you have replaced layers, do not fuse projections, or use "
-            "proportional=False."
+            f"attention_mask has shape {list(mask.shape)} but attention sees {keys} of {plan.tokens} tokens because "
+            "the others are merged, and a mean of masked and unmasked tokens has no mask: call without "
+            "attention_mask, or remove_tome() first."
         )
-
-
-def has_size_channels(attention: nn.Layer) -> bool:
-    """Whether an attention layer gets the sizes of merged tokens in channels, and not as a mask."""
-    return is_joint(attention) or is_fused(attention)
 
 
 def ignores_scale(attention_op: str | None, dtype: paddle.dtype, width: int) -> bool:
@@ -228,33 +316,3 @@ def _ignores_scale(device: str, attention_op: str | None, dtype: paddle.dtype, w
         settings = {"scale": 1e-4, "dropout_p": 0.0, "training": False, "attention_op": attention_op}
         weight = F.scaled_dot_product_attention_(query, key, key, **settings)[0, 0, 0, 0]
     return float(weight) > 0.25  # 1/8 if all scores are equal
-
-
-def install_attention(attention: nn.Layer, call_hook: CallHook) -> None:
-    """Attach to a self-attention all hooks that its block's config asks for, except those around the layer."""
-    config = call_hook.config
-    attention.register_forward_post_hook(CheckHook(call_hook))
-    if config.merge_attn == KV:
-        for projection in (attention.to_k, attention.to_v):
-            projection.register_forward_pre_hook(KeyValueHook(call_hook))
-    attention.prepare_attention_mask = MaskHook(call_hook, attention, is_self=True)
-    if not config.proportional:
-        return
-    roles = {"to_q": "query", "to_k": "key", "to_v": "other"}
-    if is_joint(attention):
-        roles |= {"add_q_proj": "query", "add_k_proj": "other", "add_v_proj": "other"}
-    else:
-        attention.get_attention_scores = ScoresHook(call_hook, attention)
-        attention.head_to_batch_dim = HeadsHook(call_hook, attention)
-    for name, role in roles.items():
-        getattr(attention, name).register_forward_post_hook(SizeChannelHook(call_hook, attention, role))
-    attention.to_out[0].register_forward_pre_hook(DropChannelHook(call_hook, attention))
-    if is_joint(attention) and not attention.context_pre_only:
-        attention.to_add_out.register_forward_pre_hook(DropChannelHook(call_hook, attention))
-
-
-def remove_wrappers(layer: nn.Layer) -> None:
-    """Restore the methods that this package's hooks wrap."""
-    for name, kind in WRAPPERS.items():
-        if isinstance(layer.__dict__.get(name), kind):
-            delattr(layer, name)

@@ -13,7 +13,7 @@ from .errors import ToMeConfigError
 
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
-ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
+_ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
 KV = "kv"  # of merge_attn: only keys and values merge
 SIMILARITY, GRID = "similarity", "grid"  # of match
 # The settings that tomesd does not have, as it merges without them.
@@ -139,7 +139,7 @@ class ToMeConfig:
             return 0
         if self.match == GRID and ratio and dst:
             return tokens - dst
-        return min(int(tokens * ratio + ROUNDING), tokens - dst) if dst else 0
+        return min(int(tokens * ratio + _ROUNDING), tokens - dst) if dst else 0
 
     @property
     def constant_ratio(self) -> float:

@@ -6,18 +6,8 @@ from dataclasses import dataclass
 
 import paddle
 
-from .errors import ToMeConfigError, ToMePassError
-from .positions import (
-    Count,
-    Grid,
-    Positions,
-    computed_positions,
-    constant_cells,
-    constant_positions,
-    count_dst,
-    is_known,
-    is_zero,
-)
+from .errors import ToMeConfigError
+from .positions import Grid, Positions, constant_cells, constant_positions, count_dst
 
 _LARGEST = 3.4028234663852886e38  # in float32
 
@@ -30,13 +20,11 @@ class MergePlan:
     tokens first, then the remaining src tokens, both in the order of their positions.
     Indices count rows of the flattened batch, so one gather serves all images. With r = 0 every token is a dst that
     nothing merges into, and the index tensors are empty.
-
-    If height and width are dynamic, counts are tensors and the remaining src tokens count as dst: D is N - r.
     """
 
-    tokens: Count  # N: tokens per image before merging
-    removed: Count  # r: tokens per image that merge away
-    dst: Count  # D: dst tokens per image
+    tokens: int  # N: tokens per image before merging
+    removed: int  # r: tokens per image that merge away
+    dst: int  # D: dst tokens per image
     dst_rows: paddle.Tensor  # [B·D] int64: the input rows of the dst tokens
     stay_rows: paddle.Tensor | None  # [B·(N-r-D)] int64: the input rows of the remaining src tokens; None if none
     merged_rows: paddle.Tensor  # [B·r] int64: the input rows that merge away ...
@@ -45,15 +33,13 @@ class MergePlan:
     source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
 
     @property
-    def kept(self) -> Count:
+    def kept(self) -> int:
         """N - r: tokens per image after merging."""
         return self.tokens - self.removed
 
     def log_sizes(self) -> paddle.Tensor:  # [B, N-r] float32
         """The logarithm of the number of tokens that each merged token is the mean of."""
         sizes = -paddle.log(self.weights).reshape([-1, self.dst])
-        if not is_known(self.removed):  # where nothing merges, one token has merged into itself
-            sizes = sizes * paddle.cast(self.removed > 0, "float32")
         if self.stay_rows is None:
             return sizes
         alone = paddle.zeros_like(self.stay_rows, dtype="float32")  # like: a program may not know the batch size
@@ -63,7 +49,7 @@ class MergePlan:
 def match_tokens(
     metric: paddle.Tensor,  # [B, N, C] floating point
     grid: Grid,  # h·w == N
-    removed: Count,  # r, 0 <= r <= N - D
+    removed: int,  # r, 0 <= r <= N - D
     sx: int = 2,
     sy: int = 2,
     random_key: Sequence[int] | None = None,
@@ -77,9 +63,8 @@ def match_tokens(
         metric: tokens whose cosine similarity is compared, in float32 whatever their dtype. A token that contains NaN
             or infinity, or whose norm is 0 or overflows, has similarity 0 to all others. No gradient flows through
             the choice.
-        grid: tokens along each axis. On a dynamic grid (`Grid.is_dynamic`) one program serves every size of two
-            tokens or more, including sizes at which nothing merges; `random_key` must then be None.
-        removed: tokens per image to merge away, r; on a dynamic grid a tensor from `count_removed`.
+        grid: tokens along each axis.
+        removed: tokens per image to merge away, r.
         sx, sy, random_key: as in `choose_dst`.
         window: side of the windows in which each src token looks for its dst; None for the whole grid. The r best
             pairs are chosen from the whole grid in both cases.
@@ -88,9 +73,7 @@ def match_tokens(
         The plan. Of pairs that are equally similar, those with the lowest index merge first.
 
     Raises:
-        ToMeConfigError: metric is not a floating-point [B, N, C], h·w is not N, or r is out of range. The last two
-            are not checked on a dynamic grid.
-        ToMePassError: random_key or window is given for a dynamic grid.
+        ToMeConfigError: metric is not a floating-point [B, N, C], h·w is not N, or r is out of range.
 
     Source: Bolya & Hoffman 2023, arXiv:2303.17604, section 4. The result is that of tomesd 0.1.3 with use_rand=False,
     which does not define ties and NaN.
@@ -101,20 +84,17 @@ def match_tokens(
     """
     n, r = grid.tokens, removed
     _check(metric, grid, r, count_dst(grid, sx, sy))
-    if is_zero(r):
+    if r == 0:
         none = paddle.zeros([0], dtype="int64")
         weights = paddle.ones_like(metric[..., 0], dtype="float32").reshape([-1, 1])
         return MergePlan(n, r, n, none, None, none, none, weights, none)
-    compute = computed_positions if grid.is_dynamic else constant_positions
-    positions = compute(grid, sx, sy, None if random_key is None else tuple(random_key), window)
+    positions = constant_positions(grid, sx, sy, None if random_key is None else tuple(random_key), window)
     d, s, dst_tokens, src_tokens, slot, count_d, count_s, _ = positions
 
     with paddle.no_grad(), _full_precision():
         batch = _count_batch(metric)
         best, similarity = _most_similar(metric, positions)  # [B, S] each
-        # Paddle's programs cannot gather by an empty index: in a dynamic one, one pair always merges.
-        pairs = paddle.maximum(r, paddle.ones_like(r)) if grid.is_dynamic else r
-        merges = _most_similar_pairs(similarity, r, pairs)  # [B, S]
+        merges = _most_similar_pairs(similarity, r)  # [B, S]
         stays = paddle.logical_not(merges).cast("int64")
         # No two keys are equal, for the same reason; and they fit into 32 bits, in which OpenVINO computes integers.
         order = paddle.argsort(count_s + stays * s, axis=1)  # [B, S]: src that merge, then those that stay
@@ -122,26 +102,17 @@ def match_tokens(
         dst_rows = dst_tokens + batch * n
         ordered = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
         from_src = paddle.where(merges, best, paddle.cumsum(stays, axis=1) + (d - 1))  # [B, S]: each src's merged row
-        if grid.is_dynamic:
-            # The remaining src tokens count as dst that nothing merges into, and where r is 0 one token merges into
-            # itself, which leaves it unchanged.
-            dst, stay_rows = n - r, None
-            rolled = paddle.gather(ordered, (count_s + r) % s, axis=1)
-            dst_rows = paddle.concat([dst_rows, rolled], axis=1)[:, :dst]
-        else:
-            dst = d
-            stay_rows = ordered[:, r:].reshape([-1]) if r < s else None
-        target_rows = (paddle.take_along_axis(from_src, order[:, :pairs], axis=1) + batch * dst).reshape([-1, 1])
+        target_rows = (paddle.take_along_axis(from_src, order[:, :r], axis=1) + batch * d).reshape([-1, 1])
         alone = paddle.ones_like(dst_rows.reshape([-1, 1]), dtype="float32")
         members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
         source = paddle.concat([count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
         return MergePlan(
             tokens=n,
             removed=r,
-            dst=dst,
+            dst=d,
             dst_rows=dst_rows.reshape([-1]),
-            stay_rows=stay_rows,
-            merged_rows=ordered[:, :pairs].reshape([-1]),
+            stay_rows=ordered[:, r:].reshape([-1]) if r < s else None,
+            merged_rows=ordered[:, :r].reshape([-1]),
             target_rows=target_rows,
             weights=paddle.reciprocal(members),
             source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
@@ -165,7 +136,6 @@ def match_cells(
 
     Raises:
         ToMeConfigError: metric is not a floating-point [B, N, C], or h·w is not N.
-        ToMePassError: the grid is dynamic.
 
     Source: Smith et al. 2024, ToDo, arXiv:2402.13573, which keeps the first token of each cell.
 
@@ -173,11 +143,6 @@ def match_cells(
         >>> match_cells(paddle.randn([2, 24, 8]), Grid(4, 6)).kept
         6
     """
-    if grid.is_dynamic:
-        raise ToMePassError(
-            'match="grid" needs a known height and width, which this export leaves dynamic: export a fixed height and '
-            'width, or merge with match="similarity".'
-        )
     n, d = grid.tokens, count_dst(grid, sx, sy)
     if d in (0, n):
         return match_tokens(metric, grid, 0, sx, sy)
@@ -200,14 +165,13 @@ def match_cells(
 
 def _most_similar_pairs(
     similarity: paddle.Tensor,  # [B, S] float32
-    removed: Count,  # r <= S
-    last: Count,  # r, but 1 at least
+    removed: int,  # 1 <= r <= S
 ) -> paddle.Tensor:  # [B, S] bool
     """Which r pairs are the most similar; of those as similar as the last one, the first.
 
     Sorting values, and not pairs, makes the choice independent of whether a platform's sort is stable.
     """
-    least = paddle.sort(similarity, axis=1, descending=True)[:, last - 1 : last]
+    least = paddle.sort(similarity, axis=1, descending=True)[:, removed - 1 : removed]
     is_more, is_tie = similarity > least, similarity == least
     ties = removed - is_more.cast("int64").sum(axis=1, keepdim=True)
     is_first = paddle.cumsum(is_tie.cast("int64"), axis=1) <= ties
@@ -266,13 +230,11 @@ def _full_precision() -> AbstractContextManager:
     return paddle.amp.auto_cast(enable=False) if paddle.in_dynamic_mode() else nullcontext()
 
 
-def _check(metric: paddle.Tensor, grid: Grid, removed: Count, dst: Count) -> None:
+def _check(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> None:
     if metric.ndim != 3 or not paddle.is_floating_point(metric):
         raise ToMeConfigError(
             f"metric is {metric.dtype} of shape {list(metric.shape)}: it must be floating point of shape [B, N, C]."
         )
-    if grid.is_dynamic:  # the program computes N and r from its input
-        return
     if metric.shape[1] not in (grid.tokens, -1):
         raise ToMeConfigError(
             f"grid={grid.h}×{grid.w} has {grid.tokens} tokens but metric has shape {list(metric.shape)}: "

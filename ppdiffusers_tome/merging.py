@@ -4,7 +4,6 @@ import paddle
 
 from .errors import ToMePassError
 from .matching import MergePlan, cast
-from .positions import Count, is_zero
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
@@ -35,7 +34,7 @@ def merge(
         [2, 12, 8]
     """
     _check("merge", x, plan.tokens)
-    if is_zero(plan.removed):
+    if plan.removed == 0:
         return x
     channels = x.shape[2]
     rows = x.reshape([-1, channels])
@@ -84,7 +83,7 @@ def unmerge(
         [2, 24, 8]
     """
     _check("unmerge", y, plan.kept)
-    if is_zero(plan.removed):
+    if plan.removed == 0:
         return y
     channels = y.shape[2]
     return _gather_rows(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
@@ -97,8 +96,8 @@ def _gather_rows(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
     return paddle.gather(rows, index)
 
 
-def _check(operation: str, x: paddle.Tensor, tokens: Count) -> None:
-    if x.ndim != 3 or x.shape[1] not in (-1, tokens):  # in this order, so that -1 is not compared with a tensor
+def _check(operation: str, x: paddle.Tensor, tokens: int) -> None:
+    if x.ndim != 3 or x.shape[1] not in (tokens, -1):
         raise ToMePassError(
             f"{operation} expects tokens of shape [B, {tokens}, C] but got {list(x.shape)}: "
             "was the plan made for another size?"

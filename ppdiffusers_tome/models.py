@@ -14,10 +14,6 @@ from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed,
 from ppdiffusers.models.transformer_2d import Transformer2DModel
 from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
 from ppdiffusers.models.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
-from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero import CrossFrameAttnProcessor
-from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero_sdxl import (
-    CrossFrameAttnProcessor as CrossFrameAttnProcessorXL,
-)
 from ppdiffusers.pipelines.versatile_diffusion.modeling_text_unet import UNetFlatConditionModel
 
 from .errors import ToMeConfigError, ToMePassError
@@ -67,19 +63,22 @@ def is_joint(attention: nn.Layer) -> bool:
     return getattr(attention, "add_q_proj", None) is not None
 
 
-def normalizes_heads(attention: nn.Layer) -> bool:
-    """Whether an attention layer normalizes the queries or keys of each head, as in Stable Diffusion 3.5."""
-    return any(getattr(attention, name, None) is not None for name in ("norm_q", "norm_k"))
-
-
 def is_fused(attention: nn.Layer) -> bool:
     """Whether a kernel computes an attention layer's scores and output together, and would take no broadcast mask."""
     return isinstance(attention.processor, (XFormersAttnProcessor, LoRAXFormersAttnProcessor))
 
 
-def attends_to_first_frame(attention: nn.Layer) -> bool:
-    """Whether the keys and values of each frame are those of the first frame, as in Text2Video-Zero."""
-    return isinstance(attention.processor, (CrossFrameAttnProcessor, CrossFrameAttnProcessorXL))
+def splits_heads(attention: nn.Layer) -> bool:
+    """Whether a layer's processor is known to use `head_to_batch_dim` and `get_attention_scores`.
+
+    A subclass with a `__call__` of its own may compute scores in another way. Those of Text2Video-Zero count whatever
+    they define, because its keys are those of the first frame, which no mask over a frame's own tokens fits.
+    """
+    classes = type(attention.processor).__mro__
+    computing = next(cls for cls in classes if "__call__" in vars(cls)).__name__
+    return computing in ("AttnProcessor", "SlicedAttnProcessor") or "CrossFrameAttnProcessor" in (
+        cls.__name__ for cls in classes
+    )
 
 
 def components(target: Any) -> dict[str, Any]:
@@ -187,10 +186,8 @@ def _stem(layer: nn.Layer) -> nn.Layer | None:
 def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
     """The token grid of a transformer, from the input x of its `grid_layer`.
 
-    If x has no fixed height and width (in an export with dynamic sizes), the program itself reads them from x.
-
     Raises:
-        ToMePassError: x is not a feature map, or has fewer indices than its grid.
+        ToMePassError: x is not a feature map, has fewer indices than its grid, or has no fixed height and width.
     """
     if isinstance(grid_layer, ImagePositionalEmbeddings):  # [B, h·w] indices of a fixed grid, as in VQ-Diffusion
         grid = Grid(grid_layer.height, grid_layer.width)
@@ -208,8 +205,10 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
     h_axis, w_axis = (1, 2) if channels_last else (x.ndim - 2, x.ndim - 1)
     h, w = x.shape[h_axis], x.shape[w_axis]
     if h < 0 or w < 0:
-        shape = paddle.shape(x).cast("int64")
-        h, w = shape[h_axis], shape[w_axis]
+        raise ToMePassError(
+            f"{type(grid_layer).__name__} got {list(x.shape)}: a program that merges needs a fixed height and width. "
+            "Export one for each size, as export_pipeline(sizes=[(height, width), …]) does."
+        )
     return _in_patches(grid_layer, Grid(h, w))
 
 

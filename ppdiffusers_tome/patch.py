@@ -1,6 +1,6 @@
-"""Attach and detach: register the hooks of `hooks.py` on a pipeline's models, and remove them completely.
+"""Attach and detach: install the wraps on a pipeline's models, and remove them completely.
 
-The hooks are the only state. What merges, and by which config, is read from the model each time, so deep copies,
+The wraps are the only state. What merges, and by which config, is read from the model each time, so deep copies,
 swapped components and pipelines that share a model need no bookkeeping.
 """
 
@@ -8,22 +8,9 @@ from typing import Any
 
 from paddle import nn
 
-from .attention import MaskHook, has_size_channels, install_attention, remove_wrappers
-from .config import KV, LAYERS, LEVELS, ToMeConfig
+from .attention import AttentionWrap, MergeWrap
+from .config import LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
-from .hooks import (
-    CHUNKED_FEED_FORWARD,
-    CallHook,
-    ConfigHook,
-    FinishHook,
-    GridHook,
-    MergeHook,
-    MergeOutputHook,
-    PlanHook,
-    TimestepHook,
-    ToMeHook,
-    UnmergeHook,
-)
 from .limits import no_merge_reasons
 from .models import (
     MERGEABLE_BLOCKS,
@@ -34,9 +21,18 @@ from .models import (
     is_controlnet,
     label,
     layer_components,
-    normalizes_heads,
     remove_builtin,
     timestep_projection,
+)
+from .wraps import (
+    CHUNKED_FEED_FORWARD,
+    BlockWrap,
+    GridWrap,
+    TimestepWrap,
+    Wrap,
+    install,
+    remove,
+    wrap_of,
 )
 
 
@@ -54,8 +50,8 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         controlnet: for ControlNets; None leaves them plain.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, merge_mlp meets chunked feed-forward layers, proportional
-            meets heads that are normalized, or a ratio follows a schedule and the model does not show its timestep.
+        ToMeConfigError: target is not a pipeline or model, merge_mlp meets chunked feed-forward layers, or a ratio
+            follows a schedule and the model does not show its timestep.
         NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
     before = attached_configs(target)
@@ -69,17 +65,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
     merging = [block.block for _, blocks, denoiser_config in chosen for block in blocks if denoiser_config.ratio]
     if config.merge_mlp and any(map(is_chunked, merging)):
         raise ToMeConfigError(CHUNKED_FEED_FORWARD)
-    for denoiser, blocks, denoiser_config in chosen:
-        if denoiser_config.ratio and denoiser_config.proportional:
-            attentions = [
-                layer for block in blocks for layer in merging_layers(block, denoiser_config).get("attn", ())
-            ]
-            if any(has_size_channels(layer) and normalizes_heads(layer) for layer in attentions):
-                raise ToMeConfigError(
-                    f"proportional=True: {type(denoiser).__name__} normalizes the queries and keys of each head, as "
-                    "Stable Diffusion 3.5 does, and would normalize the channels that weight merged tokens too: "
-                    "pass proportional=False."
-                )
+    for denoiser, _, denoiser_config in chosen:
         if len(denoiser_config.ratios) > 1 and timestep_projection(denoiser) is None:
             raise ToMeConfigError(
                 f"{denoiser_config.describe()}: {type(denoiser).__name__} has no layer that gets the "
@@ -95,14 +81,11 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
 
 
 def detach(target: Any) -> None:
-    """Remove all hooks of this package, and the merging that ppdiffusers ships, from a pipeline or model."""
+    """Remove all wraps of this package, and the merging that ppdiffusers ships, from a pipeline or model."""
     for component in layer_components(target).values():
         remove_builtin(component)
         for layer in component.sublayers(include_self=True):
-            for hooks in (layer._forward_pre_hooks, layer._forward_post_hooks):
-                for key in [key for key, hook in hooks.items() if isinstance(hook, ToMeHook)]:
-                    del hooks[key]
-            remove_wrappers(layer)
+            remove(layer)
 
 
 def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> None:
@@ -115,39 +98,26 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 
 
 def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfig) -> None:
-    grid_hooks: dict[int, GridHook] = {}
-    timestep_hook = None
+    grids: dict[int, GridWrap] = {}
+    timestep = None
     if len(config.ratios) > 1:
-        timestep_hook = TimestepHook(config)
+        timestep = TimestepWrap(config)
         projection = timestep_projection(denoiser)
         assert projection is not None  # checked in `attach`
-        projection.register_forward_pre_hook(timestep_hook)
+        install(projection, timestep)
     for mergeable in blocks:
         block, grid_layer = mergeable.block, mergeable.grid_layer
         if config.ratio == 0:
-            block.register_forward_pre_hook(ConfigHook(config))
+            install(block, Wrap(config))
             continue
-        grid_hook = grid_hooks.get(id(grid_layer))
-        if grid_hook is None:
-            grid_hook = grid_hooks[id(grid_layer)] = GridHook(config)
-            grid_layer.register_forward_pre_hook(grid_hook)
-        call_hook = CallHook(config, grid_hook, timestep_hook, mergeable.index)
-        block.register_forward_pre_hook(call_hook)
-        block.register_forward_post_hook(FinishHook(call_hook))
-        (block.norm1 if mergeable.is_joint else block).register_forward_pre_hook(PlanHook(call_hook))
+        grid = grids.get(id(grid_layer))
+        if grid is None:
+            grid = grids[id(grid_layer)] = GridWrap(config)
+            install(grid_layer, grid)
+        install(block, BlockWrap(config, grid, timestep, mergeable.index))
         for name, layers in merging_layers(mergeable, config).items():
             for layer in layers:
-                if name == "attn":
-                    install_attention(layer, call_hook)
-                    if config.merge_attn == KV:
-                        continue
-                if name == "attn" and mergeable.is_joint:
-                    block.norm1.register_forward_post_hook(MergeOutputHook(call_hook))
-                else:
-                    layer.register_forward_pre_hook(MergeHook(call_hook))
-                layer.register_forward_post_hook(UnmergeHook(call_hook))
-                if name == "crossattn":
-                    layer.prepare_attention_mask = MaskHook(call_hook, layer, is_self=False)
+                install(layer, MergeWrap(config) if name == "mlp" else AttentionWrap(config, name == "attn"))
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:
@@ -164,11 +134,8 @@ def chosen_blocks(denoiser: nn.Layer, config: ToMeConfig) -> list[MergeableBlock
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
     """The config of a denoiser; None if it does not merge."""
-    for mergeable in find_blocks(denoiser):
-        for hook in mergeable.block._forward_pre_hooks.values():
-            if isinstance(hook, ConfigHook):
-                return hook.config
-    return None
+    wraps = (wrap_of(mergeable.block) for mergeable in find_blocks(denoiser))
+    return next((wrap.config for wrap in wraps if wrap is not None), None)
 
 
 def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:

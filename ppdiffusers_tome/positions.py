@@ -1,50 +1,28 @@
-"""The tokens of a grid: how many there are, and which are dst and which src.
-
-Counts are Python ints if height and width are known. In a program exported with dynamic height and width they are 0-d
-int64 tensors of that program, as is every count derived from them.
-"""
+"""The tokens of a grid: how many there are, and which are dst and which src."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
-from numbers import Integral
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import paddle
 
-from .config import ROUNDING, SEEDS, ToMeConfig
-from .errors import ToMePassError
+from .config import SEEDS, ToMeConfig
 
-Count: TypeAlias = int | paddle.Tensor
 Constants = TypeVar("Constants")
 KEPT = 128  # of each kind; those of 64×64 tokens take 0.2 MB
-
-
-def is_known(count: Count) -> bool:
-    """Whether a count is a number rather than a tensor, whose value only the running program knows."""
-    return isinstance(count, Integral)
-
-
-def is_zero(count: Count) -> bool:
-    """Whether a count is known to be 0."""
-    return is_known(count) and count == 0
 
 
 class Grid(NamedTuple):
     """Height and width of a feature map in tokens; token n is in row n // w, column n % w."""
 
-    h: Count
-    w: Count
+    h: int
+    w: int
 
     @property
-    def tokens(self) -> Count:
+    def tokens(self) -> int:
         """N = h·w."""
         return self.h * self.w
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether height and width are tensors; both are, or neither."""
-        return not is_known(self.h)
 
 
 class Windows(NamedTuple):
@@ -70,8 +48,8 @@ class Cells(NamedTuple):
 class Positions(NamedTuple):
     """Which positions of a grid are dst and which src, and the index of each in the sequence dst | src."""
 
-    d: Count  # number of dst positions, D
-    s: Count  # number of src positions, S
+    d: int  # number of dst positions, D
+    s: int  # number of src positions, S
     dst: paddle.Tensor  # [D] int64, ascending
     src: paddle.Tensor  # [S] int64, ascending
     slot: paddle.Tensor  # [N] int64: the index of each position in dst | src
@@ -80,28 +58,17 @@ class Positions(NamedTuple):
     windows: Windows | None = None  # None: a single window, the whole grid
 
 
-def count_dst(grid: Grid, sx: int, sy: int) -> Count:
+def count_dst(grid: Grid, sx: int, sy: int) -> int:
     """Number of dst tokens of a grid: one per complete sx×sy cell, none in a remainder at the right or bottom."""
     return (grid.h // sy) * (grid.w // sx)
 
 
-def count_removed(grid: Grid, config: ToMeConfig) -> Count:
-    """r: number of tokens of a known or dynamic grid that a config merges away."""
-    dst = count_dst(grid, config.sx, config.sy)
-    if not grid.is_dynamic:
-        return config.removed(grid.tokens, dst)
-    if config.constant_ratio == 0:
-        return 0
-    # A tensor, because Paddle 2.6 rounds numbers that are attributes of a program's operations to float32.
-    ratio = paddle.full([], config.constant_ratio, dtype="float64")
-    wanted = paddle.floor(paddle.cast(grid.tokens, "float64") * ratio + ROUNDING).cast("int64")
-    return paddle.minimum(wanted, grid.tokens - dst) * paddle.cast(dst > 0, "int64")
+def count_removed(grid: Grid, config: ToMeConfig) -> int:
+    """r: number of tokens of a grid that a config merges away."""
+    return config.removed(grid.tokens, count_dst(grid, config.sx, config.sy))
 
 
-def count_pairs(
-    grid: Grid,  # not dynamic
-    config: ToMeConfig,
-) -> int:
+def count_pairs(grid: Grid, config: ToMeConfig) -> int:
     """The number of pairs of src and dst tokens that matching compares: all, or those in the same window."""
     window = window_of(grid, config.sx, config.sy, config.window)
     dst = np.bincount(window[choose_dst(grid, config.sx, config.sy)], minlength=1)
@@ -109,7 +76,7 @@ def count_pairs(
 
 
 def choose_dst(
-    grid: Grid,  # not dynamic
+    grid: Grid,
     sx: int = 2,
     sy: int = 2,
     random_key: Sequence[int] | None = None,
@@ -145,7 +112,7 @@ def choose_dst(
 
 
 def window_of(
-    grid: Grid,  # not dynamic
+    grid: Grid,
     sx: int,
     sy: int,
     window: int | None,
@@ -190,7 +157,7 @@ def _keep(build: Callable[..., Constants]) -> Callable[..., Constants]:
 
 @_keep
 def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None) -> Cells:
-    """The cells of a known grid that has one at least, with dst from `choose_dst`, as constants of a program."""
+    """The cells of a grid that has one at least, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     rows = np.minimum(np.arange(grid.h) // sy, grid.h // sy - 1)
@@ -210,7 +177,7 @@ def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | N
 def constant_positions(
     grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None
 ) -> Positions:
-    """The positions on a known grid, with dst from `choose_dst`, as constants of a program."""
+    """The positions on a grid, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     slot = np.argsort(np.concatenate([dst, src]))
@@ -265,48 +232,3 @@ def _pad(window: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _constant(array: np.ndarray) -> paddle.Tensor:
     return paddle.to_tensor(array, dtype="int64")
-
-
-def computed_positions(
-    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
-) -> Positions:
-    """The positions on a dynamic grid, computed by the program: dst is the first (top left) token of each cell.
-
-    On a grid smaller than one cell, where nothing merges (`count_removed` is 0), the first token is dst, because
-    Paddle's kernels reject tensors without elements. For the same reason Paddle raises an error when the program runs
-    on a grid of a single token, which has no src.
-
-    Raises:
-        ToMePassError: random_key is given. NumPy draws random choices, so that they are the same on every machine;
-            they cannot be part of a program. Or window is given, whose number is not known.
-    """
-    if window is not None:
-        raise ToMePassError(
-            f"window={window} needs a known height and width, which this export leaves dynamic: export a fixed height "
-            "and width, or merge with window=None."
-        )
-    if random_key is not None:
-        raise ToMePassError(
-            "height and width are dynamic, as in an export with InputSpec([None, 4, None, None]), but the random "
-            "choice of dst needs them: export a fixed height and width, or merge with use_rand=False."
-        )
-    begins_cell = paddle.logical_and(_begins_cell(grid.h, sy).unsqueeze(1), _begins_cell(grid.w, sx)).reshape([-1])
-    index = _count_up(begins_cell)
-    is_dst = paddle.logical_or(begins_cell, index == 0).cast("int64")  # [N]
-    n, d = grid.tokens, is_dst.sum()
-    order = paddle.argsort(
-        (1 - is_dst) * n + index
-    )  # [N]: dst | src; no two keys are equal, so the sort need not be stable
-    s = n - d
-    return Positions(d, s, order[:d], order[d:], paddle.argsort(order), index[:d], index[:s])
-
-
-def _begins_cell(length: paddle.Tensor, cell: int) -> paddle.Tensor:
-    """[length] bool: whether a complete cell begins at each index along an axis."""
-    index = _count_up(paddle.ones([length]))
-    return paddle.logical_and(index % cell == 0, index + cell <= length)
-
-
-def _count_up(like: paddle.Tensor) -> paddle.Tensor:
-    """0, 1, 2, ... in int64, as many as `like` [L] has elements."""
-    return paddle.cumsum(paddle.ones_like(like, dtype="int64")) - 1

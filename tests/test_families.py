@@ -20,9 +20,9 @@ from zoo.parts import controlnet, image
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
-from ppdiffusers_tome.hooks import ConfigHook, ToMeHook
 from ppdiffusers_tome.models import layer_components
 from ppdiffusers_tome.published.families import pipeline_support
+from ppdiffusers_tome.wraps import Wrap, wrap_of
 
 # ppdiffusers' pipelines warn about deprecated arguments and classes, and Paddle 3 about their code.
 pytestmark = [
@@ -35,10 +35,6 @@ pytestmark = [
 
 def all_traces(pipe):
     return {name: traces(model) for name, model in layer_components(pipe).items()}
-
-
-def hooks_of(model_traces):
-    return [hook for _, _, hooks in model_traces[0].values() for hook in hooks]
 
 
 def merging(pipe):
@@ -71,8 +67,9 @@ def test_family(name, table):
         merged = generate(tiny)
         assert merged.shape == plain.shape and np.isfinite(merged).all()
         assert np.abs(merged - plain).max() > 1e-4
-        hooks = [hook for model in all_traces(tiny.pipe.apply_tome(ratio=0)).values() for hook in hooks_of(model)]
-        assert {type(hook) for hook in hooks if isinstance(hook, ToMeHook)} == {ConfigHook}
+        tiny.pipe.apply_tome(ratio=0)
+        layers = [layer for model in layer_components(tiny.pipe).values() for layer in model.sublayers(True)]
+        assert {type(wrap_of(layer)) for layer in layers} == {type(None), Wrap}
         assert tiny.pipe.remove_tome() is tiny.pipe
     else:
         with pytest.raises(NoMergeableLayerError) as error:

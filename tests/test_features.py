@@ -20,7 +20,7 @@ from ppdiffusers.utils import paddle_utils
 from zoo import ZOO, generate, parts
 from zoo.noise import noise
 
-from ppdiffusers_tome import ToMeConfigError, hooks
+from ppdiffusers_tome import ToMeConfigError, attention, wraps
 from ppdiffusers_tome.models import find_blocks
 
 pytestmark = [
@@ -399,8 +399,8 @@ def test_images_of_a_batch_equal_single_images(tiny, prompts, images, guidance):
     texts, start = [FOX, BEAR, CRAB][:prompts], noise(prompts * images, 4, 8, 8)
     plain = latents(tiny, prompt=texts, num_images_per_prompt=images, guidance_scale=guidance, latents=start)
     tiny.pipe.apply_tome(ratio=0.5)
-    plans, match_tokens = [], hooks.match_tokens
-    with patch.object(hooks, "match_tokens", lambda *args: plans.append(match_tokens(*args)) or plans[-1]):
+    plans, match_tokens = [], wraps.match_tokens
+    with patch.object(wraps, "match_tokens", lambda *args: plans.append(match_tokens(*args)) or plans[-1]):
         together = latents(tiny, prompt=texts, num_images_per_prompt=images, guidance_scale=guidance, latents=start)
     assert together.shape == plain.shape and (np.abs(together - plain).max(axis=(1, 2, 3)) > 1e-3).all()
     for i, latent in enumerate(together):
@@ -622,7 +622,7 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves
         return out
 
     for name in ("merge", "unmerge"):
-        monkeypatch.setattr(hooks, name, partial(recorded, getattr(hooks, name)))
+        monkeypatch.setattr(attention, name, partial(recorded, getattr(attention, name)))
     with kernels_for_half(), paddle.amp.auto_cast(enable=autocast, dtype=half):
         plain, before = dtypes(unet, dtype)
         settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2, "proportional": True}

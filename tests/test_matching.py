@@ -12,16 +12,13 @@ from reference import roundtrip
 
 from ppdiffusers_tome import (
     Grid,
-    ToMeConfig,
     ToMeConfigError,
-    ToMePassError,
     choose_dst,
     match_tokens,
     merge,
     unmerge,
 )
 from ppdiffusers_tome.matching import match_cells
-from ppdiffusers_tome.positions import count_removed
 
 
 def tokens(batch, grid, channels, seed=0):
@@ -100,12 +97,6 @@ def test_cells_are_the_oracles(data):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_cells_need_a_known_grid():
-    grid = Grid(paddle.to_tensor(8), paddle.to_tensor(8))
-    with pytest.raises(ToMePassError, match='match="grid" needs a known height and width'):
-        match_cells(paddle.randn([1, 64, 3]), grid)
-
-
 def test_cells_of_another_grid_are_rejected():
     with pytest.raises(ToMeConfigError, match="grid=4×4 has 16 tokens"):
         match_cells(paddle.randn([1, 24, 3]), Grid(4, 4))
@@ -117,44 +108,6 @@ def test_window_of_the_whole_grid_is_the_plan_without_windows():
     for name, values in vars(plans[0]).items():
         if isinstance(values, paddle.Tensor):
             assert np.array_equal(values.numpy(), getattr(plans[1], name).numpy()), name
-
-
-def test_windows_need_a_known_grid():
-    grid = Grid(paddle.to_tensor(8), paddle.to_tensor(8))
-    with pytest.raises(ToMePassError, match="window=4 needs a known height and width"):
-        match_tokens(paddle.randn([1, 64, 3]), grid, paddle.to_tensor(32), window=4)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_dynamic_grid_merges_like_a_known_one(data):
-    """Including grids where nothing merges, no src token remains, or cells leave remainders."""
-    sizes = {"h": 11, "w": 13, "sx": 4, "sy": 4, "B": 3}
-    h, w, sx, sy, batch = (data.draw(st.integers(1, most), name) for name, most in sizes.items())
-    assume(h * w > 1 and sx * sy > 1)
-    share = data.draw(st.sampled_from([0.01, 0.5, 1]), "share of the largest ratio")
-    config = ToMeConfig(ratio=share * (1 - 1 / (sx * sy)), sx=sx, sy=sy, use_rand=False, window=None)
-    known, dynamic = Grid(h, w), Grid(paddle.to_tensor(h), paddle.to_tensor(w))
-    x = paddle.to_tensor(tokens(batch, known, 5))
-    expected, plan = (match_tokens(x, grid, count_removed(grid, config), sx, sy) for grid in (known, dynamic))
-    merged = merge(x, plan)
-    assert merged.shape == [batch, expected.kept, 5]
-    np.testing.assert_array_equal(unmerge(merged, plan).numpy(), unmerge(merge(x, expected), expected).numpy())
-    sizes = [unmerge(paddle.exp(p.log_sizes()).unsqueeze(-1), p).numpy() for p in (plan, expected)]
-    np.testing.assert_allclose(*sizes, rtol=1e-6)
-
-
-def test_dynamic_grid_removes_as_many_as_a_known_one():
-    known, dynamic = Grid(10, 10), Grid(paddle.to_tensor(10), paddle.to_tensor(10))
-    for hundredths in range(76):  # of which floating point puts 29, 57 and 58 below their integer
-        config = ToMeConfig(hundredths / 100)
-        assert int(count_removed(dynamic, config)) == count_removed(known, config) == hundredths
-
-
-def test_random_dst_on_a_dynamic_grid_is_rejected():
-    grid = Grid(paddle.to_tensor(8), paddle.to_tensor(8))
-    with pytest.raises(ToMePassError, match="use_rand=False"):
-        match_tokens(paddle.randn([1, 64, 3]), grid, paddle.to_tensor(32), random_key=(0, 0))
 
 
 def test_random_dst_merges_like_the_oracle():

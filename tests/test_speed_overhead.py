@@ -6,7 +6,7 @@ from conftest import run
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, sd3
 
-from ppdiffusers_tome import attention, hooks, matching
+from ppdiffusers_tome import attention, matching, wraps
 from ppdiffusers_tome.errors import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import overhead
 from ppdiffusers_tome.evaluation.speed.overhead import measure_overhead
@@ -41,9 +41,9 @@ def blocks(unet):
 
 def test_shares_are_parts_of_the_time_of_the_blocks_that_merge(unet, clock):
     unet.apply_tome(ratio=0.5, merge_mlp=True, **TOMESD)
-    clock.takes(hooks, "match_tokens", 5.0)
-    clock.takes(hooks, "merge", 2.0)  # twice in a block: before attention and before the feed-forward layers
-    clock.takes(hooks, "unmerge", 1.0)
+    clock.takes(wraps, "match_tokens", 5.0)
+    clock.takes(attention, "merge", 2.0)  # twice in a block: before attention and before the feed-forward layers
+    clock.takes(attention, "unmerge", 1.0)
     for block in blocks(unet):
         clock.takes(block.attn1, "forward", 3.0)
         clock.takes(block.norm2, "forward", 6.0)
@@ -64,12 +64,12 @@ def test_shares_are_parts_of_the_time_of_the_blocks_that_merge(unet, clock):
 )
 def test_every_method_has_its_shares(unet, clock, settings, shares):
     unet.apply_tome(**{"ratio": 0.5, **TOMESD, **settings})
-    clock.takes(hooks, "match_tokens", 4.0)
-    clock.takes(hooks, "match_cells", 1.0)
-    clock.takes(hooks, "merge", 2.0)
-    clock.takes(hooks, "unmerge", 1.0)
+    clock.takes(wraps, "match_tokens", 4.0)
+    clock.takes(wraps, "match_cells", 1.0)
+    clock.takes(attention, "merge", 2.0)
+    clock.takes(attention, "unmerge", 1.0)
     clock.takes(matching.MergePlan, "log_sizes", 3.0)
-    clock.takes(attention.ScoresHook, "add_channel", 2.0)
+    clock.takes(attention.AttentionView, "_widen", 1.0)  # queries and keys
     for block in blocks(unet):
         clock.takes(block.norm2, "forward", 3.0)
     total = sum(shares) + 3
@@ -81,7 +81,7 @@ def test_every_method_has_its_shares(unet, clock, settings, shares):
 def test_sizes_in_channels_are_timed(clock):
     """Of processors that have no mask, as in joint attention."""
     model = sd3().apply_tome(ratio=0.5, proportional=True, window=None)
-    clock.takes(hooks, "match_tokens", 4.0)
+    clock.takes(wraps, "match_tokens", 4.0)
     clock.takes(matching.MergePlan, "log_sizes", 6.0)
     text = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN), "pooled_projections": noise(2, 2 * HIDDEN)}
     shares = measure_overhead(lambda: model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text))
@@ -90,9 +90,9 @@ def test_sizes_in_channels_are_timed(clock):
 
 def test_joint_attention_is_timed_where_its_norm_merges(clock):
     model = sd3().apply_tome(ratio=0.5, **TOMESD)
-    clock.takes(hooks, "match_tokens", 4.0)
-    clock.takes(hooks, "merge", 2.0)
-    clock.takes(hooks, "unmerge", 1.0)
+    clock.takes(wraps, "match_tokens", 4.0)
+    clock.takes(attention, "merge", 2.0)
+    clock.takes(attention, "unmerge", 1.0)
     for block in model.transformer_blocks:
         clock.takes(block.attn, "forward", 3.0)
     text = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN), "pooled_projections": noise(2, 2 * HIDDEN)}

@@ -3,14 +3,27 @@
 import cuda_attention
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
+from conftest import repeat, sizes_of
 from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, JointAttnProcessor2_5
 from zoo import ZOO
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, pixart, sd3
 
-from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMePassError
+from ppdiffusers_tome import (
+    Grid,
+    NoMergeableLayerError,
+    ToMeConfig,
+    ToMePassError,
+    match_tokens,
+    merge,
+    unmerge,
+    wraps,
+)
+from ppdiffusers_tome.attention import AttentionWrap
+from ppdiffusers_tome.wraps import install, remove
 
 BATCH, TEXT = 2, 5
 TIMESTEP = paddle.to_tensor([10] * BATCH)
@@ -142,42 +155,75 @@ def test_xformers_before_and_after(make):
     assert np.array_equal(draw(make, model.remove_tome()), plain)
 
 
-class NormalizedHeads(JointAttnProcessor2_5):
-    """Normalizes queries and keys after the last hook of their projections, as SD3.5 does."""
+class HeadNorm(nn.Layer):
+    """A norm over the channels of a head, called as ppdiffusers calls that of Stable Diffusion 3.5."""
 
-    def __call__(self, attn, *args, **kwargs):
-        def normalize(layer, inputs, output):
-            return attn.norm_q(output.reshape([0, 0, attn.heads, -1])).reshape(output.shape)
+    def __init__(self, width):
+        super().__init__()
+        self.weight = self.create_parameter([width], default_initializer=nn.initializer.Uniform(0.5, 1.5))
 
-        projections = (attn.to_q, attn.to_k, attn.add_q_proj, attn.add_k_proj)
-        helpers = [projection.register_forward_post_hook(normalize) for projection in projections]
-        try:
-            return super().__call__(attn, *args, **kwargs)
-        finally:
-            for helper in helpers:
-                helper.remove()
+    def forward(self, heads, begin_norm_axis):
+        assert begin_norm_axis == 3 and heads.shape[-1] == len(self.weight)
+        return heads / heads.square().mean(-1, keepdim=True).sqrt() * self.weight
+
+
+class NormalizedHeads:
+    """A joint attention that normalizes queries and keys of image and text by head, as in Stable Diffusion 3.5."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None):
+        def heads(tokens):
+            return tokens.reshape([tokens.shape[0], -1, attn.heads, tokens.shape[-1] // attn.heads])
+
+        image, text = hidden_states, encoder_hidden_states
+        query, key, value = (heads(project(image)) for project in (attn.to_q, attn.to_k, attn.to_v))
+        added = (heads(project(text)) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        text_query, text_key, text_value = added
+        query = paddle.concat(
+            [attn.norm_q(query, begin_norm_axis=3), attn.norm_added_q(text_query, begin_norm_axis=3)], 1
+        )
+        key = paddle.concat([attn.norm_k(key, begin_norm_axis=3), attn.norm_added_k(text_key, begin_norm_axis=3)], 1)
+        value = paddle.concat([value, text_value], 1)
+        out = F.scaled_dot_product_attention_(query, key, value, dropout_p=0.0, is_causal=False).flatten(2)
+        image, text = out[:, : image.shape[1]], out[:, image.shape[1] :]
+        return attn.to_out[1](attn.to_out[0](image)), None if attn.context_pre_only else attn.to_add_out(text)
 
 
 def sd35():
     """Stable Diffusion 3 with norms over the channels of a head, which ppdiffusers 0.29 does not have."""
     model = sd3()
     for block in model.transformer_blocks:
-        block.attn.norm_q = block.attn.norm_k = nn.LayerNorm(block.attn.head_dim)
+        for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            setattr(block.attn, name, HeadNorm(block.attn.head_dim))
         block.attn.set_processor(NormalizedHeads())
     return model
 
 
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
-def test_heads_that_are_normalized_have_no_room_for_sizes(merge_attn):
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"proportional": False}], ids=str)
+def test_heads_that_are_normalized(settings):
     model = sd35()
     plain = draw(sd3, model)
-    with pytest.raises(ToMeConfigError, match=r"SD3Transformer2DModel normalizes .*: pass proportional=False"):
-        model.apply_tome(merge_attn=merge_attn)
-    np.testing.assert_array_equal(draw(sd3, model.apply_tome(0)), plain)
-    merged = draw(sd3, model.apply_tome(merge_attn=merge_attn, proportional=False))
-    assert merged.shape == plain.shape and not np.allclose(merged, plain, atol=1e-3)
-    model.apply_tome(merge_attn=False, merge_mlp=True)  # no attention whose tokens have sizes
+    np.testing.assert_array_equal(draw(sd3, model.apply_tome(0, **settings)), plain)
+    assert not np.allclose(draw(sd3, model.apply_tome(**settings)), plain, atol=1e-3)
     np.testing.assert_array_equal(draw(sd3, model.remove_tome()), plain)
+
+
+@paddle.no_grad()
+def test_sizes_are_added_after_the_norm_of_a_head(monkeypatch):
+    """The attention is that over image tokens repeated by their sizes; text tokens count once."""
+    attention = sd35().transformer_blocks[0].attn
+    image, text = noise(2, 24, HIDDEN, seed=1), noise(2, TEXT, HIDDEN, seed=2)
+    plan = match_tokens(image, Grid(4, 6), removed=12)
+    monkeypatch.setattr(wraps._current, "plan", plan)
+    install(attention, AttentionWrap(ToMeConfig(), is_self=True))
+    merged_image, merged_text = attention(image, encoder_hidden_states=text)
+    remove(attention)
+    sizes = sizes_of(plan)
+    full, expected_text = attention(repeat(merge(image, plan), sizes), encoder_hidden_states=text)
+    firsts = (np.cumsum(sizes, axis=1) - sizes)[..., None]
+    expected = unmerge(paddle.to_tensor(np.take_along_axis(full.numpy(), firsts, axis=1)), plan)
+    np.testing.assert_allclose(merged_image.numpy(), expected.numpy(), atol=5e-6)
+    np.testing.assert_allclose(merged_text.numpy(), expected_text.numpy(), atol=5e-6)
+    assert sizes.max() > 2
 
 
 def test_max_downsample_makes_no_difference(make):
@@ -193,7 +239,7 @@ def test_latents_by_keyword(make):
 
 def test_merge_mlp_only_merges_image_tokens(make):
     model = make().apply_tome(ratio=0.5, merge_mlp=True)
-    image, text = widths(model, ".ff"), widths(model, ".ff_context")
+    image, text = widths(model, ".ff.net.0"), widths(model, ".ff_context")
     draw(make, model)
     assert set(image.values()) == {32}
     assert len(image) == len(model.transformer_blocks)
@@ -202,7 +248,7 @@ def test_merge_mlp_only_merges_image_tokens(make):
 
 def test_merge_mlp_without_merge_attn_leaves_attention_plain(make):
     model = make().apply_tome(ratio=0.5, merge_attn=False, merge_mlp=True)
-    image = widths(model, ".ff")
+    image = widths(model, ".ff.net.0")
     assert attended(make, model) == ({(64, TEXT, 64, TEXT)} if make is sd3 else {(64, None)})
     assert set(image.values()) == {32}
 

@@ -9,7 +9,7 @@ from zoo import parts
 from zoo.noise import noise
 from zoo.videos import motion_adapter, unet_3d, unet_hotshot, unet_spatio_temporal
 
-from ppdiffusers_tome import hooks
+from ppdiffusers_tome import wraps
 
 VIDEOS, FRAMES, SIDE, TEXT = 2, 3, 8, 5
 PIXELS = SIDE * SIDE
@@ -101,8 +101,8 @@ def test_frames_share_dst_positions_but_not_pairs(model, monkeypatch):
         plans.append(match_tokens(metric, *args))
         return plans[-1]
 
-    match_tokens = hooks.match_tokens
-    monkeypatch.setattr(hooks, "match_tokens", spy)
+    match_tokens = wraps.match_tokens
+    monkeypatch.setattr(wraps, "match_tokens", spy)
     draw(model.apply_tome(ratio=0.5))
     assert plans
     for plan in plans:

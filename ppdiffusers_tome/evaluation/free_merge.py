@@ -4,34 +4,29 @@ Tokens are cut by a slice and restored by repetition, without matching and gathe
 cost takes about as long, so what ours costs is its time over this limit. A measured time below it is noise.
 """
 
+from typing import Any
+
 import paddle
 from paddle import nn
 
 from ..config import KV, ToMeConfig
-from ..hooks import ToMeHook
 from ..models import block_grid
 from ..patch import chosen_blocks, detach, merging_layers
 from ..positions import Grid, count_removed
+from ..wraps import Wrap, install
 
 
-class CutHook(ToMeHook):
-    """Pre-hook: the layer gets the first `kept` tokens."""
+class CutWrap(Wrap):
+    """Of a layer: it gets the first `kept` tokens; its output is repeated up to `tokens`, unless that is None."""
 
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
+    def __init__(self, kept: int, tokens: int | None) -> None:
+        super().__init__(None)
+        self._kept, self._tokens = kept, tokens
 
-    def __call__(self, layer: nn.Layer, inputs: tuple) -> tuple:
-        return inputs[0][:, : self._kept], *inputs[1:]
-
-
-class RepeatHook(ToMeHook):
-    """Post-hook: repeats the layer's output [B, kept, C] up to [B, tokens, C]."""
-
-    def __init__(self, kept: int, tokens: int) -> None:
-        self._kept = kept
-        self._tokens = tokens
-
-    def __call__(self, layer: nn.Layer, inputs: tuple, output: paddle.Tensor) -> paddle.Tensor:
+    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
+        output = self.forward(layer, hidden_states[:, : self._kept], *args, **kwargs)
+        if self._tokens is None:
+            return output
         repeats, rest = divmod(self._tokens, self._kept)
         return paddle.concat([output] * repeats + ([output[:, :rest]] if rest else []), axis=1)
 
@@ -53,7 +48,6 @@ def attach_free_merge(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> N
             for layer in layers:
                 if name == "attn" and config.merge_attn == KV:
                     for projection in (layer.to_k, layer.to_v):
-                        projection.register_forward_pre_hook(CutHook(kept))
-                    continue
-                layer.register_forward_pre_hook(CutHook(kept))
-                layer.register_forward_post_hook(RepeatHook(kept, grid.tokens))
+                        install(projection, CutWrap(kept, None))
+                else:
+                    install(layer, CutWrap(kept, grid.tokens))

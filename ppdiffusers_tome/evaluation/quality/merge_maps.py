@@ -19,10 +19,10 @@ from skimage.color import label2rgb
 from skimage.morphology import dilation, erosion
 
 from ...errors import ToMeConfigError
-from ...hooks import CallHook, GridHook
 from ...matching import MergePlan
 from ...models import MergeableBlock, denoisers, find_blocks
 from ...positions import Grid
+from ...wraps import BlockWrap, current_plan, wrap_of
 from .sheets import make_sheet, save_png
 
 CAPTION = (
@@ -78,33 +78,29 @@ def record_plans(target: Any) -> Iterator[list[RecordedPlan]]:
     """
     recorded: list[RecordedPlan] = []
     blocks = [(name, block) for name, denoiser in denoisers(target).items() for block in find_blocks(denoiser)]
-    merging = [(name, block) for name, block in blocks if _find_hook(block.block, CallHook)]
+    merging = [(name, block) for name, block in blocks if isinstance(wrap_of(block.block), BlockWrap)]
     if not merging:
         raise ToMeConfigError(f"{type(target).__name__} merges nothing: apply_tome(ratio=...) before record_plans.")
     handles: list[Any] = []
     try:
         for name, block in merging:
-            planned = block.block.norm1 if block.is_joint else block.block  # by whose input the block plans
-            handles.append(planned.register_forward_pre_hook(_plan_reader(name, block, recorded)))
+            # It runs inside the block, before attention.
+            handles.append(block.block.norm1.register_forward_pre_hook(_plan_reader(name, block, recorded)))
         yield recorded
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _find_hook(layer: nn.Layer, kind: type) -> Any:
-    return next((hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, kind)), None)
-
-
 def _plan_reader(name: str, block: MergeableBlock, recorded: list[RecordedPlan]) -> Callable[[nn.Layer, tuple], None]:
-    """A hook after those that merge, which records the block's plan as soon as it exists."""
-    call_hook, grid_hook = _find_hook(block.block, CallHook), _find_hook(block.grid_layer, GridHook)
-    steps = itertools.count()
+    """A hook that records the block's plan while the block runs."""
+    wrap, steps = wrap_of(block.block), itertools.count()
+    assert isinstance(wrap, BlockWrap)
 
     def read_plan(layer: nn.Layer, inputs: tuple) -> None:
-        step, plan = next(steps), call_hook.plan()
+        step, plan = next(steps), current_plan()
         if plan is not None:
-            recorded.append(RecordedPlan(name, block.path, block.level, step, grid_hook.grid(plan.tokens), plan))
+            recorded.append(RecordedPlan(name, block.path, block.level, step, wrap.grid.grid(plan.tokens), plan))
 
     return read_plan
 

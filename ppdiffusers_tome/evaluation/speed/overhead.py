@@ -5,21 +5,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ... import attention, hooks
+from ... import attention, wraps
 from ...errors import ToMeConfigError
 from ..clock import now
 
 PARTS = ("matching", "merge", "unmerge", "sizes")
+SIZES = ("_widen_queries", "_widen_keys", "_widen_values", "_narrow", "prepare_attention_mask")
 TIMED: list[tuple[str, Any, str]] = [
-    ("begin", hooks.CallHook, "__call__"),  # the first and the last hook of a block
-    ("matching", hooks.CallHook, "build_plan"),
-    ("merge", hooks, "merge"),
-    ("unmerge", hooks, "unmerge"),
-    ("sizes", attention.MaskHook, "__call__"),
-    ("sizes", attention.ScoresHook, "add_channel"),
-    ("sizes", attention.SizeChannelHook, "__call__"),
-    ("sizes", attention.DropChannelHook, "__call__"),
-    ("end", hooks.FinishHook, "__call__"),
+    ("block", wraps.BlockWrap, "__call__"),
+    ("matching", wraps.BlockWrap, "build_plan"),
+    ("merge", attention, "merge"),
+    ("unmerge", attention, "unmerge"),
+    *[("sizes", attention.AttentionView, name) for name in SIZES],
 ]
 
 
@@ -32,18 +29,18 @@ def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
 
     Args:
         run: makes one pass through a model that merges, eagerly. Warm up before: a first pass is slower. Nothing else
-            in this process may merge meanwhile, because the functions that all hooks share are timed.
+            in this process may merge meanwhile, because the functions that all wraps share are timed.
 
     Raises:
         ToMeConfigError: nothing merged in the pass.
     """
-    calls: list[tuple[str, float, float]] = []
+    calls: list[tuple[str, float]] = []  # seconds of each part; a block ends after its parts
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **named: Any) -> Any:
             start = now()
             result = function(*args, **named)
-            calls.append((part, start, now()))
+            calls.append((part, now() - start))
             return result
 
         return call
@@ -55,16 +52,14 @@ def measure_overhead(run: Callable[[], Any]) -> dict[str, float]:
         run()
 
     total: dict[str, float] = defaultdict(float)
-    block: dict[str, float] = defaultdict(float)  # blocks are not nested
-    for part, start, end in calls:
-        if part == "begin":
-            block = defaultdict(float, block=-start)
-        elif part != "end":
-            block[part] += end - start
-        elif "merge" in block:
-            block["block"] += start
-            for name, seconds in block.items():
-                total[name] += seconds
+    block: dict[str, float] = defaultdict(float)
+    for part, seconds in calls:
+        block[part] += seconds
+        if part == "block":
+            if "merge" in block:
+                for name, sum_of_block in block.items():
+                    total[name] += sum_of_block
+            block = defaultdict(float)
     if not total:
         raise ToMeConfigError("no block merged tokens in the pass: call apply_tome(), run eagerly at a larger size.")
     return {part: total[part] / total["block"] for part in PARTS}

@@ -1,0 +1,224 @@
+"""What merges in a forward pass: wraps around the `forward` of layers, and where the data of a pass lives.
+
+A layer that takes part has one `Wrap`. That of a transformer reads the token grid; that of a block builds the plan
+from the block's input, for as long as the block runs; those of the layers inside the block merge and unmerge by this
+plan. What a pass computes is stored per thread. All other state is in the wraps, which are attributes of their layers,
+so a deep copy of a model has its own.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from .config import GRID, SEEDS, ToMeConfig
+from .errors import ToMeConfigError, ToMePassError
+from .matching import MergePlan, match_cells, match_tokens
+from .models import is_chunked, shares_left, token_grid
+from .positions import Grid, count_removed
+
+ATTRIBUTE = "_tome"  # of a layer: its wrap
+CHUNKED_FEED_FORWARD = (
+    "merge_mlp=True cannot be combined with chunked feed-forward layers (enable_forward_chunking(), "
+    "set_chunk_feed_forward()), which get the tokens in pieces: turn chunking off or leave merge_mlp=False."
+)
+
+
+class _PerThread(threading.local):
+    """Thread-local attributes; a copy or a pickle starts empty."""
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Pass(_PerThread):
+    plan: MergePlan | None = None
+
+
+_current = _Pass()
+
+
+def current_plan() -> MergePlan | None:
+    """The plan of the block that runs in this thread; None outside blocks, and where nothing merges."""
+    return _current.plan
+
+
+class Wrap:
+    """Runs in place of a layer's `forward`. This one only passes the call on: at ratio 0 it stores the config.
+
+    Args:
+        config: the settings of the denoiser; None for a wrap that was removed but that another library still calls.
+    """
+
+    below: Callable[..., Any] | None = None  # the `forward` of another library that was there before
+
+    def __init__(self, config: ToMeConfig | None) -> None:
+        self.config = config
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(layer, *args, **kwargs)
+
+    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the layer computes without this wrap."""
+        if self.below is not None:
+            return self.below(*args, **kwargs)
+        return type(layer).forward(layer, *args, **kwargs)
+
+
+@paddle.jit.not_to_static  # a program records what the wrap computes; Paddle would translate its Python code
+def _forward(layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+    return getattr(layer, ATTRIBUTE)(layer, *args, **kwargs)
+
+
+def wrap_of(layer: nn.Layer) -> Wrap | None:
+    """The wrap of a layer; None if it has none."""
+    wrap: Wrap | None = layer.__dict__.get(ATTRIBUTE)
+    return wrap
+
+
+def install(layer: nn.Layer, wrap: Wrap) -> None:
+    """Let a wrap run in place of the layer's `forward`, around another library's that is there."""
+    removed = wrap_of(layer)
+    if removed is None:
+        wrap.below = layer.__dict__.get("forward")
+        layer.forward = MethodType(_forward, layer)
+    else:  # another library's `forward` still calls it
+        wrap.below = removed.below
+    setattr(layer, ATTRIBUTE, wrap)
+
+
+def remove(layer: nn.Layer) -> None:
+    """Remove the layer's wrap, if it has one; under another library's `forward`, one that does nothing remains."""
+    wrap = wrap_of(layer)
+    if wrap is None:
+        return
+    if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
+        delattr(layer, ATTRIBUTE)
+        delattr(layer, "forward")
+        if wrap.below is not None:
+            layer.forward = wrap.below
+    else:
+        idle = Wrap(None)
+        idle.below = wrap.below
+        setattr(layer, ATTRIBUTE, idle)
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+class TimestepWrap(Wrap):
+    """Of a denoiser's timestep projection: choose the ratio of the pass from the schedule in its config.
+
+    The config of the pass is stored until the next one, as the grid is. Reading the timestep waits for the device once
+    in a pass.
+    """
+
+    def __init__(self, config: ToMeConfig) -> None:
+        super().__init__(config)
+        self._schedule = config
+        self._thread = _PerThread()
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        if not paddle.in_dynamic_mode():
+            raise ToMePassError(
+                "a ratio schedule reads timesteps, which a program that is traced does not know: "
+                "export_pipeline() writes a program for each ratio."
+            )
+        timesteps = _first(args, kwargs)
+        configs = [*{self._schedule.at(share) for share in shares_left(timesteps)}]
+        if len(configs) > 1:
+            raise ToMePassError(
+                f"{self._schedule.describe()}: the timesteps of this batch, {timesteps.tolist()!r:.200}, have "
+                "different ratios: pass those of one ratio, or a constant ratio."
+            )
+        self._thread.config = configs[0]
+        return self.forward(layer, *args, **kwargs)
+
+    def config_of_pass(self) -> ToMeConfig:
+        """The config of the current pass in this thread, with its ratio."""
+        config: ToMeConfig | None = getattr(self._thread, "config", None)
+        if config is None:
+            raise ToMePassError(
+                "a block with a ratio schedule got tokens but no timestep: call it through its "
+                "model, or remove_tome() first."
+            )
+        return config
+
+
+class GridWrap(Wrap):
+    """Of a transformer or its patch embedding: read the token grid, and choose a seed if the config has none.
+
+    It stores three integers until the next pass, because gradient checkpointing runs single blocks again after the
+    pass.
+    """
+
+    def __init__(self, config: ToMeConfig) -> None:
+        super().__init__(config)
+        self._use_rand, self._seed = config.use_rand, config.seed
+        self._thread = _PerThread()
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        # Beyond all seeds, so that its positions are not cached.
+        is_unseeded = self._use_rand and self._seed is None
+        self._thread.seed = SEEDS + secrets.randbits(64) if is_unseeded else self._seed
+        self._thread.grid = token_grid(layer, _first(args, kwargs))
+        return self.forward(layer, *args, **kwargs)
+
+    def grid(self, tokens: int) -> Grid:
+        """The grid of the current pass in this thread; raises unless it has `tokens` tokens."""
+        grid: Grid | None = getattr(self._thread, "grid", None)
+        if grid is None or grid.tokens != tokens:
+            reason = "no feature map was seen" if grid is None else f"the feature map was {grid.h}×{grid.w}"
+            raise ToMePassError(
+                f"a block got {tokens} tokens but {reason}: call it through its model, or remove_tome() first."
+            )
+        return grid
+
+    def random_key(self, block: int) -> tuple[int, ...] | None:
+        """The key of a block's random dst in this pass; None if dst is not random."""
+        return (self._thread.seed, block) if self._use_rand else None
+
+
+class BlockWrap(Wrap):
+    """Of a transformer block: build the plan that the layers inside it share.
+
+    Args:
+        config: the settings of the denoiser.
+        grid: the wrap that sees the block's token grid.
+        timestep: the wrap that chooses the ratio of a schedule; None for a constant ratio.
+        index: of the block in its denoiser.
+    """
+
+    config: ToMeConfig
+
+    def __init__(self, config: ToMeConfig, grid: GridWrap, timestep: TimestepWrap | None, index: int) -> None:
+        super().__init__(config)
+        self.grid = grid
+        self.index = index
+        self._timestep = timestep
+
+    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.config.merge_mlp and is_chunked(layer):
+            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+        _current.plan = self.build_plan(hidden_states)
+        try:
+            return self.forward(layer, hidden_states, *args, **kwargs)
+        finally:
+            _current.plan = None
+
+    def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
+        """Choose which tokens merge, from the block's input [B, N, C]; None if none do."""
+        grid = self.grid.grid(metric.shape[1])
+        config = self.config if self._timestep is None else self._timestep.config_of_pass()
+        removed = count_removed(grid, config)
+        if not removed:
+            return None
+        random_key = self.grid.random_key(self.index)
+        if config.match == GRID:
+            return match_cells(metric, grid, config.sx, config.sy, random_key)
+        return match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window)
