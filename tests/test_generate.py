@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation import offline
 from ppdiffusers_tome.generation.offline import Failure, OutputError, draw_batch, draw_here, generate, split
@@ -436,24 +435,3 @@ def test_missing_ray_is_an_error_with_the_remedy(tmp_path, exported_folder, caps
     prompts.write_text("a")
     assert main(command(prompts, exported_folder, tmp_path / "out", "--ray")) == 2
     assert "pip install --no-deps -r requirements-ray.txt" in capsys.readouterr().err
-
-
-def test_dynamic_export_needs_sizes(exported_folder, capsys):
-    from ppdiffusers_tome.cli import _parser
-    from ppdiffusers_tome.commands.generate import _defaults
-
-    manifest = read_manifest(exported_folder)
-    one_size = [program for program in manifest.programs if program.size in (None, manifest.sizes[0])]
-    programs = tuple(replace(program, size=None) for program in one_size)
-    dynamic = replace(manifest, sizes=(), programs=programs)
-    options = _parser().parse_args(command("p.txt", exported_folder, "out"))
-    with pytest.raises(ToMeConfigError, match="for instance --size 512"):
-        _defaults(dynamic, options)
-    defaults, limits = _defaults(dynamic, replace_option(options, size=["96x64", "64"]))
-    assert (defaults.height, defaults.width, limits.sizes) == (64, 96, ((64, 96), (64, 64)))
-    with pytest.raises(ToMeConfigError, match="--size 33x64 is not allowed: both must be multiples"):
-        _defaults(dynamic, replace_option(options, size=["33x64"]))
-
-
-def replace_option(options, **changes):
-    return type(options)(**{**vars(options), **changes})

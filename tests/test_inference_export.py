@@ -202,7 +202,7 @@ def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_fo
 
 
 def test_a_grid_of_one_row_is_known(tmp_path):
-    """Paddle loses a side of 1 behind the first transformer: the next one seemed to have a dynamic grid."""
+    """Paddle loses a side of 1 behind the first transformer: the next one seemed to have a grid of no fixed size."""
     dims = {"latent_height": 1, "latent_width": 8}
     traceable = programs.denoiser(unet(**ONE_LEVEL), None, True)
     attach(traceable.layer.unet, ToMeConfig(0.5, sy=1), None)
@@ -325,26 +325,12 @@ def test_each_image_of_a_batch_needs_one_equal_try():
         ({"sizes": [(32, 32), (12, 4)]}, "size=4x12 .* 8x8 and 8x16"),
         ({"sizes": [(0, 32)]}, "size=32x0"),
         ({"sizes": []}, "sizes is empty"),
-        ({"sizes": [(32, 32)], "dynamic": True}, "dynamic=True cannot be combined with sizes"),
         ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
     ],
 )
 def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         export(tiny, tmp_path / "out", **{"ratios": 0.5, **settings})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_requirements_of_dynamic_sizes(tiny, tmp_path):
-    error, message = (ToMeConfigError, "no-rand") if PADDLE2 else (ToMeExportError, "--size")
-    with pytest.raises(error, match=message):
-        export(tiny, tmp_path / "out", 0.5, dynamic=True)
-    error, message = (ToMeConfigError, "window=None") if PADDLE2 else (ToMeExportError, "--size")
-    with pytest.raises(error, match=message):
-        export(tiny, tmp_path / "out", 0.5, dynamic=True, use_rand=False, window=4)
-    error, message = (ToMeConfigError, "match='similarity'") if PADDLE2 else (ToMeExportError, "--size")
-    with pytest.raises(error, match=message):
-        export(tiny, tmp_path / "out", 0.75, dynamic=True, use_rand=False, match="grid")
     assert list(tmp_path.iterdir()) == []
 
 

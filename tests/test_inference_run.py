@@ -181,17 +181,6 @@ def test_inpainting_model_with_nine_channels(others, tmp_path):
         np.testing.assert_allclose(draw(load(tmp_path / "out"), **arguments), draw(pipe, **arguments), atol=TOLERANCE)
 
 
-@pytest.mark.skipif(not PADDLE2, reason="Paddle 3 cannot export UNets with dynamic height and width")
-def test_one_dynamic_program_for_all_sizes(eager, others, tmp_path):
-    settings = {"dynamic": True, "use_rand": False, "window": None, **others[1]}
-    assert export_pipeline(eager, tmp_path / "out", 0.5, **settings).dynamic
-    exported = load(tmp_path / "out")
-    for height, width in ((32, 32), (48, 64)):
-        with eager.tome(ratio=0.5, use_rand=False, window=None):
-            expected = draw(eager, height=height, width=width)
-        np.testing.assert_allclose(draw(exported, height=height, width=width), expected, atol=TOLERANCE)
-
-
 @pytest.mark.skipif(PADDLE2, reason="ppdiffusers calls predictor.run([tensors]), which crashes on Paddle 2.6's CPU")
 def test_pipeline_class_of_ppdiffusers_loads_the_folder(exported_folder, eager, monkeypatch):
     def cpu_config():

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -154,24 +153,6 @@ def test_the_other_format_is_an_error_with_a_remedy(onnx_folder, exported_folder
         load(onnx_folder, "paddle")
     with pytest.raises(ToMeExportError, match=r'no ONNX programs.*runtime="paddle"'):
         load(exported_folder, "openvino")
-
-
-def test_openvino_rejects_merging_at_any_size(onnx_folder, tmp_path):
-    """It fails at the first call, with "Can not create StaticMemory object"."""
-    folder = tmp_path / "dynamic"
-    shutil.copytree(onnx_folder, folder)
-    manifest = read_manifest(folder)
-    programs_of_any_size = tuple(replace(file, size=None) for file in manifest.programs)
-    replace(manifest, sizes=(), programs=programs_of_any_size).save(folder)
-    message = r"exported with --dynamic, and OpenVINO cannot run merging \(ratio 0\.5\).*--size.*onnxruntime.*ratio 0"
-    with pytest.raises(ToMeExportError, match=message):
-        load(folder, "openvino")
-    pipe = load(folder, "openvino", ratio=0)
-    image_of(pipe)
-    pipe.unet.ratio = 0.5
-    with pytest.raises(ToMeExportError, match=message):
-        image_of(pipe)
-    load(folder, "onnxruntime")
 
 
 def test_models_that_do_not_merge_can_be_linked(onnx_folder, tiny, tmp_path):

@@ -19,11 +19,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--output", type=Path, required=True, help="folder to write")
     option("--ratio", type=float, nargs="+", help="one or several; 0 does not merge (default: 0.5, or --config's)")
     option("--size", nargs="+", help="one or several, px or WIDTHxHEIGHT in px (default: the model's own)")
-    option(
-        "--dynamic",
-        action="store_true",
-        help="one program for all sizes; needs Paddle 2.6, --no-rand and --window none",
-    )
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
@@ -40,7 +35,6 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     own_ratio = settings.pop("ratio", 0.5)
     ratios = own_ratio if options.ratio is None else options.ratio
     checked = {
-        "dynamic": options.dynamic,
         "overwrite": options.overwrite,
         "controlnet": True if options.controlnet_ratio is None else options.controlnet_ratio,
         "format": options.format,
@@ -60,7 +54,7 @@ def _describe(manifest: Manifest, folder: Path) -> str:
         parities = (program.parity, program.onednn_parity, program.onnx_parity)
         cells = [f"{max(parity.values()):.1e}" if parity else "-" for parity in parities]
         lines.append(f"{program.paths[0]:<34} " + " ".join(f"{cell:>8}" for cell in cells))
-    sizes = ", ".join(map(str, manifest.sizes)) or "any"
+    sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))
     if manifest.schedule is not None:
         parts = (f"{ratio:g} from share {share:g} of the noise schedule on" for share, ratio in manifest.schedule)

@@ -32,12 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option(
         "--guidance-scale", type=float, default=7.5, help="weight of classifier-free guidance (default: %(default)s)"
     )
-    option(
-        "--size",
-        nargs="+",
-        help="px or WIDTHxHEIGHT in px (default: the first exported). For a model that was exported for any size: all "
-        "sizes in the prompt file, the default first",
-    )
+    option("--size", help="px or WIDTHxHEIGHT in px, an exported one (default: the first)")
     option("--ratio", type=float, help="share of tokens to merge (default: the first exported)")
     option("--seed", type=int, default=0, help="of the first prompt; each further one adds 1 (default: %(default)s)")
     option("--negative-prompt", default="", help="what the images should not show")
@@ -87,16 +82,9 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults
     Raises:
         ToMeConfigError: an option's value is not allowed, or was not exported.
     """
-    requested = tuple(parse_size(text) for text in options.size or ())
-    sizes = manifest.sizes or requested
-    if not sizes:
-        raise ToMeConfigError("the model was exported for any size: name the sizes, for instance --size 512")
-    for size in sizes:
-        if size.height % manifest.vae_factor or size.width % manifest.vae_factor:
-            raise ToMeConfigError(f"--size {size} is not allowed: both must be multiples of {manifest.vae_factor}")
-    height, width = (requested or sizes)[0]
+    height, width = parse_size(options.size) if options.size else manifest.sizes[0]
     ratio = manifest.ratios[0] if options.ratio is None else options.ratio
-    limits = Limits(sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
+    limits = Limits(manifest.sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
     defaults = Defaults(
         height, width, ratio, options.steps, options.guidance_scale, options.negative_prompt, options.seed
     )

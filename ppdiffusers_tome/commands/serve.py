@@ -189,14 +189,11 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
     """The limits by the export and the command line.
 
     Raises:
-        ToMeConfigError: a --size was not exported, --size is missing although any size was exported, or a limit is not
-            allowed.
+        ToMeConfigError: a --size was not exported, or a limit is not allowed.
     """
     sizes = tuple(parse_size(text) for text in options.size) if options.size else manifest.sizes
-    if not sizes:
-        raise ToMeConfigError("the model was exported for any size: name the sizes to serve, for instance --size 512")
     for size in sizes:
-        if manifest.sizes and size not in manifest.sizes:
+        if size not in manifest.sizes:
             exported = ", ".join(map(str, manifest.sizes))
             raise ToMeConfigError(f"--size {size} was not exported: it must be one of {exported}")
     return Limits(

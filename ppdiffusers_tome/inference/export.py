@@ -30,7 +30,6 @@ def export_pipeline(
     ratios: Iterable[float] | float | Mapping[float, float] | Schedule | None = None,
     sizes: Iterable[tuple[int, int]] | None = None,
     *,
-    dynamic: bool = False,
     image_to_image: bool = False,
     controlnet: bool | float | Mapping[float, float] | Schedule = True,
     format: str = "paddle",
@@ -54,7 +53,6 @@ def export_pipeline(
             each; all share one file of weights. A schedule, as in `apply_tome`, writes a program for each of its
             ratios and is the default of `load_pipeline`. None: the config that is applied to the pipeline now.
         sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
-        dynamic: write one UNet program for all heights and widths instead; needs Paddle 2.6 and use_rand=False.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         format: "paddle" for Paddle Inference, "onnx" for ONNX Runtime and OpenVINO, or "both". ppdiffusers' own
@@ -66,8 +64,7 @@ def export_pipeline(
             the same file system: they are linked instead of traced again.
         progress: show a progress bar.
         settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
-            merge_attn, merge_crossattn, merge_mlp, min_tokens. dynamic=True needs window=None, match="similarity" and
-            min_tokens=0.
+            merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
     Returns:
         The manifest that was written to `tome.json`.
@@ -84,9 +81,7 @@ def export_pipeline(
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
-    request = check_request(
-        pipe, folder, ratios, sizes, dynamic, image_to_image, overwrite, controlnet, format, settings
-    )
+    request = check_request(pipe, folder, ratios, sizes, image_to_image, overwrite, controlnet, format, settings)
     earlier = () if others is None else read_manifest(others).programs
     linked = {file.model: file for file in earlier if file.ratio is None and file.formats == request.formats}
     with replacing(request.folder) as partial, Converter() as converter:
@@ -139,10 +134,9 @@ def _write(
     converter: Converter,
     kept: Saved | None,
 ) -> ProgramFile:
-    """Save one program, for any size if `size` is None, or link a kept one; one copy of one model is in memory."""
+    """Save one program, or link a cached one; one copy of one model is in memory. Only a UNet's has a size."""
     factor = vae_factor(request.pipe)
-    # A dynamic program is compared at a size that is not square.
-    example = size or (request.sizes[0] if request.sizes else Size(32 * factor, 48 * factor))
+    example = size or request.sizes[0]
     fixed = {"height": example.height, "width": example.width}
     fixed |= {"latent_height": example.height // factor, "latent_width": example.width // factor}
     dims = {**fixed, "tokens": text_tokens(request.pipe)}
@@ -152,7 +146,7 @@ def _write(
     target = folder / (name if written else "unet")
     to_onnx = converter if "onnx" in request.formats else None
     if kept is None:
-        traceable = _traceable(request, model, size, ratio)
+        traceable = _traceable(request, model, ratio)
         saved = save(traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), to_onnx)
     else:
         saved = _link_saved(kept, target)
@@ -170,7 +164,7 @@ def _write(
     return replace(file, program=program.as_posix(), params=params.as_posix())
 
 
-def _traceable(request: Request, model: str, size: Size | None, ratio: float | None) -> Traceable:
+def _traceable(request: Request, model: str, ratio: float | None) -> Traceable:
     pipe = request.pipe
     if model == "vae_encoder":
         return programs.vae_encoder(pipe.vae)
@@ -178,9 +172,9 @@ def _traceable(request: Request, model: str, size: Size | None, ratio: float | N
         return programs.vae_decoder(pipe.vae)
     if ratio is None:
         return programs.text_encoder(getattr(pipe, model), request.is_xl)
-    traceable = programs.denoiser(pipe.unet, request.controlnet, size is not None)
+    traceable = programs.denoiser(pipe.unet, request.controlnet)
     config, controlnet_config = request.configs[ratio]
-    detach(traceable.layer)  # hooks of the originals, which were copied too
+    detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:
         attach(traceable.layer.unet, config, None)
     if controlnet_config is not None and request.controlnet is not None:

@@ -1,6 +1,5 @@
 """The layers that are traced: one wrapper for each of a pipeline's models, with named inputs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -62,18 +61,14 @@ class Fused(nn.Layer):
         self.unet = unet
         self.controlnet: Any = controlnet
 
-    def skip_translation(self) -> None:
-        """Trace the models without translating their Python code first, which takes nine tenths of an export.
+    # Traced without a translation of the models' Python code, which would take nine tenths of an export.
 
-        Only for known height and width: ppdiffusers branches on shapes, which are -1 if they are dynamic.
-        """
-        for method in (self._predict, self._control):
-            setattr(self, method.__name__, paddle.jit.not_to_static(_function(method)))
-
+    @paddle.jit.not_to_static
     def _predict(self, sample: Any, timestep: Any, text: Any, added: Any, **residuals: Any) -> paddle.Tensor:
         arguments = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
         return self.unet(sample, timestep, **arguments, **residuals)[0]
 
+    @paddle.jit.not_to_static
     def _control(self, sample: Any, timestep: Any, text: Any, added: Any, image: Any, scale: Any) -> paddle.Tensor:
         arguments = {"encoder_hidden_states": text, "added_cond_kwargs": added, "return_dict": False}
         down, mid = self.controlnet(sample, timestep, controlnet_cond=image, **arguments)
@@ -141,8 +136,3 @@ class ControlledDenoiserXL(Fused):
         added = {"text_embeds": text_embeds, "time_ids": time_ids}
         text, scale = encoder_hidden_states, controlnet_conditioning_scale
         return self._control(sample, timestep, text, added, controlnet_cond, scale)
-
-
-def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method as a function, on which Paddle can set attributes."""
-    return lambda *args, **kwargs: method(*args, **kwargs)

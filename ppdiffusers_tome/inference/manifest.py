@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, field
 from numbers import Real
 from pathlib import Path
@@ -115,7 +115,7 @@ class Manifest:
     format: Literal[1]  # of tome.json
     name: str  # of the model's folder
     pipeline: str  # its class in ppdiffusers, e.g. "StableDiffusionPipeline"
-    sizes: tuple[Size, ...]  # in the order of the arguments; () if height and width are dynamic
+    sizes: Annotated[tuple[Size, ...], Field(min_length=1)]  # in the order of the arguments
     ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
     image_to_image: bool  # whether the VAE's encoder was exported
     residuals: Annotated[
@@ -166,11 +166,6 @@ class Manifest:
         return self.programs[0].formats if self.programs else ()
 
     @property
-    def dynamic(self) -> bool:
-        """Whether the denoiser's program runs at any height and width."""
-        return not self.sizes
-
-    @property
     def methods(self) -> dict[float, str]:
         """How the UNet's tokens merge, in words, by ratio; "" at ratio 0."""
         configs = (unet for unet, _ in self.merging.values())
@@ -188,7 +183,7 @@ class Manifest:
         """
         ratio = find_ratio(ratio, self.ratios)
         for file in self.programs_of("unet"):
-            if file.size in (size, None) and file.ratio == ratio:
+            if file.size == size and file.ratio == ratio:
                 return file
         listed = ", ".join(map(str, self.sizes))
         raise ToMeConfigError(
@@ -208,7 +203,7 @@ def list_programs(
     """Model, size and ratio of each program of an export, in order."""
     models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
     models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
-    unets = [("unet", size, ratio) for size in sizes or (None,) for ratio in ratios]
+    unets = [("unet", size, ratio) for size in sizes for ratio in ratios]
     return [*unets, *((model, None, None) for model in models)]
 
 

@@ -149,15 +149,6 @@ class OpenVinoRuntime(OnnxFileRuntime):
                 f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
             )
 
-    def check(self, folder: Path, file: ProgramFile) -> None:
-        super().check(folder, file)
-        if file.model == "unet" and file.size is None and file.ratio:
-            raise ToMeExportError(
-                f"{folder} was exported with --dynamic, and OpenVINO cannot run merging (ratio {file.ratio:g}) at a "
-                'height and width that are not fixed: export it with --size, load it with runtime="onnxruntime", or '
-                "use ratio 0, if it was exported."
-            )
-
     def load_file(self, path: Path) -> "OpenVinoProgram":
         return OpenVinoProgram(path, self)
 

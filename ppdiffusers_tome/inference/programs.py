@@ -84,8 +84,8 @@ def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
     return inputs
 
 
-def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -> Traceable:
-    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any. Both are copied."""
+def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
+    """The UNet of Stable Diffusion or SDXL, fused with the ControlNet, if any, for a fixed size. Both are copied."""
     inputs = unet_inputs(unet)
     if controlnet is not None:
         inputs += (
@@ -97,11 +97,9 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None, is_size_known: bool) -
     classes = {(False, False): Denoiser, (True, False): DenoiserXL}
     classes |= {(False, True): ControlledDenoiser, (True, True): ControlledDenoiserXL}
     layer = classes[_is_xl(unet), controlnet is not None](_working_copy(unet), controlnet)
-    if is_size_known:
-        layer.skip_translation()
-        for model in filter(None, (layer.unet, layer.controlnet)):
-            for transformer in {block.grid_layer for block in find_blocks(model)}:
-                transformer.register_forward_post_hook(_restore_shape)
+    for model in filter(None, (layer.unet, layer.controlnet)):
+        for transformer in {block.grid_layer for block in find_blocks(model)}:
+            transformer.register_forward_post_hook(_restore_shape)
     return _ready(layer, *inputs)
 
 
@@ -109,7 +107,7 @@ def _restore_shape(transformer: nn.Layer, inputs: tuple[paddle.Tensor, ...], out
     """Give a transformer's output [B, C, H, W] its fixed height and width back.
 
     ppdiffusers reshapes it to sizes that the program computes. From the sum with the input, Paddle infers each side
-    that is more than 1. With a side of 1, the next block would see a dynamic grid.
+    that is more than 1. With a side of 1, the next block would see a grid without a fixed size.
     """
     h, w = inputs[0].shape[2:]
     return (output[0].reshape([0, 0, h, w]), *output[1:]) if 1 in (h, w) else output

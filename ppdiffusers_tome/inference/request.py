@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import paddle
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
-from ..config import GRID, SIMILARITY, Schedule, ToMeConfig, is_schedule
+from ..config import Schedule, ToMeConfig, is_schedule
 from ..errors import ToMeConfigError, ToMeExportError
 from ..mixin import controlnet_config
 from ..models import latent_grid, vae_factor
@@ -33,7 +32,7 @@ class Request:
     pipe: DiffusionPipeline
     folder: Path
     configs: dict[float, Configs]  # by ratio, in the order of the arguments
-    sizes: tuple[Size, ...]  # () for dynamic height and width
+    sizes: tuple[Size, ...]
     image_to_image: bool
     formats: tuple[str, ...]  # some of FORMATS
     schedule: Schedule | None  # the default, over ratios of `configs`; None: the default is the first of them
@@ -61,7 +60,6 @@ def check_request(
     folder: str | Path,
     ratios: Any,
     sizes: Iterable[tuple[int, int]] | None,
-    dynamic: bool,
     image_to_image: bool,
     overwrite: bool,
     controlnet: Any,
@@ -79,16 +77,16 @@ def check_request(
     _check_components(pipe)
     sizes = None if sizes is None else tuple(sizes)
     if ratios is not None:
-        configs, schedule = check_arguments(folder, ratios, sizes, dynamic, overwrite, controlnet, format, settings)
+        configs, schedule = check_arguments(folder, ratios, sizes, overwrite, controlnet, format, settings)
     else:
         _check_output(Path(folder), overwrite, format)
         configs, schedule = _current_configs(pipe, settings)
-        _check_programs(configs, sizes, dynamic)
+        _check_programs(configs, sizes)
     return Request(
         pipe=pipe,
         folder=Path(folder),
         configs=configs,
-        sizes=() if dynamic else _sizes(pipe, sizes),
+        sizes=_sizes(pipe, sizes),
         image_to_image=image_to_image or READERS[class_name][0] is None,
         formats=EXPORT_FORMATS[format],
         schedule=schedule,
@@ -99,7 +97,6 @@ def check_arguments(
     folder: str | Path,
     ratios: Any,
     sizes: Collection[tuple[int, int]] | None,
-    dynamic: bool,
     overwrite: bool,
     controlnet: Any,
     format: str,
@@ -115,7 +112,7 @@ def check_arguments(
     """
     _check_output(Path(folder), overwrite, format)
     configs, schedule = _configs(ratios, controlnet, settings)
-    _check_programs(configs, sizes, dynamic)
+    _check_programs(configs, sizes)
     return configs, schedule
 
 
@@ -136,7 +133,7 @@ def _check_output(folder: Path, overwrite: bool, format: str) -> None:
         raise ToMeExportError(f"{folder} exists and is not empty: {remedy}.")
 
 
-def _check_programs(configs: dict[float, Configs], sizes: Collection[tuple[int, int]] | None, dynamic: bool) -> None:
+def _check_programs(configs: dict[float, Configs], sizes: Collection[tuple[int, int]] | None) -> None:
     """Raise unless the merging of these configs can be part of programs of these sizes."""
     ratios: dict[str, float] = {}
     for ratio in configs:
@@ -150,29 +147,8 @@ def _check_programs(configs: dict[float, Configs], sizes: Collection[tuple[int, 
             "seed=None draws new dst in every pass, but a program contains one fixed choice: pass a number, or "
             "use_rand=False (--no-rand)."
         )
-    if not dynamic:
-        for size in sizes or ():
-            _check_size(size, STEP)
-        return
-    if sizes is not None:
-        raise ToMeConfigError("dynamic=True cannot be combined with sizes: pass one of them.")
-    if not paddle.__version__.startswith("2."):
-        raise ToMeExportError(
-            f"Paddle {paddle.__version__} cannot export UNets with dynamic height and width, with or without "
-            "token merging: pass sizes (--size), or use Paddle 2.6."
-        )
-    if any(config.use_rand for config in merging):
-        raise ToMeConfigError(
-            "dynamic=True needs use_rand=False (--no-rand): random dst can only be drawn for a known grid."
-        )
-    if any(config.match == GRID for config in merging):
-        raise ToMeConfigError(
-            f"dynamic=True needs match={SIMILARITY!r} (--match {SIMILARITY}): cells only divide a known grid."
-        )
-    if any(config.min_tokens for config in merging):
-        raise ToMeConfigError("dynamic=True needs min_tokens=0 (--min-tokens 0): it only applies to a known grid.")
-    if any(config.window is not None for config in merging):
-        raise ToMeConfigError("dynamic=True needs window=None (--window none): windows only divide a known grid.")
+    for size in sizes or ():
+        _check_size(size, STEP)
 
 
 def _check_components(pipe: DiffusionPipeline) -> None:

@@ -40,7 +40,7 @@ class Workload(ABC):
 
     def traceable(self) -> Traceable:
         """A copy of the denoiser for `inference.tracing.save`; hooks may be registered on it."""
-        return denoiser(self.denoiser, None, is_size_known=True)
+        return denoiser(self.denoiser, None)
 
     def set_inputs(self, seed: int) -> None:
         """Draw the inputs of the next passes."""
