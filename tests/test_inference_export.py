@@ -204,7 +204,7 @@ def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_fo
 def test_a_grid_of_one_row_is_known(tmp_path):
     """Paddle loses a side of 1 behind the first transformer: the next one seemed to have a grid of no fixed size."""
     dims = {"latent_height": 1, "latent_width": 8}
-    traceable = programs.denoiser(unet(**ONE_LEVEL), None, True)
+    traceable = programs.denoiser(unet(**ONE_LEVEL), None)
     attach(traceable.layer.unet, ToMeConfig(0.5, sy=1), None)
     saved = tracing.save(traceable, tmp_path / "program", dims, {**dims, "tokens": 7}, "unet", 1)
     assert max(saved.parity.values()) <= TOLERANCE
@@ -216,7 +216,7 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tmp_path):
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
     settings = {"sx": 3, "match": "grid"}
-    configs, _ = check_arguments(tmp_path / "out", (0.833333, -0.0), None, False, False, True, "paddle", settings)
+    configs, _ = check_arguments(tmp_path / "out", (0.833333, -0.0), None, False, True, "paddle", settings)
     assert list(configs) == [1 - 1 / 6, 0.0] and find_ratio(0.833333, configs) == 1 - 1 / 6
     assert ratio_name([*configs][1]) == "0"
 
