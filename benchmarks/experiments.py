@@ -192,7 +192,7 @@ class ProgramUNet:
 
 def save_program(config: ToMeConfig, folder: Path, prototype: Prototype = nullcontext) -> tracing.Saved:
     """Trace the bundled UNet, merged by a config and a prototype, check it against eager mode, and save it."""
-    traceable = programs.denoiser(load_model(MODEL).unet, None, is_size_known=True)
+    traceable = programs.denoiser(load_model(MODEL).unet, None)
     fixed = {"height": SIZE, "width": SIZE, "latent_height": LATENT.h, "latent_width": LATENT.w}
     with prototype():
         if config.ratio:

@@ -1,7 +1,8 @@
 """The wraps around layers that run on merged tokens, and how the sizes of merged tokens reach attention scores."""
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
@@ -73,6 +74,25 @@ class AttentionWrap(Wrap):
         return type(layer).forward if self.below is None else lambda view, *args, **named: self.below(*args, **named)
 
 
+class ProjectionView:
+    """A projection of an attention layer whose call goes through a function; all else is the layer's."""
+
+    def __init__(self, layer: nn.Layer, call: Callable[..., paddle.Tensor]) -> None:
+        self._layer = layer
+        self._call = call
+
+    def __call__(self, *args: Any) -> paddle.Tensor:
+        return self._call(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def projection(call: Callable[..., paddle.Tensor]) -> Any:
+    """Let a method of `AttentionView` stand for the layer of its name."""
+    return property(lambda view: ProjectionView(getattr(view._layer, call.__name__), partial(call, view)))
+
+
 class AttentionView:
     """A self-attention as its processor sees it for one pass. It merges keys and values, and weights keys by size.
 
@@ -107,14 +127,17 @@ class AttentionView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
+    @projection
     def to_q(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
         self._queries = tokens
         return self._widen_queries(self._layer.to_q(tokens, *args), "norm_q")
 
+    @projection
     def to_k(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
         self._keys = tokens
         return self._widen_keys(self._layer.to_k(self._merge(tokens), *args))
 
+    @projection
     def to_v(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
         return self._widen_values(self._layer.to_v(self._merge(tokens), *args))
 
@@ -150,20 +173,24 @@ class AttentionView:
 
     # Text tokens of a joint attention, whose size is 1.
 
+    @projection
     def add_q_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
         return self._widen_queries(self._layer.add_q_proj(tokens), "norm_added_q")
 
+    @projection
     def add_k_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
         return self._widen_values(self._layer.add_k_proj(tokens))
 
+    @projection
     def add_v_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
         return self._widen_values(self._layer.add_v_proj(tokens))
 
     @property
     def to_out(self) -> list[Any]:
         first, *others = self._layer.to_out
-        return [lambda tokens, *args: first(self._narrow(tokens), *args), *others]
+        return [ProjectionView(first, lambda tokens, *args: first(self._narrow(tokens), *args)), *others]
 
+    @projection
     def to_add_out(self, tokens: paddle.Tensor) -> paddle.Tensor:
         return self._layer.to_add_out(self._narrow(tokens))
 

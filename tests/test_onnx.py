@@ -212,13 +212,13 @@ def check(traceable, tmp_path, converter, **dims):
     ids=lambda settings: ToMeConfig(**settings).method,
 )
 def test_methods_convert(settings, tmp_path, converter):
-    traceable = programs.denoiser(unet(**ONE_LEVEL), None, True)
+    traceable = programs.denoiser(unet(**ONE_LEVEL), None)
     attach(traceable.layer.unet, ToMeConfig(**{"ratio": 0.5, **settings}), None)
     check(traceable, tmp_path, converter, latent_height=10, latent_width=14)
 
 
 def test_controlnet_converts(tmp_path, converter):
-    traceable = programs.denoiser(unet(**ONE_LEVEL), controlnet(**ONE_LEVEL), True)
+    traceable = programs.denoiser(unet(**ONE_LEVEL), controlnet(**ONE_LEVEL))
     config = ToMeConfig(0.5)
     attach(traceable.layer.unet, config, None)
     attach(traceable.layer.controlnet, config, config)
@@ -226,7 +226,7 @@ def test_controlnet_converts(tmp_path, converter):
 
 
 def test_sdxl_converts(tmp_path, converter):
-    traceable = programs.denoiser(unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH}), None, True)
+    traceable = programs.denoiser(unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH}), None)
     attach(traceable.layer.unet, ToMeConfig(0.5, max_downsample=None), None)
     check(traceable, tmp_path, converter, latent_height=8, latent_width=8)
 

@@ -252,7 +252,7 @@ def change(folder, schedule):
 
 
 def request(pipe, ratios, controlnet=True, **settings):
-    return check_request(pipe, "/nowhere", ratios, [(32, 32)], False, True, False, controlnet, "paddle", settings)
+    return check_request(pipe, "/nowhere", ratios, [(32, 32)], True, False, controlnet, "paddle", settings)
 
 
 def predict(model, timestep):

@@ -65,12 +65,8 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
     """Raise ToMeError if the folder was not exported for the runtime, or, unless --ray, if this machine lacks it."""
-    needed = RUNTIMES[options.runtime].format
-    if needed not in manifest.formats:
-        raise ToMeConfigError(
-            f"--runtime {options.runtime} needs {needed} programs, and {options.model} has only "
-            f"{', '.join(manifest.formats)}: choose another runtime, or export with --format both."
-        )
+    for file in manifest.programs:
+        RUNTIMES[options.runtime].check(options.model, file)
     if not options.ray_address:  # the machines of a Ray cluster are not known here
         settings = {name: getattr(options, name) for name in ("device", "precision", "threads")}
         choose_runtime(options.runtime, **settings)

@@ -32,7 +32,8 @@ class OnnxFileRuntime(Runtime):
 
     format = "onnx"
 
-    def check(self, folder: Path, file: ProgramFile) -> None:
+    @classmethod
+    def check(cls, folder: Path, file: ProgramFile) -> None:
         if file.onnx is None:
             raise ToMeExportError(
                 f'{folder} has no ONNX programs: load it with runtime="paddle", or export it with --format both.'

@@ -82,7 +82,8 @@ class PaddleRuntime(Runtime):
         kind, _, index = self.device.partition(":")
         return int(index or 0) if kind == "gpu" else None
 
-    def check(self, folder: Path, file: ProgramFile) -> None:
+    @classmethod
+    def check(cls, folder: Path, file: ProgramFile) -> None:
         if file.program is None or file.params is None:
             raise ToMeExportError(
                 f'{folder} has no Paddle programs: load it with runtime="onnxruntime" or "openvino", or export it '

@@ -51,8 +51,9 @@ class Runtime(ABC):
         if self.threads is not None and not (is_count and 1 <= self.threads <= MAX_THREADS):
             raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MAX_THREADS}, or None.")
 
+    @classmethod
     @abstractmethod
-    def check(self, folder: Path, file: ProgramFile) -> None:
+    def check(cls, folder: Path, file: ProgramFile) -> None:
         """Raise ToMeExportError, without loading it, if a program of an exported folder is not for this runtime."""
 
     @abstractmethod
