@@ -51,11 +51,11 @@ from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read_texts, with_seeds
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
+from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import paddle_runtime, programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
 from ppdiffusers_tome.models import shares_left
 from ppdiffusers_tome.positions import Grid
-from ppdiffusers_tome.serving.engine import Engine
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "emoji_sd")
 RESULT = Path(__file__).parent / "results" / "experiments.json"

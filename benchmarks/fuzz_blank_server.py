@@ -2,9 +2,9 @@
 
 from PIL import Image
 
+from ppdiffusers_tome.generation.jobs import Limits
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig, key_from_environment
-from ppdiffusers_tome.serving.jobs import Limits
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import serve

@@ -118,7 +118,7 @@ def open_image(parser: argparse.ArgumentParser, args: argparse.Namespace, option
         with Image.open(path) as image:
             set_threads(args)
             with contextlib.redirect_stderr(io.StringIO()):
-                from ppdiffusers_tome.serving.png import upright_rgb
+                from ppdiffusers_tome.generation.png import upright_rgb
             return upright_rgb(image)
     except Exception as error:  # Pillow's decoders raise nearly anything on broken files
         parser.error(f"--{option} {path}: {error}.")

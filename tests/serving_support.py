@@ -9,13 +9,12 @@ from time import monotonic, sleep
 import httpx
 from PIL import Image
 
+from ppdiffusers_tome.generation.jobs import AbandonedError, Limits
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.jobs import Limits
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import DrainingServer
-from ppdiffusers_tome.serving.service_errors import AbandonedError
 
 LIMITS = Limits(
     sizes=((48, 64), (64, 64)), ratios=(0.5, 0.0), image_to_image=True, prompt_characters=100, images=3, steps=50

@@ -81,7 +81,7 @@ def test_only_models_and_the_entry_points_import_ppdiffusers():
         "mixin",
         "summary",
         "__init__",
-        "serving.engine",
+        "generation.engine",
         *inference,
         *evaluation,
         *published,

@@ -16,11 +16,11 @@ from PIL import Image
 
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation import offline
+from ppdiffusers_tome.generation.engine import load_engine
+from ppdiffusers_tome.generation.jobs import Job, Limits
 from ppdiffusers_tome.generation.offline import Failure, OutputError, draw_batch, draw_here, generate, split
 from ppdiffusers_tome.generation.prompt_file import Defaults, Prompt, PromptFileError, read_prompts
 from ppdiffusers_tome.inference import read_manifest
-from ppdiffusers_tome.serving.engine import load_engine
-from ppdiffusers_tome.serving.jobs import Job, Limits
 
 LIMITS = Limits(sizes=((32, 32), (32, 48)), ratios=(0.5, 0.0))
 DEFAULTS = Defaults(32, 32, 0.5, steps=2, guidance_scale=2.0, negative_prompt="grey", seed=10)

@@ -17,6 +17,8 @@ from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, unet
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
 from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.generation.engine import load_engine
+from ppdiffusers_tome.generation.jobs import Job
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     OpenVinoRuntime,
@@ -34,8 +36,6 @@ from ppdiffusers_tome.inference.paddle_runtime import Predictor
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE
 from ppdiffusers_tome.patch import attach
 from ppdiffusers_tome.positions import Grid
-from ppdiffusers_tome.serving.engine import load_engine
-from ppdiffusers_tome.serving.jobs import Job
 
 PADDLE2 = paddle.__version__.startswith("2.")
 RUNTIMES = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVinoRuntime(threads=1)}

@@ -116,7 +116,7 @@ def test_a_folder_is_for_one_evaluation(tmp_path, monkeypatch):
     ("module", "decides"),
     [
         *((f"{name}.py", True) for name in ("matching", "inference/export", "evaluation/quality/drawing")),
-        *((f"{name}.py", True) for name in ("serving/engine", "evaluation/torch_worker", "__init__")),
+        *((f"{name}.py", True) for name in ("generation/engine", "evaluation/torch_worker", "__init__")),
         *((f"{name}.py", False) for name in ("serving/app", "commands/bench", "cli", "_version")),
     ],
 )

@@ -24,20 +24,13 @@ from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import drawers
+from ppdiffusers_tome.generation.jobs import DrawingError, Job, JobError, Limits
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
-from ppdiffusers_tome.serving.jobs import Job, Limits
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import FAILURES
 from ppdiffusers_tome.serving.service import Progress, RequestProgress
-from ppdiffusers_tome.serving.service_errors import (
-    DrainingError,
-    DrawingError,
-    JobError,
-    JobFailedError,
-    NotReadyError,
-    QueueFullError,
-)
+from ppdiffusers_tome.serving.service_errors import DrainingError, JobFailedError, NotReadyError, QueueFullError
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
 pytestmark = [
@@ -681,11 +674,11 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys
 from PIL import Image
-from ppdiffusers_tome.serving.service_errors import DrawingError
-from ppdiffusers_tome.serving.jobs import Job
+from ppdiffusers_tome.generation.jobs import DrawingError
+from ppdiffusers_tome.generation.jobs import Job
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.generation.offline import Failure
-from ppdiffusers_tome.serving.ray_session import ray_session
+from ppdiffusers_tome.generation.ray_session import ray_session
 from ppdiffusers_tome.generation.actors import ActorStartError, draw_on_actors
 
 class Engine:

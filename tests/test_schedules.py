@@ -16,9 +16,9 @@ from zoo.transformers import dit, pixart, sd3
 from zoo.videos import unet_spatio_temporal
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, ToMePassError
+from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
 from ppdiffusers_tome.inference.request import check_request
-from ppdiffusers_tome.serving.engine import load_engine
 
 SCHEDULE = {1.0: 0.7, 0.5: 0.5, 0.1: 0.0}
 PAIRS = ((1.0, 0.7), (0.5, 0.5), (0.1, 0.0))

@@ -13,8 +13,8 @@ import webuiapi
 from PIL import Image
 from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 
+from ppdiffusers_tome.generation.jobs import SecondPass
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.jobs import SecondPass
 from ppdiffusers_tome.serving.service_errors import QueueFullError
 
 KEY = "correct-horse"

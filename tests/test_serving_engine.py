@@ -26,17 +26,16 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import warm_up_jobs
+from ppdiffusers_tome.generation.engine import Engine, load_engine
+from ppdiffusers_tome.generation.jobs import AbandonedError, DrawingError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import draw_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
-from ppdiffusers_tome.serving.engine import Engine, load_engine
-from ppdiffusers_tome.serving.jobs import Job, Limits, SecondPass
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
-from ppdiffusers_tome.serving.service_errors import AbandonedError, DrawingError
 
 JOB = Job("a 3d render of fox", height=32, width=48, ratio=0.5, seed=3, steps=3, guidance_scale=2.0)
 JOBS = [JOB, replace(JOB, prompt="owl", seed=4, negative_prompt="red"), replace(JOB, prompt="", seed=2**32 - 1)]

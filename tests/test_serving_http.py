@@ -33,9 +33,9 @@ from serving_support import (
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.generation.jobs import DrawingError, Job, JobError
 from ppdiffusers_tome.serving import middleware, service_errors
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.jobs import Job
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.page_files import FOLDER
 from ppdiffusers_tome.serving.service import RequestProgress
@@ -1020,9 +1020,9 @@ def test_key_is_not_in_the_repr():
 
 def test_errors_survive_pickling():
     for error in (
-        service_errors.JobError("steps", "too many"),
+        JobError("steps", "too many"),
         service_errors.QueueFullError("full", 3),
-        service_errors.DrawingError("failed"),
+        DrawingError("failed"),
     ):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

@@ -11,10 +11,10 @@ import pytest
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.generation.jobs import DrawingError
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.service import Progress
-from ppdiffusers_tome.serving.service_errors import DrawingError
 
 
 def ask(server, seed=0, **changes):

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..evaluation.quality.settings import prompts_of, with_seeds
+from ..generation.engine import Engine
 from ..generation.offline import Drawer, draw_here
 from ..inference import RUNTIMES
-from ..serving.engine import Engine
 
 OWN = "(default: the model's own)"
 MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # its argument loads an engine, in the process that needs it
@@ -105,7 +105,7 @@ def open_drawers(options: argparse.Namespace, gpu: bool) -> Iterator[MakeDrawer]
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
     from ..generation.actors import draw_on_actors
-    from ..serving.ray_session import ray_session
+    from ..generation.ray_session import ray_session
 
     cpus, gpus = threads(options) or 1, 1.0 if gpu else 0.0
     with ray_session(options.ray_address, options.actors * cpus, options.actors * gpus, shows_logs=False):

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ToMeConfigError
+from ..generation.engine import load_engine
+from ..generation.jobs import JobError, Limits
 from ..generation.offline import generate
 from ..generation.prompt_file import Defaults, read_prompts
 from ..inference import RUNTIMES, choose_runtime
 from ..inference.manifest import Manifest, parse_size, read_manifest
-from ..serving.engine import load_engine
-from ..serving.jobs import Limits
-from ..serving.service_errors import JobError
 from .drawers import add_options, add_runtime_options, open_drawers, runtime_settings, threads, uses_gpu
 
 

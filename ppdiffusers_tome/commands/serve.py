@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from ..errors import ToMeConfigError, ToMeError, install_command
+from ..generation.jobs import Job, Limits
 from ..inference import Manifest, choose_runtime, parse_size, read_manifest
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
-from ..serving.jobs import Job, Limits
 from .drawers import add_runtime_options, runtime_settings, uses_gpu
 
 if TYPE_CHECKING:
-    from ..serving.engine import Engine
+    from ..generation.engine import Engine
 
 LIMITS = {field.name: field.default for field in fields(Limits)}
 DEFAULTS = {field.name: field.default for field in fields(AppConfig)}
@@ -129,7 +129,7 @@ def open_page(url: str) -> None:
 
 
 def _load(folder: Path, jobs: Sequence[Job], settings: dict[str, Any], threads: int | None) -> "Engine":
-    from ..serving.engine import load_engine
+    from ..generation.engine import load_engine
 
     engine = load_engine(folder, threads=threads, **settings)
     for job in jobs:

@@ -1,1 +1,1 @@
-"""Many images from a list of prompts, without a server: in this process or on Ray; a killed run can be resumed."""
+"""Images from jobs: the engine, and lists of prompts without a server, in this process or on Ray, resumable."""

@@ -8,10 +8,10 @@ import ray
 from ray.exceptions import RayTaskError
 
 from ..errors import ToMeError
-from ..serving.engine import Engine
-from ..serving.ray_session import DEATHS
+from .engine import Engine
 from .offline import Drawer, Drawn, Failure, draw_batch
 from .prompt_file import Prompt
+from .ray_session import DEATHS
 
 ATTEMPTS = 3  # for a batch, each of which costs an actor; and for one actor to load its engine
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from ..errors import ToMeError
 from ..inference.manifest import MANIFEST, sha256
-from ..serving.engine import Engine
-from ..serving.png import encode_png
+from .engine import Engine
+from .png import encode_png
 from .prompt_file import Prompt
 
 UNFINISHED = ".unfinished-"  # start of the names of files that are being written

@@ -10,8 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from ..errors import ToMeConfigError
 from ..inference.manifest import STRICT, Size, first_error, parse_size
-from ..serving.jobs import Job, Limits, seed_after
-from ..serving.service_errors import JobError
+from .jobs import Job, JobError, Limits, seed_after
 
 
 class PromptFileError(ToMeConfigError):

@@ -11,13 +11,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from .._version import __version__
+from ..generation.jobs import LARGEST_SEED, Job, Limits, SecondPass
+from ..generation.png import describe, describe_second_pass, load_image
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
 from .handler import RequestHandler
-from .jobs import LARGEST_SEED, Job, Limits, SecondPass
 from .middleware import JsonRoute
-from .png import describe, describe_second_pass, load_image
 from .protocol import narrow
 from .service import Service
 

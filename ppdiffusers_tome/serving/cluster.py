@@ -26,15 +26,15 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from ..errors import ToMeConfigError, ToMeError
+from ..generation.engine import Engine
+from ..generation.jobs import DrawingError, Job, Limits
+from ..generation.ray_session import DEATHS, RayError, ray_session
 from .app import create_app
 from .app_config import AppConfig, url_of
-from .engine import Engine
-from .jobs import Job, Limits
 from .prometheus import Metrics
 from .queue import FAILURES, ImageQueue
-from .ray_session import DEATHS, RayError, ray_session
 from .service import Progress, RequestProgress, State, with_image
-from .service_errors import DrainingError, DrawingError, JobFailedError, NotReadyError, QueueFullError
+from .service_errors import DrainingError, JobFailedError, NotReadyError, QueueFullError
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import Request
 from PIL.Image import Image
 
+from ..generation.jobs import LARGEST_SEED, DrawingError, Job, JobError, seed_after
+from ..generation.png import encode_png
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
-from .jobs import LARGEST_SEED, Job, seed_after
-from .png import encode_png
 from .service import RequestProgress, Service
-from .service_errors import DrawingError, JobError, QueueFullError, UnavailableError
+from .service_errors import QueueFullError, UnavailableError
 
 
 class RequestHandler:

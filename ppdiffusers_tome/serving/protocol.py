@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 
+from ..generation.jobs import LONGEST_SCHEDULE, Limits
 from ..inference.manifest import STRICT
-from .jobs import LONGEST_SCHEDULE, Limits
 from .service import State
 
 

@@ -13,19 +13,11 @@ from time import monotonic
 from PIL.Image import Image
 
 from ..errors import ToMeConfigError, ToMeError
-from .engine import Engine
-from .jobs import Job, Limits
+from ..generation.engine import Engine
+from ..generation.jobs import AbandonedError, DrawingError, Job, JobError, Limits
 from .prometheus import Metrics
 from .service import Progress, RequestProgress, State, with_image
-from .service_errors import (
-    AbandonedError,
-    DrainingError,
-    DrawingError,
-    JobError,
-    JobFailedError,
-    NotReadyError,
-    QueueFullError,
-)
+from .service_errors import DrainingError, JobFailedError, NotReadyError, QueueFullError
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0  # seconds for a batch to fill

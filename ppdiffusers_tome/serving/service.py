@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 
 from PIL.Image import Image
 
-from .jobs import Job, Limits
-from .png import Source
+from ..generation.jobs import Job, Limits
+from ..generation.png import Source
 
 State = Literal["loading", "ready", "draining", "failed"]
 

@@ -1,25 +1,7 @@
-"""Errors between a request and its image. All survive pickling, because Ray sends them between processes."""
+"""Errors of a server. All survive pickling, because Ray sends them between processes."""
 
-from ..errors import ToMeConfigError, ToMeError
-
-
-class JobError(ToMeConfigError):
-    """A job is not allowed. `field` is the name of the job's field; the message says which values are allowed."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.field, str(self))
-
-
-class AbandonedError(ToMeError, RuntimeError):
-    """No client waits for these images any more, so the pipeline call was stopped between two steps."""
-
-
-class DrawingError(ToMeError, RuntimeError):
-    """The pipeline failed; the server's log has the reason."""
+from ..errors import ToMeError
+from ..generation.jobs import DrawingError
 
 
 class JobFailedError(DrawingError):

@@ -21,13 +21,13 @@ from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
+from ...generation.engine import Engine, load_engine
+from ...generation.jobs import Job
 from ...generation.offline import Drawer, draw_here, draw_identified
 from ...inference import export_pipeline, load_pipeline, read_manifest
 from ...inference.loading import load_for_export
 from ...inference.manifest import STRICT, Size, first_error
 from ...models import latent_grid, vae_factor
-from ...serving.engine import Engine, load_engine
-from ...serving.jobs import Job
 from ..environment import commit, model_files, sources, versions
 from ..kept_programs import KeptPrograms, program_key
 from ..results import read_json

@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
+from ...generation.engine import Engine
 from ...models import find_blocks
-from ...serving.engine import Engine
 from ..results import make_result
 from .drawing import (
     MakeDrawer,

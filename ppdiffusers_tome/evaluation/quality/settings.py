@@ -14,8 +14,8 @@ from PIL import Image, ImageOps
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
+from ...generation.jobs import LARGEST_SEED, Job, Limits, seed_after
 from ...generation.prompt_file import Defaults, Prompt, read_prompts
-from ...serving.jobs import LARGEST_SEED, Job, Limits, seed_after
 from ..speed.cases import EAGER, IN_FP32, PROGRAMS
 
 BACKENDS = (*PROGRAMS, EAGER)

@@ -16,8 +16,7 @@ from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
-from .jobs import Job
-from .service_errors import AbandonedError, DrawingError, JobError
+from .jobs import AbandonedError, DrawingError, Job, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
 # depend on the rest of its batch: with them, jobs run one by one.

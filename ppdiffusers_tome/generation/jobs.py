@@ -1,15 +1,36 @@
-"""A job is one image to generate; limits are the jobs that a server accepts. Neither depends on HTTP or Paddle."""
+"""A job is one image to generate; limits are the jobs that a server accepts. Nothing here depends on HTTP or Paddle.
+
+The errors survive pickling, because Ray sends them between processes.
+"""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from PIL.Image import Image, Resampling
 
-from ..errors import ToMeConfigError
-from .service_errors import JobError
+from ..errors import ToMeConfigError, ToMeError
 
 LARGEST_SEED = 2**32 - 1
 LONGEST_SCHEDULE = 1000  # steps: as many as models are trained with
+
+
+class JobError(ToMeConfigError):
+    """A job is not allowed. `field` is the name of the job's field; the message says which values are allowed."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.field, str(self))
+
+
+class AbandonedError(ToMeError, RuntimeError):
+    """No client waits for these images any more, so the pipeline call was stopped between two steps."""
+
+
+class DrawingError(ToMeError, RuntimeError):
+    """The pipeline failed; the server's log has the reason."""
 
 
 def seed_after(first: int, count: int) -> int:

@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
-from .jobs import Job, Limits, SecondPass
-from .service_errors import JobError
+from .jobs import Job, JobError, Limits, SecondPass
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
 MOST_SCANS = 100  # of a JPEG; progressive ones have about ten
