@@ -63,7 +63,7 @@ class ToMeSummary:
 
 
 def summarize(target: Any, height: int | None = None, width: int | None = None) -> ToMeSummary:
-    """See `mixin.tome_summary`, its public form."""
+    """See `api.tome_summary`, its public form."""
     models = denoisers(target)
     configs = {name: config_of(denoiser) for name, denoiser in models.items()}
     factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1

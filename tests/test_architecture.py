@@ -78,7 +78,7 @@ def test_only_models_and_the_entry_points_import_ppdiffusers():
     published = {f"published.{module}" for module in ("families", "layouts", "architectures")}
     assert importing == {
         "models",
-        "mixin",
+        "api",
         "summary",
         "__init__",
         "generation.engine",

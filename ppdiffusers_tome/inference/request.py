@@ -9,9 +9,9 @@ from typing import Any
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
+from ..api import controlnet_config
 from ..config import Schedule, ToMeConfig, is_schedule
 from ..errors import ToMeConfigError, ToMeExportError
-from ..mixin import controlnet_config
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
 from .conversion import check_converter

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import ppdiffusers
 
+from ..api import apply_tome, tome_summary
 from ..errors import NoMergeableLayerError, UnsupportedVersionError
 from ..limits import REASONS, no_merge_reason
-from ..mixin import apply_tome, tome_summary
 from ..models import find_blocks
 from .layouts import (
     ADDED_TEXT,
