@@ -9,21 +9,19 @@ from typing import Any
 from paddle import nn
 
 from .attention import AttentionWrap, MergeWrap
-from .config import LAYERS, LEVELS, ToMeConfig
+from .config import ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
-from .limits import no_merge_reasons
 from .models import (
-    MERGEABLE_BLOCKS,
     MergeableBlock,
     denoisers,
     find_blocks,
     is_chunked,
     is_controlnet,
-    label,
     layer_components,
     remove_builtin,
     timestep_projection,
 )
+from .unsupported import nothing_to_merge
 from .wraps import (
     CHUNKED_FEED_FORWARD,
     BlockWrap,
@@ -61,7 +59,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         if denoiser_config is not None and (blocks := chosen_blocks(denoiser, denoiser_config)):
             chosen.append((denoiser, blocks, denoiser_config))
     if not chosen:
-        raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
+        raise NoMergeableLayerError(nothing_to_merge(target, config, controlnet))
     merging = [block.block for _, blocks, denoiser_config in chosen for block in blocks if denoiser_config.ratio]
     if config.merge_mlp and any(map(is_chunked, merging)):
         raise ToMeConfigError(CHUNKED_FEED_FORWARD)
@@ -136,28 +134,3 @@ def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
     """The config of a denoiser; None if it does not merge."""
     wraps = (wrap_of(mergeable.block) for mergeable in find_blocks(denoiser))
     return next((wrap.config for wrap in wraps if wrap is not None), None)
-
-
-def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:
-    start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
-    models = denoisers(target)
-    if not models:
-        names = ", ".join(label(name, layer) for name, layer in layer_components(target).items())
-        reasons = "".join(f" {reason}" for reason in no_merge_reasons(target))
-        where = names or "a pipeline without models"
-        return f"{start}: it looks for {MERGEABLE_BLOCKS}, and there are none in {where}.{reasons}"
-    included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
-    if not included:
-        return f"{start}, controlnet=False: it only has ControlNets. Pass controlnet=True."
-    levels: dict[int, int] = {}
-    for denoiser in included:
-        for block in find_blocks(denoiser):
-            if merging_layers(block, config):
-                levels[block.level] = levels.get(block.level, 0) + 1
-    if not levels:
-        layers = ", ".join(f"merge_{name}" for name in LAYERS if getattr(config, f"merge_{name}"))
-        return f"{start}: none of its blocks has a layer for {layers}."
-    listed = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
-    remedy = "leave max_downsample out" + (f" or pass {min(levels)}" if min(levels) in LEVELS else "")
-    reason = f"no block is at level {config.max_downsample} or less, its blocks are at {listed}"
-    return f"{start}: {reason}. To merge there, {remedy}."

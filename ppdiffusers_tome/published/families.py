@@ -7,8 +7,8 @@ import ppdiffusers
 
 from ..api import apply_tome, tome_summary
 from ..errors import NoMergeableLayerError, UnsupportedVersionError
-from ..limits import REASONS, no_merge_reason
 from ..models import find_blocks
+from ..unsupported import REASONS, no_merge_reason
 from .layouts import (
     ADDED_TEXT,
     AUDIO,

@@ -10,7 +10,7 @@ from ppdiffusers.models import unet_2d_blocks
 
 from ppdiffusers_tome import NoMergeableLayerError
 from ppdiffusers_tome.inference.models import ExportedUNet
-from ppdiffusers_tome.limits import BLOCK_REASONS, REASONS, no_merge_reason
+from ppdiffusers_tome.unsupported import BLOCK_REASONS, REASONS, no_merge_reason
 
 MODULES = {  # of classes that ppdiffusers does not export
     "Kandinsky3UNet": "models.unet_kandi3",

@@ -1,10 +1,19 @@
-"""Which models do not merge, and why: one reason for each kind of ppdiffusers model without a mergeable block."""
+"""Why nothing merges: a reason for each kind of ppdiffusers model without a mergeable block, and for a config."""
 
 from typing import Any
 
 from paddle import nn
 
-from .models import components, label
+from .config import LAYERS, LEVELS, ToMeConfig
+from .models import (
+    MERGEABLE_BLOCKS,
+    components,
+    denoisers,
+    find_blocks,
+    is_controlnet,
+    label,
+    layer_components,
+)
 
 _NO_TRANSFORMERS = "its attention works on feature maps inside convolutional blocks; it has no transformer blocks"
 _ONE_SEQUENCE = "image tokens share one sequence with text and time tokens, which must not merge"
@@ -58,7 +67,32 @@ def no_merge_reason(model: Any) -> str | None:
     return None
 
 
-def no_merge_reasons(target: Any) -> list[str]:
-    """One sentence for each component of a pipeline (or for the model) with a known reason why nothing merges."""
-    reasons = ((label(name, component), no_merge_reason(component)) for name, component in components(target).items())
-    return [f"{name}: {reason}." for name, reason in reasons if reason]
+def nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:
+    """Why `attach` finds no block in a pipeline or model, and the remedy where there is one: an error message."""
+    start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
+    models = denoisers(target)
+    if not models:
+        names = ", ".join(label(name, layer) for name, layer in layer_components(target).items())
+        reasons = "".join(
+            f" {label(name, component)}: {reason}."
+            for name, component in components(target).items()
+            if (reason := no_merge_reason(component))
+        )
+        where = names or "a pipeline without models"
+        return f"{start}: it looks for {MERGEABLE_BLOCKS}, and there are none in {where}.{reasons}"
+    included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
+    if not included:
+        return f"{start}, controlnet=False: it only has ControlNets. Pass controlnet=True."
+    layers = [name for name in LAYERS if getattr(config, f"merge_{name}")]
+    levels: dict[int, int] = {}
+    for denoiser in included:
+        for block in find_blocks(denoiser):
+            if not block.sublayers.keys().isdisjoint(layers):
+                levels[block.level] = levels.get(block.level, 0) + 1
+    if not levels:
+        names = ", ".join(f"merge_{name}" for name in layers)
+        return f"{start}: none of its blocks has a layer for {names}."
+    listed = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
+    remedy = "leave max_downsample out" + (f" or pass {min(levels)}" if min(levels) in LEVELS else "")
+    reason = f"no block is at level {config.max_downsample} or less, its blocks are at {listed}"
+    return f"{start}: {reason}. To merge there, {remedy}."
