@@ -10,6 +10,7 @@ import httpx
 from PIL import Image
 
 from ppdiffusers_tome.generation.jobs import AbandonedError, Limits
+from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.prometheus import Metrics
@@ -17,7 +18,12 @@ from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import DrainingServer
 
 LIMITS = Limits(
-    sizes=((48, 64), (64, 64)), ratios=(0.5, 0.0), image_to_image=True, prompt_characters=100, images=3, steps=50
+    sizes=(Size(48, 64), Size(64, 64)),
+    ratios=(0.5, 0.0),
+    image_to_image=True,
+    prompt_characters=100,
+    images=3,
+    steps=50,
 )
 OPENAI = "/v1/images/generations"
 TEXT = "/sdapi/v1/txt2img"

@@ -21,8 +21,9 @@ from ppdiffusers_tome.generation.jobs import Job, Limits
 from ppdiffusers_tome.generation.offline import Failure, OutputError, draw_batch, draw_here, generate, split
 from ppdiffusers_tome.generation.prompt_file import Defaults, Prompt, PromptFileError, read_prompts
 from ppdiffusers_tome.inference import read_manifest
+from ppdiffusers_tome.inference.manifest import Size
 
-LIMITS = Limits(sizes=((32, 32), (32, 48)), ratios=(0.5, 0.0))
+LIMITS = Limits(sizes=(Size(32, 32), Size(32, 48)), ratios=(0.5, 0.0))
 DEFAULTS = Defaults(32, 32, 0.5, steps=2, guidance_scale=2.0, negative_prompt="grey", seed=10)
 
 

@@ -23,6 +23,7 @@ from skimage.metrics import structural_similarity
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.generation.engine import Engine, load_engine
+from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
 
 playwright = pytest.importorskip(
@@ -53,7 +54,7 @@ class EagerEngine(Engine):
 @pytest.fixture(scope="module")
 def bundled():
     """The server with the bundled model."""
-    limits = replace(LIMITS, sizes=((128, 128),), image_to_image=False, steps=100)
+    limits = replace(LIMITS, sizes=(Size(128, 128),), image_to_image=False, steps=100)
 
     def load():
         if not MODEL:

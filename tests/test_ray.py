@@ -25,6 +25,7 @@ from starlette.testclient import TestClient
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import drawers
 from ppdiffusers_tome.generation.jobs import DrawingError, Job, JobError, Limits
+from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
 from ppdiffusers_tome.serving.prometheus import Metrics
@@ -46,7 +47,7 @@ from ray.serve.exceptions import DeploymentUnavailableError  # noqa: E402
 from ppdiffusers_tome.serving import cluster  # noqa: E402
 from ppdiffusers_tome.serving.cluster import ATTEMPTS, Cluster, ClusterService, EngineReplica  # noqa: E402
 
-LIMITS = Limits(sizes=((32, 32),), ratios=(0.5,))
+LIMITS = Limits(sizes=(Size(32, 32),), ratios=(0.5,))
 JOB = Job("fox", 32, 32, 0.5, seed=0)
 PYTHON_M = (sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome")
 LOST = (ActorDiedError(), ActorUnavailableError("gone", b"0" * 16))

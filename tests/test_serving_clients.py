@@ -14,6 +14,7 @@ from PIL import Image
 from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 
 from ppdiffusers_tome.generation.jobs import SecondPass
+from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.service_errors import QueueFullError
 
@@ -208,7 +209,7 @@ def test_webui_default_size(webui):
     """webuiapi always sends 512x512: accepted if it was exported, else the error lists the exported sizes."""
     with pytest.raises(RuntimeError, match="64x48, 64x64"):
         webui.txt2img(prompt="fox")
-    with serving(limits=replace(LIMITS, sizes=((64, 64), (512, 512)))) as server:
+    with serving(limits=replace(LIMITS, sizes=(Size(64, 64), Size(512, 512)))) as server:
         other = webuiapi.WebUIApi("127.0.0.1", server.port, steps=1)
         assert other.txt2img(prompt="fox").image.size == (512, 512)
         other.session.close()

@@ -31,6 +31,7 @@ from ppdiffusers_tome.generation.jobs import AbandonedError, DrawingError, Job, 
 from ppdiffusers_tome.generation.offline import draw_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
+from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
 from ppdiffusers_tome.serving.prometheus import Metrics
@@ -127,7 +128,7 @@ def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeyp
     engine = load_engine(exported_folder, threads=1)
     engine._text_to_image.scheduler.register_to_config(steps_offset=1)
     monkeypatch.setattr("ppdiffusers_tome.serving.queue.logger.exception", None)  # clients cannot fill the log either
-    limits = Limits(sizes=((32, 48),), ratios=(0.5,), image_to_image=True, steps=2000)
+    limits = Limits(sizes=(Size(32, 48),), ratios=(0.5,), image_to_image=True, steps=2000)
     with serving(limits=limits, load=lambda: engine) as server:
         until(lambda: server.queue.state == "ready", seconds=60)
         for steps in (1000, 1001, 1000, 1001, 1000):

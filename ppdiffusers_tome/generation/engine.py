@@ -16,6 +16,7 @@ from ppdiffusers.image_processor import VaeImageProcessor
 
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
+from ..inference.manifest import Size
 from .jobs import AbandonedError, DrawingError, Job, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
@@ -124,10 +125,8 @@ class Engine:
         if self._image_to_image is None or job.image is None:
             raise ToMeConfigError(f"{self.name} has no image-to-image pipeline: export it with --img2img")
         if job.image.mode != "RGB" or job.image.size != (job.width, job.height):
-            size = f"{job.image.width}x{job.image.height}"
-            raise ToMeConfigError(
-                f"a {job.image.mode} image of {size} is not allowed: it must be RGB, {job.width}x{job.height}"
-            )
+            size = Size(job.image.height, job.image.width)
+            raise ToMeConfigError(f"a {job.image.mode} image of {size} is not allowed: it must be RGB, {job.size}")
         self._image_to_image.unet.ratio = job.ratio
         paddle.seed(job.seed)
         settings = {**_settings([job], after_step), "image": job.image, "strength": job.strength}

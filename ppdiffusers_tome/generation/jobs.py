@@ -9,6 +9,7 @@ from typing import Any
 from PIL.Image import Image, Resampling
 
 from ..errors import ToMeConfigError, ToMeError
+from ..inference.manifest import Size
 
 LARGEST_SEED = 2**32 - 1
 LONGEST_SCHEDULE = 1000  # steps: as many as models are trained with
@@ -56,6 +57,11 @@ class SecondPass:
     strength: float
 
     @property
+    def size(self) -> Size:
+        """Height and width."""
+        return Size(self.height, self.width)
+
+    @property
     def schedule(self) -> int:
         """Steps of the schedule of which `strength` leaves `steps`."""
         count = int(self.steps / self.strength)
@@ -96,6 +102,11 @@ class Job:
         object.__setattr__(self, "ratio", self.ratio + 0.0)  # -0.0 is 0.0: equal jobs have equal settings
 
     @property
+    def size(self) -> Size:
+        """Height and width."""
+        return Size(self.height, self.width)
+
+    @property
     def steps_to_run(self) -> int:
         """Denoising steps of both passes."""
         first = self.steps if self.strength is None else int(self.steps * self.strength)
@@ -129,7 +140,7 @@ class Limits:
     """The jobs that a server accepts.
 
     Args:
-        sizes: the exported (height, width), in pixels; the first is the default.
+        sizes: the exported ones, in pixels; the first is the default.
         ratios: the exported ratios; the first is the default.
         image_to_image: whether jobs may start from an image.
         prompt_characters: longest prompt and longest negative prompt.
@@ -143,7 +154,7 @@ class Limits:
         ToMeConfigError: a limit is not positive, or there is no size or no ratio.
     """
 
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[Size, ...]
     ratios: tuple[float, ...]
     image_to_image: bool = False
     prompt_characters: int = 2000
@@ -201,9 +212,9 @@ class Limits:
             raise JobError(f"second_pass.{error.field}", str(error)) from None
 
     def _check_exported(self, job: Job | SecondPass) -> None:
-        if (job.height, job.width) not in self.sizes:
-            sizes = ", ".join(f"{width}x{height}" for height, width in self.sizes)
-            raise JobError("size", f"{job.width}x{job.height} was not exported: width x height must be one of {sizes}")
+        if job.size not in self.sizes:
+            sizes = ", ".join(map(str, self.sizes))
+            raise JobError("size", f"{job.size} was not exported: width x height must be one of {sizes}")
         if job.ratio not in self.ratios:
             ratios = ", ".join(str(ratio) for ratio in self.ratios)
             raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}")

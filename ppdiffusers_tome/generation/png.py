@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
+from ..inference.manifest import Size
 from .jobs import Job, JobError, Limits, SecondPass
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
@@ -40,7 +41,7 @@ def describe(job: Job, source: Source) -> str:
         "Sampler": source.sampler,
         "CFG scale": job.guidance_scale,
         "Seed": job.seed,
-        "Size": f"{job.width}x{job.height}",
+        "Size": job.size,
         "Model": _quoted(source.name),
         **({} if job.strength is None else {"Denoising strength": job.strength}),
         "Token merging ratio": job.ratio,
@@ -56,7 +57,7 @@ def describe_second_pass(second: SecondPass) -> dict[str, Any]:
     """The second pass in stable-diffusion-webui's words."""
     return {
         "Denoising strength": second.strength,
-        "Hires resize": f"{second.width}x{second.height}",
+        "Hires resize": str(second.size),
         "Hires steps": second.steps,
         "Hires upscaler": "Lanczos",
         "Token merging ratio hr": second.ratio,
@@ -112,7 +113,7 @@ def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:
     short, long = sorted(image.size)
     if short * long > limits.image_pixels or long > limits.image_side or long > limits.image_aspect * short:
         allowed = f"at most {limits.image_pixels} pixels, sides of {limits.image_side}, 1:{limits.image_aspect:g}"
-        raise JobError("image", f"{image.width}x{image.height} is too large or too narrow: {allowed}")
+        raise JobError("image", f"{Size(image.height, image.width)} is too large or too narrow: {allowed}")
     if image.format == "JPEG" and data.count(b"\xff\xda") > MOST_SCANS:
         raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which costs as much as an image")
 

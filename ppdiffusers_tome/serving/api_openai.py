@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ..inference.manifest import parse_size
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
@@ -31,7 +32,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         return protocol.ModelResponse(
             id=service.name,
             created=created,
-            sizes=[f"{width}x{height}" for height, width in limits.sizes],
+            sizes=list(map(str, limits.sizes)),
             tome_ratios=list(limits.ratios),
             tome_methods=[service.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
@@ -48,12 +49,12 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
     async def generate(body: Body, request: Request) -> protocol.ImagesResponse | Response:  # type: ignore[valid-type]
         values: protocol.ImageRequest = body
         check_model(values.model)
-        width, height = map(int, values.size.split("x")) if values.size not in (None, "auto") else (None, None)
+        height, width = parse_size(values.size) if values.size not in (None, "auto") else (None, None)
         fields = {name: getattr(values, name) for name in ("prompt", "negative_prompt", "steps", "guidance_scale")}
         jobs = handler.make_jobs(
             values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields
         )
-        size = f"{jobs[0].width}x{jobs[0].height}"
+        size = str(jobs[0].size)
         if values.stream:
             progress = RequestProgress()
 

@@ -49,7 +49,7 @@ def only(kind: Any, *values: Any) -> Any:
 
 def bounds(limits: Limits) -> dict[str, Any]:
     """The types of a job's fields by name, with the same limits as `Limits.check`."""
-    sizes = ", ".join(f"{width}x{height}" for height, width in limits.sizes)
+    sizes = ", ".join(map(str, limits.sizes))
     text = Annotated[str, Field(max_length=limits.prompt_characters)]
 
     def exported(kind: Any, choices: Sequence[Any], values: str) -> Any:

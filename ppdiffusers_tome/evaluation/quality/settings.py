@@ -16,6 +16,7 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...generation.jobs import LARGEST_SEED, Job, Limits, seed_after
 from ...generation.prompt_file import Defaults, Prompt, read_prompts
+from ...inference.manifest import Size
 from ..speed.cases import EAGER, IN_FP32, PROGRAMS
 
 BACKENDS = (*PROGRAMS, EAGER)
@@ -184,7 +185,7 @@ def read_texts(path: Path) -> list[str]:
         ToMeConfigError: the file cannot be read, or holds no prompt or one that cannot be drawn.
     """
     if path.suffix != ".tsv":
-        any_length = Limits(((1, 1),), (0.0,), prompt_characters=100_000)
+        any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)
         return [prompt.job.prompt for prompt in read_prompts(path, Defaults(1, 1, 0.0), any_length)]
     try:
         with path.open(encoding="utf-8", newline="") as lines:
