@@ -46,7 +46,7 @@ from ppdiffusers_tome import ToMeConfig, macs, matching, patch
 from ppdiffusers_tome.config import ratio_at
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import sources
-from ppdiffusers_tome.evaluation.quality.drawing import EagerEngine, load_model
+from ppdiffusers_tome.evaluation.quality.image_generation import EagerEngine, load_model
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read_texts, with_seeds

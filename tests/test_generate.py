@@ -18,7 +18,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation import offline
 from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.generation.jobs import Job, Limits
-from ppdiffusers_tome.generation.offline import Failure, OutputError, draw_batch, draw_here, generate, split
+from ppdiffusers_tome.generation.offline import Failure, OutputError, generate, generate_batch, generate_here, split
 from ppdiffusers_tome.generation.prompt_file import Defaults, Prompt, PromptFileError, read_prompts
 from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.inference.manifest import Size
@@ -199,15 +199,15 @@ def test_batches_keep_the_order_of_the_list():
 def test_only_missing_and_changed_images_are_generated(tmp_path, model):
     out, painter = tmp_path / "new" / "out", Painter()
     prompts = prompts_of(*"abcd")
-    assert str(generate(prompts, model, out, 2, draw_here(lambda: painter))).startswith("4 made, 0 skipped")
+    assert str(generate(prompts, model, out, 2, generate_here(lambda: painter))).startswith("4 made, 0 skipped")
     times = {path: path.stat().st_mtime_ns for path in out.glob("*.png")}
     assert len(times) == 4
     prompts[2] = replace(prompts[2], job=replace(prompts[2].job, prompt="changed"))
-    assert str(generate(prompts, model, out, 2, draw_here(lambda: painter))).startswith("1 made, 3 skipped")
+    assert str(generate(prompts, model, out, 2, generate_here(lambda: painter))).startswith("1 made, 3 skipped")
     assert painter.batches == [[0, 1], [2, 3], [2, 3]], "the complete batch, because rounding depends on it"
     assert {path: path.stat().st_mtime_ns for path in times} == times and len(list(out.glob("*.png"))) == 5
     (model / "tome.json").write_text('{"exported": "again"}')
-    assert generate(prompts, model, out, 2, draw_here(lambda: painter)).made == 4
+    assert generate(prompts, model, out, 2, generate_here(lambda: painter)).made == 4
 
 
 @pytest.mark.parametrize(
@@ -215,23 +215,23 @@ def test_only_missing_and_changed_images_are_generated(tmp_path, model):
 )
 def test_truncated_png_is_generated_again(tmp_path, model, damage):
     out, prompts = tmp_path / "out", prompts_of("a", "b")
-    generate(prompts, model, out, 2, draw_here(Painter))
+    generate(prompts, model, out, 2, generate_here(Painter))
     complete = images(out)
     path = out / min(complete)
     path.write_bytes(damage(complete[path.name]))
-    assert str(generate(prompts, model, out, 2, draw_here(Painter))).startswith("1 made, 1 skipped")
+    assert str(generate(prompts, model, out, 2, generate_here(Painter))).startswith("1 made, 1 skipped")
     assert images(out) == complete
 
 
 def test_engine_is_not_loaded_if_nothing_is_missing(tmp_path, model):
     prompts = prompts_of("a")
-    generate(prompts, model, tmp_path / "out", 2, draw_here(Painter))
-    assert generate(prompts, model, tmp_path / "out", 2, draw_here(lambda: pytest.fail("loaded"))).skipped == 1
+    generate(prompts, model, tmp_path / "out", 2, generate_here(Painter))
+    assert generate(prompts, model, tmp_path / "out", 2, generate_here(lambda: pytest.fail("loaded"))).skipped == 1
 
 
 def test_failed_prompt_does_not_fail_its_batch(tmp_path, model):
     painter = Painter()
-    summary = generate(prompts_of("a", "explode", "c"), model, tmp_path, 3, draw_here(lambda: painter))
+    summary = generate(prompts_of("a", "explode", "c"), model, tmp_path, 3, generate_here(lambda: painter))
     assert (summary.made, painter.batches) == (2, [[0, 1, 2], [0], [1], [2]])
     assert [(prompt.index, failure) for prompt, failure in summary.failures] == [
         (1, Failure("RuntimeError: no such image"))
@@ -240,7 +240,7 @@ def test_failed_prompt_does_not_fail_its_batch(tmp_path, model):
 
 def test_jobs_without_a_batch_key_run_alone():
     painter = Painter(key=None)
-    assert [prompt.index for prompt, _ in draw_batch(painter, prompts_of("a", "b"))] == [0, 1]
+    assert [prompt.index for prompt, _ in generate_batch(painter, prompts_of("a", "b"))] == [0, 1]
     assert painter.batches == [[0], [1]]
 
 
@@ -252,25 +252,25 @@ def test_file_gets_its_name_when_it_is_on_the_disk(tmp_path, model, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(*((os, "fsync", full) if call == "fsync" else (offline.Path, "replace", full)))
         with pytest.raises(OutputError, match=r"000000-.*png cannot be written: No space left on device"):
-            generate(prompts_of("a"), model, tmp_path / "out", 1, draw_here(Painter))
+            generate(prompts_of("a"), model, tmp_path / "out", 1, generate_here(Painter))
     assert [path.name[:18] for path in (tmp_path / "out").glob("*png")] == [".unfinished-000000"]
-    assert generate(prompts_of("a"), model, tmp_path / "out", 1, draw_here(Painter)).made == 1
+    assert generate(prompts_of("a"), model, tmp_path / "out", 1, generate_here(Painter)).made == 1
     assert [path.name[:7] for path in (tmp_path / "out").glob("*png")] == ["000000-"], "the unfinished file is removed"
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path, model):
-    def draw(batches):
+    def backend(batches):
         with pytest.raises(OutputError, match="another run writes to"):
-            generate(prompts_of("a"), model, tmp_path, 1, draw_here(Painter))
-        yield from draw_here(Painter)(batches)
+            generate(prompts_of("a"), model, tmp_path, 1, generate_here(Painter))
+        yield from generate_here(Painter)(batches)
 
-    assert generate(prompts_of("a"), model, tmp_path, 1, draw).made == 1
+    assert generate(prompts_of("a"), model, tmp_path, 1, backend).made == 1
 
 
 def test_folder_that_cannot_be_created_is_named(tmp_path, model):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="file/out cannot be written: Not a directory"):
-        generate(prompts_of("a"), model, tmp_path / "file" / "out", 1, draw_here(Painter))
+        generate(prompts_of("a"), model, tmp_path / "file" / "out", 1, generate_here(Painter))
 
 
 # The command, with an exported model
@@ -366,7 +366,7 @@ def test_images_of_another_runtime_device_or_precision_are_generated(tmp_path, m
     for changes in identities:
         runtime = {"runtime": "paddle", "device": "cpu", "precision": "fp32", **changes}
         for made in (1, 0):
-            assert generate(prompts_of("a"), model, tmp_path, 1, draw_here(Painter), **runtime).made == made
+            assert generate(prompts_of("a"), model, tmp_path, 1, generate_here(Painter), **runtime).made == made
 
 
 @pytest.mark.parametrize(

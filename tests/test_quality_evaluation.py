@@ -13,9 +13,9 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import evaluate as evaluate_command
 from ppdiffusers_tome.evaluation import environment
-from ppdiffusers_tome.evaluation.quality import drawing, evaluation
-from ppdiffusers_tome.evaluation.quality.drawing import image_folder
+from ppdiffusers_tome.evaluation.quality import evaluation, image_generation
 from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, model_levels
+from ppdiffusers_tome.evaluation.quality.image_generation import image_folder
 from ppdiffusers_tome.evaluation.quality.settings import GENERAL_PROMPTS, OTHER_SEEDS, PLAIN
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
@@ -37,8 +37,8 @@ def evaluated(model, tmp_path_factory):
 @pytest.fixture
 def nothing_is_computed(monkeypatch):
     for place, name in (
-        (drawing, "export_pipeline"),
-        (drawing, "load_engine"),
+        (image_generation, "export_pipeline"),
+        (image_generation, "load_engine"),
         (evaluation, "efficientnet_features"),
     ):
         monkeypatch.setattr(place, name, lambda *args, name=name, **options: pytest.fail(f"{name} was called"))
@@ -219,7 +219,7 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, monkeypatch, capsy
     defaults.write_text('{"guidance": 1.5}')
     assert main(command) == 2
     assert f"{folder}, its default settings: guidance: " in capsys.readouterr().err
-    own = drawing.model_defaults(str(EMOJI_SD))
+    own = image_generation.model_defaults(str(EMOJI_SD))
     assert (own.size, own.steps, own.guidance_scale) == (128, 20, 2.0)
 
 

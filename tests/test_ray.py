@@ -23,8 +23,8 @@ from serving_support import MALFORMED_HOSTS, OPENAI, FakeEngine, assert_refused_
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.commands import drawers
-from ppdiffusers_tome.generation.jobs import DrawingError, Job, JobError, Limits
+from ppdiffusers_tome.commands import image_options
+from ppdiffusers_tome.generation.jobs import GenerationError, Job, JobError, Limits
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
@@ -67,7 +67,7 @@ class Answers:
         self.engines = asyncio.Semaphore(2)
 
     @property
-    def draw(self):
+    def generate(self):
         return self
 
     def remote(self, job):
@@ -122,7 +122,7 @@ def test_job_of_a_dead_engine_goes_to_another(service):
 
 def test_job_that_kills_engines_fails(service):
     made = service(*[LOST[0]] * ATTEMPTS, "not used")
-    with pytest.raises(DrawingError, match="3 engines died"):
+    with pytest.raises(GenerationError, match="3 engines died"):
         asyncio.run(made.submit([JOB]))
     assert (made._engines.calls, images(made, "failed")) == (ATTEMPTS, 1)
 
@@ -131,7 +131,7 @@ def test_job_that_kills_engines_fails(service):
     "error", [JobFailedError("not finite"), JobError("steps", "none"), NotReadyError("failed", retry_after=7)]
 )
 def test_error_of_an_engine_is_raised_unchanged_and_not_retried(service, error):
-    sent = cloudpickle.loads(cloudpickle.dumps(RayTaskError("draw", "a traceback", error)))
+    sent = cloudpickle.loads(cloudpickle.dumps(RayTaskError("generate", "a traceback", error)))
     made = service(sent.as_instanceof_cause(), "not used")
     with pytest.raises(type(error)) as raised:
         asyncio.run(made.submit([JOB]))
@@ -238,9 +238,9 @@ def test_timeouts_and_failures_in_a_row_are_trouble(service):
         with pytest.raises((JobFailedError, JobError)):
             asyncio.run(made.submit([JOB]))
     assert asyncio.run(ask(made, 0.01)) is None, "the requests caused them"
-    made = service(*[DrawingError("not finite")] * FAILURES, NEVER)
+    made = service(*[GenerationError("not finite")] * FAILURES, NEVER)
     for _ in range(FAILURES):
-        with pytest.raises(DrawingError):
+        with pytest.raises(GenerationError):
             asyncio.run(made.submit([JOB]))
     assert asyncio.run(ask(made, 0.01)) == late[0]
 
@@ -292,7 +292,7 @@ def test_engine_in_trouble_is_not_healthy():
     replica._queue = Queue()
     replica.check_health()
     replica._queue.trouble = "one pipeline call has been running for 61 s"
-    with pytest.raises(DrawingError, match="one pipeline call has been running for 61 s"):
+    with pytest.raises(GenerationError, match="one pipeline call has been running for 61 s"):
         replica.check_health()
 
 
@@ -302,11 +302,11 @@ def test_engine_is_stuck_after_twice_the_time_limit():
     engine.gate.clear()
 
     async def hang():
-        drawing = asyncio.ensure_future(replica.draw(JOB))
+        drawing = asyncio.ensure_future(replica.generate(JOB))
         await asyncio.sleep(0.2)
         replica.check_health()
         await asyncio.sleep(0.4)
-        with pytest.raises(DrawingError, match="one pipeline call has been running"):
+        with pytest.raises(GenerationError, match="one pipeline call has been running"):
             replica.check_health()
         drawing.cancel()
         await asyncio.wait([drawing])
@@ -321,7 +321,7 @@ def test_jobs_share_a_call_in_the_engine():
     async def ask():
         drawing = []
         for seed in range(3):
-            drawing.append(asyncio.ensure_future(replica.draw(replace(JOB, seed=seed))))
+            drawing.append(asyncio.ensure_future(replica.generate(replace(JOB, seed=seed))))
             await asyncio.sleep(0.1)
         return await asyncio.gather(*drawing)
 
@@ -347,7 +347,7 @@ def test_failed_engine_exits_instead_of_refusing_jobs(monkeypatch):
     replica._queue = Queue()
     monkeypatch.setattr(cluster.os, "_exit", end)
     with pytest.raises(Ended):
-        asyncio.run(replica.draw(JOB))
+        asyncio.run(replica.generate(JOB))
 
 
 @pytest.mark.parametrize(
@@ -588,7 +588,7 @@ def generate_on_ray_and_here(folder, tmp_path, kill, *options):
 
 def test_killed_actor_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
     def kill(process):
-        next(child for child in with_children(process) if "EngineActor.draw" in title(child)).kill()
+        next(child for child in with_children(process) if "EngineActor.generate" in title(child)).kill()
 
     generate_on_ray_and_here(exported_folder, tmp_path, kill)
 
@@ -605,13 +605,13 @@ def test_killed_actor_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
 )
 def test_threads_of_an_actor(options, expected):
     parser = argparse.ArgumentParser()
-    drawers.add_options(parser)
+    image_options.add_options(parser)
     parsed = parser.parse_args(["--ray", *options])
     if isinstance(expected, int):
-        assert drawers.threads(parsed) == expected
+        assert image_options.threads(parsed) == expected
     else:
         with pytest.raises(ToMeConfigError, match=expected):
-            drawers.threads(parsed)
+            image_options.threads(parsed)
 
 
 # Several nodes on one machine, each with its own raylet, workers and object store
@@ -666,7 +666,7 @@ def test_lost_node_loses_no_request(nodes, exported_folder, tmp_path):
 
 def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
     def kill(process):
-        node = next(node for node in nodes.worker_nodes if runs(node, "EngineActor.draw"))
+        node = next(node for node in nodes.worker_nodes if runs(node, "EngineActor.generate"))
         nodes.remove_node(node, allow_graceful=False)
 
     generate_on_ray_and_here(exported_folder, tmp_path, kill, "--ray-address", nodes.address)
@@ -675,12 +675,12 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys
 from PIL import Image
-from ppdiffusers_tome.generation.jobs import DrawingError
+from ppdiffusers_tome.generation.jobs import GenerationError
 from ppdiffusers_tome.generation.jobs import Job
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.generation.offline import Failure
 from ppdiffusers_tome.generation.ray_session import ray_session
-from ppdiffusers_tome.generation.actors import ActorStartError, draw_on_actors
+from ppdiffusers_tome.generation.actors import ActorStartError, generate_on_actors
 
 class Engine:
     name, sampler, methods = "model", "DDIM", {}
@@ -690,7 +690,7 @@ class Engine:
         if any("die" in job.prompt for job in jobs):
             os._exit(1)
         if any("black" in job.prompt for job in jobs):
-            raise DrawingError("not finite")
+            raise GenerationError("not finite")
         return [Image.new("RGB", (8, 8)) for job in jobs]
 
 def load():
@@ -704,10 +704,10 @@ def crash(log=sys.argv[1]):
 prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
     drawn = {p.index: d.reason if isinstance(d, Failure) else "png"
-             for p, d in draw_on_actors(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
+             for p, d in generate_on_actors(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
     for broken in (load, crash):
         try:
-            list(draw_on_actors(broken, 1)([prompts[:1]]))
+            list(generate_on_actors(broken, 1)([prompts[:1]]))
         except ActorStartError as error:
             drawn[broken.__name__] = str(error)
 print("RESULT", json.dumps(drawn))
@@ -719,7 +719,7 @@ def test_prompt_that_kills_actors_fails_and_so_does_a_model_that_does_not_load(t
     done = subprocess.run(command, capture_output=True, text=True)
     drawn = json.loads(done.stdout.partition("RESULT ")[2])
     load, crash = drawn.pop("load"), drawn.pop("crash")
-    assert drawn == {"0": "png", "1": "3 actors died with this prompt", "2": "DrawingError: not finite"}
+    assert drawn == {"0": "png", "1": "3 actors died with this prompt", "2": "GenerationError: not finite"}
     assert load == "no actor could load the model, in 3 attempts each: no such model"
     assert crash.startswith("no actor could load the model, in 3 attempts each: The actor")
     assert (tmp_path / "log").read_text() == "xxx"

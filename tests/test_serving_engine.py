@@ -27,8 +27,8 @@ from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.generation.jobs import AbandonedError, DrawingError, Job, Limits, SecondPass
-from ppdiffusers_tome.generation.offline import draw_batch
+from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
+from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
 from ppdiffusers_tome.inference.manifest import Size
@@ -196,9 +196,9 @@ def test_damaged_weights_are_refused_or_give_no_image(damaged_folder):
     engine = load_engine(damaged_folder, threads=1, verify=False)
     start = Image.new("RGB", (48, 32))
     for job in (JOB, replace(JOB, image=start, strength=0.7)):
-        with pytest.raises(DrawingError, match="not finite"):
+        with pytest.raises(GenerationError, match="not finite"):
             engine.generate([job])
-    [(_, failure)] = draw_batch(engine, [Prompt(0, JOB)])
+    [(_, failure)] = generate_batch(engine, [Prompt(0, JOB)])
     assert "not finite" in failure.reason
 
 
@@ -226,11 +226,11 @@ def test_only_the_image_that_is_not_finite_fails(engine, monkeypatch, value):
         return (paddle.to_tensor(image),)
 
     monkeypatch.setattr(pipe.vae, "decode", decode_and_spoil)
-    with pytest.raises(DrawingError, match="not finite"):
+    with pytest.raises(GenerationError, match="not finite"):
         engine.generate([JOBS[1]])
-    drawn = [file for _, file in draw_batch(engine, [Prompt(index, job) for index, job in enumerate(JOBS)])]
+    drawn = [file for _, file in generate_batch(engine, [Prompt(index, job) for index, job in enumerate(JOBS)])]
     assert [isinstance(file, bytes) for file in drawn] == [True, False, True]
-    assert str(pickle.loads(pickle.dumps(DrawingError("x")))) == "x", "Ray sends it from process to process"
+    assert str(pickle.loads(pickle.dumps(GenerationError("x")))) == "x", "Ray sends it from process to process"
 
 
 # The command

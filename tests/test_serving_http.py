@@ -33,7 +33,7 @@ from serving_support import (
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import DrawingError, Job, JobError
+from ppdiffusers_tome.generation.jobs import GenerationError, Job, JobError
 from ppdiffusers_tome.serving import middleware, service_errors
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
@@ -252,7 +252,7 @@ def test_progress_of_a_request_over_several_calls():
         for step in (0, 3, 6):
             progress.count(step, 6, images=1)
             counted.append(progress.step)
-        progress.drawn += 1
+        progress.generated += 1
     assert counted == [5, 5, 5, 5, 5, 5, 5, 5, 6]
 
 
@@ -1022,7 +1022,7 @@ def test_errors_survive_pickling():
     for error in (
         JobError("steps", "too many"),
         service_errors.QueueFullError("full", 3),
-        DrawingError("failed"),
+        GenerationError("failed"),
     ):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

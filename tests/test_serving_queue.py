@@ -11,7 +11,7 @@ import pytest
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import DrawingError
+from ppdiffusers_tome.generation.jobs import GenerationError
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.service import Progress
@@ -206,7 +206,7 @@ def test_image_that_is_not_finite_is_500_with_the_reason(pool):
         def generate(self, jobs, should_stop=None):
             images = super().generate(jobs, should_stop)
             if any(job.seed == 1 for job in jobs):
-                raise DrawingError("an image has values that are not finite")
+                raise GenerationError("an image has values that are not finite")
             return images
 
     with serving(Damaged()) as server:

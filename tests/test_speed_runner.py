@@ -163,9 +163,9 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
 
 def test_programs_are_kept_in_a_folder_of_the_caller(tmp_path, stub):
     requests = stub(prepare='Path(request["programs"], "program").mkdir(parents=True)')
-    measure(tmp_path, programs=tmp_path / "kept")
+    measure(tmp_path, programs=tmp_path / "cached")
     (request,) = requests()
-    assert list((tmp_path / "kept").glob("*/program")) == [Path(request["programs"]) / "program"]
+    assert list((tmp_path / "cached").glob("*/program")) == [Path(request["programs"]) / "program"]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
 
 

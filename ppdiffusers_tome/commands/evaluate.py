@@ -22,7 +22,7 @@ from ..evaluation.speed.cases import IN_FP32, PROGRAMS
 from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
-from .drawers import add_image_options, add_options, image_settings, open_drawers, threads
+from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
 
@@ -30,7 +30,7 @@ QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "b
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `evaluate` to the command line."""
     command = commands.add_parser(
-        "evaluate", help="draw prompts plain and merged from the same noise, and measure how much the images differ"
+        "evaluate", help="generate images plain and merged from the same noise, and measure how much the images differ"
     )
     option = command.add_argument
     default = "(default: %(default)s)"
@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
-    option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to draw with tomesd on PyTorch too")
+    option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to generate with tomesd on PyTorch too")
     option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")
     option("--torch-python", default="", help="interpreter that has torch, diffusers and tomesd")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
@@ -87,7 +87,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
     if options.quick:  # parsed again: an option on the command line keeps its value
         parser.set_defaults(**QUICK)
         options = parser.parse_args(arguments[1:])
-    drawing_threads = threads(options) or usable_cores()
+    threads_per_process = threads(options) or usable_cores()
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     if options.tomesd_ratio and not options.torch_python:
@@ -101,7 +101,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
     evaluation = Evaluation(
         **image_settings(options, model),
         backend=options.backend,
-        threads=drawing_threads,
+        threads=threads_per_process,
         torch_python=options.torch_python,
         strength=options.strength,
     )
@@ -111,12 +111,12 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, methods
     )
     settings += [PLAIN_BF16] if options.backend in IN_FP32 else []
-    with open_drawers(options, gpu=False) as make_drawer:
+    with open_image_backend(options, gpu=False) as make_backend:
         result = evaluate(
             evaluation,
             settings,
             options.output,
-            make_drawer,
+            make_backend,
             batch=options.batch,
             real=options.real,
             with_inception=options.features == "inception",

@@ -14,7 +14,7 @@ from ..generation.offline import generate
 from ..generation.prompt_file import Defaults, read_prompts
 from ..inference import RUNTIMES, choose_runtime
 from ..inference.manifest import Manifest, parse_size, read_manifest
-from .drawers import add_options, add_runtime_options, open_drawers, runtime_settings, threads, uses_gpu
+from .image_options import add_options, add_runtime_options, open_image_backend, runtime_settings, threads, uses_gpu
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -52,10 +52,10 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     ratio = defaults.ratio
     print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
-    with open_drawers(options, gpu=uses_gpu(options)) as make_drawer:
-        draw = make_drawer(partial(load_engine, model, threads=load_threads, **runtime_settings(options)))
+    with open_image_backend(options, gpu=uses_gpu(options)) as make_backend:
+        backend = make_backend(partial(load_engine, model, threads=load_threads, **runtime_settings(options)))
         runtime = {name: getattr(options, name) for name in ("runtime", "device", "precision")}
-        summary = generate(prompts, model, options.output, options.batch, draw, **runtime)
+        summary = generate(prompts, model, options.output, options.batch, backend, **runtime)
     for prompt, failure in summary.failures:
         print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
     print(f"{summary} of {len(prompts)}, in {options.output}")

@@ -17,7 +17,7 @@ from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, choose_runtime, parse_size, read_manifest
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
-from .drawers import add_runtime_options, runtime_settings, uses_gpu
+from .image_options import add_runtime_options, runtime_settings, uses_gpu
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine

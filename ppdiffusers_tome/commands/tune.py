@@ -12,9 +12,9 @@ from typing import Any
 
 from ..config import ToMeConfig, parse_settings
 from ..errors import ToMeConfigError, ToMeError
+from ..evaluation.cached_programs import CachedPrograms, folder_of_programs
 from ..evaluation.clock import quartiles
 from ..evaluation.environment import describe_environment, model_files, sources, usable_cores, versions
-from ..evaluation.kept_programs import KeptPrograms, folder_of_programs
 from ..evaluation.quality.settings import PLAIN as PLAIN_IMAGES
 from ..evaluation.quality.settings import Evaluation, Setting
 from ..evaluation.results import command_line, make_result
@@ -43,14 +43,14 @@ from ..evaluation.tuning import (
     nearest,
     search,
 )
-from ..generation.offline import draw_here
+from ..generation.offline import generate_here
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from ..levels import grid_at
-from .drawers import add_image_options, image_settings
+from .image_options import add_image_options, image_settings
 
 NOT_REACHED = 1  # exit status
-UNETS = "unets"  # folder of the programs that are timed, from which images are drawn too
+UNETS = "unets"  # folder of the programs that are timed, from which images are generated too
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -156,7 +156,7 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace) -> tuple[Case, Evaluation, list[ToMeConfig]]:
-    """What is timed, what is drawn, and the candidates; raises ToMeConfigError before anything is measured."""
+    """What is timed, which images are compared, and the candidates; ToMeConfigError before anything is measured."""
     from ..evaluation.quality.evaluation import model_levels  # late: it imports all that measures images
 
     output = options.output
@@ -188,8 +188,8 @@ def time_candidates(
 ) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
     """Each candidate with its speed-ups over plain in rounds of one UNet pass, or why it cannot be timed.
 
-    All take turns with plain in one run of `bench`, which a repeated call continues. Programs are those that draw the
-    images. In eager, dst is fixed: random dst take the same time, and the built-in ToMe draws others.
+    All take turns with plain in one run of `bench`, which a repeated call continues. Programs are those that generate
+    the images. In eager, dst is fixed: random dst take the same time, and the built-in ToMe samples others.
     """
     has_own_dst = evaluation.backend in PROGRAMS
     timed = {c: c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs}
@@ -215,21 +215,27 @@ def compare_candidates(
 ) -> Iterator[tuple[ToMeConfig, list[float], list[float]]]:
     """Each candidate with PSNR and perceptual distance of its first images from the plain ones.
 
-    `evaluate` draws and measures them, one image per call of the pipeline, so that later ones do not change them.
+    `evaluate` generates and measures them, one image per call of the pipeline, so that later ones do not change them.
     """
-    from ..evaluation.quality.drawing import claim_folder, draw, export_programs, image_folder, image_paths
     from ..evaluation.quality.evaluation import Measurer
+    from ..evaluation.quality.image_generation import (
+        claim_folder,
+        export_programs,
+        generate_images,
+        image_folder,
+        image_paths,
+    )
 
     claim_folder(evaluation, folder)
     first = replace(evaluation, prompts=evaluation.prompts[:count])
     settings = {config: Setting(_name(config), "method", config) for config in configs}
     if evaluation.backend in PROGRAMS:  # all now: settings that differ in the ratio alone share a program
-        kept = KeptPrograms(folder_of_programs(folder / UNETS, evaluation.model))
-        export_programs(first, [PLAIN_IMAGES, *settings.values()], folder, kept)
+        cached = CachedPrograms(folder_of_programs(folder / UNETS, evaluation.model))
+        export_programs(first, [PLAIN_IMAGES, *settings.values()], folder, cached)
     measurer = Measurer(folder, evaluation.size)
     for config, setting in settings.items():
-        draw(first, [PLAIN_IMAGES, setting], folder, draw_here, batch=1)
-        images, plain = (image_paths(image_folder(drawn, folder))[:count] for drawn in (setting, PLAIN_IMAGES))
+        generate_images(first, [PLAIN_IMAGES, setting], folder, generate_here, batch=1)
+        images, plain = (image_paths(image_folder(one, folder))[:count] for one in (setting, PLAIN_IMAGES))
         measured = measurer.measure(images, plain)
         yield config, measured["psnr"].tolist(), measured["perceptual"].tolist()
 

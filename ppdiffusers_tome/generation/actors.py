@@ -9,7 +9,7 @@ from ray.exceptions import RayTaskError
 
 from ..errors import ToMeError
 from .engine import Engine
-from .offline import Drawer, Drawn, Failure, draw_batch
+from .offline import Failure, ImageBackend, ImageResult, generate_batch
 from .prompt_file import Prompt
 from .ray_session import DEATHS
 
@@ -28,21 +28,21 @@ class EngineActor:
         self._engine: Engine | None = None
 
     @ray.method(retry_exceptions=True)
-    def draw(self, batch: Sequence[Prompt]) -> list[Drawn]:
-        """See `draw_batch`. An empty batch only loads the engine."""
+    def generate(self, batch: Sequence[Prompt]) -> list[ImageResult]:
+        """See `generate_batch`. An empty batch only loads the engine."""
         self._engine = self._engine or self._load()
-        return draw_batch(self._engine, batch) if batch else []
+        return generate_batch(self._engine, batch) if batch else []
 
 
-def draw_on_actors(load: Callable[[], Engine], actors: int, cpus: float = 1.0, gpus: float = 0.0) -> Drawer:
-    """A drawer on the Ray that this process is connected to.
+def generate_on_actors(load: Callable[[], Engine], actors: int, cpus: float = 1.0, gpus: float = 0.0) -> ImageBackend:
+    """A backend on the Ray that this process is connected to.
 
     Args:
         load: makes an engine; called in each actor, so its files must be on all machines.
         actors: number of engines; at most one for each batch is started.
         cpus, gpus: reserved by Ray for each actor; may be fractions.
 
-    Raises (the drawer):
+    Raises (the backend):
         ActorStartError: no actor could load its engine, in three attempts each.
     """
     # Ray restarts an actor that died and loads its engine again, but does not repeat its batch: if no machine has room
@@ -50,11 +50,11 @@ def draw_on_actors(load: Callable[[], Engine], actors: int, cpus: float = 1.0, g
     options = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": -1, "max_task_retries": ATTEMPTS - 1}
     make = ray.remote(**options)(EngineActor).remote
 
-    def draw(batches: Sequence[Sequence[Prompt]]) -> Iterator[Drawn]:
+    def run(batches: Sequence[Sequence[Prompt]]) -> Iterator[ImageResult]:
         waiting = deque((batch, 1) for batch in batches)  # with the number of the attempt
         calls: dict[Any, tuple[Any, Sequence[Prompt], int]] = {}  # the batch of a starting actor is empty
         for actor in [make(load) for _ in range(min(actors, len(batches)))]:
-            calls[actor.draw.remote(())] = actor, (), 0
+            calls[actor.generate.remote(())] = actor, (), 0
         while waiting or any(batch for _, batch, _ in calls.values()):
             (call,), _ = ray.wait(list(calls), num_returns=1)
             actor, batch, attempt = calls.pop(call)
@@ -76,10 +76,10 @@ def draw_on_actors(load: Callable[[], Engine], actors: int, cpus: float = 1.0, g
                     waiting.extendleft(([prompt], 1) for prompt in reversed(batch))
                 else:
                     yield batch[0], Failure(f"{ATTEMPTS} actors died with this prompt")
-                calls[actor.draw.remote(())] = actor, (), 0
+                calls[actor.generate.remote(())] = actor, (), 0
             else:
                 if waiting:
                     batch, attempt = waiting.popleft()
-                    calls[actor.draw.options(max_task_retries=0).remote(batch)] = actor, batch, attempt
+                    calls[actor.generate.options(max_task_retries=0).remote(batch)] = actor, batch, attempt
 
-    return draw
+    return run

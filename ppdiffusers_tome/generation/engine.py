@@ -17,7 +17,7 @@ from ppdiffusers.image_processor import VaeImageProcessor
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
 from ..inference.manifest import Size
-from .jobs import AbandonedError, DrawingError, Job, JobError
+from .jobs import AbandonedError, GenerationError, Job, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
 # depend on the rest of its batch: with them, jobs run one by one.
@@ -35,11 +35,11 @@ DETERMINISTIC = {
 
 
 class FiniteImageProcessor(VaeImageProcessor):
-    """ppdiffusers' image processor, which raises DrawingError on NaN and infinity instead of casting them to uint8."""
+    """ppdiffusers' image processor, which raises GenerationError on NaN and infinity instead of casting them."""
 
     def postprocess(self, image: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not paddle.isfinite(image.cast("float32")).all():
-            raise DrawingError(
+            raise GenerationError(
                 "an image has values that are not finite: the weights are damaged, or activations overflow"
             )
         return super().postprocess(image, *args, **kwargs)
@@ -96,7 +96,7 @@ class Engine:
 
         Raises:
             AbandonedError: should_stop returned True.
-            DrawingError: an image has values that are not finite.
+            GenerationError: an image has values that are not finite.
             JobError: the scheduler has no schedule of so many steps.
             ToMeConfigError: the jobs have different keys, a job starts from an image and there is no image-to-image
                 pipeline, its image is not RGB or not of the job's size, or a size or ratio was not exported.
@@ -182,7 +182,7 @@ def load_engine(folder: Path, **settings: Any) -> Engine:
         raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
     if manifest.schedule is not None:
         raise ToMeConfigError(
-            f"{folder} was exported with a ratio schedule, but each image is drawn at one ratio here: export with "
+            f"{folder} was exported with a ratio schedule, but each image is generated at one ratio here: export with "
             f"constant ratios, for instance --ratio {' '.join(f'{ratio:g}' for ratio in manifest.ratios)}."
         )
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")

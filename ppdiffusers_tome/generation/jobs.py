@@ -30,7 +30,7 @@ class AbandonedError(ToMeError, RuntimeError):
     """No client waits for these images any more, so the pipeline call was stopped between two steps."""
 
 
-class DrawingError(ToMeError, RuntimeError):
+class GenerationError(ToMeError, RuntimeError):
     """The pipeline failed; the server's log has the reason."""
 
 

@@ -31,9 +31,11 @@ class Failure:
 
 
 # A prompt with its PNG file or its failure.
-Drawn: TypeAlias = tuple[Prompt, bytes | Failure]
+ImageResult: TypeAlias = tuple[Prompt, bytes | Failure]
 # Generates the images of batches of prompts, in any order.
-Drawer: TypeAlias = Callable[[Sequence[Sequence[Prompt]]], Iterable[Drawn]]
+ImageBackend: TypeAlias = Callable[[Sequence[Sequence[Prompt]]], Iterable[ImageResult]]
+# Makes a backend from a function that loads an engine, in the process that needs it.
+MakeImageBackend: TypeAlias = Callable[[Callable[[], Engine]], ImageBackend]
 
 
 @dataclass
@@ -53,7 +55,7 @@ class OutputError(ToMeError, RuntimeError):
 
 
 def generate(
-    prompts: Sequence[Prompt], model: Path, output: Path, batch: int, draw: Drawer, **runtime: str
+    prompts: Sequence[Prompt], model: Path, output: Path, batch: int, backend: ImageBackend, **runtime: str
 ) -> Summary:
     """Generate the images that are not in the output folder yet.
 
@@ -62,18 +64,20 @@ def generate(
         model: an exported folder; the hash of its `tome.json` is part of the images' names.
         output: folder for the images; created if it does not exist.
         batch: most images in one pipeline call.
-        draw: from `draw_here` or `actors.draw_on_actors`.
-        runtime: what else decides the images and is part of their names: runtime, device and precision of `draw`.
+        backend: from `generate_here` or `actors.generate_on_actors`.
+        runtime: what else decides the images and is part of their names: runtime, device and precision of `backend`.
 
     Raises:
         OutputError: a file cannot be written, or another run uses the folder.
     """
     decisive = json.dumps([sha256(model / MANIFEST), runtime], sort_keys=True)
-    return draw_identified(prompts, hashlib.sha256(decisive.encode()).hexdigest(), output, batch, draw)
+    return generate_identified(prompts, hashlib.sha256(decisive.encode()).hexdigest(), output, batch, backend)
 
 
-def draw_identified(prompts: Sequence[Prompt], identity: str, output: Path, batch: int, draw: Drawer) -> Summary:
-    """`generate` for any drawer: `identity` is a hash of what draws, and part of the images' names."""
+def generate_identified(
+    prompts: Sequence[Prompt], identity: str, output: Path, batch: int, backend: ImageBackend
+) -> Summary:
+    """`generate` for any backend: `identity` is a hash of what generates, and part of the images' names."""
     paths = {prompt: output / prompt.file_name(identity) for prompt in prompts}
     summary = Summary()
     with _folder(output):
@@ -83,13 +87,13 @@ def draw_identified(prompts: Sequence[Prompt], identity: str, output: Path, batc
         # image is repeated: a resumed run writes the same bytes as an uninterrupted one.
         batches = [members for members in split(prompts, batch) if not missing.isdisjoint(members)]
         with tqdm(total=len(prompts), initial=summary.skipped, unit="image", disable=None) as bar:
-            for prompt, drawn in draw(batches) if batches else ():
+            for prompt, result in backend(batches) if batches else ():
                 if prompt not in missing:
                     continue
-                if isinstance(drawn, Failure):
-                    summary.failures.append((prompt, drawn))
+                if isinstance(result, Failure):
+                    summary.failures.append((prompt, result))
                 else:
-                    write(paths[prompt], drawn)
+                    write(paths[prompt], result)
                     summary.made += 1
                 bar.update()
     return summary
@@ -108,27 +112,27 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     return batches
 
 
-def draw_here(load: Callable[[], Engine]) -> Drawer:
-    """A drawer in this process, with one engine, which is loaded for the first batch."""
+def generate_here(load: Callable[[], Engine]) -> ImageBackend:
+    """A backend in this process, with one engine, which is loaded for the first batch."""
 
-    def draw(batches: Sequence[Sequence[Prompt]]) -> Iterator[Drawn]:
+    def run(batches: Sequence[Sequence[Prompt]]) -> Iterator[ImageResult]:
         engine = load()
         for batch in batches:
-            yield from draw_batch(engine, batch)
+            yield from generate_batch(engine, batch)
 
-    return draw
+    return run
 
 
-def draw_batch(engine: Engine, batch: Sequence[Prompt]) -> list[Drawn]:
+def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]:
     """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the others succeed."""
     jobs = [prompt.job for prompt in batch]
     if len(batch) > 1 and engine.batch_key(jobs[0]) is None:
-        return [drawn for prompt in batch for drawn in draw_batch(engine, [prompt])]
+        return [result for prompt in batch for result in generate_batch(engine, [prompt])]
     try:
         images = engine.generate(jobs)
     except Exception as error:  # anything from Paddle: the other prompts may still succeed
         if len(batch) > 1:
-            return [drawn for prompt in batch for drawn in draw_batch(engine, [prompt])]
+            return [result for prompt in batch for result in generate_batch(engine, [prompt])]
         return [(batch[0], Failure(f"{type(error).__name__}: {error}"))]
     return [(prompt, encode_png(image, prompt.job, engine)) for prompt, image in zip(batch, images, strict=True)]
 

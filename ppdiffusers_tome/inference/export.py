@@ -92,8 +92,8 @@ def export_pipeline(
             if others is not None and model in linked:
                 written.append(_link(linked[model], Path(others), partial))
                 continue
-            kept = unets.get((size, ratio)) if unets and size is not None and ratio is not None else None
-            written.append(_write(request, model, size, ratio, partial, written, weights, converter, kept))
+            cached = unets.get((size, ratio)) if unets and size is not None and ratio is not None else None
+            written.append(_write(request, model, size, ratio, partial, written, weights, converter, cached))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
         manifest.save(partial)
@@ -132,7 +132,7 @@ def _write(
     written: list[ProgramFile],
     weights: dict[str, SharedWeights],
     converter: Converter,
-    kept: Saved | None,
+    cached: Saved | None,
 ) -> ProgramFile:
     """Save one program, or link a cached one; one copy of one model is in memory. Only a UNet's has a size."""
     factor = vae_factor(request.pipe)
@@ -145,16 +145,16 @@ def _write(
     name = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [ratio_name(ratio)])])
     target = folder / (name if written else "unet")
     to_onnx = converter if "onnx" in request.formats else None
-    if kept is None:
+    if cached is None:
         traceable = _traceable(request, model, ratio)
         saved = save(traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), to_onnx)
     else:
-        saved = _link_saved(kept, target)
+        saved = _link_saved(cached, target)
     file = ProgramFile(model, None, None, size, ratio, saved.parity, saved.onednn_parity)
     if saved.onnx is not None:
         if model not in weights:
             weights[model] = SharedWeights(folder / _onnx_weights(model))
-        (weights[model].move if kept is None else weights[model].copy)(saved.onnx, folder / "onnx" / f"{name}.onnx")
+        (weights[model].move if cached is None else weights[model].copy)(saved.onnx, folder / "onnx" / f"{name}.onnx")
         file = replace(file, onnx=f"onnx/{name}.onnx", onnx_parity=saved.onnx_parity)
     if "paddle" not in request.formats:
         shutil.rmtree(target, ignore_errors=True)

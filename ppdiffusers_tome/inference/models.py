@@ -23,7 +23,7 @@ Load = Callable[[ProgramFile], Program]
 
 
 class ExportedModel:
-    """Base class: what pipelines need of any model. Programs are loaded when they first run, and kept."""
+    """Base class: what pipelines need of any model. Programs are loaded when they first run, and stay loaded."""
 
     dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
 

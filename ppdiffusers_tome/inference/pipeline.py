@@ -39,9 +39,9 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load an exported folder as an ordinary pipeline: same call, schedulers, callbacks and progress bar.
 
-    Programs are loaded when they first run, and kept: one UNet per size and ratio in use. `pipe.unet.ratio` selects
-    one of the exported ratios, or a schedule over them. Create other pipelines over the same programs as usual:
-    `StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)`.
+    Programs are loaded when they first run, and stay loaded: one UNet per size and ratio in use. `pipe.unet.ratio`
+    selects one of the exported ratios, or a schedule over them. Create other pipelines over the same programs as
+    usual: `StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)`.
 
     Args:
         folder: written by `export_pipeline`.

@@ -27,7 +27,7 @@ from ray.serve.schema import LoggingConfig
 
 from ..errors import ToMeConfigError, ToMeError
 from ..generation.engine import Engine
-from ..generation.jobs import DrawingError, Job, Limits
+from ..generation.jobs import GenerationError, Job, Limits
 from ..generation.ray_session import DEATHS, RayError, ray_session
 from .app import create_app
 from .app_config import AppConfig, url_of
@@ -102,7 +102,7 @@ class EngineReplica:
             sleep(0.05)
         self.check_health()
 
-    async def draw(self, job: Job) -> tuple[Image, RequestProgress]:
+    async def generate(self, job: Job) -> tuple[Image, RequestProgress]:
         """Generate one image, and report its time; cancelling the call abandons it."""
         progress = RequestProgress()
         try:
@@ -120,7 +120,7 @@ class EngineReplica:
     def check_health(self) -> None:
         """Called by Ray Serve every few seconds; a replica that raises is replaced."""
         if trouble := self._queue.trouble:
-            raise DrawingError(f"{trouble}; the replica's log has the reason")
+            raise GenerationError(f"{trouble}; the replica's log has the reason")
 
     def __del__(self) -> None:
         self._queue.close()
@@ -192,7 +192,7 @@ class ClusterService:
         tasks: list[asyncio.Task[Image]] = []
         try:
             jobs = await with_image(jobs, load_image)
-            tasks = [asyncio.ensure_future(self._draw(job, own)) for job in jobs]
+            tasks = [asyncio.ensure_future(self._generate(job, own)) for job in jobs]
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
@@ -215,11 +215,11 @@ class ClusterService:
         for place, (_, progress) in enumerate(accepted, 1):
             progress.position = max(0, place - self._at_once)
 
-    async def _draw(self, job: Job, progress: RequestProgress) -> Image:
+    async def _generate(self, job: Job, progress: RequestProgress) -> Image:
         start, before = monotonic(), len(self._accepted)
         outcome = "failed"
         try:
-            image, of_engine = await self._draw_on_any_engine(job)
+            image, of_engine = await self._generate_on_any_engine(job)
             progress.seconds, progress.batch = progress.seconds + of_engine.seconds, of_engine.batch
             outcome = "drawn"
             self._failures = 0
@@ -234,15 +234,15 @@ class ClusterService:
         except JobFailedError:  # its engine works
             self._failures = 0
             raise
-        except DrawingError:
+        except GenerationError:
             self._failures += 1
             raise
         finally:
             self.metrics.images.labels(outcome).inc()
 
-    async def _draw_on_any_engine(self, job: Job) -> tuple[Image, RequestProgress]:
+    async def _generate_on_any_engine(self, job: Job) -> tuple[Image, RequestProgress]:
         for attempt in range(1, ATTEMPTS + 1):
-            response = self._engines.draw.remote(job)
+            response = self._engines.generate.remote(job)
             try:
                 return await response
             except asyncio.CancelledError:
@@ -254,7 +254,7 @@ class ClusterService:
                 logger.error("an engine died with a job (attempt %d of %d): %s", attempt, ATTEMPTS, error)
             except RayTaskError as error:  # the engine raised: the original error, without the remote traceback
                 raise error.cause if isinstance(error.cause, ToMeError) else error from None
-        raise DrawingError(f"{ATTEMPTS} engines died with this job")
+        raise GenerationError(f"{ATTEMPTS} engines died with this job")
 
 
 class App:

@@ -23,43 +23,43 @@ async def stream_events(
     """The response to a request that asks for a stream.
 
     Args:
-        images: draws the images. It is cancelled when the client disconnects.
+        images: generates the images. It is cancelled when the client disconnects.
         progress: of these images.
         completed: the events that end the stream.
 
     Raises:
         ApiError: the request is not accepted. The response has not begun, so the client gets an ordinary error.
     """
-    drawing = asyncio.ensure_future(images)
-    drawing.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
+    pending = asyncio.ensure_future(images)
+    pending.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
     try:
-        while progress.position is None and not drawing.done():
-            await asyncio.wait([drawing], timeout=POLL_SECONDS / 10)
+        while progress.position is None and not pending.done():
+            await asyncio.wait([pending], timeout=POLL_SECONDS / 10)
     except asyncio.CancelledError:
-        drawing.cancel()
+        pending.cancel()
         raise
     if progress.position is None:
-        drawing.result()  # raises
+        pending.result()  # raises
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter is for nginx
-    return StreamingResponse(_events(drawing, progress, completed), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_events(pending, progress, completed), media_type="text/event-stream", headers=headers)
 
 
 async def _events(
-    drawing: "asyncio.Future[list[bytes]]",
+    pending: "asyncio.Future[list[bytes]]",
     progress: RequestProgress,
     completed: Callable[[list[bytes]], Sequence[CompletedEvent]],
 ) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     last, sent = None, 0.0
     try:
-        while not drawing.done():
+        while not pending.done():
             event = ProgressEvent(position=progress.position or 0, step=progress.step, steps=progress.steps)
             if event != last or loop.time() - sent > REPEAT_SECONDS:
                 last, sent = event, loop.time()
                 yield _text(event)
-            await asyncio.wait([drawing], timeout=POLL_SECONDS)
+            await asyncio.wait([pending], timeout=POLL_SECONDS)
         try:
-            files = drawing.result()
+            files = pending.result()
         except ApiError as error:
             yield _text(ErrorEvent(error=error.openai_error()))
         except Exception:  # a bug in this package, as in `RequestMiddleware`
@@ -70,7 +70,7 @@ async def _events(
             for image in completed(files):
                 yield _text(image)
     finally:
-        drawing.cancel()
+        pending.cancel()
 
 
 def _text(event: ProgressEvent | CompletedEvent | ErrorEvent) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from PIL.Image import Image
 
-from ..generation.jobs import LARGEST_SEED, DrawingError, Job, JobError, seed_after
+from ..generation.jobs import LARGEST_SEED, GenerationError, Job, JobError, seed_after
 from ..generation.png import encode_png
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
@@ -76,7 +76,7 @@ class RequestHandler:
             is_full = isinstance(error, QueueFullError)
             status, code = (429, "queue_full") if is_full else (503, "unavailable")
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
-        except DrawingError as error:
+        except GenerationError as error:
             raise ApiError(500, str(error), code="drawing_failed") from None
         files = [asyncio.to_thread(encode_png, image, job, service) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*files))

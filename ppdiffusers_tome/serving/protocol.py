@@ -141,7 +141,7 @@ class CompletedEvent(BaseModel):
     quality: Literal["auto"] = "auto"
     seed: int
     index: int  # of the request's images, from 0
-    seconds: float  # of the pipeline calls that drew the request's images, without waiting
+    seconds: float  # of the pipeline calls that generated the request's images, without waiting
     batch: int  # images in the last of these calls; more than the request's if others shared it
 
 

@@ -14,7 +14,7 @@ from PIL.Image import Image
 
 from ..errors import ToMeConfigError, ToMeError
 from ..generation.engine import Engine
-from ..generation.jobs import AbandonedError, DrawingError, Job, JobError, Limits
+from ..generation.jobs import AbandonedError, GenerationError, Job, JobError, Limits
 from .prometheus import Metrics
 from .service import Progress, RequestProgress, State, with_image
 from .service_errors import DrainingError, JobFailedError, NotReadyError, QueueFullError
@@ -308,14 +308,14 @@ class ImageQueue:
             self.metrics.batch_images.observe(len(live))
             for key, progress in requests.items():
                 progress.seconds, progress.batch = progress.seconds + seconds, len(live)
-                progress.drawn += shares[key]
+                progress.generated += shares[key]
             for ticket, image in zip(live, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()
                 self.metrics.images.labels("drawn" if is_wanted else "abandoned").inc()
                 if is_wanted:
                     ticket.future.set_result(image)
 
-    def _attribute(self, job: Job, error: Exception) -> DrawingError:
+    def _attribute(self, job: Job, error: Exception) -> GenerationError:
         """The error for the client, a JobFailedError if its job is the cause, and not the model.
 
         Only the model's failures count, or any client could make /health ask for another process.
@@ -346,10 +346,11 @@ class ImageQueue:
             ticket.progress.position = position
 
 
-def _for_client(error: BaseException) -> DrawingError:
-    if isinstance(error, DrawingError):
+def _for_client(error: BaseException) -> GenerationError:
+    if isinstance(error, GenerationError):
         return error
-    return DrawingError("the pipeline failed; the server's log has the reason")  # other messages may be confidential
+    # Other messages may be confidential.
+    return GenerationError("the pipeline failed; the server's log has the reason")
 
 
 def _fail(ticket: _Ticket, error: BaseException) -> None:

@@ -39,8 +39,8 @@ class RequestProgress:
             the service has accepted them.
         step, steps: the mean over its images, which may be in several pipeline calls; 0 of 0 before the first one, or
             if its steps are not known here.
-        images, drawn: of the request, and those whose pipeline call has ended.
-        seconds: duration of the pipeline calls that have drawn its images; waiting does not count.
+        images, generated: of the request, and those whose pipeline call has ended.
+        seconds: duration of the pipeline calls that have generated its images; waiting does not count.
         batch: images in the last of these calls. They may be of several requests.
     """
 
@@ -48,13 +48,13 @@ class RequestProgress:
     step: int = 0
     steps: int = 0
     images: int = 1
-    drawn: int = 0
+    generated: int = 0
     seconds: float = 0.0
     batch: int = 0
 
     def count(self, step: int, steps: int, images: int) -> None:
         """Note that a pipeline call with this many of the images has finished `step` of `steps`."""
-        finished = (self.drawn * steps + images * step) // self.images
+        finished = (self.generated * steps + images * step) // self.images
         self.step, self.steps = max(self.step, finished), steps  # a batch that failed is repeated image by image
 
 
@@ -96,7 +96,7 @@ class Service(Source, Protocol):
         Raises:
             QueueFullError, NotReadyError, DrainingError: the jobs are not accepted now.
             JobError: from `load_image`, or the model's scheduler has no schedule of so many steps.
-            DrawingError: the pipeline failed on one of the jobs; a JobFailedError if the job is the cause.
+            GenerationError: the pipeline failed on one of the jobs; a JobFailedError if the job is the cause.
         """
 
 

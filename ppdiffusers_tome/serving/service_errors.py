@@ -1,10 +1,10 @@
 """Errors of a server. All survive pickling, because Ray sends them between processes."""
 
 from ..errors import ToMeError
-from ..generation.jobs import DrawingError
+from ..generation.jobs import GenerationError
 
 
-class JobFailedError(DrawingError):
+class JobFailedError(GenerationError):
     """The pipeline failed on this job only: it still generates a plain image of the same size and ratio."""
 
 

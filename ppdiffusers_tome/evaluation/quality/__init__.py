@@ -1,1 +1,1 @@
-"""How far merged images are from plain ones: drawing, measures, report."""
+"""How far merged images are from plain ones: generation, measures, report."""

@@ -1,4 +1,4 @@
-"""An evaluation: draw the images, measure them, and make one result."""
+"""An evaluation: generate the images, measure them, and make one result."""
 
 import hashlib
 import math
@@ -13,14 +13,14 @@ from tqdm.auto import tqdm
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...generation.engine import Engine
+from ...generation.offline import MakeImageBackend
 from ...models import find_blocks
 from ..results import make_result
-from .drawing import (
-    MakeDrawer,
+from .image_generation import (
     check_model,
     claim_folder,
-    draw,
     from_image,
+    generate_images,
     image_folder,
     image_paths,
     load_model,
@@ -57,7 +57,7 @@ def evaluate(
     evaluation: Evaluation,
     settings: Sequence[Setting],
     output: Path,
-    make_drawer: MakeDrawer,
+    make_backend: MakeImageBackend,
     batch: int,
     real: Path | None,
     with_inception: bool,
@@ -77,10 +77,10 @@ def evaluate(
     Raises:
         ToMeConfigError: an argument is not allowed, also with this model, or the folder holds images of another
             evaluation.
-        ToMeError: weights or a package are missing, or images could not be drawn.
+        ToMeError: weights or a package are missing, or images could not be generated.
     """
     check_model(evaluation, settings)
-    # What may be missing is loaded now, because drawing takes hours.
+    # What may be missing is loaded now, because generation takes hours.
     real_images = [] if real is None else image_paths(real)
     if real is not None and len(real_images) < SMALLEST_REAL:
         raise ToMeConfigError(f"{real} has {len(real_images)} PNG files: KID needs {SMALLEST_REAL} real images.")
@@ -89,8 +89,8 @@ def evaluate(
     fid = load_fid() if with_inception else None
     for weights in (EFFICIENTNET, STLPIPS):
         weights.read()
-    drawn_by = claim_folder(evaluation, output)
-    about_torch = draw(evaluation, [PLAIN, OTHER_SEEDS, *settings], output, make_drawer, batch)
+    generated_by = claim_folder(evaluation, output)
+    about_torch = generate_images(evaluation, [PLAIN, OTHER_SEEDS, *settings], output, make_backend, batch)
     measurer = Measurer(output, evaluation.size)
     calibration, references = calibrate(measurer, real_images)
     measured = []
@@ -104,7 +104,7 @@ def evaluate(
     return make_result(
         "quality",
         command,
-        commit=drawn_by,
+        commit=generated_by,
         **{key: value for key, value in asdict(evaluation).items() if key not in ("prompts", "torch_python")},
         scheduler=type(load_model(evaluation.model).scheduler).__name__,
         torch=about_torch,
@@ -125,12 +125,12 @@ class Measurer:
 
     def compare(self, setting: Setting, sigma: float = 0) -> Measured:
         """A setting's images, blurred by sigma px, each against the plain one of the same prompt and noise."""
-        images, plain = (image_paths(image_folder(drawn, self.output)) for drawn in (setting, PLAIN))
+        images, plain = (image_paths(image_folder(one, self.output)) for one in (setting, PLAIN))
         return self.measure(images, plain, sigma)
 
     def measure(self, images: Sequence[Path], references: Sequence[Path] = (), sigma: float = 0) -> Measured:
         """Features of images, blurred by sigma px, and each of PAIRS between them and their references."""
-        # Names of drawn images contain a hash of all that decides them; those of real images do not: hence their size.
+        # Names of generated images contain a hash of what decides them; those of real images do not: hence their size.
         names = [f"{path.parent.name}/{path.name}/{path.stat().st_size}" for path in (*images, *references)]
         key = repr([names, len(references), self.size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
         path = self.output / "measured" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"

@@ -1,4 +1,4 @@
-"""What an evaluation draws: its settings, its prompts, and the jobs that both make."""
+"""What an evaluation generates: its settings, its prompts, and the jobs that both make."""
 
 import csv
 import math
@@ -26,7 +26,7 @@ ABLATIONS = ("use_rand", "max_downsample", "layers")
 LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
 SMALLEST_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
 COLUMN = "Prompt"  # of PartiPrompts' table
-PROMPTS = "prompts.txt"  # in a model's folder: what it can draw
+PROMPTS = "prompts.txt"  # in a model's folder: what it can show
 GENERAL_PROMPTS = (
     "a photo of an owl on a branch",
     "a red fox in the snow, photograph",
@@ -45,7 +45,7 @@ GENERAL_PROMPTS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to draw all prompts."""
+    """One way to generate the images of all prompts."""
 
     name: str  # unique; also the name of the images' folder
     group: str  # its section in the report: "ratio", "method", one of ABLATIONS, "tomesd", or "precision"
@@ -62,7 +62,7 @@ PLAIN_BF16 = Setting("plain-bf16", "precision", ToMeConfig(ratio=0))
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is drawn, apart from the settings. Raises ToMeConfigError if a number is out of range."""
+    """What is generated, apart from the settings. Raises ToMeConfigError if a number is out of range."""
 
     model: str  # folder of a ppdiffusers pipeline, or hub name
     prompts: tuple[tuple[str, int], ...]  # (text, seed) of each image of a setting, at least two
@@ -70,7 +70,7 @@ class Evaluation:
     steps: int
     guidance_scale: float
     backend: str  # one of PROGRAMS for exported programs, "eager" for the pipeline itself
-    threads: int  # of each process that draws
+    threads: int  # of each process that generates
     torch_python: str  # interpreter for settings in PyTorch; "" if there are none
     strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise
 
@@ -87,7 +87,7 @@ class Evaluation:
             )
 
     def backend_of(self, setting: Setting) -> str:
-        """The backend that draws a setting: plain images are the reference, so they are always in fp32."""
+        """The backend for a setting's images: plain ones are the reference, so they are always in fp32."""
         return IN_FP32.get(self.backend, self.backend) if setting.group == PLAIN.group else self.backend
 
     def jobs(self, setting: Setting) -> list[Prompt]:
@@ -100,8 +100,8 @@ class Evaluation:
             if self.strength is not None:
                 name = PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
                 image = photograph(name, self.size)
-            drawn = replace(job, prompt=text, seed=seed_after(seed, offset), image=image, strength=self.strength)
-            prompts.append(Prompt(n, drawn, name))
+            own = replace(job, prompt=text, seed=seed_after(seed, offset), image=image, strength=self.strength)
+            prompts.append(Prompt(n, own, name))
         return prompts
 
 
@@ -128,9 +128,9 @@ def list_settings(
             and "layers" (cross-attention, the feed-forward layer, and both beside self-attention).
         ablation_ratio: of "max_downsample" and "layers".
         levels: at which the model has self-attention, the shallowest first.
-        tomesd: ratios to draw with tomesd on PyTorch, by its defaults.
+        tomesd: ratios to generate with tomesd on PyTorch, by its defaults.
         methods: arguments of `ToMeConfig`, as from `config.parse_settings`; each at every ratio, or at its own. What
-            equals the defaults is not drawn again.
+            equals the defaults is not generated again.
 
     Raises:
         ToMeConfigError: a ratio is 0, too large or repeated, an ablation is unknown, or a method is not allowed or
@@ -144,7 +144,7 @@ def list_settings(
     def setting(at: float, suffix: str, group: str, framework: str = "Paddle", **options: Any) -> Setting:
         config = ToMeConfig(**{**options, "ratio": at})
         if config.ratio == 0:
-            raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always drawn.")
+            raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
         return Setting(f"{at:g}{suffix}", group, config, framework)
 
     setting(ablation_ratio, "", "")  # raises even if no ablation uses it
@@ -182,7 +182,7 @@ def read_texts(path: Path) -> list[str]:
             a column "Prompt", as PartiPrompts (Yu et al. 2022, arXiv:2206.10789) are published.
 
     Raises:
-        ToMeConfigError: the file cannot be read, or holds no prompt or one that cannot be drawn.
+        ToMeConfigError: the file cannot be read, or holds no prompt or one that is not allowed.
     """
     if path.suffix != ".tsv":
         any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)

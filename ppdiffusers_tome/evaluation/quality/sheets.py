@@ -24,7 +24,7 @@ def write_sheet(
     titles: dict[int, str],
     with_differences: bool = False,
 ) -> Path:
-    """Write a sheet of images that `evaluate` drew, a row for each setting, as a PNG.
+    """Write a sheet of images that `evaluate` generated, a row for each setting, as a PNG.
 
     Args:
         path: of the PNG.

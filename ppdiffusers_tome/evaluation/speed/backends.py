@@ -27,9 +27,9 @@ from ...inference.runtime import Program, is_accurate
 from ...inference.tracing import Saved, save
 from ...models import find_blocks
 from ...patch import attach, chosen_blocks, detach
+from ..cached_programs import CachedPrograms, program_key
 from ..clock import seconds_of
 from ..free_merge import attach_free_merge
-from ..kept_programs import KeptPrograms, program_key
 from ..torch_unet import TorchProcess
 from .cases import (
     BUILT_IN,
@@ -61,7 +61,7 @@ class Backend(ABC):
     threads: int  # of predictors and PyTorch; eager Paddle reads OMP_NUM_THREADS
     folder: Path  # for the exchange with PyTorch; it exists
     torch_python: str | None  # interpreter that has torch, diffusers and tomesd
-    programs: Path | None = None  # where exported programs are kept, also for others; None: in `folder`
+    programs: Path | None = None  # where exported programs are cached, also for others; None: in `folder`
     process: int = field(default=0, init=False)  # whose memory is limited; 0: this one
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Backend(ABC):
         """Bytes at the peak of one (short) pass with the weights, by Paddle's counter; None if it cannot tell."""
 
     def release(self, arm: Arm) -> None:  # noqa: B027 - not every backend keeps something
-        """Free what is kept for an arm that will not run again."""
+        """Free what is stored for an arm that will not run again."""
 
     def close(self) -> None:  # noqa: B027 - not every backend has a process
         """End processes."""
@@ -137,12 +137,12 @@ class PredictorBackend(Backend):
     def __post_init__(self) -> None:
         self._converter: Converter | None = None
         programs = sum(arm.backend in PROGRAMS for arm in self.workload.case.with_status(PLANNED))
-        self._is_kept = programs * self.workload.weights * MEMORY_SHARE <= available_bytes()
+        self._stays_loaded = programs * self.workload.weights * MEMORY_SHARE <= available_bytes()
         self._load: dict[str, Callable[[], Run]] = {}
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
-        self._kept = KeptPrograms(self.programs or self.folder)
-        self._weights = sorted(self._kept.folder.glob("*/*.pdiparams"))
+        self._cached = CachedPrograms(self.programs or self.folder)
+        self._weights = sorted(self._cached.folder.glob("*/*.pdiparams"))
         self._others: Path | None = None
 
     @contextmanager
@@ -156,7 +156,7 @@ class PredictorBackend(Backend):
             run = loaded = self._load[arm.name]()
             peak = peak_bytes(lambda: loaded(True))  # the first pass of a program prepares its kernels
             self._peaks[arm.name] = None if peak is None else peak - before  # the weights are the predictor's own
-        if self._is_kept:
+        if self._stays_loaded:
             self._loaded[arm.name] = run
         yield run
 
@@ -174,10 +174,10 @@ class PredictorBackend(Backend):
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
         workload, key = self.workload, self._key(arm)
-        saved = self._kept.find(key)
+        saved = self._cached.find(key)
         if saved is None:
             saved = self._store(self._save(arm, key), key)
-            self._kept.keep(key, saved)
+            self._cached.store(key, saved)
         load_program = self._loader(saved)
 
         def load() -> Run:
@@ -188,7 +188,7 @@ class PredictorBackend(Backend):
 
     def _save(self, arm: Arm, key: str) -> Saved:
         """Save an arm's program to the folder of programs."""
-        workload, folder = self.workload, self._kept.folder / key
+        workload, folder = self.workload, self._cached.folder / key
         shutil.rmtree(folder, ignore_errors=True)  # of a process that ended while it wrote
         traceable = workload.traceable()
         denoiser = getattr(traceable.layer, "unet", traceable.layer)
@@ -213,7 +213,7 @@ class PredictorBackend(Backend):
     def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
         workload = self.workload
         assert isinstance(workload, PipelineWorkload)
-        folder = self._kept.folder / self._key(arm)
+        folder = self._cached.folder / self._key(arm)
         sizes = [(workload.case.size, workload.case.size)]
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
         ratio, form = settings.pop("ratio"), PROGRAM_FORMATS[self.backend]
@@ -250,7 +250,7 @@ class OnnxBackend(PredictorBackend):
         self._converter.close()
 
     def _store(self, saved: Saved, key: str) -> Saved:
-        folder = self._kept.folder
+        folder = self._cached.folder
         assert saved.onnx is not None
         if self._shared is None:
             paths = (folder / f"{number}{ONNX_WEIGHTS}" for number in count())  # earlier processes have written some

@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError
 from ...inference.runtime import error_summary
+from ..cached_programs import folder_of_programs
 from ..environment import describe_environment, model_files, sources, versions
-from ..kept_programs import folder_of_programs
 from ..results import make_result, read_json, write_result
 from ..torch_unet import torch_versions
 from ..worker_process import WorkerEndedError, WorkerError, WorkerProcess

@@ -2,19 +2,17 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..evaluation.quality.settings import prompts_of, with_seeds
-from ..generation.engine import Engine
-from ..generation.offline import Drawer, draw_here
+from ..generation.offline import MakeImageBackend, generate_here
 from ..inference import RUNTIMES
 
 OWN = "(default: the model's own)"
-MakeDrawer = Callable[[Callable[[], Engine]], Drawer]  # its argument loads an engine, in the process that needs it
 
 
 def add_image_options(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
@@ -35,7 +33,7 @@ def image_settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
         ToMeConfigError: the prompts cannot be read, their number or seed is not allowed, or the model has no size.
         ToMeExportError: the model cannot be loaded.
     """
-    from ..evaluation.quality.drawing import model_defaults  # late: it imports all that draws
+    from ..evaluation.quality.image_generation import model_defaults  # late: it imports all that generates
 
     prompts = with_seeds(prompts_of(model, options.prompts), options.count, options.seed)
     numbers = {name: getattr(options, name) for name in ("size", "steps", "guidance_scale")}
@@ -65,7 +63,7 @@ def uses_gpu(options: argparse.Namespace) -> bool:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that `open_drawers` reads."""
+    """Add the options that `open_image_backend` reads."""
     command.add_argument(
         "--threads",
         type=int,
@@ -91,22 +89,22 @@ def threads(options: argparse.Namespace) -> int | None:
 
 
 @contextmanager
-def open_drawers(options: argparse.Namespace, gpu: bool) -> Iterator[MakeDrawer]:
-    """A function that makes drawers. With --ray, Ray runs as long as the context.
+def open_image_backend(options: argparse.Namespace, gpu: bool) -> Iterator[MakeImageBackend]:
+    """A function that makes image backends. With --ray, Ray runs as long as the context.
 
     Raises:
         ToMeError: --ray, and Ray is not installed.
     """
     if not options.ray:
-        yield draw_here
+        yield generate_here
         return
     try:
         import ray  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
-    from ..generation.actors import draw_on_actors
+    from ..generation.actors import generate_on_actors
     from ..generation.ray_session import ray_session
 
     cpus, gpus = threads(options) or 1, 1.0 if gpu else 0.0
     with ray_session(options.ray_address, options.actors * cpus, options.actors * gpus, shows_logs=False):
-        yield lambda load: draw_on_actors(load, options.actors, cpus, gpus)
+        yield lambda load: generate_on_actors(load, options.actors, cpus, gpus)

@@ -1,4 +1,4 @@
-"""Draw every prompt by every setting, from the same noise, into a folder that a repeated run continues."""
+"""Generate images of all prompts by each setting, from the same noise, in a folder that a repeated run continues."""
 
 import hashlib
 import inspect
@@ -23,13 +23,13 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.engine import Engine, load_engine
 from ...generation.jobs import Job
-from ...generation.offline import Drawer, draw_here, draw_identified
+from ...generation.offline import ImageBackend, MakeImageBackend, generate_here, generate_identified
 from ...inference import export_pipeline, load_pipeline, read_manifest
 from ...inference.loading import load_for_export
 from ...inference.manifest import STRICT, Size, first_error
 from ...models import latent_grid, vae_factor
+from ..cached_programs import CachedPrograms, program_key
 from ..environment import commit, model_files, sources, versions
-from ..kept_programs import KeptPrograms, program_key
 from ..results import read_json
 from ..speed.cases import PLAIN as PLAIN_ARM
 from ..speed.cases import PROGRAM_FORMATS, PROGRAMS, TOME
@@ -37,8 +37,7 @@ from ..torch_unet import TorchProcess
 from .settings import PLAIN, Evaluation, Setting
 
 DEFAULTS = "defaults.json"  # in a model's folder: fields of ModelDefaults that differ from its pipeline's
-RECORD = "evaluation.json"  # what drew the images of a folder
-MakeDrawer = Callable[[Callable[[], Engine]], Drawer]
+RECORD = "evaluation.json"  # what generated the images of a folder
 
 
 def load_model(model: str) -> DiffusionPipeline:
@@ -98,7 +97,7 @@ def check_model(evaluation: Evaluation, settings: Sequence[Setting]) -> None:
 
 
 class EagerEngine(Engine):
-    """Draws with the pipeline itself, which merges by `config` while it draws."""
+    """Generates with the pipeline itself, which merges by `config` meanwhile."""
 
     def __init__(self, model: str, config: ToMeConfig) -> None:
         self._pipe = load_model(model)
@@ -147,7 +146,7 @@ def open_torch_engine(
     """An engine whose UNet runs in PyTorch and merges by tomesd, and versions and threads of PyTorch's process.
 
     Everything else, the noise included, is the same as in the other engines, so images differ by the merging alone.
-    tomesd has no seed: it draws its random dst anew in every pass. The other models are those of the folder
+    tomesd has no seed: it samples its random dst anew in every pass. The other models are those of the folder
     `exported`, if there is one.
 
     Raises:
@@ -189,10 +188,10 @@ def claim_folder(evaluation: Evaluation, output: Path) -> str:
     return str(about["commit"])
 
 
-def draw(
-    evaluation: Evaluation, settings: Sequence[Setting], output: Path, make_drawer: MakeDrawer, batch: int
+def generate_images(
+    evaluation: Evaluation, settings: Sequence[Setting], output: Path, make_backend: MakeImageBackend, batch: int
 ) -> Mapping[str, Any] | None:
-    """Draw the images that the folder lacks.
+    """Generate the images that the folder lacks.
 
     Returns:
         Versions and threads of PyTorch's process; None if no setting uses it.
@@ -205,23 +204,23 @@ def draw(
     for setting in tqdm(settings, desc="settings", unit="setting", disable=None):
         if setting.framework == "PyTorch":
             with open_torch_engine(evaluation, setting.config.ratio, programs.get(PLAIN)) as (engine, about_torch):
-                draw_setting(evaluation, setting, output, draw_here(lambda: engine), batch)
+                generate_setting(evaluation, setting, output, generate_here(lambda: engine), batch)
         elif programs:
             runtime = PROGRAMS[evaluation.backend_of(setting)]
             load = partial(load_engine, programs[setting], threads=evaluation.threads, **runtime)
-            draw_setting(evaluation, setting, output, make_drawer(load), batch)
+            generate_setting(evaluation, setting, output, make_backend(load), batch)
         else:
             eager = partial(EagerEngine, _absolute(evaluation.model), setting.config)
-            draw_setting(evaluation, setting, output, make_drawer(eager), batch)
+            generate_setting(evaluation, setting, output, make_backend(eager), batch)
     return about_torch
 
 
 def export_programs(
-    evaluation: Evaluation, settings: Sequence[Setting], output: Path, kept: KeptPrograms | None = None
+    evaluation: Evaluation, settings: Sequence[Setting], output: Path, cached: CachedPrograms | None = None
 ) -> dict[Setting, Path]:
     """The exported folder for each setting of Paddle; settings that differ only in the ratio share one.
 
-    UNets that `kept` has, which are those of `bench`, are linked instead of traced again.
+    UNets that `cached` has, which are those of `bench`, are linked instead of traced again.
     """
     groups: dict[ToMeConfig, list[Setting]] = defaultdict(list)
     for setting in settings:
@@ -239,8 +238,8 @@ def export_programs(
             earlier = [*programs.values(), *([folder] if _exported_ratios(folder) else [])]
             options["others"] = next(iter(earlier), None)  # the other models are exported once
             size = Size(evaluation.size, evaluation.size)
-            if kept is not None:
-                found = {(size, ratio): kept.find(_unet_key(evaluation, config, ratio)) for ratio in ratios}
+            if cached is not None:
+                found = {(size, ratio): cached.find(_unet_key(evaluation, config, ratio)) for ratio in ratios}
                 options["unets"] = {which: saved for which, saved in found.items() if saved is not None}
             export_pipeline(load_model(evaluation.model), folder, ratios, [size], **options)
         programs |= dict.fromkeys(members, folder)
@@ -259,13 +258,14 @@ def _exported_ratios(folder: Path) -> set[float]:
         return set()
 
 
-def draw_setting(evaluation: Evaluation, setting: Setting, output: Path, drawer: Drawer, batch: int) -> None:
-    """Draw the images that a setting's folder lacks. Raises ToMeError if images failed; the others are kept."""
+def generate_setting(
+    evaluation: Evaluation, setting: Setting, output: Path, backend: ImageBackend, batch: int
+) -> None:
+    """Generate the images that a setting's folder lacks. Raises ToMeError if images failed; the others are kept."""
     # Threads and the size of a batch change rounding alone.
-    backend, config = evaluation.backend_of(setting), setting.config.describe()
-    decisive = [sources(), evaluation.model, backend, setting.framework, config]
-    identity = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-    summary = draw_identified(evaluation.jobs(setting), identity, image_folder(setting, output), batch, drawer)
+    of_setting = [evaluation.backend_of(setting), setting.framework, setting.config.describe()]
+    identity = hashlib.sha256(json.dumps([sources(), evaluation.model, *of_setting]).encode()).hexdigest()
+    summary = generate_identified(evaluation.jobs(setting), identity, image_folder(setting, output), batch, backend)
     if summary.failures:
         prompt, failure = summary.failures[0]
         raise ToMeError(

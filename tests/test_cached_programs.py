@@ -1,4 +1,4 @@
-"""Exported programs that are kept: under what they are, and for what they must not be used."""
+"""Cached programs: under what they are, and for what they must not be used."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.evaluation import kept_programs
+from ppdiffusers_tome.evaluation import cached_programs
+from ppdiffusers_tome.evaluation.cached_programs import CachedPrograms, folder_of_programs, program_key
 from ppdiffusers_tome.evaluation.environment import model_files
-from ppdiffusers_tome.evaluation.kept_programs import KeptPrograms, folder_of_programs, program_key
 from ppdiffusers_tome.inference.tracing import Saved
 
 
@@ -54,7 +54,7 @@ def test_other_sources_versions_and_models_have_another_folder(pipeline, tmp_pat
     folders = {folder_of_programs(tmp_path, str(pipeline)), folder_of_programs(tmp_path, str(pipeline))}
     assert len(folders) == 1
     folders.add(folder_of_programs(tmp_path, "another"))
-    monkeypatch.setattr(kept_programs, name, lambda: value)
+    monkeypatch.setattr(cached_programs, name, lambda: value)
     folders.add(folder_of_programs(tmp_path, str(pipeline)))
     assert len(folders) == 3 and {folder.parent for folder in folders} == {tmp_path}
 
@@ -74,7 +74,7 @@ def test_what_decides_a_program_is_in_its_key():
     assert len(keys) == 9 and program_key("unet", 128, "tome", ToMeConfig(ratio=0.5), "paddle") in keys
 
 
-def kept(folder, onnx):
+def saved_program(folder, onnx):
     program, params, converted = (folder / name for name in ("key/a.pdmodel", "key/a.pdiparams", "key.onnx"))
     for path in [converted] if onnx else [program, params]:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,14 +84,14 @@ def kept(folder, onnx):
 
 @pytest.mark.parametrize("onnx", [False, True])
 def test_a_program_is_found_while_it_is_complete(tmp_path, onnx):
-    programs = KeptPrograms(tmp_path / "here")
-    saved = kept(programs.folder, onnx)
+    programs = CachedPrograms(tmp_path / "here")
+    saved = saved_program(programs.folder, onnx)
     assert programs.find("key") is None, "nothing is recorded"
-    programs.keep("key", saved)
+    programs.store("key", saved)
     assert programs.find("key") == saved and programs.find("other") is None
     moved = Path((tmp_path / "here").rename(tmp_path / "there"))
-    assert KeptPrograms(moved).find("key") == kept(moved, onnx)
+    assert CachedPrograms(moved).find("key") == saved_program(moved, onnx)
     (moved / ("key.onnx" if onnx else "key/a.pdiparams")).unlink()
-    assert KeptPrograms(moved).find("key") is None
+    assert CachedPrograms(moved).find("key") is None
     (moved / "key.json").write_text("{")
-    assert KeptPrograms(moved).find("key") is None
+    assert CachedPrograms(moved).find("key") is None

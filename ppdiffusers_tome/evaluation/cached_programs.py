@@ -1,4 +1,4 @@
-"""Exported programs that are kept: later rounds, the drawing of images and a continued run take them from a folder."""
+"""Exported programs, cached in a folder for later rounds, the generation of images and a continued run."""
 
 import hashlib
 import json
@@ -35,13 +35,13 @@ def _digest(decisive: Any) -> str:
 
 
 @dataclass(frozen=True)
-class KeptPrograms:
+class CachedPrograms:
     """Programs in a folder. A record in JSON is written after each: a program without one is not complete."""
 
     folder: Path
 
     def find(self, key: str) -> Saved | None:
-        """The program that is kept under a key; None if there is none."""
+        """The program that is cached under a key; None if there is none."""
         try:
             fields = json.loads(self._record(key).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -50,7 +50,7 @@ class KeptPrograms:
         files = (saved.program, saved.params) if saved.onnx is None else (saved.onnx,)
         return saved if all(file.is_file() for file in files) else None
 
-    def keep(self, key: str, saved: Saved) -> None:
+    def store(self, key: str, saved: Saved) -> None:
         """Record a program whose files are complete; they are in the folder."""
         paths = {name: path and path.relative_to(self.folder).as_posix() for name, path in _paths(saved).items()}
         unfinished = self._record(key).with_suffix(".unfinished")

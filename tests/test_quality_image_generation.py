@@ -13,13 +13,13 @@ from ppdiffusers import StableDiffusionImg2ImgPipeline
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.evaluation import environment
-from ppdiffusers_tome.evaluation.quality import drawing
-from ppdiffusers_tome.evaluation.quality.drawing import (
+from ppdiffusers_tome.evaluation.quality import image_generation
+from ppdiffusers_tome.evaluation.quality.image_generation import (
     EagerEngine,
     check_model,
     claim_folder,
-    draw_setting,
     export_programs,
+    generate_setting,
     image_folder,
     image_paths,
     read_images,
@@ -34,7 +34,7 @@ from ppdiffusers_tome.evaluation.quality.settings import (
     list_settings,
     photograph,
 )
-from ppdiffusers_tome.generation.offline import Failure, draw_here
+from ppdiffusers_tome.generation.offline import Failure, generate_here
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "eager", threads=1, torch_python="")
 FIXED = Setting("0.5", "ratio", ToMeConfig(ratio=0.5, use_rand=False))
@@ -48,10 +48,10 @@ def pipe():
 
 
 def test_the_eager_engine_draws_as_the_pipeline_does_and_leaves_no_trace(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
+    monkeypatch.setattr(image_generation, "load_model", lambda model: pipe)
     for setting in (PLAIN, FIXED):
         engine = EagerEngine("model", setting.config)
-        draw_setting(EVALUATION, setting, tmp_path, draw_here(lambda engine=engine: engine), batch=2)
+        generate_setting(EVALUATION, setting, tmp_path, generate_here(lambda engine=engine: engine), batch=2)
     assert pipe.tome_summary().blocks == ()
     plain, merged = (read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN, FIXED))
     assert plain.shape == (2, 32, 32, 3) and (plain != merged).any(axis=(1, 2, 3)).all()
@@ -62,10 +62,10 @@ def test_the_eager_engine_draws_as_the_pipeline_does_and_leaves_no_trace(pipe, t
 
 
 def test_the_eager_engine_starts_from_photographs_as_image_to_image_does(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
+    monkeypatch.setattr(image_generation, "load_model", lambda model: pipe)
     evaluation = replace(EVALUATION, steps=4, strength=0.5)
     engine = EagerEngine("model", FIXED.config)
-    draw_setting(evaluation, FIXED, tmp_path, draw_here(lambda: engine), batch=2)
+    generate_setting(evaluation, FIXED, tmp_path, generate_here(lambda: engine), batch=2)
     images = read_images(image_paths(image_folder(FIXED, tmp_path)), 32)
     from_image = StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
     paddle.seed(2)
@@ -77,23 +77,23 @@ def test_the_eager_engine_starts_from_photographs_as_image_to_image_does(pipe, t
 
 
 def test_failed_images_are_an_error_and_the_others_are_kept(tmp_path):
-    def drawer(batches):
+    def backend(batches):
         for batch in batches:
             yield batch[0], Failure("out of memory")
             yield batch[1], b"png"
 
     with pytest.raises(ToMeError, match=r"1 images of 0\.5 failed, the first of 'a fox': out of memory"):
-        draw_setting(EVALUATION, FIXED, tmp_path, drawer, batch=2)
+        generate_setting(EVALUATION, FIXED, tmp_path, backend, batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 1
-    draw_setting(EVALUATION, FIXED, tmp_path, lambda batches: [(batches[0][0], b"png")], batch=2)
+    generate_setting(EVALUATION, FIXED, tmp_path, lambda batches: [(batches[0][0], b"png")], batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 2
 
 
 def test_photographs_and_tomesd_need_stable_diffusion(pipe, monkeypatch):
     from_photographs, tomesd = replace(EVALUATION, strength=1.0), list_settings((), (), tomesd=(0.5,))
-    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
+    monkeypatch.setattr(image_generation, "load_model", lambda model: pipe)
     check_model(from_photographs, tomesd)
-    monkeypatch.setattr(drawing, "load_model", lambda model: object())
+    monkeypatch.setattr(image_generation, "load_model", lambda model: object())
     check_model(EVALUATION, [FIXED])
     for evaluation, settings, what in ((from_photographs, [FIXED], "photographs"), (EVALUATION, tomesd, "tomesd")):
         with pytest.raises(ToMeConfigError, match=f"is a object: {what}.* only with a StableDiffusionPipeline"):
@@ -101,13 +101,13 @@ def test_photographs_and_tomesd_need_stable_diffusion(pipe, monkeypatch):
 
 
 def test_a_folder_is_for_one_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setattr(drawing, "commit", lambda: "1234567")
+    monkeypatch.setattr(image_generation, "commit", lambda: "1234567")
     assert claim_folder(EVALUATION, tmp_path) == "1234567"
-    monkeypatch.setattr(drawing, "commit", lambda: "7654321")
+    monkeypatch.setattr(image_generation, "commit", lambda: "7654321")
     assert claim_folder(replace(EVALUATION, threads=7), tmp_path) == "1234567", "the commit that drew, not this one"
     with pytest.raises(ToMeConfigError, match=r"prompts, steps differ. Choose another folder with --output"):
         claim_folder(replace(EVALUATION, steps=2, prompts=EVALUATION.prompts[:1]), tmp_path)
-    monkeypatch.setattr(drawing, "sources", lambda: "others")
+    monkeypatch.setattr(image_generation, "sources", lambda: "others")
     with pytest.raises(ToMeConfigError, match=r"sources differ. .* or remove this one"):
         claim_folder(EVALUATION, tmp_path)
 
@@ -115,7 +115,7 @@ def test_a_folder_is_for_one_evaluation(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "decides"),
     [
-        *((f"{name}.py", True) for name in ("matching", "inference/export", "evaluation/quality/drawing")),
+        *((f"{name}.py", True) for name in ("matching", "inference/export", "evaluation/quality/image_generation")),
         *((f"{name}.py", True) for name in ("generation/engine", "evaluation/torch_worker", "__init__")),
         *((f"{name}.py", False) for name in ("serving/app", "commands/bench", "cli", "_version")),
     ],
@@ -135,8 +135,8 @@ def test_sources_are_the_code_that_measures(module, decides, tmp_path, monkeypat
 
 def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, tmp_path):
     exports = []
-    monkeypatch.setattr(drawing, "load_model", lambda model: "pipe")
-    monkeypatch.setattr(drawing, "export_pipeline", lambda *args, **options: exports.append((args, options)))
+    monkeypatch.setattr(image_generation, "load_model", lambda model: "pipe")
+    monkeypatch.setattr(image_generation, "export_pipeline", lambda *args, **options: exports.append((args, options)))
     settings = [PLAIN, *list_settings((0.25, 0.5), ("layers", "use_rand"), tomesd=(0.5,))]
     programs = export_programs(replace(EVALUATION, backend="onnxruntime"), settings, tmp_path)
     folders = {setting.name: folder.name for setting, folder in programs.items()}
@@ -152,20 +152,20 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
 
 def test_only_plain_images_stay_in_fp32(monkeypatch, tmp_path):
     """The reference: what bfloat16 changes is a part of every distance, and a setting of its own."""
-    drawn = {}
+    generated = {}
     settings = [PLAIN, OTHER_SEEDS, FIXED, PLAIN_BF16]
-    monkeypatch.setattr(drawing, "export_programs", lambda *arguments: dict.fromkeys(settings, tmp_path))
-    monkeypatch.setattr(drawing, "load_engine", lambda folder, **runtime: runtime)
+    monkeypatch.setattr(image_generation, "export_programs", lambda *arguments: dict.fromkeys(settings, tmp_path))
+    monkeypatch.setattr(image_generation, "load_engine", lambda folder, **runtime: runtime)
 
-    def draw_setting(evaluation, setting, output, runtime, batch):
-        drawn[setting.name] = runtime()
+    def generate_setting(evaluation, setting, output, runtime, batch):
+        generated[setting.name] = runtime()
 
-    monkeypatch.setattr(drawing, "draw_setting", draw_setting)
+    monkeypatch.setattr(image_generation, "generate_setting", generate_setting)
     evaluation = replace(EVALUATION, backend="openvino-bf16")
-    drawing.draw(evaluation, settings, tmp_path, lambda load: load, batch=2)
+    image_generation.generate_images(evaluation, settings, tmp_path, lambda load: load, batch=2)
     fp32 = {"runtime": "openvino", "threads": 1}
     bf16 = {**fp32, "precision": "bf16"}
-    assert drawn == {"plain": fp32, "other-seeds": fp32, "0.5": bf16, "plain-bf16": bf16}
+    assert generated == {"plain": fp32, "other-seeds": fp32, "0.5": bf16, "plain-bf16": bf16}
 
 
 def test_images_of_another_size_are_resized(tmp_path):
@@ -194,10 +194,11 @@ class PaddleProcess(AbstractContextManager):
 
 @pytest.mark.parametrize("strength", [None, 1.0])
 def test_tomesd_replaces_the_unet_alone(pipe, tmp_path, monkeypatch, strength):
-    monkeypatch.setattr(drawing, "load_model", lambda model: pipe)
-    monkeypatch.setattr(drawing, "TorchProcess", PaddleProcess)
+    monkeypatch.setattr(image_generation, "load_model", lambda model: pipe)
+    monkeypatch.setattr(image_generation, "TorchProcess", PaddleProcess)
     (tomesd,) = list_settings((), (), tomesd=(0.5,))
     evaluation = replace(EVALUATION, strength=strength)
-    assert drawing.draw(evaluation, [PLAIN, tomesd], tmp_path, draw_here, batch=2) == {"python": ""}
+    about_torch = image_generation.generate_images(evaluation, [PLAIN, tomesd], tmp_path, generate_here, batch=2)
+    assert about_torch == {"python": ""}
     images = [read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN, tomesd)]
     np.testing.assert_array_equal(*images)
