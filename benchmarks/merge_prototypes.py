@@ -155,11 +155,18 @@ def merging_queries(ratio: float) -> Prototype:
     query_plans: list[Plan] = [None]  # of the block that runs
 
     def build(original: Callable, wrap: wraps.BlockWrap, metric: paddle.Tensor) -> Plan:
-        config = wrap.config
-        wrap.config = replace(config, ratio=ratio)
-        query_plans[0] = original(metric)
-        wrap.config = config
-        return original(metric)
+        config, similar = wrap.config, []
+
+        def match_once(*arguments: Any) -> tuple[paddle.Tensor, paddle.Tensor]:
+            if not similar:
+                similar.append(_most_similar(*arguments))
+            return similar[0]
+
+        with mock.patch.object(matching, "_most_similar", match_once):
+            wrap.config = replace(config, ratio=ratio)
+            query_plans[0] = original(metric)
+            wrap.config = config
+            return original(metric)
 
     class QueryView(attention.AttentionView):
         def to_q(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
