@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray browser test-page check format bench bench-speed bench-quality frontier load fuzz lock wheel clean
+.PHONY: help venv demo test test-ray browser test-page check format bench bench-speed bench-quality frontier alternatives load fuzz lock wheel clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -109,7 +109,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 --arms plain tome $(if $(TORCH_PYTHON),torch-bf16 $(TORCH)) --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
-	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v /frontier_) benchmarks/ops.json --output $(RESULTS)/..
+	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_) benchmarks/ops.json --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
 	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging proportional=false,window=none,ratio=0.5 $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate
@@ -156,6 +156,14 @@ frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time,
 	$(BENCH) $(FRONTIER) $(MORE_MERGING) $(AT_128) --batch 2 --backend eager predictor --arms plain tome --rounds 15 --output $(RESULTS)/frontier_speed_128.json
 	$(BENCH) $(FRONTIER) $(HIGH) $(AT_256) --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed_256.json
 	$(EVALUATE) frontier $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed_*.json --images build --output $(RESULTS)/..
+
+# Each line continues what its result has; another number of images needs another folder (--output) or no result there.
+ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
+
+alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both, and write their page: hours
+	for mode in "" --time; do \
+	$(ALTERNATIVES) $(AT_128) --count 8 --output $(RESULTS) $$mode && $(ALTERNATIVES) $(AT_256) --count 4 --output $(RESULTS) $$mode || exit 1; done
+	$(ALTERNATIVES) report --output $(RESULTS)
 
 # The bundled model's training images, from npm. resvg is not locked because only this target needs it.
 build/reference/.complete:

@@ -264,6 +264,7 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
     plain_folder = folder / "images" / "plain"
     if not content["plain_macs"]:
         shutil.rmtree(folder, ignore_errors=True)
+    if not plain_folder.exists():
         content["plain_macs"] = draw_all(evaluation, Arm(), plain_folder)[1]
     plain = read_images(image_paths(plain_folder), evaluation.size)
     done = {entry["name"] for entry in content["arms"]}
@@ -333,8 +334,8 @@ text encoder and VAE, counted while it was drawn, and where measured the time of
 with plain. *Fewer MACs* is plain's number over that of the arm: what the time would be if every operation took time by
 its MACs. It does not contain what merging adds (sorting, gathering) nor the softmax that it saves.
 
-- **n steps**: the model's own scheduler. **DPM-Solver++** (arXiv:2211.01095) is compared with the model's own scheduler
-  too, so a part of its distance is that the two do not draw the same image in any number of steps.
+- **n steps**: the model's own scheduler. **DPM-Solver++** (arXiv:2211.01095) is compared with the model's own
+  scheduler too, so a part of its distance is that the two do not draw the same image in any number of steps.
 - **DeepCache n** (arXiv:2312.00858): each n-th step, from the first on, computes everything; the others compute the
   first level and reuse the features of the deeper ones. With **last layer** they compute the last layer of the UNet
   alone, as DeepCache's code does by default.
@@ -438,10 +439,9 @@ def main() -> None:
     for line in measured:
         write_result(file, make_result("experiments", command, **{**about, **content, **made}))
         print(line, flush=True)
-    names = {arm["name"] for arm in content["arms"]}
-    if not options.time and names >= set(SHEET):
+    shown = {"plain": "plain", **{name: name for name in SHEET}}
+    if all((folder / "images" / name).exists() for name in shown):
         result = read_json(file)
-        shown = {"plain": "plain", **{name: name for name in SHEET}}
         write_sheet(options.output.parent / f"{file.stem}_sheet.png", result, folder, shown, evenly_spaced(result))
 
 

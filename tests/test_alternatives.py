@@ -1,14 +1,18 @@
 """What benchmarks/alternatives.py compares merging with does what it says; measuring it takes hours."""
 
 import importlib
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
 from conftest import TEXT, inputs, make_unet, run, traces
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ppdiffusers_tome import Grid, ToMeConfig, apply_tome, remove_tome
+from ppdiffusers_tome.evaluation.results import read_json
 from ppdiffusers_tome.macs import count_macs, saved_macs
 from ppdiffusers_tome.patch import chosen_blocks
 
@@ -159,3 +163,52 @@ def test_deep_cache_of_a_first_level_without_attention(alternatives):
     unet = make_unet(down_block_types=down, up_block_types=up)
     own = passes(unet, alternatives.deep_cache(unet, 2, True), 2)
     assert (own[1] != run(unet, seed=1)).any()
+
+
+def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused(
+    alternatives, model, tmp_path, monkeypatch, capsys
+):
+    arms = [alternatives.Arm(merging={"ratio": 0.5}), alternatives.Arm(steps=1), alternatives.Arm(other_seed=True)]
+    monkeypatch.setattr(alternatives, "list_arms", lambda: arms)
+    monkeypatch.setattr(alternatives, "ROOT", tmp_path)
+    about = ["--model", str(model), "--size", "32", "--count", "2", "--output", str(tmp_path / "results")]
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["alternatives.py", *arguments])
+        alternatives.main()
+        return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if ": " in line]
+
+    images = [*about, "--steps", "2", "--guidance-scale", "2"]
+    assert call(*images, "--only", "1 steps")[-1] == "1 steps"
+    assert call(*images)[-2:] == ["default 0.5", "another seed"]
+    (file,) = (tmp_path / "results").glob("*.json")
+    drawn = read_json(file)
+    assert [arm["group"] for arm in drawn["arms"]] == ["alternative", "merging", "calibration"]
+    assert all(len(arm["images"]["psnr"]) == 2 and arm["psnr"] < 100 for arm in drawn["arms"])
+    few, merged, other = (arm["macs"] for arm in drawn["arms"])
+    assert 0.5 < few < merged < other == 1  # half of the steps is more than half of text encoder, UNet and VAE
+    call(*images, "--time", "--rounds", "1")
+    timed = read_json(file)
+    assert [bool(arm["seconds"]) for arm in timed["arms"]] == [True, True, False]
+    assert (
+        timed["commit"] == drawn["commit"]
+        and timed["command"] == drawn["command"]
+        and "--time" in timed["timing"]["command"]
+    )
+    call("report", "--output", str(tmp_path / "results"))
+    text = (tmp_path / "alternatives.md").read_text()
+    assert "1 steps" in text and "| time |" in text and len(list(tmp_path.glob("*.png"))) == 2
+    with pytest.raises(SystemExit, match="another steps"):
+        call(*about, "--steps", "3", "--guidance-scale", "2")
+    with pytest.raises(SystemExit):
+        call(*images, "--only", "2 steps")
+
+
+def test_the_page_is_that_of_the_committed_results(alternatives, tmp_path, monkeypatch):
+    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)  # empty plots save most of the time
+    monkeypatch.setattr(alternatives, "label_points", lambda *_: None)
+    shutil.copytree(alternatives.RESULTS, tmp_path / "results")
+    for sheet in alternatives.RESULTS.parent.glob("alternatives_*_sheet.png"):
+        shutil.copy(sheet, tmp_path)
+    text = alternatives.write_report(sorted((tmp_path / "results").glob("alternatives_*.json")), tmp_path)
+    assert text == (alternatives.RESULTS.parent / "alternatives.md").read_text(encoding="utf-8")
