@@ -465,6 +465,36 @@ def schedules_table() -> Iterator[list[Figure]]:
         yield [Figure(label, field), saved, Figure(f"{row['prompts']['psnr']:.1f}", f"{field}: prompts.psnr")]
 
 
+ALTERNATIVES = {"128": "results/alternatives_emoji_sd_128.json"}
+ARMS = {  # name in the results → label in docs/methods.md
+    "default 0.5": "the default, 0.5",
+    "default 0.7": "the default, 0.7",
+    "kv 0.75": "keys and values, 0.75",
+    "ToDo 0.75": "ToDo",
+    "16 steps": "16 steps",
+}
+
+
+def alternatives_table() -> Iterator[list[Figure]]:
+    """Each arm that docs/methods.md names: fewer MACs, PSNR and ST-LPIPS at each size."""
+    for name, label in ARMS.items():
+        row = [Figure(label, name)]
+        for size in ALTERNATIVES:
+            row += [alternative(size, name, measure) for measure in ("macs", "psnr", "perceptual")]
+        yield row
+
+
+def alternative(size: str, name: str, measure: str) -> Figure:
+    """Of an arm: plain's MACs over its own, or the median distance."""
+    (arm,) = [arm for arm in read(ALTERNATIVES[size])["arms"] if arm["name"] == name]
+    forms = {"macs": f"{1 / arm['macs']:.2f}×", "psnr": f"{arm['psnr']:.1f}", "perceptual": f"{arm['perceptual']:.4f}"}
+    return Figure(forms[measure], f"{ALTERNATIVES[size]}, {name}: {measure}")
+
+
+def images_of_alternatives(size: str) -> Figure:
+    return Figure(f"{len(read(ALTERNATIVES[size])['prompts'])}", f"{ALTERNATIVES[size]}: prompts")
+
+
 # Operations, ControlNet, load ----------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ TABLES = {  # by document and first header cell
     ("README_zh.md", "尺寸"): lambda: figures.quality_table(1),
     ("docs/methods.md", "variant"): figures.experiments_table,
     ("docs/methods.md", "ratios"): figures.schedules_table,
+    ("docs/methods.md", "instead of plain"): figures.alternatives_table,
     ("docs/comparison.md", "method"): figures.operations_table,
     ("docs/inference.md", "size"): figures.predictor_table,
     ("docs/inference.md", "threads"): figures.runtimes_table,
@@ -92,6 +93,7 @@ PROSE = [  # document, expression with one group around the figure, the figure
     ("docs/methods.md", r"from \S+ to (\S+) at 128 px", lambda: figures.level_speed_up(128, 2)),
     ("docs/methods.md", r"from (\S+) to \S+ at 256 px", lambda: figures.level_speed_up(256, 1)),
     ("docs/methods.md", r"from \S+ to (\S+) at 256 px", lambda: figures.level_speed_up(256, 2)),
+    ("docs/methods.md", r"Medians of (\d+) images at 128 px", lambda: figures.images_of_alternatives("128")),
     ("docs/methods.md", r"merged program becomes (\S+) as", lambda: figures.bfloat16_speed_up("window 16")),
     ("docs/methods.md", r"a plain one (\S+) \(", lambda: figures.bfloat16_speed_up("plain")),
     *(
