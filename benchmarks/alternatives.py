@@ -46,14 +46,14 @@ from ppdiffusers_tome.evaluation.plotting import (
     save_figure,
     set_title,
 )
-from ppdiffusers_tome.evaluation.quality.drawing import (
+from ppdiffusers_tome.evaluation.quality.frontier import is_on_frontier
+from ppdiffusers_tome.evaluation.quality.image_generation import (
     EagerEngine,
     image_paths,
     load_model,
     model_defaults,
     read_images,
 )
-from ppdiffusers_tome.evaluation.quality.frontier import is_on_frontier
 from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, PAIRS
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN, Evaluation, prompts_of, with_seeds
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
