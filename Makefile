@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-ray browser test-page check format bench bench-speed bench-quality frontier alternatives load fuzz lock wheel clean
+.PHONY: help venv demo test test-newer test-ray browser test-page check format bench bench-speed bench-quality frontier alternatives load fuzz lock wheel clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -65,6 +65,12 @@ demo: $(VENV)/.installed ## generate images with the bundled model, without and 
 
 test: $(VENV)/.installed-test ## run the test suite in two processes of one thread each
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ARGS)
+
+# SOURCE is the folder that contains the package ppdiffusers, as PaddleMIX/ppdiffusers does.
+NEWER := patch keys_values proportional transformers families families_table features api unsupported models
+test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOURCE=its folder, with STACK=paddle3 for those after 0.29.0
+	@test -f "$(SOURCE)/ppdiffusers/__init__.py" || { echo 'Needs SOURCE=DIR, the folder that contains the package ppdiffusers' >&2; exit 1; }
+	PPDIFFUSERS_SOURCE="$(abspath $(SOURCE))" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(NEWER:%=tests/test_%.py) $(ARGS)
 
 test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/test_ray.py $(ARGS)

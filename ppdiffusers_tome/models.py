@@ -6,10 +6,15 @@ from typing import Any
 
 import numpy as np
 import paddle
+import ppdiffusers
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline, SD3Transformer2DModel, UNet2DConditionModel
 from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
-from ppdiffusers.models.attention_processor import LoRAXFormersAttnProcessor, XFormersAttnProcessor
+from ppdiffusers.models.attention_processor import (
+    JointAttnProcessor2_5,
+    LoRAXFormersAttnProcessor,
+    XFormersAttnProcessor,
+)
 from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed, Timesteps
 from ppdiffusers.models.transformer_2d import Transformer2DModel
 from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
@@ -20,6 +25,9 @@ from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
 from .positions import Grid
 
+SD3ControlNetModel: Any = getattr(
+    ppdiffusers, "SD3ControlNetModel", ()
+)  # 0.29.0 has none; nothing is an instance of ()
 TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
 MERGEABLE_BLOCKS = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
 
@@ -44,7 +52,9 @@ class MergeableBlock:
         """The layers that can run on merged tokens, under the names of the `merge_…` settings."""
         block = self.block
         if self.is_joint:
-            return {"attn": (block.attn,), "mlp": (block.ff,)}
+            # Some blocks of Stable Diffusion 3.5 also have an attention over the image tokens alone.
+            second = getattr(block, "attn2", None)
+            return {"attn": (block.attn,) if second is None else (block.attn, second), "mlp": (block.ff,)}
         layers: dict[str, list[nn.Layer]] = {"attn": [], "crossattn": [], "mlp": [block.ff]}
         # In Stable Diffusion's upscaler attn1 attends to the text as well.
         layers["crossattn" if block.only_cross_attention else "attn"].append(block.attn1)
@@ -59,8 +69,9 @@ def is_chunked(block: nn.Layer) -> bool:
 
 
 def is_joint(attention: nn.Layer) -> bool:
-    """Whether an attention layer has projections for text tokens beside those for image tokens, as in SD3."""
-    return getattr(attention, "add_q_proj", None) is not None
+    """Whether an attention layer computes as in SD3, also without text: a fused kernel with the scale of its width."""
+    has_text = getattr(attention, "add_q_proj", None) is not None
+    return has_text or isinstance(attention.processor, JointAttnProcessor2_5)
 
 
 def is_fused(attention: nn.Layer) -> bool:
@@ -150,7 +161,7 @@ def _is_denoiser(layer: nn.Layer) -> bool:
         return False
     if hasattr(layer, "down_blocks"):
         return next(_transformers(layer), None) is not None
-    return _stem(layer) not in (None, layer) and not layer.inference_optimize
+    return _stem(layer) not in (None, layer) and not getattr(layer, "inference_optimize", False)
 
 
 def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
@@ -174,7 +185,7 @@ def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer]
 
 def _stem(layer: nn.Layer) -> nn.Layer | None:
     """The layer whose input shows the token grid of a transformer over pixels; None if `layer` is no such model."""
-    if isinstance(layer, SD3Transformer2DModel):
+    if isinstance(layer, (SD3Transformer2DModel, SD3ControlNetModel)):
         return layer.pos_embed
     if isinstance(layer, Transformer2DModel):
         if layer.is_input_continuous:
@@ -247,7 +258,7 @@ def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
 
 def is_controlnet(denoiser: nn.Layer) -> bool:
     """Whether a model is a ControlNet, to which `apply_tome(controlnet=…)` applies."""
-    return isinstance(denoiser, ControlNetModel)
+    return isinstance(denoiser, (ControlNetModel, SD3ControlNetModel))
 
 
 def is_countable(denoiser: nn.Layer) -> bool:

@@ -5,12 +5,14 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
-from conftest import repeat, sizes_of
+from conftest import repeat, sizes_of, traces
 from paddle import nn
+from ppdiffusers.models.attention import JointTransformerBlock
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, JointAttnProcessor2_5
-from zoo import ZOO
+from ppdiffusers_source import newer_class
+from zoo import ZOO, parts
 from zoo.noise import noise
-from zoo.transformers import HIDDEN, dit, pixart, sd3
+from zoo.transformers import HIDDEN, dit, pixart, sd3, sd3_controlnet
 
 from ppdiffusers_tome import (
     Grid,
@@ -167,63 +169,146 @@ class HeadNorm(nn.Layer):
         return heads / heads.square().mean(-1, keepdim=True).sqrt() * self.weight
 
 
-class NormalizedHeads:
-    """A joint attention that normalizes queries and keys of image and text by head, as in Stable Diffusion 3.5."""
+class NormalizedHeads(JointAttnProcessor2_5):
+    """An attention that normalizes queries and keys by head, of image and text or image alone, as Stable Diffusion 3.5."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None):
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
         def heads(tokens):
             return tokens.reshape([tokens.shape[0], -1, attn.heads, tokens.shape[-1] // attn.heads])
 
         image, text = hidden_states, encoder_hidden_states
         query, key, value = (heads(project(image)) for project in (attn.to_q, attn.to_k, attn.to_v))
-        added = (heads(project(text)) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        text_query, text_key, text_value = added
-        query = paddle.concat(
-            [attn.norm_q(query, begin_norm_axis=3), attn.norm_added_q(text_query, begin_norm_axis=3)], 1
-        )
-        key = paddle.concat([attn.norm_k(key, begin_norm_axis=3), attn.norm_added_k(text_key, begin_norm_axis=3)], 1)
-        value = paddle.concat([value, text_value], 1)
+        query, key = attn.norm_q(query, begin_norm_axis=3), attn.norm_k(key, begin_norm_axis=3)
+        if text is not None:
+            added = (heads(project(text)) for project in (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+            text_query, text_key, text_value = added
+            query = paddle.concat([query, attn.norm_added_q(text_query, begin_norm_axis=3)], 1)
+            key = paddle.concat([key, attn.norm_added_k(text_key, begin_norm_axis=3)], 1)
+            value = paddle.concat([value, text_value], 1)
         out = F.scaled_dot_product_attention_(query, key, value, dropout_p=0.0, is_causal=False).flatten(2)
-        image, text = out[:, : image.shape[1]], out[:, image.shape[1] :]
-        return attn.to_out[1](attn.to_out[0](image)), None if attn.context_pre_only else attn.to_add_out(text)
+        image_out = attn.to_out[1](attn.to_out[0](out[:, : image.shape[1]]))
+        if text is None:
+            return image_out
+        return image_out, None if attn.context_pre_only else attn.to_add_out(out[:, image.shape[1] :])
 
 
-def sd35():
-    """Stable Diffusion 3 with norms over the channels of a head, which ppdiffusers 0.29 does not have."""
+class DualBlock(JointTransformerBlock):
+    """A block that calls its second attention, over the image tokens alone, as Stable Diffusion 3.5's."""
+
+    def forward(self, hidden_states, encoder_hidden_states, temb):
+        second = self.attn2(hidden_states=hidden_states)
+        text, image = super().forward(
+            hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
+        )
+        return text, image + second
+
+
+def double_of_sd35():
+    """Stable Diffusion 3 with norms over the channels of a head and, in the first block, a second attention."""
     model = sd3()
-    for block in model.transformer_blocks:
+    blocks = model.transformer_blocks
+    blocks[0].attn2 = Attention(HIDDEN, heads=2, dim_head=HIDDEN // 2, bias=True)
+    blocks[0].__class__ = DualBlock
+    for attention in (*(block.attn for block in blocks), blocks[0].attn2):
         for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
-            setattr(block.attn, name, HeadNorm(block.attn.head_dim))
-        block.attn.set_processor(NormalizedHeads())
+            setattr(attention, name, HeadNorm(HIDDEN // 2))
+        attention.set_processor(NormalizedHeads())
+    return parts.ready(model)
+
+
+def real_sd35():
+    """ppdiffusers' Stable Diffusion 3.5, with norms whose weights are not 1."""
+    newer_class("SD3ControlNetModel")  # came with the arguments below
+    model = sd3(qk_norm="rms_norm", dual_attention_layers=(0, 1))
+    for path, weight in model.named_parameters():
+        if ".norm_" in path:
+            weight.set_value(0.5 + paddle.rand(weight.shape))
     return model
 
 
-@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"proportional": False}], ids=str)
-def test_heads_that_are_normalized(settings):
-    model = sd35()
-    plain = draw(sd3, model)
-    np.testing.assert_array_equal(draw(sd3, model.apply_tome(0, **settings)), plain)
-    assert not np.allclose(draw(sd3, model.apply_tome(**settings)), plain, atol=1e-3)
-    np.testing.assert_array_equal(draw(sd3, model.remove_tome()), plain)
+@pytest.fixture(params=[double_of_sd35, real_sd35], ids=["double", "real"])
+def sd35(request):
+    return request.param()
+
+
+@pytest.mark.parametrize(("h", "w"), [(16, 16), (12, 20)])
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"proportional": False}, {"merge_mlp": True}], ids=str)
+def test_heads_that_are_normalized(sd35, settings, h, w):
+    plain, before = draw(sd3, sd35, h, w), traces(sd35)
+    np.testing.assert_array_equal(draw(sd3, sd35.apply_tome(0, **settings), h, w), plain)
+    assert not np.allclose(draw(sd3, sd35.apply_tome(**settings), h, w), plain, atol=1e-3)
+    np.testing.assert_array_equal(draw(sd3, sd35.remove_tome(), h, w), plain)
+    assert traces(sd35) == before
+
+
+@pytest.mark.parametrize(("merge_attn", "queries"), [(True, 32), ("kv", 64)])
+def test_second_attention_merges_by_the_plan_of_its_block(sd35, merge_attn, queries):
+    sd35.apply_tome(merge_attn=merge_attn)
+    projected = {name: widths(sd35, name) for name in ("attn.to_q", "attn.to_k", "attn2.to_q", "attn2.to_k")}
+    draw(sd3, sd35)
+    assert {name: set(seen.values()) for name, seen in projected.items()} == {
+        "attn.to_q": {queries}, "attn.to_k": {32}, "attn2.to_q": {queries}, "attn2.to_k": {32},
+    }  # fmt: skip
+    assert sd35.tome_summary(16, 16).blocks[0].merges == ("attn" if merge_attn is True else "kv",)
 
 
 @paddle.no_grad()
-def test_sizes_are_added_after_the_norm_of_a_head(monkeypatch):
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
+def test_each_half_of_a_batch_is_what_it_is_alone(sd35, merge_attn):
+    """As under guidance: the same latents with two texts."""
+    sd35.apply_tome(merge_attn=merge_attn)
+    latents = paddle.concat([noise(1, 4, 12, 20)] * 2)
+    arguments = sd3_inputs()
+    both = sd35(latents, **arguments).sample.numpy()
+    for i in range(2):
+        half = {name: value[i : i + 1] for name, value in arguments.items()}
+        np.testing.assert_allclose(sd35(latents[i : i + 1], **half).sample.numpy()[0], both[i], atol=2e-5)
+    assert not np.allclose(both[0], both[1], atol=1e-3)
+
+
+@paddle.no_grad()
+@pytest.mark.parametrize("name", ["attn", "attn2"])
+def test_sizes_are_added_after_the_norm_of_a_head(sd35, name, monkeypatch):
     """The attention is that over image tokens repeated by their sizes; text tokens count once."""
-    attention = sd35().transformer_blocks[0].attn
-    image, text = noise(2, 24, HIDDEN, seed=1), noise(2, TEXT, HIDDEN, seed=2)
+    attention = getattr(sd35.transformer_blocks[0], name)
+    image = noise(2, 24, HIDDEN, seed=1)
+    text = {"encoder_hidden_states": noise(2, TEXT, HIDDEN, seed=2)} if name == "attn" else {}
     plan = match_tokens(image, Grid(4, 6), removed=12)
     monkeypatch.setattr(wraps._current, "plan", plan)
     install(attention, AttentionWrap(ToMeConfig(), is_self=True))
-    merged_image, merged_text = attention(image, encoder_hidden_states=text)
+    merged = attention(hidden_states=image, **text)
     remove(attention)
     sizes = sizes_of(plan)
-    full, expected_text = attention(repeat(merge(image, plan), sizes), encoder_hidden_states=text)
+    full = attention(hidden_states=repeat(merge(image, plan), sizes), **text)
+    if text:
+        (merged, merged_text), (full, full_text) = merged, full
+        np.testing.assert_allclose(merged_text.numpy(), full_text.numpy(), atol=5e-6)
     firsts = (np.cumsum(sizes, axis=1) - sizes)[..., None]
     expected = unmerge(paddle.to_tensor(np.take_along_axis(full.numpy(), firsts, axis=1)), plan)
-    np.testing.assert_allclose(merged_image.numpy(), expected.numpy(), atol=5e-6)
-    np.testing.assert_allclose(merged_text.numpy(), expected_text.numpy(), atol=5e-6)
+    np.testing.assert_allclose(merged.numpy(), expected.numpy(), atol=5e-6)
     assert sizes.max() > 2
+
+
+@pytest.mark.parametrize(("h", "w"), [(16, 16), (12, 20)])
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"merge_mlp": True}], ids=str)
+def test_controlnet_of_sd3(settings, h, w):
+    """Its outputs are 0 until it is trained, so those layers are random here."""
+    controlnet = sd3_controlnet()
+
+    @paddle.no_grad()
+    def control():
+        arguments = {"controlnet_cond": noise(BATCH, 4, h, w, seed=3), **sd3_inputs()}
+        return np.stack([x.numpy() for x in controlnet(noise(BATCH, 4, h, w), **arguments).controlnet_block_samples])
+
+    plain, before = control(), traces(controlnet)
+    assert not np.allclose(plain, 0, atol=1e-3)
+    assert not np.allclose(controlnet.apply_tome(**settings) and control(), plain, atol=1e-3)
+    assert [block.kept for block in controlnet.tome_summary(h, w).blocks] == [h * w // 8] * 2
+    controlnet.remove_tome()
+    np.testing.assert_array_equal(control(), plain)
+    assert traces(controlnet) == before
+    with pytest.raises(NoMergeableLayerError, match="it only has ControlNets"):
+        controlnet.apply_tome(controlnet=False)
 
 
 def test_max_downsample_makes_no_difference(make):

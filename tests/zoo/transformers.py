@@ -14,6 +14,7 @@ from ppdiffusers import (
     VQModel,
 )
 from ppdiffusers.pipelines.vq_diffusion.pipeline_vq_diffusion import LearnedClassifierFreeSamplingEmbeddings
+from ppdiffusers_source import newer_class
 
 from . import parts
 from .base import Tiny, family
@@ -67,6 +68,25 @@ def sd3(**changes):
         "pos_embed_max_size": 16,
     }
     return parts.ready(SD3Transformer2DModel(**{**settings, **changes}))
+
+
+def sd3_controlnet():
+    """A ControlNet for `sd3`, which ppdiffusers 0.29.0 does not have; its outputs, 0 until it is trained, are random."""
+    model = newer_class("SD3ControlNetModel")(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=HIDDEN // 2,
+        num_attention_heads=2,
+        joint_attention_dim=2 * HIDDEN,
+        caption_projection_dim=HIDDEN,
+        pooled_projection_dim=2 * HIDDEN,
+        pos_embed_max_size=16,
+    )
+    for layer in model.controlnet_blocks:
+        layer.weight.set_value(paddle.rand(layer.weight.shape) - 0.5)
+    return parts.ready(model)
 
 
 @family
