@@ -62,10 +62,11 @@ setup(
     zip_safe=False,
     python_requires=">=3.10,<3.13",
     # Paddle itself is an extra: paddlepaddle and paddlepaddle-gpu are one module, and installing both breaks it.
+    # ppdiffusers has no lower bound because its nightly builds are 0.0.0; the import rejects those before 0.29.
     # The last two are bounds that ppdiffusers and paddlenlp lack: above them, they do not import. Others drift too, so
     # install with the tested versions as constraints: pip install -c requirements.txt ".[cpu]"
     install_requires=[
-        "ppdiffusers>=0.29,<0.30",
+        "ppdiffusers<0.31",
         "paddlenlp>=2.8.1",
         "numpy<2",
         "packaging",

@@ -25,9 +25,7 @@ from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
 from .positions import Grid
 
-SD3ControlNetModel: Any = getattr(
-    ppdiffusers, "SD3ControlNetModel", ()
-)  # 0.29.0 has none; nothing is an instance of ()
+SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
 TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
 MERGEABLE_BLOCKS = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
 

@@ -15,8 +15,10 @@ from .models import (
     layer_components,
 )
 
+REMEDY = "Run it without merging: python -m ppdiffusers_tome families lists the pipelines that merge."
 _NO_TRANSFORMERS = "its attention works on feature maps inside convolutional blocks; it has no transformer blocks"
 _ONE_SEQUENCE = "image tokens share one sequence with text and time tokens, which must not merge"
+_FRAMES_AND_TEXT = "its blocks take the tokens of all frames and of the text as one sequence, which has no single grid"
 _OWN_ATTENTION = "its own kind of transformer block has its own kind of attention"
 _ROTARY = "its own kind of block rotates queries and keys by token position, which a merged token does not have"
 
@@ -34,6 +36,9 @@ REASONS = {
     "UniDiffuserModel": _ONE_SEQUENCE,
     "DiTLLaMA2DModel": _ROTARY,
     "DiTLLaMAT2IModel": _ROTARY,
+    "CogVideoXTransformer3DModel": _FRAMES_AND_TEXT,
+    "CogVideoXTransformer3DVCtrlModel": _FRAMES_AND_TEXT,
+    "VCtrlModel": _FRAMES_AND_TEXT,
     "LVDMUNet3DModel": "its own kind of block rearranges space and time between its layers",
     "STUNetModel": _OWN_ATTENTION,
     "Vid2VidSTUNet": _OWN_ATTENTION,
@@ -79,7 +84,7 @@ def nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | N
             if (reason := no_merge_reason(component))
         )
         where = names or "a pipeline without models"
-        return f"{start}: it looks for {MERGEABLE_BLOCKS}, and there are none in {where}.{reasons}"
+        return f"{start}: it looks for {MERGEABLE_BLOCKS}, and there are none in {where}.{reasons} {REMEDY}"
     included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
     if not included:
         return f"{start}, controlnet=False: it only has ControlNets. Pass controlnet=True."

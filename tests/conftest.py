@@ -8,7 +8,6 @@ import absl.logging
 import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU when it is imported
 import numpy as np
 import paddle
-import ppdiffusers_source  # noqa: F401 - before ppdiffusers, which it chooses
 import pytest
 from filelock import FileLock
 from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel

@@ -10,6 +10,7 @@ import os
 from unittest.mock import patch
 
 import paddle
+import ppdiffusers_source  # noqa: F401 - before ppdiffusers, which it chooses
 
 KERNEL = "paddle.incubate.nn.memory_efficient_attention.memory_efficient_attention"
 

@@ -1,4 +1,4 @@
-"""PPDIFFUSERS_SOURCE=DIR: run the tests on the ppdiffusers in DIR. conftest.py imports this before everything else."""
+"""PPDIFFUSERS_SOURCE=DIR: run the tests on the ppdiffusers in DIR. cuda_attention.py imports this first."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def newer_class(name: str) -> type:
 
     if not hasattr(ppdiffusers, name):
         pytest.skip(
-            f"ppdiffusers {ppdiffusers.__version__} has no {name}: run make test-newer STACK=paddle3 SOURCE=DIR, DIR with "
-            "the source of a newer ppdiffusers"
+            f"ppdiffusers {ppdiffusers.__version__} has no {name}: run make test-newer STACK=paddle3 SOURCE=DIR, "
+            "where DIR has the source of a newer ppdiffusers"
         )
     return getattr(ppdiffusers, name)

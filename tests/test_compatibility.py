@@ -1,11 +1,16 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import paddle
 import pytest
+from packaging.requirements import Requirement
 
 from ppdiffusers_tome import UnsupportedVersionError
 from ppdiffusers_tome.compatibility import check_paddle_version, check_ppdiffusers_version
+
+REQUIRED = re.search(r'"(ppdiffusers[<>=].*?)"', (Path(__file__).parents[1] / "setup.py").read_text())[1]
 
 
 @pytest.mark.parametrize("version", ["2.6.1", "2.6.2", "2.6.2.post118", "3.0.0", "3.3.1", "4.0.0", "0.0.0"])
@@ -30,8 +35,10 @@ def test_unsupported_paddle_is_rejected_in_one_sentence(version, reason):
 
 
 def test_old_ppdiffusers_is_rejected():
-    check_ppdiffusers_version("0.29.0")
-    check_ppdiffusers_version("0.0.0")
+    for version in ("0.29.0", "0.29.1", "0.30.0", "0.0.0"):
+        check_ppdiffusers_version(version)
+        assert Requirement(REQUIRED).specifier.contains(version)
+    assert not Requirement(REQUIRED).specifier.contains("0.31.0")
     with pytest.raises(UnsupportedVersionError, match=r"0\.24\.1 .* install ppdiffusers 0\.29\.0"):
         check_ppdiffusers_version("0.24.1")
 

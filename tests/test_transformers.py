@@ -170,7 +170,7 @@ class HeadNorm(nn.Layer):
 
 
 class NormalizedHeads(JointAttnProcessor2_5):
-    """An attention that normalizes queries and keys by head, of image and text or image alone, as Stable Diffusion 3.5."""
+    """Stable Diffusion 3.5's attention, which normalizes heads, over image and text or image alone."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
         def heads(tokens):

@@ -24,6 +24,7 @@ from .layouts import (
     PIXART,
     SD,
     SD3,
+    SD3_CONTROL,
     SDXL,
     SVD,
     UNCLIP,
@@ -109,6 +110,15 @@ _GROUPS: tuple[tuple[str, dict[str, Layout | str]], ...] = (
     ("ImgToVideoSD", {"unet": "STUNetModel"}),
     ("VideoToVideoModelscope", {"unet": "Vid2VidSTUNet"}),
     (
+        "StableDiffusion3ControlNet StableDiffusion3ControlNetInpainting",
+        {"transformer": SD3, "controlnet": SD3_CONTROL},
+    ),
+    ("CogVideoX", {"transformer": "CogVideoXTransformer3DModel"}),
+    (
+        "CogVideoXVCtrl CogVideoXVCtrlImageToVideo",
+        {"transformer": "CogVideoXTransformer3DVCtrlModel", "vctrl": "VCtrlModel"},
+    ),
+    (
         """PaddleInferCycleDiffusion PaddleInferStableDiffusion PaddleInferStableDiffusionControlNet
         PaddleInferStableDiffusionImg2Img PaddleInferStableDiffusionInpaint
         PaddleInferStableDiffusionInpaintPipelineLegacy PaddleInferStableDiffusionMega PaddleInferStableDiffusionXL
@@ -132,6 +142,30 @@ class PipelineSupport:
     blocks: str  # for each denoiser that merges: number, level and grid of the blocks; "" if none does
     models: str  # the published models that the class was checked with
     reason: str  # for each denoiser that does not merge: why
+
+
+_ADDED_JOINT = "transformer: 24 of 24 at level 1, 64×64 tokens; controlnet: 6 of 6 at level 1, 64×64 tokens"
+_ADDED_MODELS = "Stable Diffusion 3, ControlNet for Stable Diffusion 3"
+_ADDED_REASON = f"transformer: {REASONS['CogVideoXTransformer3DModel']}"
+_ADDED_CONTROL = ("CogVideoXTransformer3DVCtrlModel, VCtrlModel", f"{_ADDED_REASON}; vctrl: {REASONS['VCtrlModel']}")
+# Of classes that ppdiffusers 0.29.0 does not have; tests/test_families_table.py compares them on a newer one.
+ADDED = (
+    PipelineSupport("StableDiffusion3ControlNetInpaintingPipeline", True, _ADDED_JOINT, _ADDED_MODELS, ""),
+    PipelineSupport("StableDiffusion3ControlNetPipeline", True, _ADDED_JOINT, _ADDED_MODELS, ""),
+    PipelineSupport("CogVideoXPipeline", False, "", "CogVideoXTransformer3DModel", _ADDED_REASON),
+    PipelineSupport("CogVideoXVCtrlImageToVideoPipeline", False, "", *_ADDED_CONTROL),
+    PipelineSupport("CogVideoXVCtrlPipeline", False, "", *_ADDED_CONTROL),
+)
+_ADDED_PAGE = """## Added after ppdiffusers 0.29.0
+
+These classes are in PaddleMIX's development branch of 2025-02-11 (commit e1fbd062 of co63oc/PaddleMIX). There, with
+Paddle 3.3.1, tiny models of its own classes ran plain, merged and with merging removed: Stable Diffusion 3.5's
+transformer and SD3's ControlNet. The complete pipelines below were not run. On 0.29.0 only a double of Stable
+Diffusion 3.5's blocks runs.
+All blocks of Stable Diffusion 3.5 (`StableDiffusion3Pipeline`) merge, in both attention layers where they have two.
+FLUX, Wan and HunyuanVideo are not in that branch and were not run, with real classes or doubles.
+Test another version by `make test-newer STACK=paddle3 SOURCE=PaddleMIX/ppdiffusers`.
+"""
 
 
 def pipeline_classes() -> list[str]:
@@ -160,8 +194,8 @@ def pipeline_support() -> list[PipelineSupport]:
     pipelines = pipeline_classes()
     if unknown := set(pipelines) - set(PIPELINES):
         raise UnsupportedVersionError(
-            f"the table is for ppdiffusers 0.29.0, but {ppdiffusers.__version__} also has "
-            f"{', '.join(sorted(unknown))}: call apply_tome() on such a pipeline to see whether it merges."
+            f"the table is for ppdiffusers 0.29.0 and its branch of 2025-02-11, but {ppdiffusers.__version__} "
+            f"also has {', '.join(sorted(unknown))}: call apply_tome() on such a pipeline to see whether it merges."
         )
     by_model: dict[str, tuple[str, str]] = {}
     table = []
@@ -218,6 +252,13 @@ def _markdown_lines(table: list[PipelineSupport]) -> Iterator[str]:
         "shows the blocks that `apply_tome()` merges by default in the published models, at their default sizes."
     )
     yield ""
+    yield from _rows(table)
+    yield ""
+    yield _ADDED_PAGE
+    yield from _rows([*ADDED])
+
+
+def _rows(table: list[PipelineSupport]) -> Iterator[str]:
     yield "| pipeline | merges | blocks that merge by default, or why none do | published model |"
     yield "|---|---|---|---|"
     for row in table:

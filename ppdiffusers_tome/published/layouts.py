@@ -148,6 +148,11 @@ SD3 = Layout(
         "pos_embed_max_size": 96,
     },
 )
+SD3_CONTROL = Layout(
+    "ControlNet for Stable Diffusion 3",
+    "SD3ControlNetModel",
+    {**SD3.config, "num_layers": 6, "pos_embed_max_size": 192},
+)
 VQ_DIFFUSION = Layout(
     "VQ-Diffusion-B",
     "Transformer2DModel",

@@ -71,7 +71,7 @@ def sd3(**changes):
 
 
 def sd3_controlnet():
-    """A ControlNet for `sd3`, which ppdiffusers 0.29.0 does not have; its outputs, 0 until it is trained, are random."""
+    """A ControlNet for `sd3`, not in ppdiffusers 0.29.0; its outputs, which are 0 until it is trained, are random."""
     model = newer_class("SD3ControlNetModel")(
         sample_size=16,
         in_channels=4,
