@@ -841,17 +841,22 @@ def test_no_host_header_gets_around_the_key(caplog):
     assert "Traceback" not in caplog.text
 
 
+def logged(caplog):
+    """What the middleware has logged; Paddle 3 lets the client log too."""
+    return [record.getMessage() for record in caplog.records if record.name == middleware.__name__]
+
+
 def test_malformed_hosts_are_logged_once_a_minute(caplog, monkeypatch):
     monkeypatch.setattr(middleware, "LAST_LOGGED", {})
     with serving() as server:
         client = TestClient(server.server.config.app)
         for host in ("a\r\n2026 forged\x1b[2J", *MALFORMED_HOSTS, 5000 * "["):
             assert client.get("/health", headers={"Host": host.encode("latin-1")}).status_code == 400
-        (line,) = caplog.messages
+        (line,) = logged(caplog)
         assert line.endswith(r"such as 'a\r\n2026 forged\x1b[2J'")
         monkeypatch.setattr(middleware, "REPEAT_SECONDS", 0)
         client.get("/health", headers={"Host": 5000 * "["})
-        assert len(caplog.messages) == 2 and len(caplog.messages[1]) < 200
+        assert len(logged(caplog)) == 2 and len(logged(caplog)[1]) < 200
 
 
 def test_a_path_cannot_forge_lines_of_the_log(caplog, monkeypatch):
@@ -861,7 +866,7 @@ def test_a_path_cannot_forge_lines_of_the_log(caplog, monkeypatch):
         for number in range(3):
             answer = server.http.get(f"/x%0d%0a{number}%20forged%1b[2J")
             assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
-    assert caplog.messages == [r"a request to '/x\r\n0 forged\x1b[2J' failed"]
+    assert logged(caplog) == [r"a request to '/x\r\n0 forged\x1b[2J' failed"]
 
 
 # The OpenAPI schema
