@@ -41,7 +41,7 @@ INVALID = [  # path, JSON or bytes, expected statuses
     (OPENAI, b"{", NOT_JSON),
     (OPENAI, b"[" * 50_000, (400, 413)),
     (OPENAI, b" " * 1_100_000, (413,)),
-    (TEXT, {"enable_hr": True}, (422,)),
+    (TEXT, {"enable_hr": True, "hr_scale": 3}, (422,)),
     (TEXT, {"sampler_name": "no such sampler"}, (422,)),
     (TEXT, b'{"prompt": "fox", "batch_size": %s}' % (3000 * b"9"), NOT_JSON),
     (TEXT, b'{"prompt": "%s"}' % (900_000 * b"x"), (422,)),
