@@ -9,7 +9,7 @@ is needed to go on, OUT/SIZE/state.pt, are written every twenty minutes of CPU t
 goes on from there. Where state.pt is missing but unet and text_encoder are there (in OUT or, as committed, in
 examples/scenes_sd/checkpoint/SIZE), it goes on from those weights. Otherwise:
 
-- 64 px starts from emoji_sd, with positions for 40 tokens instead of 24; an image there costs a quarter of one at 128 px;
+- 64 px, where an image costs a quarter of one at 128 px, starts from emoji_sd, with positions for 40 tokens, not 24;
 - 128 px starts from 64 px;
 - 256 px starts from 128 px, with a new outer level from emoji_sd_256. As in emoji_sd_256's training, the inner levels
   see pooled latents, whose noise has half its standard deviation, so the time embedding is fitted to that first.
