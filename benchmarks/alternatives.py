@@ -25,7 +25,6 @@ import paddle
 import pandas as pd
 from experiments import compare
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from merge_prototypes import merging_queries
 from paddle import nn
 from PIL import Image
@@ -45,6 +44,7 @@ from ppdiffusers_tome.evaluation.plotting import (
     make_figure,
     save_figure,
     set_title,
+    use_log_scale,
 )
 from ppdiffusers_tome.evaluation.quality.frontier import is_on_frontier
 from ppdiffusers_tome.evaluation.quality.image_generation import (
@@ -315,10 +315,7 @@ def plot(frame: pd.DataFrame, title: str, x: str, label: str) -> Figure:
         axes.set_title(PAIRS[measure] + BETTER[measure], fontsize=9.5)
         axes.set_xlabel(label, fontsize=9)
         axes.margins(0.1, 0.08)
-    panels[1].set_yscale("log")
-    panels[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panels[1].yaxis.set_major_formatter("{x:g}")
-    panels[1].minorticks_off()
+    use_log_scale(panels[1])
     set_title(plotted, title)
     add_legend(plotted, panels)
     for axes, measure in zip(panels, panels_of, strict=True):

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from PIL import Image
 
 # The palette of Okabe and Ito.
@@ -38,6 +39,14 @@ def make_figure(columns: int = 1, rows: int = 1, height: float = 4.2) -> tuple[F
 def set_title(figure: Figure, title: str) -> None:
     """The title, at the upper left."""
     figure.suptitle(title, fontsize=11.5, x=0.02, ha="left")
+
+
+def use_log_scale(axes: Axes) -> None:
+    """A logarithmic y axis with ticks at 1, 2 and 5, in ordinary numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
 
 
 def mix(colour: str, other: str, share: float) -> str:

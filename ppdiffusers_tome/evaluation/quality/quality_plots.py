@@ -8,7 +8,6 @@ from textwrap import fill
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from ..plotting import (
     BLUE,
@@ -24,6 +23,7 @@ from ..plotting import (
     mix,
     save_figure,
     set_title,
+    use_log_scale,
 )
 
 OTHER_SEEDS, BLURRED = "plain, other seeds", "plain, blurred"  # calibrations that every result has
@@ -145,10 +145,7 @@ def plot_frontier(
         axes.set_title(PAIRS[measure] + BETTER[measure], fontsize=9.5)
         axes.set_xlabel(f"times as fast as plain, {backend}", fontsize=9)
         axes.margins(0.08, 0.12)
-    panels[1].set_yscale("log")
-    panels[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panels[1].yaxis.set_major_formatter("{x:g}")
-    panels[1].minorticks_off()
+    use_log_scale(panels[1])
     set_title(figure, title)
     add_legend(figure, panels, without=looks)
     is_first = ~points.duplicated("method")
