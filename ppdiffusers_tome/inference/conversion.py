@@ -1,6 +1,5 @@
-"""Convert Paddle programs to ONNX, and keep equal weights of several programs once."""
+"""Convert Paddle programs to ONNX."""
 
-import hashlib
 import importlib.util
 import json
 import subprocess
@@ -14,14 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from ..errors import ToMeExportError, install_command
+from .onnx_programs import LARGE
 
 if TYPE_CHECKING:
     import onnx
 
 OPSET = 17
-LARGE = ".data"  # suffix of the file with the weights of a model of more than 2 GB, which a `.onnx` file cannot hold
-SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
-ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
 DONE = "converted"  # what the process writes after each program
 SCRIPT = f"""
 import ctypes, json, sys, paddle2onnx
@@ -201,65 +198,3 @@ def _reason(lines: list[str], status: int) -> str:
             if words in line:
                 return line[:300]
     return f"it ended with {f'signal {-status}' if status < 0 else f'exit status {status}'}"
-
-
-class SharedWeights:
-    """A file of weights for several `.onnx` files in the same folder, in which equal weights stand once.
-
-    Args:
-        path: of the file; it must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offsets: dict[str, int] = {}  # by SHA-256
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(exist_ok=False)
-
-    def move(self, source: Path, target: Path) -> None:
-        """Write the `.onnx` file `source` as `target`, beside the shared weights and without its own; remove it."""
-        self.copy(source, target)
-        source.unlink()
-        Path(f"{source}{LARGE}").unlink(missing_ok=True)
-
-    def copy(self, source: Path, target: Path) -> None:
-        """The same without removing it. Its weights may be in another shared file."""
-        import onnx
-
-        model = onnx.load(str(source))
-        graph = model.graph
-        shared = [t for t in graph.initializer if len(t.raw_data) >= SHARED_BYTES]
-        for tensor in shared:
-            tensor.CopyFrom(self._store(tensor))
-        nodes = []
-        for node in graph.node:
-            if node.op_type == "Constant" and node.attribute[0].name == "value":
-                tensor = node.attribute[0].t
-                if len(tensor.raw_data) >= SHARED_BYTES:
-                    tensor.name = node.output[0]
-                    graph.initializer.append(self._store(tensor))
-                    continue
-            nodes.append(node)
-        del graph.node[:]
-        graph.node.extend(nodes)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        onnx.save(model, str(target))
-        onnx.checker.check_model(str(target))
-
-    def _store(self, tensor: "onnx.TensorProto") -> "onnx.TensorProto":
-        """The tensor with a reference to the shared file in place of its data."""
-        import onnx
-
-        data = tensor.raw_data
-        digest = hashlib.sha256(data).hexdigest()
-        if digest not in self._offsets:
-            with self._path.open("ab") as file:
-                file.write(bytes(-file.tell() % ALIGNMENT))
-                self._offsets[digest] = file.tell()
-                file.write(data)
-        stored = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        stored.data_location = onnx.TensorProto.EXTERNAL
-        places = {"location": self._path.name, "offset": self._offsets[digest], "length": len(data)}
-        for key, value in places.items():
-            stored.external_data.add(key=key, value=str(value))
-        return stored

@@ -14,9 +14,10 @@ from ..config import Schedule
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
-from .conversion import Converter, SharedWeights
+from .conversion import Converter
 from .layout import copy_parts, describe_export, share_weights
 from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, Size, list_programs, ratio_name, read_manifest
+from .onnx_programs import SharedWeights
 from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
 from .replacement import replacing

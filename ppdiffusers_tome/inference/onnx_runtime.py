@@ -1,12 +1,14 @@
 """Run programs that were exported as ONNX: in ONNX Runtime, or in OpenVINO."""
 
 import importlib
+import logging
 import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +18,10 @@ import paddle
 
 from ..errors import ToMeConfigError, ToMeExportError, install_command
 from .manifest import ProgramFile
+from .onnx_programs import OPTIMIZED, WEIGHTS_FOLDER, fused, optimized
 from .runtime import Program, Runtime, error_summary
 
+logger = logging.getLogger(__name__)
 PROVIDERS = {  # device → ONNX Runtime's name
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -89,23 +93,32 @@ class OnnxRuntime(OnnxFileRuntime):
 class OnnxProgram(Program):
     """A program in ONNX Runtime, whose sessions may run in several threads at once.
 
+    On a CPU its attention is fused, and it shares its weights with the other programs of its folder: see
+    `onnx_programs`.
+
     Args:
         path: `.onnx` file.
         runtime: device and threads.
+        is_temporary: the file is used once, so it is not written in its optimized form.
 
     Raises:
         ToMeExportError: this version of ONNX Runtime cannot load it on the device.
     """
 
-    def __init__(self, path: Path, runtime: OnnxRuntime) -> None:
+    def __init__(self, path: Path, runtime: OnnxRuntime, is_temporary: bool = False) -> None:
         onnxruntime = _load_module("onnxruntime")
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = runtime.cores()
         options.log_severity_level = 3  # errors
+        options.intra_op_num_threads = runtime.cores()
         kind, _, index = runtime.device.partition(":")
         provider = (PROVIDERS[kind], {"device_id": int(index)} if index else {})
+        program: str | bytes = str(path)
         try:
-            self._session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+            if kind == "cpu":
+                program = fused(path) if is_temporary else _optimized(path, options, onnxruntime)
+            if isinstance(program, bytes):
+                options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
+            self._session = onnxruntime.InferenceSession(program, options, providers=[provider])
         except Exception as error:
             raise _load_error(onnxruntime, path, error) from error
         if self._session.get_providers()[0] != PROVIDERS[kind]:  # it falls back to the CPU with a warning
@@ -118,6 +131,32 @@ class OnnxProgram(Program):
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
         arrays = {name: np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs}
         return [paddle.to_tensor(output) for output in self._session.run(None, arrays)]
+
+
+def _optimized(path: Path, options: Any, onnxruntime: ModuleType) -> str | bytes:
+    """The optimized program of a file, with options to run it; where it cannot be written, the program itself."""
+    try:
+        program = str(optimized(path))
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written (%s), so each program has weights in memory of its own: make the folder writable",
+            path.parent / OPTIMIZED,
+            error.strerror or error,
+        )
+        return fused(path)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is done
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    _share_memory(onnxruntime)
+    return program
+
+
+@lru_cache(maxsize=1)
+def _share_memory(onnxruntime: ModuleType) -> None:
+    """Let the sessions of this process take the memory of activations from one pool, instead of one each."""
+    place = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    onnxruntime.create_and_register_allocator(place, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import paddle
 
 from ..errors import ToMeExportError
 from .conversion import Converter
-from .onnx_runtime import OnnxRuntime
+from .onnx_runtime import OnnxProgram, OnnxRuntime
 from .paddle_runtime import PaddleRuntime, Predictor
 from .programs import Traceable
 from .runtime import FUSED_TOLERANCE, Program, error_summary
@@ -108,7 +108,7 @@ def save(
     if converter is None:
         return Saved(program, params, parity, onednn, None, {})
     converted = converter.convert(program, params, label)
-    in_onnx_runtime = OnnxRuntime(threads=threads).load_file(converted)
+    in_onnx_runtime = OnnxProgram(converted, OnnxRuntime(threads=threads), is_temporary=True)
     onnx_parity = {}
     for batch in BATCHES:
         difference = relative_difference(_arrays(in_onnx_runtime(**inputs[batch])), eager[batch])

@@ -18,9 +18,10 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 
 from ...config import ToMeConfig
 from ...inference import PaddleRuntime, choose_runtime, export_pipeline, load_pipeline
-from ...inference.conversion import Converter, SharedWeights
+from ...inference.conversion import Converter
 from ...inference.layout import share_weights
 from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
+from ...inference.onnx_programs import SharedWeights
 from ...inference.onnx_runtime import OnnxFileRuntime
 from ...inference.paddle_runtime import Predictor
 from ...inference.runtime import Program, is_accurate
