@@ -219,6 +219,22 @@ def test_sizes_and_ratios_that_were_not_exported(exported):
     assert exported.unet.ratio == 0.5
 
 
+def test_at_most_so_many_programs_are_in_memory(exported_folder, exported):
+    pipe = load_pipeline(exported_folder, max_programs=1, threads=1)
+    (size, *_), ratios = read_manifest(exported_folder).sizes, (0.5, 0, 0, 0.5)
+    for loads, ratio in zip((1, 2, 2, 3), ratios, strict=True):
+        pipe.unet.ratio = exported.unet.ratio = ratio
+        np.testing.assert_array_equal(draw(pipe), draw(exported))
+        assert pipe.unet.loaded == [(size, ratio)] and pipe.unet.loads == loads
+    assert pipe.unet.loading_seconds > 0
+
+
+@pytest.mark.parametrize("most", [0, -1, True])
+def test_no_programs_in_memory_is_an_error(exported_folder, most):
+    with pytest.raises(ToMeConfigError, match=f"max_programs={most} is not allowed: it must be 1 or more, or None"):
+        load_pipeline(exported_folder, max_programs=most)
+
+
 def test_load_rejects_a_ratio_that_was_not_exported(exported_folder):
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.3"):
         load(exported_folder, ratio=0.3)

@@ -32,6 +32,8 @@ from ppdiffusers_tome.inference import (
     tracing,
 )
 from ppdiffusers_tome.inference.conversion import Converter
+from ppdiffusers_tome.inference.onnx_programs import OPTIMIZED, fused
+from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram
 from ppdiffusers_tome.inference.paddle_runtime import Predictor
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE
 from ppdiffusers_tome.patch import attach
@@ -186,6 +188,8 @@ def check(traceable, tmp_path, converter, **dims):
     """Convert a layer, and compare it in both runtimes at three batch sizes, with another text length."""
     fixed = {"height": 2 * dims["latent_height"], "width": 2 * dims["latent_width"], **dims}
     saved = tracing.save(traceable, tmp_path / "program", fixed, {**fixed, "tokens": TEXT}, "UNet", 1, converter)
+    operators = [node.op_type for node in onnx.load_model_from_string(fused(saved.onnx)).graph.node]
+    assert "MultiHeadAttention" in operators and "Softmax" not in operators
     native = Predictor(saved.program, saved.params, PaddleRuntime(threads=1, onednn=False))
     random = np.random.RandomState(1)
     for batch, tokens in ((1, TEXT), (2, TEXT + 4), (3, TEXT)):
@@ -264,6 +268,77 @@ def test_choice_of_96_by_96_tokens(window, tmp_path, converter):
         for actual, index in zip(rows, expected[2:], strict=True):
             assert (actual != index).mean() < 1e-3  # sums round differently, so that another dst may be as similar
         assert np.abs(merged.sum() - expected[0].sum()) < 1e-3 * np.abs(expected[0]).sum()
+
+
+# Optimized programs of ONNX Runtime
+
+
+@pytest.fixture
+def own_folder(onnx_folder, tmp_path):
+    """A copy of the export that has no optimized programs yet."""
+    shutil.copytree(onnx_folder, tmp_path / "own", ignore=shutil.ignore_patterns(OPTIMIZED))
+    return tmp_path / "own" / "onnx"
+
+
+def outputs_of(program):
+    random = np.random.RandomState(0)
+    shapes = {"sample": (2, 4, 16, 20), "timestep": (1,), "encoder_hidden_states": (2, TEXT, 32)}
+    inputs = {name: random.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    return [output.numpy() for output in program(**{name: paddle.to_tensor(x) for name, x in inputs.items()})]
+
+
+def unets_of(folder):
+    return sorted(folder.glob("unet*.onnx"))
+
+
+def test_optimized_programs_equal_the_others_and_share_their_weights(own_folder):
+    runtime, sizes = RUNTIMES["onnxruntime"], []
+    for path in unets_of(own_folder):
+        expected = outputs_of(OnnxProgram(path, runtime, is_temporary=True))
+        for _ in range(2):  # written, then read
+            np.testing.assert_array_equal(outputs_of(runtime.load_file(path)), expected)
+            (weights,) = (own_folder / OPTIMIZED).glob("*/weights")
+            sizes.append(weights.stat().st_size)
+    assert sizes[0] == sizes[1] and sizes[2] == sizes[3] < 1.1 * sizes[0]
+
+
+def test_optimized_programs_follow_their_program(own_folder):
+    """Weights of the same size in place of the earlier ones, as after another training."""
+    runtime, (path, _) = RUNTIMES["onnxruntime"], unets_of(own_folder)
+    earlier = outputs_of(runtime.load_file(path))
+    tensors = onnx.load(path, load_external_data=False).graph.initializer
+    tensor = next(t for t in tensors if t.external_data and t.data_type == onnx.TensorProto.FLOAT)
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    weights = np.fromfile(own_folder / place["location"], "uint8")
+    part = weights[int(place["offset"]) :][: int(place["length"])].view("float32")
+    part *= 2
+    weights.tofile(own_folder / place["location"])
+    assert np.abs(outputs_of(runtime.load_file(path))[0] - earlier[0]).max() > 1e-3
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):
+    (own_folder / OPTIMIZED).write_text("a file in the way", encoding="utf-8")
+    runtime, path = RUNTIMES["onnxruntime"], unets_of(own_folder)[0]
+    expected = outputs_of(OnnxProgram(path, runtime, is_temporary=True))
+    np.testing.assert_array_equal(outputs_of(runtime.load_file(path)), expected)
+    assert "make the folder writable" in caplog.text
+
+
+def test_processes_that_start_at_once_share_one_file(own_folder):
+    script = f"""
+from pathlib import Path
+from ppdiffusers_tome.inference import OnnxRuntime
+for path in {[str(path) for path in unets_of(own_folder)]}:
+    OnnxRuntime(threads=1).load_file(Path(path))
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    (weights,) = own_folder.rglob("*/weights")
+    alone = len(weights.read_bytes())
+    for path in unets_of(own_folder):
+        expected = outputs_of(OnnxProgram(path, RUNTIMES["onnxruntime"], is_temporary=True))
+        np.testing.assert_array_equal(outputs_of(RUNTIMES["onnxruntime"].load_file(path)), expected)
+    assert len(weights.read_bytes()) == alone and len([*weights.parent.glob("*.onnx")]) == 2
 
 
 # Errors

@@ -1,5 +1,6 @@
 """Replacements for UNet, ControlNet, text encoder and VAE in an ordinary pipeline, which run exported programs."""
 
+import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -23,20 +24,38 @@ Load = Callable[[ProgramFile], Program]
 
 
 class ExportedModel:
-    """Base class: what pipelines need of any model. Programs are loaded when they first run, and stay loaded."""
+    """Base class: what pipelines need of any model. Programs are loaded when they first run.
+
+    Args:
+        config: of the model.
+        manifest: of its folder.
+        load: loads a program.
+        most: number of loaded programs. Before one more is loaded, the one that has not run for longest is unloaded.
+            None: programs stay loaded.
+    """
 
     dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
+    loads = 0  # programs that were loaded so far, and the time that it took
+    loading_seconds = 0.0
 
-    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load) -> None:
+    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, most: int | None = None) -> None:
         self.config = FrozenDict(config)
         self._manifest = manifest
         self._load = load
-        self._loaded: dict[ProgramFile, Program] = {}
+        self._most = most
+        self._loaded: dict[ProgramFile, Program] = {}  # the one that ran last is last
 
     def _loaded_program(self, file: ProgramFile) -> Program:
-        if file not in self._loaded:
-            self._loaded[file] = self._load(file)
-        return self._loaded[file]
+        program = self._loaded.pop(file, None)
+        if program is None:
+            while self._most is not None and len(self._loaded) >= self._most:
+                del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
+            start = time.perf_counter()
+            program = self._load(file)
+            self.loading_seconds += time.perf_counter() - start
+            self.loads += 1
+        self._loaded[file] = program
+        return program
 
 
 class ExportedTextEncoder(ExportedModel):
@@ -145,12 +164,28 @@ class ExportedControlNet(ControlNetModel):
 class ExportedUNet(ExportedModel):
     """A UNet, with or without a fused ControlNet: one program for each exported size and ratio."""
 
-    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float | Schedule) -> None:
-        super().__init__(config, manifest, load)
+    def __init__(
+        self,
+        config: dict[str, Any],
+        manifest: Manifest,
+        load: Load,
+        ratio: float | Schedule,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(config, manifest, load, most)
         self.ratio = ratio
         # SDXL's pipelines read the width of this layer.
         width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
         self.add_embedding = SimpleNamespace(linear_1=width)
+
+    @property
+    def loaded(self) -> list[tuple[Size, float]]:
+        """Size and ratio of the programs that are in memory; the one that ran last is last."""
+        return [(file.size, file.ratio) for file in self._loaded if file.size is not None and file.ratio is not None]
+
+    def load(self, size: Size, ratio: float) -> None:
+        """Load a program before it first runs. Raises ToMeConfigError if it was not exported."""
+        self._loaded_program(self._manifest.denoiser(size, ratio))
 
     @property
     def ratio(self) -> float | Schedule:

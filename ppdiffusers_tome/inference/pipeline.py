@@ -35,13 +35,14 @@ def load_pipeline(
     ratio: float | Mapping[float, float] | Schedule | None = None,
     runtime: str = "paddle",
     verify: bool = True,
+    max_programs: int | None = None,
     **settings: Any,
 ) -> DiffusionPipeline:
     """Load an exported folder as an ordinary pipeline: same call, schedulers, callbacks and progress bar.
 
-    Programs are loaded when they first run, and stay loaded: one UNet per size and ratio in use. `pipe.unet.ratio`
-    selects one of the exported ratios, or a schedule over them. Create other pipelines over the same programs as
-    usual: `StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)`.
+    Programs are loaded when they first run: one of the UNet for each size and ratio in use. `pipe.unet.ratio` selects
+    one of the exported ratios, or a schedule over them. Create other pipelines over the same programs as usual:
+    `StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)`.
 
     Args:
         folder: written by `export_pipeline`.
@@ -51,6 +52,9 @@ def load_pipeline(
         runtime: "paddle"; if the folder was exported as ONNX too, "onnxruntime" or "openvino".
         verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
             always compared. With unnoticed damaged weights, images are black or the process crashes.
+        max_programs: most programs of the UNet in memory, at least 1. The one that has not run for longest is unloaded
+            before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one copy of
+            the weights; in Paddle Inference and OpenVINO each has its own.
         settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn,
             tensorrt and optimize, `OnnxRuntime` or `OpenVinoRuntime`.
 
@@ -63,11 +67,13 @@ def load_pipeline(
         >>> image = load_pipeline("build/emoji")("a 3d render of fox", height=128, width=128).images[0]
     """
     folder = Path(folder)
+    if max_programs is not None and (isinstance(max_programs, bool) or max_programs < 1):
+        raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
     chosen = choose_runtime(runtime, **settings)
     manifest = read_manifest(folder, verify)
     load = partial(chosen.load, folder)
     try:
-        pipe = _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio)
+        pipe = _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio, max_programs)
     except ToMeError:
         raise
     except Exception as error:  # ppdiffusers and paddlenlp raise many types on invalid configs
@@ -97,10 +103,10 @@ def choose_runtime(runtime: str = "paddle", **settings: Any) -> Runtime:
 
 
 def _assemble(
-    folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: Any
+    folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: Any, most: int | None
 ) -> DiffusionPipeline:
     index = _read_json(folder / "model_index.json")
-    available = _exported_components(folder, manifest, load, manifest.default_ratio if ratio is None else ratio)
+    available = _exported_components(folder, manifest, load, manifest.default_ratio if ratio is None else ratio, most)
     for name in COPIED:
         if (folder / name).is_dir():
             available[name] = _copied_component(folder, name, index)
@@ -123,7 +129,7 @@ def _assemble(
     return pipe
 
 
-def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: Any) -> dict[str, Any]:
+def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: Any, most: int | None) -> dict[str, Any]:
     """The components that are programs, under their names in ordinary pipelines."""
     paths = {name: folder / subfolder / "config.json" for name, subfolder in CONFIGS.items()}
     configs = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
@@ -135,7 +141,7 @@ def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: An
     exported: dict[str, Any] = {
         name: ExportedTextEncoder(configs[name], manifest, load, name, len(encoders) == 2) for name in encoders
     }
-    exported["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio)
+    exported["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio, most)
     exported["vae"] = ExportedVAE(configs["vae"], manifest, load)
     if manifest.controlnet:
         exported["controlnet"] = ExportedControlNet(_read_json(folder / CONTROLNET_CONFIG / "config.json"))
