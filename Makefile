@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newer test-ray browser test-page check format bench bench-speed bench-quality frontier alternatives load fuzz lock wheel clean
+.PHONY: help venv demo test test-newer test-ray browser test-page check format bench bench-speed bench-quality frontier alternatives figures load fuzz lock wheel clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -170,6 +170,9 @@ alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cache
 	for mode in "" --time; do \
 	$(ALTERNATIVES) $(AT_128) --count 8 --output $(RESULTS) $$mode && $(ALTERNATIVES) $(AT_256) --count 4 --output $(RESULTS) $$mode || exit 1; done
 	$(ALTERNATIVES) report --output $(RESULTS)
+
+figures: $(VENV)/.installed ## write the figures of the committed results into the documents
+	$(PY) benchmarks/document_figures.py $(ARGS)
 
 # The bundled model's training images, from npm. resvg is not locked because only this target needs it.
 build/reference/.complete:

@@ -1,0 +1,381 @@
+"""Write the figures of the committed results into the documents (`make figures`); `--check` only compares.
+
+In a document, the function NAME of this file computes
+
+- a figure between two comments, `<!--= NAME ARGUMENT… -->1.68×<!--/-->`, which does not begin a line, because Markdown
+  takes such a line as HTML;
+- the last cells of a table's row that ends in a comment, `| windows of 8 | 0.5 | 47.0 <!--| NAME ARGUMENT… --> |`;
+  None leaves a cell, which is a label in the document's language, as it is.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig, parse_settings
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = [*ROOT.glob("README*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
+ROW = re.compile(r"^\| (.*) <!--\| (.+?) --> \|$", re.MULTILINE)
+
+DEFAULT, TOMESD = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, **TOMESD_SETTINGS)
+OTHER_SEEDS = "plain, other seeds"  # in results of quality: images of the same prompts with other seeds
+PLACE = ("size", "batch", "dtype", "backend")  # of an arm in its result
+PHOTOGRAPHS = "frontier_photographs_"  # start of the names of results of image-to-image
+
+
+def update(text: str) -> str:
+    """The text of a document with all figures and rows computed."""
+
+    def row(match: re.Match) -> str:
+        cells, computed = match[1].split(" | "), call(match[2])
+        assert len(computed) <= len(cells), f"{match[0]}: it has fewer cells than {computed}"
+        first = len(cells) - len(computed)
+        cells[first:] = [old if new is None else new for old, new in zip(cells[first:], computed, strict=True)]
+        return f"| {' | '.join(cells)} <!--| {match[2]} --> |"
+
+    broken = re.search(r"^<!--= .*", text, re.MULTILINE)
+    assert not broken, f"{broken and broken[0]}: a figure must not begin a line"
+    assert len(MARKED.findall(text)) == len(re.findall("<!--= ", text)) == len(re.findall("<!--/", text)), (
+        "half a mark"
+    )
+    assert len(ROW.findall(text)) == len(re.findall("<!--[|]", text)), "a mark of a row is not at its end"
+    return ROW.sub(row, MARKED.sub(lambda match: f"<!--= {match[1]} -->{call(match[1])}<!--/-->", text))
+
+
+def call(words: str) -> Any:
+    name, *arguments = words.split()
+    return globals()[name](*arguments)
+
+
+@lru_cache
+def read(file: str) -> dict[str, Any]:
+    """A result in benchmarks/results or benchmarks, by its name without .json."""
+    path = next(path for folder in (RESULTS, RESULTS.parent) if (path := folder / f"{file}.json").is_file())
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def fields(content: Any, path: str) -> list[Any]:
+    """What is at a path such as `cases/size=128,batch=2/arms/*/seconds`: keys, and `k=v,…` or `*` for list items."""
+    key, _, rest = path.partition("/")
+    if not key:
+        return [content]
+    if isinstance(content, dict):
+        return fields(content[key], rest)
+    wanted = [part.split("=", 1) for part in key.split(",") if key != "*"]
+    items = [item for item in content if all(str(item[name]) == value for name, value in wanted)]
+    return [field for item in items for field in fields(item, rest)]
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def value(files: str, path: str, form: str = "") -> str:
+    """A field that is equal in all `files` (FILE,…): the median of a list, a version without what follows its "+"."""
+    found = [field for file in files.split(",") for field in fields(read(file), path)]
+    (number,) = {statistics.median(field) if isinstance(field, list) else field for field in found}
+    return f"{number:{form}}".partition("+")[0]
+
+
+def psnr(file: str, name: str) -> str:
+    """The median of a setting's images, in dB."""
+    return value(file, f"settings/name={name}/pairs/psnr", ".1f")
+
+
+def count(file: str, path: str) -> str:
+    """The length of a list."""
+    (items,) = fields(read(file), path)
+    return f"{len(items)}"
+
+
+def arms(file: str) -> list[dict[str, Any]]:
+    """The arms of a speed result, each with the fields of its case."""
+    return [{**case, **row} for case in read(file)["cases"] for row in case["arms"]]
+
+
+def arm(file: str, name: str, backend: str = "eager", size: int | str = 128, batch: int | str = 2) -> dict[str, Any]:
+    """The arm of that name at ratio 0.5, or without merging; of several methods the first."""
+
+    def fits(row: dict[str, Any]) -> bool:
+        config = row["config"] or {"ratio": 0.5, "max_downsample": None}
+        return (
+            (row["arm"], row["backend"], f"{row['size']}", f"{row['batch']}") == (name, backend, f"{size}", f"{batch}")
+            and (config["ratio"], config["max_downsample"]) == (0.5, None)
+            and (name != "limit" or row["attention"] == "plain")
+        )
+
+    return next(filter(fits, arms(file)))
+
+
+def agree(row: dict[str, Any], other: dict[str, Any], *keys: str) -> bool:
+    return all(row[key] == other[key] for key in keys)
+
+
+def times(row: dict[str, Any], base: dict[str, Any]) -> float:
+    """How many times as fast as another arm: the median of the ratios within a round."""
+    return statistics.median(b / a for a, b in zip(row["seconds"], base["seconds"], strict=True))
+
+
+def speed_up(file: str, backend: str, size: str, batch: str = "2", form: str = ".2f") -> str:
+    """Of ToMe at ratio 0.5 against plain; of both arms with attention slicing as the backend "sliced"."""
+    names = ("both", "memory-efficient") if backend == "sliced" else ("tome", "plain")
+    merged, plain = (arm(file, name, backend.replace("sliced", "eager"), size, batch) for name in names)
+    return f"{times(merged, plain):{form}}×"
+
+
+def speed_up_by_macs(file: str, size: str, batch: str, form: str) -> str:
+    """What multiply-accumulates allow at ratio 0.5."""
+    plain, merged = (arm(file, name, "eager", size, batch) for name in ("plain", "tome"))
+    return f"{plain['macs'] / merged['macs']:{form}}×"
+
+
+def speed_up_of_level(size: str, level: str) -> str:
+    """Of ToMe at ratio 0.5 up to a level against plain."""
+    plain, *merged = [row for row in arms("unet_levels") if f"{row['size']}" == size]
+    (row,) = [row for row in merged if f"{row['config']['max_downsample']}" == level]
+    return f"{times(row, plain):.2f}×"
+
+
+def against_tomesd(backend: str, size: str) -> str:
+    """The speed-up of a merged pass against PyTorch with tomesd."""
+    return f"{times(arm('emoji_unet', 'tome', backend, size), arm('emoji_unet', 'tome', 'PyTorch', size)):.2f}×"
+
+
+def tomesd_against_eager() -> str:
+    """The same the other way round, in eager mode at 128 px."""
+    return f"{times(arm('emoji_unet', 'tome', 'PyTorch'), arm('emoji_unet', 'tome')):.1f}"
+
+
+def bfloat16(program: str) -> str:
+    """The speed-up of a program by oneDNN's bfloat16, with the operations that Paddle chooses."""
+    rows = read("experiments_bfloat16")["bfloat16"]["programs"]
+    (row,) = [row for row in rows if row["program"] == program.replace("-", " ") and not row["set_bfloat16_op"]]
+    return f"{row['times_faster']:.2f}×"
+
+
+def hires_fix() -> str:
+    """The speed-up of both passes together, merged in the second."""
+    seconds = read("hires_fix_256")["seconds_of_both_passes"]
+    return f"{seconds['plain'] / seconds['0.5']:.2f}×"
+
+
+def near_limit(which: str) -> str:
+    """How many arms are within 3 % of the free-merge limit, of how many, or by how much one is below it.
+
+    All that are near are below: the documents call that noise.
+    """
+    over = []  # the time of an arm over that of its limit
+    for file in ("emoji_unet", "sd15_block"):
+        for row, limit in itertools.product(arms(file), arms(file)):
+            if (row["arm"], limit["arm"]) == ("tome", "limit") and agree(row, limit, *PLACE, "attention", "kept"):
+                where = ("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp")
+                over += [times(limit, row)] if agree(row["config"], limit["config"], *where) else []
+    near = [ratio for ratio in over if ratio <= 1.03]
+    assert max(near) < 1
+    return {"count": f"{len(near)}", "of": f"{len(over)}", "below": f"{100 * (1 - min(over)):.1f} %"}[which]
+
+
+def noise(*backends: str) -> str:
+    """By how much a speed-up differs that was measured in several results; of these backends, or of all."""
+    repeated = defaultdict(list)
+    for file in [path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"]:
+        for row in arms(file):
+            if row["arm"] == "tome" and row["seconds"] and (not backends or row["backend"] in backends):
+                (plain,) = [base for base in arms(file) if base["arm"] == "plain" and agree(row, base, *PLACE)]
+                config = replace(ToMeConfig(**row["config"]), use_rand=True)
+                if config.max_downsample == 1:  # the bundled models' shallowest level, which is the default
+                    config = replace(config, max_downsample=None)
+                about = tuple(row[key] for key in ("model", "scope", *PLACE))
+                repeated[about, read(file)["threads"], config].append(times(row, plain))
+    spreads = [max(speed_ups) / min(speed_ups) - 1 for speed_ups in repeated.values() if len(speed_ups) > 1]
+    assert len(spreads) >= 5
+    return f"{100 * max(spreads):.0f} %"
+
+
+def setting(file: str, config: ToMeConfig) -> dict[str, Any] | None:
+    """The setting of a quality result that merges by a config in Paddle; None if there is none."""
+    rows = [row for row in read(file)["settings"] if row["framework"] == "Paddle"]
+    return next((row for row in rows if ToMeConfig(**row["config"]) == config), None)
+
+
+def median(row: dict[str, Any], measure: str) -> float:
+    return statistics.median(row["pairs"][measure])
+
+
+def gain(file: str) -> str:
+    """Of the default against tomesd's method, both at ratio 0.5, in dB."""
+    default, tomesd = (median(setting(file, config), "psnr") for config in (DEFAULT, TOMESD))
+    return f"{default - tomesd:.0f}"
+
+
+def change_against_seed(file: str) -> str:
+    """How far the default at ratio 0.5 moves an image, as a share of what another seed does."""
+    seed = median(read(file)["calibration"][OTHER_SEEDS], "perceptual")
+    return f"{100 * median(setting(file, DEFAULT), 'perceptual') / seed:.0f} %"
+
+
+def separated_by_kid(none: str, *words: str) -> str:
+    """The settings whose KID is above that of plain images by more than two standard deviations of both."""
+    above = []
+    for file in ("frontier_128", "quality_256"):
+        floor = read(file)["calibration"][OTHER_SEEDS]["kid"]
+        for row in read(file)["settings"]:
+            kid = row["kid"][f"to {OTHER_SEEDS}"]
+            if kid["mean"] - floor["mean"] > 2 * math.hypot(kid["std"], floor["std"]):
+                above.append(f"{row['name']} at {read(file)['size']} px")
+    return ", ".join(above) or " ".join([none, *words])
+
+
+def pipeline_classes() -> str:
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").partition("## Added after")[0]
+    return f"{len(re.findall(r'^[|] `', page, re.MULTILINE))}"
+
+
+def operations_case() -> str:
+    return "B={batch}, {height}×{width} tokens, C={channels}, ratio {ratio}".format(**read("ops")["case"])
+
+
+def load_option(name: str) -> str:
+    """An option of the load test, or of the server that it started."""
+    words = [*read("load")["command"].split(), *read("load")["serve"]]
+    return words[words.index(name) + 1]
+
+
+def load_responses(status: str, *clients: str) -> str:
+    answers = read("load")["answers"]
+    return f"{sum(answers.get(f'{client} {status}', 0) for client in clients)}"
+
+
+def machines(cores: str) -> str:
+    """How many machines generate a million images a day at a utilisation of 0.7."""
+    per_hour = int(value("load", "one_client/images/size=128x128,ratio=0.5/images_per_hour"))
+    return f"{math.ceil(math.ceil(1_000_000 / (24 * per_hour) / 0.7) / int(cores))}"
+
+
+# Rows of tables ------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(row: dict[str, Any]) -> str:
+    return f"{1e3 * statistics.median(row['seconds']):.0f}"
+
+
+def run(file: str, backend: str, size: str, batch: str) -> list[str | None]:
+    """Size, batch and backend; seconds of plain and merged, their ratio, and peaks of memory in GB."""
+    names = ("memory-efficient", "both") if backend == "sliced" else ("plain", "tome")
+    pair = [arm(file, name, backend.replace("sliced", "eager"), size, batch) for name in names]
+    memory = ["–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.2f}" for row in pair]
+    seconds = [f"{statistics.median(row['seconds']):.2f}" for row in pair]
+    return [f"{size} px", batch, None, *seconds, speed_up(file, backend, size, batch), *memory]
+
+
+def distance(size: str, *settings: str) -> list[str | None]:
+    """Size, method and ratio; distances of prompts and of image-to-image, and one pass in the predictor.
+
+    Without settings, another seed in place of merging.
+    """
+    file, times_file = {"128": ("frontier_128", "frontier_speed_128"), "256": ("quality_256", "emoji_256_unet")}[size]
+    config = ToMeConfig(**parse_settings(settings[0])) if settings else None
+    prompts, photographs = (
+        setting(name, config) if config else read(name)["calibration"][OTHER_SEEDS]
+        for name in (file, f"{PHOTOGRAPHS}{size}")
+    )
+    psnr = [f"{median(row, 'psnr'):.1f}" if row else "–" for row in (prompts, photographs)]
+    distances = [psnr[0], f"{median(prompts, 'perceptual'):.4f}", psnr[1]]
+    if config is None:
+        return [f"{size} px", None, "–", *distances, "–", "–", "–"]
+    passes = [row for row in arms(times_file) if row["backend"] == "predictor"]
+    (plain,) = [row for row in passes if row["arm"] == "plain"]
+    fixed = replace(config, use_rand=False)  # `bench` times fixed dst: random dst take the same time
+    (merged,) = [row for row in passes if row["arm"] == "tome" and ToMeConfig(**row["config"]) == fixed]
+    passed = [milliseconds(plain), milliseconds(merged), f"{times(merged, plain):.2f}×"]
+    return [f"{size} px", None, f"{config.ratio:g}", *distances, *passed]
+
+
+def one_pass(size: str, backend: str) -> list[str]:
+    """Of the bundled UNet: milliseconds, speed-ups, and the merged predictor against plain."""
+    plain, merged = (arm("emoji_unet", name, backend, size) for name in ("plain", "tome"))
+    limit = None if backend == "PyTorch" else arm("emoji_unet", "limit", backend, size)
+    predictor = arm("emoji_unet", "tome", "predictor", size)
+    ratios = [f"{times(row, plain):.2f}×" if row else "–" for row in (merged, limit, predictor)]
+    return [f"{size} px", backend, *(milliseconds(row) if row else "–" for row in (plain, merged, limit)), *ratios]
+
+
+def runtimes(threads: str, size: str, batch: str) -> list[str]:
+    """Milliseconds of a plain pass, of merged ones, and of tomesd in bf16; their ratios."""
+    file, names = f"unet_runtimes_{threads}", ("predictor", "onnxruntime", "openvino", "openvino-bf16", "PyTorch-bf16")
+    assert value(file, "threads") == threads
+    plain = arm(file, "plain", "predictor", size, batch)
+    predictor, onnxruntime, openvino, bf16, tomesd = (arm(file, "tome", name, size, batch) for name in names)
+    ratios = [times(onnxruntime, predictor), times(bf16, plain), times(bf16, tomesd)]
+    passed = [milliseconds(row) for row in (plain, predictor, onnxruntime, openvino, bf16, tomesd)]
+    return [threads, f"{size} px", batch, *passed, *(f"{ratio:.2f}×" for ratio in ratios)]
+
+
+def variant(*name: str) -> list[str]:
+    """Of an experiment: ratio, and median PSNR of prompts and of image-to-image."""
+    (row,) = [row for row in read("experiments")["variants"] if row["name"] == " ".join(name)]
+    return [f"{row['settings']['ratio']:g}", *(f"{row[images]['psnr']:.1f}" for images in ("prompts", "photographs"))]
+
+
+def schedule(*name: str) -> list[str]:
+    """Of a schedule or a ratio for each level: MACs saved, and median PSNR of prompts."""
+    (row,) = [row for row in read("experiments_ratios")["variants"] if row["name"] == " ".join(name)]
+    return [f"{100 * row['macs_saved']:.1f} %", f"{row['prompts']['psnr']:.1f}"]
+
+
+def alternative(*name: str) -> list[str]:
+    """How many times fewer MACs, PSNR and ST-LPIPS."""
+    (row,) = [row for row in read("alternatives_emoji_sd_128")["arms"] if row["name"] == " ".join(name)]
+    return [f"{1 / row['macs']:.2f}×", f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
+
+
+def operations(*method: str) -> list[str]:
+    """Milliseconds of plan, merge, unmerge and their sum, and how many times as fast as the built-in."""
+    (row,) = [row for row in read("ops")["methods"] if row["method"] == " ".join(method)]
+    factors = {name: f" ({factor:.1f}×)" for name, factor in row["times_faster"].items()}
+    is_base = "built-in" in method
+    return [f"{time:.2f}" + ("" if is_base else factors[name]) for name, time in row["milliseconds"].items()]
+
+
+def one_client(size: str, ratio: str) -> list[str]:
+    """Seconds for an image, and images in an hour, of a client alone."""
+    images = read("load")["one_client"]["images"]
+    (row,) = [row for row in images if (row["size"], f"{row['ratio']:g}") == (f"{size}x{size}", ratio)]
+    return [f"{size} px", ratio, f"{row['seconds_per_image']:.2f}", f"{row['images_per_hour']:,}"]
+
+
+def seconds_to_images(client: str) -> list[str]:
+    """Median and 95th percentile."""
+    seconds = read("load")["seconds_to_images"][client]
+    return [client, f"{seconds['p50']:.1f}", f"{seconds['p95']:.1f}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a figure differs")
+    is_check, different = parser.parse_args().check, False
+    for path in DOCUMENTS:
+        before = path.read_text(encoding="utf-8")
+        after = update(before)
+        for old, new in zip(before.splitlines(), after.splitlines(), strict=True):
+            if old != new:
+                different = True
+                print(f"{path.relative_to(ROOT)}:\n- {old}\n+ {new}")
+        if not is_check:
+            path.write_text(after, encoding="utf-8")
+    return int(is_check and different)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
