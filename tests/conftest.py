@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import absl.logging
@@ -19,6 +20,7 @@ import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.worker import Worker
 from ppdiffusers_tome.inference import export_pipeline
+from ppdiffusers_tome.wraps import BlockWrap
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
@@ -128,6 +130,42 @@ class Recorder(AttnProcessor):
         self.lengths.append((hidden_states.shape[1], context))
         self.all_contiguous &= hidden_states.is_contiguous()
         return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of all passes, in the order of the blocks that run."""
+    recorded, build = [], BlockWrap.build_plan
+
+    def record(wrap, metric):
+        plan = build(wrap, metric)
+        recorded.extend([] if plan is None else [plan])
+        return plan
+
+    monkeypatch.setattr(BlockWrap, "build_plan", record)
+    return recorded
+
+
+def in_threads(functions):
+    """Call each function four times in a thread of its own, all at once; the results by function."""
+    barrier, results = threading.Barrier(len(functions)), [[] for _ in functions]
+
+    def work(function, into):
+        barrier.wait()
+        into.extend(function() for _ in range(4))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(functions, results, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.fixture
+def device_is_restored(monkeypatch):
+    """Paddle 2.6's arange, in ppdiffusers' time embedding, switches a device that all threads share."""
+    monkeypatch.setattr(paddle.base.framework, "_current_device", None, raising=False)
 
 
 def groups(plan, batch):

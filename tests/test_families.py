@@ -140,21 +140,6 @@ def test_ip_adapter_loaded_before_and_after():
 # Pipelines, models and functions
 
 
-def test_pipeline_function_and_model_merge_alike():
-    tiny = ZOO["StableDiffusionPipeline"]()
-    plain, before = generate(tiny), all_traces(tiny.pipe)
-    tiny.pipe.apply_tome(ratio=0.5)
-    merged = generate(tiny)
-    assert all_differ(plain, merged)
-    for apply in (tiny.pipe.unet.apply_tome, lambda ratio: ppdiffusers_tome.apply_tome(tiny.pipe, ratio)):
-        tiny.pipe.remove_tome()
-        apply(0.5)
-        np.testing.assert_array_equal(generate(tiny), merged)
-    tiny.pipe.unet.remove_tome()
-    np.testing.assert_array_equal(generate(tiny), plain)
-    assert all_traces(tiny.pipe) == before
-
-
 class Custom(StableDiffusionPipeline):
     """A user's pipeline, which generates two images."""
 

@@ -1,23 +1,31 @@
 """Attention masks: rejected over merged tokens, unchanged everywhere else."""
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
 from conftest import TEXT, inputs, make_unet
-from ppdiffusers.models.attention_processor import AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor
+from ppdiffusers.models.attention_processor import (
+    AttnProcessor,
+    AttnProcessor2_5,
+    SlicedAttnProcessor,
+    XFormersAttnProcessor,
+)
 
 from ppdiffusers_tome import ToMePassError
 from ppdiffusers_tome.models import find_blocks
 
 
-@pytest.fixture(params=[AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor])
+@pytest.fixture(params=[AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor, partial(SlicedAttnProcessor, 1)])
 def unet(request):
     unet = make_unet()
     unet.set_attn_processor(request.param())
     return unet
 
 
-def test_mask_over_merged_tokens_is_rejected(unet):
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv", "proportional": False}], ids=str)
+def test_mask_over_merged_tokens_is_rejected(unet, settings):
     """Without merging masks reach ppdiffusers unchanged."""
     transformer, x, text = find_blocks(unet)[0].grid_layer, paddle.randn([2, 32, 16, 16]), paddle.randn([2, TEXT, 24])
     mask = paddle.to_tensor(np.arange(512).reshape(2, 256) % 3 > 0)
@@ -28,7 +36,7 @@ def test_mask_over_merged_tokens_is_rejected(unet):
 
     plain, masked = attend(), attend(attention_mask=mask)
     assert np.abs(plain - masked).max() > 1e-4
-    unet.apply_tome()
+    unet.apply_tome(**settings)
     assert np.abs(attend() - plain).max() > 1e-4
     with pytest.raises(ToMePassError, match=r"attention_mask has shape \[2, 1, 256\] .* sees 128 of 256 tokens"):
         attend(attention_mask=mask)

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import threading
+from functools import partial
 
 import numpy as np
 import paddle
 import pytest
-from conftest import draw, inputs, make_unet, tiny_pipeline, traces
+from conftest import draw, in_threads, inputs, make_unet, tiny_pipeline, traces
 from ppdiffusers import StableDiffusionControlNetPipeline
 from test_transformers import pixart_inputs, sd3_inputs
 from zoo.noise import noise
@@ -154,26 +154,13 @@ def test_a_batch_may_mix_timesteps_of_one_ratio_only(unet):
         run_at(unet, 900, 400, 100, batch=3)
 
 
-def test_threads_have_their_own_timesteps(unet, monkeypatch):
-    # Paddle 2.6's arange, in ppdiffusers' time embedding, switches a device that all threads share: restore it.
-    monkeypatch.setattr(paddle.base.framework, "_current_device", None, raising=False)
+def test_threads_have_their_own_timesteps(unet, device_is_restored):
     unet.apply_tome(ratio=SCHEDULE)
-    timesteps = [900, 400, 50]
-    expected = [run_at(unet, timestep) for timestep in timesteps]
-    results, barrier = {}, threading.Barrier(len(timesteps))
-
-    def work(timestep):
-        barrier.wait()
-        results[timestep] = [run_at(unet, timestep) for _ in range(4)]
-
-    threads = [threading.Thread(target=work, args=(timestep,)) for timestep in timesteps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for timestep, output in zip(timesteps, expected, strict=True):
-        assert len(results[timestep]) == 4
-        for result in results[timestep]:
+    passes = [partial(run_at, unet, timestep) for timestep in (900, 400, 50)]
+    expected = [make_pass() for make_pass in passes]
+    for results, output in zip(in_threads(passes), expected, strict=True):
+        assert len(results) == 4
+        for result in results:
             np.testing.assert_allclose(result, output, atol=1e-6)
 
 

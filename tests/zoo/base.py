@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import paddle
+import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 ZOO: dict[str, Callable[[], "Tiny"]] = {}
@@ -25,6 +27,22 @@ def family(build: Callable[[], Tiny]) -> Callable[[], Tiny]:
     """Register a builder by its name, which is the class of its pipeline."""
     ZOO[build.__name__] = build
     return build
+
+
+def register(families: dict[str, tuple], merges: tuple[str, ...] = (), output: str = "images") -> None:
+    """Register pipelines by name: the class, and after "_" the variant.
+
+    Args:
+        families: the components (a function that makes them, by keyword) and the call (a dict, or a function) of each.
+        merges, output: as in `Tiny`.
+    """
+    for name, (components, call) in families.items():
+        ZOO[name] = partial(_build, name.partition("_")[0], components, call, merges, output)
+
+
+def _build(cls: str, components: Callable, call: Any, merges: tuple[str, ...], output: str) -> Tiny:
+    pipe = getattr(ppdiffusers, cls)(**components())
+    return Tiny(pipe, call() if callable(call) else call, merges, output)
 
 
 def generate(tiny: Tiny, **changes: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from ppdiffusers.pipelines.stable_diffusion_safe import StableDiffusionPipelineS
 from ppdiffusers.pipelines.unclip.text_proj import UnCLIPTextProjModel
 from ppdiffusers.transformers import CLIPProcessor
 
-from .base import Tiny, family
+from .base import Tiny, family, register
 from .parts import (
     HIDDEN,
     SDXL,
@@ -40,207 +40,9 @@ UNET = ("unet",)
 V2 = {"use_linear_projection": True, "attention_head_dim": (2, 4)}
 
 
-# Stable Diffusion
-
-
-@family
-def StableDiffusionPipeline():
-    return Tiny(pp.StableDiffusionPipeline(**stable_diffusion()), TEXT, UNET)
-
-
-@family
-def StableDiffusionPipeline_v2():
-    """Like Stable Diffusion 2.x: linear projections, more heads at deeper levels, v-prediction."""
-    parts = stable_diffusion(unet=unet(**V2), scheduler=scheduler(prediction_type="v_prediction"))
-    return Tiny(pp.StableDiffusionPipeline(**parts), TEXT, UNET)
-
-
-@family
-def StableDiffusionImg2ImgPipeline():
-    return Tiny(pp.StableDiffusionImg2ImgPipeline(**stable_diffusion()), IMAGE, UNET)
-
-
-@family
-def StableDiffusionInpaintPipeline():
-    """The UNet of an inpainting model, which also gets the mask and the masked image."""
-    return Tiny(pp.StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(in_channels=9))), INPAINT, UNET)
-
-
-@family
-def StableDiffusionInpaintPipeline_4_channels():
-    """Inpainting with the UNet of a text-to-image model."""
-    return Tiny(pp.StableDiffusionInpaintPipeline(**stable_diffusion()), INPAINT, UNET)
-
-
-@family
-def StableDiffusionInpaintPipelineLegacy():
-    return Tiny(pp.StableDiffusionInpaintPipelineLegacy(**stable_diffusion()), INPAINT, UNET)
-
-
-@family
-def StableDiffusionUpscalePipeline():
-    """The x4 upscaler's layout: self-attention at the deepest level only."""
-    upscaler = unet(
-        sample_size=32,
-        in_channels=7,
-        block_out_channels=(32, 32, 32, 64),
-        down_block_types=("DownBlock2D", *3 * ("CrossAttnDownBlock2D",)),
-        up_block_types=(*3 * ("CrossAttnUpBlock2D",), "UpBlock2D"),
-        only_cross_attention=(True, True, True, False),
-        num_class_embeds=1000,
-        use_linear_projection=True,
-    )
-    parts = {
-        "vae": vae(
-            scaling_factor=0.08333,
-            block_out_channels=3 * (32,),
-            down_block_types=3 * ("DownEncoderBlock2D",),
-            up_block_types=3 * ("UpDecoderBlock2D",),
-        ),
-        "text_encoder": text_encoder(),
-        "tokenizer": tokenizer(),
-        "unet": upscaler,
-        "low_res_scheduler": scheduler(pp.DDPMScheduler),
-        "scheduler": scheduler(prediction_type="v_prediction"),
-    }
-    return Tiny(pp.StableDiffusionUpscalePipeline(**parts), {**TEXT, "image": image()}, UNET)
-
-
-@family
-def StableDiffusionLatentUpscalePipeline():
-    """K-blocks, whose attention is not inside a Transformer2DModel."""
-    upscaler = unet(
-        in_channels=8,
-        out_channels=5,
-        block_out_channels=(32, 64, 64),
-        down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D", "KCrossAttnDownBlock2D"),
-        mid_block_type=None,
-        up_block_types=("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"),
-        act_fn="gelu",
-        attention_head_dim=8,
-        conv_in_kernel=1,
-        conv_out_kernel=1,
-        norm_num_groups=None,
-        resnet_time_scale_shift="scale_shift",
-        time_embedding_type="fourier",
-        timestep_post_act="gelu",
-        time_cond_proj_dim=128 + HIDDEN,
-        time_embedding_dim=64,
-    )
-    parts = {
-        "vae": vae(),
-        "text_encoder": text_encoder(),
-        "tokenizer": tokenizer(),
-        "unet": upscaler,
-        "scheduler": scheduler(pp.EulerDiscreteScheduler, prediction_type="sample"),
-    }
-    return Tiny(pp.StableDiffusionLatentUpscalePipeline(**parts), {**TEXT, "image": image()}, ())
-
-
-@family
-def StableDiffusionDepth2ImgPipeline():
-    parts = {key: part for key, part in stable_diffusion(unet=unet(in_channels=5)).items() if "safety" not in key}
-    call = {**IMAGE, "depth_map": paddle.randn([1, 16, 16])}
-    return Tiny(pp.StableDiffusionDepth2ImgPipeline(**parts, depth_estimator=None), call, UNET)
-
-
-@family
-def StableDiffusionInstructPix2PixPipeline():
-    """Its UNet gets the image to edit; each pass has a batch of three images, not two."""
-    pipe = pp.StableDiffusionInstructPix2PixPipeline(**stable_diffusion(unet=unet(in_channels=8)))
-    return Tiny(pipe, {**TEXT, "image": image()}, UNET)
-
-
-@family
-def StableDiffusionImageVariationPipeline():
-    parts = {key: part for key, part in stable_diffusion().items() if key not in ("text_encoder", "tokenizer")}
-    pipe = pp.StableDiffusionImageVariationPipeline(**parts, image_encoder=image_encoder())
-    return Tiny(pipe, {"image": image(), "num_inference_steps": 2, "output_type": "np"}, UNET)
-
-
-@family
-def CycleDiffusionPipeline():
-    call = {**IMAGE, "source_prompt": "a fox", "eta": 0.1, "guidance_scale": 3, "source_guidance_scale": 1}
-    return Tiny(pp.CycleDiffusionPipeline(**stable_diffusion()), call, UNET)
-
-
-@family
-def StableDiffusionPanoramaPipeline():
-    call = {**TEXT, "height": 24, "width": 32, "circular_padding": True}
-    return Tiny(pp.StableDiffusionPanoramaPipeline(**stable_diffusion()), call, UNET)
-
-
-@family
-def StableDiffusionSAGPipeline():
-    """Self-attention guidance reads the attention map of the UNet's middle; its code for that raises on Paddle 2."""
-    guidance = {"sag_scale": 0.75 if paddle.__version__ >= "3" else 0.0}
-    return Tiny(pp.StableDiffusionSAGPipeline(**stable_diffusion()), {**TEXT, **guidance}, UNET)
-
-
-@family
-def StableDiffusionAttendAndExcitePipeline():
-    call = {**TEXT, "token_indices": [2, 3], "attn_res": (16, 16), "thresholds": {}}
-    return Tiny(pp.StableDiffusionAttendAndExcitePipeline(**stable_diffusion()), call, UNET)
-
-
-@family
-def StableDiffusionModelEditingPipeline():
-    return Tiny(pp.StableDiffusionModelEditingPipeline(**stable_diffusion(), with_augs=[""]), TEXT, UNET)
-
-
-@family
-def StableDiffusionDiffEditPipeline():
-    pipe = pp.StableDiffusionDiffEditPipeline(
-        **stable_diffusion(), inverse_scheduler=scheduler(pp.DDIMInverseScheduler)
-    )
-    call = {"mask_image": mask(16), "image_latents": paddle.randn([1, 2, 4, 16, 16]), "inpaint_strength": 1.0}
-    return Tiny(pipe, {**TEXT, **call}, UNET)
-
-
-@family
-def StableDiffusionLDM3DPipeline():
-    """Generates an image and its depth."""
-    parts = stable_diffusion(vae=vae(in_channels=6, out_channels=6))
-    return Tiny(pp.StableDiffusionLDM3DPipeline(**parts), TEXT, UNET, output="rgb")
-
-
 @family
 def StableDiffusionPipelineSafe():
     return Tiny(SafePipeline(**stable_diffusion()), TEXT, UNET)
-
-
-@family
-def StableDiffusionGLIGENPipeline():
-    """Each block has one more attention, over the boxes and the image tokens together."""
-    pipe = pp.StableDiffusionGLIGENPipeline(**stable_diffusion(unet=unet(attention_type="gated")))
-    boxes = {"gligen_phrases": ["fox"], "gligen_boxes": [[0.1, 0.2, 0.6, 0.7]], "gligen_scheduled_sampling_beta": 1}
-    return Tiny(pipe, {**TEXT, **boxes}, UNET)
-
-
-@family
-def StableDiffusionGLIGENTextImagePipeline():
-    parts = stable_diffusion(unet=unet(attention_type="gated-text-image"))
-    pipe = pp.StableDiffusionGLIGENTextImagePipeline(
-        **parts,
-        processor=CLIPProcessor(parts["feature_extractor"], parts["tokenizer"]),
-        image_encoder=image_encoder(),
-        image_project=ready(CLIPImageProjection(HIDDEN)),
-    )
-    call = {
-        "gligen_phrases": ["fox"],
-        "gligen_images": [image()],
-        "gligen_boxes": [[0.1, 0.2, 0.6, 0.7]],
-        "gligen_scheduled_sampling_beta": 1,
-    }
-    return Tiny(pipe, {**TEXT, **call}, UNET)
-
-
-@family
-def StableDiffusionAdapterPipeline():
-    adapter = ready(pp.T2IAdapter(channels=[32, 64], num_res_blocks=1, downscale_factor=2))
-    return Tiny(
-        pp.StableDiffusionAdapterPipeline(**stable_diffusion(), adapter=adapter), {**TEXT, "image": image()}, UNET
-    )
 
 
 @family
@@ -267,67 +69,11 @@ def ip_adapter(model):
     return {"image_proj": projection, "ip_adapter": weights}
 
 
-# SDXL
-
-
-@family
-def StableDiffusionXLPipeline():
-    return Tiny(pp.StableDiffusionXLPipeline(**sdxl()), TEXT, UNET)
-
-
 @family
 def StableDiffusionXLPipeline_IP_Adapter():
     pipe = pp.StableDiffusionXLPipeline(**sdxl(), image_encoder=image_encoder(), feature_extractor=image_processor())
     pipe.load_ip_adapter(ip_adapter(pipe.unet))
     return Tiny(pipe, {**TEXT, "ip_adapter_image": image()}, UNET)
-
-
-@family
-def StableDiffusionXLImg2ImgPipeline():
-    return Tiny(pp.StableDiffusionXLImg2ImgPipeline(**sdxl()), IMAGE, UNET)
-
-
-@family
-def StableDiffusionXLImg2ImgPipeline_refiner():
-    """SDXL's refiner: one text encoder, the second; an aesthetic score instead of a target size."""
-    refiner = unet(**{**SDXL, "cross_attention_dim": HIDDEN, "projection_class_embeddings_input_dim": 5 * 8 + HIDDEN})
-    parts = sdxl(unet=refiner, text_encoder=None, tokenizer=None, requires_aesthetics_score=True)
-    return Tiny(pp.StableDiffusionXLImg2ImgPipeline(**parts), IMAGE, UNET)
-
-
-@family
-def StableDiffusionXLInpaintPipeline():
-    return Tiny(pp.StableDiffusionXLInpaintPipeline(**sdxl(unet=unet(**SDXL, in_channels=9))), INPAINT, UNET)
-
-
-@family
-def StableDiffusionXLInstructPix2PixPipeline():
-    pipe = pp.StableDiffusionXLInstructPix2PixPipeline(**sdxl(unet=unet(**SDXL, in_channels=8)))
-    return Tiny(pipe, {**TEXT, "image": image()}, UNET)
-
-
-@family
-def StableDiffusionXLAdapterPipeline():
-    adapter = pp.T2IAdapter(
-        channels=[32, 32, 64], num_res_blocks=1, downscale_factor=4, adapter_type="full_adapter_xl"
-    )
-    pipe = pp.StableDiffusionXLAdapterPipeline(**sdxl(), adapter=ready(adapter))
-    return Tiny(pipe, {**TEXT, "image": image()}, UNET)
-
-
-# Latent consistency
-
-
-@family
-def LatentConsistencyModelPipeline():
-    parts = stable_diffusion(unet=unet(time_cond_proj_dim=32), scheduler=scheduler(pp.LCMScheduler))
-    return Tiny(pp.LatentConsistencyModelPipeline(**parts), TEXT, UNET)
-
-
-@family
-def LatentConsistencyModelImg2ImgPipeline():
-    parts = stable_diffusion(unet=unet(time_cond_proj_dim=32), scheduler=scheduler(pp.LCMScheduler))
-    return Tiny(pp.LatentConsistencyModelImg2ImgPipeline(**parts), IMAGE, UNET)
 
 
 # Other kinds of prompts
@@ -345,26 +91,6 @@ def roberta():
         project_dim=HIDDEN,
     )
     return ready(RobertaSeriesModelWithTransformation(config))
-
-
-@family
-def AltDiffusionPipeline():
-    """With an XLM-R text encoder; it uses CLIP's tokenizer, because there is no tiny one of XLM-R."""
-    return Tiny(pp.AltDiffusionPipeline(**stable_diffusion(text_encoder=roberta())), TEXT, UNET)
-
-
-@family
-def AltDiffusionImg2ImgPipeline():
-    return Tiny(pp.AltDiffusionImg2ImgPipeline(**stable_diffusion(text_encoder=roberta())), IMAGE, UNET)
-
-
-@family
-def PaintByExamplePipeline():
-    parts = stable_diffusion(unet=unet(in_channels=9))
-    del parts["text_encoder"], parts["tokenizer"]
-    pipe = pp.PaintByExamplePipeline(**parts, image_encoder=ready(PaintByExampleImageEncoder(image_config(), HIDDEN)))
-    call = {"image": image(), "mask_image": mask(), "example_image": image(seed=1)}
-    return Tiny(pipe, {**call, "num_inference_steps": 2, "output_type": "np"}, UNET)
 
 
 def unclip_parts():
@@ -390,26 +116,6 @@ def prior():
 
 def prior_scheduler():
     return pp.UnCLIPScheduler(variance_type="fixed_small_log", prediction_type="sample")
-
-
-@family
-def StableUnCLIPPipeline():
-    pipe = pp.StableUnCLIPPipeline(
-        prior_tokenizer=tokenizer(),
-        prior_text_encoder=text_encoder_with_projection(),
-        prior=prior(),
-        prior_scheduler=prior_scheduler(),
-        **unclip_parts(),
-    )
-    return Tiny(pipe, {**TEXT, "prior_num_inference_steps": 2}, UNET)
-
-
-@family
-def StableUnCLIPImg2ImgPipeline():
-    pipe = pp.StableUnCLIPImg2ImgPipeline(
-        feature_extractor=image_processor(), image_encoder=image_encoder(), **unclip_parts()
-    )
-    return Tiny(pipe, {**TEXT, "image": image()}, UNET)
 
 
 def super_resolution():
@@ -453,22 +159,6 @@ def unclip_decoder_parts():
     }
 
 
-@family
-def UnCLIPPipeline():
-    pipe = pp.UnCLIPPipeline(prior=prior(), prior_scheduler=prior_scheduler(), **unclip_decoder_parts())
-    steps = {f"{stage}_num_inference_steps": 2 for stage in ("prior", "decoder", "super_res")}
-    return Tiny(pipe, {"prompt": "a fox", "output_type": "np", **steps}, ())
-
-
-@family
-def UnCLIPImageVariationPipeline():
-    pipe = pp.UnCLIPImageVariationPipeline(
-        feature_extractor=image_processor(), image_encoder=image_encoder(), **unclip_decoder_parts()
-    )
-    steps = {f"{stage}_num_inference_steps": 2 for stage in ("decoder", "super_res")}
-    return Tiny(pipe, {"image": image(), "output_type": "np", **steps}, ())
-
-
 # DeepFloyd IF: denoises pixels instead of latents, with attention outside of a Transformer2DModel
 
 
@@ -506,33 +196,228 @@ def floyd_call(**changes):
     return {**embeds, "num_inference_steps": 2, "output_type": "np", **changes}
 
 
-@family
-def IFPipeline():
-    return Tiny(pp.IFPipeline(**floyd()), floyd_call(), ())
+def upscaler_parts():
+    """The x4 upscaler's layout: self-attention at the deepest level only."""
+    upscaler = unet(
+        sample_size=32,
+        in_channels=7,
+        block_out_channels=(32, 32, 32, 64),
+        down_block_types=("DownBlock2D", *3 * ("CrossAttnDownBlock2D",)),
+        up_block_types=(*3 * ("CrossAttnUpBlock2D",), "UpBlock2D"),
+        only_cross_attention=(True, True, True, False),
+        num_class_embeds=1000,
+        use_linear_projection=True,
+    )
+    return {
+        "vae": vae(
+            scaling_factor=0.08333,
+            block_out_channels=3 * (32,),
+            down_block_types=3 * ("DownEncoderBlock2D",),
+            up_block_types=3 * ("UpDecoderBlock2D",),
+        ),
+        "text_encoder": text_encoder(),
+        "tokenizer": tokenizer(),
+        "unet": upscaler,
+        "low_res_scheduler": scheduler(pp.DDPMScheduler),
+        "scheduler": scheduler(prediction_type="v_prediction"),
+    }
 
 
-@family
-def IFImg2ImgPipeline():
-    return Tiny(pp.IFImg2ImgPipeline(**floyd()), floyd_call(image=image(16), strength=1.0), ())
+def latent_upscaler_parts():
+    """K-blocks, whose attention is not inside a Transformer2DModel."""
+    upscaler = unet(
+        in_channels=8,
+        out_channels=5,
+        block_out_channels=(32, 64, 64),
+        down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D", "KCrossAttnDownBlock2D"),
+        mid_block_type=None,
+        up_block_types=("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"),
+        act_fn="gelu",
+        attention_head_dim=8,
+        conv_in_kernel=1,
+        conv_out_kernel=1,
+        norm_num_groups=None,
+        resnet_time_scale_shift="scale_shift",
+        time_embedding_type="fourier",
+        timestep_post_act="gelu",
+        time_cond_proj_dim=128 + HIDDEN,
+        time_embedding_dim=64,
+    )
+    return {
+        "vae": vae(),
+        "text_encoder": text_encoder(),
+        "tokenizer": tokenizer(),
+        "unet": upscaler,
+        "scheduler": scheduler(pp.EulerDiscreteScheduler, prediction_type="sample"),
+    }
 
 
-@family
-def IFInpaintingPipeline():
-    return Tiny(pp.IFInpaintingPipeline(**floyd()), floyd_call(image=image(16), mask_image=mask(16)), ())
+def without(*names, **changes):
+    """The components of Stable Diffusion without some."""
+    return {name: part for name, part in stable_diffusion(**changes).items() if name not in names}
 
 
-@family
-def IFSuperResolutionPipeline():
-    return Tiny(pp.IFSuperResolutionPipeline(**floyd_upscaler()), floyd_call(image=image(16)), ())
+def gligen_parts():
+    """Each block has one more attention, over the boxes and the image tokens together."""
+    components = stable_diffusion(unet=unet(attention_type="gated-text-image"))
+    processor = CLIPProcessor(components["feature_extractor"], components["tokenizer"])
+    project = ready(CLIPImageProjection(HIDDEN))
+    return {**components, "processor": processor, "image_encoder": image_encoder(), "image_project": project}
 
 
-@family
-def IFImg2ImgSuperResolutionPipeline():
-    call = floyd_call(image=image(16), original_image=image(), strength=1.0)
-    return Tiny(pp.IFImg2ImgSuperResolutionPipeline(**floyd_upscaler()), call, ())
+def adapter(**changes):
+    return ready(pp.T2IAdapter(num_res_blocks=1, **changes))
 
 
-@family
-def IFInpaintingSuperResolutionPipeline():
-    call = floyd_call(image=image(16), original_image=image(), mask_image=mask(), strength=1.0)
-    return Tiny(pp.IFInpaintingSuperResolutionPipeline(**floyd_upscaler()), call, ())
+def adapter_of_xl():
+    return adapter(channels=[32, 32, 64], downscale_factor=4, adapter_type="full_adapter_xl")
+
+
+def lcm_parts():
+    return stable_diffusion(unet=unet(time_cond_proj_dim=32), scheduler=scheduler(pp.LCMScheduler))
+
+
+def refiner_parts():
+    """SDXL's refiner: one text encoder, the second; an aesthetic score instead of a target size."""
+    refiner = unet(**{**SDXL, "cross_attention_dim": HIDDEN, "projection_class_embeddings_input_dim": 5 * 8 + HIDDEN})
+    return sdxl(unet=refiner, text_encoder=None, tokenizer=None, requires_aesthetics_score=True)
+
+
+def paint_by_example_parts():
+    encoder = ready(PaintByExampleImageEncoder(image_config(), HIDDEN))
+    return {**without("text_encoder", "tokenizer", unet=unet(in_channels=9)), "image_encoder": encoder}
+
+
+def prior_parts():
+    encoder = {"prior_tokenizer": tokenizer(), "prior_text_encoder": text_encoder_with_projection()}
+    return {**encoder, "prior": prior(), "prior_scheduler": prior_scheduler()}
+
+
+def image_encoder_parts():
+    return {"feature_extractor": image_processor(), "image_encoder": image_encoder()}
+
+
+FROM_IMAGE = {**TEXT, "image": image()}
+WITHOUT_TEXT = {"image": image(), "num_inference_steps": 2, "output_type": "np"}
+BOXES = {"gligen_phrases": ["fox"], "gligen_boxes": [[0.1, 0.2, 0.6, 0.7]], "gligen_scheduled_sampling_beta": 1}
+# Self-attention guidance reads the attention map of the UNet's middle; its code for that raises on Paddle 2.
+GUIDANCE = {"sag_scale": 0.75 if paddle.__version__ >= "3" else 0.0}
+
+
+def steps(*stages):
+    return {"output_type": "np", **{f"{stage}_num_inference_steps": 2 for stage in stages}}
+
+
+register(
+    {
+        "StableDiffusionPipeline": (stable_diffusion, TEXT),
+        # Like Stable Diffusion 2.x: linear projections, more heads at deeper levels, v-prediction.
+        "StableDiffusionPipeline_v2": (
+            lambda: stable_diffusion(unet=unet(**V2), scheduler=scheduler(prediction_type="v_prediction")),
+            TEXT,
+        ),
+        "StableDiffusionImg2ImgPipeline": (stable_diffusion, IMAGE),
+        # The UNet of an inpainting model also gets the mask and the masked image.
+        "StableDiffusionInpaintPipeline": (lambda: stable_diffusion(unet=unet(in_channels=9)), INPAINT),
+        "StableDiffusionInpaintPipeline_4_channels": (stable_diffusion, INPAINT),
+        "StableDiffusionInpaintPipelineLegacy": (stable_diffusion, INPAINT),
+        "StableDiffusionUpscalePipeline": (upscaler_parts, FROM_IMAGE),
+        "StableDiffusionDepth2ImgPipeline": (
+            lambda: {
+                **without("safety_checker", "requires_safety_checker", unet=unet(in_channels=5)),
+                "depth_estimator": None,
+            },
+            lambda: {**IMAGE, "depth_map": paddle.randn([1, 16, 16])},
+        ),
+        # Its UNet gets the image to edit; each pass has a batch of three images, not two.
+        "StableDiffusionInstructPix2PixPipeline": (lambda: stable_diffusion(unet=unet(in_channels=8)), FROM_IMAGE),
+        "StableDiffusionImageVariationPipeline": (
+            lambda: {**without("text_encoder", "tokenizer"), "image_encoder": image_encoder()},
+            WITHOUT_TEXT,
+        ),
+        "CycleDiffusionPipeline": (
+            stable_diffusion,
+            {**IMAGE, "source_prompt": "a fox", "eta": 0.1, "guidance_scale": 3, "source_guidance_scale": 1},
+        ),
+        "StableDiffusionPanoramaPipeline": (
+            stable_diffusion,
+            {**TEXT, "height": 24, "width": 32, "circular_padding": True},
+        ),
+        "StableDiffusionSAGPipeline": (stable_diffusion, {**TEXT, **GUIDANCE}),
+        "StableDiffusionAttendAndExcitePipeline": (
+            stable_diffusion,
+            {**TEXT, "token_indices": [2, 3], "attn_res": (16, 16), "thresholds": {}},
+        ),
+        "StableDiffusionModelEditingPipeline": (lambda: stable_diffusion(with_augs=[""]), TEXT),
+        "StableDiffusionDiffEditPipeline": (
+            lambda: stable_diffusion(inverse_scheduler=scheduler(pp.DDIMInverseScheduler)),
+            lambda: {
+                **TEXT,
+                "mask_image": mask(16),
+                "image_latents": paddle.randn([1, 2, 4, 16, 16]),
+                "inpaint_strength": 1.0,
+            },
+        ),
+        "StableDiffusionGLIGENPipeline": (
+            lambda: stable_diffusion(unet=unet(attention_type="gated")),
+            {**TEXT, **BOXES},
+        ),
+        "StableDiffusionGLIGENTextImagePipeline": (gligen_parts, {**TEXT, **BOXES, "gligen_images": [image()]}),
+        "StableDiffusionAdapterPipeline": (
+            lambda: stable_diffusion(adapter=adapter(channels=[32, 64], downscale_factor=2)),
+            FROM_IMAGE,
+        ),
+        "StableDiffusionXLPipeline": (sdxl, TEXT),
+        "StableDiffusionXLImg2ImgPipeline": (sdxl, IMAGE),
+        "StableDiffusionXLImg2ImgPipeline_refiner": (refiner_parts, IMAGE),
+        "StableDiffusionXLInpaintPipeline": (lambda: sdxl(unet=unet(**SDXL, in_channels=9)), INPAINT),
+        "StableDiffusionXLInstructPix2PixPipeline": (lambda: sdxl(unet=unet(**SDXL, in_channels=8)), FROM_IMAGE),
+        "StableDiffusionXLAdapterPipeline": (lambda: sdxl(adapter=adapter_of_xl()), FROM_IMAGE),
+        "LatentConsistencyModelPipeline": (lcm_parts, TEXT),
+        "LatentConsistencyModelImg2ImgPipeline": (lcm_parts, IMAGE),
+        # With an XLM-R text encoder; it uses CLIP's tokenizer, because there is no tiny one of XLM-R.
+        "AltDiffusionPipeline": (lambda: stable_diffusion(text_encoder=roberta()), TEXT),
+        "AltDiffusionImg2ImgPipeline": (lambda: stable_diffusion(text_encoder=roberta()), IMAGE),
+        "PaintByExamplePipeline": (
+            paint_by_example_parts,
+            {**WITHOUT_TEXT, "mask_image": mask(), "example_image": image(seed=1)},
+        ),
+        "StableUnCLIPPipeline": (
+            lambda: {**prior_parts(), **unclip_parts()},
+            {**TEXT, "prior_num_inference_steps": 2},
+        ),
+        "StableUnCLIPImg2ImgPipeline": (lambda: {**image_encoder_parts(), **unclip_parts()}, FROM_IMAGE),
+    },
+    UNET,
+)
+# Generates an image and its depth.
+register(
+    {"StableDiffusionLDM3DPipeline": (lambda: stable_diffusion(vae=vae(in_channels=6, out_channels=6)), TEXT)},
+    UNET,
+    "rgb",
+)
+register(
+    {
+        "StableDiffusionLatentUpscalePipeline": (latent_upscaler_parts, FROM_IMAGE),
+        "UnCLIPPipeline": (
+            lambda: {"prior": prior(), "prior_scheduler": prior_scheduler(), **unclip_decoder_parts()},
+            {"prompt": "a fox", **steps("prior", "decoder", "super_res")},
+        ),
+        "UnCLIPImageVariationPipeline": (
+            lambda: {**image_encoder_parts(), **unclip_decoder_parts()},
+            {"image": image(), **steps("decoder", "super_res")},
+        ),
+        "IFPipeline": (floyd, floyd_call),
+        "IFImg2ImgPipeline": (floyd, lambda: floyd_call(image=image(16), strength=1.0)),
+        "IFInpaintingPipeline": (floyd, lambda: floyd_call(image=image(16), mask_image=mask(16))),
+        "IFSuperResolutionPipeline": (floyd_upscaler, lambda: floyd_call(image=image(16))),
+        "IFImg2ImgSuperResolutionPipeline": (
+            floyd_upscaler,
+            lambda: floyd_call(image=image(16), original_image=image(), strength=1.0),
+        ),
+        "IFInpaintingSuperResolutionPipeline": (
+            floyd_upscaler,
+            lambda: floyd_call(image=image(16), original_image=image(), mask_image=mask(), strength=1.0),
+        ),
+    }
+)

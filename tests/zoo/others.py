@@ -1,6 +1,7 @@
 """Other pipelines: older models, unconditional ones, audio, priors."""
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +38,7 @@ from ppdiffusers.pipelines.wuerstchen.modeling_wuerstchen_diffnext import Wuerst
 from ppdiffusers.pipelines.wuerstchen.modeling_wuerstchen_prior import WuerstchenPrior
 
 from . import parts
-from .base import Tiny, family
+from .base import Tiny, family, register
 from .images import prior, prior_scheduler
 from .noise import embeddings, noise
 
@@ -60,14 +61,7 @@ def LDMTextToImagePipeline():
     return Tiny(pipe, {**call, "guidance_scale": 2.0}, ("unet",))
 
 
-@family
-def SemanticStableDiffusionPipeline():
-    """Without an editing_prompt: with one, ppdiffusers 0.29 fails (`paddle.Tensor` of a list)."""
-    pipe = ppdiffusers.SemanticStableDiffusionPipeline(**parts.stable_diffusion())
-    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ("unet",))
-
-
-def _versatile(cls):
+def _versatile(name):
     """Versatile Diffusion: an image UNet whose attention is replaced by, or mixed with, that of a text UNet."""
     builders = {
         "tokenizer": parts.tokenizer,
@@ -79,7 +73,8 @@ def _versatile(cls):
         "vae": parts.vae,
         "scheduler": parts.scheduler,
     }
-    return cls(**{name: builders[name]() for name in inspect.signature(cls).parameters})
+    names = inspect.signature(getattr(ppdiffusers, f"VersatileDiffusion{name}Pipeline")).parameters
+    return {name: builders[name]() for name in names}
 
 
 def text_unet():
@@ -90,25 +85,6 @@ def text_unet():
         "mid_block_type": "UNetMidBlockFlatCrossAttn",
     }
     return parts.ready(UNetFlatConditionModel(**{**parts.UNET, "sample_size": None, **types}))
-
-
-@family
-def VersatileDiffusionTextToImagePipeline():
-    pipe = _versatile(ppdiffusers.VersatileDiffusionTextToImagePipeline)
-    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ("image_unet",))
-
-
-@family
-def VersatileDiffusionImageVariationPipeline():
-    pipe = _versatile(ppdiffusers.VersatileDiffusionImageVariationPipeline)
-    return Tiny(pipe, {"image": parts.image(), "num_inference_steps": 2, "output_type": "np"}, ("image_unet",))
-
-
-@family
-def VersatileDiffusionDualGuidedPipeline():
-    pipe = _versatile(ppdiffusers.VersatileDiffusionDualGuidedPipeline)
-    call = {"prompt": "a red fox", "image": parts.image(), "num_inference_steps": 2, "output_type": "np"}
-    return Tiny(pipe, call, ("image_unet",))
 
 
 # Audio
@@ -143,18 +119,6 @@ def _latent_audio(**changes):
         "vocoder": Vocoder(),
         **changes,
     }
-
-
-@family
-def AudioLDMPipeline():
-    call = {**embeddings(1, HIDDEN), "num_inference_steps": 2}
-    return Tiny(ppdiffusers.AudioLDMPipeline(**_latent_audio()), call, ("unet",), "audios")
-
-
-@family
-def MusicLDMPipeline():
-    call = {**embeddings(1, HIDDEN), "num_inference_steps": 2}
-    return Tiny(ppdiffusers.MusicLDMPipeline(**_latent_audio(feature_extractor=None)), call, ("unet",), "audios")
 
 
 @family
@@ -218,64 +182,6 @@ def vq(**changes):
 STEPS = {"num_inference_steps": 2, "output_type": "np"}
 
 
-@family
-def DDPMPipeline():
-    return Tiny(ppdiffusers.DDPMPipeline(unet_2d(), DDPMScheduler()), STEPS, ())
-
-
-@family
-def DDIMPipeline():
-    return Tiny(ppdiffusers.DDIMPipeline(unet_2d(), DDIMScheduler()), STEPS, ())
-
-
-@family
-def PNDMPipeline():
-    return Tiny(ppdiffusers.PNDMPipeline(unet_2d(), PNDMScheduler(skip_prk_steps=True)), STEPS, ())
-
-
-@family
-def ScoreSdeVePipeline():
-    return Tiny(ppdiffusers.ScoreSdeVePipeline(unet_2d(), ScoreSdeVeScheduler()), STEPS, ())
-
-
-@family
-def KarrasVePipeline():
-    return Tiny(ppdiffusers.KarrasVePipeline(unet_2d(), KarrasVeScheduler()), STEPS, ())
-
-
-@family
-def ConsistencyModelPipeline():
-    return Tiny(ppdiffusers.ConsistencyModelPipeline(unet_2d(), CMStochasticIterativeScheduler()), STEPS, ())
-
-
-@family
-def RePaintPipeline():
-    call = {"image": parts.image(), "mask_image": parts.mask(), "jump_length": 1, "jump_n_sample": 1}
-    return Tiny(ppdiffusers.RePaintPipeline(unet_2d(), RePaintScheduler()), {**call, **STEPS}, ())
-
-
-@family
-def LDMPipeline():
-    return Tiny(ppdiffusers.LDMPipeline(vq(), unet_2d(), DDIMScheduler()), STEPS, ())
-
-
-@family
-def LDMSuperResolutionPipeline():
-    pipe = ppdiffusers.LDMSuperResolutionPipeline(vq(), unet_2d(in_channels=6, out_channels=3), DDIMScheduler())
-    return Tiny(pipe, {"image": parts.image(), **STEPS}, ())
-
-
-@family
-def DanceDiffusionPipeline():
-    unet = UNet1DModel(sample_size=512, sample_rate=16_000, extra_in_channels=16)
-    return Tiny(
-        ppdiffusers.DanceDiffusionPipeline(parts.ready(unet), IPNDMScheduler()),
-        {"num_inference_steps": 4},
-        (),
-        "audios",
-    )
-
-
 class Sound:
     """Replaces the converter from spectrogram images to sound."""
 
@@ -284,12 +190,6 @@ class Sound:
 
     def image_to_audio(self, image):
         return np.asarray(image, dtype="float32").reshape(-1)
-
-
-@family
-def AudioDiffusionPipeline():
-    unet = unet_2d(in_channels=1, out_channels=1, sample_size=(32, 32))
-    return Tiny(ppdiffusers.AudioDiffusionPipeline(None, unet, Sound(), DDIMScheduler()), {"steps": 2}, (), "audios")
 
 
 @family
@@ -342,7 +242,7 @@ def _image_embeds():
 SIZE = {"height": 32, "width": 32}
 
 
-def _kandinsky_1(cls, **changes):
+def _kandinsky_1(**changes):
     config = MCLIPConfig(
         transformerDimSize=HIDDEN,
         imageDimSize=HIDDEN,
@@ -353,66 +253,18 @@ def _kandinsky_1(cls, **changes):
         num_attention_heads=2,
         max_position_embeddings=96,
     )
-    return cls(
-        text_encoder=parts.ready(MultilingualCLIP(config)),
-        tokenizer=parts.tokenizer(),
-        unet=kandinsky_unet("text_image", **changes),
-        scheduler=parts.scheduler(),
-        movq=movq(),
-    )
+    return {
+        "text_encoder": parts.ready(MultilingualCLIP(config)),
+        "tokenizer": parts.tokenizer(),
+        "unet": kandinsky_unet("text_image", **changes),
+        "scheduler": parts.scheduler(),
+        "movq": movq(),
+    }
 
 
-@family
-def KandinskyPipeline():
-    call = {"prompt": "a red fox", **_image_embeds(), **SIZE, **STEPS}
-    return Tiny(_kandinsky_1(ppdiffusers.KandinskyPipeline), call, ())
-
-
-@family
-def KandinskyImg2ImgPipeline():
-    call = {"prompt": "a red fox", "image": parts.image(), "strength": 0.5, **_image_embeds(), **SIZE, **STEPS}
-    return Tiny(_kandinsky_1(ppdiffusers.KandinskyImg2ImgPipeline), call, ())
-
-
-@family
-def KandinskyInpaintPipeline():
-    images = {"image": parts.image(), "mask_image": parts.mask()}
-    call = {"prompt": "a red fox", **images, **_image_embeds(), **SIZE, **STEPS}
-    return Tiny(_kandinsky_1(ppdiffusers.KandinskyInpaintPipeline, in_channels=9), call, ())
-
-
-def _kandinsky_2(cls, condition="image", **changes):
-    return cls(kandinsky_unet(condition, **changes), parts.scheduler(DDPMScheduler), movq())
-
-
-@family
-def KandinskyV22Pipeline():
-    return Tiny(_kandinsky_2(ppdiffusers.KandinskyV22Pipeline), {**_image_embeds(), **SIZE, **STEPS}, ())
-
-
-@family
-def KandinskyV22Img2ImgPipeline():
-    call = {"image": parts.image(), "strength": 0.5, **_image_embeds(), **SIZE, **STEPS}
-    return Tiny(_kandinsky_2(ppdiffusers.KandinskyV22Img2ImgPipeline), call, ())
-
-
-@family
-def KandinskyV22InpaintPipeline():
-    call = {"image": parts.image(), "mask_image": parts.mask(), **_image_embeds(), **SIZE, **STEPS}
-    return Tiny(_kandinsky_2(ppdiffusers.KandinskyV22InpaintPipeline, in_channels=9), call, ())
-
-
-@family
-def KandinskyV22ControlnetPipeline():
-    pipe = _kandinsky_2(ppdiffusers.KandinskyV22ControlnetPipeline, "image_hint", in_channels=8)
-    return Tiny(pipe, {"hint": noise(1, 3, 128, 128), **_image_embeds(), **SIZE, **STEPS}, ())
-
-
-@family
-def KandinskyV22ControlnetImg2ImgPipeline():
-    pipe = _kandinsky_2(ppdiffusers.KandinskyV22ControlnetImg2ImgPipeline, "image_hint", in_channels=8)
-    call = {"image": parts.image(), "strength": 0.5, "hint": noise(1, 3, 128, 128)}
-    return Tiny(pipe, {**call, **_image_embeds(), **SIZE, **STEPS}, ())
+def _kandinsky_2(condition="image", **changes):
+    scheduler = parts.scheduler(DDPMScheduler)
+    return {"unet": kandinsky_unet(condition, **changes), "scheduler": scheduler, "movq": movq()}
 
 
 def _prior(prefix=""):
@@ -430,69 +282,7 @@ def _prior(prefix=""):
     return {prefix + name: part for name, part in components.items()}
 
 
-@family
-def KandinskyPriorPipeline():
-    call = {"prompt": "a red fox", **STEPS}
-    return Tiny(ppdiffusers.KandinskyPriorPipeline(**_prior()), call, (), "image_embeds")
-
-
-@family
-def KandinskyV22PriorPipeline():
-    call = {"prompt": "a red fox", **STEPS}
-    return Tiny(ppdiffusers.KandinskyV22PriorPipeline(**_prior()), call, (), "image_embeds")
-
-
-@family
-def KandinskyV22PriorEmb2EmbPipeline():
-    call = {"prompt": "a red fox", "image": noise(1, HIDDEN), "strength": 0.5, **STEPS}
-    return Tiny(ppdiffusers.KandinskyV22PriorEmb2EmbPipeline(**_prior()), call, (), "image_embeds")
-
-
-def _combined(cls, pipe, **inputs):
-    """A Kandinsky pipeline and its prior in one."""
-    call = {"prompt": "a red fox", "prior_num_inference_steps": 2, **inputs, **SIZE, **STEPS}
-    return Tiny(cls(**pipe.components, **_prior("prior_")), call, ())
-
-
-IMAGE = {"image": parts.image(), "strength": 0.5}
-INPAINT = {"image": parts.image(), "mask_image": parts.mask()}
-
-
-@family
-def KandinskyCombinedPipeline():
-    return _combined(ppdiffusers.KandinskyCombinedPipeline, _kandinsky_1(ppdiffusers.KandinskyPipeline))
-
-
-@family
-def KandinskyImg2ImgCombinedPipeline():
-    pipe = _kandinsky_1(ppdiffusers.KandinskyImg2ImgPipeline)
-    return _combined(ppdiffusers.KandinskyImg2ImgCombinedPipeline, pipe, **IMAGE)
-
-
-@family
-def KandinskyInpaintCombinedPipeline():
-    pipe = _kandinsky_1(ppdiffusers.KandinskyInpaintPipeline, in_channels=9)
-    return _combined(ppdiffusers.KandinskyInpaintCombinedPipeline, pipe, **INPAINT)
-
-
-@family
-def KandinskyV22CombinedPipeline():
-    return _combined(ppdiffusers.KandinskyV22CombinedPipeline, _kandinsky_2(ppdiffusers.KandinskyV22Pipeline))
-
-
-@family
-def KandinskyV22Img2ImgCombinedPipeline():
-    pipe = _kandinsky_2(ppdiffusers.KandinskyV22Img2ImgPipeline)
-    return _combined(ppdiffusers.KandinskyV22Img2ImgCombinedPipeline, pipe, **IMAGE)
-
-
-@family
-def KandinskyV22InpaintCombinedPipeline():
-    pipe = _kandinsky_2(ppdiffusers.KandinskyV22InpaintPipeline, in_channels=9)
-    return _combined(ppdiffusers.KandinskyV22InpaintCombinedPipeline, pipe, **INPAINT)
-
-
-def _wuerstchen():
+def _wuerstchen(**changes):
     decoder = WuerstchenDiffNeXt(
         c_cond=HIDDEN,
         c_hidden=[32, 32],
@@ -511,6 +301,7 @@ def _wuerstchen():
         "decoder": parts.ready(decoder),
         "scheduler": DDPMWuerstchenScheduler(),
         "vqgan": parts.ready(vqgan),
+        **changes,
     }
 
 
@@ -524,27 +315,7 @@ def _wuerstchen_prior(prefix=""):
     return {prefix + name: part for name, part in components.items()}
 
 
-@family
-def WuerstchenDecoderPipeline():
-    pipe = ppdiffusers.WuerstchenDecoderPipeline(**_wuerstchen(), latent_dim_scale=4)
-    return Tiny(pipe, {"prompt": "a red fox", "image_embeddings": noise(1, 4, 4, 4), **STEPS}, ())
-
-
-@family
-def WuerstchenPriorPipeline():
-    pipe = ppdiffusers.WuerstchenPriorPipeline(**_wuerstchen_prior())
-    call = {"prompt": "a red fox", "height": 128, "width": 128, **STEPS}
-    return Tiny(pipe, call, (), "image_embeddings")
-
-
-@family
-def WuerstchenCombinedPipeline():
-    pipe = ppdiffusers.WuerstchenCombinedPipeline(**_wuerstchen(), **_wuerstchen_prior("prior_"))
-    call = {"prompt": "a red fox", "height": 128, "width": 128, "prior_num_inference_steps": 2, **STEPS}
-    return Tiny(pipe, call, ())
-
-
-def _shape(cls, **encoder):
+def _shape(**encoder):
     """Shap·E, whose latents describe a solid; here they are what it returns, without a renderer."""
     model = PriorTransformer(
         num_attention_heads=2,
@@ -559,18 +330,137 @@ def _shape(cls, **encoder):
         clip_embed_dim=2 * HIDDEN,
     )
     scheduler = HeunDiscreteScheduler(beta_schedule="exp", prediction_type="sample", use_karras_sigmas=True)
-    return cls(prior=parts.ready(model), scheduler=scheduler, shap_e_renderer=None, **encoder)
+    return {"prior": parts.ready(model), "scheduler": scheduler, "shap_e_renderer": None, **encoder}
 
 
-@family
-def ShapEPipeline():
-    encoder = {"text_encoder": parts.text_encoder_with_projection(), "tokenizer": parts.tokenizer()}
-    call = {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "latent"}
-    return Tiny(_shape(ppdiffusers.ShapEPipeline, **encoder), call, ())
+def diffusion(scheduler, make=unet_2d, **changes):
+    """The components of a pipeline of one model."""
+    return lambda: {"unet": make(), "scheduler": scheduler(), **changes}
 
 
-@family
-def ShapEImg2ImgPipeline():
-    encoder = {"image_encoder": parts.image_encoder(), "image_processor": parts.image_processor()}
-    call = {"image": parts.image(), "num_inference_steps": 2, "output_type": "latent"}
-    return Tiny(_shape(ppdiffusers.ShapEImg2ImgPipeline, **encoder), call, ())
+def latent_diffusion(**changes):
+    return lambda: {"vqvae": vq(), "unet": unet_2d(**changes), "scheduler": DDIMScheduler()}
+
+
+def dance_unet():
+    return parts.ready(UNet1DModel(sample_size=512, sample_rate=16_000, extra_in_channels=16))
+
+
+PROMPT = {"prompt": "a red fox", **STEPS}
+PRIOR = {**PROMPT, "prior_num_inference_steps": 2}
+IMAGE = {"image": parts.image(), "strength": 0.5}
+INPAINT = {"image": parts.image(), "mask_image": parts.mask()}
+EMBEDS = {**SIZE, **STEPS, **_image_embeds()}
+LATENTS = {"num_inference_steps": 2, "output_type": "latent"}
+HINT = {"hint": noise(1, 3, 128, 128)}
+
+register(
+    {
+        f"VersatileDiffusion{name}Pipeline": (partial(_versatile, name), {**STEPS, **call})
+        for name, call in {
+            "TextToImage": {"prompt": "a red fox"},
+            "ImageVariation": {"image": parts.image()},
+            "DualGuided": {"prompt": "a red fox", "image": parts.image()},
+        }.items()
+    },
+    ("image_unet",),
+)
+# Without an editing_prompt: with one, ppdiffusers 0.29 fails (`paddle.Tensor` of a list).
+register({"SemanticStableDiffusionPipeline": (parts.stable_diffusion, PROMPT)}, ("unet",))
+register(
+    {
+        "AudioLDMPipeline": (_latent_audio, {**embeddings(1, HIDDEN), "num_inference_steps": 2}),
+        "MusicLDMPipeline": (
+            lambda: _latent_audio(feature_extractor=None),
+            {**embeddings(1, HIDDEN), "num_inference_steps": 2},
+        ),
+    },
+    ("unet",),
+    "audios",
+)
+register(
+    {
+        "DanceDiffusionPipeline": (diffusion(IPNDMScheduler, dance_unet), {"num_inference_steps": 4}),
+        "AudioDiffusionPipeline": (
+            lambda: {
+                "vqvae": None,
+                "unet": unet_2d(in_channels=1, out_channels=1, sample_size=(32, 32)),
+                "mel": Sound(),
+                "scheduler": DDIMScheduler(),
+            },
+            {"steps": 2},
+        ),
+    },
+    output="audios",
+)
+register(
+    {
+        "DDPMPipeline": (diffusion(DDPMScheduler), STEPS),
+        "DDIMPipeline": (diffusion(DDIMScheduler), STEPS),
+        "PNDMPipeline": (diffusion(partial(PNDMScheduler, skip_prk_steps=True)), STEPS),
+        "ScoreSdeVePipeline": (diffusion(ScoreSdeVeScheduler), STEPS),
+        "KarrasVePipeline": (diffusion(KarrasVeScheduler), STEPS),
+        "ConsistencyModelPipeline": (diffusion(CMStochasticIterativeScheduler), STEPS),
+        "RePaintPipeline": (
+            diffusion(RePaintScheduler),
+            {"image": parts.image(), "mask_image": parts.mask(), "jump_length": 1, "jump_n_sample": 1, **STEPS},
+        ),
+        "LDMPipeline": (latent_diffusion(), STEPS),
+        "LDMSuperResolutionPipeline": (
+            latent_diffusion(in_channels=6, out_channels=3),
+            {"image": parts.image(), **STEPS},
+        ),
+        "KandinskyPipeline": (_kandinsky_1, {**EMBEDS, **PROMPT}),
+        "KandinskyImg2ImgPipeline": (_kandinsky_1, {**EMBEDS, **PROMPT, **IMAGE}),
+        "KandinskyInpaintPipeline": (partial(_kandinsky_1, in_channels=9), {**EMBEDS, **PROMPT, **INPAINT}),
+        "KandinskyV22Pipeline": (_kandinsky_2, EMBEDS),
+        "KandinskyV22Img2ImgPipeline": (_kandinsky_2, {**EMBEDS, **IMAGE}),
+        "KandinskyV22InpaintPipeline": (partial(_kandinsky_2, in_channels=9), {**EMBEDS, **INPAINT}),
+        "KandinskyV22ControlnetPipeline": (partial(_kandinsky_2, "image_hint", in_channels=8), {**EMBEDS, **HINT}),
+        "KandinskyV22ControlnetImg2ImgPipeline": (
+            partial(_kandinsky_2, "image_hint", in_channels=8),
+            {**EMBEDS, **HINT, **IMAGE},
+        ),
+        # Kandinsky and its prior in one
+        **{
+            f"Kandinsky{version}{task}CombinedPipeline": (
+                lambda make=make, changes=changes: {**make(**changes), **_prior("prior_")},
+                {**PRIOR, **SIZE, **call},
+            )
+            for version, make in (("", _kandinsky_1), ("V22", _kandinsky_2))
+            for task, call, changes in (
+                ("", {}, {}),
+                ("Img2Img", IMAGE, {}),
+                ("Inpaint", INPAINT, {"in_channels": 9}),
+            )
+        },
+        "WuerstchenDecoderPipeline": (
+            partial(_wuerstchen, latent_dim_scale=4),
+            {**PROMPT, "image_embeddings": noise(1, 4, 4, 4)},
+        ),
+        "WuerstchenCombinedPipeline": (
+            lambda: _wuerstchen(**_wuerstchen_prior("prior_")),
+            {**PRIOR, "height": 128, "width": 128},
+        ),
+        "ShapEPipeline": (
+            lambda: _shape(text_encoder=parts.text_encoder_with_projection(), tokenizer=parts.tokenizer()),
+            {"prompt": "a red fox", **LATENTS},
+        ),
+        "ShapEImg2ImgPipeline": (
+            lambda: _shape(image_encoder=parts.image_encoder(), image_processor=parts.image_processor()),
+            {"image": parts.image(), **LATENTS},
+        ),
+    }
+)
+register(
+    {
+        "KandinskyPriorPipeline": (_prior, PROMPT),
+        "KandinskyV22PriorPipeline": (_prior, PROMPT),
+        "KandinskyV22PriorEmb2EmbPipeline": (_prior, {**PROMPT, "image": noise(1, HIDDEN), "strength": 0.5}),
+    },
+    output="image_embeds",
+)
+register(
+    {"WuerstchenPriorPipeline": (_wuerstchen_prior, {**PROMPT, "height": 128, "width": 128})},
+    output="image_embeddings",
+)
