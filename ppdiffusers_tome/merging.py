@@ -40,22 +40,22 @@ def merge(
     rows = x.reshape([-1, channels])
     wide = paddle.float32 if x.dtype in _HALF else x.dtype
     if blend == 0:
-        means = _gather_rows(rows, plan.dst_rows)
+        means = gather_rows(rows, plan.dst_rows)
     else:
         # Intermediates have no names so that they are freed at once and their memory is reused: measured 20 % faster.
         means = paddle.scatter_nd_add(
-            cast(_gather_rows(rows, plan.dst_rows), wide),
+            cast(gather_rows(rows, plan.dst_rows), wide),
             plan.target_rows,
-            cast(_gather_rows(rows, plan.merged_rows), wide),
+            cast(gather_rows(rows, plan.merged_rows), wide),
         )
         means = means * cast(plan.weights, wide)
         if blend != 1:
-            means = means * blend + cast(_gather_rows(rows, plan.dst_rows), wide) * (1 - blend)
+            means = means * blend + cast(gather_rows(rows, plan.dst_rows), wide) * (1 - blend)
     means = cast(means, x.dtype).reshape([-1, plan.dst, channels])
     if plan.stay_rows is None:
         return means
     return paddle.concat(
-        [means, _gather_rows(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1
+        [means, gather_rows(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1
     )
 
 
@@ -86,10 +86,10 @@ def unmerge(
     if plan.removed == 0:
         return y
     channels = y.shape[2]
-    return _gather_rows(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
+    return gather_rows(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
 
 
-def _gather_rows(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
+def gather_rows(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
     """`rows[index]` by one gather; float16 goes through float32 on the CPU, where Paddle has no float16 gather."""
     if rows.dtype == paddle.float16 and paddle.get_device() == "cpu":
         return paddle.gather(rows.cast("float32"), index).cast("float16")

@@ -26,7 +26,10 @@ from .positions import Grid
 
 SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
 TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
-MERGEABLE_BLOCKS = "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt or SD3"
+MERGEABLE_BLOCKS = (
+    "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt, SD3 or FLUX"
+)
+ROTARY = {"FluxTransformer2DModel", "FluxControlNetModel"}  # models that ppdiffusers 0.29.0 does not have
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,24 @@ class MergeableBlock:
     level: int  # downsample factor of the feature map: tokens per side = latent pixels per side / level
     grid_layer: nn.Layer  # the layer whose input shows the token grid: the transformer around the block, or its stem
     block: nn.Layer  # the transformer block itself
+    is_rotary: bool = False  # whether tokens have rotary positions, as in FLUX
 
     @property
     def is_joint(self) -> bool:
-        """Whether text and image tokens attend together, as in SD3; only the image tokens merge."""
-        return isinstance(self.block, JointTransformerBlock)
+        """Whether text and image tokens attend together, as in SD3 and FLUX; only the image tokens merge."""
+        return self.is_rotary or isinstance(self.block, JointTransformerBlock)
+
+    @property
+    def is_single_stream(self) -> bool:
+        """Whether text and image are one sequence of tokens, and attention and MLP one layer, as in FLUX."""
+        return self.is_rotary and hasattr(self.block, "proj_mlp")
 
     @property
     def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
         """The layers that can run on merged tokens, under the names of the `merge_…` settings."""
         block = self.block
+        if self.is_single_stream:
+            return {"attn": (block.attn,)}
         if self.is_joint:
             # Some blocks of Stable Diffusion 3.5 also have an attention over the image tokens alone.
             second = getattr(block, "attn2", None)
@@ -62,7 +73,7 @@ class MergeableBlock:
 
 def is_chunked(block: nn.Layer) -> bool:
     """Whether a transformer block calls its feed-forward layer in chunks, see `enable_forward_chunking`."""
-    return block._chunk_size is not None
+    return getattr(block, "_chunk_size", None) is not None
 
 
 def is_joint(attention: nn.Layer) -> bool:
@@ -165,10 +176,12 @@ def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
     """All mergeable blocks of a denoiser, at every level, in the order of its layers."""
     blocks: list[MergeableBlock] = []
     for path, transformer, grid_layer in _transformers(denoiser):
-        for i, block in enumerate(transformer.transformer_blocks):
-            if isinstance(block, (BasicTransformerBlock, JointTransformerBlock)):
-                block_path = f"{path}.transformer_blocks.{i}".lstrip(".")
-                blocks.append(MergeableBlock(block_path, len(blocks), level_of(denoiser, path), grid_layer, block))
+        rotary = is_rotary(transformer)
+        for name in ("transformer_blocks", "single_transformer_blocks"):
+            for i, block in enumerate(getattr(transformer, name, ())):
+                if rotary or isinstance(block, (BasicTransformerBlock, JointTransformerBlock)):
+                    place = f"{path}.{name}.{i}".lstrip("."), len(blocks), level_of(denoiser, path)
+                    blocks.append(MergeableBlock(*place, grid_layer, block, rotary))
     return blocks
 
 
@@ -180,8 +193,15 @@ def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer]
             yield path, layer, stem
 
 
+def is_rotary(model: nn.Layer) -> bool:
+    """Whether a model's image tokens have rotary positions by which they can merge: FLUX."""
+    return any(cls.__name__ in ROTARY for cls in type(model).__mro__)
+
+
 def _stem(layer: nn.Layer) -> nn.Layer | None:
     """The layer whose input shows the token grid of a transformer over pixels; None if `layer` is no such model."""
+    if is_rotary(layer):
+        return layer.pos_embed
     if isinstance(layer, (SD3Transformer2DModel, SD3ControlNetModel)):
         return layer.pos_embed
     if isinstance(layer, Transformer2DModel):
@@ -205,6 +225,8 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
                 f"{grid.tokens}: merging needs the complete grid. Pass all indices, or remove_tome() first."
             )
         return grid
+    if type(grid_layer).__name__ == "FluxPosEmbed":
+        return _grid_of_positions(x)
     if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W], whose F frames become images of the batch
         raise ToMePassError(
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
@@ -220,6 +242,21 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
     return _in_patches(grid_layer, Grid(h, w))
 
 
+def _grid_of_positions(ids: paddle.Tensor) -> Grid:
+    """The grid of image tokens whose frame, row and column [T + N, 3] come after those of the text, which are 0."""
+    if not paddle.in_dynamic_mode():
+        raise ToMePassError("FLUX cannot be exported with merging: its token grid is only known when it runs.")
+    positions = ids.numpy().astype("int64")
+    grid = Grid(int(positions[:, 1].max()) + 1, int(positions[:, 2].max()) + 1)
+    expected = np.stack([np.zeros(grid.tokens), *np.divmod(np.arange(grid.tokens), grid.w)], axis=1)
+    if len(positions) < grid.tokens or (positions[-grid.tokens :] != expected).any():
+        raise ToMePassError(
+            f"FluxPosEmbed got positions of {len(positions)} tokens that are not text and then one grid of "
+            f"{grid.h}×{grid.w}: merging needs one image. remove_tome() first."
+        )
+    return grid
+
+
 def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
     """The layer whose input is the timesteps of a pass, before the first block; None if a denoiser has none.
 
@@ -227,6 +264,7 @@ def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
     Video Diffusion), or where the same layer also projects something else.
     """
     is_other = isinstance(denoiser, UNetSpatioTemporalConditionModel)
+    is_other = is_other or hasattr(getattr(denoiser, "time_text_embed", None), "guidance_embedder")
     if is_other or getattr(getattr(denoiser, "config", None), "class_embed_type", None) == "timestep":
         return None
     for path, layer in denoiser.named_sublayers():
@@ -255,7 +293,9 @@ def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
 
 def is_controlnet(denoiser: nn.Layer) -> bool:
     """Whether a model is a ControlNet, to which `apply_tome(controlnet=…)` applies."""
-    return isinstance(denoiser, (ControlNetModel, SD3ControlNetModel))
+    return (
+        isinstance(denoiser, (ControlNetModel, SD3ControlNetModel)) or type(denoiser).__name__ == "FluxControlNetModel"
+    )
 
 
 def is_countable(denoiser: nn.Layer) -> bool:
@@ -272,7 +312,9 @@ def latent_grid(denoiser: nn.Layer) -> Grid | None:
 
 
 def vae_factor(pipe: DiffusionPipeline) -> int:
-    """Image pixels per latent pixel, along each side; 8 in Stable Diffusion."""
+    """Image pixels per latent pixel, along each side; 8 in Stable Diffusion, 16 in FLUX, which packs 2×2 of them."""
+    if isinstance(transformer := vars(pipe).get("transformer"), nn.Layer) and is_rotary(transformer):
+        return 16
     return getattr(pipe, "vae_scale_factor", 8)
 
 

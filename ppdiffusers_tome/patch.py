@@ -11,6 +11,7 @@ from paddle import nn
 from .attention import AttentionWrap, MergeWrap
 from .config import ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
+from .merging import merge, unmerge
 from .models import (
     MergeableBlock,
     denoisers,
@@ -21,6 +22,7 @@ from .models import (
     remove_builtin,
     timestep_projection,
 )
+from .rotary import ImagePartWrap, RotaryAttentionWrap, SingleStreamWrap
 from .unsupported import nothing_to_merge
 from .wraps import (
     CHUNKED_FEED_FORWARD,
@@ -104,7 +106,7 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         assert projection is not None  # checked in `attach`
         install(projection, timestep)
     for mergeable in blocks:
-        block, grid_layer = mergeable.block, mergeable.grid_layer
+        block, grid_layer, is_single = mergeable.block, mergeable.grid_layer, mergeable.is_single_stream
         if config.ratio == 0:
             install(block, Wrap(config))
             continue
@@ -112,10 +114,21 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         if grid is None:
             grid = grids[id(grid_layer)] = GridWrap(config)
             install(grid_layer, grid)
-        install(block, BlockWrap(config, grid, timestep, mergeable.index))
+        wrap = SingleStreamWrap if is_single else BlockWrap
+        install(block, wrap(config, grid, timestep, mergeable.index))
+        is_whole = is_single and config.merge_attn is True
+        if is_whole:
+            install(block.norm, ImagePartWrap(config, merge, 0))
+            install(block.proj_out, ImagePartWrap(config, unmerge, None))
         for name, layers in merging_layers(mergeable, config).items():
             for layer in layers:
-                install(layer, MergeWrap(config) if name == "mlp" else AttentionWrap(config, name == "attn"))
+                install(layer, _wrap_for(name, mergeable, config, is_whole))
+
+
+def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> Wrap:
+    if name == "mlp":
+        return MergeWrap(config)
+    return RotaryAttentionWrap(config, is_whole) if block.is_rotary else AttentionWrap(config, name == "attn")
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:

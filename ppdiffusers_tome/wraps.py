@@ -169,14 +169,13 @@ class GridWrap(Wrap):
         self._thread.grid = token_grid(layer, _first(args, kwargs))
         return self.forward(layer, *args, **kwargs)
 
-    def grid(self, tokens: int) -> Grid:
-        """The grid of the current pass in this thread; raises unless it has `tokens` tokens."""
+    def grid(self, tokens: int | None = None) -> Grid:
+        """The grid of the current pass in this thread; raises unless it has `tokens` tokens, None for any number."""
         grid: Grid | None = getattr(self._thread, "grid", None)
-        if grid is None or grid.tokens != tokens:
+        if grid is None or tokens not in (None, grid.tokens):
             reason = "no feature map was seen" if grid is None else f"the feature map was {grid.h}×{grid.w}"
-            raise ToMePassError(
-                f"a block got {tokens} tokens but {reason}: call it through its model, or remove_tome() first."
-            )
+            got = "tokens" if tokens is None else f"{tokens} tokens"
+            raise ToMePassError(f"a block got {got} but {reason}: call it through its model, or remove_tome() first.")
         return grid
 
     def random_key(self, block: int) -> tuple[int, ...] | None:

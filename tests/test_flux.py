@@ -1,0 +1,131 @@
+"""FLUX: merging with rotary positions, in joint blocks and in single-stream blocks."""
+
+import numpy as np
+import paddle
+import pytest
+from conftest import traces
+from ppdiffusers_source import newer_class
+from zoo import flux
+
+from ppdiffusers_tome import ToMePassError, apply_tome, match_tokens, remove_tome, rotary, tome_summary
+from ppdiffusers_tome.positions import Grid
+
+H, W = 6, 8
+SETTINGS = [{}, {"merge_attn": "kv"}, {"proportional": False}, {"merge_mlp": True}, {"match": "grid", "ratio": 0.75}]
+
+
+def real():
+    """ppdiffusers' own, with norms whose weights are not 1."""
+    config = {"in_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": flux.WIDTH}
+    config |= {"num_attention_heads": flux.HEADS, "axes_dims_rope": flux.AXES, "joint_attention_dim": 6}
+    paddle.seed(0)
+    model = newer_class("FluxTransformer2DModel")(**config, pooled_projection_dim=6)
+    for path, weight in model.named_parameters():
+        if ".norm_" in path:
+            weight.set_value(0.5 + paddle.rand(weight.shape))
+    model.eval()
+    return model
+
+
+@pytest.fixture(params=[flux.double, real], ids=["double", "real"])
+def model(request):
+    return request.param()
+
+
+@paddle.no_grad()
+def run(model, h=H, w=W, **changes):
+    return model(**{**flux.inputs(h, w), **changes}).sample.numpy()
+
+
+@pytest.mark.parametrize("text", [5, 9])
+@pytest.mark.parametrize(("h", "w"), [(6, 8), (7, 5)])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_three_ways(model, settings, h, w, text):
+    inputs = flux.inputs(h, w, text=text)
+    plain, before = run(model, **inputs), traces(model)
+    np.testing.assert_array_equal(run(apply_tome(model, 0), **inputs), plain)
+    assert not np.allclose(run(apply_tome(model, **settings), **inputs), plain, atol=1e-3)
+    np.testing.assert_array_equal(run(remove_tome(model), **inputs), plain)
+    assert traces(model) == before
+
+
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"merge_mlp": True}], ids=str)
+def test_equal_tokens_at_equal_positions_merge_without_a_difference(model, settings):
+    """The oracle is the plain model: in each cell of 2×2 all tokens and positions are equal in all of its layers."""
+    embed = model.pos_embed
+    base = type(embed)
+    even = type("FluxPosEmbed", (base,), {"forward": lambda self, ids: base.forward(self, ids - ids % 2)})
+    embed.__class__ = even
+    cells = np.arange(H)[:, None] // 2 * W + np.arange(W) // 2 * 2
+    inputs = flux.inputs(H, W)
+    inputs["hidden_states"] = inputs["hidden_states"][:, paddle.to_tensor(cells.reshape(-1))]
+    plain = run(model, **inputs)
+    merged = run(apply_tome(model, 0.75, match="grid", **settings), **inputs)
+    np.testing.assert_allclose(merged, plain, atol=2e-5 * np.abs(plain).max())
+    without = run(apply_tome(model, 0.75, match="grid", proportional=False, **settings), **inputs)
+    assert np.abs(without - plain).max() > 1e-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
+def test_each_image_of_a_batch_is_what_it_is_alone(model, merge_attn):
+    apply_tome(model, merge_attn=merge_attn)
+    inputs = flux.inputs()
+    both = run(model)
+    for i in range(2):
+        alone = {name: x if name.endswith("ids") else x[i : i + 1] for name, x in inputs.items()}
+        np.testing.assert_allclose(run(model, **alone)[0], both[i], atol=2e-5)
+
+
+@pytest.mark.parametrize(("merge_attn", "mlp"), [(True, 5 + 24), ("kv", 5 + 48)])
+def test_a_single_stream_block_merges_as_a_whole(model, merge_attn, mlp):
+    apply_tome(model, merge_attn=merge_attn)
+    seen = {}
+    for name in ("attn.to_q", "attn.to_k", "proj_mlp"):
+        layer = dict(model.single_transformer_blocks[0].named_sublayers())[name]
+        layer.register_forward_pre_hook(lambda layer, inputs, name=name: seen.__setitem__(name, inputs[0].shape[1]))
+    run(model)
+    assert seen == {"attn.to_q": mlp, "attn.to_k": 5 + 24, "proj_mlp": mlp}
+    blocks = tome_summary(model, H, W).blocks
+    assert [(block.kept, block.grid) for block in blocks] == [(24, (H, W))] * 4
+
+
+def test_merged_tokens_have_the_positions_of_their_dst():
+    plan = match_tokens(paddle.randn([2, H * W, 8]), Grid(H, W), removed=20)
+    table = paddle.arange(3 + H * W, dtype="float32").unsqueeze(1)
+    rows, _ = (x.squeeze(-1).numpy() for x in rotary.rotary_rows((table, table), plan))
+    dst = plan.dst_rows.numpy().reshape([2, -1]) % (H * W)
+    stay = plan.stay_rows.numpy().reshape([2, -1]) % (H * W)
+    np.testing.assert_array_equal(rows, np.concatenate([[[0, 1, 2]] * 2, 3 + dst, 3 + stay], axis=1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sizes_count_keys_as_often(dtype):
+    paddle.seed(0)
+    query, key, value = (paddle.randn([2, 7, 3, 8]).cast(dtype) for _ in range(3))
+    sizes = np.array([[1, 4, 2], [3, 1, 1]])
+    actual = rotary.attend(query, key, value, 0.3, paddle.to_tensor(np.log(sizes)))
+    for i in range(2):
+        times = np.concatenate([np.ones(4, int), sizes[i]])
+        q, k, v = (x[i].numpy().astype("float64") for x in (query, key, value))
+        k, v = np.repeat(k, times, axis=0), np.repeat(v, times, axis=0)
+        weights = np.exp(0.3 * np.einsum("qhd,khd->hqk", q, k))
+        expected = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+        np.testing.assert_allclose(actual[i].numpy(), expected, atol=1e-12 if dtype == "float64" else 1e-5)
+
+
+class OtherProcessor(flux.FluxAttnProcessor2_0):
+    pass
+
+
+def test_what_cannot_merge_is_an_error(model):
+    apply_tome(model)
+    ids = flux.inputs()["img_ids"]
+    with pytest.raises(ToMePassError, match=r"not text and then one grid of 6×8.*remove_tome\(\)"):
+        run(model, img_ids=ids.flip(0))
+    model.single_transformer_blocks[1].attn.processor = OtherProcessor()
+    with pytest.raises(ToMePassError, match="by OtherProcessor cannot merge, only that of FluxAttnProcessor2_0"):
+        run(model)
+    block = model.transformer_blocks[0]
+    model.pos_embed(paddle.concat([flux.inputs()["txt_ids"], ids]))
+    with pytest.raises(ToMePassError, match="a block got 47 tokens but the feature map was 6×8"):
+        block(hidden_states=paddle.randn([1, 47, 16]), encoder_hidden_states=paddle.randn([1, 5, 16]), temb=None)
