@@ -189,6 +189,7 @@ def inputs(h=6, w=8, batch=2, text=TEXT):
     return {
         "hidden_states": paddle.randn([batch, h * w, 4]),
         "encoder_hidden_states": paddle.randn([batch, text, 6]),
+        "pooled_projections": paddle.randn([batch, 6]),
         "timestep": paddle.full([batch], 0.5),
         "img_ids": paddle.stack([paddle.zeros_like(rows), rows, columns], axis=1).cast("float32"),
         "txt_ids": paddle.zeros([text, 3]),
