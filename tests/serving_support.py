@@ -15,7 +15,7 @@ from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
-from ppdiffusers_tome.serving.server import DrainingServer
+from ppdiffusers_tome.serving.server import DrainingServer, listen
 
 LIMITS = Limits(
     sizes=(Size(48, 64), Size(64, 64)),
@@ -99,7 +99,7 @@ def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", sec
     queue = ImageQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
     app = create_app(queue, config, metrics)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
     server = DrainingServer(app, queue, seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -25,7 +25,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
     limits, types = service.limits, protocol.bounds(service.limits)
     handler = RequestHandler(service, config, NAMES)
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
-    errors = responses(protocol.OpenAIErrorResponse, 404, 408, 411, 413, 415, 422, 429, 500, 503, 504)
+    errors = responses(protocol.OpenAIErrorResponse, 404, 411, 413, 415, 422, 429, 500, 503, 504)
     created = int(time.time())
 
     def model() -> protocol.ModelResponse:  # the methods are only known once the engine is loaded

@@ -74,7 +74,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         narrow(protocol.TwoPassRequest, fields),
         narrow(protocol.ImageToImageRequest, {**fields, **off}),
     )
-    errors = partial(responses, protocol.WebuiErrorResponse, 408, 411, 413, 415, 422)
+    errors = partial(responses, protocol.WebuiErrorResponse, 411, 413, 415, 422)
     options = protocol.Options(sd_model_checkpoint=service.name, token_merging_ratio=limits.ratios[0])
     options.token_merging_ratio_hr = 0.0
     options.CLIP_stop_at_last_layers = 1

@@ -18,7 +18,6 @@ class AppConfig:
     Args:
         api_key: the key that clients must send; None for no authentication.
         request_seconds: longest time in the queue and in the pipeline together; then the answer is 504.
-        body_seconds: longest time for a client to send its body; then the answer is 408.
         body_bytes: largest body. A larger one is answered with 413 before it is read.
         hosts: names, besides this machine's own, that requests may address the server by; otherwise a web page could
             reach it through a DNS name of its own. "*" for any, "*.example.org" for all subdomains. Not checked when
@@ -35,7 +34,6 @@ class AppConfig:
 
     api_key: str | None = field(default=None, repr=False)
     request_seconds: float = 120.0
-    body_seconds: float = 30.0
     body_bytes: int = 16 * 2**20
     steps: int = 20
     guidance_scale: float = 7.5
@@ -44,7 +42,7 @@ class AppConfig:
     page: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("request_seconds", "body_seconds", "body_bytes", "steps"):
+        for name in ("request_seconds", "body_bytes", "steps"):
             if not 0 < getattr(self, name) < inf:
                 raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive and finite")
         key = self.api_key

@@ -1,6 +1,5 @@
 """Checks before a request's fields are read: API key, origin, and size, duration and type of the body; counters."""
 
-import asyncio
 import logging
 import re
 import secrets
@@ -48,8 +47,8 @@ ENDPOINTS = frozenset(
     (*WITHOUT_KEY, "/", "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
 )
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{0,5})?")  # a name, IPv4 or [IPv6], and a port
-LARGEST_LENGTH = 15  # digits of a Content-Length; Python itself reads no more than 4,300
-MOST_SEPARATORS = 20_000  # in JSON: no request has as many values, and parsing millions takes seconds and gigabytes
+# In JSON; no request has as many values. Stops bodies of millions of small values, whose errors take gigabytes.
+MOST_SEPARATORS = 20_000
 
 
 class CountingMiddleware:
@@ -82,7 +81,7 @@ class CountingMiddleware:
 
 
 class RequestMiddleware:
-    """ASGI middleware: 401, 403, 411 and 413 by the head, 408 while the body arrives; 500 for a bug."""
+    """ASGI middleware: 401, 403, 411 and 413 by the head; 500 for a bug."""
 
     def __init__(self, app: ASGIApp, config: AppConfig) -> None:
         self._app, self._config = app, config
@@ -102,7 +101,7 @@ class RequestMiddleware:
         try:
             error = await self._check_head(Request(scope))
             if error is None:
-                await self._app(scope, _Body(receive, self._config.body_seconds), send_and_note)
+                await self._app(scope, receive, send_and_note)
             else:
                 await error.respond(path)(scope, receive, send_and_note)
         except Exception:
@@ -122,14 +121,14 @@ class RequestMiddleware:
             challenge = {"WWW-Authenticate": scheme}
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         origin = request.headers.get("origin")
+        # Stops web pages of others that send requests through their reader's browser.
         if request.method == "POST" and origin is not None and not self._is_allowed(origin, request):
             message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
             return ApiError(403, message, code="origin_not_allowed")
-        if "transfer-encoding" in request.headers:  # h11 needs minutes for chunks of one byte and blocks all others
+        if "transfer-encoding" in request.headers:  # stops chunks of one byte, for which h11 blocks all other requests
             message = "the body must be sent with a Content-Length, not in chunks"
             return ApiError(411, message, code="length_required", headers={"Connection": "close"})
-        length = request.headers.get("content-length", "0")
-        if len(length) > LARGEST_LENGTH or int(length) > self._config.body_bytes:
+        if int(request.headers.get("content-length", "0")) > self._config.body_bytes:
             message = f"the body is larger than {self._config.body_bytes} bytes"
             return ApiError(413, message, code="body_too_large")
         return None
@@ -143,28 +142,8 @@ class RequestMiddleware:
         return origin.partition("://")[2] == own or bool({origin, "*"} & {*self._config.origins})
 
 
-class _Body:
-    """`receive` with a time limit for the whole body."""
-
-    def __init__(self, receive: Receive, seconds: float) -> None:
-        self._receive, self._seconds = receive, seconds
-        self._deadline = monotonic() + seconds
-        self._is_complete = False
-
-    async def __call__(self) -> Message:
-        if self._is_complete:  # the next message is the disconnection, at any time
-            return await self._receive()
-        try:
-            part = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - monotonic()))
-        except asyncio.TimeoutError:
-            message = f"the body took longer than {self._seconds:g} s"
-            raise ApiError(408, message, code="slow_body") from None
-        self._is_complete = not part.get("more_body", False)
-        return part
-
-
 class JsonRoute(APIRoute):
-    """A route whose body must have the JSON content type, which browsers preflight, and is parsed in a thread."""
+    """A route whose body must be JSON with that content type, which browsers send for no page without a preflight."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
@@ -179,24 +158,19 @@ class _JsonRequest(Request):
     async def body(self) -> bytes:
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(
-                415, "the body must be sent as Content-Type: application/json", code="unsupported_media_type"
-            )
+            message = "the body must be sent as Content-Type: application/json"
+            raise ApiError(415, message, code="unsupported_media_type")
         return await super().body()
 
     async def json(self) -> Any:
-        return await asyncio.to_thread(_parse, await self.body())
-
-
-def _parse(body: bytes) -> Any:
-    if sum(map(body.count, (b",", b":", b"[", b"{"))) > MOST_SEPARATORS:
-        raise ApiError(
-            413, f"the body has more than {MOST_SEPARATORS} commas, colons and brackets", code="too_many_values"
-        )
-    try:
-        return from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        body = await self.body()
+        if sum(map(body.count, (b",", b":", b"[", b"{"))) > MOST_SEPARATORS:
+            message = f"the body has more than {MOST_SEPARATORS} commas, colons and brackets"
+            raise ApiError(413, message, code="too_many_values")
+        try:
+            return from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 async def _has_key(request: Request, key: str) -> bool:

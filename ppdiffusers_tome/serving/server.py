@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from errno import EADDRINUSE
 from functools import partial
 from time import monotonic
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,11 +23,6 @@ from .middleware import is_not_repeated
 from .queue import ImageQueue
 
 logger = logging.getLogger("uvicorn.error")
-CONNECTIONS = 512  # at most; many more than the queue holds
-FILES = 4096  # limit on open files to set, if the process may raise it
-SPARE_FILES = 32  # other files than connections that may be opened after the start
-HEAD_SECONDS = 10.0  # for a request's first line and headers
-SEND_SECONDS = 30.0  # in which a client must read at least a byte of its answer
 
 
 class ServerFailedError(ToMeError, RuntimeError):
@@ -57,7 +52,7 @@ def serve(
 
     Raises:
         ServerFailedError: the model could not be loaded, or the image thread has ended.
-        ToMeConfigError: the server cannot listen on the address, or the process may open too few files.
+        ToMeConfigError: the server cannot listen on the address.
     """
     server = DrainingServer(app, queue, seconds)
     listener = listen(host, port)
@@ -91,50 +86,26 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise ToMeConfigError(f"port={port} is not allowed: it must be 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With its protocol's number, unlike that of socket.create_server: asyncio sets TCP_NODELAY only for such sockets.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, port), family=family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+        return listener
     except (OSError, ValueError) as error:
+        listener.close()
         is_in_use = isinstance(error, OSError) and error.errno == EADDRINUSE
         remedy = ". Choose another --port, or 0 for a free one." if is_in_use else ""
         raise ToMeConfigError(f"host={host!r}, port={port}: cannot listen on this address: {error}{remedy}") from error
-
-
-def connection_limits() -> tuple[int, int]:
-    """The most connections, and the most to accept at once, within this process's limit on open files.
-
-    Raises:
-        ToMeConfigError: the limit leaves no room for 8 connections.
-    """
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)  # soft and hard
-    soft, files = (FILES if limit == resource.RLIM_INFINITY else min(FILES, limit) for limit in limits)
-    if soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
-    at_once = files // 16
-    # asyncio accepts up to `at_once` in one turn of its loop, and an aborted connection is closed four turns later.
-    connections = min(CONNECTIONS, files - len(os.listdir("/dev/fd")) - SPARE_FILES - 4 * at_once)
-    if connections < 8:
-        raise ToMeConfigError(f"this process may open {files} files, which is too few: set ulimit -n 1024")
-    return connections, at_once
 
 
 class DrainingServer(uvicorn.Server):
     """Ends when the queue is idle after a signal, `seconds` after it, or when the queue has failed."""
 
     def __init__(self, app: FastAPI, queue: ImageQueue, seconds: float = 120) -> None:
-        connections, at_once = connection_limits()
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=PatientProtocol,
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                limit_concurrency=connections + 1,  # 503 if every connection has a request
-                backlog=at_once,
-                server_header=False,
-                proxy_headers=False,
-            )
-        )
+        options: dict[str, Any] = {"http": HttpProtocol, "ws": "none", "loop": "asyncio", "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, **options, server_header=False, proxy_headers=False))
         self.end = 0.0  # by time.monotonic(), after a signal
         self.on_ready: Callable[[], None] | None = None  # called once, when the queue is ready
         self._queue, self._seconds = queue, seconds
@@ -156,82 +127,39 @@ class DrainingServer(uvicorn.Server):
             self.on_ready = None
         if self._queue.state == "failed" or (self.end and (self._queue.is_idle or monotonic() > self._close_by)):
             self.should_exit = True
-        self._abort()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait until the clients have read their answers or the time is over."""
         self.end = self.end or monotonic() + self._seconds
-        closing = asyncio.ensure_future(super().shutdown(sockets))
-        while not closing.done():
-            self.force_exit = self.force_exit or monotonic() > self._close_by
-            self._abort()
-            await asyncio.wait([closing], timeout=0.1)
-        await closing
-        self._abort(stalled_only=False)
+        self.config.timeout_graceful_shutdown = max(0, self._close_by - monotonic())  # type: ignore[assignment]
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # of clients that do not read
+            connection.transport.abort()
         await asyncio.sleep(0.1)  # so that requests notice it
 
     @property
     def _close_by(self) -> float:
         return self.end - self._seconds / 10  # the rest is for the image thread
 
-    def _abort(self, stalled_only: bool = True) -> None:
-        for connection in list(self.server_state.connections):
-            if isinstance(connection, PatientProtocol) and (not stalled_only or connection.is_stalled()):
-                connection.transport.abort()
 
+class HttpProtocol(H11Protocol):
+    """uvicorn's protocol, with an answer of 400 in place of a traceback in the log for each of two malformed requests.
 
-class PatientProtocol(H11Protocol):
-    """HTTP/1.1 with features that uvicorn has no settings for.
-
-    - A time limit for a request's head, and for a client to read its answer.
-    - If there are too many connections, the one that has been idle longest is closed, instead of a 503 for all; first
-      those without any request.
-    - A 400 instead of a traceback for a Content-Length with more digits than int() accepts (h11 before 0.15), and for
-      a body that becomes malformed while its request is answered.
+    Time limits for slow clients and limits on connections are a reverse proxy's: see docs/serving.md.
     """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._since = monotonic()  # time of the client's last progress
-        self._unsent = 0  # bytes of answers that it had not read at that time
-        # asyncio sets this only for sockets whose protocol number is not 0; socket.create_server makes such with 0.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self.connections) + 1 >= (self.limit_concurrency or CONNECTIONS):
-            idle = [other for other in self.connections if isinstance(other, PatientProtocol) and other._is_idle]
-            if idle:
-                oldest = min(idle, key=lambda other: (other.cycle is not None, other._since))
-                oldest.transport.abort()
-                self.connections.discard(oldest)  # it must not count until the event loop reports its loss
-        super().connection_made(transport)
 
     def handle_events(self) -> None:
         try:
             super().handle_events()
-        except ValueError:
+        except ValueError:  # a Content-Length with more digits than int() accepts (h11 before 0.15)
             self.send_400_response("Invalid HTTP request received.")
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:  # the malformed part may be its body
+        if self.cycle is not None:  # the malformed part may be the body of a request that has an answer already
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         try:
             super().send_400_response(msg)
-        except LocalProtocolError:  # it already has an answer
+        except LocalProtocolError:
             self.transport.close()
-
-    def on_response_complete(self) -> None:
-        self._since = monotonic()  # is_stalled() may never see a short request
-        super().on_response_complete()
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether there is no open request and no answer to send."""
-        is_answered = self.cycle is None or self.cycle.response_complete
-        return is_answered and not self.transport.get_write_buffer_size()
-
-    def is_stalled(self) -> bool:
-        """Whether the client has made no progress for too long; must be called regularly."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent or not (unsent or self._is_idle):
-            self._since, self._unsent = monotonic(), unsent
-        return monotonic() - self._since > (SEND_SECONDS if unsent else HEAD_SECONDS)
