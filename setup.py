@@ -82,7 +82,7 @@ setup(
         "serve": SERVE,
         "onnx": ONNX,
         "openvino": OPENVINO,
-        "ray": [*SERVE, "ray[serve]>=2.52,<2.53"],
+        "ray": [*SERVE, "ray>=2.52,<2.53"],
         "test": TEST,
         "dev": [*TEST, "ruff", "mypy", "pre-commit"],
     },

@@ -16,7 +16,7 @@ from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 from ppdiffusers_tome.generation.jobs import SecondPass
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.service_errors import QueueFullError
+from ppdiffusers_tome.serving.tickets import QueueFullError
 
 KEY = "correct-horse"
 

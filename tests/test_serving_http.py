@@ -33,12 +33,12 @@ from serving_support import (
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import GenerationError, Job, JobError
-from ppdiffusers_tome.serving import middleware, service_errors
+from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError, Job, JobError
+from ppdiffusers_tome.serving import middleware
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.page_files import FOLDER
-from ppdiffusers_tome.serving.service import RequestProgress
+from ppdiffusers_tome.serving.progress import RequestProgress
 
 ROOT = Path(__file__).parents[1]
 KEY = "correct-horse"
@@ -917,13 +917,16 @@ def test_methods(server):
         assert answer.status_code == 200 and answer.content == b""
 
 
-def test_health_reports_trouble():
+def test_health_reports_the_reason():
     """The application is asked itself, because a server whose image thread has failed ends at its next tick."""
     with serving() as server:
         client = TestClient(server.server.config.app, "http://localhost")
-        server.queue._state = "failed"
+        server.queue.state = "failed"
         answer = client.get("/health")
-        assert answer.status_code == 503 and answer.json() == {"state": "failed", "trouble": server.queue.trouble}
+        assert answer.status_code == 503 and answer.json() == {
+            "state": "failed",
+            "reason": server.queue.unhealthy_reason,
+        }
         assert client.head("/health").status_code == 503
 
 
@@ -1011,7 +1014,7 @@ def test_key_is_not_in_the_repr():
 def test_errors_survive_pickling():
     for error in (
         JobError("steps", "too many"),
-        service_errors.QueueFullError("full", 3),
+        EngineLostError("lost"),
         GenerationError("failed"),
     ):
         again = pickle.loads(pickle.dumps(error))

@@ -3,6 +3,7 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic, sleep
 
@@ -11,10 +12,11 @@ import pytest
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import GenerationError
+from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError
+from ppdiffusers_tome.serving import queue as queue_module
 from ppdiffusers_tome.serving.app_config import AppConfig
+from ppdiffusers_tome.serving.progress import Progress
 from ppdiffusers_tome.serving.queue import ImageQueue
-from ppdiffusers_tome.serving.service import Progress
 
 
 def ask(server, seed=0, **changes):
@@ -160,18 +162,18 @@ def test_progress(pool):
         until(lambda: server.queue.progress() == Progress())
 
 
-def test_stuck_call_is_trouble(pool):
+def test_stuck_call_is_unhealthy(pool):
     with serving(stuck_seconds=0.3) as server:
-        assert server.queue.trouble is None
+        assert server.queue.unhealthy_reason is None
         blocking = block(server, pool)
-        until(lambda: server.queue.trouble)
-        assert "one pipeline call has been running for" in server.queue.trouble
+        until(lambda: server.queue.unhealthy_reason)
+        assert "one pipeline call has been running for" in server.queue.unhealthy_reason
         server.engine.gate.set()
         assert blocking.result().status_code == 200
-        until(lambda: server.queue.trouble is None)
+        until(lambda: server.queue.unhealthy_reason is None)
 
 
-def test_failures_of_the_model_in_a_row_are_trouble():
+def test_failures_of_the_model_in_a_row_are_unhealthy():
     class Broken(FakeEngine):
         is_broken = True
 
@@ -182,20 +184,20 @@ def test_failures_of_the_model_in_a_row_are_trouble():
 
     with serving(Broken()) as server:
         for failures in range(5):
-            assert server.queue.trouble is None, failures
+            assert server.queue.unhealthy_reason is None, failures
             assert ask(server).status_code == 500
-        until(lambda: server.queue.trouble == "the last 5 images failed")
+        until(lambda: server.queue.unhealthy_reason == "the last 5 images failed")
         server.engine.is_broken = False
         assert ask(server).status_code == 200
-        until(lambda: server.queue.trouble is None)
+        until(lambda: server.queue.unhealthy_reason is None)
 
 
-def test_failures_that_requests_cause_are_no_trouble():
+def test_failures_that_requests_cause_are_healthy():
     """The model still draws a plain image, so another process would fail on the same requests."""
     with serving() as server:
         for _ in range(6):
             assert ask(server, prompt="explode").json()["error"]["code"] == "drawing_failed"
-        assert server.queue.trouble is None and server.http.get("/health").status_code == 200
+        assert server.queue.unhealthy_reason is None and server.http.get("/health").status_code == 200
         assert server.count("images_total", outcome="failed") == 6
         check = server.engine.calls[-1][0]
         assert (check.prompt, check.width, check.height, check.ratio, check.steps) == ("", 64, 48, 0.5, 2)
@@ -400,3 +402,89 @@ def test_counts_agree_and_all_places_are_free_after_many_requests(pool):
         outcomes = [server.count("images_total", outcome=name) for name in ("drawn", "abandoned", "failed")]
         assert sum(outcomes) == 200 - server.requests(429)
         assert ask(server).status_code == 200
+
+
+# Several engines, which may be lost
+
+
+class MortalEngine(FakeEngine):
+    """Is lost with each job whose prompt says so, and when its attribute is set."""
+
+    is_lost = False
+
+    def generate(self, jobs, should_stop=None):
+        if self.is_lost or any(job.prompt == "die" for job in jobs):
+            raise EngineLostError("its process has ended")
+        return super().generate(jobs, should_stop)
+
+
+@contextmanager
+def serving_engines(number, **options):
+    """A server with engines that are made as needed; yields it and the list of all engines so far."""
+    made = []
+
+    def load():
+        made.append(MortalEngine())
+        return made[-1]
+
+    with serving(load=load, engines=number, **{"most_engines": number, **options}) as server:
+        until(lambda: len(made) == number and server.queue.state == "ready")
+        yield server, made
+
+
+def test_engines_run_at_the_same_time(pool):
+    with serving_engines(2, batch_wait=0) as (server, engines):
+        for engine in engines:
+            engine.gate.clear()
+        requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(3)]
+        until(lambda: server.queue.progress().running == 2 and server.queue.progress().waiting == 1)
+        for engine in engines:
+            engine.gate.set()
+        assert [one.result().status_code for one in requests] == 3 * [200]
+        assert all(engine.calls for engine in engines)
+
+
+def test_jobs_of_a_lost_engine_are_repeated_by_others(pool):
+    with serving_engines(2) as (server, engines):
+        engines[0].is_lost = True
+        assert [ask(server, seed, n=3).status_code for seed in range(6)] == 6 * [200]
+        until(lambda: len(engines) == 3)  # it was replaced
+        assert (
+            server.count("images_total", outcome="drawn") == 18 and server.count("images_total", outcome="failed") == 0
+        )
+        assert server.http.get("/health").status_code == 200
+
+
+def test_job_with_which_engines_are_lost_fails_alone(pool):
+    with serving_engines(1, batch_wait=0.5) as (server, engines):
+        requests = [pool.submit(ask, server, seed, prompt=text) for seed, text in enumerate(("fox", "die", "owl"))]
+        assert [one.result().status_code for one in requests] == [200, 500, 200]
+        assert "3 engines died with this job" in requests[1].result().text and len(engines) == 4
+        assert server.count("images_total", outcome="failed") == 1
+
+
+def test_engines_follow_the_load(pool, monkeypatch):
+    monkeypatch.setattr(queue_module, "SCALE_UP_SECONDS", 0.2)
+    monkeypatch.setattr(queue_module, "SCALE_DOWN_SECONDS", 0.3)
+    with serving_engines(1, most_engines=2, batch_wait=0) as (server, engines):
+        engines[0].gate.clear()
+        requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
+        until(lambda: len(engines) == 2)
+        engines[0].gate.set()
+        assert [one.result().status_code for one in requests] == 2 * [200]
+        sleep(1)
+        engines[0].gate.clear()
+        requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
+        until(lambda: len(engines) == 3)  # the second one was given up
+        engines[0].gate.set()
+        assert [one.result().status_code for one in requests] == 2 * [200]
+
+
+def test_replacement_that_does_not_load_leaves_the_other_engines(pool):
+    with serving_engines(2) as (server, engines):
+        server.queue._load = lambda: 1 / 0
+        engines[0].is_lost = True
+        assert [ask(server, seed).status_code for seed in range(6)] == 6 * [200]
+        engines[1].is_lost = True
+        assert ask(server).status_code == 500
+        until(lambda: server.server.should_exit)

@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     page = serve.add_mutually_exclusive_group()
     page.add_argument("--open", action="store_true", help="open the page in a browser when the server is ready")
     page.add_argument("--no-page", action="store_true", help="no page for browsers at /, only the API")
-    ray = serve.add_argument_group(f"on several processes or machines, with Ray Serve ({install_command('ray')})")
+    ray = serve.add_argument_group(f"on several processes or machines, with Ray ({install_command('ray')})")
     ray.add_argument("--ray", action="store_true", help="run engines in their own processes; replace those that die")
     ray.add_argument("--replicas", type=int, default=1, help=f"number of engines; each loads the model {default}")
     ray.add_argument("--min-replicas", type=int, help="instead of --replicas: the number follows the load")
@@ -97,29 +98,26 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     )
     jobs = warm_up_jobs(limits, config.guidance_scale)
     limits.check(replace(jobs[0], steps=config.steps))  # the defaults, or requests without them would be refused
-    settings = runtime_settings(options)
     if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
         choose_runtime(options.runtime, device=options.device, precision=options.precision, threads=options.threads)
-    load = partial(_load, options.model.resolve(), jobs, settings)
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
-    if options.ray:
-        _serve_on_ray(load, manifest.name, limits, config, options)
-        return 0
+    load = partial(_load, options.model.resolve(), jobs, runtime_settings(options))
     metrics = Metrics()
-    load = partial(load, options.threads)
-    queue = ImageQueue(
-        load,
-        manifest.name,
-        limits,
-        options.queue,
-        options.batch,
-        options.batch_wait,
-        metrics,
-        stuck_seconds=2 * options.timeout,
-    )
-    app = create_app(queue, config, metrics)
-    serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
+    with _open_engines(load, options) as (load_engine, engines):
+        queue = ImageQueue(
+            lambda: load_engine(lambda: queue.is_closed),
+            manifest.name,
+            limits,
+            options.queue,
+            options.batch,
+            options.batch_wait,
+            metrics,
+            stuck_seconds=2 * options.timeout,
+            **engines,
+        )
+        app = create_app(queue, config, metrics)
+        serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
     return 0
 
 
@@ -153,36 +151,38 @@ def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
     return jobs
 
 
-def _serve_on_ray(
-    load: "Callable[[int], Engine]", name: str, limits: Limits, config: AppConfig, options: argparse.Namespace
-) -> None:
+@contextmanager
+def _open_engines(
+    load: "Callable[[int | None], Engine]", options: argparse.Namespace
+) -> "Iterator[tuple[Callable[[Callable[[], bool]], Any], dict[str, int]]]":
+    """A function that loads an engine here or on Ray until its argument returns True, and the numbers of engines.
+
+    Raises:
+        ToMeError: --ray, and Ray is not installed or cannot be reached, or a number is not allowed.
+    """
+    if not options.ray:
+        yield lambda should_stop: load(options.threads), {}
+        return
     try:
         import ray  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
-    from ..serving.cluster import Cluster, serve_on_ray
+    from ..generation.ray_session import ray_session
+    from ..generation.remote_engine import RemoteEngine
     from ..serving.server import listen
 
-    if not options.ray_address:  # now and not when Ray has started; the head of a cluster may serve there already
-        listen(options.host, options.port).close()
-    min_replicas = options.replicas if options.min_replicas is None else options.min_replicas
-    max_replicas = max(min_replicas, options.replicas) if options.max_replicas is None else options.max_replicas
-    cpus = options.replica_cpus
+    listen(options.host, options.port).close()  # now and not when Ray has started
+    least = options.replicas if options.min_replicas is None else options.min_replicas
+    most = max(least, options.replicas) if options.max_replicas is None else options.max_replicas
+    cpus, gpus = options.replica_cpus, 1.0 if uses_gpu(options) else 0.0
     if cpus is None:
-        cpus = max(1.0, (os.cpu_count() or 1) / max(1, max_replicas)) if options.ray_address is None else 1.0
-    cluster = Cluster(
-        min_replicas=min_replicas,
-        max_replicas=max_replicas,
-        cpus=cpus,
-        gpus=1.0 if uses_gpu(options) else 0.0,
-        largest_batch=options.batch,
-        batch_wait=options.batch_wait,
-        capacity=options.queue,
-        request_seconds=options.timeout,
-    )
-    load = partial(load, options.threads or max(1, int(cpus)))
-    on_ready = open_page if options.open else None
-    serve_on_ray(load, name, limits, config, cluster, options.ray_address, options.host, options.port, on_ready)
+        cpus = max(1.0, (os.cpu_count() or 1) / max(1, most)) if options.ray_address is None else 1.0
+    if not cpus >= 0.01:
+        raise ToMeConfigError(f"--replica-cpus {cpus} is not allowed: it must be 0.01 or more")
+    load_there = partial(load, options.threads or max(1, int(cpus)))
+    with ray_session(options.ray_address, most * cpus, most * gpus, shows_logs=True):
+        load_engine = partial(RemoteEngine, load_there, cpus, gpus, 2 * options.timeout)
+        yield load_engine, {"engines": least, "most_engines": most}
 
 
 def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:

@@ -34,6 +34,10 @@ class GenerationError(ToMeError, RuntimeError):
     """The pipeline failed; the server's log has the reason."""
 
 
+class EngineLostError(ToMeError, RuntimeError):
+    """The process of an engine has ended or does not end a pipeline call; another engine can repeat its jobs."""
+
+
 def seed_after(first: int, count: int) -> int:
     """The seed of the image that is `count` places after the one with seed `first`: the sum, modulo 2**32."""
     return (first + count) % (LARGEST_SEED + 1)

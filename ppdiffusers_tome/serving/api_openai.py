@@ -13,28 +13,29 @@ from .app_config import AppConfig
 from .event_stream import stream_events
 from .handler import RequestHandler
 from .middleware import JsonRoute
-from .service import RequestProgress, Service
+from .progress import RequestProgress
+from .queue import ImageQueue
 
 NAMES = {"images": "n", "ratio": "tome_ratio"}
 FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
 
 
-def make_router(service: Service, config: AppConfig) -> APIRouter:
+def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     """The routes of this interface."""
     router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
-    limits, types = service.limits, protocol.bounds(service.limits)
-    handler = RequestHandler(service, config, NAMES)
+    limits, types = queue.limits, protocol.bounds(queue.limits)
+    handler = RequestHandler(queue, config, NAMES)
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
     errors = responses(protocol.OpenAIErrorResponse, 404, 411, 413, 415, 422, 429, 500, 503, 504)
     created = int(time.time())
 
     def model() -> protocol.ModelResponse:  # the methods are only known once the engine is loaded
         return protocol.ModelResponse(
-            id=service.name,
+            id=queue.name,
             created=created,
             sizes=list(map(str, limits.sizes)),
             tome_ratios=list(limits.ratios),
-            tome_methods=[service.methods.get(ratio, "") for ratio in limits.ratios],
+            tome_methods=[queue.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
             steps=config.steps,
             guidance_scale=config.guidance_scale,
@@ -87,8 +88,8 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         return model()
 
     def check_model(name: str | None) -> None:
-        if name not in (None, service.name):
-            message = f"there is no such model: this server has {service.name}"
+        if name not in (None, queue.name):
+            message = f"there is no such model: this server has {queue.name}"
             raise ApiError(404, message, "model", "model_not_found")
 
     return router

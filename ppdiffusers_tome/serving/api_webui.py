@@ -19,7 +19,7 @@ from .app_config import AppConfig
 from .handler import RequestHandler
 from .middleware import JsonRoute
 from .protocol import narrow
-from .service import Service
+from .queue import ImageQueue
 
 NAMES = {
     "images": "batch_size",
@@ -47,15 +47,15 @@ SECOND_PASS_TEXTS = {
 }
 
 
-def make_router(service: Service, config: AppConfig) -> APIRouter:
+def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     """The routes of this interface."""
     router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
-    limits, types = service.limits, protocol.bounds(service.limits)
-    handler = RequestHandler(service, config, NAMES)
-    model = protocol.one_of(str, lambda: [service.name], f"this server has one model: {service.name}")
+    limits, types = queue.limits, protocol.bounds(queue.limits)
+    handler = RequestHandler(queue, config, NAMES)
+    model = protocol.one_of(str, lambda: [queue.name], f"this server has one model: {queue.name}")
     sampler = protocol.one_of(
         str,
-        lambda: [*DEFAULT_SAMPLERS, service.sampler, *_aliases(service.sampler)],
+        lambda: [*DEFAULT_SAMPLERS, queue.sampler, *_aliases(queue.sampler)],
         "requests cannot change the exported scheduler: see /sdapi/v1/samplers",
     )
     new_options = {"sd_model_checkpoint": model, "token_merging_ratio": types["ratio"]}
@@ -75,7 +75,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         narrow(protocol.ImageToImageRequest, {**fields, **off}),
     )
     errors = partial(responses, protocol.WebuiErrorResponse, 411, 413, 415, 422)
-    options = protocol.Options(sd_model_checkpoint=service.name, token_merging_ratio=limits.ratios[0])
+    options = protocol.Options(sd_model_checkpoint=queue.name, token_merging_ratio=limits.ratios[0])
     options.token_merging_ratio_hr = 0.0
     options.CLIP_stop_at_last_layers = 1
 
@@ -112,7 +112,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
         files = await handler.generate(request, jobs, load)
         parameters = values.model_dump(include=set(protocol.TextRequest.model_fields))
         texts = [base64.b64encode(file).decode() for file in files]
-        info = json.dumps(_info(values, jobs, service))
+        info = json.dumps(_info(values, jobs, queue))
         return protocol.WebuiResponse(images=texts, parameters=parameters, info=info)
 
     @router.post("/interrupt")
@@ -130,7 +130,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
     @router.get("/progress")
     async def show_progress() -> protocol.ProgressResponse:
         """The progress of the current pipeline call, which may be of the other interface."""
-        now = service.progress()
+        now = queue.progress()
         share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
         state = {"skipped": False, "interrupted": False, "job": "", "job_timestamp": "", "job_no": 0}
         state |= {"job_count": now.running + now.waiting, "sampling_step": now.step, "sampling_steps": now.steps}
@@ -155,7 +155,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
 
     @router.get("/samplers")
     async def list_samplers() -> list[dict[str, Any]]:
-        return [{"name": service.sampler, "aliases": _aliases(service.sampler), "options": {}}]
+        return [{"name": queue.sampler, "aliases": _aliases(queue.sampler), "options": {}}]
 
     @router.get("/schedulers")
     async def list_schedulers() -> list[dict[str, str]]:
@@ -164,7 +164,7 @@ def make_router(service: Service, config: AppConfig) -> APIRouter:
     @router.get("/sd-models")
     async def list_models() -> list[dict[str, str | None]]:
         no_file = {"hash": None, "sha256": None, "filename": "", "config": None}
-        return [{"title": service.name, "model_name": service.name, **no_file}]
+        return [{"title": queue.name, "model_name": queue.name, **no_file}]
 
     return router
 
@@ -198,10 +198,10 @@ def _aliases(sampler: str) -> list[str]:
     return [short, f"k_{short}"]
 
 
-def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> dict[str, Any]:
+def _info(values: protocol.TextRequest, jobs: list[Job], queue: ImageQueue) -> dict[str, Any]:
     """The fields of stable-diffusion-webui's `info`; the sampler is the exported one."""
     first, seeds, second = jobs[0], [job.seed for job in jobs], jobs[0].second_pass
-    method = service.methods.get(first.ratio, "")
+    method = queue.methods.get(first.ratio, "")
     return {
         **{"prompt": first.prompt, "all_prompts": [job.prompt for job in jobs]},
         **{"negative_prompt": first.negative_prompt, "all_negative_prompts": [job.negative_prompt for job in jobs]},
@@ -210,7 +210,7 @@ def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> di
         **{"width": first.width, "height": first.height, "steps": first.steps, "cfg_scale": first.guidance_scale},
         **({} if first.strength is None else {"denoising_strength": first.strength}),
         **({} if second is None else {"denoising_strength": second.strength}),
-        **{"sampler_name": service.sampler, "sd_model_name": service.name, "sd_model_hash": None, "clip_skip": 1},
+        **{"sampler_name": queue.sampler, "sd_model_name": queue.name, "sd_model_hash": None, "clip_skip": 1},
         **{"batch_size": values.batch_size or 1, "index_of_first_image": 0, "styles": [], "restore_faces": False},
         **{"face_restoration_model": None, "is_using_inpainting_conditioning": False},
         "extra_generation_params": {
@@ -218,6 +218,6 @@ def _info(values: protocol.TextRequest, jobs: list[Job], service: Service) -> di
             **({"Token merging method": method} if method else {}),
             **({} if second is None else describe_second_pass(second)),
         },
-        "infotexts": [describe(job, service) for job in jobs],
+        "infotexts": [describe(job, queue) for job in jobs],
         **{"job_timestamp": time.strftime("%Y%m%d%H%M%S"), "version": f"ppdiffusers_tome {__version__}"},
     }

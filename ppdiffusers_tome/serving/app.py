@@ -1,4 +1,4 @@
-"""The HTTP application, over any service that generates images: this process or a cluster."""
+"""The HTTP application, over a queue that generates images."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ from .middleware import BASIC, BEARER, CountingMiddleware, RequestMiddleware
 from .page_files import make_page_router
 from .prometheus import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
-from .service import Service
+from .queue import ImageQueue
 
 
-def create_app(service: Service, config: AppConfig, metrics: Metrics) -> FastAPI:
+def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAPI:
     """Build the application.
 
     Args:
-        service: generates the images; /ready reports its state.
+        queue: generates the images; /ready reports its state.
         config: time limits, sizes and the API key.
-        metrics: shown by /metrics. Requests are counted here, images by the service.
+        metrics: shown by /metrics. Requests are counted here, images by the queue.
 
     Returns:
         An ASGI application. It reads no file and stores nothing of a request after its answer.
@@ -54,18 +54,18 @@ def create_app(service: Service, config: AppConfig, metrics: Metrics) -> FastAPI
     @app.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
     async def health(response: Response) -> Health:
         """Liveness: 503, with the reason, if the process should be replaced."""
-        trouble = service.trouble
-        response.status_code = 503 if trouble else 200
-        return Health(state=service.state, trouble=trouble)
+        reason = queue.unhealthy_reason
+        response.status_code = 503 if reason else 200
+        return Health(state=queue.state, reason=reason)
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses={503: {"model": Health}}, response_model_exclude_none=True)
     async def ready(response: Response) -> Health:
         """Readiness: 503 while loading and shutting down."""
-        if service.state != "ready":
+        if queue.state != "ready":
             response.status_code = 503
             response.headers["Retry-After"] = "5"
-        return Health(state=service.state, trouble=service.trouble)
+        return Health(state=queue.state, reason=queue.unhealthy_reason)
 
     key = [Security(BEARER), Security(BASIC)] if config.api_key is not None else []
     statuses = (400, 401, 403) if key else (400, 403)
@@ -76,14 +76,14 @@ def create_app(service: Service, config: AppConfig, metrics: Metrics) -> FastAPI
         """Prometheus metrics."""
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    app.include_router(api_openai.make_router(service, config), dependencies=key, responses=openai)
-    app.include_router(api_webui.make_router(service, config), dependencies=key, responses=webui)
+    app.include_router(api_openai.make_router(queue, config), dependencies=key, responses=openai)
+    app.include_router(api_webui.make_router(queue, config), dependencies=key, responses=webui)
     if config.page:
         app.include_router(make_page_router())
 
     def openapi() -> dict[str, Any]:
         schema = FastAPI.openapi(app)
-        if service.state == "loading":  # the sampler is not yet known
+        if queue.state == "loading":  # the sampler is not yet known
             app.openapi_schema = None
         return schema
 

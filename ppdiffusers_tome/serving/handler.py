@@ -12,30 +12,31 @@ from ..generation.jobs import LARGEST_SEED, GenerationError, Job, JobError, seed
 from ..generation.png import encode_png
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
-from .service import RequestProgress, Service
-from .service_errors import QueueFullError, UnavailableError
+from .progress import RequestProgress
+from .queue import ImageQueue
+from .tickets import QueueFullError, UnavailableError
 
 
 class RequestHandler:
     """Generates the images of one interface's requests.
 
     Args:
-        service: generates the images.
+        queue: generates the images.
         config: the time limit of a request, and the defaults of its fields.
         names: the interface's names of a job's fields, where they differ.
     """
 
-    def __init__(self, service: Service, config: AppConfig, names: Mapping[str, str]) -> None:
-        self._service, self._config, self._names = service, config, names
+    def __init__(self, queue: ImageQueue, config: AppConfig, names: Mapping[str, str]) -> None:
+        self._queue, self._config, self._names = queue, config, names
         self._under_way: list[asyncio.Future[list[Image]]] = []  # oldest first
 
     def make_jobs(self, images: int, seed: int | None, **fields: Any) -> list[Job]:
         """The jobs of a request: None is the default, or a random seed; each image has the next seed."""
-        height, width = self._service.limits.sizes[0]
+        height, width = self._queue.limits.sizes[0]
         defaults = {
             "height": height,
             "width": width,
-            "ratio": self._service.limits.ratios[0],
+            "ratio": self._queue.limits.ratios[0],
             "steps": self._config.steps,
             "guidance_scale": self._config.guidance_scale,
         }
@@ -54,7 +55,7 @@ class RequestHandler:
 
         Args:
             request: if its client disconnects, the jobs are abandoned.
-            load_image, progress: see `Service.submit`.
+            load_image, progress: see `ImageQueue.submit`.
 
         Returns:
             One PNG file for each job.
@@ -63,12 +64,12 @@ class RequestHandler:
             ApiError: 409 interrupted, 422 a job is not allowed, 429 the queue is full, 499 the client disconnected,
                 500 the pipeline failed, 503 not ready or shutting down, 504 the time limit.
         """
-        service = self._service
+        queue = self._queue
         try:
-            service.limits.check_count(len(jobs))
+            queue.limits.check_count(len(jobs))
             for job in jobs:
-                service.limits.check(job)
-            submission = asyncio.ensure_future(service.submit(jobs, load_image, progress))
+                queue.limits.check(job)
+            submission = asyncio.ensure_future(queue.submit(jobs, load_image, progress))
             images = await self._while_connected(request, submission)
         except JobError as error:
             raise ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value") from None
@@ -78,7 +79,7 @@ class RequestHandler:
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
         except GenerationError as error:
             raise ApiError(500, str(error), code="drawing_failed") from None
-        files = [asyncio.to_thread(encode_png, image, job, service) for image, job in zip(images, jobs, strict=True)]
+        files = [asyncio.to_thread(encode_png, image, job, queue) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*files))
 
     def interrupt(self, count: int | None = None) -> None:

@@ -7,7 +7,7 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
 class Metrics:
-    """Counters and gauges of requests, counted by the HTTP side, and of images, counted by the service.
+    """Counters and gauges of requests, counted by the HTTP side, and of images, counted by the queue.
 
     Attributes:
         requests: answered requests by endpoint and status; status 499: the client disconnected before the answer.

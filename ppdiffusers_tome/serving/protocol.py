@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_m
 
 from ..generation.jobs import LONGEST_SCHEDULE, Limits
 from ..inference.manifest import STRICT
-from .service import State
+from .progress import State
 
 
 class Strict(BaseModel):
@@ -280,4 +280,4 @@ class WebuiErrorResponse(BaseModel):
 
 class Health(BaseModel):
     state: State
-    trouble: str | None = None
+    reason: str | None = None  # why the process should be replaced

@@ -1,44 +1,35 @@
-"""A bounded queue for one engine: compatible jobs share a pipeline call, and abandoned jobs are dropped."""
+"""A bounded queue for engines: compatible jobs share a pipeline call, and abandoned jobs are dropped."""
 
 import asyncio
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field
-from math import ceil, inf, prod
+from dataclasses import replace
+from math import ceil, inf
 from time import monotonic
 
 from PIL.Image import Image
 
 from ..errors import ToMeConfigError, ToMeError
 from ..generation.engine import Engine
-from ..generation.jobs import AbandonedError, GenerationError, Job, JobError, Limits
+from ..generation.jobs import AbandonedError, EngineLostError, GenerationError, Job, JobError, Limits
+from .progress import Progress, RequestProgress, State
 from .prometheus import Metrics
-from .service import Progress, RequestProgress, State, with_image
-from .service_errors import DrainingError, JobFailedError, NotReadyError, QueueFullError
+from .tickets import Call, QueueFullError, Ticket, UnavailableError
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0  # seconds for a batch to fill
-FAILURES = 5  # images in a row that failed by the model's fault, after which it counts as broken
-
-
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    """A job in the queue or in the pipeline. Its future is cancelled when no client waits for the image any more."""
-
-    job: Job
-    progress: RequestProgress  # of its request
-    future: "Future[Image]" = field(default_factory=Future)
-    arrived: float = field(default_factory=monotonic)
+FAILURES = 5  # images in a row that failed because of the model, after which the process is unhealthy
+ATTEMPTS = 3  # engines that may be lost with one job before the job counts as the cause
+SCALE_UP_SECONDS, SCALE_DOWN_SECONDS = 10.0, 600.0  # that an image waits, or an engine is idle
 
 
 class ImageQueue:
-    """The service of one process: a queue, and a thread that loads and runs the engine.
+    """A queue, and a thread for each engine, which loads and runs it.
 
     Args:
-        load: makes the engine; called once, in the thread.
+        load: makes an engine; called once in each thread, and again if its engine is lost.
         name: the model's name for clients.
         limits: the jobs that are accepted.
         capacity: most images that wait; images in the pipeline do not count.
@@ -46,7 +37,9 @@ class ImageQueue:
         batch_wait: seconds, 0 to 60, that the oldest job waits for others to share its call. Time that it spent in the
             queue during an earlier call counts.
         metrics: counts images.
-        stuck_seconds: duration of a pipeline call after which `trouble` reports it.
+        stuck_seconds: duration of a pipeline call after which the queue is unhealthy.
+        engines, most_engines: number of engines; more, up to the second number, are loaded while images wait for ten
+            seconds, and given up when they have been idle for ten minutes.
 
     Raises:
         ToMeConfigError: a number is not allowed, or one request may ask for more images than the queue holds.
@@ -62,76 +55,78 @@ class ImageQueue:
         batch_wait: float = 0.02,
         metrics: Metrics | None = None,
         stuck_seconds: float = 600.0,
+        engines: int = 1,
+        most_engines: int = 1,
     ) -> None:
-        if largest_batch < 1 or not 0 <= batch_wait <= LONGEST_WAIT:
-            raise ToMeConfigError(
-                f"{largest_batch=}, {batch_wait=} is not allowed: they must be 1 or more, and 0 to {LONGEST_WAIT:g} s"
-            )
-        if not 0 < stuck_seconds < inf:
-            raise ToMeConfigError(f"{stuck_seconds=} is not allowed: it must be positive and finite")
-        if capacity < limits.images:
-            raise ToMeConfigError(f"{capacity=} is not allowed: one request may ask for {limits.images} images")
+        for is_allowed, value, reason in (
+            (largest_batch >= 1, f"{largest_batch=}", "it must be 1 or more"),
+            (0 <= batch_wait <= LONGEST_WAIT, f"{batch_wait=}", f"it must be 0 to {LONGEST_WAIT:g} s"),
+            (0 < stuck_seconds < inf, f"{stuck_seconds=}", "it must be positive and finite"),
+            (capacity >= limits.images, f"{capacity=}", f"one request may ask for {limits.images} images"),
+            (engines >= 1, f"{engines=}", "it must be 1 or more"),
+            (most_engines >= engines, f"{most_engines=}", f"it must be {engines} or more"),
+        ):
+            if not is_allowed:
+                raise ToMeConfigError(f"{value} is not allowed: {reason}")
         self.name, self.limits, self.metrics = name, limits, metrics or Metrics()
         self._load, self._capacity = load, capacity
         self._largest_batch, self._batch_wait, self._stuck_seconds = largest_batch, batch_wait, stuck_seconds
         self._changed = threading.Condition()  # guards all attributes below
-        self._state: State = "loading"
-        self._waiting: list[_Ticket] = []
-        self._running: list[_Ticket] = []
-        self._running_since: float | None = None
-        self._step = 0, 0  # finished and all steps of the current call
+        self.state: State = "loading"  # jobs are accepted only while "ready"; "failed" is permanent
+        self._waiting: list[Ticket] = []
+        self._calls: list[Call] = []  # oldest first
         self._reserved = 0  # places of jobs whose image is being decoded
-        self._is_closed = False
-        self._pace: dict[tuple[float, ...], float] = {}  # seconds per step, by _kind; the latest is last
+        self.is_closed = False
+        self._pace = 0.0  # seconds per cost of a call, of late
         self._failures = 0  # in a row
         self.failure: BaseException | None = None  # why the state is "failed"
-        self._engine: Engine | None = None
-        self._thread = threading.Thread(target=self._work, name="images")
+        self._engine: Engine | None = None  # the first one, which describes all
+        self._threads = [
+            threading.Thread(target=self._work, args=(number >= engines,), name=f"images-{number}")
+            for number in range(most_engines)
+        ]
+        self._live_threads = most_engines
         self.metrics.waiting.set_function(lambda: self._count_live())
-        self.metrics.running.set_function(lambda: len(self._running))
-        self.metrics.ready.set_function(lambda: self._state == "ready")
+        self.metrics.running.set_function(lambda: self.progress().running)
+        self.metrics.ready.set_function(lambda: self.state == "ready")
 
     def start(self) -> None:
-        """Start the thread, which loads the engine; then `state` becomes "ready"."""
-        self._thread.start()
-
-    @property
-    def state(self) -> State:
-        return self._state
+        """Start the threads, which load their engines; after the first one `state` becomes "ready"."""
+        for thread in self._threads:
+            thread.start()
 
     @property
     def sampler(self) -> str:
+        """The scheduler's name in Stable Diffusion's user interfaces."""
         return self._engine.sampler if self._engine else "not loaded"
 
     @property
     def methods(self) -> Mapping[float, str]:
+        """How tokens merge, in words, by ratio."""
         return self._engine.methods if self._engine else {}
 
     @property
     def is_idle(self) -> bool:
         """Whether there is no accepted job."""
-        return not self._count_live() and not self._running and not self._reserved
+        return not self._count_live() and not self._calls and not self._reserved
 
     @property
-    def running_since(self) -> float | None:
-        """When the current pipeline call began, by time.monotonic(); None if none runs."""
-        return self._running_since
-
-    @property
-    def trouble(self) -> str | None:
-        """See `Service`."""
-        if self._state == "failed":
+    def unhealthy_reason(self) -> str | None:
+        """The reason to replace the process; None while it works."""
+        if self.state == "failed":
             return "the model could not be loaded, or the image thread has ended"
         if (seconds := self.progress().seconds) > self._stuck_seconds:
             return f"one pipeline call has been running for {seconds:.0f} s"
         return f"the last {self._failures} images failed" if self._failures >= FAILURES else None
 
     def progress(self) -> Progress:
-        """See `Service`."""
+        """The current progress."""
         with self._changed:
-            if self._running_since is None:
-                return Progress(waiting=self._count_live())
-            return Progress(len(self._running), self._count_live(), *self._step, monotonic() - self._running_since)
+            running, waiting = sum(len(call.tickets) for call in self._calls), self._count_live()
+            if not self._calls:
+                return Progress(waiting=waiting)
+            oldest = self._calls[0]
+            return Progress(running, waiting, oldest.step, oldest.steps, oldest.seconds)
 
     async def submit(
         self,
@@ -139,10 +134,27 @@ class ImageQueue:
         load_image: Callable[[], Image] | None = None,
         progress: RequestProgress | None = None,
     ) -> list[Image]:
-        """See `Service`."""
+        """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
+
+        Args:
+            jobs: of one request; without their image if `load_image` is given.
+            load_image: decodes the image that all jobs start from. It is called once, in a thread, after the jobs
+                have their places and before the pipeline runs.
+            progress: a new one, which is updated from other threads.
+
+        Returns:
+            RGB images, in the order of the jobs.
+
+        Raises:
+            UnavailableError: the jobs are not accepted now; a QueueFullError if there is no room for them.
+            JobError: from `load_image`, or the model's scheduler has no schedule of so many steps.
+            GenerationError: the pipeline failed on one of the jobs.
+        """
         self._reserve(len(jobs))
         try:
-            jobs = await with_image(jobs, load_image)
+            if load_image is not None:
+                image = await asyncio.to_thread(load_image)
+                jobs = [replace(job, image=image) for job in jobs]
         finally:
             with self._changed:
                 self._reserved -= len(jobs)
@@ -156,28 +168,30 @@ class ImageQueue:
     def drain(self) -> None:
         """Refuse all further jobs; accepted jobs are finished."""
         with self._changed:
-            if self._state != "failed":
-                self._state = "draining"
+            if self.state != "failed":
+                self.state = "draining"
 
     def close(self, seconds: float | None = None) -> bool:
-        """Abandon all jobs at the next step and wait for the thread; returns whether it ended in time."""
+        """Abandon all jobs at the next step and wait for the threads; returns whether they ended in time."""
         with self._changed:
             self.drain()
-            self._is_closed = True
-            for ticket in (*self._waiting, *self._running):
+            self.is_closed = True
+            for ticket in (*self._waiting, *(ticket for call in self._calls for ticket in call.tickets)):
                 ticket.future.cancel()
             self._changed.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
+        end = None if seconds is None else monotonic() + seconds
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(None if end is None else max(0.0, end - monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _reserve(self, images: int) -> None:
         """Reserve places for images until the image that they start from is decoded."""
         with self._changed:
-            if self._state == "draining":
-                raise DrainingError("the server is shutting down", retry_after=10)
-            if self._state != "ready":
-                raise NotReadyError(f"the server is not ready: {self._state}", retry_after=5)
+            if self.state == "draining":
+                raise UnavailableError("the server is shutting down", retry_after=10)
+            if self.state != "ready":
+                raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
             self._forget_abandoned()
             missing = len(self._waiting) + self._reserved + images - self._capacity
             if missing > 0:
@@ -186,149 +200,187 @@ class ImageQueue:
             self._reserved += images
 
     def _seconds_until_free(self, images: int) -> float:
-        """The estimated time until this many waiting images have left the queue, by the latest seconds per step."""
-        running, waiting = self.progress(), self._waiting
-        if running.step:
-            pace = running.seconds / running.step
-            self._pace.setdefault(_kind(self._running[0].job, running.running), pace)
-        else:
-            pace = self._step_seconds(self._running) if running.running else 0.0
-        seconds = pace * (running.steps - running.step)
+        """The estimated time until this many waiting images have left the queue, by the pace of the latest calls."""
+        pace, cost, waiting = self._pace, 0.0, self._waiting
+        for call in self._calls:
+            cost += call.cost * (1 - call.step / call.steps)
+            if not pace and call.step:  # the first call
+                pace = call.seconds * call.steps / call.step / call.cost
         while waiting and images > len(batch := self._gather(waiting)[0]):
             images -= len(batch)
-            seconds += self._step_seconds(batch) * batch[0].job.steps_to_run
+            cost += sum(ticket.cost for ticket in batch)
             waiting = [ticket for ticket in waiting if ticket not in batch]
-        return seconds
-
-    def _step_seconds(self, batch: list[_Ticket]) -> float:
-        """Seconds per step of a batch: measured, or in proportion to the pixels of another kind; 0 without any."""
-        kind = _kind(batch[0].job, len(batch))
-        measured = kind if kind in self._pace else next(reversed(self._pace), kind)
-        return self._pace.get(measured, 0.0) * prod(kind[:3]) / prod(measured[:3])
+        return pace * cost / max(1, len(self._calls))
 
     def _enqueue(self, jobs: Sequence[Job], progress: RequestProgress) -> "list[Future[Image]]":
         progress.images = len(jobs)
-        tickets = [_Ticket(job, progress) for job in jobs]
+        tickets = [Ticket(job, progress) for job in jobs]
         with self._changed:
-            if self._state == "failed" or self._is_closed:
-                raise NotReadyError(f"the server is not ready: {self._state}", retry_after=5)
+            if self.state == "failed" or self.is_closed:
+                raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
             self._set_waiting([*self._waiting, *tickets])
             self._changed.notify_all()
         return [ticket.future for ticket in tickets]
 
-    def _work(self) -> None:
-        """The thread: load the engine, then run batch after batch until closed."""
+    def _work(self, is_temporary: bool) -> None:
+        """A thread: load an engine, run batch after batch until closed, and load another engine if it is lost."""
+        error: BaseException | None = None
         try:
-            self._engine = self._load()
-            with self._changed:
-                if self._state == "loading":
-                    self._state = "ready"
-            while batch := self._next_batch():
-                self._draw(batch)
+            while not is_temporary or self._wait_until_needed():
+                engine = self._load()
                 with self._changed:
-                    self._running, self._running_since = [], None
-        except BaseException as error:
-            logger.error("the image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
-            with self._changed:
-                self._state, self.failure = "failed", error
-                for ticket in (*self._waiting, *self._running):
-                    _fail(ticket, error)
-                self._waiting, self._running = [], []
-
-    def _next_batch(self) -> list[_Ticket]:
-        """Wait for the next batch and mark it as running; an empty one if the queue was closed."""
+                    self._engine = self._engine or engine
+                    if self.state == "loading":
+                        self.state = "ready"
+                try:
+                    while call := self._next_call(SCALE_DOWN_SECONDS if is_temporary else inf):
+                        self._generate(engine, call)
+                    if not is_temporary:
+                        return
+                except EngineLostError as lost:
+                    logger.error("an engine was lost and is replaced: %s", lost)
+                del engine  # ends its process, if it has one
+        except BaseException as caught:
+            if not self.is_closed:
+                error = caught
+                logger.error("an image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
         with self._changed:
+            self._live_threads -= 1
+            if error is not None and not self._live_threads:
+                self.state, self.failure = "failed", error
+                for ticket in self._waiting:
+                    ticket.fail(error)
+                self._set_waiting([])
+
+    def _wait_until_needed(self) -> bool:
+        """Wait until an image has waited for long, and return True; or False if the queue was closed."""
+        with self._changed:
+            while not self.is_closed:
+                if self._waiting and monotonic() - self._waiting[0].arrived > SCALE_UP_SECONDS:
+                    return True
+                self._changed.wait(1.0)
+        return False
+
+    def _next_call(self, idle_seconds: float) -> Call | None:
+        """Wait for the next call, which then counts as running; None if the queue was closed or idle for so long."""
+        with self._changed:
+            until = monotonic() + idle_seconds
             while True:
                 self._forget_abandoned()
                 if self._waiting:
                     batch, is_open = self._gather(self._waiting)
                     patience = batch[0].arrived + self._batch_wait - monotonic()
-                    if not is_open or patience <= 0 or self._state == "draining":
+                    if not is_open or patience <= 0 or self.state == "draining":
                         for ticket in batch:
                             ticket.progress.position = 0
                         self._set_waiting([ticket for ticket in self._waiting if ticket not in batch])
-                        self._running = batch
-                        return batch
+                        call = Call(batch, batch[0].job.steps_to_run)
+                        self._calls.append(call)
+                        return call
                     self._changed.wait(patience)
-                elif self._is_closed:
-                    return []
+                elif self.is_closed or monotonic() >= until:
+                    return None
                 else:
-                    self._changed.wait()
+                    self._changed.wait(None if idle_seconds == inf else until - monotonic())
 
-    def _gather(self, waiting: list[_Ticket]) -> tuple[list[_Ticket], bool]:
+    def _gather(self, waiting: list[Ticket]) -> tuple[list[Ticket], bool]:
         """The oldest job and those that share its call, and whether more could."""
         assert self._engine is not None
         oldest = waiting[0]
         key = self._engine.batch_key(oldest.job)
-        if key is None:
+        if key is None or oldest.runs_alone:
             return [oldest], False
-        compatible = [ticket for ticket in waiting if self._engine.batch_key(ticket.job) == key]
+        others = (ticket for ticket in waiting if not ticket.runs_alone)
+        compatible = [ticket for ticket in others if self._engine.batch_key(ticket.job) == key]
         return compatible[: self._largest_batch], len(compatible) < self._largest_batch
 
-    def _draw(self, batch: list[_Ticket]) -> None:
-        """Run a batch and deliver its images. If it fails, run job by job, so that one does not fail the others."""
-        assert self._engine is not None
-        live = [ticket for ticket in batch if not ticket.future.cancelled()]
-        self.metrics.images.labels("abandoned").inc(len(batch) - len(live))
-        if not live:
-            return
-        job = live[0].job
-        requests = {id(ticket.progress): ticket.progress for ticket in live}
-        shares = Counter(id(ticket.progress) for ticket in live)  # images of each request
+    def _generate(self, engine: Engine, call: Call) -> None:
+        """Run a call and deliver its images.
 
-        def should_stop(step: int = 0, steps: int = job.steps_to_run) -> bool:
-            self._step = step, steps
-            for key, progress in requests.items():
-                progress.count(step, steps, shares[key])
-            return all(ticket.future.cancelled() for ticket in live)
+        If its engine is lost, or it fails and had several jobs, they wait again and then run alone.
 
-        with self._changed:
-            self._step, self._running_since = (0, job.steps_to_run), monotonic()
-        start = self._running_since
+        Raises:
+            EngineLostError: the engine is lost.
+        """
         try:
-            images = self._engine.generate([ticket.job for ticket in live], should_stop)
+            live = [ticket for ticket in call.tickets if not ticket.future.cancelled()]
+            self.metrics.images.labels("abandoned").inc(len(call.tickets) - len(live))
+            if live:
+                call.tickets, call.since = live, monotonic()
+                self._run(engine, call)
+        except EngineLostError:
+            for ticket in call.tickets:
+                ticket.lost_engines += 1
+                if ticket.lost_engines == ATTEMPTS:
+                    self.metrics.images.labels("failed").inc()
+                    ticket.fail(GenerationError(f"{ATTEMPTS} engines died with this job"))
+            self._repeat([ticket for ticket in call.tickets if ticket.lost_engines < ATTEMPTS])
+            raise
+        except BaseException as error:
+            for ticket in call.tickets:
+                ticket.fail(error)
+            raise
+        finally:
+            with self._changed:
+                self._calls.remove(call)
+
+    def _run(self, engine: Engine, call: Call) -> None:
+        """The pipeline call of tickets of which none was cancelled before."""
+        tickets = call.tickets
+        try:
+            images = engine.generate(
+                [ticket.job for ticket in tickets], lambda *step: call.advance(*step or (0, call.steps))
+            )
+        except EngineLostError:
+            raise
         except AbandonedError:
-            self.metrics.images.labels("abandoned").inc(len(live))
+            self.metrics.images.labels("abandoned").inc(len(tickets))
         except Exception as error:
             if not isinstance(error, JobError):
-                logger.exception("generating %d images failed", len(live))
-            if len(live) > 1:
-                for ticket in live:
-                    self._draw([ticket])
+                logger.exception("generating %d images failed", len(tickets))
+            if len(tickets) > 1:
+                self._repeat(tickets)
             else:
                 self.metrics.images.labels("failed").inc()
-                _fail(live[0], error if isinstance(error, JobError) else self._attribute(job, error))
+                if not isinstance(error, JobError):
+                    self._check_model(engine, tickets[0].job)
+                tickets[0].fail(error)
         else:
-            seconds, kind = monotonic() - start, _kind(job, len(live))
+            seconds = call.seconds
             with self._changed:
                 self._failures = 0
-                pace = seconds / max(1, self._step[1])
-                self._pace[kind] = pace + 0.5 * (self._pace.pop(kind, pace) - pace)
+                pace = seconds / call.cost
+                self._pace = pace + 0.5 * ((self._pace or pace) - pace)
             self.metrics.batch_seconds.observe(seconds)
-            self.metrics.batch_images.observe(len(live))
-            for key, progress in requests.items():
-                progress.seconds, progress.batch = progress.seconds + seconds, len(live)
-                progress.generated += shares[key]
-            for ticket, image in zip(live, images, strict=True):
+            self.metrics.batch_images.observe(len(tickets))
+            for progress, count in call.requests.items():
+                progress.seconds, progress.batch = progress.seconds + seconds, len(tickets)
+                progress.generated += count
+            for ticket, image in zip(tickets, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()
                 self.metrics.images.labels("drawn" if is_wanted else "abandoned").inc()
                 if is_wanted:
                     ticket.future.set_result(image)
 
-    def _attribute(self, job: Job, error: Exception) -> GenerationError:
-        """The error for the client, a JobFailedError if its job is the cause, and not the model.
+    def _repeat(self, tickets: Sequence[Ticket]) -> None:
+        """Put tickets back in front of all others, to run alone."""
+        with self._changed:
+            for ticket in tickets:
+                ticket.runs_alone = True
+            self._set_waiting([*tickets, *self._waiting])
+            self._changed.notify_all()
 
-        Only the model's failures count, or any client could make /health ask for another process.
+    def _check_model(self, engine: Engine, job: Job) -> None:
+        """Count a failure if the model fails on a plain job too, so that the job is not the cause.
+
+        This stops clients whose requests fail from making /health ask for another process.
         """
-        assert self._engine is not None
         plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
         try:
-            self._engine.generate([plain], lambda *step: self._is_closed)
+            engine.generate([plain], lambda *step: self.is_closed)
+            self._failures = 0
         except Exception:
             self._failures += 1
-            return _for_client(error)
-        self._failures = 0
-        return JobFailedError(str(_for_client(error)))
 
     def _count_live(self) -> int:
         with self._changed:
@@ -340,26 +392,7 @@ class ImageQueue:
         self.metrics.images.labels("abandoned").inc(len(self._waiting) - len(live))
         self._set_waiting(live)
 
-    def _set_waiting(self, tickets: list[_Ticket]) -> None:
+    def _set_waiting(self, tickets: list[Ticket]) -> None:
         self._waiting = tickets
         for position, ticket in enumerate(tickets, 1):
             ticket.progress.position = position
-
-
-def _for_client(error: BaseException) -> GenerationError:
-    if isinstance(error, GenerationError):
-        return error
-    # Other messages may be confidential.
-    return GenerationError("the pipeline failed; the server's log has the reason")
-
-
-def _fail(ticket: _Ticket, error: BaseException) -> None:
-    error = error if isinstance(error, JobError) else _for_client(error)
-    if not ticket.future.done() and ticket.future.set_running_or_notify_cancel():
-        ticket.future.set_exception(error)
-
-
-def _kind(job: Job, images: int) -> tuple[float, ...]:
-    """What a step's duration depends on: images, height, width, ratio, whether there is guidance, the second pass."""
-    second = () if job.second_pass is None else astuple(job.second_pass)
-    return images, job.height, job.width, job.ratio, job.guidance_scale > 1, *second

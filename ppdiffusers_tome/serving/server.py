@@ -65,7 +65,7 @@ def serve(
     try:
         server.run(sockets=[listener])
     finally:
-        failure, is_running = queue.failure, queue.running_since is not None
+        failure, is_running = queue.failure, queue.progress().running > 0
         if not queue.close(max(1.0, server.end - monotonic()) if is_running else 1.0):
             logger.warning("ending the process while the model is %s", "running" if is_running else "loading")
             logging.shutdown()

@@ -1,0 +1,81 @@
+"""Jobs that wait or run, the pipeline calls that they share, and why a job is not accepted."""
+
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import monotonic
+
+from PIL.Image import Image
+
+from ..errors import ToMeError
+from ..generation.jobs import GenerationError, Job, JobError
+from .progress import RequestProgress
+
+
+class UnavailableError(ToMeError, RuntimeError):
+    """No job is accepted at the moment; `retry_after` is the number of seconds to wait before the next try."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFullError(UnavailableError):
+    """The queue holds as many images as it may."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A job in the queue or in the pipeline. Its future is cancelled when no client waits for the image any more."""
+
+    job: Job
+    progress: RequestProgress  # of its request
+    future: "Future[Image]" = field(default_factory=Future)
+    arrived: float = field(default_factory=monotonic)
+    runs_alone: bool = False  # because a call that it shared has failed
+    lost_engines: int = 0
+
+    @property
+    def cost(self) -> float:
+        """What the duration of the job is roughly proportional to: steps times pixels."""
+        job, second = self.job, self.job.second_pass
+        first = (job.steps_to_run - (second.steps if second else 0)) * job.height * job.width
+        passes = 2 if job.guidance_scale > 1 else 1
+        return passes * (first + (second.steps * second.height * second.width if second else 0))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error where the image is awaited; one of the generic kind if its message may be confidential."""
+        if not isinstance(error, (GenerationError, JobError)):
+            error = GenerationError("the pipeline failed; the server's log has the reason")
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Call:
+    """A pipeline call that is running; `since` is by time.monotonic(), and `step` the number of finished steps."""
+
+    tickets: list[Ticket]
+    steps: int
+    step: int = 0
+    since: float = field(default_factory=monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return monotonic() - self.since
+
+    @property
+    def cost(self) -> float:
+        return sum(ticket.cost for ticket in self.tickets)
+
+    @property
+    def requests(self) -> Counter[RequestProgress]:
+        """The progress of the requests of its jobs, each with the number of its images."""
+        return Counter(ticket.progress for ticket in self.tickets)
+
+    def advance(self, step: int, steps: int) -> bool:
+        """Note the progress; returns whether no client waits for any of the images."""
+        self.step, self.steps = step, steps
+        for progress, images in self.requests.items():
+            progress.count(step, steps, images)
+        return all(ticket.future.cancelled() for ticket in self.tickets)
