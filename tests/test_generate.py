@@ -50,6 +50,13 @@ def test_jsonl_line_with_all_fields(tmp_path):
     assert (prompts[1].job.seed, prompts[1].job.negative_prompt) == (11, "grey")
 
 
+def test_ratio_of_six_digits_is_the_exported_one(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "tome_ratio": 0.833333}')
+    (prompt,) = read_prompts(path, DEFAULTS, replace(LIMITS, ratios=(5 / 6, 0.5)))
+    assert prompt.job.ratio == 5 / 6
+
+
 def test_seeds_wrap_around(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("a\nb")

@@ -24,10 +24,7 @@ from ppdiffusers_tome.commands import image_options
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore"),
-]  # Ray's warnings
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's warnings
 
 from ray.cluster_utils import Cluster as Nodes  # noqa: E402
 

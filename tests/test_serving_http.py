@@ -1012,10 +1012,6 @@ def test_key_is_not_in_the_repr():
 
 
 def test_errors_survive_pickling():
-    for error in (
-        JobError("steps", "too many"),
-        EngineLostError("lost"),
-        GenerationError("failed"),
-    ):
+    for error in (JobError("steps", "too many"), EngineLostError("lost"), GenerationError("failed")):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

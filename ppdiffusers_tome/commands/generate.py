@@ -84,7 +84,7 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults
         height, width, ratio, options.steps, options.guidance_scale, options.negative_prompt, options.seed
     )
     try:
-        limits.check(replace(defaults.job("", 0), seed=options.seed))
+        allowed = limits.check(replace(defaults.job("", 0), seed=options.seed))
     except JobError as error:
         raise ToMeConfigError(f"--{error.field.replace('_', '-')}: {error}") from error
-    return defaults, limits
+    return replace(defaults, ratio=allowed.ratio), limits

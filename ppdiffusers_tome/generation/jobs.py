@@ -9,7 +9,7 @@ from typing import Any
 from PIL.Image import Image, Resampling
 
 from ..errors import ToMeConfigError, ToMeError
-from ..inference.manifest import Size
+from ..inference.manifest import Size, find_ratio
 
 LARGEST_SEED = 2**32 - 1
 LONGEST_SCHEDULE = 1000  # steps: as many as models are trained with
@@ -190,8 +190,12 @@ class Limits:
         """Raise JobError, with the field `images`, unless one request may ask for this many images."""
         self._check_range("images", images)
 
-    def check(self, job: Job) -> None:
-        """Raise JobError, with the field and its allowed values, unless the job is allowed."""
+    def check(self, job: Job) -> Job:
+        """The job, with the exported ratio that is the same in six digits.
+
+        Raises:
+            JobError: it is not allowed; with the field and its allowed values.
+        """
         self._check_texts(job)
         for name in ("seed", "steps", "guidance_scale"):
             self._check_range(name, getattr(job, name))
@@ -203,6 +207,7 @@ class Limits:
                 raise JobError("strength", message)
         if job.second_pass is not None:
             self._check_second_pass(job.second_pass)
+        return replace(job, ratio=find_ratio(job.ratio, self.ratios))
 
     def _check_second_pass(self, second: SecondPass) -> None:
         try:
@@ -219,9 +224,11 @@ class Limits:
         if job.size not in self.sizes:
             sizes = ", ".join(map(str, self.sizes))
             raise JobError("size", f"{job.size} was not exported: width x height must be one of {sizes}")
-        if job.ratio not in self.ratios:
+        try:
+            find_ratio(job.ratio, self.ratios)
+        except ToMeConfigError:
             ratios = ", ".join(str(ratio) for ratio in self.ratios)
-            raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}")
+            raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}") from None
 
     def _check_range(self, name: str, value: float) -> None:
         low, high = self.ranges[name]

@@ -116,8 +116,7 @@ def _make_prompt(index: int, line: Line, defaults: Defaults, limits: Limits) -> 
     changes = line.model_dump(exclude_none=True, exclude={"prompt", "size", "name"})
     size = {} if line.size is None else line.size._asdict()
     job = replace(defaults.job(line.prompt, index), **changes, **size)
-    limits.check(job)
-    return Prompt(index, job, line.name)
+    return Prompt(index, limits.check(job), line.name)
 
 
 def _describe(error: Exception) -> str:
