@@ -13,7 +13,7 @@ import webuiapi
 from PIL import Image
 from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 
-from ppdiffusers_tome.generation.jobs import SecondPass
+from ppdiffusers_tome.generation.jobs import Job, SecondPass
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.tickets import QueueFullError
@@ -40,7 +40,7 @@ def webui(server):
     client.session.close()
 
 
-def test_openai_generates_images(client):
+def test_openai_generates_images(client, server):
     fields = {"seed": 3, "steps": 4, "guidance_scale": 2.0, "negative_prompt": "red", "tome_ratio": 0.0}
     answer = client.images.generate(
         prompt="fox", n=2, size="64x48", response_format="b64_json", model="fake", user="me", extra_body=fields
@@ -49,6 +49,9 @@ def test_openai_generates_images(client):
     assert [image.size for image in images] == [(64, 48), (64, 48)]
     assert [image.getpixel((0, 0))[0] for image in images] == [3, 4]
     assert [one.seed for one in answer.data] == [3, 4] and answer.size == "64x48" and answer.created > 0
+    assert answer.output_format == "png"
+    job = Job("fox", 48, 64, ratio=0.0, seed=3, negative_prompt="red", steps=4, guidance_scale=2.0)
+    assert server.engine.calls[-1] == [job, replace(job, seed=4)]
 
 
 def test_openai_lists_models(client):
@@ -125,7 +128,7 @@ def test_webui_starts_up(webui):
     assert webui.util_get_current_model() == "fake" and webui.util_get_scheduler_names() == ["automatic"]
 
 
-def test_webui_text_to_image_with_its_own_defaults(webui):
+def test_webui_text_to_image_with_its_own_defaults(webui, server):
     """webuiapi's default fields are accepted, also "Euler a"; the answer has the sampler that was used."""
     answer = webui.txt2img(
         prompt="fox", negative_prompt="red", seed=5, cfg_scale=2.5, width=64, height=48, batch_size=2
@@ -135,6 +138,22 @@ def test_webui_text_to_image_with_its_own_defaults(webui):
     assert answer.images[1].text["parameters"] == answer.info["infotexts"][1]
     assert "Token merging ratio: 0.5" in answer.info["infotexts"][0]
     assert answer.parameters["cfg_scale"] == 2.5
+    assert answer.info["infotexts"][0].splitlines()[:2] == ["fox", "Negative prompt: red"]
+    assert "Seed: 6, Size: 64x48" in answer.info["infotexts"][1]
+    assert answer.info["extra_generation_params"]["Token merging method"] == "ToMe, windows of 16"
+    assert 'Token merging method: "ToMe, windows of 16"' in answer.info["infotexts"][0]
+    job = Job("fox", 48, 64, ratio=0.5, seed=5, negative_prompt="red", steps=3, guidance_scale=2.5)
+    assert server.engine.calls[-1] == [job, replace(job, seed=6)]
+
+
+def test_webui_text_to_image_without_merging(webui, server):
+    settings = {"token_merging_ratio": 0, "sd_model_checkpoint": "fake"}
+    answer = webui.txt2img(
+        prompt="fox", seed=7, width=64, height=64, n_iter=2, override_settings=settings, sampler_name="DDIM"
+    )
+    assert [(job.seed, job.height, job.ratio) for job in server.engine.calls[-1]] == [(7, 64, 0), (8, 64, 0)]
+    assert answer.info["seed"] == 7 and "Token merging ratio: 0" in answer.info["infotexts"][1]
+    assert "Token merging method" not in answer.info["infotexts"][1] + str(answer.info["extra_generation_params"])
 
 
 def test_webui_image_to_image(webui, server):
@@ -181,23 +200,6 @@ def test_webui_second_pass_of_another_ratio_by_options(webui, server):
         assert (job.ratio, job.second_pass.ratio, job.second_pass.steps, job.second_pass.strength) == (0, 0.5, 3, 0.7)
     finally:
         webui.set_options({"token_merging_ratio_hr": 0.0})
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"width": 512, "height": 512}, "width"),
-        ({"sampler_name": "DPM++ 2M Karras"}, "sampler_name"),
-        ({"enable_hr": True, "hr_scale": 3}, "hr_scale"),
-        ({"enable_hr": True, "hr_upscaler": webuiapi.HiResUpscaler.ESRGAN_4x}, "hr_upscaler"),
-        ({"script_name": "X/Y/Z plot", "script_args": [1]}, "script_name"),
-        ({"controlnet_units": [webuiapi.ControlNetUnit()]}, "alwayson_scripts"),
-    ],
-)
-def test_webui_unsupported_features_name_the_field(webui, options, field):
-    with pytest.raises(RuntimeError) as caught:
-        webui.txt2img(prompt="fox", **{"width": 64, "height": 48, "alwayson_scripts": {}, **options})
-    assert caught.value.args[0] == 422 and field in caught.value.args[1]
 
 
 @pytest.mark.parametrize("name", ["DDIM", "ddim", "k_ddim", "Euler a"])
