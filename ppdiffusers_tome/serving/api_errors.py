@@ -39,20 +39,23 @@ class ApiError(HTTPException):
 
     def respond(self, path: str) -> JSONResponse:
         """The answer in the format of the interface that the path belongs to."""
-        body: protocol.WebuiErrorResponse | protocol.OpenAIErrorResponse
+        body: dict[str, Any] = {"error": self.openai_error().model_dump()}
         if path.startswith("/sdapi/"):
-            detail: dict[str, str | list[str]] = {"msg": self.detail, "type": self.code or "value_error"}
-            detail["loc"] = ["body", *(self.field or "").split(".")]
-            body = protocol.WebuiErrorResponse(detail=[detail] if self.field else self.detail)
-        else:
-            body = protocol.OpenAIErrorResponse(error=self.openai_error())
-        return JSONResponse(body.model_dump(), self.status_code, self.headers)
+            place = ["body", *(self.field or "").split(".")]
+            detail = {"msg": self.detail, "type": self.code or "value_error", "loc": place}
+            body = {"detail": [detail] if self.field else self.detail}
+        return JSONResponse(body, self.status_code, self.headers)
 
     def openai_error(self) -> protocol.OpenAIError:
         """The error as OpenAI's clients expect it, in a response or in an event."""
         default = "invalid_request_error" if self.status_code < 500 else "server_error"
         kind = OPENAI_TYPES.get(self.status_code, default)
         return protocol.OpenAIError(message=self.detail, type=kind, param=self.field, code=self.code)
+
+
+def internal_error() -> ApiError:
+    """The answer to a request that has met a bug in this package, which the client does not see."""
+    return ApiError(500, "internal error; the server's log has the reason", code="internal_error")
 
 
 def responses(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 from fastapi.responses import StreamingResponse
 
-from .api_errors import ApiError
+from .api_errors import ApiError, internal_error
 from .progress import RequestProgress
 from .protocol import CompletedEvent, ErrorEvent, ProgressEvent
 
@@ -64,8 +64,7 @@ async def _events(
             yield _text(ErrorEvent(error=error.openai_error()))
         except Exception:  # a bug in this package, as in `RequestMiddleware`
             logger.exception("a stream failed")
-            unknown = ApiError(500, "internal error; the server's log has the reason", code="internal_error")
-            yield _text(ErrorEvent(error=unknown.openai_error()))
+            yield _text(ErrorEvent(error=internal_error().openai_error()))
         else:
             for image in completed(files):
                 yield _text(image)

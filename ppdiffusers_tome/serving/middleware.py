@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .api_errors import ApiError
+from .api_errors import ApiError, internal_error
 from .app_config import AppConfig
 from .page_files import is_page
 from .prometheus import Metrics
@@ -58,9 +58,6 @@ class CountingMiddleware:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         start = monotonic()
         path = scope["path"]
         endpoint = path if path in ENDPOINTS else "other"  # so that clients cannot create labels
@@ -87,51 +84,35 @@ class RequestMiddleware:
         self._app, self._config = app, config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         path = scope["path"]
-        is_started = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal is_started
-            is_started = True
-            await send(message)
-
         try:
-            error = await self._check_head(Request(scope))
-            if error is None:
-                await self._app(scope, receive, send_and_note)
-            else:
-                await error.respond(path)(scope, receive, send_and_note)
-        except Exception:
-            # A bug in this package. The client does not see it and can keep its connection.
+            await self._check_head(Request(scope))
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            await error.respond(path)(scope, receive, send)
+        except Exception:  # a bug in this package
             logger.exception("a request to %.100r failed", path)  # its repr, or clients could forge lines of the log
-            if is_started:
-                raise
-            message = "internal error; the server's log has the reason"
-            await ApiError(500, message, code="internal_error").respond(path)(scope, receive, send)
+            await internal_error().respond(path)(scope, receive, send)
 
-    async def _check_head(self, request: Request) -> ApiError | None:
+    async def _check_head(self, request: Request) -> None:
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
         is_open = path in WITHOUT_KEY or is_page(path) or request.method == "OPTIONS"  # browsers preflight without it
         key = self._config.api_key
         if key is not None and not is_open and not await _has_key(request, key):
             scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"
             challenge = {"WWW-Authenticate": scheme}
-            return ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         origin = request.headers.get("origin")
         # Stops web pages of others that send requests through their reader's browser.
         if request.method == "POST" and origin is not None and not self._is_allowed(origin, request):
             message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
-            return ApiError(403, message, code="origin_not_allowed")
+            raise ApiError(403, message, code="origin_not_allowed")
         if "transfer-encoding" in request.headers:  # stops chunks of one byte, for which h11 blocks all other requests
             message = "the body must be sent with a Content-Length, not in chunks"
-            return ApiError(411, message, code="length_required", headers={"Connection": "close"})
+            raise ApiError(411, message, code="length_required", headers={"Connection": "close"})
         if int(request.headers.get("content-length", "0")) > self._config.body_bytes:
             message = f"the body is larger than {self._config.body_bytes} bytes"
-            return ApiError(413, message, code="body_too_large")
-        return None
+            raise ApiError(413, message, code="body_too_large")
 
     def _is_allowed(self, origin: str, request: Request) -> bool:
         """Whether a page of this origin may send requests.
