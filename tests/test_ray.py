@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 
@@ -40,10 +40,10 @@ class Server:
         headers = {"Authorization": "Bearer secret"}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=240)
 
-    def draw(self, **body):
+    def generate(self, **body):
         return self.http.post(OPENAI, json={"prompt": "fox", "steps": 3, **body})
 
-    def http_lines(self, **body):
+    def start_of_stream(self, **body):
         """The first 3 seconds of a stream, after which the client disconnects."""
         end, lines = monotonic() + 3, []
         with self.http.stream("POST", OPENAI, json={"prompt": "fox", **body}) as answer:
@@ -87,14 +87,13 @@ def send_all(server, bodies):
     answers = [None] * len(bodies)
 
     def ask(place):
-        answers[place] = server.draw(**bodies[place])
+        answers[place] = server.generate(**bodies[place])
 
-    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    yield answers
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        pending = [pool.submit(ask, place) for place in range(len(bodies))]
+        yield answers
+    for one in pending:
+        one.result()
 
 
 def data(answer):
@@ -116,7 +115,6 @@ def serving_on_ray(folder, log, *options):
         until(lambda: "listening at" in log.read_text() or process.poll() is not None, seconds=300)
         until(lambda: process.poll() is not None or running.http.get("/ready").status_code == 200, seconds=300)
         assert process.poll() is None, log.read_text()
-        running.wait_for_engines()
         yield running
     finally:
         running.http.close()
@@ -136,19 +134,19 @@ def server(exported_folder, tmp_path_factory):
 def test_app_is_the_same_as_in_one_process(server):
     assert server.http.get("/ready").json() == {"state": "ready"}
     assert httpx.get(f"{server.http.base_url}/v1/models").status_code == 401
-    refused = server.draw(size="64x64")
+    refused = server.generate(size="64x64")
     assert (refused.status_code, refused.json()["error"]["param"]) == (422, "size")
     assert httpx.get(f"{server.http.base_url}/").headers["content-type"].startswith("text/html"), "without a key"
     for host in MALFORMED_HOSTS:
         headers = {"Host": host.encode("latin-1")}
         assert httpx.get(f"{server.http.base_url}/v1/models", headers=headers).status_code == 400
-    first, second = data(server.draw(seed=5, n=2))
-    *_, completed, end = server.draw(seed=5, stream=True).text.split("\n\n")
+    first, second = data(server.generate(seed=5, n=2))
+    *_, completed, end = server.generate(seed=5, stream=True).text.split("\n\n")
     streamed = json.loads(completed.partition("data: ")[2])
     assert (streamed["b64_json"], streamed["batch"], end) == (first, 1, "") and streamed["seconds"] > 0
-    steps = re.findall(r'"step":(\d+),"steps":900}', server.http_lines(seed=5, stream=True, steps=900))
+    steps = re.findall(r'"step":(\d+),"steps":900}', server.start_of_stream(seed=5, stream=True, steps=900))
     assert len(set(steps)) >= 2, "the engine's steps are reported"
-    assert first != second and data(server.draw(seed=5)) == [first] and data(server.draw(seed=6)) == [second]
+    assert first != second and data(server.generate(seed=5)) == [first] and data(server.generate(seed=6)) == [second]
 
 
 def test_ray_listens_on_this_machine_only(server):
@@ -164,7 +162,7 @@ def test_ray_listens_on_this_machine_only(server):
 
 
 def test_killed_engine_is_replaced_and_no_image_lost(server):
-    alone = data(server.draw(seed=3, steps=60))
+    alone = data(server.generate(seed=3, steps=60))
     server.wait_for_engines()
     before = server.named("EngineProcess")
     with send_all(server, [{"seed": seed, "steps": 60} for seed in range(12)]) as answers:
@@ -173,7 +171,7 @@ def test_killed_engine_is_replaced_and_no_image_lost(server):
         os.kill(victim, signal.SIGKILL)
     assert [answer.status_code for answer in answers] == [200] * 12
     assert len({data(answer)[0] for answer in answers}) == 12
-    assert data(server.draw(seed=3, steps=60)) == alone
+    assert data(server.generate(seed=3, steps=60)) == alone
     assert "an engine was lost and is replaced" in server.log.read_text()
     server.wait_for_engines(replaced=[victim])
     assert server.accepted() == 0
@@ -195,7 +193,7 @@ def test_disconnection_frees_the_place(server, stream):
         server.http.post(OPENAI, json={"prompt": "fox", "steps": 900, "n": 4, "stream": stream}, timeout=1)
     until(lambda: server.count("images_total", outcome="abandoned") == before + 4)
     start = monotonic()
-    data(server.draw())
+    data(server.generate())
     assert monotonic() - start < 5, "the engines still run 900 steps"
 
 
@@ -207,7 +205,7 @@ def test_sigterm_finishes_accepted_requests_and_ends_all_processes(server):
         server.process.send_signal(signal.SIGTERM)
         late = httpx.Response(0)
         while late.status_code != 503:  # until the signal has arrived
-            late = server.draw(steps=1)
+            late = server.generate(steps=1)
     assert int(late.headers["Retry-After"]) >= 1
     assert [answer.status_code for answer in answers] == [200] * 6
     assert server.process.wait(120) == 0, server.log.read_text()
@@ -224,20 +222,8 @@ def generate_on_ray_and_here(folder, tmp_path, kill, *options):
     """Eight prompts on Ray, with a call of `kill` after the first images, give the same bytes as in one process."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"a 3d render of {animal}\n" for animal in ANIMALS))
-    arguments = [
-        "--prompts",
-        prompts,
-        "--model",
-        folder,
-        "--steps",
-        "50",
-        "--batch",
-        "2",
-        "--threads",
-        "1",
-        "--output",
-    ]
-    command = [*PYTHON_M, "generate", *map(str, arguments)]
+    settings = ["--steps", "50", "--batch", "2", "--threads", "1", "--output"]
+    command = [*PYTHON_M, "generate", "--prompts", str(prompts), "--model", str(folder), *settings]
     process = psutil.Popen([*command, str(tmp_path / "ray"), "--ray", *options], stdout=subprocess.PIPE, text=True)
     try:
         until(lambda: len(list((tmp_path / "ray").glob("0*.png"))) >= 2 or process.poll() is not None, seconds=200)
@@ -309,12 +295,12 @@ def runs(node, name):
 def test_lost_node_loses_no_request(nodes, exported_folder, tmp_path):
     first, second = nodes.worker_nodes
     with serving_on_ray(exported_folder, tmp_path / "log", "--ray-address", nodes.address) as server:
-        assert runs(first, "EngineProcess") and runs(second, "EngineProcess")
+        until(lambda: runs(first, "EngineProcess") and runs(second, "EngineProcess"), seconds=120)
         bodies = [{"seed": seed, "steps": 60} for seed in range(12)]
         with send_all(server, bodies) as answers:
             until(lambda: any(answers), seconds=120)  # both engines have work
             nodes.remove_node(first, allow_graceful=False)  # with no room for another engine
-        drawn = [data(answer) for answer in answers]
+        made = [data(answer) for answer in answers]
         third = nodes.add_node(**NODE)
         until(lambda: runs(third, "EngineProcess"), seconds=60)
         with send_all(server, bodies) as answers:
@@ -322,7 +308,7 @@ def test_lost_node_loses_no_request(nodes, exported_folder, tmp_path):
             frozen = processes_of(second)  # like a network failure: its connections stay open
             for process in frozen:
                 process.suspend()
-        assert [data(answer) for answer in answers] == drawn
+        assert [data(answer) for answer in answers] == made
         for process in frozen:
             process.kill()
         server.process.send_signal(signal.SIGTERM)
@@ -377,13 +363,13 @@ def crash(log=sys.argv[1]):
 
 prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
-    drawn = {p.index: d.reason if isinstance(d, Failure) else "png"
+    made = {p.index: d.reason if isinstance(d, Failure) else "png"
              for p, d in generate_on_actors(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
     for broken in (load, crash):
         try:
             list(generate_on_actors(broken, 1)([prompts[:1]]))
         except ActorStartError as error:
-            drawn[broken.__name__] = str(error)
+            made[broken.__name__] = str(error)
     outcomes = {}
     for text in ("die", "hang", "black", "stop", "a"):
         engine = RemoteEngine(Engine, 1, 0, hung_seconds=3)
@@ -407,16 +393,16 @@ with ray_session(None, 1, 0, shows_logs=False):
         RemoteEngine(lambda: time.sleep(1000), 1, 0, 3, should_stop=lambda: True)
     except AbandonedError as error:
         outcomes["close"] = str(error)
-print("RESULT", json.dumps([drawn, outcomes]))
+print("RESULT", json.dumps([made, outcomes]))
 """
 
 
 def test_engines_that_die_hang_or_do_not_load(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", POISON, str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True)
-    drawn, outcomes = json.loads(done.stdout.partition("RESULT ")[2])
-    load, crash = drawn.pop("load"), drawn.pop("crash")
-    assert drawn == {"0": "png", "1": "3 actors died with this prompt", "2": "GenerationError: not finite"}
+    made, outcomes = json.loads(done.stdout.partition("RESULT ")[2])
+    load, crash = made.pop("load"), made.pop("crash")
+    assert made == {"0": "png", "1": "3 actors died with this prompt", "2": "GenerationError: not finite"}
     assert load == "no actor could load the model, in 3 attempts each: no such model"
     assert crash.startswith("no actor could load the model, in 3 attempts each: The actor")
     assert (tmp_path / "log").read_text() == "xxxxxx"
@@ -442,8 +428,8 @@ def test_evaluation_on_actors_writes_the_same_images(tmp_path):
     command = [*PYTHON_M, "evaluate", *options, "--output"]
     subprocess.run([*command, "ray", "--ray", "--actors", "2"], check=True, cwd=tmp_path)
     subprocess.run([*command, "here"], check=True, cwd=tmp_path)
-    drawn = [
+    made = [
         {path.name: path.read_bytes() for path in (tmp_path / out / "images").rglob("*.png")}
         for out in ("ray", "here")
     ]
-    assert drawn[0] == drawn[1] and len(drawn[0]) == 3 * 4
+    assert made[0] == made[1] and len(made[0]) == 3 * 4

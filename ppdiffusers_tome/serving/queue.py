@@ -290,8 +290,7 @@ class ImageQueue:
         key = self._engine.batch_key(oldest.job)
         if key is None or oldest.runs_alone:
             return [oldest], False
-        others = (ticket for ticket in waiting if not ticket.runs_alone)
-        compatible = [ticket for ticket in others if self._engine.batch_key(ticket.job) == key]
+        compatible = [ticket for ticket in waiting if self._engine.batch_key(ticket.job) == key]
         return compatible[: self._largest_batch], len(compatible) < self._largest_batch
 
     def _generate(self, engine: Engine, call: Call) -> None:
@@ -363,7 +362,7 @@ class ImageQueue:
                     ticket.future.set_result(image)
 
     def _repeat(self, tickets: Sequence[Ticket]) -> None:
-        """Put tickets back in front of all others, to run alone."""
+        """Put tickets back, to run alone, in front of all that may share a call."""
         with self._changed:
             for ticket in tickets:
                 ticket.runs_alone = True
