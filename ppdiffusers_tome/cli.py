@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from ._version import __version__
-from .commands import bench, evaluate, export, families, generate, serve, tune
+from .commands import bench, evaluate, export, generate, serve, tune
 from .errors import ToMeError
 from .evaluation.results import command_line
 
-COMMANDS = (bench, evaluate, tune, families, export, generate, serve)
+COMMANDS = (bench, evaluate, tune, export, generate, serve)
 RESUMABLE = ("bench", "evaluate", "tune", "generate")  # what they have measured or generated is on the disk
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 

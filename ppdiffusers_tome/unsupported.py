@@ -15,7 +15,7 @@ from .models import (
     layer_components,
 )
 
-REMEDY = "Run it without merging: python -m ppdiffusers_tome families lists the pipelines that merge."
+REMEDY = "Run it without merging: docs/families.md lists the pipelines that merge."
 _NO_TRANSFORMERS = "its attention works on feature maps inside convolutional blocks; it has no transformer blocks"
 _ONE_SEQUENCE = "image tokens share one sequence with text and time tokens, which must not merge"
 _FRAMES_AND_TEXT = "its blocks take the tokens of all frames and of the text as one sequence, which has no single grid"

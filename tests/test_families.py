@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from conftest import Recorder, traces
+from families_page import PAGE, row, rows_of
 from ppdiffusers import (
     AutoPipelineForImage2Image,
     AutoPipelineForInpainting,
@@ -21,7 +22,6 @@ from zoo.parts import controlnet, image
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
 from ppdiffusers_tome.models import layer_components
-from ppdiffusers_tome.published.families import pipeline_support
 from ppdiffusers_tome.wraps import Wrap, wrap_of
 
 # ppdiffusers' pipelines warn about deprecated arguments and classes, and Paddle 3 about their code.
@@ -46,21 +46,16 @@ def all_differ(*images):
     return all(np.abs(image - other).max() > 1e-4 for i, image in enumerate(images) for other in images[:i])
 
 
-@pytest.fixture(scope="module")
-def table():
-    """The components that merge, by pipeline, as in docs/families.md."""
-    return {
-        row.pipeline: {part.partition(":")[0] for part in row.blocks.split("; ") if part} for row in pipeline_support()
-    }
+LISTED = rows_of(PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
-def test_family(name, table):
+def test_family(name):
     tiny = ZOO[name]()
     plain, before = generate(tiny), all_traces(tiny.pipe)
     assert np.isfinite(plain).all()
-    listed = table.get(name, table.get(name.partition("_")[0]))  # a builder's name is its class, or class_variant
-    assert listed is None or listed == {model.partition(".")[0] for model in tiny.merges}
+    cls = name.partition("_")[0]  # a builder's name is its class, or class_variant
+    assert LISTED[cls] == row(cls, tiny), "run tests/families_page.py"
     if tiny.merges:
         assert tiny.pipe.apply_tome(ratio=0.5) is tiny.pipe
         assert merging(tiny.pipe) == set(tiny.merges)

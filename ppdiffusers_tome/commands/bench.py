@@ -14,6 +14,7 @@ from ..evaluation.clock import ratio_within_rounds
 from ..evaluation.environment import usable_cores
 from ..evaluation.operations import LARGEST_SCORES, SIDES, OpsCase, describe_operations, time_growth, time_operations
 from ..evaluation.results import command_line, make_result, read_json, write_result
+from ..evaluation.speed.architectures import ARCHITECTURES
 from ..evaluation.speed.cases import (
     ARMS,
     BACKENDS,
@@ -35,7 +36,6 @@ from ..evaluation.speed.runner import Settings, measure_all
 from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
-from ..published.architectures import ARCHITECTURES
 
 BUNDLED = Path("examples/emoji_sd")
 DEFAULT = " (default: %(default)s)"  # at the end of help texts

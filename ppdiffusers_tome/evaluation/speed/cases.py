@@ -17,8 +17,8 @@ from ...config import SIMILARITY, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import count_removed
-from ...published.architectures import Architecture, architecture_of
 from ..results import check_result
+from .architectures import Architecture, architecture_of
 
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
 BUILT_IN, LIMIT = "built-in", "limit"

@@ -14,7 +14,7 @@ from ...macs import count_macs, matching_macs, saved_macs
 from ...models import find_blocks
 from ...patch import chosen_blocks
 from ...positions import Grid
-from ...published.architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES
 from .cases import Case
 from .memory import weights_bytes
 

@@ -9,9 +9,9 @@ from typing import Any
 from paddle import nn
 from ppdiffusers import UNet2DConditionModel
 
-from ..errors import ToMeConfigError
-from ..levels import grid_at
-from ..positions import Grid
+from ...errors import ToMeConfigError
+from ...levels import grid_at
+from ...positions import Grid
 
 WITH_ATTENTION = "CrossAttnDownBlock2D"
 

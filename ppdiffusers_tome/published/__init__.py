@@ -1,1 +1,0 @@
-"""Published models: their layouts and architectures, and which of ppdiffusers' pipelines merge."""
