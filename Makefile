@@ -101,21 +101,21 @@ format: $(VENV)/.installed-test ## fix and format with ruff
 RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
-BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome bench
+BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/speed.py
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
 IMAGES = --steps 10 --guidance-scale 2
 
 bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
 
 bench-speed: $(VENV)/.installed ## measure time and memory, and write their report
-	$(BENCH) ops --rounds 10 --memory-limit 2 --output benchmarks/ops.json
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output benchmarks
 	$(BENCH) --architecture sd15 --size 512 --batch 2 --ratio 0.25 0.5 0.75 --arms plain memory-efficient tome both --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet.json
 	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
-	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(TORCH) --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
-	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 --arms plain tome $(if $(TORCH_PYTHON),torch-bf16 $(TORCH)) --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
+	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(if $(TORCH_PYTHON),PyTorch) --arms plain memory-efficient tome both built-in limit --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
+	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch-bf16) --arms plain tome --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
-	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_) benchmarks/ops.json --output $(RESULTS)/..
+	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_) --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
 	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging proportional=false,window=none,ratio=0.5 $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate

@@ -1,5 +1,6 @@
 """Shared by the tests: tiny random models, pipelines over the bundled one, and tools to inspect passes and plans."""
 
+import copy
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.evaluation.speed import runner
-from ppdiffusers_tome.evaluation.speed.worker import Worker
+from ppdiffusers_tome.evaluation.speed.worker import measure_case
 from ppdiffusers_tome.inference import export_pipeline
 from ppdiffusers_tome.wraps import BlockWrap
 
@@ -238,26 +239,20 @@ def model(tmp_path_factory):
     return folder
 
 
-class WorkerInThisProcess(Worker):
+def messages_of_this_process(case, settings, programs, skip):
     """In place of a worker process, which takes seconds to start."""
-
-    def __init__(self, command, name, threads):
-        super().__init__()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def ask(self, action, on_event, **arguments):
-        return getattr(self, action)(lambda event, **fields: on_event({"event": event, **fields}), **arguments)
+    messages = []
+    measure_case(
+        lambda message: messages.append(copy.deepcopy(message)),
+        *(case, settings.rounds, settings.warm_up, settings.threads, programs, skip),
+    )
+    return messages
 
 
 @pytest.fixture
 def worker_in_this_process(monkeypatch):
     """`bench` and `tune` measure in this process. Some tests must not use this: they show that the process works."""
-    monkeypatch.setattr(runner, "WorkerProcess", WorkerInThisProcess)
+    monkeypatch.setattr(runner, "worker_messages", messages_of_this_process)
 
 
 @pytest.fixture(scope="session")

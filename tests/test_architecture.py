@@ -73,7 +73,7 @@ def test_only_models_and_the_entry_points_import_ppdiffusers():
         module_of(p) for p in FILES if re.search(r"^(import|from) ppdiffusers\b", p.read_text(encoding="utf-8"), re.M)
     }
     inference = {f"inference.{module}" for module in ("loading", "request", "layout", "models", "export", "pipeline")}
-    evaluation = {"evaluation.operations", "evaluation.quality.image_generation"}
+    evaluation = {"evaluation.quality.image_generation"}
     evaluation |= {f"evaluation.speed.{module}" for module in ("architectures", "workloads", "backends")}
     assert importing == {
         "models",

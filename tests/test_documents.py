@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import requires, version
 from types import SimpleNamespace
 
+import ops
 import paddle
 import pytest
 from conftest import tiny_pipeline
@@ -188,9 +189,8 @@ def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
     assert speed == text_of("benchmarks/speed.md")
     if of_frontier:
         assert text_of("benchmarks/frontier.md").startswith(frontier.write_report(of_frontier, tmp_path))
-    operations = tmp_path / "ops.json"
-    shutil.copy(ROOT / "benchmarks" / "ops.json", operations)
-    assert speed_report.write_operations(operations, tmp_path) == text_of("benchmarks/ops.md")
+    shutil.copy(ROOT / "benchmarks" / "ops.json", tmp_path)
+    assert ops.write_page(tmp_path) == text_of("benchmarks/ops.md")
     for name, folder in {"quality": ".", "quality_256": "at_256"}.items():
         file = tmp_path / "results" / f"{name}.json"
         quality = quality_report.write_report(json.loads(file.read_text(encoding="utf-8")), tmp_path / folder, file)

@@ -1,75 +1,68 @@
 """A measurement continues where it was killed, survives what it measures, and is written completely or not at all."""
 
+import copy
 import json
 import math
-import sys
-from dataclasses import asdict
-from pathlib import Path
+import os
+import signal
 
 import pytest
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed import runner
+from ppdiffusers_tome.evaluation.speed import runner, worker
 from ppdiffusers_tome.evaluation.speed.backends import EagerBackend
-from ppdiffusers_tome.evaluation.speed.cases import Case, make_arms, make_case, make_configs, read_cases
-from ppdiffusers_tome.evaluation.speed.runner import Settings, measure_all
-from ppdiffusers_tome.evaluation.speed.worker import Worker
-
-# A worker that measures nothing: round i takes i + 0.5 s. It writes its requests to a file. The first worker ends as
-# `end` says, at the second round of its last arm.
-STUB = """
-import json, os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {folder!r})
-from worker_loop import answer_requests
-requests = Path({requests!r})
-case, is_first = None, not requests.exists()
-def planned(): return [arm for arm in case["arms"] if arm["status"] == "planned"]
-def name(arm): return "plain, eager" if arm["arm"] == "plain" else "ToMe 0.5, eager"
-def answer(): return {{"case": case}}
-def prepare(report, **request):
-    global case
-    case = request["case"]
-    with requests.open("a") as file: file.write(json.dumps(request) + "\\n")
-    for arm in planned(): arm.update(macs=10, peak_memory_bytes=20)
-    report("case", case=case)
-    {prepare}
-    return answer()
-def time_round(report):
-    index = len(planned()[0]["seconds"])
-    for arm in planned():
-        report("begin", arm=name(arm), step=f"round {{index + 1}}")
-        if is_first and index == 1 and arm is planned()[-1]: {end}
-    for arm in planned(): arm["seconds"].append(index + 0.5)
-    return answer()
-def finish(report):
-    for arm in planned(): arm["status"] = "measured"
-    return answer()
-answer_requests({{"prepare": prepare, "time_round": time_round, "finish": finish}})
-"""
-
+from ppdiffusers_tome.evaluation.speed.cases import make_arms, make_case, make_configs, read_cases
+from ppdiffusers_tome.evaluation.speed.runner import Settings, WorkerEndedError, measure_all, worker_messages
+from ppdiffusers_tome.evaluation.speed.worker import measure_case
 
 TOMESD = {"window": None, "proportional": False}
+KILLED = WorkerEndedError(-signal.SIGKILL, "")
 
 
-def cases():
-    case = make_case("tiny", size=128)
-    case.arms = make_arms(
-        case, ["plain", "tome", "torch"], ["eager"], make_configs([0.5], [None], [TOMESD]), "no torch here"
-    )
+def cases(**fields):
+    case = make_case("tiny", **{"size": 128, **fields})
+    case.arms = make_arms(case, ["plain", "tome"], ["eager"], make_configs([0.5], [None], [TOMESD]))
     return [case]
 
 
-@pytest.fixture
-def stub(tmp_path, monkeypatch):
-    """Makes the worker a stub; returns a function that reads the requests."""
+class Stub:
+    """A worker that measures nothing: round i takes i + 0.5 s. The first ends as `end`, before round 2 of ToMe.
 
-    def set_up(end="pass", prepare="pass"):
-        requests, script = tmp_path / "requests", tmp_path / "worker.py"
-        folder = str(runner.worker.__file__.replace("speed/worker.py", ""))
-        script.write_text(STUB.format(requests=str(requests), folder=folder, end=end, prepare=prepare))
-        monkeypatch.setattr(runner, "WORKER", [sys.executable, "-S", str(script)])
-        return lambda: [json.loads(line) for line in requests.read_text().splitlines()]
+    `prepare` is called with its arguments, and yields messages or ends it.
+    """
+
+    def __init__(self, end=None, prepare=lambda stub, programs: ()):
+        self.end, self.prepare, self.calls = end, prepare, []
+
+    def __call__(self, case, settings, programs, skip):
+        case = copy.deepcopy(case)
+        self.calls.append((copy.deepcopy(case), programs, list(skip)))
+        for arm in case.with_status("planned"):
+            arm.macs, arm.peak_memory_bytes = 10, 20
+        yield copy.deepcopy(case)
+        yield from self.prepare(self, programs)
+        while len(case.with_status("planned")[0].seconds) < settings.rounds:
+            index = len(case.with_status("planned")[0].seconds)
+            for arm in case.with_status("planned"):
+                yield arm.name, f"round {index + 1}"
+                if self.end and index == 1 and arm.arm == "tome" and len(self.calls) == 1:
+                    raise self.end
+            for arm in case.with_status("planned"):
+                arm.seconds.append(index + 0.5)
+            yield copy.deepcopy(case)
+        for arm in case.with_status("planned"):
+            arm.status = "measured"
+        yield case
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Makes the worker a stub, which it returns."""
+
+    def set_up(*arguments, **named):
+        made = Stub(*arguments, **named)
+        monkeypatch.setattr(runner, "worker_messages", made)
+        return made
 
     return set_up
 
@@ -77,7 +70,7 @@ def stub(tmp_path, monkeypatch):
 def measure(tmp_path, **changes):
     values = {"cases": cases(), "settings": Settings(rounds=3), "output": tmp_path / "new" / "speed.json"}
     (case,) = measure_all(**{**values, "command": "bench", **changes})
-    return {f"{arm.arm}, {arm.backend}": arm for arm in case.arms}
+    return {arm.arm: arm for arm in case.arms}
 
 
 def test_result_has_what_was_measured(tmp_path, stub):
@@ -87,180 +80,205 @@ def test_result_has_what_was_measured(tmp_path, stub):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
     assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 3, 3, "bench")
     assert result["commit"] and result["environment"]["memory_gb"] > 0 and result["environment"]["threads"] == "1"
+    assert "belongs_to" not in result
     (case,) = read_cases(result, "speed.json")
     assert case.arms == [*arms.values()] and (case.latent, case.tokens) == ([16, 16], 256)
-    tome, absent = arms["tome, eager"], arms["tome, PyTorch"]
+    tome = arms["tome"]
     assert (tome.seconds, tome.status, tome.kept) == ([0.5, 1.5, 2.5], "measured", 128)
-    assert (absent.status, absent.reason, absent.seconds) == ("not measured", "no torch here", [])
 
 
 @pytest.mark.parametrize(
     ("end", "status", "reason"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "error", "round 2: the worker ended by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "round 2: the worker ended by SIGSEGV"),
+        (KILLED, "error", "round 2: the worker ended by SIGKILL"),
+        (WorkerEndedError(-signal.SIGSEGV, ""), "error", "round 2: the worker ended by SIGSEGV"),
         (
-            "sys.exit('terminate: std::bad_alloc')",
+            WorkerEndedError(1, "terminate: std::bad_alloc"),
             "out of memory",
             "round 2: the worker ended with status 1: terminate",
         ),
     ],
 )
 def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason):
-    requests = stub(end)
+    made = stub(end)
     arms = measure(tmp_path)
-    tome = arms["tome, eager"]
+    tome = arms["tome"]
     assert tome.status == status and reason in tome.reason and tome.seconds == []
-    assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
-    first, second = requests()
-    plain, failed = second["case"]["arms"][:2]  # the incomplete round is timed again
-    assert plain["seconds"] == [0.5] and (plain["macs"], plain["peak_memory_bytes"]) == (10, 20)
-    assert failed["status"] == status and first["case"]["arms"][1]["status"] == "planned"
+    assert arms["plain"].seconds == [0.5, 1.5, 2.5]
+    (first, *_), (second, *_) = made.calls
+    plain, failed = second.arms  # the incomplete round is timed again
+    assert plain.seconds == [0.5] and (plain.macs, plain.peak_memory_bytes) == (10, 20)
+    assert failed.status == status and first.arms[1].status == "planned"
 
 
 def test_process_that_the_system_ends_is_out_of_memory(tmp_path, stub, monkeypatch):
-    stub("os.kill(os.getpid(), signal.SIGKILL)")
+    stub(KILLED)
     counts = iter([4, 5, 5])  # before the first worker, after its end, before the second
     monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts))
-    assert measure(tmp_path)["tome, eager"].status == "out of memory"
+    assert measure(tmp_path)["tome"].status == "out of memory"
+
+
+def end_at_definition(stub, programs, times=1):
+    yield "a definition", "check"
+    if len(stub.calls) <= times:
+        raise WorkerEndedError(3, "")
 
 
 def test_definition_that_ends_the_worker_is_skipped(tmp_path, stub):
-    requests = stub(prepare='report("begin", arm="a definition", step="check")\n    if is_first: sys.exit(3)')
-    assert measure(tmp_path)["tome, eager"].status == "measured"
-    assert [request["skip"] for request in requests()] == [[], ["a definition"]]
+    made = stub(prepare=end_at_definition)
+    assert measure(tmp_path)["tome"].status == "measured"
+    assert [skip for *_, skip in made.calls] == [[], ["a definition"]]
 
 
 def test_worker_that_ends_at_the_same_definition_again_fails_all_arms(tmp_path, stub):
-    requests = stub(prepare='report("begin", arm="a definition", step="check"); sys.exit(3)')
-    assert {arm.status for arm in measure(tmp_path).values()} == {"error", "not measured"}
-    assert len(requests()) == 2
+    made = stub(prepare=lambda *arguments: end_at_definition(*arguments, times=9))
+    assert {arm.status for arm in measure(tmp_path).values()} == {"error"}
+    assert len(made.calls) == 2
+
+
+def test_worker_that_cannot_start_fails_all_arms(tmp_path, stub):
+    def fail(*_):
+        raise WorkerEndedError(1, "Traceback\nOSError: no such model")
+        yield
+
+    stub(prepare=fail)
+    for arm in measure(tmp_path).values():
+        assert arm.status == "error" and arm.reason.startswith("starting: the worker ended with status 1")
+        assert "OSError: no such model" in arm.reason
+
+
+def killed(connection, *_):
+    connection.send(("an arm", "a step"))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failed(connection, errors, case, *arguments):
+    worker.run(connection, errors, None, *arguments)  # there is no such case
+
+
+@pytest.mark.parametrize(
+    ("entry", "status", "message"),
+    [
+        (killed, -signal.SIGKILL, "the worker ended by SIGKILL"),
+        (failed, 1, "the worker ended with status 1: AttributeError: 'NoneType' object"),
+    ],
+)
+def test_processes_that_end(tmp_path, monkeypatch, entry, status, message):
+    monkeypatch.setattr(worker, "run", entry)
+    received = []
+    with pytest.raises(WorkerEndedError, match=message) as error:
+        received.extend(worker_messages(cases()[0], Settings(threads=3), tmp_path, []))
+    assert error.value.status == status
+    assert "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] != "3"
 
 
 def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
-    keep = 'Path(request["programs"], "program").mkdir(parents=True, exist_ok=True)'
-    requests, output = stub(prepare=keep), tmp_path / "new" / "speed.json"
-    save = runner.IncompleteResult.save
+    def store(stub, programs):
+        (programs / "program").mkdir(exist_ok=True)
+        return ()
 
-    def save_until_round_2(self, index, case):
-        if len(case["arms"][0]["seconds"]) == 3:
-            raise KeyboardInterrupt
-        save(self, index, case)
-
-    monkeypatch.setattr(runner.IncompleteResult, "save", save_until_round_2)
+    made, output = stub(KeyboardInterrupt(), store), tmp_path / "new" / "speed.json"
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
     assert {path.name for path in output.parent.iterdir()} == {"speed.json.partial", ".speed.json.programs"}
-    monkeypatch.setattr(runner.IncompleteResult, "save", save)
     arms = measure(tmp_path, command="bench, continued")
-    first, second = (request["programs"] for request in requests())
-    assert first == second and first.startswith(str(output.with_name(".speed.json.programs")))
-    assert [request["case"]["arms"][0]["seconds"] for request in requests()] == [[], [0.5, 1.5]]
-    assert arms["plain, eager"].seconds == [0.5, 1.5, 2.5]
+    first, second = (programs for _, programs, _ in made.calls)
+    assert first == second and first.is_relative_to(output.with_name(".speed.json.programs"))
+    assert [case.arms[0].seconds for case, *_ in made.calls] == [[], [0.5]]
+    assert arms["plain"].seconds == arms["tome"].seconds == [0.5, 1.5, 2.5]
     assert json.loads(output.read_text())["command"] == "bench"
     assert [path.name for path in output.parent.iterdir()] == ["speed.json"]
 
 
-def test_programs_are_kept_in_a_folder_of_the_caller(tmp_path, stub):
-    requests = stub(prepare='Path(request["programs"], "program").mkdir(parents=True)')
+def test_programs_stay_in_a_folder_of_the_caller(tmp_path, stub):
+    made = stub()
     measure(tmp_path, programs=tmp_path / "cached")
-    (request,) = requests()
-    assert list((tmp_path / "cached").glob("*/program")) == [Path(request["programs"]) / "program"]
+    ((_, programs, _),) = made.calls
+    assert programs.is_dir() and programs.parent == tmp_path / "cached"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
 
 
 def test_restart_forgets_programs(tmp_path, stub):
-    stub(prepare='assert not Path(request["programs"]).parent.exists()')
-    (tmp_path / "new" / ".speed.json.programs").mkdir(parents=True)
-    assert measure(tmp_path, restart=True)["plain, eager"].status == "measured"
+    left = tmp_path / "new" / ".speed.json.programs" / "left"
+    left.mkdir(parents=True)
+    seen = []
+    stub(prepare=lambda *_: seen.append(left.exists()) or ())
+    assert measure(tmp_path, restart=True)["plain"].status == "measured" and seen == [False]
+
+
+def messages_of(case, rounds, tmp_path):
+    """What the real worker sends in this process, with the case as it is then."""
+    messages = []
+    measure_case(lambda message: messages.append(copy.deepcopy(message)), case, rounds, 1, 1, tmp_path)
+    return messages
 
 
 def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
-    """In the real worker: the built-in ToMe, the definition of ours, has no memory; ours fails later."""
+    """In the real worker: ToMe, the definition of both, has no memory; both fails later."""
     compute, passes = EagerBackend.output, []
 
     def output(self, arm):
         passes.append(arm.name)
-        if arm.arm == "built-in":
+        if arm.arm == "tome":
             raise MemoryError("(ResourceExhausted) Fail to alloc\nmore lines")
         return compute(self, arm)
 
     def seconds(self, arm):
-        if arm.arm == "tome" and len(arm.seconds) == 1:
+        if arm.arm == "both" and len(arm.seconds) == 1:
             raise ValueError("no such luck")
         return 1.0
 
     monkeypatch.setattr(EagerBackend, "output", output)
     monkeypatch.setattr(EagerBackend, "seconds", seconds)
-    case, events = make_case("tiny", size=64), []
-    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], make_configs([0.5], [None], [TOMESD]), None)
-    worker = Worker()
-    arguments = {"warm_up": 1, "threads": 1, "torch_python": None, "folder": str(tmp_path)}
-    worker.prepare(lambda event, **fields: events.append(event), asdict(case), **arguments)
-    for _ in range(2):
-        worker.time_round(lambda *event, **fields: None)
-    plain, tome, built_in = Case.from_json(worker.finish(lambda *event, **fields: None)["case"]).arms
-    assert (built_in.status, built_in.reason) == (
-        "out of memory",
-        "check: MemoryError: (ResourceExhausted) Fail to alloc",
-    )
-    assert passes.count(built_in.name) == 1
-    assert (tome.status, tome.reason) == ("error", "round 2: ValueError: no such luck")
+    case = make_case("tiny", size=64)
+    case.arms = make_arms(case, ["plain", "tome", "both"], ["eager"], make_configs([0.5], [None], [TOMESD]))
+    *_, measured = messages_of(case, 2, tmp_path)
+    plain, tome, both = measured.arms
+    memory = ("out of memory", "check: MemoryError: (ResourceExhausted) Fail to alloc")
+    assert (tome.status, tome.reason) == memory and passes.count(tome.name) == 1
+    assert (both.status, both.reason) == ("error", "round 2: ValueError: no such luck")
     assert (plain.status, plain.seconds) == ("measured", [1.0, 1.0]) and plain.peak_memory_bytes > 0
-    assert "case" in events and tome.parity is None
+    assert both.parity is None
 
 
 def test_worker_continues_a_case(tmp_path, monkeypatch):
     """Arms with seconds are not checked again; arms that failed before do not run."""
     monkeypatch.setattr(EagerBackend, "seconds", lambda self, arm: 2.0)
-    case, passes = make_case("tiny", size=64), []
-    case.arms = make_arms(case, ["plain", "tome", "built-in"], ["eager"], make_configs([0.5], [None], [TOMESD]), None)
-    plain, tome, built_in = case.arms
+    case = make_case("tiny", size=64)
+    case.arms = make_arms(case, ["plain", "tome", "both"], ["eager"], make_configs([0.5], [None], [TOMESD]))
+    plain, tome, both = case.arms
     plain.seconds, tome.seconds = [1.0], [1.0]
-    built_in.fail("error", "before")
-    worker = Worker()
-
-    def report(event, arm=None, step=None, case=None):
-        passes.append((arm, step))
-
-    worker.prepare(report, asdict(case), warm_up=1, threads=1, torch_python=None, folder=str(tmp_path))
-    arms = Case.from_json(worker.time_round(report)["case"]).arms
-    assert [arm.seconds for arm in arms] == [[1.0, 2.0], [1.0, 2.0], []]
-    steps = [(arm, step) for arm, step in passes if arm]
-    assert sorted(steps) == [(arm.name, step) for arm in (tome, plain) for step in ("round 2", "warm-up")]
+    both.fail("error", "before")
+    messages = messages_of(case, 2, tmp_path)
+    assert [arm.seconds for arm in messages[-1].arms] == [[1.0, 2.0], [1.0, 2.0], []]
+    steps = [message for message in messages if isinstance(message, tuple) and message[0]]
+    every = [(arm.name, step) for arm in (tome, plain) for step in ("overhead", "round 2", "warm-up")]
+    assert sorted(steps) == every
 
 
-def interrupt(folder, rounds):
-    """Leave an incomplete result."""
-    partial = runner.IncompleteResult(folder / "new" / "speed.json", cases(), Settings(rounds), "bench", restart=False)
-    partial.save(0, asdict(cases()[0]))
-
-
-def test_incomplete_result_of_other_settings_is_kept_without_restart(tmp_path, stub):
+def interrupt(folder, rounds, stub):
+    """Leave an incomplete result, and a stub."""
+    stub(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        measure(folder, settings=Settings(rounds))
     stub()
-    interrupt(tmp_path, rounds=9)
+
+
+def test_incomplete_result_of_other_settings_is_not_lost_without_restart(tmp_path, stub):
+    interrupt(tmp_path, 9, stub)
     with pytest.raises(ToMeConfigError, match=r"is an incomplete result with other settings: .* pass --restart"):
         measure(tmp_path)
-    assert measure(tmp_path, restart=True)["plain, eager"].seconds == [0.5, 1.5, 2.5]
+    assert measure(tmp_path, restart=True)["plain"].seconds == [0.5, 1.5, 2.5]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
 
 
 @pytest.mark.parametrize("name", ["sources", "versions", "describe_environment", "model_files"])
 def test_incomplete_result_of_other_sources_versions_machine_or_model_is_refused(tmp_path, stub, monkeypatch, name):
-    stub()
-    interrupt(tmp_path, rounds=3)
+    interrupt(tmp_path, 3, stub)
     others = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}
     monkeypatch.setattr(runner, name, lambda *_: others.get(name, "retrained"))
     with pytest.raises(ToMeConfigError, match="an incomplete result with other"):
         measure(tmp_path)
-
-
-def test_worker_that_cannot_start_fails_all_arms(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "WORKER", [sys.executable, "-c", "raise OSError('no such model')"])
-    arms = measure(tmp_path)
-    for name in ("plain, eager", "tome, eager"):
-        assert arms[name].status == "error" and arms[name].reason.startswith("starting: the worker ended")
-        assert "OSError: no such model" in arms[name].reason
 
 
 @pytest.mark.parametrize("value", [0, 10**23, math.nan])

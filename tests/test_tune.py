@@ -15,7 +15,7 @@ from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import tune
 from ppdiffusers_tome.evaluation import tuning
 from ppdiffusers_tome.evaluation.speed import backends
-from ppdiffusers_tome.evaluation.speed.backends import PredictorBackend
+from ppdiffusers_tome.evaluation.speed.backends import ProgramBackend
 from ppdiffusers_tome.evaluation.tuning import (
     PERCEPTUAL,
     PSNR,
@@ -396,7 +396,7 @@ def traced(exported_folder, worker_in_this_process, monkeypatch):
 
     for module in (backends, export):
         monkeypatch.setattr(module, "save", save)
-    monkeypatch.setattr(PredictorBackend, "seconds", lambda self, arm: 1.0 if arm.config else 2.0)
+    monkeypatch.setattr(ProgramBackend, "seconds", lambda self, arm: 1.0 if arm.config else 2.0)
     return labels
 
 

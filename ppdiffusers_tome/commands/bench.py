@@ -1,4 +1,4 @@
-"""`bench`: time models and operations, and report the results."""
+"""`bench`: time models, and report the results."""
 
 import argparse
 import statistics
@@ -12,12 +12,11 @@ from ..config import parse_settings
 from ..errors import ToMeConfigError
 from ..evaluation.clock import ratio_within_rounds
 from ..evaluation.environment import usable_cores
-from ..evaluation.operations import LARGEST_SCORES, SIDES, OpsCase, describe_operations, time_growth, time_operations
-from ..evaluation.results import command_line, make_result, read_json, write_result
+from ..evaluation.results import command_line
 from ..evaluation.speed.architectures import ARCHITECTURES
 from ..evaluation.speed.cases import (
-    ARMS,
-    BACKENDS,
+    ARM_NAMES,
+    ARMS_OF,
     DTYPES,
     EAGER,
     MEASURED,
@@ -25,15 +24,12 @@ from ..evaluation.speed.cases import (
     PREDICTOR,
     PROGRAMS,
     SCOPES,
-    TORCH_BACKENDS,
-    TORCH_BF16,
     Case,
     make_arms,
     make_case,
     make_configs,
 )
 from ..evaluation.speed.runner import Settings, measure_all
-from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 
@@ -43,7 +39,7 @@ QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": [EAGER, PR
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add `bench`, `bench ops` and `bench report` to the command line."""
+    """Add `bench` and `bench report` to the command line."""
     bench = commands.add_parser(
         "bench",
         help="measure speed and memory",
@@ -51,40 +47,14 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     _add_options(bench)
     bench.set_defaults(run=partial(_speed, bench))
-    others = bench.add_subparsers(dest="what")
-    ops = others.add_parser(
-        "ops",
-        help="time plan, merge and unmerge of every method, and of the functions that ppdiffusers ships",
-    )
-    helps = ("images", "rows of tokens", "tokens in a row", "numbers in a token", "share of tokens to merge")
-    for (field, default), text in zip(vars(OpsCase()).items(), helps, strict=True):
-        ops.add_argument(f"--{field}", type=type(default), default=default, help=text + DEFAULT)
-    ops.add_argument(
-        "--growth",
-        type=int,
-        nargs="*",
-        default=list(SIDES),
-        metavar="SIDE",
-        help="height and width, in tokens, of the grids on which plans are timed too, with one image" + DEFAULT,
-    )
-    ops.add_argument(
-        "--memory-limit",
-        type=float,
-        default=LARGEST_SCORES,
-        metavar="GB",
-        help="for the scores of one plan; the plan of a larger grid is not timed" + DEFAULT,
-    )
-    ops.add_argument("--rounds", type=int, default=20, help="timed rounds" + DEFAULT)
-    ops.add_argument("--output", type=Path, metavar="FILE", help="write the result to this JSON file")
-    ops.set_defaults(run=_operations)
-    report = others.add_parser("report", help="make tables and plots of results")
-    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench and bench ops")
+    report = bench.add_subparsers(dest="what").add_parser("report", help="make tables and plots of results")
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench")
     report.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
         default=Path("outputs"),
-        help="folder for speed.md, the pages of bench ops and their plots (default: outputs)",
+        help="folder for speed.md and its plots (default: outputs)",
     )
     report.add_argument(
         "--compare",
@@ -117,8 +87,9 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
         "merge_attn=kv,match=grid,ratio=0.75 (default: as apply_tome, with fixed dst)",
     )
     option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
-    option("--backend", choices=BACKENDS, nargs="+", default=[EAGER], help="one or several" + DEFAULT)
-    option("--arms", choices=ARMS, nargs="+", help="what is compared (default: all in float32)")
+    option("--backend", choices=list(ARMS_OF), nargs="+", default=[EAGER], help="one or several" + DEFAULT)
+    arms = list(dict.fromkeys(name for names in ARMS_OF.values() for name in names))
+    option("--arms", choices=arms, nargs="+", default=list(ARM_NAMES), help="what is compared" + DEFAULT)
     option("--steps", type=int, default=20, help="denoising steps of a pipeline" + DEFAULT)
     option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
@@ -126,7 +97,6 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--warm-up", type=int, default=1, help="passes of each arm before the timed ones" + DEFAULT)
     option("--threads", type=int, default=usable_cores(), help="of every arm" + DEFAULT)
     option("--memory-limit", type=float, metavar="GB", help="for weights and one pass (default: the machine's memory)")
-    option("--torch-python", metavar="PYTHON", help="interpreter with torch, diffusers and tomesd (default: this one)")
     option("--quick", action="store_true", help="other defaults: a tiny model in 2 rounds, to see that it runs")
     option(
         "--output",
@@ -146,18 +116,16 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
         raise ToMeConfigError(
             f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json."
         )
-    names = options.arms or [name for name in ARMS if name != TORCH_BF16]
     for backend in set(options.backend) & set(PROGRAMS):
         choose_runtime(**PROGRAMS[backend])  # raises if it is not installed
-    python, problem = _torch(options) if set(TORCH_BACKENDS) & set(names) else (None, None)
-    settings = Settings(options.rounds, options.warm_up, options.threads, python)
+    settings = Settings(options.rounds, options.warm_up, options.threads)
     cases = _cases(options)
     mergings = [parse_settings(text) for text in options.merging]
     configs = make_configs(options.ratio, options.max_downsample, mergings)
     for case in cases:
-        case.arms = make_arms(case, names, options.backend, configs, problem)
+        case.arms = make_arms(case, options.arms, options.backend, configs)
     measured = measure_all(cases, settings, options.output, command_line(arguments), options.restart)
-    print(format_table(measured))
+    print("\n\n".join("\n".join(_lines(case)) for case in measured))
     print(f"written to {options.output}")
     return int(not all(case.with_status(MEASURED) for case in measured))
 
@@ -180,24 +148,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _torch(options: argparse.Namespace) -> tuple[str | None, str | None]:
-    """The interpreter for PyTorch, or why it cannot be used; an error if the user asked for PyTorch."""
-    python = options.torch_python or sys.executable
-    try:
-        torch_versions(python)
-    except ToMeConfigError as error:
-        if options.torch_python or options.arms:
-            raise
-        return None, str(error)
-    return python, None
-
-
-def format_table(cases: Sequence[Case]) -> str:
-    """Median seconds, speed-up over plain in the same backend, and peak memory; a line for each arm."""
-    return "\n\n".join("\n".join(_lines(case)) for case in cases)
-
-
 def _lines(case: Case) -> Iterator[str]:
+    """Median seconds, speed-up over plain in the same backend, and peak memory; a line for each arm."""
     yield f"{case.name}, {case.dtype}: {case.tokens} tokens"
     width = max(len(arm.name) for arm in case.arms) + 2
     yield f"  {'arm':<{width}}{'kept':>7}{'seconds':>10}{'speed-up':>10}{'peak MB':>9}"
@@ -216,29 +168,10 @@ def _lines(case: Case) -> Iterator[str]:
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     # Imported here because pandas and matplotlib take seconds to load.
     from ..evaluation.speed.compare import compare
-    from ..evaluation.speed.speed_report import write_operations, write_report
+    from ..evaluation.speed.speed_report import write_report
 
-    is_slower, pages = False, []
-    operations = [file for file in options.files if read_json(file).get("kind") == "operations"]
-    for file in operations:
-        print(write_operations(file, options.output))
-        pages.append(f"{file.stem}.md")
-    others = [file for file in options.files if file not in operations]
-    if others or options.compare:
-        text, is_slower = compare(options.compare, others) if options.compare else ("", False)
-        page = write_report(others, options.output)
-        print(text or page)
-        pages.append("speed.md")
-    for page in pages:
-        print(f"written to {options.output / page}", file=sys.stderr)
+    text, is_slower = compare(options.compare, options.files) if options.compare else ("", False)
+    page = write_report(options.files, options.output)
+    print(text or page)
+    print(f"written to {options.output / 'speed.md'}", file=sys.stderr)
     return int(is_slower)
-
-
-def _operations(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    case = OpsCase(options.batch, options.height, options.width, options.channels, options.ratio)
-    result = time_operations(case, options.rounds)
-    result["growth"] = time_growth(case, options.growth, options.rounds, options.memory_limit)
-    print("\n".join(describe_operations(result)))
-    if options.output:
-        write_result(options.output, make_result("operations", command_line(arguments), **result))
-    return 0

@@ -179,7 +179,7 @@ def _checked(options: argparse.Namespace) -> tuple[Case, Evaluation, list[ToMeCo
             raise ToMeConfigError("--merging ratio=0 is not allowed: plain is always measured.")
     if not configs:
         raise ToMeConfigError(f"--size {case.size} is not allowed: no token of {options.model} would merge; raise it.")
-    make_arms(case, [TOME], [evaluation.backend], configs, None)  # raises if one merges nothing
+    make_arms(case, [TOME], [evaluation.backend], configs)  # raises if one merges nothing
     return case, evaluation, configs
 
 
@@ -193,7 +193,7 @@ def time_candidates(
     """
     has_own_dst = evaluation.backend in PROGRAMS
     timed = {c: c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs}
-    arms = make_arms(case, [PLAIN, TOME], [evaluation.backend], list(timed.values()), None)
+    arms = make_arms(case, [PLAIN, TOME], [evaluation.backend], list(timed.values()))
     key = hashlib.sha256(repr(sorted(map(repr, timed.values()))).encode()).hexdigest()[:8]
     settings = Settings(rounds=rounds, threads=evaluation.threads)
     output = folder / f"speed_{rounds}_{key}.json"

@@ -19,13 +19,12 @@ from ..inference.manifest import sha256
 
 PACKAGE = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # what may have a docstring
-# Modules that time, generate and compare, the last in PyTorch's process.
+# Modules that time, generate and compare.
 MEASURING = (
     "evaluation/speed/worker.py",
     "evaluation/quality/image_generation.py",
     "evaluation/quality/metrics.py",
     "evaluation/quality/networks.py",
-    "evaluation/torch_worker.py",
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle import nn
-from ppdiffusers import UNet2DConditionModel
+from ppdiffusers import Transformer2DModel, UNet2DConditionModel
 
 from ...errors import ToMeConfigError
 from ...levels import grid_at
@@ -36,20 +36,13 @@ class Architecture:
         """The UNet, with random weights from Paddle's generator."""
         return UNet2DConditionModel(**self.config)
 
-    def build_one_level(self) -> nn.Layer:
-        """A UNet with only the first level that has attention, and one block in each transformer."""
-        stage = self._first_stage
-        heads = self.config.get("attention_head_dim", 8)
-        arguments = {name: value for name, value in self.config.items() if name in _ONE_LEVEL}
-        return UNet2DConditionModel(
-            **arguments,
-            block_out_channels=(self.config["block_out_channels"][stage],),
-            attention_head_dim=heads if isinstance(heads, int) else heads[stage],
-            layers_per_block=1,
-            down_block_types=(WITH_ATTENTION,),
-            mid_block_type=None,
-            up_block_types=("CrossAttnUpBlock2D",),
-        )
+    def build_transformer(self) -> nn.Layer:
+        """The UNet's first transformer, with its first block only."""
+        channels, heads = self.config["block_out_channels"][self._first_stage], self.config["attention_head_dim"]
+        heads = heads if isinstance(heads, int) else heads[self._first_stage]
+        names = ("cross_attention_dim", "norm_num_groups", "use_linear_projection", "upcast_attention")
+        settings = {name: self.config[name] for name in names if name in self.config}
+        return Transformer2DModel(heads, channels // heads, in_channels=channels, **settings)
 
     @property
     def first_level(self) -> int:
@@ -72,15 +65,6 @@ class Architecture:
         return kinds.index(WITH_ATTENTION)
 
 
-_ONE_LEVEL = (
-    "in_channels",
-    "out_channels",
-    "cross_attention_dim",
-    "norm_num_groups",
-    "use_linear_projection",
-    "upcast_attention",
-    "act_fn",
-)
 _SD = {
     "in_channels": 4,
     "out_channels": 4,

@@ -4,7 +4,7 @@ The same objects are planned, sent to the worker, stored in the result file and 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -13,7 +13,7 @@ from typing import Any
 
 import paddle
 
-from ...config import SIMILARITY, TOMESD_SETTINGS, ToMeConfig
+from ...config import TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import count_removed
@@ -21,51 +21,41 @@ from ..results import check_result
 from .architectures import Architecture, architecture_of
 
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
-BUILT_IN, LIMIT = "built-in", "limit"
-EAGER, PREDICTOR, ONNX_RUNTIME, OPENVINO, PYTORCH = "eager", "predictor", "onnxruntime", "openvino", "PyTorch"
-OPENVINO_BF16, PYTORCH_BF16 = "openvino-bf16", "PyTorch-bf16"
+EAGER, PREDICTOR, OPENVINO, OPENVINO_BF16 = "eager", "predictor", "openvino", "openvino-bf16"
 # Backends that run exported programs, and the settings of `load_pipeline` that they stand for.
 PROGRAMS: dict[str, dict[str, Any]] = {
     PREDICTOR: {"runtime": "paddle"},
-    ONNX_RUNTIME: {"runtime": "onnxruntime"},
+    "onnxruntime": {"runtime": "onnxruntime"},
     OPENVINO: {"runtime": "openvino"},
     OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
 }
 PROGRAM_FORMATS = {backend: RUNTIMES[settings["runtime"]].format for backend, settings in PROGRAMS.items()}
-IN_BF16 = (OPENVINO_BF16, PYTORCH_BF16)
 IN_FP32 = {OPENVINO_BF16: OPENVINO}  # the same programs in fp32
 PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
 OUT_OF_MEMORY, ERROR = "out of memory", "error"
-
-# In --arms: PLAIN and TOME in these backends.
-TORCH, TORCH_BF16 = "torch", "torch-bf16"
-TORCH_BACKENDS = {TORCH: PYTORCH, TORCH_BF16: PYTORCH_BF16}
-ARMS = (PLAIN, MEMORY_EFFICIENT, TOME, BOTH, BUILT_IN, LIMIT, *TORCH_BACKENDS)
 BACKENDS = (EAGER, *PROGRAMS)
 DTYPES = ("float32", "float16", "bfloat16")
-ARMS_OF = {
-    EAGER: ARMS[: -len(TORCH_BACKENDS)],
-    # They have their own attention kernels, and the built-in ToMe cannot be exported.
-    **dict.fromkeys(PROGRAMS, (PLAIN, TOME, LIMIT)),
-    **dict.fromkeys(TORCH_BACKENDS.values(), (PLAIN, TOME)),
-}
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
+UNMERGED = (PLAIN, MEMORY_EFFICIENT)
 ARM_NAMES = {
     PLAIN: "plain",
     MEMORY_EFFICIENT: "memory-efficient",
     TOME: "ToMe",
     BOTH: "ToMe + memory-efficient",
-    BUILT_IN: "ppdiffusers' built-in ToMe",
-    LIMIT: "free-merge limit",
 }
+# The next three are where benchmarks/speed.py adds arms and backends. Programs have their own attention kernels.
+ARMS_OF: dict[str, tuple[str, ...]] = {EAGER: tuple(ARM_NAMES), **dict.fromkeys(PROGRAMS, (PLAIN, TOME))}
+IN_BF16 = {OPENVINO_BF16}  # backends
+# By backend or arm: the configs with which it merges, of those that the user asks for.
+CONFIGS_OF: dict[str, Callable[["Case", Sequence[ToMeConfig]], Sequence[ToMeConfig]]] = {}
 
 
 @dataclass
 class Arm:
     """One way to compute a case, and what it cost; the fields are those of the result file."""
 
-    arm: str  # one of ARMS, except those of TORCH_BACKENDS
-    backend: str = EAGER  # or one of PROGRAMS, or of TORCH_BACKENDS' values
+    arm: str  # one of ARM_NAMES, or one that benchmarks/speed.py adds
+    backend: str = EAGER  # or another one of ARMS_OF
     config: ToMeConfig | None = None  # how tokens merge; None: they do not
     attention: str = "plain"  # or "slicing", "xformers"
     kept: int = 0  # tokens after merging, at the shallowest level with attention
@@ -75,7 +65,7 @@ class Arm:
     parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
     peak_memory_bytes: int | None = None  # of one pass with the weights, by Paddle's counter
     macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
-    shares: dict[str, float] | None = None  # of the blocks' time, by overhead.PARTS
+    shares: dict[str, float] | None = None  # of the blocks' time, by part; benchmarks/speed.py measures them
 
     @property
     def ratio(self) -> float:
@@ -88,14 +78,9 @@ class Arm:
         return None if self.config is None else self.config.max_downsample
 
     @property
-    def is_torch(self) -> bool:
-        """Whether PyTorch computes it, and tomesd merges."""
-        return self.backend in TORCH_BACKENDS.values()
-
-    @property
     def method(self) -> str:
-        """How tokens merge, in words, without ratio and level; "" if they do not."""
-        return "" if self.config is None else method_of(self.config)
+        """How tokens merge, in words, without ratio, level and dst; "" if they do not."""
+        return "" if self.config is None else replace(self.config, use_rand=True, max_downsample=None).method
 
     @property
     def name(self) -> str:
@@ -106,13 +91,13 @@ class Arm:
 
     def label(self, ratio: str = "") -> str:
         """In words, such as "ToMe, windows of 16", without level and backend; `ratio` follows the first words."""
+        words = ARM_NAMES.get(self.arm, self.arm)
         if self.config is None:
-            return ARM_NAMES.get(self.arm, self.arm)
-        merging, *others = self.method.split(", ")
-        words = "tomesd" if self.is_torch else ARM_NAMES.get(self.arm, self.arm).replace("ToMe", merging)
-        if self.arm == LIMIT and merging != "ToMe":
-            words += f" of {merging}"
-        return ", ".join([f"{words}{ratio}", *others])
+            return words
+        layers, *others = self.method.split(", ")
+        if self.arm in ARM_NAMES:
+            return ", ".join([words.replace("ToMe", layers) + ratio, *others])
+        return ", ".join([words + ratio, *([layers] if layers != "ToMe" else []), *others])
 
     def fail(self, status: str, reason: str) -> None:
         """Record that the arm cannot be measured; its seconds are dropped."""
@@ -156,10 +141,30 @@ class Case:
         """The arms that have one of these statuses."""
         return [arm for arm in self.arms if arm.status in statuses]
 
+    def count_kept(self, config: ToMeConfig | None) -> int:
+        """Tokens after merging, at the shallowest level with attention.
 
-def method_of(config: ToMeConfig) -> str:
-    """`ToMeConfig.method` without the level, and without the dst, which are the same in all arms."""
-    return replace(config, use_rand=True, max_downsample=None).method
+        Raises:
+            ToMeConfigError: the config merges nothing, or has a level that the model lacks.
+        """
+        if config is None:
+            return self.tokens
+        first, level = self.architecture.first_level, config.max_downsample
+        if level is not None and self.scope == "block":
+            raise ToMeConfigError(
+                "--max-downsample is not allowed with --scope block, which has one level: leave it out."
+            )
+        if level is not None and level < first:
+            raise ToMeConfigError(
+                f"--max-downsample {level} is not allowed: the shallowest attention of {self.model} is at level "
+                f"{first}."
+            )
+        removed = count_removed(self.architecture.first_grid(self.size), config)
+        if not removed:
+            raise ToMeConfigError(
+                f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
+            )
+        return self.tokens - removed
 
 
 def tomesd_config(config: ToMeConfig) -> ToMeConfig:
@@ -172,8 +177,7 @@ def make_configs(
 ) -> list[ToMeConfig]:
     """All combinations of ratios, values of `max_downsample`, and other settings; settings that have their own win.
 
-    dst is the first token of every cell, because tomesd and the built-in ToMe draw other random ones. It takes the
-    same time.
+    dst is the first token of every cell, so that results do not depend on a seed. It takes the same time.
 
     Args:
         ratios, levels: values of `ratio` and `max_downsample`.
@@ -217,56 +221,30 @@ def make_case(model: str, **fields: Any) -> Case:
     return case
 
 
-def make_arms(
-    case: Case,
-    arms: Sequence[str],
-    backends: Sequence[str],
-    configs: Sequence[ToMeConfig],
-    torch_problem: str | None,
-) -> list[Arm]:
+def make_arms(case: Case, arms: Sequence[str], backends: Sequence[str], configs: Sequence[ToMeConfig]) -> list[Arm]:
     """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Args:
-        case, arms, backends: what they compute, some of ARMS, some of BACKENDS; those of TORCH_BACKENDS add their own.
-        configs: how the merging arms merge. There is one limit for each number of tokens that they remove, and the
-            built-in ToMe and tomesd remove as many by their own method.
-        torch_problem: why PyTorch cannot be used; None if it can.
+        case, arms, backends: what they compute, some of ARM_NAMES, some of ARMS_OF.
+        configs: how the merging arms merge.
 
     Raises:
         ToMeConfigError: a config would merge nothing in the case.
     """
     efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
     made: dict[str, Arm] = {}
-    torch = [backend for name, backend in TORCH_BACKENDS.items() if name in arms]
-    for backend in [*backends, *torch]:
-        for name in ARMS_OF[backend]:
-            if name not in arms and backend not in torch:
-                continue
-            attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
-            for config in _configs_of(case, name, backend, configs):
-                kept = case.tokens if config is None else _count_kept(case, config)
-                arm = Arm(name, backend, config, attention, kept)
-                arm.reason = _why_not_measured(case, arm, torch_problem)
-                arm.status = NOT_MEASURED if arm.reason else PLANNED
+    for backend in backends:
+        choose = CONFIGS_OF.get(backend)
+        for name in [name for name in ARMS_OF[backend] if name in arms]:
+            choose_for_arm = choose or CONFIGS_OF.get(name)
+            chosen = choose_for_arm(case, configs) if choose_for_arm else configs
+            for config in [None] if name in UNMERGED else chosen:
+                attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
+                arm = Arm(name, backend, config, attention, case.count_kept(config))
+                if backend != EAGER and case.dtype != "float32":
+                    arm.fail(NOT_MEASURED, "only eager mode is measured in another dtype than float32")
                 made.setdefault(arm.name, arm)
     return list(made.values())
-
-
-def _configs_of(case: Case, name: str, backend: str, configs: Sequence[ToMeConfig]) -> list[ToMeConfig | None]:
-    if name in (PLAIN, MEMORY_EFFICIENT):
-        return [None]
-    if name == BUILT_IN or backend in TORCH_BACKENDS.values():
-        return [tomesd_config(config) for config in configs]
-    if name != LIMIT:
-        return list(configs)
-    limits: dict[Any, ToMeConfig | None] = {}  # by what makes a difference
-    for config in configs:
-        config = replace(config, window=None, proportional=False, blend=1.0)
-        kept, similar = _count_kept(case, config), replace(config, match=SIMILARITY)
-        layers = config.merge_attn, config.merge_crossattn, config.merge_mlp
-        same = similar if _count_kept(case, similar) == kept else config  # a grid of incomplete cells keeps less
-        limits.setdefault((kept, config.max_downsample, *layers), same)
-    return list(limits.values())
 
 
 def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
@@ -291,34 +269,3 @@ def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:
                     f"{expected} positive values are expected: measure it again."
                 )
     return cases
-
-
-def _count_kept(case: Case, config: ToMeConfig) -> int:
-    """Tokens after merging, at the shallowest level with attention."""
-    first, level = case.architecture.first_level, config.max_downsample
-    if level is not None and case.scope == "block":
-        raise ToMeConfigError("--max-downsample is not allowed with --scope block, which has one level: leave it out.")
-    if level is not None and level < first:
-        raise ToMeConfigError(
-            f"--max-downsample {level} is not allowed: the shallowest attention of {case.model} is at level {first}."
-        )
-    removed = int(count_removed(case.architecture.first_grid(case.size), config))
-    if not removed:
-        raise ToMeConfigError(
-            f"--ratio {config.ratio:g} merges no token at {case.size} px: raise the ratio or the size."
-        )
-    return case.tokens - removed
-
-
-def _why_not_measured(case: Case, arm: Arm, torch_problem: str | None) -> str | None:
-    if arm.is_torch and torch_problem:
-        return torch_problem
-    if arm.is_torch and case.scope != "unet":
-        return "PyTorch is compared with --scope unet only"
-    if arm.backend != EAGER and case.dtype != "float32":
-        return "predictors and PyTorch are compared in float32 only"
-    if arm.backend in PROGRAMS and case.scope == "pipeline" and arm.arm == LIMIT:
-        return "export_pipeline cannot export the free-merge limit"
-    if arm.arm == BUILT_IN and arm.ratio >= 0.75:
-        return "the apply_tome of ppdiffusers does not allow a ratio of 0.75 or more"
-    return None

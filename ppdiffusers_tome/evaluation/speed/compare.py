@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...errors import ToMeConfigError
 from ..markdown import change
-from .cases import BUILT_IN, EAGER, ERROR, LIMIT, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN, TORCH_BACKENDS
+from .cases import EAGER, ERROR, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN
 from .frame import CASE, UNMERGED, partners, read_frame, rounds, spread
 
 ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample", "method"]  # equal if the arm is measured again
@@ -33,8 +33,8 @@ def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[st
         threshold: smallest relative change that counts, above 0; it is noise if the quartiles of the two runs overlap.
 
     Returns:
-        The text, and whether an arm of this package became slower or can no longer be computed. PyTorch, ppdiffusers'
-        built-in ToMe and the free-merge limit are in the text, but do not count.
+        The text, and whether an arm of this package became slower or can no longer be computed. Those that
+        benchmarks/speed.py adds are in the text, but do not count.
 
     Raises:
         ToMeConfigError: the threshold is not above 0, or as `read_frame`.
@@ -46,7 +46,7 @@ def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[st
     arms = after.merge(before, on=ARM, how="outer", suffixes=("", "_old")).sort_values(["order", "order_old"])
     verdicts = [_judge(arm, threshold, is_same_machine) for arm in arms.to_dict("records")]
     arms["verdict"], arms["text"] = zip(*verdicts, strict=True)
-    counts = ~arms["backend"].isin(TORCH_BACKENDS.values()) & ~arms["arm"].isin([BUILT_IN, LIMIT])
+    counts = arms[["is_ours", "is_ours_old"]].eq(True).any(axis=1)
     remarks = (counts | (arms["verdict"] != "slower")).map({True: "", False: " (does not count)"})
     texts = "  " + arms["label"].fillna(arms["label_old"]) + ": " + arms["text"] + remarks
     lines = [f"Old: {run}" for run in before["run"].unique()] + [f"New: {run}" for run in after["run"].unique()]

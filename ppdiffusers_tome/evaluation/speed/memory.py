@@ -59,27 +59,25 @@ def is_out_of_memory(error: BaseException | str) -> bool:
 
 
 @contextlib.contextmanager
-def limited(limit: int | None, weights: int, process: int = 0) -> Iterator[None]:
-    """Limit what a process may allocate within the context; to exceed it raises MemoryError in Paddle.
+def limited(limit: int | None, weights: int) -> Iterator[None]:
+    """Limit what this process may allocate within the context; to exceed it raises MemoryError in Paddle.
 
     Without it the system would end the process, and its measurements would be lost.
 
     Args:
         limit: bytes for the weights and one pass; None: what the machine has available now.
         weights: bytes of the weights, which are loaded already and count towards the limit.
-        process: its number; 0: this one.
     """
-    soft, hard = resource.prlimit(process, resource.RLIMIT_DATA)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     room = available_bytes() - RESERVE if limit is None else limit - weights
-    allowed = max(_kib(Path(f"/proc/{process or 'self'}/status"), "VmData:") + room, 0)
+    allowed = max(_kib(Path("/proc/self/status"), "VmData:") + room, 0)
     if hard != resource.RLIM_INFINITY:
         allowed = min(allowed, hard)
-    resource.prlimit(process, resource.RLIMIT_DATA, (allowed, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the process has ended
-            resource.prlimit(process, resource.RLIMIT_DATA, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def count_ended_processes() -> int | None:

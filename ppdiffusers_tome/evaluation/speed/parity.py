@@ -6,28 +6,15 @@ import numpy as np
 
 from ...inference.runtime import FUSED_TOLERANCE
 from ...inference.tracing import image_differences, relative_difference
-from .cases import (
-    BOTH,
-    BUILT_IN,
-    EAGER,
-    ERROR,
-    IN_BF16,
-    MEMORY_EFFICIENT,
-    PLAIN,
-    PROGRAMS,
-    PYTORCH,
-    TOME,
-    Arm,
-    Case,
-    tomesd_config,
-)
+from .cases import BOTH, EAGER, ERROR, IN_BF16, MEMORY_EFFICIENT, PLAIN, PROGRAMS, TOME, Arm, Case
 
 # If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So each
-# image of an arm must agree for one of several draws of the inputs.
+# image of an arm must agree for one of several random inputs.
 TRIES = 5
 LEAST_CHANGE = 1e-4  # by merging, relative to the plain output
-# Relative differences in float32.
-TOLERANCES = {EAGER: 1e-5, **dict.fromkeys(PROGRAMS, FUSED_TOLERANCE), PYTORCH: 1e-3}
+# By backend: relative differences in float32. By arm: what it must equal in eager mode. benchmarks/speed.py adds some.
+TOLERANCES = {EAGER: 1e-5, **dict.fromkeys(PROGRAMS, FUSED_TOLERANCE)}
+DEFINED_BY = {MEMORY_EFFICIENT: PLAIN, BOTH: TOME}
 OTHER_ATTENTION = 1e-4  # rounds differently, and merging amplifies that from block to block
 PIPELINE = 1e-2  # of images in 0 … 1 after two steps and a VAE
 HALF = 1e-1  # float16 and bfloat16, without merging
@@ -39,10 +26,10 @@ Output = Callable[[Arm], np.ndarray | None]
 def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], None], output: Output) -> None:
     """Set the `parity` of arms that agree with their definitions, if they have any; fail the arms that differ.
 
-    `set_inputs` draws the inputs from a seed; `output` computes one pass of any arm, or None if that fails.
+    `set_inputs` sets the inputs from a seed; `output` computes one pass of any arm, or None if that fails.
     """
     unequal, reasons = {arm.name: arm for arm in arms}, dict[str, str]()
-    smallest: dict[str, np.ndarray] = {}  # differences of each arm's images over the draws, [batch]
+    smallest: dict[str, np.ndarray] = {}  # differences of each arm's images over the inputs, [batch]
     seed = 0
     for seed in range(TRIES if arms else 0):
         set_inputs(seed)
@@ -63,19 +50,15 @@ def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], No
     if seed:
         set_inputs(0)
     for name, arm in unequal.items():
-        arm.fail(ERROR, f"not timed, because {reasons[name]} on each of {TRIES} draws of the inputs")
+        arm.fail(ERROR, f"not timed, because {reasons[name]} for each of {TRIES} random inputs")
 
 
 def definition_of(arm: Arm) -> Arm | None:
-    """The arm whose output must be equal.
+    """The arm whose output must be equal: the same in eager mode, and there what DEFINED_BY has.
 
-    None for plain in eager, and for the limit there, whose output is wrong; also for ToMe there unless it merges as
-    the built-in ToMe does: what other methods compute is checked by the library's tests.
+    None for plain and ToMe in eager mode: what they compute is checked by the library's tests.
     """
-    name: str | None = arm.arm
-    if arm.backend == EAGER:
-        built_in = BUILT_IN if arm.config and arm.config == tomesd_config(arm.config) else None
-        name = {MEMORY_EFFICIENT: PLAIN, BOTH: TOME, TOME: built_in, BUILT_IN: TOME}.get(arm.arm)
+    name = DEFINED_BY.get(arm.arm) if arm.backend == EAGER else arm.arm
     return Arm(name, EAGER, arm.config) if name else None
 
 

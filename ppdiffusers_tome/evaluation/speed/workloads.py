@@ -10,7 +10,7 @@ from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 
 from ...config import ToMeConfig
 from ...inference.programs import Input, Traceable, denoiser, unet_inputs
-from ...macs import count_macs, matching_macs, saved_macs
+from ...macs import count_macs, saved_macs
 from ...models import find_blocks
 from ...patch import chosen_blocks
 from ...positions import Grid
@@ -25,8 +25,8 @@ SHORT_STEPS = 2  # of a pipeline, for parity and memory: over many steps roundin
 class Workload(ABC):
     """A model with its inputs, in the case's dtype and in evaluation mode."""
 
-    def __init__(self, case: Case, denoiser: nn.Layer, latent: Grid, drawn: tuple[Input, ...]) -> None:
-        self.case, self.denoiser, self.latent, self.drawn = case, denoiser, latent, drawn
+    def __init__(self, case: Case, denoiser: nn.Layer, latent: Grid, inputs: tuple[Input, ...]) -> None:
+        self.case, self.denoiser, self.latent, self.specs = case, denoiser, latent, inputs
         denoiser.eval()
         if case.dtype != "float32":
             denoiser.to(dtype=case.dtype)
@@ -39,17 +39,17 @@ class Workload(ABC):
         """One pass, or images from the prompt (in few steps if `is_short`)."""
 
     def traceable(self) -> Traceable:
-        """A copy of the denoiser for `inference.tracing.save`; hooks may be registered on it."""
+        """A copy of the denoiser for `inference.tracing.save`; it may be changed."""
         return denoiser(self.denoiser, None)
 
     def set_inputs(self, seed: int) -> None:
-        """Draw the inputs of the next passes."""
+        """Generate the inputs of the next passes."""
         stream = np.random.RandomState(seed)
         dims = {**self.dims, "batch": self.case.batch}
         self.inputs: dict[str, paddle.Tensor] = {}
-        for drawn in self.drawn:
-            dtype = "float32" if drawn.name == "timestep" else self.case.dtype
-            self.inputs[drawn.name] = drawn.random(stream, dims).cast(dtype)
+        for spec in self.specs:
+            dtype = "float32" if spec.name == "timestep" else self.case.dtype
+            self.inputs[spec.name] = spec.random(stream, dims).cast(dtype)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -57,14 +57,13 @@ class Workload(ABC):
         text = self.case.architecture.text
         return {"latent_height": self.latent.h, "latent_width": self.latent.w, "tokens": text}
 
-    def macs(self, config: ToMeConfig | None, matching: bool = True) -> int:
-        """Multiply-accumulates of one pass of the UNet or block, for the whole batch, perhaps without matching."""
+    def macs(self, config: ToMeConfig | None) -> int:
+        """Multiply-accumulates of one pass of the UNet or block, for the whole batch."""
         text = self.case.architecture.text
         total = count_macs(self.denoiser, self.latent, text)
         if config is not None:
             for block in chosen_blocks(self.denoiser, config):
                 total -= saved_macs(block, config, self.latent, text)
-                total -= 0 if matching else matching_macs(block, config, self.latent)
         return total * self.rows
 
 
@@ -115,7 +114,7 @@ class BlockWorkload(Workload):
         return self.denoiser(self.inputs["sample"], self.inputs["encoder_hidden_states"])
 
     def traceable(self) -> Traceable:
-        return Traceable(copy.deepcopy(self.denoiser), self.drawn)
+        return Traceable(copy.deepcopy(self.denoiser), self.specs)
 
 
 class PipelineWorkload(Workload):
@@ -153,10 +152,10 @@ def open_workload(case: Case) -> Workload:
     if case.scope == "pipeline":
         dtype = getattr(paddle, case.dtype)
         return PipelineWorkload(case, DiffusionPipeline.from_pretrained(case.model, paddle_dtype=dtype))
-    if case.model not in ARCHITECTURES:
-        unet = UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
-    else:
-        unet = architecture.build() if case.scope == "unet" else architecture.build_one_level()
+    is_published = case.model in ARCHITECTURES
+    if case.scope == "block" and is_published:
+        return BlockWorkload(case, OneBlock(architecture.build_transformer()))
+    unet = architecture.build() if is_published else UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
     if case.scope == "unet":
         return UNetWorkload(case, unet)
     first = min(find_blocks(unet), key=lambda block: block.level)

@@ -1,15 +1,15 @@
 """Shares of a block's time: with known times on a test clock, and in real passes."""
 
+import overhead
 import paddle
 import pytest
 from conftest import run
+from overhead import measure_overhead
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, sd3
 
 from ppdiffusers_tome import attention, matching, wraps
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed import overhead
-from ppdiffusers_tome.evaluation.speed.overhead import measure_overhead
 
 TOMESD = {"window": None, "proportional": False}
 

@@ -9,11 +9,11 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from ..config import KV, ToMeConfig
-from ..models import block_grid
-from ..patch import chosen_blocks, detach, merging_layers
-from ..positions import Grid, count_removed
-from ..wraps import Wrap, install
+from ppdiffusers_tome.config import KV, ToMeConfig
+from ppdiffusers_tome.models import block_grid
+from ppdiffusers_tome.patch import chosen_blocks, detach, merging_layers
+from ppdiffusers_tome.positions import Grid, count_removed
+from ppdiffusers_tome.wraps import Wrap, install
 
 
 class CutWrap(Wrap):

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ... import attention, wraps
-from ...errors import ToMeConfigError
-from ..clock import now
+from ppdiffusers_tome import ToMeConfigError, attention, wraps
+from ppdiffusers_tome.evaluation.clock import now
 
 PARTS = ("matching", "merge", "unmerge", "sizes")
 SIZES = ("_widen_queries", "_widen_keys", "_widen_values", "_narrow", "prepare_attention_mask")

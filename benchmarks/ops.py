@@ -1,0 +1,191 @@
+"""Time the operations of token merging, of every method and of the functions that ppdiffusers ships, taking turns.
+
+python benchmarks/ops.py --output benchmarks           # ops.json and ops.md
+python benchmarks/ops.py report --output benchmarks    # ops.md from ops.json
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import paddle
+from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
+
+from ppdiffusers_tome import ToMeConfig, ToMeError
+from ppdiffusers_tome.config import GRID, SIMILARITY
+from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.evaluation.markdown import table
+from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
+from ppdiffusers_tome.matching import MergePlan, match_cells, match_tokens
+from ppdiffusers_tome.merging import merge, unmerge
+from ppdiffusers_tome.positions import Grid, count_pairs, count_removed
+
+GLOBAL, BUILT_IN = "global", "built-in"  # tomesd's method, ours and theirs
+METHODS: dict[str, dict[str, Any]] = {
+    GLOBAL: {},
+    "windows of 8": {"window": 8},
+    "windows of 16": {"window": 16},
+    "2×2 cells": {"match": GRID, "ratio": 0.75},
+    "2×2 cells, blend 0": {"match": GRID, "ratio": 0.75, "blend": 0.0},
+}
+OPERATIONS = ("plan", "merge", "unmerge", "merge + unmerge")
+CASE = {"batch": 2, "height": 64, "width": 64, "channels": 320, "ratio": 0.5}
+SIDES = (64, 96, 128, 256, 512)  # tokens along each side of a grid: images of 512 to 4096 px in Stable Diffusion
+TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
+
+
+def make_configs(ratio: float) -> dict[str, ToMeConfig]:
+    """The config of each method. Without matching, cells decide the ratio."""
+    base = {"ratio": ratio, "window": None, "match": SIMILARITY}
+    return {name: ToMeConfig(**{**base, **settings}) for name, settings in METHODS.items()}
+
+
+def make_plan(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> MergePlan:
+    """The plan of one method for tokens [B, N, C]."""
+    if config.match == GRID:
+        return match_cells(x, grid)
+    return match_tokens(x, grid, count_removed(grid, config), window=config.window)
+
+
+def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Time plan, merge and unmerge of every method, after checking that the global one equals the built-in.
+
+    Returns:
+        `case`, `rounds`, `difference` (the largest, absolute), and `methods`, the built-in last: each with its
+        `method`, `ratio`, `milliseconds` (the median of each operation) and `times_faster` than the built-in (the
+        median within rounds); "merge + unmerge" adds the two within each round.
+
+    Raises:
+        ToMeError: the two differ.
+    """
+    grid, configs = Grid(case["height"], case["width"]), make_configs(case["ratio"])
+    x = paddle.randn([case["batch"], grid.tokens, case["channels"]])
+    removed = count_removed(grid, configs[GLOBAL])
+
+    def plan_built_in() -> tuple[Callable[..., Any], ...]:
+        return bipartite_soft_matching_random2d(x, grid.w, grid.h, 2, 2, removed, no_rand=True)
+
+    built_in_merge, built_in_unmerge = plan_built_in()
+    arms: dict[tuple[str, str], Callable[[], Any]] = {
+        (BUILT_IN, "plan"): plan_built_in,
+        (BUILT_IN, "merge"): partial(built_in_merge, x),
+        (BUILT_IN, "unmerge"): partial(built_in_unmerge, built_in_merge(x)),
+    }
+    for name, config in configs.items():
+        plan = make_plan(x, grid, config)
+        arms[name, "plan"] = partial(make_plan, x, grid, config)
+        arms[name, "merge"] = partial(merge, x, plan, config.blend)
+        arms[name, "unmerge"] = partial(unmerge, arms[name, "merge"](), plan)
+    difference = float((arms[GLOBAL, "unmerge"]() - arms[BUILT_IN, "unmerge"]()).abs().max())
+    if difference > TOLERANCE:
+        raise ToMeError(f"ours and the built-in functions differ by {difference:g} on {case}: they are not timed.")
+    seconds = time_in_turns(arms, rounds, warm_up=3)
+    methods = []
+    for name in (*configs, BUILT_IN):
+        row: dict[str, Any] = {"method": name, "ratio": configs[name].ratio if name in configs else case["ratio"]}
+        row |= {"milliseconds": {}, "times_faster": {}}
+        for operation in OPERATIONS:
+            ours, built_in = (
+                [sum(parts) for parts in zip(*(seconds[source, part] for part in operation.split(" + ")), strict=True)]
+                for source in (name, BUILT_IN)
+            )
+            row["milliseconds"][operation] = 1e3 * quartiles(ours).median
+            row["times_faster"][operation] = ratio_within_rounds(built_in, ours).median
+        methods.append(row)
+    return {"case": case, "rounds": rounds, "difference": difference, "methods": methods}
+
+
+def time_growth(case: dict[str, Any], sides: list[int], rounds: int, limit: float) -> dict[str, Any]:
+    """Time the plan of each method for one image on square grids, except where its scores need more than `limit` GB.
+
+    Returns:
+        `channels`, `rounds`, `limit_gb` and `plans`, each with `method`, `side`, `scores_gb` (in float32) and
+        `milliseconds` (the median; None if it was not timed).
+    """
+    plans = []
+    configs = {name: config for name, config in make_configs(case["ratio"]).items() if config.blend == 1}
+    for side in sides:
+        grid = Grid(side, side)
+        x = paddle.randn([1, grid.tokens, case["channels"]])
+        scores = {n: 0.0 if c.match == GRID else 4e-9 * count_pairs(grid, c) for n, c in configs.items()}
+        timed = {n: partial(make_plan, x, grid, c) for n, c in configs.items() if scores[n] <= limit}
+        medians = {n: 1e3 * quartiles(s).median for n, s in time_in_turns(timed, rounds, warm_up=1).items()}
+        plans += [
+            {"method": name, "side": side, "scores_gb": gigabytes, "milliseconds": medians.get(name)}
+            for name, gigabytes in scores.items()
+        ]
+    return {"channels": case["channels"], "rounds": rounds, "limit_gb": limit, "plans": plans}
+
+
+def describe_operations(result: dict[str, Any]) -> list[str]:
+    """The results of `time_operations` and, as "growth", of `time_growth`, as lines of Markdown."""
+    growth = result["growth"]
+    lines = [
+        "B={batch}, {height}×{width} tokens, C={channels}, ratio {ratio}".format(**result["case"])
+        + f" (cells: 0.75); medians of {result['rounds']} rounds in milliseconds, and how many times as fast as the "
+        f"built-in; the global plan agrees with it to {result['difference']:.1e}.",
+        "",
+        *table(["method", *OPERATIONS], [[row["method"], *_cells(row)] for row in result["methods"]]),
+    ]
+    plans = {(plan["method"], plan["side"]): plan for plan in growth["plans"]}
+    methods, sides = (list(dict.fromkeys(key[nth] for key in plans)) for nth in (0, 1))
+    if plans:
+        rows = [[f"{side}×{side}", *(_growth_cell(plans[method, side]) for method in methods)] for side in sides]
+        lines += [
+            "",
+            f"The plan of one image alone, C={growth['channels']}, medians of {growth['rounds']} rounds in "
+            f"milliseconds, and microseconds for each token. The scores of a plan may take {growth['limit_gb']:g} GB.",
+            "",
+            *table(["tokens", *methods], rows),
+        ]
+    return lines
+
+
+def write_page(output: Path) -> str:
+    """Write ops.md in a folder from the ops.json there; returns its text."""
+    result = read_json(output / "ops.json")
+    check_result(result, "operations", output / "ops.json")
+    about = result["environment"]
+    versions = ", ".join(f"{name} {about[name]}" for name in ("paddlepaddle", "ppdiffusers", "ppdiffusers_tome"))
+    source = f"[ops.json](ops.json): {about['machine']}, {about['device']}, threads: {about['threads']}; {versions}; "
+    source += f"commit {result['commit']}; `{result['command']}`"
+    text = "\n".join(["# Plan, merge and unmerge", "", source, "", *describe_operations(result), ""])
+    (output / "ops.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["method"] == BUILT_IN:
+        return [f"{row['milliseconds'][name]:.2f}" for name in OPERATIONS]
+    return [f"{row['milliseconds'][name]:.2f} ({row['times_faster'][name]:.1f}×)" for name in OPERATIONS]
+
+
+def _growth_cell(plan: dict[str, Any]) -> str:
+    milliseconds = plan["milliseconds"]
+    if milliseconds is None:
+        return f"does not fit: {plan['scores_gb']:.3g} GB"
+    return f"{milliseconds:.2f} ({1e3 * milliseconds / plan['side'] ** 2:.3f})"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["report"], help="only write the page of a result")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--growth", type=int, nargs="*", default=list(SIDES), metavar="SIDE", help="tokens per side")
+    parser.add_argument("--memory-limit", type=float, default=2, metavar="GB", help="for the scores of one plan")
+    parser.add_argument("--output", type=Path, default=Path("outputs"), metavar="DIR")
+    options = parser.parse_args(arguments)
+    if options.what is None:
+        result = time_operations(CASE, options.rounds)
+        result["growth"] = time_growth(CASE, options.growth, min(options.rounds, 5), options.memory_limit)
+        command = shlex.join(["python", "benchmarks/ops.py", *arguments])
+        write_result(options.output / "ops.json", make_result("operations", command, **result))
+    print(write_page(options.output))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

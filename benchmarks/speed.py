@@ -1,0 +1,162 @@
+"""`bench` with what compares this package with others: python benchmarks/speed.py [options of bench].
+
+Adds to `python -m ppdiffusers_tome bench`:
+
+- the arm `built-in`: the apply_tome that ppdiffusers ships. It must equal ToMe with tomesd's settings.
+- the arm `limit`, the free-merge limit: as few tokens as merging leaves, at almost no cost (free_merge.py).
+- the backends `PyTorch` and `PyTorch-bf16`: diffusers with tomesd in a process of the interpreter TORCH_PYTHON.
+- the shares of the time of eager merging blocks that matching, merging, unmerging and sizes take (overhead.py).
+
+The worker process of `bench` imports this file too, as its parent's main module.
+"""
+
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from free_merge import attach_free_merge
+from overhead import measure_overhead
+from paddle import nn
+from ppdiffusers.patches import tomesd_patch_utils as builtin
+from torch_unet import TorchProcess, torch_versions
+
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
+from ppdiffusers_tome.commands import bench
+from ppdiffusers_tome.config import SIMILARITY
+from ppdiffusers_tome.evaluation.environment import describe_environment
+from ppdiffusers_tome.evaluation.speed import backends, cases, parity, runner
+from ppdiffusers_tome.evaluation.speed.backends import Backend, EagerBackend, Run
+from ppdiffusers_tome.evaluation.speed.cases import EAGER, PLAIN, TOME, Arm, Case, tomesd_config
+from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
+from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.patch import chosen_blocks
+from ppdiffusers_tome.positions import Grid
+
+BUILT_IN, LIMIT, PYTORCH, PYTORCH_BF16 = "built-in", "limit", "PyTorch", "PyTorch-bf16"
+SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after a pass of PyTorch's process
+
+
+def tomesd_arguments(denoiser: nn.Layer, config: ToMeConfig) -> dict[str, Any]:
+    """Arguments of tomesd and of the built-in ToMe, to merge at the levels that the other arms merge at."""
+    names = ("ratio", "sx", "sy", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
+    deepest = max(block.level for block in chosen_blocks(denoiser, config))
+    return {**{name: getattr(config, name) for name in names}, "max_downsample": deepest}
+
+
+def attach_built_in(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> None:
+    """What ppdiffusers' apply_tome does, which this package replaces."""
+    denoiser._tome_info = {"size": None, "hooks": [], "args": tomesd_arguments(denoiser, config)}
+    for block in find_blocks(denoiser):
+        block.block.__class__ = builtin.make_tome_block(type(block.block))
+        block.block._tome_info = denoiser._tome_info
+    builtin.hook_tome_model(denoiser)
+
+
+def tomesd_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
+    """By tomesd's method."""
+    return [tomesd_config(config) for config in configs]
+
+
+def built_in_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
+    """By tomesd's method, at the ratios that ppdiffusers' apply_tome allows."""
+    return [config for config in tomesd_configs(case, configs) if config.constant_ratio < 0.75]
+
+
+def limit_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
+    """One config for each number of tokens that the configs remove, at each level and from the same layers."""
+    limits: dict[Any, ToMeConfig] = {}
+    for config in configs:
+        config = replace(config, window=None, proportional=False, blend=1.0)
+        kept, similar = case.count_kept(config), replace(config, match=SIMILARITY)
+        layers = config.merge_attn, config.merge_crossattn, config.merge_mlp
+        same = similar if case.count_kept(similar) == kept else config  # a grid of incomplete cells keeps less
+        limits.setdefault((kept, config.max_downsample, *layers), same)
+    return list(limits.values())
+
+
+class EagerWithShares(EagerBackend):
+    """Eager Paddle; measures the shares of merging too."""
+
+    def finish(self, arm: Arm) -> None:
+        if arm.arm == TOME:
+            with self.prepared(arm) as run:
+                arm.shares = measure_overhead(partial(run, False))
+
+
+class PyTorchBackend(Backend):
+    """PyTorch with diffusers and tomesd, in its own process, with the weights and inputs of a UNet's workload.
+
+    Raises:
+        ToMeConfigError: the scope is not "unet".
+    """
+
+    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
+        super().__init__(name, workload, threads, programs)
+        if workload.case.scope != "unet":
+            raise ToMeConfigError("PyTorch is compared with --scope unet only")
+        self._folder = tempfile.TemporaryDirectory()
+        folder, is_bf16 = Path(self._folder.name), name == PYTORCH_BF16
+        try:
+            self._torch = TorchProcess(torch_python(), folder, workload.denoiser, threads, is_bf16)
+        except ToMeError:
+            self._folder.cleanup()
+            raise
+        self._inputs: dict[str, Any] = {}
+
+    @contextmanager
+    def prepared(self, arm: Arm) -> Iterator[Run]:
+        if self._inputs is not self.workload.inputs:
+            self._inputs = self.workload.inputs
+            self._torch.set_inputs({name: as_array(value) for name, value in self._inputs.items()})
+        merging = self._merging(arm)
+        yield lambda is_short: self._torch.output(merging)
+
+    def seconds(self, arm: Arm) -> float:
+        with self.prepared(arm):
+            seconds = self._torch.seconds(self._merging(arm))
+        time.sleep(SETTLE)
+        return seconds
+
+    def close(self) -> None:
+        self._torch.close()
+        self._folder.cleanup()
+
+    def _merging(self, arm: Arm) -> dict[str, Any] | None:
+        return tomesd_arguments(self.workload.denoiser, arm.config) if arm.config else None
+
+
+def torch_python() -> str:
+    """The interpreter with torch, diffusers and tomesd."""
+    return os.environ.get("TORCH_PYTHON") or sys.executable
+
+
+def register() -> None:
+    """Add the arms and backends to those of the package."""
+    backends.BACKEND_CLASSES |= {EAGER: EagerWithShares, PYTORCH: PyTorchBackend, PYTORCH_BF16: PyTorchBackend}
+    backends.ATTACH |= {BUILT_IN: attach_built_in, LIMIT: attach_free_merge}
+    for backend, names in cases.ARMS_OF.items():
+        cases.ARMS_OF[backend] = (*names, BUILT_IN, LIMIT) if backend == EAGER else (*names, LIMIT)
+    cases.ARMS_OF |= {PYTORCH: (PLAIN, TOME), PYTORCH_BF16: (PLAIN, TOME)}
+    cases.CONFIGS_OF |= {PYTORCH: tomesd_configs, PYTORCH_BF16: tomesd_configs}
+    cases.CONFIGS_OF |= {BUILT_IN: built_in_configs, LIMIT: limit_configs}
+    cases.IN_BF16.add(PYTORCH_BF16)
+    parity.TOLERANCES[PYTORCH] = 1e-3
+    parity.DEFINED_BY[BUILT_IN] = TOME
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    register()
+if __name__ == "__main__":
+    if {PYTORCH, PYTORCH_BF16} & {*sys.argv}:
+        about = torch_versions(torch_python())
+        runner.describe_environment = lambda: {**describe_environment(), **about}
+    bench.command_line = lambda arguments: shlex.join(["python", "benchmarks/speed.py", *arguments[1:]])
+    sys.exit(cli.main(["bench", *sys.argv[1:]]))

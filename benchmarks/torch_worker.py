@@ -1,0 +1,71 @@
+"""The process of torch_unet.py: a UNet in an interpreter with torch, diffusers and tomesd.
+
+Requests come in on stdin and answers go to the file descriptor of the first argument, one JSON object on each line.
+"""
+
+import inspect
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import tomesd
+import torch
+from diffusers import UNet2DConditionModel
+
+
+class Worker:
+    """A UNet in which tomesd merges on request, with the inputs of its passes."""
+
+    def load(self, threads: int, config: dict[str, Any], weights: str, is_bf16: bool) -> dict[str, str]:
+        """Build the UNet from a config and a NumPy archive of weights; the versions of the packages."""
+        torch.set_num_threads(threads)
+        known = inspect.signature(UNet2DConditionModel.__init__).parameters
+        self.unet = UNet2DConditionModel(**{name: value for name, value in config.items() if name in known}).eval()
+        with np.load(weights) as arrays:
+            self.unet.load_state_dict({name: torch.from_numpy(arrays[name]) for name in arrays.files}, strict=True)
+        self.is_bf16, self.merging = is_bf16, None
+        return {name: version(name) for name in ("torch", "diffusers", "tomesd")}
+
+    def set_inputs(self, inputs: str) -> None:
+        """Read the inputs of the next passes from a NumPy archive."""
+        with np.load(inputs) as arrays:
+            self.inputs = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+    def run(self, merging: dict[str, Any] | None, output: str | None = None) -> float:
+        """One pass: the seconds that it took; with a path its output is written there as a NumPy file."""
+        if merging != self.merging:
+            self._merge(merging)
+        others = dict(self.inputs)
+        # By position, because tomesd does not see keyword arguments.
+        positional = [others.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, self.is_bf16):
+            start = time.perf_counter()
+            predicted = self.unet(*positional, added_cond_kwargs=others or None).sample
+            seconds = time.perf_counter() - start
+        if output:
+            np.save(output, predicted.float().numpy())
+        return seconds
+
+    def _merge(self, merging: dict[str, Any] | None) -> None:
+        tomesd.remove_patch(self.unet)
+        if merging is not None:
+            tomesd.apply_patch(self.unet, **merging)
+            for block in self.unet.modules():  # tomesd's old forward reads attributes that newer diffusers may lack
+                if type(block).__name__ == "ToMeBlock":
+                    for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
+                        if not hasattr(block, name):
+                            setattr(block, name, False)
+        self.merging = merging
+
+
+if __name__ == "__main__":
+    worker = Worker()
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as answers:
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer = getattr(worker, request.pop("action"))(**request)
+            print(json.dumps(answer), file=answers, flush=True)

@@ -1,0 +1,172 @@
+"""benchmarks/speed.py: the arms and backends that it adds compute what they should, and leave no trace."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+import speed
+from conftest import Recorder, make_unet, run, traces
+from free_merge import attach_free_merge
+from speed_results import config
+from torch_unet import torch_versions, torch_weights
+
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome.config import parse_settings
+from ppdiffusers_tome.evaluation.speed import backends, cases, parity
+from ppdiffusers_tome.evaluation.speed.cases import Arm, make_arms, make_case, make_configs, read_cases
+from ppdiffusers_tome.evaluation.speed.workloads import open_workload
+from ppdiffusers_tome.patch import attach, detach
+from ppdiffusers_tome.positions import Grid
+
+SCRIPT = Path(speed.__file__)
+TORCH_PYTHON = os.environ.get("TOME_TORCH_PYTHON") or (sys.executable if find_spec("tomesd") else None)
+TOMESD = {"window": None, "proportional": False}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The arms and backends are there for one test."""
+    names = {backends: ("BACKEND_CLASSES", "ATTACH"), parity: ("TOLERANCES", "DEFINED_BY")}
+    names[cases] = ("ARMS_OF", "CONFIGS_OF", "IN_BF16")
+    for module in (backends, parity, cases):
+        for name in names[module]:
+            monkeypatch.setattr(module, name, getattr(module, name).copy())
+    monkeypatch.setattr(parity, "IN_BF16", cases.IN_BF16)
+    speed.register()
+
+
+def tiny(**fields):
+    return make_case("tiny", **{"size": 128, **fields})
+
+
+def open_backend(name, workload, folder):
+    return backends.BACKEND_CLASSES[name](name, workload, 1, folder)
+
+
+def test_arms_have_their_own_configs():
+    texts = ("window=8", "proportional,window=none", "merge_attn=kv,match=grid,ratio=0.75", "merge_attn=kv,ratio=0.75")
+    mergings = [TOMESD, *({**TOMESD, **parse_settings(text)} for text in texts)]
+    arms = make_arms(
+        tiny(), ["plain", "tome", "built-in", "limit"], ["eager", "PyTorch"], make_configs([0.5], [None], mergings)
+    )
+    assert [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"] == [  # one for each number of tokens
+        ("limit 0.5, eager", 128),
+        ("limit 0.75, keys and values, eager", 64),
+    ]
+    assert [arm.name for arm in arms if arm.arm == "built-in"] == ["built-in 0.5, eager"]  # it does not allow 0.75
+    assert [arm.name for arm in arms if arm.backend == "PyTorch"] == [
+        "plain, PyTorch",
+        "ToMe 0.5, PyTorch",
+        "ToMe 0.75, PyTorch",
+    ]
+
+
+def test_limits_of_cells():
+    configs = make_configs([0.5], [None], [TOMESD, {**TOMESD, "sx": 4, "sy": 4}])
+    assert [arm.name for arm in make_arms(tiny(), ["limit"], ["eager"], configs)] == ["limit 0.5, eager"]
+    configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
+    case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16
+    arms = make_arms(case, ["limit"], ["eager"], configs)
+    assert [(arm.name, arm.kept) for arm in arms] == [("limit 0.75, eager", 21), ("limit 0.75, 2×2 cells, eager", 16)]
+
+
+def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
+    workload = open_workload(tiny())
+    eager = open_backend("eager", workload, tmp_path)
+    before, plain = traces(workload.denoiser), workload.run().numpy()
+    out = {name: eager.output(Arm(name, config=config(0.5))) for name in ("tome", "built-in", "limit")}
+    np.testing.assert_allclose(out["built-in"], out["tome"], atol=1e-5)
+    assert np.abs(out["limit"] - out["tome"]).max() > 1e-3 and np.abs(out["limit"] - plain).max() > 1e-3
+    assert [type(part) for part in traces(workload.denoiser)] == [type(part) for part in before]
+    np.testing.assert_array_equal(workload.run().numpy(), plain)
+    arm = Arm("tome", config=config(0.5))
+    eager.finish(arm)
+    assert set(arm.shares) == {"matching", "merge", "unmerge", "sizes"}
+    built_in = Arm("built-in", config=config(0.5))
+    parity.check_parity(workload.case, [built_in], workload.set_inputs, eager.output)
+    assert built_in.parity["against"] == "ToMe 0.5, eager" and built_in.parity["difference"] < 1e-5
+    assert parity.definition_of(Arm("limit", "predictor", config(0.5))) == Arm("limit", config=config(0.5))
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.7])
+@paddle.no_grad()
+def test_free_merge_cuts_as_many_tokens_as_merging_and_comes_off(ratio):
+    unet = make_unet()
+    unet.set_attn_processor(Recorder())
+    plain, lengths = run(unet), []
+    for attach_to, latent in ((attach, None), (attach_free_merge, Grid(16, 16))):
+        attach_to(unet, ToMeConfig(ratio=ratio), latent)
+        recorder = Recorder()
+        unet.set_attn_processor(recorder)
+        assert np.abs(run(unet) - plain).max() > 1e-3
+        lengths.append(recorder.lengths)
+    assert lengths[0] == lengths[1] and (256 - int(256 * ratio), None) in lengths[0]
+    detach(unet)
+    np.testing.assert_array_equal(run(unet), plain)
+
+
+def test_command_measures_the_arms_in_its_worker(tmp_path):
+    out = tmp_path / "speed.json"
+    options = ["--architecture", "tiny", "--size", "128", "--rounds", "1", "--threads", "1", "--output", str(out)]
+    options += ["--arms", "plain", "tome", "built-in", "limit", "--merging", "proportional=false,window=none"]
+    subprocess.run([sys.executable, SCRIPT, *options], check=True, capture_output=True)
+    result = json.loads(out.read_text())
+    (case,) = read_cases(result, out)
+    assert [arm.status for arm in case.arms] == ["measured"] * 4 and case.arms[1].shares
+    assert result["command"] == f"python benchmarks/speed.py {' '.join(options)}"
+
+
+# PyTorch
+
+
+def test_only_linear_weights_are_transposed_for_pytorch():
+    unet = make_unet()
+    weights, state = torch_weights(unet), unet.state_dict()
+    assert weights.keys() == state.keys()
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.ff.net.0.proj"
+    assert weights[f"{name}.weight"].shape == (256, 32) == tuple(state[f"{name}.weight"].shape[::-1])
+    assert weights[f"{name}.weight"].flags.c_contiguous
+    np.testing.assert_array_equal(weights["conv_in.weight"], state["conv_in.weight"].numpy())
+
+
+def interpreter(folder, script):
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_pytorch_process_that_ends_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_PYTHON", interpreter(tmp_path, "exit 3"))
+    with pytest.raises(ToMeError, match="PyTorch's process ended with status 3 at 'load'"):
+        open_backend("PyTorch", open_workload(tiny()), tmp_path)
+    with pytest.raises(ToMeConfigError, match="with --scope unet only"):
+        open_backend("PyTorch", open_workload(tiny(scope="block")), tmp_path)
+
+
+def test_versions_of_pytorch_are_read_from_its_interpreter(tmp_path):
+    versions = {"torch": "9.9", "diffusers": "8.8", "tomesd": "7.7"}
+    assert torch_versions(interpreter(tmp_path, f"echo '{json.dumps(versions)}'")) == versions
+    with pytest.raises(ToMeConfigError, match=r"python cannot be used: no such package"):
+        torch_versions(interpreter(tmp_path, "echo no such package >&2; exit 1"))
+    with pytest.raises(ToMeConfigError, match=r"nothing cannot be used: .*No such file"):
+        torch_versions(str(tmp_path / "nothing"))
+
+
+@pytest.mark.skipif(TORCH_PYTHON is None, reason="TOME_TORCH_PYTHON names no interpreter with torch and tomesd")
+@pytest.mark.parametrize(("name", "smallest", "largest"), [("PyTorch", 0, 1e-5), ("PyTorch-bf16", 1e-3, 0.1)])
+def test_pytorch_computes_what_eager_does(tmp_path, monkeypatch, name, smallest, largest):
+    monkeypatch.setenv("TORCH_PYTHON", TORCH_PYTHON)
+    workload = open_workload(tiny())
+    eager, pytorch = (open_backend(backend, workload, tmp_path) for backend in ("eager", name))
+    for kind, ratio in (("plain", 0.0), ("tome", 0.5), ("plain", 0.0)):
+        expected, arm = eager.output(Arm(kind, config=config(ratio))), Arm(kind, name, config(ratio))
+        assert smallest <= np.abs(pytorch.output(arm) - expected).max() / np.abs(expected).max() <= largest
+        assert pytorch.seconds(arm) > 0 and pytorch.peak_memory(arm) is None
+    pytorch.close()
