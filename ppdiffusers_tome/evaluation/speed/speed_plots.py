@@ -57,7 +57,7 @@ def by_method(arms: pd.DataFrame) -> Figure | None:
     for index, name in enumerate(names):
         bars = arms[labels == name]
         positions = [ticks.index(place) + (index - (len(names) - 1) / 2) * width for place in places[bars.index]]
-        spread = abs(bars[["over_plain_low", "over_plain_high"]].sub(bars["over_plain"], axis=0)).to_numpy().T
+        spread = abs(bars[["over_plain_low", "over_plain_high"]].sub(bars["over_plain"], axis=0)).to_numpy().T.tolist()
         look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "error_kw": {"linewidth": 0.8}}
         axes.bar(positions, bars["over_plain"], 0.92 * width, yerr=spread, label=name, **look)
     axes.set_xticks(range(len(ticks)), ticks)
