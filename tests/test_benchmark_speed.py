@@ -159,6 +159,52 @@ def test_versions_of_pytorch_are_read_from_its_interpreter(tmp_path):
         torch_versions(str(tmp_path / "nothing"))
 
 
+# In place of the packages, for an interpreter without them: a pass adds 1, or 2 where tomesd merges.
+STAND_INS = {
+    "torch": """
+from contextlib import nullcontext as inference_mode
+bfloat16, from_numpy, set_num_threads = None, lambda x: x, lambda n: None
+def autocast(device, dtype, enabled): return inference_mode()
+""",
+    "diffusers": """
+from types import SimpleNamespace
+import numpy as np
+class Output(np.ndarray):
+    def float(self): return self
+    def numpy(self): return np.asarray(self)
+class UNet2DConditionModel:
+    def __init__(self, sample_size=None): self.added = 1
+    def eval(self): return self
+    def modules(self): return []
+    def load_state_dict(self, weights, strict): assert "conv_in.weight" in weights and strict
+    def __call__(self, sample, timestep, text, added_cond_kwargs):
+        return SimpleNamespace(sample=(sample + self.added).view(Output))
+""",
+    "tomesd": """
+def remove_patch(unet): unet.added = 1
+def apply_patch(unet, ratio, max_downsample, use_rand, **others): assert ratio == 0.5 and not use_rand; unet.added = 2
+""",
+}
+
+
+def test_pytorch_process_exchanges_weights_inputs_and_outputs(tmp_path, monkeypatch):
+    for name, source in STAND_INS.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_PYTHON", sys.executable)
+    workload = open_workload(tiny())
+    pytorch = open_backend("PyTorch", workload, tmp_path)
+    for seed in (0, 1):
+        workload.set_inputs(seed)
+        sample = workload.inputs["sample"].numpy()
+        for arm, added in ((Arm("plain", "PyTorch"), 1), (Arm("tome", "PyTorch", config(0.5)), 2)):
+            np.testing.assert_array_equal(pytorch.output(arm), sample + added)
+            assert 0 < pytorch.seconds(arm) < 1 and pytorch.peak_memory(arm) is None
+    pytorch.close()
+
+
 @pytest.mark.skipif(TORCH_PYTHON is None, reason="TOME_TORCH_PYTHON names no interpreter with torch and tomesd")
 @pytest.mark.parametrize(("name", "smallest", "largest"), [("PyTorch", 0, 1e-5), ("PyTorch-bf16", 1e-3, 0.1)])
 def test_pytorch_computes_what_eager_does(tmp_path, monkeypatch, name, smallest, largest):
