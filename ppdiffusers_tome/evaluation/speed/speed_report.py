@@ -49,17 +49,18 @@ def write_report(files: Sequence[Path], output: Path) -> str:
             }
         )
     merged = frame[frame["merges"]]
+    tome = merged[(merged["arm"] == TOME) & merged["over_plain"].notna()]
     text = render(
         "speed.md",
         frame=frame,
-        methods=[(method, _fastest(arms)) for method, arms in _by_method(merged) if arms["over_plain"].count()],
+        methods=[_fastest(arms) for _, arms in tome.groupby("method", sort=False)],
         merged=merged["time"].count(),
         slower=_slower(merged),
         repeats=_repeats(merged),
         memory=merged.dropna(subset="memory_over_unmerged").sort_values("memory_over_unmerged"),
         fits=_fits_only_merged(frame),
         parity=_parity(frame),
-        summary=_summary(merged),
+        summary=_summary(tome),
         others=[f"[{file.name}]({link(file, output)}) ({kind})" for file, kind in others],
         has_published=(output / PUBLISHED).exists(),
         sections=sections,
@@ -67,11 +68,6 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     output.mkdir(parents=True, exist_ok=True)
     (output / "speed.md").write_text(text, encoding="utf-8")
     return text
-
-
-def _by_method(merged: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The arms of ToMe, by method."""
-    yield from merged[merged["arm"] == TOME].groupby("method", sort=False)
 
 
 def _fastest(arms: pd.DataFrame) -> dict[str, Any]:
@@ -113,9 +109,9 @@ def _parity(frame: pd.DataFrame) -> dict[str, Any]:
     return {**worst, "count": differences.count(), "most": differences.max()}
 
 
-def _summary(merged: pd.DataFrame) -> pd.DataFrame:
+def _summary(tome: pd.DataFrame) -> pd.DataFrame:
     """The speed-ups of ToMe by model, size and method, at one ratio for each method and backend: a column for each."""
-    arms = near_half(merged[(merged["arm"] == TOME) & merged["over_plain"].notna()])
+    arms = near_half(tome)
     keys = [arms["subject"].rename("model"), arms["size"].rename("px"), arms["label"].rename("arm"), arms["backend"]]
     return arms["over_plain"].groupby(keys, sort=False).agg(_range).unstack() if len(arms) else pd.DataFrame()
 
