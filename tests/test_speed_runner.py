@@ -256,6 +256,21 @@ def test_worker_continues_a_case(tmp_path, monkeypatch):
     assert sorted(steps) == every
 
 
+def test_arms_take_turns_in_another_order_in_each_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(EagerBackend, "seconds", lambda self, arm: 1.0)
+    case = make_case("tiny", size=64)
+    case.arms = make_arms(
+        case, ["plain", "memory-efficient", "tome"], ["eager"], make_configs([0.5], [None], [TOMESD])
+    )
+    orders = []
+    for _ in range(2):
+        timed = [m for m in messages_of(copy.deepcopy(case), 6, tmp_path) if isinstance(m, tuple) and "round" in m[1]]
+        orders.append([[name for name, step in timed if step == f"round {index}"] for index in range(1, 7)])
+        assert [step for _, step in timed] == [f"round {index}" for index in range(1, 7) for _ in case.arms]
+    assert all(sorted(order) == sorted(arm.name for arm in case.arms) for order in orders[0])
+    assert orders[0] == orders[1] and len({*map(tuple, orders[0])}) > 2
+
+
 def interrupt(folder, rounds, stub):
     """Leave an incomplete result, and a stub."""
     stub(KeyboardInterrupt())
