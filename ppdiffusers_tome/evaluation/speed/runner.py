@@ -98,7 +98,8 @@ def measure_all(
                         if isinstance(message, Case):
                             save(index, message)
                         else:
-                            (arm, step), _ = message, bar.update()
+                            arm, step = message
+                            bar.update()
                 except WorkerEndedError as error:
                     skip += _fail(cases[index], arm, step, error, skip, ended_before)
                     save(index, cases[index])
