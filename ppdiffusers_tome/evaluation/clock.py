@@ -46,7 +46,7 @@ def now() -> float:
 def seconds_of(run: Callable[[], Any]) -> float:
     """How long a call takes, its work on the device included."""
     start = now()
-    result = run()  # kept until the clock has been read: freeing it is not part of the call
+    result = run()  # held until the clock has been read: freeing it is not part of the call
     seconds = now() - start
     del result
     return seconds
