@@ -4,8 +4,9 @@ In a document, the function NAME of this file computes
 
 - a figure between two comments, `<!--= NAME ARGUMENT… -->1.68×<!--/-->`, which does not begin a line, because Markdown
   takes such a line as HTML;
-- the last cells of a table's row that ends in a comment, `| windows of 8 | 0.5 | 47.0 <!--| NAME ARGUMENT… --> |`;
-  None leaves a cell, which is a label in the document's language, as it is.
+- the last cells of a table's row that ends in a comment, `| windows of 8 | 0.5 | 47.0 <!--: NAME ARGUMENT… --> |`;
+  None leaves a cell, which is a label in the document's language, as it is. The mark has no "|", which would end the
+  cell.
 """
 
 import argparse
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [*ROOT.glob("README*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
-ROW = re.compile(r"^\| (.*) <!--\| (.+?) --> \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
 DEFAULT, TOMESD = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, **TOMESD_SETTINGS)
 OTHER_SEEDS = "plain, other seeds"  # in results of quality: images of the same prompts with other seeds
@@ -43,14 +44,14 @@ def update(text: str) -> str:
         assert len(computed) <= len(cells), f"{match[0]}: it has fewer cells than {computed}"
         first = len(cells) - len(computed)
         cells[first:] = [old if new is None else new for old, new in zip(cells[first:], computed, strict=True)]
-        return f"| {' | '.join(cells)} <!--| {match[2]} --> |"
+        return f"| {' | '.join(cells)} <!--: {match[2]} --> |"
 
     broken = re.search(r"^<!--= .*", text, re.MULTILINE)
     assert not broken, f"{broken and broken[0]}: a figure must not begin a line"
     assert len(MARKED.findall(text)) == len(re.findall("<!--= ", text)) == len(re.findall("<!--/", text)), (
         "half a mark"
     )
-    assert len(ROW.findall(text)) == len(re.findall("<!--[|]", text)), "a mark of a row is not at its end"
+    assert len(ROW.findall(text)) == len(re.findall("<!--[:|]", text)), "a mark of a row is not at its end"
     return ROW.sub(row, MARKED.sub(lambda match: f"<!--= {match[1]} -->{call(match[1])}<!--/-->", text))
 
 
@@ -132,6 +133,11 @@ def speed_up(file: str, backend: str, size: str, batch: str = "2", form: str = "
     names = ("both", "memory-efficient") if backend == "sliced" else ("tome", "plain")
     merged, plain = (arm(file, name, backend.replace("sliced", "eager"), size, batch) for name in names)
     return f"{times(merged, plain):{form}}×"
+
+
+def memory(file: str, name: str, size: str, batch: str = "2") -> str:
+    """The peak of an arm at ratio 0.5 or without merging, in GB."""
+    return f"{arm(file, name, 'eager', size, batch)['peak_memory_bytes'] / 1e9:.1f}"
 
 
 def speed_up_by_macs(file: str, size: str, batch: str, form: str) -> str:
@@ -225,6 +231,12 @@ def change_against_seed(file: str) -> str:
     return f"{100 * median(setting(file, DEFAULT), 'perceptual') / seed:.0f} %"
 
 
+def seed_against_change(file: str) -> str:
+    """How many times as far another seed moves an image as the default at ratio 0.5."""
+    seed = median(read(file)["calibration"][OTHER_SEEDS], "perceptual")
+    return f"{seed / median(setting(file, DEFAULT), 'perceptual'):.0f}×"
+
+
 def separated_by_kid(none: str, *words: str) -> str:
     """The settings whose KID is above that of plain images by more than two standard deviations of both."""
     above = []
@@ -294,12 +306,34 @@ def distance(size: str, *settings: str) -> list[str | None]:
     distances = [psnr[0], f"{median(prompts, 'perceptual'):.4f}", psnr[1]]
     if config is None:
         return [f"{size} px", None, "–", *distances, "–", "–", "–"]
-    passes = [row for row in arms(times_file) if row["backend"] == "predictor"]
-    (plain,) = [row for row in passes if row["arm"] == "plain"]
     fixed = replace(config, use_rand=False)  # `bench` times fixed dst: random dst take the same time
-    (merged,) = [row for row in passes if row["arm"] == "tome" and ToMeConfig(**row["config"]) == fixed]
+    ((merged, plain),) = [pair for pair in predictor_passes(times_file) if ToMeConfig(**pair[0]["config"]) == fixed]
     passed = [milliseconds(plain), milliseconds(merged), f"{times(merged, plain):.2f}×"]
     return [f"{size} px", None, f"{config.ratio:g}", *distances, *passed]
+
+
+def choice(settings: str) -> list[str]:
+    """Of a way to merge at 256 px: the speed-up of a pass in the predictor, and the PSNR of both kinds of images."""
+    config = ToMeConfig(**parse_settings(settings))
+    fixed = replace(config, use_rand=False)  # `bench` times fixed dst: random dst take the same time
+    passes = [row for file in ("frontier_speed_256", "emoji_256_unet") for row in predictor_passes(file)]
+    row, plain = next((row, plain) for row, plain in passes if ToMeConfig(**row["config"]) == fixed)
+    prompts = setting("frontier_256", config) or setting("quality_256", config)
+    rows = (prompts, setting(f"{PHOTOGRAPHS}256", config))
+    return [f"{times(row, plain):.2f}×", *(f"{median(row, 'psnr'):.1f}" if row else "–" for row in rows)]
+
+
+def predictor_passes(file: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The merged arms of a result in the predictor, each with the plain one."""
+    passes = [row for row in arms(file) if row["backend"] == "predictor"]
+    (plain,) = [row for row in passes if row["arm"] == "plain"]
+    return [(row, plain) for row in passes if row["arm"] == "tome"]
+
+
+def by_model(file: str, backend: str, size: str, batch: str) -> list[str]:
+    """Of ToMe at ratio 0.5: the speed-up, and the peaks of memory without and with merging in GB."""
+    *_, speed, plain, merged = run(file, backend, size, batch)
+    return [f"{speed}", f"{plain} → {merged}"]
 
 
 def one_pass(size: str, backend: str) -> list[str]:
