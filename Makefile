@@ -86,10 +86,11 @@ test-page: browser $(VENV)/.installed-test build/emoji/tome.json ## test the pag
 build/emoji/tome.json: $(VENV)/.installed
 	$(PY) -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5 0 --overwrite
 
-check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
+check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes, and measure README.md
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	awk 'END {exit NR > 110}' README.md
 
 format: $(VENV)/.installed-test ## fix and format with ruff
 	$(PY) -m ruff check --fix .

@@ -225,12 +225,6 @@ def gain(file: str) -> str:
     return f"{default - tomesd:.0f}"
 
 
-def change_against_seed(file: str) -> str:
-    """How far the default at ratio 0.5 moves an image, as a share of what another seed does."""
-    seed = median(read(file)["calibration"][OTHER_SEEDS], "perceptual")
-    return f"{100 * median(setting(file, DEFAULT), 'perceptual') / seed:.0f} %"
-
-
 def seed_against_change(file: str) -> str:
     """How many times as far another seed moves an image as the default at ratio 0.5."""
     seed = median(read(file)["calibration"][OTHER_SEEDS], "perceptual")
@@ -334,6 +328,18 @@ def by_model(file: str, backend: str, size: str, batch: str) -> list[str]:
     """Of ToMe at ratio 0.5: the speed-up, and the peaks of memory without and with merging in GB."""
     *_, speed, plain, merged = run(file, backend, size, batch)
     return [f"{speed}", f"{plain} → {merged}"]
+
+
+def by_size(size: str, settings: str) -> list[str]:
+    """Of a way to merge: the speed-up of a pass in the predictor, and the PSNR of both kinds of images."""
+    _, _, _, psnr, _, photographs, *_, speed = distance(size, settings)
+    return [f"{speed}", f"{psnr}", f"{photographs}"]
+
+
+def by_runtime(backend: str) -> list[str]:
+    """Of the bundled UNet at 256 px: milliseconds of plain and merged, and the speed-up."""
+    _, _, plain, merged, _, speed, *_ = one_pass("256", backend)
+    return [plain, merged, speed]
 
 
 def one_pass(size: str, backend: str) -> list[str]:

@@ -83,21 +83,20 @@ case = json.loads(str(np.load("tests/golden/unet.npz")["cases"]))[0]
 B, h, w, seed = (case[name] for name in ("B", "h", "w", "seed"))
 """
 BEFORE = {
-    ("README.md", 1): "prompt = 'a 3d render of fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
+    ("docs/api.md", 0): f"{PIPE}\nprompt = 'a 3d render of fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
     ("docs/inference.md", 0): PIPE,
     ("docs/inference.md", 1): f"{PIPE}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
     ("docs/serving.md", 0): SERVER,
     ("tests/golden/README.md", 1): CASE,
 }
-CONTINUES = [("README.md", 1), ("docs/inference.md", 1)]  # in the process of the snippet before
+CONTINUES = [("docs/inference.md", 1)]  # in the process of the snippet before
 
 
 @pytest.fixture(scope="module")
 def run_snippet(tmp_path_factory):
     """A function that runs a snippet, with the one that continues it, and returns the folder that it ran in.
 
-    It runs as it stands but for the port, on the bundled model and the CPU. None needs a GPU. The one model of the hub
-    is not downloaded: a folder of its name comes first.
+    It runs as it stands but for the port, on the bundled model and the CPU. None needs a GPU.
     """
 
     @cache
@@ -105,9 +104,6 @@ def run_snippet(tmp_path_factory):
         folder = tmp_path_factory.mktemp("snippets")
         for name in ("examples", "tests"):
             (folder / name).symlink_to(ROOT / name)
-        hub = folder / "stable-diffusion-v1-5" / "stable-diffusion-v1-5"
-        hub.parent.mkdir()
-        hub.symlink_to(ROOT / "examples" / "emoji_sd")
         if document == "docs/serving.md":
             (folder / "build").symlink_to(run("docs/inference.md", 0) / "build")  # it serves what is exported there
         codes = []
@@ -132,6 +128,21 @@ def test_snippets_run(document, number, run_snippet):
     folder = run_snippet(document, number - 1 if (document, number) in CONTINUES else number)
     for name in re.findall(r"\.save\(\"(.+?\.png)\"\)", snippets(document)[number]):
         assert Image.open(folder / name).getextrema() != ((255, 255),) * 3
+
+
+def test_readme_is_short():
+    assert len(text_of("README.md").splitlines()) <= 110
+
+
+def test_both_readmes_have_the_same_figures_tables_and_sections():
+    marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(f"README{end}.md"))) for end in ("", "_zh")]
+    sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(f"README{end}.md"), re.MULTILINE) for end in ("", "_zh")]
+    assert marks[0] == marks[1] and sections[0] == sections[1]
+
+
+def test_commands_of_the_readme_are_the_same_in_both_languages():
+    english, chinese = (list(commands(f"README{end}.md")) for end in ("", "_zh"))
+    assert english == chinese
 
 
 def test_snippets_of_the_readme_are_the_same_in_both_languages():
@@ -160,7 +171,7 @@ def test_first_lines_of_the_readme_choose_half_precision_on_a_gpu(monkeypatch, t
     options = []
     monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *_, **named: options.append(named) or pipe)
     image = SimpleNamespace(images=[Image.new("RGB", (8, 8))])
-    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *_: image)
+    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *_, **__: image)
     monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
     monkeypatch.chdir(tmp_path)
     exec(snippets(readme)[0], {})
