@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import absl.logging
@@ -133,18 +134,32 @@ class Recorder(AttnProcessor):
         return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
 
 
+def record_plans(monkeypatch, record):
+    build = BlockWrap.build_plan
+
+    def recording(wrap, metric):
+        plan = build(wrap, metric)
+        if plan is not None:
+            record(plan)
+        return plan
+
+    monkeypatch.setattr(BlockWrap, "build_plan", recording)
+
+
 @pytest.fixture
 def plans(monkeypatch):
     """The plans of all passes, in the order of the blocks that run."""
-    recorded, build = [], BlockWrap.build_plan
-
-    def record(wrap, metric):
-        plan = build(wrap, metric)
-        recorded.extend([] if plan is None else [plan])
-        return plan
-
-    monkeypatch.setattr(BlockWrap, "build_plan", record)
+    recorded = []
+    record_plans(monkeypatch, recorded.append)
     return recorded
+
+
+@pytest.fixture
+def live_plans(monkeypatch):
+    """The plans that something still refers to."""
+    alive = weakref.WeakSet()
+    record_plans(monkeypatch, alive.add)
+    return alive
 
 
 def in_threads(functions):

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import ppdiffusers
-from zoo import ZOO, Tiny
+from zoo import REFUSED, ZOO
 
-from ppdiffusers_tome.models import components
+from ppdiffusers_tome.models import layer_components
 from ppdiffusers_tome.unsupported import REASONS, no_merge_reason
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
@@ -59,22 +59,30 @@ def pipeline_classes() -> list[str]:
     return sorted(names - {"DiffusionPipeline"})
 
 
-def row(name: str, tiny: Tiny | None = None) -> str:
-    """The line of one class: from its tiny pipeline, or from WITHOUT_BUILDER."""
-    models = WITHOUT_BUILDER[name] if tiny is None else ", ".join(dict.fromkeys(m.split(".")[0] for m in tiny.merges))
+def row(name: str, pipe: ppdiffusers.DiffusionPipeline | None = None, merges: tuple[str, ...] = ()) -> str:
+    """The line of one class: from its tiny pipeline and the models that merge there, or from WITHOUT_BUILDER."""
+    models = WITHOUT_BUILDER[name] if pipe is None else ", ".join(dict.fromkeys(m.split(".")[0] for m in merges))
     reasons = {}
     if isinstance(models, dict):
         models, reasons = "", {component: REASONS[model] for component, model in models.items()}
-    elif tiny is not None:
-        named = {component: no_merge_reason(model) for component, model in components(tiny.pipe).items()}
+    elif pipe is not None:
+        named = {component: no_merge_reason(model) for component, model in layer_components(pipe).items()}
         reasons = {component: reason for component, reason in named.items() if reason}
     texts = [models] * bool(models) + [f"{component}: {reason}" for component, reason in reasons.items()]
     return f"| `{name}` | {'yes' if models else 'no'} | {'; '.join(texts)} |"
 
 
+def line_of(name: str) -> str:
+    """The line of one class, whose tiny pipeline is built if there is one."""
+    if name in ZOO:
+        tiny = ZOO[name]()
+        return row(name, tiny.pipe, tiny.merges)
+    return row(name, REFUSED[name]() if name in REFUSED else None)
+
+
 def table() -> str:
     """The whole table; pipelines that merge come first."""
-    rows = [row(name, ZOO[name]() if name in ZOO else None) for name in pipeline_classes()]
+    rows = [line_of(name) for name in pipeline_classes()]
     rows.sort(key=lambda line: "| no |" in line)
     merging = sum("| yes |" in line for line in rows)
     lines = [

@@ -14,7 +14,7 @@ from ppdiffusers import (
     StableDiffusionControlNetPipeline,
     StableDiffusionPipeline,
 )
-from zoo import ZOO, Tiny, generate
+from zoo import REFUSED, ZOO, Tiny, generate
 from zoo.controlnets import ONE
 from zoo.images import IMAGE, INPAINT, TEXT, UNET, ip_adapter
 from zoo.parts import controlnet, image
@@ -55,25 +55,31 @@ def test_family(name):
     plain, before = generate(tiny), all_traces(tiny.pipe)
     assert np.isfinite(plain).all()
     cls = name.partition("_")[0]  # a builder's name is its class, or class_variant
-    assert LISTED[cls] == row(cls, tiny), "run tests/families_page.py"
-    if tiny.merges:
-        assert tiny.pipe.apply_tome(ratio=0.5) is tiny.pipe
-        assert merging(tiny.pipe) == set(tiny.merges)
-        merged = generate(tiny)
-        assert merged.shape == plain.shape and np.isfinite(merged).all()
-        assert np.abs(merged - plain).max() > 1e-4
-        tiny.pipe.apply_tome(ratio=0)
-        layers = [layer for model in layer_components(tiny.pipe).values() for layer in model.sublayers(True)]
-        assert {type(wrap_of(layer)) for layer in layers} == {type(None), Wrap}
-        assert tiny.pipe.remove_tome() is tiny.pipe
-    else:
-        with pytest.raises(NoMergeableLayerError) as error:
-            tiny.pipe.apply_tome(ratio=0.5)
-        labels = {f"{name} ({type(model).__name__})" for name, model in layer_components(tiny.pipe).items()}
-        assert all(model in str(error.value) for model in labels)
-        assert any(f"{model}: " in str(error.value) for model in labels)  # the reason, for at least one
+    assert LISTED[cls] == row(cls, tiny.pipe, tiny.merges), "run tests/families_page.py"
+    assert tiny.pipe.apply_tome(ratio=0.5) is tiny.pipe
+    assert merging(tiny.pipe) == set(tiny.merges)
+    merged = generate(tiny)
+    assert merged.shape == plain.shape and np.isfinite(merged).all()
+    assert np.abs(merged - plain).max() > 1e-4
+    tiny.pipe.apply_tome(ratio=0)
+    layers = [layer for model in layer_components(tiny.pipe).values() for layer in model.sublayers(True)]
+    assert {type(wrap_of(layer)) for layer in layers} == {type(None), Wrap}
+    assert tiny.pipe.remove_tome() is tiny.pipe
     np.testing.assert_array_equal(generate(tiny), plain)
     assert all_traces(tiny.pipe) == before
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_family_in_which_nothing_merges(name):
+    pipe = REFUSED[name]()
+    before = all_traces(pipe)
+    with pytest.raises(NoMergeableLayerError) as error:
+        pipe.apply_tome(ratio=0.5)
+    labels = {f"{name} ({type(model).__name__})" for name, model in layer_components(pipe).items()}
+    assert labels and all(model in str(error.value) for model in labels)
+    assert any(f"{model}: " in str(error.value) for model in labels)  # the reason, for at least one
+    assert LISTED[name] == row(name, pipe), "run tests/families_page.py"
+    assert all_traces(pipe) == before
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import types
 
 import numpy as np
@@ -22,7 +21,6 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 import ppdiffusers_tome
 from ppdiffusers_tome import (
     Grid,
-    MergePlan,
     NoMergeableLayerError,
     ToMeConfig,
     ToMeConfigError,
@@ -32,11 +30,6 @@ from ppdiffusers_tome import (
     wraps,
 )
 from ppdiffusers_tome.models import find_blocks
-
-
-def live_plans():
-    gc.collect()
-    return [item for item in gc.get_objects() if isinstance(item, MergePlan)]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +46,7 @@ def live_plans():
     ],
 )
 @pytest.mark.parametrize(("batch", "h", "w"), [(2, 16, 16), (1, 16, 24), (3, 17, 19), (2, 16, 17), (1, 33, 47)])
-def test_plain_applied_removed(unet, settings, batch, h, w):
+def test_plain_applied_removed(unet, settings, batch, h, w, live_plans):
     before, plain = traces(unet), run(unet, batch=batch, h=h, w=w)
     assert unet.apply_tome(**settings) is unet
     applied = run(unet, batch=batch, h=h, w=w)
@@ -62,7 +55,7 @@ def test_plain_applied_removed(unet, settings, batch, h, w):
     assert unet.remove_tome() is unet
     np.testing.assert_array_equal(run(unet, batch=batch, h=h, w=w), plain)
     assert traces(unet) == before == traces(unet.remove_tome())
-    assert live_plans() == []
+    assert not live_plans
 
 
 def test_applying_again_replaces(unet):
@@ -213,12 +206,12 @@ def test_other_objects_are_rejected():
 # Plans end with their pass
 
 
-def test_only_one_plan_is_alive_in_a_pass(unet):
+def test_only_one_plan_is_alive_in_a_pass(unet, live_plans):
     alive = []
     for block in find_blocks(unet):
-        block.block.attn1.register_forward_pre_hook(lambda *_: alive.append(len(live_plans())))
+        block.block.attn1.register_forward_pre_hook(lambda *_: alive.append(len(live_plans)))
     run(unet.apply_tome(max_downsample=2))
-    assert alive == [1] * 7 and live_plans() == []
+    assert alive == [1] * 7 and not live_plans
 
 
 def test_threads_on_one_model_each_get_their_own_plan(unet, device_is_restored):
@@ -232,7 +225,7 @@ def test_threads_on_one_model_each_get_their_own_plan(unet, device_is_restored):
             np.testing.assert_allclose(result, output, atol=1e-6)
 
 
-def test_no_plan_outlives_a_pass_that_fails(unet):
+def test_no_plan_outlives_a_pass_that_fails(unet, live_plans):
     class Failing(AttnProcessor):
         def __call__(self, *args, **kwargs):
             raise ZeroDivisionError
@@ -243,7 +236,7 @@ def test_no_plan_outlives_a_pass_that_fails(unet):
     unet.set_attn_processor(Failing())
     with pytest.raises(ZeroDivisionError):
         run(unet)
-    assert live_plans() == []
+    assert not live_plans
     unet.set_attn_processor(processors)
     np.testing.assert_array_equal(run(unet), expected)
 

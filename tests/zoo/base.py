@@ -19,7 +19,7 @@ class Tiny:
 
     pipe: DiffusionPipeline
     call: dict[str, Any]  # two steps, output_type="np" or equivalent, sizes of 64 px or less
-    merges: tuple[str, ...]  # names of the models that merge by default; () if nothing can
+    merges: tuple[str, ...]  # names of the models that merge by default
     output: str = "images"  # the field of the pipeline's output with the result
 
 
@@ -29,7 +29,7 @@ def family(build: Callable[[], Tiny]) -> Callable[[], Tiny]:
     return build
 
 
-def register(families: dict[str, tuple], merges: tuple[str, ...] = (), output: str = "images") -> None:
+def register(families: dict[str, tuple], merges: tuple[str, ...], output: str = "images") -> None:
     """Register pipelines by name: the class, and after "_" the variant.
 
     Args:

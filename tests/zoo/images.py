@@ -10,7 +10,6 @@ from ppdiffusers.pipelines.paint_by_example.image_encoder import PaintByExampleI
 from ppdiffusers.pipelines.stable_diffusion.clip_image_project_model import CLIPImageProjection
 from ppdiffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
 from ppdiffusers.pipelines.stable_diffusion_safe import StableDiffusionPipelineSafe as SafePipeline
-from ppdiffusers.pipelines.unclip.text_proj import UnCLIPTextProjModel
 from ppdiffusers.transformers import CLIPProcessor
 
 from .base import Tiny, family, register
@@ -106,94 +105,13 @@ def unclip_parts():
     }
 
 
-def prior():
-    return ready(
-        pp.PriorTransformer(
-            num_attention_heads=2, attention_head_dim=16, num_layers=1, embedding_dim=HIDDEN, num_embeddings=24
-        )
-    )
+def prior(**changes):
+    settings = {"attention_head_dim": 16, "num_layers": 1, "embedding_dim": HIDDEN, "num_embeddings": 24, **changes}
+    return ready(pp.PriorTransformer(num_attention_heads=2, **settings))
 
 
 def prior_scheduler():
     return pp.UnCLIPScheduler(variance_type="fixed_small_log", prediction_type="sample")
-
-
-def super_resolution():
-    """A UNet without text, whose attention is not in a Transformer2DModel."""
-    return ready(
-        pp.UNet2DModel(
-            sample_size=32,
-            in_channels=6,
-            layers_per_block=1,
-            block_out_channels=(32, 32),
-            down_block_types=2 * ("ResnetDownsampleBlock2D",),
-            up_block_types=2 * ("ResnetUpsampleBlock2D",),
-            resnet_time_scale_shift="scale_shift",
-        )
-    )
-
-
-def unclip_decoder_parts():
-    """Components of both UnCLIP pipelines, which have no Transformer2DModel."""
-    decoder = unet(
-        in_channels=3,
-        out_channels=6,
-        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
-        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
-        class_embed_type="identity",
-        resnet_time_scale_shift="scale_shift",
-    )
-    projection = UnCLIPTextProjModel(
-        clip_embeddings_dim=HIDDEN, time_embed_dim=4 * 32, cross_attention_dim=HIDDEN, clip_extra_context_tokens=4
-    )
-    return {
-        "decoder": decoder,
-        "text_encoder": text_encoder_with_projection(),
-        "tokenizer": tokenizer(),
-        "text_proj": ready(projection),
-        "super_res_first": super_resolution(),
-        "super_res_last": super_resolution(),
-        "decoder_scheduler": pp.UnCLIPScheduler(variance_type="learned_range"),
-        "super_res_scheduler": pp.UnCLIPScheduler(variance_type="fixed_small_log"),
-    }
-
-
-# DeepFloyd IF: denoises pixels instead of latents, with attention outside of a Transformer2DModel
-
-
-def floyd(**changes):
-    model = unet(
-        **{
-            "in_channels": 3,
-            "out_channels": 6,
-            "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
-            "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
-            "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
-            "addition_embed_type": "text",
-            "addition_embed_type_num_heads": 2,
-            "cross_attention_norm": "group_norm",
-            "attention_head_dim": 16,
-            "encoder_hid_dim": 24,
-            "encoder_hid_dim_type": "text_proj",
-            "resnet_time_scale_shift": "scale_shift",
-            "time_embedding_act_fn": "gelu",
-            **changes,
-        }
-    )
-    noise = scheduler(pp.DDPMScheduler, variance_type="learned_range")
-    none = ("tokenizer", "text_encoder", "safety_checker", "feature_extractor", "watermarker")
-    return {**dict.fromkeys(none), "unet": model, "scheduler": noise, "requires_safety_checker": False}
-
-
-def floyd_upscaler():
-    model = {"in_channels": 6, "class_embed_type": "timestep", "sample_size": 32}
-    return {**floyd(**model), "image_noising_scheduler": scheduler(pp.DDPMScheduler)}
-
-
-def floyd_call(**changes):
-    embeds = {name: paddle.randn([1, 7, 24]) for name in ("prompt_embeds", "negative_prompt_embeds")}
-    return {**embeds, "num_inference_steps": 2, "output_type": "np", **changes}
 
 
 def upscaler_parts():
@@ -220,35 +138,6 @@ def upscaler_parts():
         "unet": upscaler,
         "low_res_scheduler": scheduler(pp.DDPMScheduler),
         "scheduler": scheduler(prediction_type="v_prediction"),
-    }
-
-
-def latent_upscaler_parts():
-    """K-blocks, whose attention is not inside a Transformer2DModel."""
-    upscaler = unet(
-        in_channels=8,
-        out_channels=5,
-        block_out_channels=(32, 64, 64),
-        down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D", "KCrossAttnDownBlock2D"),
-        mid_block_type=None,
-        up_block_types=("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"),
-        act_fn="gelu",
-        attention_head_dim=8,
-        conv_in_kernel=1,
-        conv_out_kernel=1,
-        norm_num_groups=None,
-        resnet_time_scale_shift="scale_shift",
-        time_embedding_type="fourier",
-        timestep_post_act="gelu",
-        time_cond_proj_dim=128 + HIDDEN,
-        time_embedding_dim=64,
-    )
-    return {
-        "vae": vae(),
-        "text_encoder": text_encoder(),
-        "tokenizer": tokenizer(),
-        "unet": upscaler,
-        "scheduler": scheduler(pp.EulerDiscreteScheduler, prediction_type="sample"),
     }
 
 
@@ -302,10 +191,6 @@ WITHOUT_TEXT = {"image": image(), "num_inference_steps": 2, "output_type": "np"}
 BOXES = {"gligen_phrases": ["fox"], "gligen_boxes": [[0.1, 0.2, 0.6, 0.7]], "gligen_scheduled_sampling_beta": 1}
 # Self-attention guidance reads the attention map of the UNet's middle; its code for that raises on Paddle 2.
 GUIDANCE = {"sag_scale": 0.75 if paddle.__version__ >= "3" else 0.0}
-
-
-def steps(*stages):
-    return {"output_type": "np", **{f"{stage}_num_inference_steps": 2 for stage in stages}}
 
 
 register(
@@ -395,29 +280,4 @@ register(
     {"StableDiffusionLDM3DPipeline": (lambda: stable_diffusion(vae=vae(in_channels=6, out_channels=6)), TEXT)},
     UNET,
     "rgb",
-)
-register(
-    {
-        "StableDiffusionLatentUpscalePipeline": (latent_upscaler_parts, FROM_IMAGE),
-        "UnCLIPPipeline": (
-            lambda: {"prior": prior(), "prior_scheduler": prior_scheduler(), **unclip_decoder_parts()},
-            {"prompt": "a fox", **steps("prior", "decoder", "super_res")},
-        ),
-        "UnCLIPImageVariationPipeline": (
-            lambda: {**image_encoder_parts(), **unclip_decoder_parts()},
-            {"image": image(), **steps("decoder", "super_res")},
-        ),
-        "IFPipeline": (floyd, floyd_call),
-        "IFImg2ImgPipeline": (floyd, lambda: floyd_call(image=image(16), strength=1.0)),
-        "IFInpaintingPipeline": (floyd, lambda: floyd_call(image=image(16), mask_image=mask(16))),
-        "IFSuperResolutionPipeline": (floyd_upscaler, lambda: floyd_call(image=image(16))),
-        "IFImg2ImgSuperResolutionPipeline": (
-            floyd_upscaler,
-            lambda: floyd_call(image=image(16), original_image=image(), strength=1.0),
-        ),
-        "IFInpaintingSuperResolutionPipeline": (
-            floyd_upscaler,
-            lambda: floyd_call(image=image(16), original_image=image(), mask_image=mask(), strength=1.0),
-        ),
-    }
 )

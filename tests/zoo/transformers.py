@@ -7,9 +7,6 @@ from ppdiffusers import (
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     Transformer2DModel,
-    UniDiffuserModel,
-    UniDiffuserTextDecoder,
-    UViTT2IModel,
     VQDiffusionScheduler,
     VQModel,
 )
@@ -163,57 +160,3 @@ def VQDiffusionPipeline():
         learned_classifier_free_sampling_embeddings=LearnedClassifierFreeSamplingEmbeddings(learnable=False),
     )
     return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ("transformer",))
-
-
-@family
-def LDMTextToImageUViTPipeline():
-    unet = UViTT2IModel(
-        sample_size=8,
-        in_channels=4,
-        num_layers=2,
-        num_attention_heads=2,
-        attention_head_dim=HIDDEN // 2,
-        clip_dim=HIDDEN,
-        num_text_tokens=24,
-    )
-    pipe = ppdiffusers.LDMTextToImageUViTPipeline(
-        vqvae=parts.vae(),
-        text_encoder=parts.text_encoder(),
-        tokenizer=parts.tokenizer(),
-        unet=parts.ready(unet),
-        scheduler=parts.scheduler(),
-    )
-    call = {"prompt": "a red fox", "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np"}
-    return Tiny(pipe, call, ())
-
-
-@family
-def UniDiffuserPipeline():
-    unet = UniDiffuserModel(
-        text_dim=HIDDEN,
-        clip_img_dim=HIDDEN,
-        num_text_tokens=24,
-        num_attention_heads=2,
-        attention_head_dim=HIDDEN // 2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=16,
-        patch_size=2,
-        norm_type="layer_norm",
-    )
-    decoder = UniDiffuserTextDecoder(
-        24, HIDDEN, HIDDEN, vocab_size=64, n_positions=32, n_embd=HIDDEN, n_layer=1, n_head=2
-    )
-    pipe = ppdiffusers.UniDiffuserPipeline(
-        vae=parts.vae(),
-        text_encoder=parts.text_encoder(),
-        image_encoder=parts.image_encoder(),
-        image_processor=parts.image_processor(),
-        clip_tokenizer=parts.tokenizer(),
-        text_decoder=parts.ready(decoder),
-        text_tokenizer=None,
-        unet=parts.ready(unet),
-        scheduler=parts.scheduler(DPMSolverMultistepScheduler),
-    )
-    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ())

@@ -1,21 +1,14 @@
 """Video pipelines."""
 
-import atexit
-import shutil
-import tempfile
 from unittest.mock import patch
 
 import numpy as np
 import paddle
 import ppdiffusers
 from ppdiffusers import (
-    AutoencoderKL_imgtovideo,
     AutoencoderKLTemporalDecoder,
     EulerDiscreteScheduler,
-    LVDMAutoencoderKL,
-    LVDMUNet3DModel,
     MotionAdapter,
-    STUNetModel,
     UNet3DConditionModel,
     UNetSpatioTemporalConditionModel,
 )
@@ -161,98 +154,3 @@ def TextToVideoZeroPipeline():
 @family
 def TextToVideoZeroSDXLPipeline():
     return _zero(ppdiffusers.TextToVideoZeroSDXLPipeline, parts.sdxl())
-
-
-def _lvdm(**changes):
-    """LVDM's UNet over frames and pixels at once, with attention at level 2, and its VAE."""
-    settings = {
-        "image_size": 8,
-        "in_channels": 4,
-        "model_channels": 32,
-        "out_channels": 4,
-        "num_res_blocks": 1,
-        "attention_resolutions": [2],
-        "channel_mult": [1, 2],
-        "num_heads": 2,
-        "temporal_length": FRAMES,
-        "use_relative_position": True,
-        "padding_t": 0,
-    }
-    vae = LVDMAutoencoderKL(n_hiddens=32, downsample=[1, 2, 2], upsample=[1, 2, 2])
-    return parts.ready(vae), parts.ready(LVDMUNet3DModel(**settings, **changes))
-
-
-def _lvdm_call():
-    """LVDM's pipelines also write every video to a folder, which is deleted when the tests end."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    size = {"height": 64, "width": 64, "num_frames": FRAMES}
-    return {**size, "num_inference_steps": 2, "output_type": "np", "save_dir": folder}
-
-
-@family
-def LVDMTextToVideoPipeline():
-    vae, unet = _lvdm(use_temporal_transformer=True, context_dim=HIDDEN, legacy=False)
-    pipe = ppdiffusers.LVDMTextToVideoPipeline(vae, parts.text_encoder(), parts.tokenizer(), unet, parts.scheduler())
-    return Tiny(pipe, {"prompt": "a red fox", "encoder_type": "3d", **_lvdm_call()}, (), "frames")
-
-
-@family
-def LVDMUncondPipeline():
-    pipe = ppdiffusers.LVDMUncondPipeline(*_lvdm(), parts.scheduler())
-    return Tiny(pipe, _lvdm_call(), (), "frames")
-
-
-@family
-def ImgToVideoSDPipeline():
-    unet = STUNetModel(
-        in_channels=4,
-        out_channels=4,
-        dim=32,
-        y_dim=HIDDEN,
-        context_channels=1024,  # its second half takes no other
-        dim_mult=[1, 2],
-        num_heads=2,
-        head_dim=16,
-        num_res_blocks=1,
-        attn_scales=[1.0, 0.5],
-    )
-    settings = {
-        "seed": 0,
-        "batch_size": 1,
-        "target_fps": 8,
-        "max_frames": FRAMES,
-        "latent_hei": 8,
-        "latent_wid": 8,
-        "resolution_crop": 32,
-        "vit_resolution": 32,
-        "vit_mean": [0.5, 0.5, 0.5],
-        "vit_std": [0.25, 0.25, 0.25],
-        "beta_type": "linear",
-        "num_timesteps": 1000,
-        "init_beta": 0.00085,
-        "last_beta": 0.012,
-        "mean_type": "eps",
-        "var_type": "fixed_small",
-        "loss_type": "mse",
-        "noise_strength": 0.0,
-        "input_dim": HIDDEN,
-        "ddim_timesteps": 2,
-        "guide_scale": 2.0,
-        "scale_factor": 0.18215,
-        "decoder_bs": FRAMES,
-    }
-    vae = AutoencoderKL_imgtovideo(
-        ch=32,
-        out_ch=3,
-        in_channels=3,
-        resolution=16,
-        z_channels=4,
-        embed_dim=4,
-        attn_resolutions=[],
-        ch_mult=[1, 1],
-        num_res_blocks=1,
-    )
-    vae.register_to_config(**settings)
-    pipe = ppdiffusers.ImgToVideoSDPipeline(parts.ready(vae), parts.image_encoder(), parts.ready(unet))
-    return Tiny(pipe, {"image": parts.image()}, (), "frames")
