@@ -2,7 +2,7 @@
 
 import inspect
 from functools import partial
-from unittest.mock import MagicMock
+from types import SimpleNamespace
 
 import ppdiffusers as pp
 from ppdiffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
@@ -207,7 +207,31 @@ def lvdm(**changes):
 class VideoVae:
     """In place of a VAE, whose settings the pipeline reads."""
 
-    config = MagicMock()
+    config = SimpleNamespace(
+        seed=0,
+        batch_size=1,
+        target_fps=8,
+        max_frames=FRAMES,
+        latent_hei=8,
+        latent_wid=8,
+        resolution_crop=32,
+        vit_resolution=32,
+        vit_mean=[0.5, 0.5, 0.5],
+        vit_std=[0.25, 0.25, 0.25],
+        beta_type="linear",
+        num_timesteps=1000,
+        init_beta=0.00085,
+        last_beta=0.012,
+        mean_type="eps",
+        var_type="fixed_small",
+        loss_type="mse",
+        noise_strength=0.0,
+        input_dim=HIDDEN,
+        ddim_timesteps=2,
+        guide_scale=2.0,
+        scale_factor=0.18215,
+        decoder_bs=FRAMES,
+    )
 
 
 def image_to_video():
