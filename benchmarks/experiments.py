@@ -49,7 +49,7 @@ from ppdiffusers_tome.evaluation.environment import sources
 from ppdiffusers_tome.evaluation.quality.image_generation import EagerEngine, load_model
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.evaluation.quality.networks import st_lpips
-from ppdiffusers_tome.evaluation.quality.settings import PLAIN, Evaluation, read_texts, with_seeds
+from ppdiffusers_tome.evaluation.quality.settings import PLAIN_IMAGES, Evaluation, read_texts, with_seeds
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import paddle_runtime, programs, runtime, tracing
@@ -221,8 +221,8 @@ def list_jobs(prompts: int, photographs: int) -> dict[str, list[Any]]:
     jobs = {}
     for name, count, strength in (("prompts", prompts, None), ("photographs", photographs, STRENGTH)):
         steps = STEPS if strength is None else round(STEPS / strength)
-        evaluation = Evaluation(MODEL, with_seeds(texts, count, 0), SIZE, steps, GUIDANCE, "eager", 1, "", strength)
-        jobs[name] = [prompt.job for prompt in evaluation.jobs(PLAIN)]
+        evaluation = Evaluation(MODEL, with_seeds(texts, count, 0), SIZE, steps, GUIDANCE, "eager", 1, strength)
+        jobs[name] = [prompt.job for prompt in evaluation.jobs(PLAIN_IMAGES)]
     return jobs
 
 

@@ -182,19 +182,21 @@ class ToMeConfig:
 
     @property
     def method(self) -> str:
-        """How tokens merge, in words, whatever the defaults are; without `ratio` and `seed`."""
-        layers = [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
-        if self.merge_attn is True:
-            layers.insert(0, "ToMe")
-        words = ["keys and values"] * (self.merge_attn == KV) + [" + ".join(layers)] * bool(layers)
-        words += [f"{self.sx}×{self.sy} cells"] * ((self.sx, self.sy) != (2, 2) or self.match == GRID)
-        words += ["" if self.blend == 1 else f"blend {self.blend:g}"]
-        words += [f"windows of {self.window}"] * (self.window is not None and self.match == SIMILARITY)
-        words += ["proportional"] * (self.proportional and bool(self.merge_attn))
-        words += ["fixed dst"] * (not self.use_rand)
-        words += ["" if self.max_downsample is None else f"max_downsample {self.max_downsample}"]
-        words += [f"from {self.min_tokens} tokens"] * bool(self.min_tokens)
-        return ", ".join(filter(None, words))
+        """How tokens merge in words, defaults included; without `ratio` and `seed`."""
+        layers = ["ToMe"] if self.merge_attn is True else []
+        layers += [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
+        applies = {
+            "keys and values": self.merge_attn == KV,
+            " + ".join(layers): bool(layers),
+            f"{self.sx}×{self.sy} cells": (self.sx, self.sy) != (2, 2) or self.match == GRID,
+            f"blend {self.blend:g}": self.blend != 1,
+            f"windows of {self.window}": self.window is not None and self.match == SIMILARITY,
+            "proportional": self.proportional and bool(self.merge_attn),
+            "fixed dst": not self.use_rand,
+            f"max_downsample {self.max_downsample}": self.max_downsample is not None,
+            f"from {self.min_tokens} tokens": bool(self.min_tokens),
+        }
+        return ", ".join(words for words, is_set in applies.items() if is_set)
 
     def save(self, path: str | Path, **details: Any) -> None:
         """Write a settings file (JSON), which `load` and `apply_tome(config=…)` read.

@@ -16,7 +16,7 @@ from ppdiffusers_tome.evaluation import environment
 from ppdiffusers_tome.evaluation.quality import evaluation, image_generation
 from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, model_levels
 from ppdiffusers_tome.evaluation.quality.image_generation import image_folder
-from ppdiffusers_tome.evaluation.quality.settings import GENERAL_PROMPTS, OTHER_SEEDS, PLAIN
+from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
 OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]
@@ -122,7 +122,7 @@ def test_methods_and_photographs(model, tmp_path, backend):
     assert settings == [("ratio", asdict(ToMeConfig())), ("method", asdict(ToMeConfig(sx=4)))]
     by_default, by_method = (setting["pairs"]["psnr"] for setting in result["settings"])
     assert None not in [*by_default, *by_method] and by_default != by_method
-    names = sorted(path.name for path in image_folder(PLAIN, tmp_path).glob("*.png"))
+    names = sorted(path.name for path in image_folder(PLAIN_IMAGES, tmp_path).glob("*.png"))
     assert [name.split("-")[1] for name in names] == ["astronaut", "brick"]
     page = (tmp_path / "quality.md").read_text(encoding="utf-8")
     assert "## Methods" in page and "scikit-image's photographs (image-to-image, strength 0.5)" in page
@@ -131,7 +131,7 @@ def test_methods_and_photographs(model, tmp_path, backend):
 
 
 def test_equal_images_have_no_finite_psnr(evaluated):
-    measured = Measurer(evaluated[0], 32).compare(PLAIN)
+    measured = Measurer(evaluated[0], 32).compare(PLAIN_IMAGES)
     assert np.isinf(measured["psnr"]).all() and (measured["ssim"] == 1).all() and not measured["perceptual"].any()
     assert evaluation._pairs(measured)["psnr"] == [None] * 4
 
@@ -143,8 +143,6 @@ def test_levels_of_a_model(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tomesd-ratio", "0.5"], "name an interpreter"),
-        (["--tomesd-ratio", "0.5", "--torch-python", "/no/python"], "--torch-python /no/python cannot be used"),
         (["--batch", "0"], "--batch 0 is not allowed"),
         (["--threads", "0"], "--threads 0 is not allowed"),
         (["--guidance-scale", "nan"], "guidance_scale=nan is not allowed"),
@@ -161,7 +159,7 @@ def test_levels_of_a_model(model):
         (["--strength", "1.5"], "strength=1.5 is not allowed"),
     ],
 )
-def test_arguments_are_checked_before_anything_is_drawn(model, tmp_path, capsys, arguments, message):
+def test_arguments_are_checked_before_anything_is_generated(model, tmp_path, capsys, arguments, message):
     output = tmp_path / "output"
     common = ["evaluate", "--model", str(model), "--ablations", "use_rand", "--output", str(output)]
     assert main([*common, *arguments]) == 2
@@ -169,15 +167,15 @@ def test_arguments_are_checked_before_anything_is_drawn(model, tmp_path, capsys,
     assert not output.exists()
 
 
-def test_real_images_are_counted_before_anything_is_drawn(model, evaluated, tmp_path, capsys):
-    shutil.copy(next(image_folder(PLAIN, evaluated[0]).glob("*.png")), tmp_path / "real.png")
+def test_real_images_are_counted_before_anything_is_generated(model, evaluated, tmp_path, capsys):
+    shutil.copy(next(image_folder(PLAIN_IMAGES, evaluated[0]).glob("*.png")), tmp_path / "real.png")
     assert main(["evaluate", "--model", str(model), "--output", str(tmp_path / "out"), "--real", str(tmp_path)]) == 2
     assert "has 1 PNG files: KID needs 4" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(find_spec("torch_fidelity") is not None, reason="this interpreter has torch-fidelity")
-def test_missing_packages_of_fid_are_an_error_before_anything_is_drawn(model, evaluated, tmp_path, capsys):
-    arguments = ["--features", "inception", "--real", str(image_folder(PLAIN, evaluated[0]))]
+def test_missing_packages_of_fid_are_an_error_before_anything_is_generated(model, evaluated, tmp_path, capsys):
+    arguments = ["--features", "inception", "--real", str(image_folder(PLAIN_IMAGES, evaluated[0]))]
     assert main(["evaluate", "--model", str(model), "--output", str(tmp_path / "out"), *arguments]) == 2
     assert "pip install torch-fidelity" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -214,7 +212,7 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, monkeypatch, capsy
     defaults.write_text('{"steps": 3, "guidance_scale": 1.5}')
     assert main(command) == main([*command, "--steps", "4", "--guidance-scale", "0", "--size", "64"]) == 2
     assert runs == [(32, 50, 7.5), (32, 3, 1.5), (64, 4, 0.0)]  # 50 and 7.5 are StableDiffusionPipeline's
-    assert texts == ["a fox", GENERAL_PROMPTS[0], GENERAL_PROMPTS[0]]
+    assert texts == ["a fox", *["a photo of an owl on a branch"] * 2]
     assert "prompts.txt does not exist: general prompts are used; --prompts names others" in capsys.readouterr().err
     defaults.write_text('{"guidance": 1.5}')
     assert main(command) == 2

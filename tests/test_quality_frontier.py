@@ -18,10 +18,10 @@ from speed_results import write
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.evaluation.quality.frontier import is_on_frontier, name_of, read_points, write_report
-from ppdiffusers_tome.evaluation.quality.quality_plots import plot_frontier
+from ppdiffusers_tome.evaluation.quality.frontier import NOISE, read_points, write_frontier_page
+from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier, plot_frontier
+from ppdiffusers_tome.evaluation.quality.settings import name_of
 
-GOLDEN = Path(__file__).parent / "golden" / "frontier.txt"
 PHOTOGRAPHS = 0.4  # strength
 RESULTS = {
     "frontier_128": quality(128),
@@ -45,44 +45,37 @@ def rows_below(page, heading):
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", section, re.M)]
 
 
-def test_page_is_the_golden_one(tmp_path):
-    page = write_report(write_all(tmp_path), tmp_path, DEFAULT)
-    assert (tmp_path / "frontier.md").read_text(encoding="utf-8") == page
-    assert page == GOLDEN.read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)]+)\)", page)
-    assert len(links) == 4 + 3 and all((tmp_path / link).is_file() for link in links)
-
-
-def test_command_prints_the_page(tmp_path, capsys):
+def test_command_writes_and_prints_the_page(tmp_path, capsys):
     files = [str(file) for file in write_all(tmp_path)]
-    assert main(["evaluate", "frontier", *files, "--output", str(tmp_path / "page")]) == 0
-    page = (tmp_path / "page" / "frontier.md").read_text(encoding="utf-8")
+    folder = tmp_path / "page"
+    assert main(["evaluate", "frontier", *files, "--output", str(folder)]) == 0
+    page = (folder / "frontier.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out == page + "\n" and "(../results/frontier_speed.json)" in page
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) == 4 + 3 and all((folder / link).is_file() for link in links)
 
 
 def test_points_have_the_figures_of_both_results():
     images, photographs = quality(128), quality(128, PHOTOGRAPHS)
     frame = points_of(images, photographs, speed([128, 256]))
-    assert len(frame) == 2 * 2 * len(POINTS) and set(frame["size"]) == {128}
+    assert len(frame) == 2 * len(POINTS) and set(frame["size"]) == {128}
     for source, result in (("Prompts", images), ("Photographs", photographs)):
         for setting, (config, (_, share)) in zip(result["settings"], POINTS.items(), strict=True):
             is_point = (frame["source"] == source) & (frame["method"] == name_of(config))
-            eager, predictor = frame[is_point & (frame["ratio"] == config.ratio)].to_dict("records")
+            (point,) = frame[is_point & (frame["ratio"] == config.ratio)].to_dict("records")
             low, middle, high = np.percentile(setting["pairs"]["psnr"], [25, 50, 75])
-            spread = [predictor[name] for name in ("psnr_low", "psnr", "psnr_high")]
+            spread = [point[name] for name in ("psnr_low", "psnr", "psnr_high")]
             assert spread == pytest.approx([low, middle, high])
-            assert predictor["perceptual"] == pytest.approx(np.median(setting["pairs"]["perceptual"]))
-            assert (eager["backend"], predictor["backend"]) == ("eager", "predictor")
-            assert predictor["speed_up"] == pytest.approx(1 / share)
-            assert eager["speed_up"] == pytest.approx(1 / (1 - (1 - share) / 2))
+            assert point["perceptual"] == pytest.approx(np.median(setting["pairs"]["perceptual"]))
+            assert point["predictor"] == pytest.approx(1 / share)
+            assert point["eager"] == pytest.approx(1 / (1 - (1 - share) / 2))
 
 
 def test_frontier_leaves_out_what_is_slower_or_further():
     speed_up, nearness = pd.Series([1.2, 1.4, 1.3, 0.9, math.nan, 1.4]), pd.Series([50.0, 30, 29, 60, 99, 28])
     assert is_on_frontier(speed_up, nearness).tolist() == [True, True, False, False, False, True]
     frame = points_of(quality(128), speed([128]))
-    predictor = frame[frame["backend"] == "predictor"]
-    best = predictor[predictor["frontier"]].set_index("ratio")["method"]
+    best = frame[frame["frontier"]].set_index("ratio")["method"]
     assert best.to_dict() == {0.5: "default", 0.7: "default"}  # tomesd's at 0.75 is faster by 3 %, which is noise
     assert is_on_frontier(pd.Series([1.04, 1.00]), pd.Series([30.0, 40.0]), 0.05).tolist() == [False, False]
     assert is_on_frontier(pd.Series([1.06, 1.005]), pd.Series([30.0, 40.0]), 0.05).tolist() == [True, True]
@@ -100,47 +93,31 @@ def test_methods_have_the_names_of_the_documents():
 
 def test_what_was_not_timed_has_no_speed_up_and_is_not_on_the_frontier(tmp_path):
     timed = {config: point for config, point in POINTS.items() if config != KV}
-    page = write_report(write_all(tmp_path, {"images": quality(128), "times": speed([128], timed)}), tmp_path, DEFAULT)
+    page = write_frontier_page(write_all(tmp_path, {"images": quality(128), "times": speed([128], timed)}), tmp_path)
     last = rows_below(page, "Prompts, 128 px, 12 images")[-1]
     assert last[0] == name_of(KV) and last[2:4] == ["–", "–"]
-
-
-def test_default_is_compared_where_both_were_drawn(tmp_path):
-    points = {config: point for config, point in POINTS.items() if config != replace(TOMESD, ratio=0.5)}
-    files = write_all(tmp_path, {"images": quality(128, points=points), "times": speed([128])})
-    assert "## The default" not in write_report(files, tmp_path, DEFAULT)
-    points = {config: point for config, point in POINTS.items() if config != replace(DEFAULT, ratio=0.7)}
-    files = write_all(tmp_path, {"images": quality(128, points=points), "times": speed([128])})
-    header, _, row, *_ = rows_below(write_report(files, tmp_path, DEFAULT), "The default")
-    titles = ("gain, dB", "ST-LPIPS quotient", "time, predictor", "nearer")
-    gain, quotient, time, wins = (row[header.index(title)] for title in titles)
-    ours, theirs = (setting["pairs"] for setting in (quality(128)["settings"][2], quality(128)["settings"][0]))
-    assert gain == f"{np.median(ours['psnr']) - np.median(theirs['psnr']):+.1f}"
-    assert quotient == f"{np.median(ours['perceptual']) / np.median(theirs['perceptual']):.2f}"
-    assert time == "−1.4 %"  # 0.69 / 0.7
-    assert wins == "12 of 12"
 
 
 def test_equal_images_are_infinitely_near(tmp_path):
     result = quality(128)
     result["settings"][4]["pairs"]["psnr"] = [None] * 12
     result["settings"][4]["pairs"]["perceptual"] = [0.0] * 12
-    page = write_report(write_all(tmp_path, {"images": result, "times": speed([128])}), tmp_path, DEFAULT)
+    page = write_frontier_page(write_all(tmp_path, {"images": result, "times": speed([128])}), tmp_path)
     (row,) = [row for row in rows_below(page, "Prompts, 128 px, 12 images") if row[0] == name_of(KV)]
     assert row[4:] == ["∞ (∞–∞)", "0.0000"]
 
 
 def test_plot_has_a_line_for_each_method_and_the_frontier():
-    frame = points_of(quality(128), speed([128]))
-    points = frame[frame["backend"] == "predictor"]
-    for axes, measure in zip(plot_frontier(points, "Prompts").axes, ("psnr", "perceptual"), strict=True):
+    points = points_of(quality(128), speed([128])).assign(is_chosen=[True] + [False] * (len(POINTS) - 1))
+    figure = plot_frontier(points, "Prompts", "predictor", NOISE)
+    for axes, measure in zip(figure.axes, ("psnr", "perceptual"), strict=True):
         lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-        assert set(lines) == {"frontier", "plain", *points["method"]}
+        assert set(lines) == {"frontier", "plain", "chosen", *points["method"]}
         for method, rows in points.groupby("method"):
             rows = rows.sort_values("ratio")
-            assert lines[method] == rows[["speed_up", measure]].to_numpy().tolist()
+            assert lines[method] == rows[["predictor", measure]].to_numpy().tolist()
+        assert lines["chosen"] == points[["predictor", measure]][:1].to_numpy().tolist()
     assert [speed_up for speed_up, _ in lines["frontier"]] == pytest.approx([1 / 0.69, 1 / 0.62])
-    assert len({line.get_color() for line in axes.get_lines()}) == len(lines)
 
 
 RESULT_FILES = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("frontier_*.json"))
@@ -148,9 +125,8 @@ RESULT_FILES = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glo
 
 def test_points_of_the_committed_results_are_labelled_readably():
     frame = read_points([(file, json.loads(file.read_text(encoding="utf-8"))) for file in RESULT_FILES])
-    frame = frame[frame["backend"] == "predictor"]
     for (source, size), points in frame.groupby(["source", "size"]):
-        figure = plot_frontier(points, f"{source}, {size} px")
+        figure = plot_frontier(points, f"{source}, {size} px", "predictor", NOISE)
         assert clipped_texts(figure) == [] and overlapping_texts(figure) == []
         [legend] = figure.legends
         assert {text.get_text() for text in legend.get_texts()} <= {"frontier", "plain"}
@@ -190,7 +166,7 @@ def test_each_size_may_have_its_own_model():
     times = speed([128, 256])
     times["cases"][1]["model"] = "other"
     frame = points_of(quality(128), {**quality(256), "model": "other"}, times)
-    assert set(frame["size"]) == {128, 256} and frame["speed_up"].notna().all()
+    assert set(frame["size"]) == {128, 256} and frame["predictor"].notna().all()
 
 
 def test_sheet_shows_plain_tomesd_and_the_default(tmp_path):
@@ -200,13 +176,13 @@ def test_sheet_shows_plain_tomesd_and_the_default(tmp_path):
     for name, result in results.items():
         if result["kind"] == "quality":
             write_images(result, tmp_path / "images" / name, ["plain", *(row["name"] for row in result["settings"])])
-    page = write_report(files, tmp_path, DEFAULT, tmp_path / "images")
+    page = write_frontier_page(files, tmp_path, tmp_path / "images")
     shown = "plain, tomesd's 0.5, tomesd's 0.75, default 0.5, default 0.7; images 0, 2, 4, 7, 9, 11."
     assert f"![Prompts, 128 px: {shown}](frontier_prompts_128_sheet.png)" in page
-    assert page.startswith(write_report(files, tmp_path, DEFAULT))
+    assert page.startswith(write_frontier_page(files, tmp_path))
     with Image.open(tmp_path / "frontier_photographs_128_sheet.png") as sheet:
         assert json.loads(sheet.text["strength"]) == PHOTOGRAPHS
     (tmp_path / "images" / "frontier_256" / "images" / "plain" / "0000.png").unlink()
     with pytest.raises(ToMeConfigError, match="has 11 images, the result 12"):
-        write_report(files, tmp_path / "third", DEFAULT, tmp_path / "images")
+        write_frontier_page(files, tmp_path / "third", tmp_path / "images")
     assert not (tmp_path / "third" / "frontier.md").exists()

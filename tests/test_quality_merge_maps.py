@@ -1,4 +1,4 @@
-"""Merge maps: groups checked against the oracle and drawn in their place; recording changes and leaves nothing."""
+"""Merge maps: groups checked against the oracle and shown in their place; recording changes and leaves nothing."""
 
 import numpy as np
 import paddle
@@ -14,7 +14,7 @@ from ppdiffusers_tome.evaluation.quality.merge_maps import (
     RecordedPlan,
     draw_merge_map,
     record_plans,
-    write_merge_maps,
+    write_merge_map,
 )
 from ppdiffusers_tome.matching import match_tokens
 from ppdiffusers_tome.positions import Grid
@@ -104,7 +104,7 @@ def test_recording_needs_merging(tmp_path):
             pass
     unet = make_unet().apply_tome(ratio=0.5)
     with pytest.raises(ToMeConfigError, match="no block merged anything"):
-        write_merge_maps(unet, lambda: np.zeros((8, 8, 3), np.uint8), tmp_path)
+        write_merge_map(unet, lambda: np.zeros((8, 8, 3), np.uint8), tmp_path / "map.png")
     assert not list(tmp_path.iterdir())
 
 
@@ -148,27 +148,26 @@ def shows(sheet, image, x):
     return any(np.array_equal(columns[y : y + side], image) for y in range(len(sheet) - side + 1))
 
 
-def test_merge_maps_of_an_image_drawn_with_guidance(pipe, tmp_path):
-    def draw_one():
+def test_merge_map_of_an_image_generated_with_guidance(pipe, tmp_path):
+    def generate_one():
         return np.rint(draw(pipe, size=32, steps=3) * 255).astype(np.uint8)
 
     with pipe.tome(ratio=0.5):
-        paths = write_merge_maps(pipe, draw_one, tmp_path, size=64, prompt="fox")
+        path, caption = write_merge_map(pipe, generate_one, tmp_path / "merge_map.png", size=64, prompt="fox")
         with record_plans(pipe) as recorded:
-            image = draw_one()
-    assert [path.name for path, _ in paths] == ["merge_map.png", "merge_map_steps.png"]
-    with Image.open(paths[0][0]) as pair, Image.open(paths[1][0]) as strip:
-        assert pair.text["prompt"] == strip.text["prompt"] == "fox"
-        pair, strip = np.asarray(pair), np.asarray(strip)
+            image = generate_one()
+    assert path == tmp_path / "merge_map.png" and "this is the conditional one" in caption
+    with Image.open(path) as sheet:
+        assert sheet.text["prompt"] == "fox"
+        sheet = np.asarray(sheet)
     assert {len(plan.groups()) for plan in recorded} == {2}
-    middle = next(plan for plan in recorded if plan.step == 1)
-    assert shows(pair, draw_merge_map(image, middle.groups()[1], middle.dst()[1], size=64), -68)
     # Of the last block, because the first sees equal tokens in both passes: the prompt has not changed them yet.
     last = [plan for plan in recorded if plan.path == recorded[-1].path]
     assert not np.array_equal(*last[1].groups())
-    maps = [draw_merge_map(image, plan.groups()[1], plan.dst()[1], size=32) for plan in last]
+    maps = [draw_merge_map(image, plan.groups()[1], plan.dst()[1], size=64) for plan in last]
+    larger = np.array(Image.fromarray(image).resize((64, 64), Image.Resampling.BICUBIC))
     step = len(maps[0]) + 4
     assert len(maps) == 3
-    for column, expected in enumerate(maps):
-        assert shows(strip, expected, strip.shape[1] - (3 - column) * step)
-    assert len(strip) > 24 + len({plan.path for plan in recorded}) * step, "a row for each block"
+    for column, expected in enumerate([larger, *maps]):
+        assert shows(sheet, expected, sheet.shape[1] - (4 - column) * step)
+    assert len(sheet) > 24 + len({plan.path for plan in recorded}) * step, "a row for each block"

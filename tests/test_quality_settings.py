@@ -10,16 +10,14 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.evaluation.quality.settings import (
     OTHER_SEEDS,
     PHOTOGRAPHS,
-    PLAIN,
+    PLAIN_IMAGES,
     Evaluation,
     list_settings,
     read_texts,
     with_seeds,
 )
 
-EVALUATION = Evaluation(
-    "model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, "eager", threads=1, torch_python=""
-)
+EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 7.5, "eager", threads=1)
 
 
 def test_every_setting_differs_from_the_defaults_in_one_thing():
@@ -35,15 +33,7 @@ def test_every_setting_differs_from_the_defaults_in_one_thing():
     assert groups == ["ratio"] * 2 + ["max_downsample"] * 2 + ["layers"] * 3 + ["use_rand"] * 2
 
 
-def test_tomesd_draws_by_its_defaults():
-    settings = list_settings((0.5,), ablations=(), tomesd=(0.5,))
-    assert [(s.name, s.framework, s.config.use_rand) for s in settings] == [
-        ("0.5", "Paddle", True),
-        ("0.5-tomesd", "PyTorch", True),
-    ]
-
-
-def test_methods_are_drawn_at_each_ratio_or_at_their_own():
+def test_methods_are_generated_at_each_ratio_or_at_their_own():
     methods = [{"window": 4, "proportional": True}, {"merge_attn": "kv", "match": "grid", "ratio": 0.75}]
     settings = list_settings((0.25, 0.5), ablations=(), methods=methods)[2:]
     assert {setting.group for setting in settings} == {"method"}
@@ -54,7 +44,7 @@ def test_methods_are_drawn_at_each_ratio_or_at_their_own():
     }
 
 
-def test_a_method_that_equals_the_defaults_is_not_drawn_again():
+def test_a_method_that_equals_the_defaults_is_not_generated_again():
     methods = [{"window": ToMeConfig().window}, {"sx": 4, "ratio": 0.8}]  # more than cells of 2×2 allow
     assert [s.name for s in list_settings((0.5,), ablations=(), methods=methods)] == ["0.5", "0.8-sx=4"]
 
@@ -66,7 +56,6 @@ def test_a_method_that_equals_the_defaults_is_not_drawn_again():
         ({"ratios": (0.9,)}, "ratio=0.9"),
         ({"ratios": (0.5, 0.5)}, "0.5 is repeated"),
         ({"ratios": (0.5,), "ablations": ("seeds",)}, "'seeds' is not allowed: it must be one of use_rand"),
-        ({"ratios": (0.5,), "tomesd": (0,)}, "ratio=0 is not allowed"),
         ({"ratios": (0.5,), "ablations": (), "ablation_ratio": 0.9}, "ratio=0.9"),  # though nothing uses it
         ({"ratios": (0.5,), "methods": [{"ratio": 0}]}, "ratio=0 is not allowed: it must be above 0"),
         ({"ratios": (0.5,), "methods": [{"sx": 4}, {"ratio": 0.5, "sx": 4}]}, "ratio=0.5, sx=4 is repeated"),
@@ -91,7 +80,7 @@ def test_evaluations_out_of_range_are_refused(change):
 
 
 def test_other_seeds_are_other_noise_of_the_same_prompts():
-    plain, other = EVALUATION.jobs(PLAIN), EVALUATION.jobs(OTHER_SEEDS)
+    plain, other = EVALUATION.jobs(PLAIN_IMAGES), EVALUATION.jobs(OTHER_SEEDS)
     assert [p.job.prompt for p in plain] == [p.job.prompt for p in other] == ["a fox", "an owl"]
     seeds = {p.job.seed for p in (*plain, *other)}
     assert len(seeds) == 4 and max(seeds) < 2**32
@@ -100,13 +89,13 @@ def test_other_seeds_are_other_noise_of_the_same_prompts():
 def test_photographs_take_turns_and_are_the_same_for_other_seeds():
     prompts = tuple(("a fox", seed) for seed in range(9))
     evaluation = replace(EVALUATION, prompts=prompts, strength=0.4)
-    plain, other = evaluation.jobs(PLAIN), evaluation.jobs(OTHER_SEEDS)
+    plain, other = evaluation.jobs(PLAIN_IMAGES), evaluation.jobs(OTHER_SEEDS)
     assert [prompt.name for prompt in plain] == [prompt.name for prompt in other] == [*PHOTOGRAPHS, PHOTOGRAPHS[0]]
     for one, another in zip(plain, other, strict=True):
         assert one.job.image == another.job.image and one.job.strength == 0.4 and one.job.seed != another.job.seed
         assert (one.job.image.mode, one.job.image.size) == ("RGB", (32, 32))
     assert len({prompt.job.image.tobytes() for prompt in plain}) == len(PHOTOGRAPHS)
-    assert len(set(plain)) == 9, "drawing counts them in sets"
+    assert len(set(plain)) == 9, "generation counts them in sets"
 
 
 def test_prompts_of_each_kind_of_file(tmp_path):

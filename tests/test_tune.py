@@ -13,10 +13,13 @@ from zoo.parts import unet as unet_of_zoo
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
 from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import tune
-from ppdiffusers_tome.evaluation import tuning
+from ppdiffusers_tome.evaluation.quality import image_generation
 from ppdiffusers_tome.evaluation.speed import backends
 from ppdiffusers_tome.evaluation.speed.backends import ProgramBackend
-from ppdiffusers_tome.evaluation.tuning import (
+from ppdiffusers_tome.evaluation.tuning import measurement, outcome
+from ppdiffusers_tome.evaluation.tuning import search as tuning
+from ppdiffusers_tome.evaluation.tuning.measurement import Measurement
+from ppdiffusers_tome.evaluation.tuning.search import (
     PERCEPTUAL,
     PSNR,
     SPEED_UP,
@@ -54,32 +57,30 @@ class FakeMeasurement:
 
     def __init__(self, landscape=LANDSCAPE, early=None, stop_after=math.inf):
         self.landscape, self.early, self.stop_after = landscape, early or {}, stop_after
-        self.timed, self.drawn, self.now = [], [], 0.0
+        self.timed, self.compared = [], []
 
     def time(self, configs, rounds):
         for config in configs:
-            self.now += 10 * rounds
             self.timed.append((config.ratio, rounds))
             speed_up = self.landscape[config.ratio][0]
             yield config, [self.early.get(config.ratio, speed_up) if rounds < 9 else speed_up] * rounds
 
     def compare(self, configs, images):
         for config in configs:
-            if len(self.drawn) == self.stop_after:
+            if len(self.compared) == self.stop_after:
                 raise KeyboardInterrupt
-            self.now += images
-            self.drawn.append((config.ratio, images))
+            self.compared.append((config.ratio, images))
             _, psnr, perceptual = self.landscape[config.ratio]
             yield config, [psnr] * images, [perceptual] * images
 
 
-def make_figures(path, ratios=tuple(LANDSCAPE), restart=False, **belongs_to):
-    return Figures(path / "figures.json", [ToMeConfig(r) for r in ratios], belongs_to, "tune", restart)
+def make_figures(path, ratios=tuple(LANDSCAPE), restart=False, **fingerprint):
+    return Figures(path / "figures.json", [ToMeConfig(r) for r in ratios], fingerprint, "tune", restart)
 
 
 def find(path, goal, fake, stages=STAGES, report=lambda text: None):
     """The ratio that the search chooses; None if it chooses none."""
-    chosen = search(make_figures(path), goal, stages, fake.time, fake.compare, report, clock=lambda: fake.now)
+    chosen = search(make_figures(path), goal, stages, fake.time, fake.compare, report)
     return chosen and chosen.config.ratio
 
 
@@ -103,8 +104,8 @@ def test_few_figures_for_all_and_more_for_the_better_half(tmp_path):
     fake = FakeMeasurement()
     find(tmp_path, Goal(PSNR, 35), fake)
     assert [ratio for ratio, rounds in fake.timed if rounds == 3] == list(LANDSCAPE)
-    assert 0.05 not in {ratio for ratio, _ in fake.drawn}, "what is slower than plain gets no images"
-    by_images = {n: {ratio for ratio, images in fake.drawn if images == n} for n in (2, 4, 8)}
+    assert 0.05 not in {ratio for ratio, _ in fake.compared}, "what is slower than plain gets no images"
+    by_images = {n: {ratio for ratio, images in fake.compared if images == n} for n in (2, 4, 8)}
     assert {n: len(ratios) for n, ratios in by_images.items()} == {2: 8, 4: 4, 8: 3}
     assert by_images[8] < by_images[4] and {ratio for ratio, rounds in fake.timed if rounds == 9} == by_images[8]
 
@@ -112,12 +113,12 @@ def test_few_figures_for_all_and_more_for_the_better_half(tmp_path):
 def test_what_is_clearly_too_slow_for_the_goal_gets_no_images(tmp_path):
     fake = FakeMeasurement()
     find(tmp_path, Goal(SPEED_UP, 1.55), fake)  # 1.5 is within the margin, 1.35 is not
-    assert {ratio for ratio, _ in fake.drawn} == {0.4, 0.5, 0.6, 0.7}
+    assert {ratio for ratio, _ in fake.compared} == {0.4, 0.5, 0.6, 0.7}
 
 
 def test_no_candidate_is_chosen_if_none_reaches_the_goal(tmp_path):
     fake = FakeMeasurement()
-    assert find(tmp_path, Goal(SPEED_UP, 2.5), fake) is None and not fake.drawn
+    assert find(tmp_path, Goal(SPEED_UP, 2.5), fake) is None and not fake.compared
     candidates = make_figures(tmp_path).candidates
     assert nearest(candidates, Goal(SPEED_UP, 2.5)).config.ratio == 0.7
     # 60 dB is reached by what is slower than plain alone
@@ -144,7 +145,7 @@ def test_what_is_just_short_of_the_goal_and_nearer_goes_on(tmp_path):
 def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen(tmp_path):
     fake = FakeMeasurement({**LANDSCAPE, 0.1: (0.98, 50.0, 0.002)}, early={0.1: 1.03})
     assert find(tmp_path, Goal(PSNR, 48), fake) is None
-    assert (0.1, 8) in fake.drawn, "its images reach the goal"
+    assert (0.1, 8) in fake.compared, "its images reach the goal"
 
 
 def test_a_candidate_that_fails_does_not_end_the_others(tmp_path):
@@ -160,14 +161,14 @@ def test_a_candidate_that_fails_does_not_end_the_others(tmp_path):
     assert [c.failure for c in figures.candidates if c.failure] == ["out of memory"]
 
 
-def test_the_time_left_is_estimated_from_what_was_measured(tmp_path):
-    fake, reports = FakeMeasurement(), []
-    find(tmp_path, Goal(PSNR, 35), fake, report=reports.append)
-    assert len(reports) == 3 and "left" not in reports[0]
-    assert reports[0].startswith("stage 1 of 3: 9 candidates, 3 rounds and 2 images of each")
-    # 10 s for each round, 1 s for each image: 4 × 2 images, then 3 × 4 images and 3 × 9 rounds
-    assert "4 candidates" in reports[1] and reports[1].endswith("; about 5 min left")
-    assert "3 candidates" in reports[2] and reports[2].endswith("; about 5 min left")
+def test_each_stage_is_reported(tmp_path):
+    reports = []
+    find(tmp_path, Goal(PSNR, 35), FakeMeasurement(), report=reports.append)
+    assert reports == [
+        "stage 1 of 3: 9 candidates, 3 rounds and 2 images of each",
+        "stage 2 of 3: 4 candidates, 3 rounds and 4 images of each",
+        "stage 3 of 3: 3 candidates, 9 rounds and 8 images of each",
+    ]
 
 
 # What is stored
@@ -180,25 +181,26 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path):
     resumed, whole = FakeMeasurement(), FakeMeasurement()
     assert find(tmp_path, Goal(PSNR, 35), resumed) == 0.4
     find(tmp_path / "other", Goal(PSNR, 35), whole)
-    assert stopped.drawn + resumed.drawn == whole.drawn and stopped.timed + resumed.timed == whole.timed
+    assert stopped.compared + resumed.compared == whole.compared and stopped.timed + resumed.timed == whole.timed
 
 
 def test_another_goal_uses_the_same_figures(tmp_path):
     find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
     fake = FakeMeasurement()
     assert find(tmp_path, Goal(PERCEPTUAL, 0.02), fake) == 0.5
-    assert all(rounds == 9 for _, rounds in fake.timed) and not any(images == 2 for _, images in fake.drawn)
+    assert all(rounds == 9 for _, rounds in fake.timed) and not any(images == 2 for _, images in fake.compared)
 
 
 def test_equal_images_are_stored(tmp_path):
     figures = make_figures(tmp_path, [0.5])
-    figures.candidates[0] = Candidate(ToMeConfig(0.5), [1.5], [math.inf, 50.0], [0.0, 0.1])
+    (candidate,) = figures.candidates
+    candidate.speed_up, candidate.psnr, candidate.perceptual = [1.5], [math.inf, 50.0], [0.0, 0.1]
     figures.save()
     assert "Infinity" not in (tmp_path / "figures.json").read_text()
     assert make_figures(tmp_path, [0.5]).candidates == figures.candidates
 
 
-def test_figures_of_other_candidates_are_kept(tmp_path):
+def test_figures_of_other_candidates_stay_in_the_file(tmp_path):
     find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
     before = make_figures(tmp_path).candidates
     make_figures(tmp_path, [0.75]).save()
@@ -302,10 +304,10 @@ def command(model, tmp_path):
 def set_speed_ups(monkeypatch, speed_ups):
     """Replace the clock: speed-ups by ratio."""
 
-    def timer(case, evaluation, folder, command, configs, rounds):
+    def time(self, configs, rounds):
         return ((config, [speed_ups[config.ratio]] * rounds) for config in configs)
 
-    monkeypatch.setattr(tune, "time_candidates", timer)
+    monkeypatch.setattr(Measurement, "time", time)
 
 
 def test_the_settings_that_reach_the_goal_are_written(command, tmp_path, monkeypatch, capsys):
@@ -355,7 +357,7 @@ def test_a_goal_that_is_not_reached_writes_nothing(goal, near, command, tmp_path
     set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.6})
     assert command(*goal) == 1
     printed = capsys.readouterr().out
-    assert "No candidate reaches the goal" in printed and f"proportional, ratio {near}, " in printed
+    assert "No candidate reaches the goal" in printed and f"Nearest: default, ratio {near}, " in printed
     assert not (tmp_path / "new" / "tuned.json").exists()
 
 
@@ -368,9 +370,9 @@ def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
     assert content["backend"] == "eager" and len(content["candidates"]) == 2
     assert all(candidate["rounds"] == 2 for candidate in content["candidates"])
     figures = json.loads((tmp_path / "new" / "tuned.tune" / "figures.json").read_text())
-    assert figures["kind"] == "tuning" and figures["belongs_to"]["backend"] == "eager"
-    for module, name in ((tune, "time_candidates"), (tune, "compare_candidates")):
-        monkeypatch.setattr(module, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
+    assert figures["kind"] == "tuning" and figures["fingerprint"]["backend"] == "eager"
+    for name in ("time", "compare"):
+        monkeypatch.setattr(Measurement, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
     assert command(*options) == 0
     assert json.loads(file.read_text())["candidates"] == content["candidates"]
     assert command(*options, "--size", "64") == 2
@@ -424,7 +426,7 @@ def test_each_program_is_traced_once(command, traced, tmp_path):
     assert sorted(traced) == sorted(UNETS)
 
 
-def test_figures_belong_to_all_settings(model, tmp_path, monkeypatch):
+def test_figures_are_those_of_all_settings(model, tmp_path, monkeypatch):
     """Two candidates may have the same name in words: theirs differ in the seventh digit, and in the seed of dst."""
     outputs = []
 
@@ -439,21 +441,22 @@ def test_figures_belong_to_all_settings(model, tmp_path, monkeypatch):
 
     options = ["--model", str(model), "--size", "32", "--psnr", "3", "--output", str(tmp_path / "a.json")]
     case, evaluation, _ = tune._checked(_parser().parse_args(["tune", *options]))
-    monkeypatch.setattr(tune, "measure_all", measure)
+    monkeypatch.setattr(measurement, "measure_all", measure)
     configs = [ToMeConfig(0.5), ToMeConfig(0.5000001), ToMeConfig(0.5, seed=1)]
-    timed = dict(tune.time_candidates(case, evaluation, tmp_path, "tune", configs, 1))
+    measured = Measurement(case, evaluation, tmp_path, "tune")
+    timed = dict(measured.time(configs, 1))
     assert {config: speed_ups[0] for config, speed_ups in timed.items()} == pytest.approx(
         dict(zip(configs, (1.5, 1.5000001, 2.5), strict=True)), rel=1e-9
     )
-    list(tune.time_candidates(case, evaluation, tmp_path, "tune", configs[:2], 1))
-    list(tune.time_candidates(case, evaluation, tmp_path, "tune", configs[1:], 1))
+    list(measured.time(configs[:2], 1))
+    list(measured.time(configs[1:], 1))
     assert len(set(outputs)) == 3
 
 
 def test_other_weights_under_the_same_path_are_refused(command, model, monkeypatch, capsys):
     set_speed_ups(monkeypatch, {0.25: 0.5, 0.75: 0.5})
     assert command("--psnr", "1") == 0
-    monkeypatch.setattr(tune, "model_files", lambda model: f"{model}, retrained")
+    monkeypatch.setattr(image_generation, "model_files", lambda model: f"{model}, retrained")
     assert command("--psnr", "1") == 2
     assert "figures of another content of the model: pass --restart" in capsys.readouterr().err
 
@@ -518,6 +521,6 @@ def test_there_is_one_goal(goals, command):
 
 def test_settings_of_deeper_levels_merge_from_smaller_sizes_on(model):
     case = tune.make_case(str(model), size=32, batch=2)
-    gated = tune._gated(ToMeConfig(0.5, max_downsample=2), case)
-    assert gated.min_tokens == 64 and tune._smallest_size(gated, case) == 16
-    assert tune._gated(replace(gated, min_tokens=4), case).min_tokens == 4
+    gated = outcome.gate(ToMeConfig(0.5, max_downsample=2), case)
+    assert gated.min_tokens == 64 and outcome.smallest_size(gated, case) == 16
+    assert outcome.gate(replace(gated, min_tokens=4), case).min_tokens == 4

@@ -19,7 +19,6 @@ from ..evaluation.quality.settings import (
 )
 from ..evaluation.results import check_result, command_line, read_json, write_result
 from ..evaluation.speed.cases import IN_FP32, PROGRAMS
-from ..evaluation.torch_unet import torch_versions
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
@@ -49,9 +48,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
-    option("--tomesd-ratio", type=float, nargs="*", default=[], help="ratios to generate with tomesd on PyTorch too")
     option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")
-    option("--torch-python", default="", help="interpreter that has torch, diffusers and tomesd")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
     option("--features", choices=("efficientnet", "inception"), default="efficientnet", help="inception: FID as well")
     option("--backend", choices=BACKENDS, default="predictor", help=f"exported programs, or the pipeline {default}")
@@ -64,7 +61,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     others = command.add_subparsers(dest="what")
     report = others.add_parser("report", help="write the report of a result again")
     report.add_argument("file", type=Path, help="quality.json of an evaluation")
-    report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images and merge maps")
+    report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images and a merge map")
     report.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the report {default}")
     report.set_defaults(run=_report)
     frontier = others.add_parser("frontier", help="compare ways to merge by distance from plain and measured time")
@@ -90,26 +87,19 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
     threads_per_process = threads(options) or usable_cores()
     if options.batch < 1:
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
-    if options.tomesd_ratio and not options.torch_python:
-        raise ToMeConfigError("--tomesd-ratio needs PyTorch: name an interpreter that has it with --torch-python")
     if options.backend in PROGRAMS:  # raises if the runtime is not installed
         choose_runtime(**PROGRAMS[options.backend])
-    if options.torch_python:  # raises if it lacks a package
-        torch_versions(options.torch_python)
     model = options.model or f"examples/{'emoji_sd_256' if (options.size or 0) > 128 else 'emoji_sd'}"
     require_model_folder(model, hub_names=options.model is not None)
     evaluation = Evaluation(
         **image_settings(options, model),
         backend=options.backend,
         threads=threads_per_process,
-        torch_python=options.torch_python,
         strength=options.strength,
     )
     levels = model_levels(model)
     methods = [parse_settings(text) for text in options.merging]
-    settings = list_settings(
-        options.ratio, options.ablations, options.ablation_ratio, levels, options.tomesd_ratio, methods
-    )
+    settings = list_settings(options.ratio, options.ablations, options.ablation_ratio, levels, methods)
     settings += [PLAIN_BF16] if options.backend in IN_FP32 else []
     with open_image_backend(options, gpu=False) as make_backend:
         result = evaluate(
@@ -123,27 +113,27 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
             command=command_line(arguments),
         )
     write_result(options.output / "quality.json", result)
-    return _write_report(result, options.output / "quality.json", options.output, options.output)
+    return _write_page(result, options.output / "quality.json", options.output, options.output)
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     result = read_json(options.file)
     check_result(result, "quality", options.file)
-    return _write_report(result, options.file, options.output, options.images)
+    return _write_page(result, options.file, options.output, options.images)
 
 
 def _frontier(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from ..evaluation.quality.frontier import write_report
+    from ..evaluation.quality.frontier import write_frontier_page
 
-    print(write_report(options.files, options.output, images=options.images))
+    print(write_frontier_page(options.files, options.output, options.images))
     return 0
 
 
-def _write_report(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:
-    """Write and print the report, with sheets and merge maps if the folder of the evaluation is known."""
-    from ..evaluation.quality.evaluation import draw_merge_maps
-    from ..evaluation.quality.quality_report import write_report
+def _write_page(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:
+    """Write and print the page, with sheets and a merge map if the folder of the evaluation is known."""
+    from ..evaluation.quality.evaluation import generate_merge_map
+    from ..evaluation.quality.quality_report import write_quality_page
 
-    maps = [] if images is None else draw_merge_maps(result, output)
-    print(write_report(result, output, file, images, maps))
+    merge_map = None if images is None else generate_merge_map(result, output / "merge_map.png")
+    print(write_quality_page(result, output, file, images, merge_map))
     return 0

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ToMeConfig
+from ..errors import ToMeConfigError
 from ..inference.tracing import Saved
 from .environment import model_files, sources, versions
+from .results import read_json, write_result
 
-PATHS = ("program", "params", "onnx")  # fields of Saved
+PATHS = ("program", "params", "onnx")  # fields of Saved, relative to the folder in a record
 
 
 def folder_of_programs(root: Path, model: str) -> Path:
@@ -43,23 +45,18 @@ class CachedPrograms:
     def find(self, key: str) -> Saved | None:
         """The program that is cached under a key; None if there is none."""
         try:
-            fields = json.loads(self._record(key).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            fields = read_json(self._record(key))
+        except ToMeConfigError:
             return None
-        saved = Saved(**{**fields, **{name: self.folder / fields[name] for name in PATHS if fields[name]}})
+        saved = Saved(**{**fields, **{name: fields[name] and self.folder / fields[name] for name in PATHS}})
         files = (saved.program, saved.params) if saved.onnx is None else (saved.onnx,)
         return saved if all(file.is_file() for file in files) else None
 
     def store(self, key: str, saved: Saved) -> None:
         """Record a program whose files are complete; they are in the folder."""
-        paths = {name: path and path.relative_to(self.folder).as_posix() for name, path in _paths(saved).items()}
-        unfinished = self._record(key).with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({**asdict(saved), **paths}), encoding="utf-8")
-        unfinished.replace(self._record(key))
+        fields = asdict(saved)
+        paths = {name: fields[name] and fields[name].relative_to(self.folder).as_posix() for name in PATHS}
+        write_result(self._record(key), {**fields, **paths})
 
     def _record(self, key: str) -> Path:
         return self.folder / f"{key}.json"
-
-
-def _paths(saved: Saved) -> dict[str, Path | None]:
-    return {name: getattr(saved, name) for name in PATHS}

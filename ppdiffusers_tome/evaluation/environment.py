@@ -1,12 +1,10 @@
 """The machine, versions and sources behind a figure, which every result file names."""
 
-import ast
 import hashlib
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,14 +16,7 @@ from .._version import __version__
 from ..inference.manifest import sha256
 
 PACKAGE = Path(__file__).parents[1]
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)  # what may have a docstring
-# Modules that time, generate and compare.
-MEASURING = (
-    "evaluation/speed/worker.py",
-    "evaluation/quality/image_generation.py",
-    "evaluation/quality/metrics.py",
-    "evaluation/quality/networks.py",
-)
+UNRELATED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: decide no figure
 
 
 def describe_environment() -> dict[str, Any]:
@@ -50,32 +41,16 @@ def versions() -> dict[str, str]:
 
 @cache
 def sources() -> str:
-    """Hash of the code that measures, of MEASURING and what it imports, without docstrings and comments.
+    """Hash of the code that may decide a figure: that of the package without UNRELATED.
 
     Results are continued and used again only by the code that began them.
     """
-    waiting, trees = [PACKAGE / name for name in MEASURING], dict[Path, ast.Module]()
-    while waiting:
-        file = waiting.pop()
-        if file not in trees and file.is_file() and file.name != "_version.py":
-            trees[file] = ast.parse(file.read_text(encoding="utf-8"))
-            waiting += [file.with_name("__init__.py"), *_imported_files(file, trees[file])]
+    files = {file.relative_to(PACKAGE): file for kind in ("py", "onnx") for file in PACKAGE.rglob(f"*.{kind}")}
     digest = hashlib.sha256()
-    for file, tree in sorted(trees.items()):
-        for node in ast.walk(tree):
-            if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
-                del node.body[0]
-        digest.update(f"{file.relative_to(PACKAGE).as_posix()} {ast.dump(tree)}\n".encode())
+    for name, file in sorted(files.items()):
+        if name.parts[0] not in UNRELATED:
+            digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _imported_files(file: Path, tree: ast.Module) -> Iterator[Path]:
-    """The files that a module may import from the package; some of them do not exist."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            for path in (base, *(base / alias.name for alias in node.names)):
-                yield from (path.with_suffix(".py"), path / "__init__.py")
 
 
 def model_files(model: str) -> str:

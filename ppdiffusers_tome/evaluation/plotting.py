@@ -1,11 +1,12 @@
 """How plots look and how they are saved: colours for colour-blind readers, small files, equal bytes each time."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
@@ -17,6 +18,8 @@ from PIL import Image
 ORANGE, SKY, GREEN, BLUE, RED, PURPLE = "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#666666"
 WIDTH, DPI = 8.0, 130  # inches, dots per inch: readable where a page shows a plot 800 px wide
+PALETTE = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKER = 6  # half the side of a marker, in dots
 DISTANCES = (5, 9, 14, 20, 28, 38, 50, 64)  # of a label from its point, in points
 NEAR = 14  # a label that is further away has a line to its point
@@ -47,6 +50,28 @@ def use_log_scale(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
+
+
+def looks_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker for each name, in the order of their first places; no two have the same."""
+    looks = {}
+    for nth, name in enumerate(dict.fromkeys(names)):
+        colour = mix(PALETTE[nth % len(PALETTE)], "black", min(0.3 * (nth // len(PALETTE)), 0.9))
+        looks[name] = colour, MARKERS[nth % len(MARKERS)]
+    return looks
+
+
+def plot_lines(axes: Axes, frame: pd.DataFrame, x: str, y: str, by: str) -> None:
+    """A line for each value of the column `by`, in the look of `looks_of`.
+
+    Where the frame has the columns `{y}_low` and `{y}_high` and a line has several points, it has a band between them.
+    """
+    has_band = {f"{y}_low", f"{y}_high"} <= set(frame)
+    for name, (colour, marker) in looks_of(frame[by]).items():
+        rows = frame[(frame[by] == name) & frame[y].notna()]
+        axes.plot(rows[x], rows[y], color=colour, marker=marker, ms=4.5, lw=1, label=name)
+        if has_band:
+            axes.fill_between(rows[x], rows[f"{y}_low"], rows[f"{y}_high"], color=colour, alpha=0.15, lw=0)
 
 
 def mix(colour: str, other: str, share: float) -> str:
@@ -86,7 +111,9 @@ def label_points(figure: Figure, axes: Axes, labels: Sequence[tuple[str, float, 
     taken = np.hstack([marks - MARKER, marks + MARKER])  # [K, 4]: left, bottom, right and top, in dots
     lines = [line.get_transform().transform(np.asarray(line.get_xydata())) for line in axes.lines]
     ends = [pair for line in lines for pair in pairwise(line)]
-    drawn = np.array([p + share * (q - p) for p, q in ends for share in np.linspace(0, 1, 150)]).reshape([-1, 2])
+    dots_of_lines = np.array([p + share * (q - p) for p, q in ends for share in np.linspace(0, 1, 150)]).reshape(
+        [-1, 2]
+    )
     for (text, x, y, colour), mark in zip(labels, marks, strict=True):
         label = axes.annotate(text, (x, y), fontsize=9)
         size = np.array(label.get_window_extent(renderer).size)
@@ -97,7 +124,7 @@ def label_points(figure: Figure, axes: Axes, labels: Sequence[tuple[str, float, 
             corner = mark + dots * distance * towards / np.hypot(*towards) - size * (1 - towards) / 2
             box = np.concatenate([corner, corner + size])
             outside = size.prod() - _overlaps(box, np.array([axes.bbox.extents])).sum()
-            covered = np.all((drawn >= box[:2]) & (drawn <= box[2:]), axis=1).sum()
+            covered = np.all((dots_of_lines >= box[:2]) & (dots_of_lines <= box[2:]), axis=1).sum()
             cost = 10 * (_overlaps(box, taken).sum() + outside) + covered + distance
             places.append((cost, len(places), distance, direction, box))
         *_, distance, (right, up), box = min(places)

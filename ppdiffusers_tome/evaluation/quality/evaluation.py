@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from .image_generation import (
     load_model,
     read_images,
 )
-from .merge_maps import write_merge_maps
+from .merge_maps import write_merge_map
 from .metrics import blur, kid, load_fid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
 from .quality_report import default_setting, read_frame
-from .settings import OTHER_SEEDS, PLAIN, Evaluation, Setting
+from .settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, Setting
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
 SIGMA = 1.0  # px: a blur that is visible at once
@@ -63,7 +63,7 @@ def evaluate(
     with_inception: bool,
     command: str,
 ) -> dict[str, Any]:
-    """Draw plain images and those of all settings into a folder, which a repeated run continues, and measure them.
+    """Generate plain images and those of all settings in a folder, which a repeated run continues; measure them.
 
     Args:
         batch: most images in one pipeline call.
@@ -79,7 +79,7 @@ def evaluate(
             evaluation.
         ToMeError: weights or a package are missing, or images could not be generated.
     """
-    check_model(evaluation, settings)
+    check_model(evaluation)
     # What may be missing is loaded now, because generation takes hours.
     real_images = [] if real is None else image_paths(real)
     if real is not None and len(real_images) < SMALLEST_REAL:
@@ -90,42 +90,37 @@ def evaluate(
     for weights in (EFFICIENTNET, STLPIPS):
         weights.read()
     generated_by = claim_folder(evaluation, output)
-    about_torch = generate_images(evaluation, [PLAIN, OTHER_SEEDS, *settings], output, make_backend, batch)
+    generate_images(evaluation, [PLAIN_IMAGES, OTHER_SEEDS, *settings], output, make_backend, batch)
     measurer = Measurer(output, evaluation.size)
     calibration, references = calibrate(measurer, real_images)
-    measured = []
-    for setting in settings:
-        values = measurer.compare(setting)
-        distances = {name: kid(values["features"], features) for name, features in references.items()}
-        entry = {**asdict(setting), "pairs": _pairs(values), "kid": distances}
-        if fid is not None and real is not None:
+    entries = [entry_of(measurer, setting, references) for setting in settings]
+    if fid is not None and real is not None:
+        for setting, entry in zip(settings, entries, strict=True):
             entry["fid"] = fid(image_folder(setting, output), real)
-        measured.append(entry)
     return make_result(
         "quality",
         command,
         commit=generated_by,
-        **{key: value for key, value in asdict(evaluation).items() if key not in ("prompts", "torch_python")},
+        **{key: value for key, value in asdict(evaluation).items() if key != "prompts"},
         scheduler=type(load_model(evaluation.model).scheduler).__name__,
-        torch=about_torch,
         prompts=[{"prompt": text, "seed": seed} for text, seed in evaluation.prompts],
         weights={weights.package: weights.version for weights in (EFFICIENTNET, STLPIPS)},
         real=None if real is None else {"folder": str(real), "images": len(real_images)},
         calibration=calibration,
-        settings=measured,
+        settings=entries,
     )
 
 
 @dataclass(frozen=True)
 class Measurer:
-    """Measures images once, and keeps the values in the folder of an evaluation."""
+    """Measures images once, and caches the values in the folder of an evaluation."""
 
     output: Path
     size: int  # px; images of another size are resized
 
     def compare(self, setting: Setting, sigma: float = 0) -> Measured:
         """A setting's images, blurred by sigma px, each against the plain one of the same prompt and noise."""
-        images, plain = (image_paths(image_folder(one, self.output)) for one in (setting, PLAIN))
+        images, plain = (image_paths(image_folder(one, self.output)) for one in (setting, PLAIN_IMAGES))
         return self.measure(images, plain, sigma)
 
     def measure(self, images: Sequence[Path], references: Sequence[Path] = (), sigma: float = 0) -> Measured:
@@ -165,7 +160,11 @@ def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str
 
     Returns the result's "calibration", and the features of each set that settings are compared with.
     """
-    plain, blurred, other = measurer.compare(PLAIN), measurer.compare(PLAIN, SIGMA), measurer.compare(OTHER_SEEDS)
+    plain, blurred, other = (
+        measurer.compare(PLAIN_IMAGES),
+        measurer.compare(PLAIN_IMAGES, SIGMA),
+        measurer.compare(OTHER_SEEDS),
+    )
     references = {"to plain, other seeds": other["features"]}
     sets: dict[str, tuple[Any, np.ndarray, np.ndarray]] = {
         "plain, other seeds": (_pairs(other), plain["features"], other["features"]),
@@ -180,26 +179,34 @@ def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str
     return {name: {"pairs": pairs, "kid": kid(x, y)} for name, (pairs, x, y) in sets.items()}, references
 
 
+def entry_of(measurer: Measurer, setting: Setting, references: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """A setting's entry in the result: how far its images are from plain ones, and their set from each reference."""
+    measured = measurer.compare(setting)
+    distances = {name: kid(measured["features"], features) for name, features in references.items()}
+    return {**asdict(setting), "pairs": _pairs(measured), "kid": distances}
+
+
 def _pairs(measured: Measured) -> dict[str, list[float | None]]:
     """For JSON, which has no infinity: None for the PSNR of equal images."""
     return {name: [round(x, 5) if math.isfinite(x) else None for x in measured[name].tolist()] for name in PAIRS}
 
 
-def draw_merge_maps(result: dict[str, Any], output: Path) -> list[tuple[Path, str]]:
-    """Draw a result's first prompt by its default setting in eager mode; PNG files of the tokens that merge, captions.
+def generate_merge_map(result: dict[str, Any], path: Path) -> tuple[Path, str]:
+    """Generate a result's first image by its default setting in eager mode; a PNG of what merges, and its caption.
 
     Raises:
         ToMeExportError: the model cannot be loaded.
     """
-    pipe, first, frame = load_model(result["model"]), result["prompts"][0], read_frame(result)
-    about = {name: result[name] for name in ("model", "size", "steps", "guidance_scale", "backend", "threads")}
-    about |= {"prompts": ((first["prompt"], first["seed"]),), "strength": result["strength"]}
-    name = default_setting(frame)
+    pipe, first = load_model(result["model"]), result["prompts"][0]
+    fields = ("model", "size", "steps", "guidance_scale", "backend", "threads", "strength")
+    prompts = ((first["prompt"], first["seed"]),)
+    evaluation = Evaluation(**{name: result[name] for name in fields}, prompts=prompts)
+    name = default_setting(read_frame(result))
     config = ToMeConfig(**next(setting["config"] for setting in result["settings"] if setting["name"] == name))
-    (prompt,) = Evaluation(**about, torch_python="").jobs(Setting("default", "ratio", config))
+    (prompt,) = evaluation.jobs(Setting("default", "ratio", config))
     engine = Engine(pipe, from_image(pipe))
-    fields = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
+    about = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
     with pipe.tome(**asdict(config)):
-        return write_merge_maps(
-            pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), output, **fields, model=result["model"]
+        return write_merge_map(
+            pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), path, **about, model=result["model"]
         )

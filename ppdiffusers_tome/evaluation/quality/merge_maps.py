@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,6 @@ from ...models import MergeableBlock, denoisers, find_blocks
 from ...positions import Grid
 from ...wraps import BlockWrap, current_plan, wrap_of
 from .sheets import make_sheet, save_png
-
-CAPTION = (
-    "Which tokens merge into which, in the first block that merges, halfway through the steps. Tokens with one "
-    "outline colour merge: they are filled with their mean colour, and the dot marks their dst."
-)
-GUIDED = " Of the two passes with guidance, this is the conditional one."
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,32 +72,35 @@ def record_plans(target: Any) -> Iterator[list[RecordedPlan]]:
         ...     image = pipe("a 3d render of fox").images[0]
     """
     recorded: list[RecordedPlan] = []
-    blocks = [(name, block) for name, denoiser in denoisers(target).items() for block in find_blocks(denoiser)]
-    merging = [(name, block) for name, block in blocks if isinstance(wrap_of(block.block), BlockWrap)]
-    if not merging:
-        raise ToMeConfigError(f"{type(target).__name__} merges nothing: apply_tome(ratio=...) before record_plans.")
     handles: list[Any] = []
     try:
-        for name, block in merging:
-            # It runs inside the block, before attention.
-            handles.append(block.block.norm1.register_forward_pre_hook(_plan_reader(name, block, recorded)))
+        for name, denoiser in denoisers(target).items():
+            for block in find_blocks(denoiser):
+                if isinstance(wrap_of(block.block), BlockWrap):
+                    hook = partial(_record, recorded, itertools.count(), name, block)
+                    # It runs inside the block, before attention.
+                    handles.append(block.block.norm1.register_forward_pre_hook(hook))
+        if not handles:
+            raise ToMeConfigError(
+                f"{type(target).__name__} merges nothing: apply_tome(ratio=...) before record_plans."
+            )
         yield recorded
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _plan_reader(name: str, block: MergeableBlock, recorded: list[RecordedPlan]) -> Callable[[nn.Layer, tuple], None]:
-    """A hook that records the block's plan while the block runs."""
-    wrap, steps = wrap_of(block.block), itertools.count()
-    assert isinstance(wrap, BlockWrap)
-
-    def read_plan(layer: nn.Layer, inputs: tuple) -> None:
-        step, plan = next(steps), current_plan()
-        if plan is not None:
-            recorded.append(RecordedPlan(name, block.path, block.level, step, wrap.grid.grid(plan.tokens), plan))
-
-    return read_plan
+def _record(
+    recorded: list[RecordedPlan],
+    steps: Iterator[int],
+    name: str,
+    block: MergeableBlock,
+    layer: nn.Layer,
+    inputs: tuple,
+) -> None:
+    step, plan, wrap = next(steps), current_plan(), wrap_of(block.block)
+    if plan is not None and isinstance(wrap, BlockWrap):
+        recorded.append(RecordedPlan(name, block.path, block.level, step, wrap.grid.grid(plan.tokens), plan))
 
 
 def draw_merge_map(
@@ -134,37 +132,32 @@ def draw_merge_map(
     dots = np.kron(dst, np.hypot.outer(across, across) < cell / 5)
     # Hues by the golden ratio, so that those of neighbouring groups are far apart.
     colours = colormaps["turbo"](0.618034 * np.arange(groups.max() + 1) % 1, bytes=True)[:, :3]
-    drawn = np.where(merged[..., None], means, scaled)
-    return np.where((merged & (outline | dots))[..., None], colours[at], drawn)
+    filled = np.where(merged[..., None], means, scaled)
+    return np.where((merged & (outline | dots))[..., None], colours[at], filled)
 
 
-def write_merge_maps(
-    target: Any, draw: Callable[[], np.ndarray], output: Path, size: int = 512, **fields: Any
-) -> list[tuple[Path, str]]:
-    """Draw one image while its plans are recorded, and write its merge maps.
+def write_merge_map(
+    target: Any, generate: Callable[[], np.ndarray], path: Path, size: int = 256, **fields: Any
+) -> tuple[Path, str]:
+    """Generate one image while its plans are recorded, and write the merge maps of every block that merges.
 
     Args:
-        target: the pipeline or model that merges while `draw` runs.
-        draw: returns one image, uint8 [H, W, 3].
-        output: folder for `merge_map.png` (the image beside the map of the first block, halfway through the steps) and
-            `merge_map_steps.png` (every block that merges, in the first, the middle and the last step).
-        size: px, about the side of the map in the first; half of it in the second.
-        fields: text for the PNGs, e.g. prompt and seed.
+        target: the pipeline or model that merges while `generate` runs.
+        generate: returns one image, uint8 [H, W, 3].
+        path: of the PNG: a row for each block, with the image and its maps in the first, the middle and the last step.
+        size: px, about the side of each map.
+        fields: text for the PNG, e.g. prompt and seed.
 
     Returns:
-        Each file with its caption.
+        The path, and a caption.
 
     Raises:
         ToMeConfigError: merging is off, or nothing merged.
     """
     with record_plans(target) as recorded:
-        image = draw()
+        image = generate()
     if not recorded:
-        raise ToMeConfigError("no block merged anything: draw a larger image, or merge at a higher ratio.")
-
-    def map_of(entry: RecordedPlan, size: int) -> Image.Image:
-        return Image.fromarray(draw_merge_map(image, entry.groups()[-1], entry.dst()[-1], size))
-
+        raise ToMeConfigError("no block merged anything: generate a larger image, or merge at a higher ratio.")
     last = recorded[-1].step
     steps = sorted({0, last // 2, last})
     blocks: dict[tuple[str, str], list[RecordedPlan]] = {}
@@ -172,25 +165,19 @@ def write_merge_maps(
         if entry.step in steps:
             blocks.setdefault((entry.denoiser, entry.path), []).append(entry)
     rows = []
-    for (_, path), entries in blocks.items():
-        kind, *words = path.split(".")
+    for (_, block), entries in blocks.items():
+        kind, *words = block.split(".")
         name = f"{kind.split('_')[0]} {'.'.join(word for word in words[:-1] if word.isdigit())}"  # "down 0.1"
-        first, plan = entries[0], entries[0].plan
-        label = f"{name}\nlevel {first.level}\n{first.grid.h} x {first.grid.w} tokens\n{plan.kept} stay"
-        rows.append((label, [map_of(entry, size // 2) for entry in entries]))
-    side = max(max(part.size) for _, maps in rows for part in maps)
-    strip = make_sheet(rows, [f"step {step + 1} of {last + 1}" for step in steps], side)
-    middle = next(entry for entry in recorded if entry.step == last // 2)
-    merge_map = map_of(middle, size)
-    beside = Image.fromarray(image).resize(merge_map.size, Image.Resampling.BICUBIC)
-    title = f"step {middle.step + 1} of {last + 1}: {middle.plan.tokens} tokens, {middle.plan.kept} after merging"
-    pair = make_sheet([("", [beside, merge_map])], ["the image drawn with merging", title], max(merge_map.size))
-    captions = (
-        CAPTION + (GUIDED if len(middle.groups()) > 1 else ""),
-        "The same in every block that merges, at the first step, halfway and at the last step.",
+        grid, plan = entries[0].grid, entries[0].plan
+        label = f"{name}\nlevel {entries[0].level}\n{grid.h} x {grid.w} tokens\n{plan.kept} stay"
+        maps = [Image.fromarray(draw_merge_map(image, entry.groups()[-1], entry.dst()[-1], size)) for entry in entries]
+        rows.append((label, [Image.fromarray(image).resize(maps[0].size, Image.Resampling.BICUBIC), *maps]))
+    side = max(max(part.size) for _, parts in rows for part in parts)
+    titles = ["the image", *(f"step {step + 1} of {last + 1}" for step in steps)]
+    caption = (
+        "Which tokens merge into which, in each block that merges. Tokens with one outline colour merge: they are "
+        "filled with their mean colour, and the dot marks their dst."
     )
-    files = (
-        save_png(pair, output / "merge_map.png", **fields),
-        save_png(strip, output / "merge_map_steps.png", **fields),
-    )
-    return list(zip(files, captions, strict=True))
+    if len(recorded[-1].groups()) > 1:
+        caption += " Of the two passes with guidance, this is the conditional one."
+    return save_png(make_sheet(rows, titles, side), path, **fields), caption

@@ -4,7 +4,7 @@ import csv
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import skimage.data
 from PIL import Image, ImageOps
 
-from ...config import ToMeConfig
+from ...config import GRID, KV, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
 from ...generation.jobs import LARGEST_SEED, Job, Limits, seed_after
 from ...generation.prompt_file import Defaults, Prompt, read_prompts
@@ -22,25 +22,19 @@ from ..speed.cases import EAGER, IN_FP32, PROGRAMS
 BACKENDS = (*PROGRAMS, EAGER)
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
+TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)
+BASES = {  # the methods of docs/methods.md, whose names are those of plots and tables
+    "default": ToMeConfig(),
+    "tomesd's": TOMESD,
+    "keys and values": ToMeConfig(merge_attn=KV),
+    "ToDo": replace(TOMESD, merge_attn=KV, match=GRID, ratio=0.75, blend=0, use_rand=False),
+}
 ABLATIONS = ("use_rand", "max_downsample", "layers")
 LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
 SMALLEST_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
 COLUMN = "Prompt"  # of PartiPrompts' table
 PROMPTS = "prompts.txt"  # in a model's folder: what it can show
-GENERAL_PROMPTS = (
-    "a photo of an owl on a branch",
-    "a red fox in the snow, photograph",
-    "a street market at night in the rain",
-    "an oil painting of a harbour in the morning",
-    "a bowl of fruit on a wooden table",
-    "a portrait of an old sailor with a white beard",
-    "a mountain lake with a forest behind it",
-    "a watercolour of a lighthouse",
-    "a cat asleep on a pile of books",
-    "the entrance of a cathedral, wide angle",
-    "a bicycle leaning against a brick wall",
-    "a field of sunflowers under a cloudy sky",
-)
+GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
 
 
 @dataclass(frozen=True)
@@ -50,10 +44,10 @@ class Setting:
     name: str  # unique; also the name of the images' folder
     group: str  # its section in the report: "ratio", "method", one of ABLATIONS, "tomesd", or "precision"
     config: ToMeConfig  # how tokens merge; with ratio 0 they do not
-    framework: str = "Paddle"  # or "PyTorch": the same weights, merged by tomesd
+    framework: str = "Paddle"  # or "PyTorch", of benchmarks/tomesd_quality.py
 
 
-PLAIN = Setting("plain", "plain", ToMeConfig(ratio=0))
+PLAIN_IMAGES = Setting("plain", "plain", ToMeConfig(ratio=0))
 # Plain images of the same prompts from other noise: how far apart two samples of one model are.
 OTHER_SEEDS = Setting("other-seeds", "plain", ToMeConfig(ratio=0))
 # Plain images in a backend of IN_FP32, whose other images are compared with plain ones in fp32.
@@ -71,7 +65,6 @@ class Evaluation:
     guidance_scale: float
     backend: str  # one of PROGRAMS for exported programs, "eager" for the pipeline itself
     threads: int  # of each process that generates
-    torch_python: str  # interpreter for settings in PyTorch; "" if there are none
     strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise
 
     def __post_init__(self) -> None:
@@ -88,7 +81,7 @@ class Evaluation:
 
     def backend_of(self, setting: Setting) -> str:
         """The backend for a setting's images: plain ones are the reference, so they are always in fp32."""
-        return IN_FP32.get(self.backend, self.backend) if setting.group == PLAIN.group else self.backend
+        return IN_FP32.get(self.backend, self.backend) if setting.group == PLAIN_IMAGES.group else self.backend
 
     def jobs(self, setting: Setting) -> list[Prompt]:
         """The images of a setting."""
@@ -117,7 +110,6 @@ def list_settings(
     ablations: Collection[str] = ABLATIONS,
     ablation_ratio: float = 0.5,
     levels: Sequence[int] = (1,),
-    tomesd: Sequence[float] = (),
     methods: Sequence[Mapping[str, Any]] = (),
 ) -> list[Setting]:
     """The settings of an evaluation; except for methods, each differs in one thing from the defaults at its ratio.
@@ -128,7 +120,6 @@ def list_settings(
             and "layers" (cross-attention, the feed-forward layer, and both beside self-attention).
         ablation_ratio: of "max_downsample" and "layers".
         levels: at which the model has self-attention, the shallowest first.
-        tomesd: ratios to generate with tomesd on PyTorch, by its defaults.
         methods: arguments of `ToMeConfig`, as from `config.parse_settings`; each at every ratio, or at its own. What
             equals the defaults is not generated again.
 
@@ -140,38 +131,57 @@ def list_settings(
     """
     if unknown := set(ablations) - set(ABLATIONS):
         raise ToMeConfigError(f"ablation {min(unknown)!r} is not allowed: it must be one of {', '.join(ABLATIONS)}.")
+    if repeated := [ratio for ratio in ratios if list(ratios).count(ratio) > 1]:
+        raise ToMeConfigError(f"ratio {repeated[0]:g} is repeated: list each ratio once.")
 
-    def setting(at: float, suffix: str, group: str, framework: str = "Paddle", **options: Any) -> Setting:
+    def setting(at: float, suffix: str, group: str, **options: Any) -> Setting:
         config = ToMeConfig(**{**options, "ratio": at})
         if config.ratio == 0:
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
-        return Setting(f"{at:g}{suffix}", group, config, framework)
+        return Setting(f"{at:g}{suffix}", group, config)
 
     setting(ablation_ratio, "", "")  # raises even if no ablation uses it
     settings = [setting(ratio, "", "ratio") for ratio in ratios]
-    if "max_downsample" in ablations:
-        for level in levels[1:]:
-            settings.append(setting(ablation_ratio, f"-down{level}", "max_downsample", max_downsample=level))
-    if "layers" in ablations:
-        for layers in LAYERS:
-            options: dict[str, Any] = {f"merge_{layer}": True for layer in layers}
-            settings.append(setting(ablation_ratio, "-" + "-".join(layers), "layers", **options))
+    ablated: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "max_downsample": [(f"-down{level}", {"max_downsample": level}) for level in levels[1:]],
+        "layers": [("-" + "-".join(layers), {f"merge_{layer}": True for layer in layers}) for layers in LAYERS],
+    }
+    for group, variants in ablated.items():
+        if group in ablations:
+            settings += [setting(ablation_ratio, suffix, group, **options) for suffix, options in variants]
     if "use_rand" in ablations:
         settings += [setting(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
-    settings += [setting(ratio, "-tomesd", "tomesd", "PyTorch") for ratio in tomesd]
-    names = [setting.name for setting in settings]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise ToMeConfigError(f"ratio {repeated[0]} is repeated: list each ratio once.")
-    configs = {setting.config for setting in settings if setting.group == "ratio"}
-    others: dict[ToMeConfig, Setting] = {}
+    of_method: set[ToMeConfig] = set()
     for method in methods:
         suffix = "-" + "_".join(f"{name}={value}" for name, value in method.items() if name != "ratio")
         for ratio in [method["ratio"]] if "ratio" in method else ratios:
             other = setting(ratio, suffix, "method", **method)
-            if other.config in others:
+            if other.config in of_method:
                 raise ToMeConfigError(f"{other.config.describe()} is repeated: list each way to merge once.")
-            others[other.config] = other
-    return settings + [other for config, other in others.items() if config not in configs]
+            of_method.add(other.config)
+            if other.config not in [one.config for one in settings if one.group == "ratio"]:
+                settings.append(other)
+    return settings
+
+
+def name_of(config: ToMeConfig) -> str:
+    """A way to merge by the name of its method in the documents and what differs from that; without ratio and seed."""
+    is_tomesd = not config.proportional and config.merge_attn is True
+    name = "ToDo" if config.match == GRID else "keys and values" if config.merge_attn == KV else "default"
+    name = "tomesd's" if name == "default" and is_tomesd else name
+    values, base = asdict(config), asdict(BASES[name])
+    words = {
+        "sx": f"{config.sx}×{config.sy} cells",
+        "sy": f"{config.sx}×{config.sy} cells",
+        "window": f"windows of {config.window}" if config.window else "whole grid",
+        "use_rand": "random dst" if config.use_rand else "fixed dst",
+        "max_downsample": f"up to level {config.max_downsample}",
+        "blend": f"blend {config.blend:g}",
+        "proportional": "proportional" if config.proportional else "not proportional",
+    }
+    ignored = {"ratio", "seed"} | ({"window"} if config.match == GRID else set())
+    differing = [field for field, value in values.items() if value != base[field] and field not in ignored]
+    return ", ".join([name, *dict.fromkeys(words.get(field, f"{field}={values[field]!r}") for field in differing)])
 
 
 def read_texts(path: Path) -> list[str]:
@@ -207,7 +217,7 @@ def prompts_of(model: str, file: Path | None = None) -> list[str]:
     own = Path(model) / PROMPTS
     if file is None and not own.is_file():
         print(f"{own} does not exist: general prompts are used; --prompts names others", file=sys.stderr)
-        return list(GENERAL_PROMPTS)
+        own = GENERAL_PROMPTS
     return read_texts(file or own)
 
 

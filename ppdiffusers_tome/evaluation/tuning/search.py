@@ -1,26 +1,25 @@
-"""The search of `tune`: of many ways to merge the one that reaches a goal best, by successive halving.
+"""The search of `tune`: of many ways to merge, the one that reaches a goal best, by successive halving.
 
 Few figures are measured for all candidates, and more for the better half, until few are left. Time and distance are
-functions that the caller gives; each figure is on the disk as soon as it is measured.
+functions that the caller gives; each figure is stored as soon as it is measured.
 """
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import GRID, KV, ToMeConfig
-from ..errors import ToMeConfigError
-from ..positions import Grid, count_removed
-from .results import check_result, make_result, read_json, write_result
+from ...config import GRID, KV, ToMeConfig
+from ...errors import ToMeConfigError
+from ...positions import Grid, count_removed
+from ..results import check_result, make_result, read_json, write_result
 
 SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 # How much worse than the goal the first, few figures of a candidate may be, relative to it.
 MARGINS = {SPEED_UP: 0.05, PSNR: 0.05, PERCEPTUAL: 0.25}
-FEWEST = 3  # candidates that are left at the end
+FEWEST = 3  # candidates of the last stage
 TODO: dict[str, Any] = {"merge_attn": KV, "match": GRID, "blend": 0, "proportional": False, "use_rand": False}
 # The methods on the frontiers of benchmarks/frontier.md, and their first ratios. They are few, because a program takes
 # longer to export than to time.
@@ -41,19 +40,28 @@ class Candidate:
     """One way to merge and its figures, as far as they are measured."""
 
     config: ToMeConfig
-    speed_ups: list[float] = field(default_factory=list)  # plain's time over its own, in each round
+    speed_up: list[float] = field(default_factory=list)  # plain's time over its own, in each round
     psnr: list[float] = field(default_factory=list)  # of each image against the plain one, dB
     perceptual: list[float] = field(default_factory=list)  # the same, ST-LPIPS
     failure: str | None = None  # why it cannot be measured
 
     def median(self, measure: str) -> float:
-        """The median of its speed-ups, PSNRs or perceptual distances; NaN if there are none."""
-        values = {SPEED_UP: self.speed_ups, PSNR: self.psnr, PERCEPTUAL: self.perceptual}[measure]
+        """The median of its SPEED_UP, PSNR or PERCEPTUAL; NaN if there are no figures."""
+        values = getattr(self, measure)
         return statistics.median(values) if values else math.nan
 
     def as_json(self) -> dict[str, Any]:
         """Its fields for a file; null for the PSNR of equal images, because JSON has no infinity."""
         return {**asdict(self), "psnr": [value if math.isfinite(value) else None for value in self.psnr]}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Candidate":
+        """A candidate from `as_json`; KeyError, TypeError or ValueError if the fields are damaged."""
+        psnr = [math.inf if value is None else float(value) for value in fields["psnr"]]
+        speed_up, perceptual = ([float(value) for value in fields[name]] for name in (SPEED_UP, PERCEPTUAL))
+        if not all(value > 0 for value in speed_up) or len(psnr) != len(perceptual):
+            raise ValueError(f"the figures of {fields['config']} are not complete")
+        return cls(ToMeConfig(**fields["config"]), speed_up, psnr, perceptual, fields["failure"])
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Goal:
         return max(0.0, excess) + (0.0 if speed_up > 1 else 1 - speed_up + 1e-9)
 
     def gain(self, candidate: Candidate) -> float:
-        """What is best as large as possible once the goal is reached: the PSNR of a speed-up, else the speed-up."""
+        """By what candidates that reach the goal compare, more is better: their PSNR for a speed-up, else speed-up."""
         return candidate.median(PSNR if self.measure == SPEED_UP else SPEED_UP)
 
     def rank(self, candidate: Candidate) -> tuple[float, float]:
@@ -102,10 +110,6 @@ class Goal:
         """Whether a candidate that has been timed is worth its images: faster than plain, and as the goal asks."""
         least = self.value if self.measure == SPEED_UP else 1
         return not candidate.failure and candidate.median(SPEED_UP) * (1 + MARGINS[SPEED_UP]) >= least
-
-    def is_almost_reached(self, candidate: Candidate) -> bool:
-        """Whether more figures may show that a candidate reaches the goal."""
-        return self.shortfall(candidate) <= MARGINS[self.measure]
 
 
 # Both measure some configs and yield each with its figures: speed-ups of so many rounds, or why they cannot be
@@ -130,7 +134,7 @@ def make_stages(rounds: int, images: int) -> list[Stage]:
 
 
 def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
-    """What `tune` compares unless it is told otherwise: the known frontier, and some of it at the next level.
+    """What `tune` compares by default: the known frontier, and some of it at the next level.
 
     Args:
         grid: of the tokens at the shallowest level with attention; what merges nothing there is left out, and the
@@ -149,59 +153,48 @@ class Figures:
 
     Args:
         path: of the file.
-        configs: the candidates of this run; the file keeps the figures of others.
-        belongs_to: what decides the figures; a file with another is refused.
+        configs: the candidates of this run; the file also has those of earlier runs.
+        fingerprint: what decides the figures; a file with another is refused.
         command: for the record.
         restart: ignore the file.
 
     Raises:
-        ToMeConfigError: the file is damaged or belongs to something else. The message names the remedy.
+        ToMeConfigError: the file is damaged or has another fingerprint. The message names the remedy.
     """
 
     def __init__(
-        self, path: Path, configs: Sequence[ToMeConfig], belongs_to: dict[str, Any], command: str, restart: bool
+        self, path: Path, configs: Sequence[ToMeConfig], fingerprint: dict[str, Any], command: str, restart: bool
     ) -> None:
-        self._path, stored = path, dict[ToMeConfig, Candidate]()
-        if path.exists() and not restart:
-            stored = _read_figures(path, belongs_to)
-        self.candidates = [stored.pop(config, Candidate(config)) for config in dict.fromkeys(configs)]
-        self._others = list(stored.values())
-        self._result = make_result("tuning", command, belongs_to=belongs_to)
+        self._path = path
+        self._stored = _read_figures(path, fingerprint) if path.exists() and not restart else {}
+        self._result = make_result("tuning", command, fingerprint=fingerprint)
+        self.candidates: list[Candidate] = []
+        self.add(configs)
 
     def add(self, configs: Iterable[ToMeConfig]) -> list[Candidate]:
         """Further candidates, with their figures if the file has them."""
-        stored = {candidate.config: candidate for candidate in self._others}
-        added = [stored.pop(config, Candidate(config)) for config in dict.fromkeys(configs)]
-        self._others = list(stored.values())
+        added = [self._stored.setdefault(config, Candidate(config)) for config in dict.fromkeys(configs)]
         self.candidates += added
         return added
 
     def save(self) -> None:
         """Write the file."""
-        candidates = [candidate.as_json() for candidate in (*self.candidates, *self._others)]
+        candidates = [candidate.as_json() for candidate in self._stored.values()]
         write_result(self._path, {**self._result, "candidates": candidates})
 
 
-def _read_figures(path: Path, belongs_to: dict[str, Any]) -> dict[ToMeConfig, Candidate]:
+def _read_figures(path: Path, fingerprint: dict[str, Any]) -> dict[ToMeConfig, Candidate]:
     remedy = "pass --restart to measure again, or choose another --output"
     try:
         result = read_json(path)
         check_result(result, "tuning", path)
-        others = [name for name, value in belongs_to.items() if result["belongs_to"].get(name) != value]
-        candidates = [_read_candidate(fields) for fields in result["candidates"]]
+        others = [name for name, value in fingerprint.items() if result["fingerprint"].get(name) != value]
+        candidates = [Candidate.from_json(fields) for fields in result["candidates"]]
     except (ToMeConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ToMeConfigError(f"{path} has no figures that can be continued ({error}): {remedy}.") from None
     if others:
         raise ToMeConfigError(f"{path} has the figures of another {', '.join(others)}: {remedy}.")
     return {candidate.config: candidate for candidate in candidates}
-
-
-def _read_candidate(fields: dict[str, Any]) -> Candidate:
-    psnr = [math.inf if value is None else float(value) for value in fields["psnr"]]
-    speed_ups, perceptual = ([float(value) for value in fields[name]] for name in ("speed_ups", "perceptual"))
-    if not all(value > 0 for value in speed_ups) or len(psnr) != len(perceptual):
-        raise ValueError(f"the figures of {fields['config']} are not complete")
-    return Candidate(ToMeConfig(**fields["config"]), speed_ups, psnr, perceptual, fields["failure"])
 
 
 def search(
@@ -212,12 +205,11 @@ def search(
     comparer: Comparer,
     report: Callable[[str], None],
     refines: bool = False,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Candidate | None:
     """The candidate that reaches a goal best by the figures of the last stage; None if none reaches it.
 
     After each stage the better half goes on, and what may still reach the goal and would then be better. If no
-    finalist reaches the goal, those that seemed to and were left behind are measured too.
+    finalist reaches the goal, candidates of earlier stages that reached it are measured too.
 
     Args:
         figures: the candidates; figures that they have already are not measured again.
@@ -225,57 +217,35 @@ def search(
         timer, comparer: measure.
         report: is called with a line of text before each stage.
         refines: after the first stage, add ratios between those of the best candidates.
-        clock: seconds, for the time left.
     """
-    seconds, counts = {"round": 0.0, "image": 0.0}, {"round": 0, "image": 0}
 
     def measure(candidates: Sequence[Candidate], stage: Stage) -> list[Candidate]:
         by_config = {candidate.config: candidate for candidate in candidates}
-        untimed = [c.config for c in candidates if not c.failure and len(c.speed_ups) < stage.rounds]
-        start = clock()
+        untimed = [c.config for c in candidates if not c.failure and len(c.speed_up) < stage.rounds]
         for config, values in timer(untimed, stage.rounds) if untimed else ():
             if isinstance(values, str):
                 by_config[config].failure = values
             else:
-                by_config[config].speed_ups = values
+                by_config[config].speed_up = values
             figures.save()
-        seconds["round"] += clock() - start
-        counts["round"] += len(untimed) * stage.rounds
         fast = [candidate for candidate in candidates if goal.is_fast_enough(candidate)]
-        undrawn = [c for c in fast if len(c.psnr) < stage.images]
-        new = sum(stage.images - len(c.psnr) for c in undrawn)
-        start = clock()
-        for config, psnr, perceptual in comparer([c.config for c in undrawn], stage.images) if undrawn else ():
+        missing = [c.config for c in fast if len(c.psnr) < stage.images]
+        for config, psnr, perceptual in comparer(missing, stage.images) if missing else ():
             by_config[config].psnr, by_config[config].perceptual = psnr, perceptual
             figures.save()
-        seconds["image"] += clock() - start
-        counts["image"] += new
         return fast
 
-    def seconds_left(running: int, number: int) -> float | None:
-        if not counts["round"] or not counts["image"]:
-            return None
-        each = {name: seconds[name] / counts[name] for name in seconds}
-        total = 0.0
-        for before, stage in zip(stages[number - 1 :], stages[number:], strict=False):
-            total += running * (stage.images - before.images) * each["image"]
-            total += running * stage.rounds * each["round"] * (stage.rounds > before.rounds)
-            running = _count_kept(running)
-        return total
-
     running = list(figures.candidates)
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(stages, 1):
         if not running:
             break
-        text = f"stage {number + 1} of {len(stages)}: {len(running)} candidates, {stage.rounds} rounds and "
-        text += f"{stage.images} images of each"
-        left = seconds_left(len(running), number) if number else None
-        report(text if left is None else f"{text}; about {_minutes(left)} left")
+        of_each = f"{stage.rounds} rounds and {stage.images} images of each"
+        report(f"stage {number} of {len(stages)}: {len(running)} candidates, {of_each}")
         running = measure(running, stage)
-        if number == 0 and refines and (between := figures.add(ratios_between(running, figures.candidates, goal))):
+        if number == 1 and refines and (between := figures.add(ratios_between(running, figures.candidates, goal))):
             report(f"stage 1 of {len(stages)}: {len(between)} candidates with other ratios")
             running += measure(between, stage)
-        if number < len(stages) - 1:
+        if number < len(stages):
             running = _better_half(running, goal)
     seen = {candidate.config for candidate in running}
     while not any(goal.shortfall(candidate) == 0 for candidate in running):
@@ -294,18 +264,13 @@ def nearest(candidates: Sequence[Candidate], goal: Goal) -> Candidate | None:
     return min((c for c in candidates if math.isfinite(goal.shortfall(c))), key=goal.rank, default=None)
 
 
-def is_faster_than_plain(candidate: Candidate) -> bool:
-    """Whether the median of its speed-ups is above 1."""
-    return candidate.failure is None and candidate.median(SPEED_UP) > 1
-
-
 def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate], goal: Goal) -> list[ToMeConfig]:
     """The best of the running candidates, each with a ratio halfway to the next of all: nearer to plain or faster.
 
     A candidate that reaches the goal goes on to what it gains by that, and any other towards the goal.
     """
     configs = [candidate.config for candidate in candidates]
-    found: list[ToMeConfig] = []
+    between: list[ToMeConfig] = []
     for candidate in sorted(running, key=goal.rank)[:FEWEST]:
         config = candidate.config
         if config.match == GRID:  # which has one ratio
@@ -317,22 +282,15 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
             bound = max([0.0, *(other for other in ratios if other < ratio)])
         else:
             bound = min([1 - 1 / (config.sx * config.sy), *(other for other in ratios if other > ratio)])
-        between = replace(config, ratio=round((ratio + bound) / 2, 2))
-        if abs(between.constant_ratio - ratio) >= SMALLEST_STEP and between not in configs + found:
-            found.append(between)
-    return found
+        halfway = replace(config, ratio=round((ratio + bound) / 2, 2))
+        if abs(halfway.constant_ratio - ratio) >= SMALLEST_STEP and halfway not in configs + between:
+            between.append(halfway)
+    return between
 
 
 def _better_half(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     ordered = sorted(candidates, key=goal.rank)
-    kept, others = ordered[: _count_kept(len(ordered))], ordered[_count_kept(len(ordered)) :]
+    half = max(FEWEST, math.ceil(len(ordered) / 2))
     # What is just short of the goal would be better than all others if it reached it.
-    return kept + [c for c in others if goal.is_almost_reached(c) and goal.gain(c) > goal.gain(ordered[0])]
-
-
-def _count_kept(candidates: int) -> int:
-    return min(candidates, max(FEWEST, math.ceil(candidates / 2)))
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    almost = [c for c in ordered[half:] if goal.shortfall(c) <= MARGINS[goal.measure]]
+    return ordered[:half] + [c for c in almost if goal.gain(c) > goal.gain(ordered[0])]

@@ -1,0 +1,52 @@
+"""benchmarks/tomesd_quality.py: PyTorch replaces the UNet alone, and its settings become a part of the result."""
+
+import importlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, image_paths, read_images
+from ppdiffusers_tome.evaluation.quality.settings import PLAIN_IMAGES, Setting
+from ppdiffusers_tome.evaluation.results import read_json
+
+
+class PaddleProcess(AbstractContextManager):
+    """PyTorch's process, but with Paddle's UNet, and without merging."""
+
+    def __init__(self, python, folder, unet, threads):
+        self._unet, self.versions = unet, {"python": python}
+
+    def __exit__(self, *exception):
+        pass
+
+    def set_inputs(self, inputs):
+        self._inputs = {name: paddle.to_tensor(value) for name, value in inputs.items()}
+
+    @paddle.no_grad()
+    def output(self, merging):
+        assert merging == {"ratio": 0.5}
+        return self._unet(**self._inputs).sample.numpy()
+
+
+@pytest.mark.parametrize("strength", [[], ["--strength", "1"]])
+def test_tomesd_replaces_the_unet_alone(model, tmp_path, monkeypatch, strength):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    script = importlib.import_module("tomesd_quality")
+    options = ["--quick", "--size", "32", "--ratio", "0.25", "--backend", "eager", "--batch", "1", *strength]
+    assert main(["evaluate", "--model", str(model), *options, "--output", str(tmp_path)]) == 0
+    monkeypatch.setattr(script, "TorchProcess", PaddleProcess)
+    for _ in range(2):  # again: nothing is added twice
+        script.add_tomesd(tmp_path, [0.5], "a python")
+    result = read_json(tmp_path / "quality.json")
+    assert result["torch"] == {"python": "a python"}
+    ours, tomesd = result["settings"]
+    assert (ours["name"], tomesd["name"], tomesd["framework"]) == ("0.25", "0.5-tomesd", "PyTorch")
+    assert tomesd["pairs"]["psnr"] == [None, None], "equal to the plain images"
+    assert set(tomesd["kid"]) == set(ours["kid"]) and tomesd["kid"] != ours["kid"]
+    folders = (image_folder(PLAIN_IMAGES, tmp_path), image_folder(Setting("0.5-tomesd", "", None), tmp_path))
+    plain, images = (read_images(image_paths(folder), 32) for folder in folders)
+    np.testing.assert_array_equal(plain, images)
