@@ -23,9 +23,9 @@ from ppdiffusers import StableDiffusionPipeline
 
 from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
+from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
 from ppdiffusers_tome.inference.loading import load_for_export
-from ppdiffusers_tome.published.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 RATIOS = (0.5, 0.25, 0.75, 0)
@@ -35,7 +35,7 @@ BOUND = 2  # of the measurement with `max_programs`
 
 
 def measured(folder: Path, runtime: str, count: int, most: int | None = None, processes: int = 1) -> dict[str, Any]:
-    """Seconds and bytes of a process (the mean of several) with so many programs; an error if one runs out of memory."""
+    """Seconds and bytes of a process with so many programs, the mean of several; an error if one does not end well."""
     arguments = [str(folder), runtime, str(count), *([] if most is None else [str(most)])]
     command = [sys.executable, __file__, "process", *arguments]
     children = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(processes)]

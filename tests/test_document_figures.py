@@ -34,7 +34,13 @@ def test_a_figure_follows_its_result(figures, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["<!--= noise -->1 %<!--/--> begins", "no <!--= noise -->1 %", "| row | 1 <!--: run 1 --> | 2 |", "| row | 1 <!--| run 1 --> |"]
+    "text",
+    [
+        "<!--= noise -->1 %<!--/--> begins",
+        "no <!--= noise -->1 %",
+        "| row | 1 <!--: run 1 --> | 2 |",
+        "| row | 1 <!--| run 1 --> |",
+    ],
 )
 def test_a_damaged_mark_is_an_error(figures, text):
     with pytest.raises(AssertionError):
