@@ -25,7 +25,7 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.serve import warm_up_jobs
+from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
@@ -379,11 +379,23 @@ def test_address_for_a_browser(host, url):
     assert url_of(host, 8) == url
 
 
-def test_warm_up_uses_every_program():
+@pytest.mark.parametrize(("most", "loads"), [(None, 4), (3, 3), (1, 1)])
+def test_programs_are_loaded_before_the_server_is_ready(exported_folder, most, loads):
+    manifest = read_manifest(exported_folder)
+    limits = Limits(manifest.sizes, manifest.ratios, image_to_image=True)
+    engine = load_warm_engine(exported_folder, limits, 2.0, {"max_programs": most}, 1)
+    assert engine.program_loads == loads
+    jobs = [Job("", *size, ratio, 0, steps=2) for size in manifest.sizes for ratio in manifest.ratios]
+    engine.generate([jobs[0]])
+    assert engine.program_loads == loads  # the default has stayed
+    for job in jobs:
+        engine.generate([job])
+    assert engine.program_loads == loads + (0 if most is None else 4 - most if most > 1 else 3)
+
+
+def test_warm_up_jobs_are_allowed():
     jobs = warm_up_jobs(LIMITS, 2.0)
-    used = {(job.height, job.width, job.ratio) for job in jobs}
-    assert used == {(48, 64, 0.5), (48, 64, 0.0), (64, 64, 0.5), (64, 64, 0.0)}
-    assert [job.image and job.image.size for job in jobs] == [None, None, None, None, (64, 48)]
-    assert len(warm_up_jobs(replace(LIMITS, image_to_image=False), 2.0)) == 4
+    assert [job.image and job.image.size for job in jobs] == [None, (64, 48)]
+    assert len(warm_up_jobs(replace(LIMITS, image_to_image=False), 2.0)) == 1
     for job in jobs:
         LIMITS.check(job)

@@ -49,12 +49,19 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
     option("--runtime", choices=RUNTIMES, default="paddle", help="what runs the programs (default: %(default)s)")
     option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda, tensorrt (default: %(default)s)")
     option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
+    option("--max-programs", type=int, help="most programs of the UNet in memory (default: all that are in use)")
     option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
 
 
 def runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `load_pipeline` and `load_engine`, except the threads."""
-    return {name: getattr(options, name) for name in ("runtime", "device", "precision", "verify")}
+    """Arguments of `load_pipeline` and `load_engine`, except the threads.
+
+    Raises:
+        ToMeConfigError: --max-programs is not allowed.
+    """
+    if options.max_programs is not None and options.max_programs < 1:
+        raise ToMeConfigError(f"--max-programs {options.max_programs} is not allowed: it must be 1 or more")
+    return {name: getattr(options, name) for name in ("runtime", "device", "precision", "verify", "max_programs")}
 
 
 def uses_gpu(options: argparse.Namespace) -> bool:

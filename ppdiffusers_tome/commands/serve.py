@@ -96,13 +96,14 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         origins=tuple(options.allow_origin),
         page=not options.no_page,
     )
-    jobs = warm_up_jobs(limits, config.guidance_scale)
-    limits.check(replace(jobs[0], steps=config.steps))  # the defaults, or requests without them would be refused
+    first, *_ = warm_up_jobs(limits, config.guidance_scale)
+    limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
+    settings = runtime_settings(options)
     if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
         choose_runtime(options.runtime, device=options.device, precision=options.precision, threads=options.threads)
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
-    load = partial(_load, options.model.resolve(), jobs, runtime_settings(options))
+    load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
     metrics = Metrics()
     with _open_engines(load, options) as (load_engine, engines):
         queue = ImageQueue(
@@ -126,29 +127,32 @@ def open_page(url: str) -> None:
     Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
 
-def _load(folder: Path, jobs: Sequence[Job], settings: dict[str, Any], threads: int | None) -> "Engine":
+def load_warm_engine(
+    folder: Path, limits: Limits, guidance_scale: float, settings: dict[str, Any], threads: int | None
+) -> "Engine":
+    """Load an engine and its programs, the default last, and warm it up."""
     from ..generation.engine import load_engine
 
     engine = load_engine(folder, threads=threads, **settings)
-    for job in jobs:
+    programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios][: settings["max_programs"]]
+    for size, ratio in reversed(programs):
+        engine.load_program(size, ratio)
+    for job in warm_up_jobs(limits, guidance_scale):
         engine.generate([job])
     return engine
 
 
 def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
-    """One small job for each program of the model, to run before the server is ready.
+    """A small job with the defaults, and one from an image, to run before the server is ready.
 
-    A predictor is created at its first use. Meanwhile Paddle holds Python's global lock for seconds, and the server
-    cannot answer.
+    They load the models beside the UNet. A predictor is created at its first use. Meanwhile Paddle holds Python's
+    global lock for seconds, and the server cannot answer.
     """
-    jobs = [
-        Job("", height, width, ratio, seed=0, steps=2, guidance_scale=guidance_scale)
-        for height, width in limits.sizes
-        for ratio in limits.ratios
-    ]
-    if limits.image_to_image:
-        jobs.append(replace(jobs[0], image=Image.new("RGB", (jobs[0].width, jobs[0].height)), strength=1.0))
-    return jobs
+    height, width = limits.sizes[0]
+    job = Job("", height, width, limits.ratios[0], seed=0, steps=2, guidance_scale=guidance_scale)
+    if not limits.image_to_image:
+        return [job]
+    return [job, replace(job, image=Image.new("RGB", (width, height)), strength=1.0)]
 
 
 @contextmanager

@@ -72,6 +72,15 @@ class Engine:
                 pipe.set_progress_bar_config(disable=True)
                 pipe.image_processor = FiniteImageProcessor.from_config(pipe.image_processor.config)
 
+    def load_program(self, size: Size, ratio: float) -> None:
+        """Load the UNet's program for a size and a ratio, if it is not loaded."""
+        self._text_to_image.unet.load(size, ratio)
+
+    @property
+    def program_loads(self) -> int:
+        """How often a program of the UNet was loaded; more often than there are programs if not all fit in memory."""
+        return getattr(self._text_to_image.unet, "loads", 0)
+
     def batch_key(self, job: Job) -> Hashable | None:
         """Jobs with equal keys may share a pipeline call; None: this job must run alone.
 

@@ -1,5 +1,6 @@
 """Replacements for UNet, ControlNet, text encoder and VAE in an ordinary pipeline, which run exported programs."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from ..models import shares_left
 from .manifest import Manifest, ProgramFile, Size, find_ratio
 from .runtime import Program
 
+logger = logging.getLogger(__name__)
 Load = Callable[[ProgramFile], Program]
 
 
@@ -52,8 +54,10 @@ class ExportedModel:
                 del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
             start = time.perf_counter()
             program = self._load(file)
-            self.loading_seconds += time.perf_counter() - start
-            self.loads += 1
+            seconds = time.perf_counter() - start
+            self.loads, self.loading_seconds = self.loads + 1, self.loading_seconds + seconds
+            if self._most is not None:
+                logger.info("loaded %s for %s at ratio %s in %.1f s", file.model, file.size, file.ratio, seconds)
         self._loaded[file] = program
         return program
 

@@ -16,6 +16,7 @@ class Metrics:
         batch_images, batch_seconds: images in one pipeline call, and its duration.
         waiting, running: images in the queue and in the pipeline now.
         ready: 1 while jobs are accepted.
+        program_loads: programs of the UNet that the first engine has loaded in this process.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Metrics:
         self.waiting = Gauge(f"{PREFIX}_waiting_images", "Images in the queue", registry=registry)
         self.running = Gauge(f"{PREFIX}_running_images", "Images in the pipeline", registry=registry)
         self.ready = Gauge(f"{PREFIX}_ready", "1 while jobs are accepted", registry=registry)
+        self.program_loads = Gauge(f"{PREFIX}_program_loads", "Programs that were loaded", registry=registry)
         for outcome in ("drawn", "failed", "abandoned"):
             self.images.labels(outcome)
 

@@ -89,6 +89,7 @@ class ImageQueue:
         self.metrics.waiting.set_function(lambda: self._count_live())
         self.metrics.running.set_function(lambda: self.progress().running)
         self.metrics.ready.set_function(lambda: self.state == "ready")
+        self.metrics.program_loads.set_function(lambda: getattr(self._engine, "program_loads", 0))
 
     def start(self) -> None:
         """Start the threads, which load their engines; after the first one `state` becomes "ready"."""
