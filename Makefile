@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newer test-ray browser test-page check format bench bench-speed bench-quality frontier alternatives figures load fuzz lock wheel clean
+.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality frontier alternatives figures load fuzz lock wheel clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -91,6 +91,15 @@ check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	awk 'END {exit NR > 110}' README.md
+
+# The site has an environment of its own; nothing of it needs Paddle or this package installed. REPOSITORY=https://… is where links out of docs/ lead.
+docs: build/docs-venv/.complete ## build the site of the documents in build/site/; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict $(ARGS)
+
+build/docs-venv/.complete: requirements-docs.txt
+	$(PYTHON) -m venv --clear build/docs-venv
+	build/docs-venv/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements-docs.txt
+	@touch $@
 
 format: $(VENV)/.installed-test ## fix and format with ruff
 	$(PY) -m ruff check --fix .

@@ -78,3 +78,8 @@ LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.t
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
 resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/constraints" "$work/ray.lock" | emit ../requirements-ray.txt
+
+# The site is built in an environment of its own.
+cp docs.in "$work"
+resolve docs --exclude-newer "$TOOLS_DATE"
+emit ../requirements-docs.txt < "$work/docs.lock"

@@ -47,6 +47,9 @@ def export_pipeline(
     with eager on random inputs and two batch sizes. Random dst are drawn once, from `seed`, and are part of the
     program: the same as in eager with that seed.
 
+    After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, at the latest when
+    it is next read or written: see `replacement.replacing`.
+
     Args:
         pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.
         folder: must be new or empty, unless overwrite.
@@ -76,8 +79,6 @@ def export_pipeline(
         ToMeExportError: this pipeline or this Paddle cannot be exported, or a program differs from the model by more
             than 1e-5 of its largest output.
         OSError: the files cannot be written.
-        After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, at the latest
-        when it is next read or written: see `replacement.replacing`.
 
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
