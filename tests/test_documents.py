@@ -84,7 +84,7 @@ B, h, w, seed = (case[name] for name in ("B", "h", "w", "seed"))
 """
 CONFIG = "ppdiffusers_tome.ToMeConfig().save('tome_config.json')"
 BEFORE = {
-    ("docs/api.md", 0): f"{PIPE}\nprompt = 'a 3d render of fox'\n{CONFIG}",
+    ("docs/api.md", 0): f"{PIPE}\nprompt = 'a fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
     ("docs/inference.md", 0): PIPE,
     ("docs/inference.md", 1): f"{PIPE}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
     ("docs/serving.md", 0): SERVER,
