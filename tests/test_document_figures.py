@@ -1,5 +1,6 @@
 """The figures in the documents are those of the committed results: see benchmarks/document_figures.py."""
 
+import ast
 import importlib
 import re
 import shutil
@@ -7,6 +8,7 @@ import shutil
 import pytest
 from markdown_text import ROOT, documents, prose
 
+from ppdiffusers_tome.config import ToMeConfig, parse_settings
 from ppdiffusers_tome.evaluation.quality.frontier import NOISE
 
 
@@ -23,6 +25,28 @@ def test_figures_are_those_of_the_results(document, figures):
     assert path.read_text(encoding="utf-8") == figures.update(path.read_text(encoding="utf-8")), "run `make figures`"
     loose = re.findall(r"(?<![`\d])\d+\.\d+×(?!`)", figures.MARKED.sub("", prose(document)))
     assert not loose, f"{document}: {loose} must be between marks, with the function that computes them"
+
+
+CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
+
+
+@pytest.mark.parametrize("document", ["README.md", "README_zh.md", "docs/choose-a-setting.md"])
+def test_calls_that_documents_recommend_are_those_that_were_measured(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for call in re.findall(CALL, text):
+        arguments(call)  # an argument that is not allowed raises
+    measured = re.findall(
+        r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|by_size \d+) (.+?) -->", text, re.MULTILINE
+    )
+    assert measured
+    for call, settings in measured:
+        assert arguments(call) == ToMeConfig(**parse_settings(settings)), f"{document}: {call}"
+
+
+def arguments(call):
+    """The settings of a call in a document, which are checked."""
+    keywords = ast.parse(call, mode="eval").body.keywords
+    return ToMeConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords})
 
 
 def test_a_figure_follows_its_result(figures, tmp_path, monkeypatch):
