@@ -63,8 +63,8 @@ def apply_tome(
 
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
-            video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt and SD3
-            transformers.
+            video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
+            FLUX transformers.
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
             faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or a schedule
             over the denoising, {share of the noise schedule left: ratio from there on}, that starts at share 1:
@@ -88,8 +88,9 @@ def apply_tome(
         match: "similarity" merges the most similar pairs; "grid" merges each sx×sy cell into its dst without
             comparing tokens, and needs ratio = 1 - 1/(sx·sy).
         blend: share of the mean in a merged token: 1 for the mean of the tokens that it replaces, 0 for its dst.
-        merge_attn: True to merge around self-attention, "kv" to merge only its keys and values; in SD3 the image
-            tokens of the joint attention, never the text.
+        merge_attn: True to merge around self-attention, "kv" to merge only its keys and values; in SD3
+            and FLUX the image tokens of the joint attention, never the text. In FLUX's single-stream blocks, True also
+            merges around the MLP, which is parallel to attention there.
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
         min_tokens: grids with fewer tokens stay plain, >= 0; each pass decides it by the grid that it sees.

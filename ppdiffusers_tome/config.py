@@ -62,7 +62,8 @@ class ToMeConfig:
         blend: share of the mean in a merged token, from 0 to 1: 1 is the mean of the tokens that it replaces, 0 its
             dst token unchanged.
         merge_attn: True merges around self-attention (`attn1`); "kv" merges only the tokens from which its keys and
-            values are computed, so that every token keeps its own query and output; False merges nothing there.
+            values are computed, so that every token keeps its own query and output; False merges nothing there. In
+            FLUX's single-stream blocks, True merges around the MLP too, which is parallel to attention there.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
         min_tokens: grids with fewer tokens stay plain, >= 0. A pass decides it by the grid that it sees, so that

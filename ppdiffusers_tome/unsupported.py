@@ -20,7 +20,7 @@ _NO_TRANSFORMERS = "its attention works on feature maps inside convolutional blo
 _ONE_SEQUENCE = "image tokens share one sequence with text and time tokens, which must not merge"
 _FRAMES_AND_TEXT = "its blocks take the tokens of all frames and of the text as one sequence, which has no single grid"
 _OWN_ATTENTION = "its own kind of transformer block has its own kind of attention"
-_ROTARY = "its own kind of block rotates queries and keys by token position, which a merged token does not have"
+_ROTARY = "its own kind of block rotates queries and keys by token position, in another way than FLUX's"
 
 # Name of a model class, also as a parent class: why nothing merges in it.
 REASONS = {
