@@ -26,7 +26,13 @@ from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig, parse_settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = [*ROOT.glob("README*.md"), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+FOLDERS = (RESULTS, RESULTS.parent, ROOT / "examples" / "emoji_sd" / "controlnet")
+DOCUMENTS = [
+    *ROOT.glob("README*.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "emoji_sd" / "README.md",
+]
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
@@ -62,8 +68,8 @@ def call(words: str) -> Any:
 
 @lru_cache
 def read(file: str) -> dict[str, Any]:
-    """A result in benchmarks/results or benchmarks, by its name without .json."""
-    path = next(path for folder in (RESULTS, RESULTS.parent) if (path := folder / f"{file}.json").is_file())
+    """A result of the project, by its file name without .json."""
+    path = next(path for folder in FOLDERS if (path := folder / f"{file}.json").is_file())
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -243,6 +249,11 @@ def separated_by_kid(none: str, *words: str) -> str:
     return ", ".join(above) or " ".join([none, *words])
 
 
+def edges_near(direction: str, arm: str, *name: str) -> str:
+    """The share of inner edges that have one of the other image within 2 px, with the bundled ControlNet."""
+    return f"{100 * read('edges')['sets'][' '.join(name)][arm][direction]['inner']['within_2_px']:.0f} %"
+
+
 def pipeline_classes() -> str:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").partition("## Added after")[0]
     return f"{len(re.findall(r'^[|] `', page, re.MULTILINE))}"
@@ -386,6 +397,13 @@ def operations(*method: str) -> list[str]:
     factors = {name: f" ({factor:.1f}×)" for name, factor in row["times_faster"].items()}
     is_base = "built-in" in method
     return [f"{time:.2f}" + ("" if is_base else factors[name]) for name, time in row["milliseconds"].items()]
+
+
+def edges(arm: str, *name: str) -> list[str]:
+    """Mean distances between edges in px, in both directions: all, of the outline, inner."""
+    figures = read("edges")["sets"][" ".join(name)][arm]
+    directions, of = ("input_to_output", "output_to_input"), ("all", "outline", "inner")
+    return [f"{figures[direction][part]['mean']:.1f}" for direction in directions for part in of]
 
 
 def one_client(size: str, ratio: str) -> list[str]:

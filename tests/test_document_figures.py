@@ -11,6 +11,8 @@ from markdown_text import ROOT, documents, prose
 from ppdiffusers_tome.config import ToMeConfig, parse_settings
 from ppdiffusers_tome.evaluation.quality.frontier import NOISE
 
+DOCUMENTS = documents("README*.md", "docs/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
+
 
 @pytest.fixture
 def figures(monkeypatch):
@@ -18,7 +20,7 @@ def figures(monkeypatch):
     return importlib.import_module("document_figures")
 
 
-@pytest.mark.parametrize("document", documents("README*.md", "docs/*.md", "benchmarks/README.md"))
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_figures_are_those_of_the_results(document, figures):
     path = ROOT / document
     assert path in figures.DOCUMENTS
@@ -50,9 +52,8 @@ def arguments(call):
 
 
 def test_a_figure_follows_its_result(figures, tmp_path, monkeypatch):
-    (tmp_path / "results").mkdir()
-    shutil.copy(ROOT / "benchmarks" / "ops.json", tmp_path / "results" / "a.json")
-    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    shutil.copy(ROOT / "benchmarks" / "ops.json", tmp_path / "a.json")
+    monkeypatch.setattr(figures, "FOLDERS", [tmp_path])
     text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
     assert figures.update(text) == text.replace("?", "10").replace("9<", "320.0<")
 
