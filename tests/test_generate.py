@@ -426,17 +426,6 @@ def test_damaged_weights_give_no_image(tmp_path, exported_folder, capsys):
     assert not images(tmp_path / "out")
 
 
-def test_interruption_prints_how_to_resume(tmp_path, exported_folder, capsys, monkeypatch):
-    def interrupted(*options, **verify):
-        raise KeyboardInterrupt
-
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a")
-    monkeypatch.setattr("ppdiffusers_tome.commands.generate.load_engine", interrupted)
-    assert main(command(prompts, exported_folder, tmp_path / "out")) == 130
-    assert "interrupted: continue with python -m ppdiffusers_tome generate" in capsys.readouterr().err
-
-
 def test_missing_ray_is_an_error_with_the_remedy(tmp_path, exported_folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     prompts = tmp_path / "prompts.txt"

@@ -154,6 +154,9 @@ def test_weights_are_verified_unless_switched_off(copy):
     with pytest.raises(ToMeExportError, match=r"unet/inference.pdiparams differs from the exported file"):
         load_pipeline(copy)
     load_pipeline(copy, verify=False)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ToMeExportError, match=r"inference.pdiparams does not have its exported size"):
+        read_manifest(copy)
 
 
 def test_every_file_is_hashed_once(exported_folder, monkeypatch):
