@@ -27,16 +27,16 @@ environments = ["sys_platform == 'linux' and platform_machine == 'x86_64' and py
 TOML
 
 # resolve NAME [uv options]: $work/NAME.in -> $work/NAME.lock, one "name==version" a line.
-# - the platform is always Linux on x86_64: only Python markers stay
+# - the platform is always CPython on Linux on x86_64: only Python markers stay
 # - ligo-segments is declared by ppdiffusers but never imported, and is a C extension without wheels: left out, no compiler needed
 # - opencv-python needs libGL from the system, opencv-python-headless is the same module without it
 resolve() {
   local name=$1
   shift
   (cd "$work" && venv/bin/uv pip compile "$name.in" --quiet --universal --python-version 3.10 --no-annotate --no-header "$@") |
-    sed -E -e "s/ and (platform_machine|sys_platform|platform_python_implementation) [=!]= '[A-Za-z0-9_]+'//g" \
+    sed -E -e "s/ and (platform_machine|sys_platform|platform_python_implementation|implementation_name) [=!]= '[A-Za-z0-9_]+'//g" \
       -e "s/ (;|and) python_full_version < '3.13'$//" \
-      -e '/^ligo-segments==/d' -e 's/^opencv-python==/opencv-python-headless==/' | LC_ALL=C sort > "$work/$name.lock"
+      -e "/implementation_name == 'pypy'/d" -e '/^ligo-segments==/d' -e 's/^opencv-python==/opencv-python-headless==/' | LC_ALL=C sort > "$work/$name.lock"
 }
 
 # emit FILE, with the lines of standard input below the file's own leading comment (kept as it is: edit it in the file).
@@ -74,7 +74,7 @@ LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../requirements-onnx.t
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
 
-# Ray goes on top of a stack and the test tools: it takes their versions as they are, and its file holds only what it adds.
+# Ray has the versions of the test tools, but its file holds all that it adds to a stack and to serving, which need no test tools.
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
 resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/constraints" "$work/ray.lock" | emit ../requirements-ray.txt
@@ -83,3 +83,10 @@ LC_ALL=C comm -13 "$work/constraints" "$work/ray.lock" | emit ../requirements-ra
 cp docs.in "$work"
 resolve docs --exclude-newer "$TOOLS_DATE"
 emit ../requirements-docs.txt < "$work/docs.lock"
+
+LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/ray.lock" | emit ../requirements-ray.txt
+
+# What is installed into an environment of its own needs no version of the stacks.
+cp dist.in "$work"
+resolve dist --exclude-newer "$TOOLS_DATE"
+emit ../requirements-dist.txt < "$work/dist.lock"
