@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality frontier alternatives figures load fuzz lock wheel clean
+.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality frontier alternatives figures load fuzz lock dist clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -211,8 +211,25 @@ build/load/tome.json: $(VENV)/.installed
 lock: ## resolve the stacks again and rewrite the requirements files
 	PYTHON="$(PYTHON)" requirements/lock.sh
 
-wheel: $(VENV)/.installed ## build the wheel in dist/
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+# The wheel is built from the sdist, and tried beside the locked set in an environment without the test tools: build/release-venv/.
+# diff prints what git tracks and the sdist lacks.
+RELEASE_VENV := build/release-venv
+dist: build/dist-venv/.complete ## build sdist and wheel in dist/, check them, and generate an image with the wheel in an environment of 2 GB
+	rm -rf dist build/lib *.egg-info
+	build/dist-venv/bin/python -m build --no-isolation .
+	build/dist-venv/bin/twine check --strict dist/*
+	build/dist-venv/bin/check-wheel-contents dist/*.whl
+	build/dist-venv/bin/cffconvert --validate
+	tar tzf dist/*.tar.gz | sed 's|^[^/]*/||' | LC_ALL=C sort > build/sdist.txt
+	git ls-files | grep -v '^examples/scenes_sd/checkpoint/' | LC_ALL=C sort | LC_ALL=C comm -23 - build/sdist.txt | diff /dev/null -
+	$(MAKE) VENV=$(RELEASE_VENV) $(RELEASE_VENV)/.installed
+	$(RELEASE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall dist/*.whl
+	mkdir -p build/release && cd build/release && env -u PYTHONPATH ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png
+
+build/dist-venv/.complete: requirements-dist.txt
+	$(PYTHON) -m venv --clear build/dist-venv
+	build/dist-venv/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements-dist.txt
+	@touch $@
 
 clean: ## remove environments, caches and build products (not outputs/)
 	rm -rf $(venv.paddle2) $(venv.paddle3) $(venv.gpu) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

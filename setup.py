@@ -50,14 +50,13 @@ setup(
     description="Token merging (ToMe) for PaddlePaddle's ppdiffusers: faster diffusion pipelines without training",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",  # setuptools 77; earlier ones, which only make editable installs here, ignore it
     license_files=["LICENSE", "NOTICE"],
     keywords="paddlepaddle ppdiffusers stable-diffusion token-merging tome inference",
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.10",

@@ -77,14 +77,12 @@ LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.t
 # Ray has the versions of the test tools, but its file holds all that it adds to a stack and to serving, which need no test tools.
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
 resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C comm -13 "$work/constraints" "$work/ray.lock" | emit ../requirements-ray.txt
+LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/ray.lock" | emit ../requirements-ray.txt
 
 # The site is built in an environment of its own.
 cp docs.in "$work"
 resolve docs --exclude-newer "$TOOLS_DATE"
 emit ../requirements-docs.txt < "$work/docs.lock"
-
-LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/ray.lock" | emit ../requirements-ray.txt
 
 # What is installed into an environment of its own needs no version of the stacks.
 cp dist.in "$work"
