@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-import ppdiffusers_tome
+import ppdiffusers_tome  # isort: skip
 from ppdiffusers import StableDiffusionPipeline
 
 folder = Path(ppdiffusers_tome.__file__).parent

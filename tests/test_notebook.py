@@ -1,0 +1,40 @@
+"""The notebook for a first run, run whole on the bundled model."""
+
+import re
+
+import nbformat
+import pytest
+from markdown_text import ROOT
+from nbclient import NotebookClient
+
+
+@pytest.fixture
+def notebook():
+    return nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_notebook_is_stored_without_outputs(notebook):
+    nbformat.validate(notebook)
+    assert [cell for cell in code_cells(notebook) if cell.outputs or cell.execution_count is not None] == []
+
+
+def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):
+    """Offline: if a model is set, it asks no hub. It shows images in rows, because ipywidgets is not installed."""
+    model = ROOT / "examples" / "emoji_sd"
+    settings = {"FIRST_RUN_MODEL": str(model), "FIRST_RUN_SIZE": "64", "FIRST_RUN_STEPS": "2"}
+    for name, value in {**settings, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(model.parent)}}).execute()
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    shown = [output.data["image/png"] for output in outputs if output.output_type == "display_data"]
+    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    rows = re.findall(r"^\| (0\.\d+) \| [\d.]+ \| [\d.]+× \| ([\d.]+) \| ([\d.]+|inf) \|$", text, re.MULTILINE)
+    assert len(set(shown)) == 3
+    assert "examples/emoji_sd, 64 px, 2 steps" in text and "hubs that answer: not asked" in text
+    assert [ratio for ratio, _, _ in rows] == ["0.0", "0.25", "0.5", "0.75"]
+    memory, distances = zip(*((float(memory), float(psnr)) for _, memory, psnr in rows), strict=True)
+    assert min(memory) > 0.05 and distances[0] == float("inf") and 20 < distances[3] < distances[1] < 100
