@@ -8,7 +8,7 @@ from ppdiffusers import StableDiffusionPipeline
 
 folder = Path(ppdiffusers_tome.__file__).parent
 assert "site-packages" in folder.parts, f"{folder} is not an installed package"
-pipe = StableDiffusionPipeline.from_pretrained(sys.argv[1]).apply_tome(ratio=0.5)
+pipe = StableDiffusionPipeline.from_pretrained(sys.argv[1], paddle_dtype="float32").apply_tome(ratio=0.5)
 image = pipe("a 3d render of fox", height=128, width=128, num_inference_steps=2, guidance_scale=2.0).images[0]
 assert len(set(image.convert("L").getdata())) > 16, "the image is empty"
 image.save(sys.argv[2])
