@@ -85,8 +85,8 @@ def save(
     with paddle.no_grad():
         eager = {batch: _arrays(traceable.layer(**inputs[batch])) for batch in BATCHES}
     program, params = _trace(traceable, folder, fixed, label)
-    native = Predictor(program, params, PaddleRuntime(threads=threads, onednn=False))
-    parity = {}
+    load_native = functools.partial(Predictor, program, params, PaddleRuntime(threads=threads, onednn=False))
+    native, parity = load_native(), {}
     tries = {
         batch: [first, *(_random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1))]
         for batch, first in inputs.items()
@@ -105,15 +105,17 @@ def save(
         candidate = Predictor(program, params, PaddleRuntime(threads=threads, onednn=True))
         for batch in BATCHES:
             onednn[f"batch {batch}"] = _smallest_difference(candidate, native, tries[batch], FUSED_TOLERANCE, batch)
+        del candidate
     if converter is None:
         return Saved(program, params, parity, onednn, None, {})
+    del native  # the conversion needs three times the memory of the weights
     converted = converter.convert(program, params, label)
     in_onnx_runtime = OnnxProgram(converted, OnnxRuntime(threads=threads), is_temporary=True)
     onnx_parity = {}
     for batch in BATCHES:
         difference = relative_difference(_arrays(in_onnx_runtime(**inputs[batch])), eager[batch])
         if not difference <= FUSED_TOLERANCE:
-            difference = _smallest_difference(in_onnx_runtime, native, tries[batch], FUSED_TOLERANCE, batch)
+            difference = _smallest_difference(in_onnx_runtime, load_native(), tries[batch], FUSED_TOLERANCE, batch)
         onnx_parity[f"batch {batch}"] = difference
         _check(difference, FUSED_TOLERANCE, f"{label} in ONNX Runtime", batch)
     return Saved(program, params, parity, onednn, converted, onnx_parity)
