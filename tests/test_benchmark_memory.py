@@ -1,0 +1,32 @@
+"""benchmarks/program_memory.py: what it measures, and that its page is that of the committed results."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import program_memory
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_memory_of_programs(onnx_folder):
+    one, two = (program_memory.measured(onnx_folder, "onnxruntime", count) for count in (1, 2))
+    assert two["programs"] == 2 and 0 < one["bytes"] < two["bytes"] < 1.9 * one["bytes"]
+    assert 0 < one["loading_seconds"] < one["seconds"]
+    both = program_memory.measured(onnx_folder, "onnxruntime", 2, most=1, processes=2)
+    assert both["processes"] == 2 and both["max_programs"] == 1 and both["bytes"] > 0
+
+
+def test_a_process_that_fails_is_a_row(tmp_path):
+    assert "ended with status [1]" in program_memory.measured(tmp_path, "onnxruntime", 1)["error"]
+
+
+def test_page_is_that_of_the_results(tmp_path):
+    results = sorted((BENCHMARKS / "results").glob("program_memory_*.json"))
+    assert results
+    (tmp_path / "results").mkdir()
+    for path in results:
+        shutil.copy(path, tmp_path / "results")
+    program_memory.report(argparse.Namespace(output=tmp_path / "results"))
+    page = (BENCHMARKS / "program_memory.md").read_text(encoding="utf-8")
+    assert (tmp_path / "program_memory.md").read_text(encoding="utf-8") == page
