@@ -188,7 +188,7 @@ def check(traceable, tmp_path, converter, **dims):
     """Convert a layer, and compare it in both runtimes at three batch sizes, with another text length."""
     fixed = {"height": 2 * dims["latent_height"], "width": 2 * dims["latent_width"], **dims}
     saved = tracing.save(traceable, tmp_path / "program", fixed, {**fixed, "tokens": TEXT}, "UNet", 1, converter)
-    operators = [node.op_type for node in onnx.load_model_from_string(fused(saved.onnx)).graph.node]
+    operators = [node.op_type for node in onnx.load_model_from_string(fused(saved.onnx, 1)).graph.node]
     assert "MultiHeadAttention" in operators and "Softmax" not in operators
     native = Predictor(saved.program, saved.params, PaddleRuntime(threads=1, onednn=False))
     random = np.random.RandomState(1)
@@ -268,6 +268,30 @@ def test_choice_of_96_by_96_tokens(window, tmp_path, converter):
         for actual, index in zip(rows, expected[2:], strict=True):
             assert (actual != index).mean() < 1e-3  # sums round differently, so that another dst may be as similar
         assert np.abs(merged.sum() - expected[0].sum()) < 1e-3 * np.abs(expected[0]).sum()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_merged_tokens_are_complete_with_several_threads(threads, tmp_path, converter):
+    """ONNX Runtime's ScatterND loses rows that several threads add to the same one."""
+    side, channels = 64, 64
+    traceable = programs.Traceable(
+        Matching(Grid(side, side), 16), (programs.Input("tokens", ("batch", side**2, channels)),)
+    )
+    traceable.layer.eval()
+    tokens = paddle.to_tensor(np.random.RandomState(0).standard_normal([2, side**2, channels]).astype("float32"))
+    expected = [output.numpy() for output in traceable.layer(tokens)]
+    saved = tracing.save(traceable, tmp_path / "program", {}, {}, "matching", 1, converter)
+    program = OnnxRuntime(threads=threads).load_file(saved.onnx)
+    for _ in range(8):
+        merged, unmerged, *rows = (output.numpy() for output in program(tokens=tokens))
+        for actual, index in zip(rows, expected[2:], strict=True):
+            np.testing.assert_array_equal(actual, index)
+        np.testing.assert_allclose(merged, expected[0], atol=1e-5)
+        np.testing.assert_allclose(unmerged, expected[1], atol=1e-5)
+    operators = {node.op_type for node in onnx.load(saved.onnx, load_external_data=False).graph.node}
+    assert "ScatterElements" in operators and "ScatterND" not in operators
+    operators = {node.op_type for node in onnx.load_model_from_string(fused(saved.onnx, threads)).graph.node}
+    assert ("ScatterND" in operators) == (threads == 1)
 
 
 # Optimized programs of ONNX Runtime

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from ..errors import ToMeExportError, install_command
-from .onnx_programs import LARGE
+from .onnx_programs import LARGE, add_in_order
 
 if TYPE_CHECKING:
     import onnx
@@ -93,7 +93,7 @@ class Converter:
         if status or not is_written or any("[ERROR]" in line for line in lines):
             target.unlink(missing_ok=True)  # it writes wrong and empty files too
             raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
-        _keep_integers(target)
+        _correct(target)
         return target
 
     def _run(self, files: list[str]) -> tuple[int, list[str]]:
@@ -116,15 +116,24 @@ class Converter:
         return status or 1, lines  # it ended without a result
 
 
-def _keep_integers(path: Path) -> None:
-    """Let an `.onnx` file compute `integers * 2 + 3` in int64, for which paddle2onnx casts to float32 and back.
+def _correct(path: Path) -> None:
+    """Replace in an `.onnx` file what runtimes compute wrongly."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)  # weights in a file of their own stay there
+    _keep_integers(model)
+    add_in_order(model)
+    onnx.save(model, str(path))
+
+
+def _keep_integers(model: "onnx.ModelProto") -> None:
+    """Let a program compute `integers * 2 + 3` in int64, for which paddle2onnx casts to float32 and back.
 
     A runtime that computes floats in bf16 rounds those above 256, and then gathers from rows that do not exist.
     """
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
-    model = onnx.load(str(path), load_external_data=False)  # weights in a file of their own stay there
     graph = model.graph
     dtypes = {
         value.name: value.type.tensor_type.elem_type
@@ -150,7 +159,6 @@ def _keep_integers(path: Path) -> None:
             value = result
     del graph.node[:]
     graph.node.extend(nodes)  # nothing uses the casts to float32 any more, and a runtime drops them
-    onnx.save(model, str(path))
 
 
 def _casts(node: "onnx.NodeProto | None", dtype: int) -> "TypeGuard[onnx.NodeProto]":

@@ -109,13 +109,13 @@ class OnnxProgram(Program):
         onnxruntime = _load_module("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        options.intra_op_num_threads = runtime.cores()
+        options.intra_op_num_threads = threads = runtime.cores()
         kind, _, index = runtime.device.partition(":")
         provider = (PROVIDERS[kind], {"device_id": int(index)} if index else {})
         program: str | bytes = str(path)
         try:
             if kind == "cpu":
-                program = fused(path) if is_temporary else _optimized(path, options, onnxruntime)
+                program = fused(path, threads) if is_temporary else _optimized(path, threads, options, onnxruntime)
             if isinstance(program, bytes):
                 options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
             self._session = onnxruntime.InferenceSession(program, options, providers=[provider])
@@ -133,17 +133,17 @@ class OnnxProgram(Program):
         return [paddle.to_tensor(output) for output in self._session.run(None, arrays)]
 
 
-def _optimized(path: Path, options: Any, onnxruntime: ModuleType) -> str | bytes:
+def _optimized(path: Path, threads: int, options: Any, onnxruntime: ModuleType) -> str | bytes:
     """The optimized program of a file, with options to run it; where it cannot be written, the program itself."""
     try:
-        program = str(optimized(path))
+        program = str(optimized(path, threads))
     except OSError as error:
         logger.warning(
             "%s cannot be written (%s), so each program has weights in memory of its own: make the folder writable",
             path.parent / OPTIMIZED,
             error.strerror or error,
         )
-        return fused(path)
+        return fused(path, threads)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is done
     options.add_session_config_entry("session.use_env_allocators", "1")
     _share_memory(onnxruntime)
