@@ -41,7 +41,12 @@ def measured(folder: Path, runtime: str, count: int, most: int | None = None, pr
     children = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(processes)]
     texts = [[child.stdout.readline()] for child in children]  # each has run its programs
     for child, text in zip(children, texts, strict=True):
-        text += [*child.communicate("measure\n")] if text[0] else [child.wait()]
+        if text[0]:
+            child.stdin.write("measure\n")
+            child.stdin.flush()
+            text.append(child.stdout.readline())  # the others still run
+    for child in children:
+        child.communicate()
     row = {"runtime": runtime, "programs": count, "max_programs": most, "processes": processes}
     if any(child.returncode for child in children):
         return {**row, "error": f"a process ended with status {[child.returncode for child in children]}"}
@@ -67,6 +72,7 @@ def run_process(folder: str, runtime: str, count: str, most: str | None = None) 
     print(json.dumps({"loading_seconds": pipe.unet.loading_seconds, "seconds": seconds}), flush=True)
     sys.stdin.readline()
     print(proportional_bytes() - before, flush=True)
+    sys.stdin.readline()
 
 
 def proportional_bytes() -> int:
@@ -121,20 +127,22 @@ def report(options: argparse.Namespace) -> None:
             name += f", max_programs {row['max_programs']}" if row["max_programs"] else ""
             name += f", each of {row['processes']} processes" if row["processes"] > 1 else ""
             if "error" in row:
-                cells.append([name, row["programs"], row["error"], "–", "–", "–"])
+                cells.append([name, str(row["programs"]), row["error"], "–", "–", "–"])
                 continue
-            ratio, times = row["bytes"] / base["bytes"], row["loading_seconds"] / base["loading_seconds"]
+            ratio, times = row["bytes"] / base["bytes"], row["seconds"] / base["seconds"]
             figures = [
                 f"{row['bytes'] / 2**20:,.0f}",
                 f"{ratio:.2f}×",
-                f"{row['loading_seconds']:.1f}",
+                f"{row['seconds']:.1f}",
                 f"{times:.1f}×",
             ]
-            cells.append([name, row["programs"], *figures])
+            cells.append([name, str(row["programs"]), *figures])
         about = result["environment"]
         lines += [
             f"## `{result['model']}`, weights of {result['weights'] / 2**20:,.0f} MiB\n",
-            *table(["runtime", "programs", "MiB", "against one", "s to load", "against one"], cells),
+            *table(
+                ["runtime", "programs", "MiB", "against one", "s to load and run once", "against one, of time"], cells
+            ),
             f"\n[{path.name}](results/{path.name}): {about['machine']}, Paddle {about['paddlepaddle']}, ONNX Runtime "
             f"{about['onnxruntime']}, OpenVINO {about['openvino']}; `{result['command']}`\n",
         ]

@@ -26,6 +26,7 @@ WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # of a 
 OPTIMIZED = "optimized"  # the folder of optimized programs, beside the `.onnx` files; without it they are made again
 FORMAT = 1  # of optimized programs: increase it when `fuse_attention` or the files change
 HEADS_FIRST, KEYS_LAST = [0, 2, 1, 3], [0, 2, 3, 1]  # from [B, N, heads, d]: transpositions of queries, and of keys
+SWAPPED = [0, 1, 3, 2]  # after HEADS_FIRST: the same as KEYS_LAST
 
 
 class SharedWeights:
@@ -208,27 +209,38 @@ def fuse_attention(model: "onnx.ModelProto") -> int:
             users.setdefault(name, []).append(node)
     weights = {tensor.name: tensor for tensor in graph.initializer}
 
+    def maker(name: str) -> "onnx.NodeProto | None":
+        """The node that computes a value, behind nodes that change nothing."""
+        node = makers.get(name)
+        while node is not None and (node.op_type == "Identity" or number(node, "Add") == 0):
+            node = makers.get(node.input[0])
+        return node
+
     def constant(name: str) -> Any:
         """The array of a constant; None if it is none, or is stored in another file."""
-        node = makers.get(name)
+        node = maker(name)
         is_value = node is not None and node.op_type == "Constant" and node.attribute[0].name == "value"
         tensor = node.attribute[0].t if is_value and node is not None else weights.get(name)
         return None if tensor is None or tensor.external_data else numpy_helper.to_array(tensor)
 
-    def unscaled(name: str) -> tuple[str, float]:
-        """What a product with one number is computed from, and the number."""
-        node = makers.get(name)
-        factor = constant(node.input[1]) if node is not None and node.op_type == "Mul" else None
-        if node is None or factor is None or factor.size != 1:
-            return name, 1.0
-        return node.input[0], float(factor.reshape([-1])[0])
+    def number(node: "onnx.NodeProto", operator: str) -> float | None:
+        """The one number that a node adds to its first input, or multiplies it by."""
+        value = constant(node.input[1]) if node.op_type == operator else None
+        return float(value.reshape([-1])[0]) if value is not None and value.size == 1 else None
 
-    def tokens(name: str, order: list[int]) -> tuple[str, int] | None:
+    def unscaled(name: str) -> "tuple[onnx.NodeProto | None, float]":
+        """The node whose output is multiplied by one number, and the number; 1 if it is not."""
+        node = maker(name)
+        factor = None if node is None else number(node, "Mul")
+        return (node, 1.0) if node is None or factor is None else (maker(node.input[0]), factor)
+
+    def tokens(node: "onnx.NodeProto | None", order: list[int]) -> tuple[str, int] | None:
         """[B, N, heads·d] from which heads were made with that order of axes, and their number."""
-        transpose = makers.get(name)
-        if transpose is None or not _is_transpose(transpose, order):
+        if order == KEYS_LAST and _is_transpose(node, SWAPPED) and node is not None:
+            node, order = maker(node.input[0]), HEADS_FIRST
+        if node is None or not _is_transpose(node, order):
             return None
-        reshape = makers.get(transpose.input[0])
+        reshape = maker(node.input[0])
         shape = constant(reshape.input[1]) if reshape is not None and reshape.op_type == "Reshape" else None
         if reshape is None or shape is None or shape.size != 4 or shape[0] != 0 or shape[1] != 0:
             return None
@@ -240,13 +252,13 @@ def fuse_attention(model: "onnx.ModelProto") -> int:
 
     replaced = {}
     for softmax in (node for node in graph.node if node.op_type == "Softmax"):
-        name, scale = unscaled(softmax.input[0])
-        scores, output = makers.get(name), only_user(softmax)
+        scores, scale = unscaled(softmax.input[0])
+        output = only_user(softmax)
         if scores is None or output is None or {scores.op_type, output.op_type} != {"MatMul"}:
             continue
         query, query_scale = unscaled(scores.input[0])
         key, key_scale = unscaled(scores.input[1])
-        sources = tokens(query, HEADS_FIRST), tokens(key, KEYS_LAST), tokens(output.input[1], HEADS_FIRST)
+        sources = tokens(query, HEADS_FIRST), tokens(key, KEYS_LAST), tokens(maker(output.input[1]), HEADS_FIRST)
         joined = only_user(output)
         last = only_user(joined) if _is_transpose(joined, HEADS_FIRST) else None
         if None in sources or last is None or last.op_type != "Reshape" or output.input[0] != softmax.output[0]:
