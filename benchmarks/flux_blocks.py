@@ -24,23 +24,23 @@ from ppdiffusers_tome.evaluation.results import make_result, write_result
 WIDTH, HEADS, TEXT, SIDE = 3072, 24, 512, 64
 ARMS = {
     "plain": None,
-    "merged, 0.5": {"ratio": 0.5},
-    "merged, 0.5, with the joint block's MLP": {"ratio": 0.5, "merge_mlp": True},
-    "keys and values, 0.75": {"ratio": 0.75, "merge_attn": "kv"},
+    "merged": {"ratio": 0.5},
+    "merged_mlp": {"ratio": 0.5, "merge_mlp": True},  # in the joint block too
+    "kv": {"ratio": 0.75, "merge_attn": "kv"},
 }
 
 
 def macs(kind: str, arm: str) -> float:
     """MACs of a block, without its norms' projections of the timestep."""
     image = SIDE**2
-    kept = {"plain": image, "keys and values, 0.75": image // 4}.get(arm, image // 2)
-    queries = image if arm in ("plain", "keys and values, 0.75") else kept
+    kept = {"plain": image, "kv": image // 4}.get(arm, image // 2)
+    queries = image if arm in ("plain", "kv") else kept
     projections = (2 * queries + 2 * kept + 4 * TEXT) * WIDTH**2  # queries and output, keys and values
     attention = 2 * (queries + TEXT) * (kept + TEXT) * WIDTH
     if kind == "single-stream":  # attention has no output of its own; both go through one projection of five widths
         mlp = (queries + TEXT) * (4 + 5) * WIDTH**2
         return projections - (queries + TEXT) * WIDTH**2 + attention + mlp
-    mlp = ((kept if "MLP" in arm else image) + TEXT) * 8 * WIDTH**2
+    mlp = ((kept if arm == "merged_mlp" else image) + TEXT) * 8 * WIDTH**2
     return projections + attention + mlp
 
 
@@ -93,7 +93,7 @@ def main() -> None:
     rows = [row for kind in ("joint", "single-stream") for row in measure(kind, options.rounds)]
     for row in rows:
         print(
-            f"{row['block']:14} {row['arm']:42} {row['speed_up']:.2f}× (MACs allow {row['allowed_by_macs']:.2f}×), "
+            f"{row['block']:14} {row['arm']:10} {row['speed_up']:.2f}× (MACs allow {row['allowed_by_macs']:.2f}×), "
             f"s: {', '.join(f'{seconds:.2f}' for seconds in row['seconds'])}"
         )
     if options.output:

@@ -99,9 +99,9 @@ def measure(options: argparse.Namespace) -> None:
     folder = export(options)
     path = options.output / f"program_memory_{folder.name}.json"
     rows = read_json(path)["rows"] if path.is_file() else []
-    cases = [(runtime, count, None, 1) for runtime in options.runtime for count in COUNTS]
+    cases = [(runtime, count, None, 1) for runtime in options.runtime for count in options.count]
     cases += [(runtime, COUNTS[-1], BOUND, 1) for runtime in options.runtime]
-    cases += [(runtime, COUNTS[-1], None, 2) for runtime in options.runtime]
+    cases += [(runtime, max(options.count), None, 2) for runtime in options.runtime]
     command = shlex.join(["python", "benchmarks/program_memory.py", *sys.argv[1:]])
     for runtime, count, most, processes in cases:
         key = {"runtime": runtime, "programs": count, "max_programs": most, "processes": processes}
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "examples" / "emoji_sd"), help="default: %(default)s")
     parser.add_argument("--architecture", choices=ARCHITECTURES, help="a UNet with random weights in its place")
     parser.add_argument("--size", nargs="+", type=int, default=[128, 192], help="px (default: 128 192)")
+    parser.add_argument("--count", nargs="+", type=int, default=COUNTS, help="of programs (default: 1 2 4 8)")
     parser.add_argument("--runtime", nargs="+", choices=RUNTIMES, default=RUNTIMES, help="default: all")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="default: %(default)s")
     options = parser.parse_args()

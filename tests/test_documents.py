@@ -97,6 +97,7 @@ BEFORE = {
     ("docs/serving.md", 0): SERVER,
     ("tests/golden/README.md", 1): CASE,
 }
+OF_OTHER_PAGES = ("frontier_", "alternatives_", "flux_", "program_memory_")  # results
 CONTINUES = [("docs/inference.md", 1)]  # in the process of the snippet before
 
 
@@ -204,7 +205,7 @@ def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
     shutil.copy(ROOT / "benchmarks" / "published_figures.md", tmp_path)
     files = sorted((tmp_path / "results").glob("*.json"))
     of_frontier = [file for file in files if file.name.startswith("frontier_")]
-    of_speed = [file for file in files if not file.name.startswith(("frontier_", "alternatives_"))]
+    of_speed = [file for file in files if not file.name.startswith(OF_OTHER_PAGES)]
     speed = speed_report.write_report(of_speed, tmp_path)
     assert speed == text_of("benchmarks/speed.md")
     if of_frontier:

@@ -163,7 +163,7 @@ def add_in_order(model: "onnx.ModelProto") -> None:
 
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        if node.op_type == "ScatterND":
+        if node.op_type == "ScatterND" and any(attribute.s == b"add" for attribute in node.attribute):
             data, rows, updates = node.input  # [D, C], [R, 1], [R, C]
             shape, index = f"{node.output[0]}.shape", f"{node.output[0]}.index"
             nodes.append(helper.make_node("Shape", [updates], [shape]))
