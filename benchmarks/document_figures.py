@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig, parse_settings
+from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -131,7 +132,7 @@ def agree(row: dict[str, Any], other: dict[str, Any], *keys: str) -> bool:
 
 def times(row: dict[str, Any], base: dict[str, Any]) -> float:
     """How many times as fast as another arm: the median of the ratios within a round."""
-    return statistics.median(b / a for a, b in zip(row["seconds"], base["seconds"], strict=True))
+    return ratio_within_rounds(base["seconds"], row["seconds"]).median
 
 
 def speed_up(file: str, backend: str, size: str, batch: str = "2", form: str = ".2f") -> str:

@@ -290,9 +290,7 @@ class AttentionView:
 
     def _widen(self, output: paddle.Tensor, first: Any) -> paddle.Tensor:
         """Add the channels, the first of which is a number or [B, N, 1, 1], to each head of [B, N, heads·d]."""
-        heads = self._heads(output)
-        zeros = [paddle.zeros_like(heads[..., :1])] * (self._channels - 1)
-        wide = paddle.concat([heads, paddle.zeros_like(heads[..., :1]) + first, *zeros], axis=-1)
+        wide = widen(self._heads(output), first, self._channels)
         return wide.reshape([0, 0, wide.shape[2] * wide.shape[3]])
 
     def _narrow(self, tokens: paddle.Tensor) -> paddle.Tensor:
@@ -306,7 +304,18 @@ class AttentionView:
         return heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
 
     def _heads(self, output: paddle.Tensor) -> paddle.Tensor:  # [B, N, heads, d]
-        return output.reshape([0, 0, self._layer.heads, output.shape[-1] // self._layer.heads])
+        return split_heads(output, self._layer.heads)
+
+
+def split_heads(output: paddle.Tensor, heads: int) -> paddle.Tensor:
+    """The output of a projection [B, N, heads·d] as [B, N, heads, d]."""
+    return output.reshape([0, 0, heads, output.shape[-1] // heads])
+
+
+def widen(heads: paddle.Tensor, first: Any, channels: int) -> paddle.Tensor:
+    """Heads [B, N, heads, d] with more channels: the first is a number or [B, N, 1, 1], the others are 0."""
+    zeros = [paddle.zeros_like(heads[..., :1])] * (channels - 1)
+    return paddle.concat([heads, paddle.zeros_like(heads[..., :1]) + first, *zeros], axis=-1)
 
 
 def _check_mask(mask: paddle.Tensor | None, plan: MergePlan, is_self: bool, text: paddle.Tensor | None) -> None:

@@ -11,7 +11,6 @@ from paddle import nn
 from .attention import AttentionWrap, MergeWrap
 from .config import ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
-from .merging import merge, unmerge
 from .models import (
     MergeableBlock,
     denoisers,
@@ -118,8 +117,8 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         install(block, wrap(config, grid, timestep, mergeable.index))
         is_whole = is_single and config.merge_attn is True
         if is_whole:
-            install(block.norm, ImagePartWrap(config, merge, 0))
-            install(block.proj_out, ImagePartWrap(config, unmerge, None))
+            install(block.norm, ImagePartWrap(config, True, 0))
+            install(block.proj_out, ImagePartWrap(config, False, None))
         for name, layers in merging_layers(mergeable, config).items():
             for layer in layers:
                 install(layer, _wrap_for(name, mergeable, config, is_whole))

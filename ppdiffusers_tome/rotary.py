@@ -12,7 +12,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from .attention import FUSED_CHANNELS
+from .attention import FUSED_CHANNELS, split_heads, widen
 from .config import KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
@@ -35,15 +35,15 @@ class ImagePartWrap(Wrap):
 
     Args:
         config: the settings of the denoiser.
-        move: `merge` or `unmerge`.
+        merges: whether they merge; otherwise they are unmerged.
         index: of the tokens in the layer's output; None if it returns them alone.
     """
 
     config: ToMeConfig
 
-    def __init__(self, config: ToMeConfig, move: Callable[..., paddle.Tensor], index: int | None) -> None:
+    def __init__(self, config: ToMeConfig, merges: bool, index: int | None) -> None:
         super().__init__(config)
-        self._move, self._index = move, index
+        self._merges, self._index = merges, index
 
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         plan, output = current_plan(), self.forward(layer, *args, **kwargs)
@@ -56,7 +56,7 @@ class ImagePartWrap(Wrap):
         return tuple(parts)
 
     def _moved(self, tokens: paddle.Tensor, plan: MergePlan) -> paddle.Tensor:
-        if self._move is merge:
+        if self._merges:
             return image_part(tokens, plan.tokens, lambda image: merge(image, plan, self.config.blend))
         return image_part(tokens, plan.kept, lambda image: unmerge(image, plan))
 
@@ -165,20 +165,17 @@ def attend(
     width = query.shape[-1]
     if sizes is not None:
         wide = width + FUSED_CHANNELS
-        ones = paddle.ones_like(query[..., :1])
-        zeros = [paddle.zeros_like(x[..., :1]).tile([1, 1, 1, FUSED_CHANNELS]) for x in (query, key, value)]
         channel = paddle.concat([paddle.zeros_like(key[:, : -sizes.shape[1], 0, 0]), cast(sizes, key.dtype)], axis=1)
-        query = paddle.concat([query * (scale * math.sqrt(wide)), ones * math.sqrt(wide), zeros[0][..., 1:]], axis=-1)
-        key = paddle.concat([key, channel.unsqueeze([2, 3]) + zeros[1][..., :1], zeros[1][..., 1:]], axis=-1)
-        value = paddle.concat([value, zeros[2]], axis=-1)
+        query = widen(query * (scale * math.sqrt(wide)), math.sqrt(wide), FUSED_CHANNELS)
+        key = widen(key, channel.unsqueeze([2, 3]), FUSED_CHANNELS)
+        value = widen(value, 0.0, FUSED_CHANNELS)
     else:
         query = query * (scale * math.sqrt(width))
     return F.scaled_dot_product_attention(query, key, value)[..., :width]
 
 
 def _heads(layer: nn.Layer, projection: str, norm: str, tokens: paddle.Tensor) -> paddle.Tensor:  # [B, S, heads, d]
-    x = getattr(layer, projection)(tokens)
-    x = x.reshape([0, 0, layer.heads, x.shape[-1] // layer.heads])
+    x = split_heads(getattr(layer, projection)(tokens), layer.heads)
     normalize = getattr(layer, norm, None)
     return x if normalize is None else normalize(x)
 

@@ -192,8 +192,8 @@ def _add_rows(model: "onnx.ModelProto") -> None:
     graph.node.extend(_used(nodes, [output.name for output in graph.output]))
 
 
-def fuse_attention(model: "onnx.ModelProto") -> int:
-    """Replace attention that is computed step by step by ONNX Runtime's operator for it, and return how often.
+def fuse_attention(model: "onnx.ModelProto") -> None:
+    """Replace attention that is computed step by step by ONNX Runtime's operator for it.
 
     What is replaced is, for queries, keys and values [B, N, heads·d]: reshape to [B, N, heads, d], transpose, product
     of queries and keys, softmax, product with the values, transpose, reshape to [B, N, heads·d]; with a constant that
@@ -277,7 +277,6 @@ def fuse_attention(model: "onnx.ModelProto") -> int:
     graph.node.extend(_used(nodes, [output.name for output in graph.output]))
     if replaced:
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    return len(replaced)
 
 
 def _is_transpose(node: "onnx.NodeProto | None", order: list[int]) -> bool:

@@ -80,15 +80,16 @@ def controlnet(**changes):
     return ready(model)
 
 
+AUTOENCODER = {  # that maps 2×2 image pixels to one latent pixel
+    "block_out_channels": (32, 32),
+    "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+    "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+}
+
+
 def vae(**changes):
     """A VAE that maps 2×2 image pixels to one latent pixel."""
-    settings = {
-        "block_out_channels": (32, 32),
-        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
-        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
-        "sample_size": 32,
-    }
-    return ready(AutoencoderKL(**{**settings, **changes}))
+    return ready(AutoencoderKL(**{**AUTOENCODER, "sample_size": 32, **changes}))
 
 
 def tokenizer():

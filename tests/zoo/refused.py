@@ -33,13 +33,7 @@ def unet_2d(**changes):
 
 def vq(**changes):
     """A VQ autoencoder that maps 2×2 image pixels to one latent pixel."""
-    settings = {
-        "block_out_channels": (32, 32),
-        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
-        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
-        "num_vq_embeddings": 16,
-    }
-    return ready(pp.VQModel(**{**settings, **changes}))
+    return ready(pp.VQModel(**{**parts.AUTOENCODER, "num_vq_embeddings": 16, **changes}))
 
 
 def simple_unet(**changes):
