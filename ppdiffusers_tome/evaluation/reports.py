@@ -1,5 +1,6 @@
 """Reports: a Jinja2 template of this package's folder `templates`, filled in with figures."""
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -8,14 +9,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from .markdown import NOT_MEASURED, change, number, table
 
 
-def render(template: str, **values: Any) -> str:
-    """The text of a template, filled in.
+def write_page(name: str, output: Path, **values: Any) -> str:
+    """Write a page, the template of its name filled in, into a folder, which is made if it is missing; its text.
 
     Templates have the filters `table` (of a pandas frame, as `frame_table`), `number` and `change` (of
     `markdown.py`). A tag on a line of its own leaves no line.
 
     Args:
-        template: file name in `templates`, such as "speed.md".
+        name: of the template in `templates`, and of the page, such as "speed.md".
+        output: the folder.
         values: the template's variables; one that it uses and does not get is an error.
     """
     environment = Environment(
@@ -27,7 +29,10 @@ def render(template: str, **values: Any) -> str:
         autoescape=False,  # Markdown
     )
     environment.filters |= {"table": frame_table, "number": number, "change": change}
-    return environment.get_template(template).render(values)
+    text: str = environment.get_template(name).render(values).rstrip() + "\n"
+    output.mkdir(parents=True, exist_ok=True)
+    (output / name).write_text(text, encoding="utf-8")
+    return text
 
 
 def frame_table(cells: pd.DataFrame) -> str:

@@ -13,7 +13,7 @@ from ...errors import ToMeConfigError
 from ..clock import ratio_within_rounds
 from ..markdown import NOT_MEASURED, figure, link
 from ..plotting import save_figure
-from ..reports import render
+from ..reports import write_page
 from ..results import check_result, read_json
 from ..speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases
 from .quality_plots import is_on_frontier, plot_frontier
@@ -71,8 +71,9 @@ def write_frontier_page(files: Sequence[Path], output: Path, images: Path | None
         for file, result in results
     ]
     strengths = sorted({result["strength"] for _, result in of_images} - {None})
-    text = render(
+    return write_page(
         "frontier.md",
+        output,
         bases=BASES,
         noise=f"{100 * NOISE:g} %",
         strengths=[f"{strength:g}" for strength in strengths],
@@ -80,9 +81,6 @@ def write_frontier_page(files: Sequence[Path], output: Path, images: Path | None
         sections=sections,
         sheets=[line for sheet in sheets for line in figure(*sheet, output)],
     )
-    text = text.rstrip() + "\n"
-    (output / "frontier.md").write_text(text, encoding="utf-8")
-    return text
 
 
 def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:

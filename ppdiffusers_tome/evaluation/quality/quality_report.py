@@ -12,7 +12,7 @@ from ...config import ToMeConfig
 from ..clock import quartiles
 from ..markdown import figure, link
 from ..plotting import save_figure
-from ..reports import render
+from ..reports import write_page
 from ..results import check_result
 from .quality_plots import plot_against_ratio, plot_bars
 from .settings import name_of
@@ -60,8 +60,9 @@ def write_quality_page(
     others, floor = frame["kid_others"], frame.loc[OTHER_SEEDS]
     deviation = np.hypot(frame["kid_others_std"], floor["kid_others_std"])  # of a difference
     differs = others - floor["kid_others"] > 2 * deviation
-    text = render(
+    return write_page(
         "quality.md",
+        output,
         result=result,
         file=f"[{result_file.name}]({link(result_file, output)})",
         default=frame.loc[default_setting(frame)].to_dict(),
@@ -72,9 +73,6 @@ def write_quality_page(
         },
         figures={title: [line for one in shown for line in figure(*one, output)] for title, shown in figures.items()},
     )
-    text = text.rstrip() + "\n"
-    (output / "quality.md").write_text(text, encoding="utf-8")
-    return text
 
 
 def read_frame(result: dict[str, Any]) -> pd.DataFrame:

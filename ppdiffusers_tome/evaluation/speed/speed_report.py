@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ..markdown import change, link, number
 from ..plotting import save_figure
-from ..reports import render
+from ..reports import write_page
 from .cases import MEASURED, OUT_OF_MEMORY, PLAIN, TOME
 from .frame import CASE, KEY, near_half, read_frame
 from .speed_plots import against_ratio, against_size, by_method
@@ -50,8 +50,9 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         )
     merged = frame[frame["merges"]]
     tome = merged[(merged["arm"] == TOME) & merged["over_plain"].notna()]
-    text = render(
+    return write_page(
         "speed.md",
+        output,
         frame=frame,
         methods=[_fastest(arms) for _, arms in tome.groupby("method", sort=False)],
         merged=merged["time"].count(),
@@ -65,9 +66,6 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         has_published=(output / PUBLISHED).exists(),
         sections=sections,
     )
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "speed.md").write_text(text, encoding="utf-8")
-    return text
 
 
 def _fastest(arms: pd.DataFrame) -> dict[str, Any]:
