@@ -24,6 +24,7 @@ from typing import Any
 
 from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig, parse_settings
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
+from ppdiffusers_tome.evaluation.quality.quality_report import OTHER_SEEDS, differs_by_kid, read_frame
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,7 +39,6 @@ MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
 DEFAULT, TOMESD = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, **TOMESD_SETTINGS)
-OTHER_SEEDS = "plain, other seeds"  # in results of quality: images of the same prompts with other seeds
 PLACE = ("size", "batch", "dtype", "backend")  # of an arm in its result
 PHOTOGRAPHS = "frontier_photographs_"  # start of the names of results of image-to-image
 
@@ -242,11 +242,9 @@ def separated_by_kid(none: str, *words: str) -> str:
     """The settings whose KID is above that of plain images by more than two standard deviations of both."""
     above = []
     for file in ("frontier_128", "quality_256"):
-        floor = read(file)["calibration"][OTHER_SEEDS]["kid"]
-        for row in read(file)["settings"]:
-            kid = row["kid"][f"to {OTHER_SEEDS}"]
-            if kid["mean"] - floor["mean"] > 2 * math.hypot(kid["std"], floor["std"]):
-                above.append(f"{row['name']} at {read(file)['size']} px")
+        frame = read_frame(read(file))
+        differs = differs_by_kid(frame) & (frame["group"] != "calibration")
+        above += [f"{name} at {read(file)['size']} px" for name in frame.index[differs]]
     return ", ".join(above) or " ".join([none, *words])
 
 

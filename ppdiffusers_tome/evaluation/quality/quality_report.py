@@ -57,16 +57,14 @@ def write_quality_page(
     frame = read_frame(result)
     sheets = [] if images is None else _write_sheets(result, frame, images, output)  # first, because it can fail
     figures = {"Plots": _write_plots(frame, output), "Images": sheets, "Merge map": [merge_map] if merge_map else []}
-    others, floor = frame["kid_others"], frame.loc[OTHER_SEEDS]
-    deviation = np.hypot(frame["kid_others_std"], floor["kid_others_std"])  # of a difference
-    differs = others - floor["kid_others"] > 2 * deviation
+    differs = differs_by_kid(frame)
     return write_page(
         "quality.md",
         output,
         result=result,
         file=f"[{result_file.name}]({link(result_file, output)})",
         default=frame.loc[default_setting(frame)].to_dict(),
-        other_seeds=floor.to_dict(),
+        other_seeds=frame.loc[OTHER_SEEDS].to_dict(),
         different=[f"{ratio:g}" for name, ratio in _ratios(frame).items() if differs[name]],
         tables={
             group: cells_of(rows, TABLE).set_index("setting") for group, rows in frame.groupby("group", sort=False)
@@ -94,6 +92,13 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
         about = {"group": "calibration", "label": name}
         rows[name] = about | _measures(known["pairs"] or {}, {reference: known["kid"]})
     return pd.DataFrame(list(rows.values()), index=list(rows))
+
+
+def differs_by_kid(frame: pd.DataFrame) -> pd.Series:
+    """Which rows have a KID above that of plain images by more than two standard deviations of the difference."""
+    floor = frame.loc[OTHER_SEEDS]
+    deviation = np.hypot(frame["kid_others_std"], floor["kid_others_std"])
+    return frame["kid_others"] - floor["kid_others"] > 2 * deviation
 
 
 def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, float]]) -> dict[str, float]:

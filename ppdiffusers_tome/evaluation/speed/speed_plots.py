@@ -6,12 +6,10 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, add_legend, make_figure, set_title
+from ..plotting import GREY, add_legend, looks_of, make_figure, set_title
 from .cases import BOTH, PLAIN, TOME
 from .frame import near_half
 
-COLOURS = (BLUE, ORANGE, GREEN, RED, SKY, PURPLE, GREY)
-MARKERS = ("o", "s", "^", "D", "v", "P")
 LEAST = 3  # points of a line, or bars
 
 
@@ -54,11 +52,11 @@ def by_method(arms: pd.DataFrame) -> Figure | None:
     labels, ticks = arms["label"] + ", " + arms["backend"], list(places.unique())
     names = list(labels.unique())
     width = min(0.8 / len(names), 0.4)
-    for index, name in enumerate(names):
+    for index, (name, (colour, _)) in enumerate(looks_of(names).items()):
         bars = arms[labels == name]
         positions = [ticks.index(place) + (index - (len(names) - 1) / 2) * width for place in places[bars.index]]
         spread = abs(bars[["over_plain_low", "over_plain_high"]].sub(bars["over_plain"], axis=0)).to_numpy().T.tolist()
-        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "error_kw": {"linewidth": 0.8}}
+        look: dict[str, Any] = {"color": colour, "error_kw": {"linewidth": 0.8}}
         axes.bar(positions, bars["over_plain"], 0.92 * width, yerr=spread, label=name, **look)
     axes.set_xticks(range(len(ticks)), ticks)
     axes.set_ylabel("times as fast as plain")
@@ -78,12 +76,10 @@ def _lines(arms: pd.DataFrame, keys: Sequence[pd.Series], x: str, x_label: str, 
         return None
     has_memory = any(line["peak_memory_bytes"].notna().all() for _, line in lines)
     figure, panels = make_figure(columns=1 + has_memory)
-    for index, (name, line) in enumerate(lines):
-        look: dict[str, Any] = {
-            "color": COLOURS[index % len(COLOURS)],
-            "marker": MARKERS[index % len(MARKERS)],
-            "ms": 5,
-        }
+    looks = looks_of(name for name, _ in lines)
+    for name, line in lines:
+        colour, marker = looks[name]
+        look: dict[str, Any] = {"color": colour, "marker": marker, "ms": 5}
         panels[0].plot(line[x], line["over_plain"], label=name, **look)
         if has_memory:
             panels[1].plot(line[x], line["peak_memory_bytes"] / 1e9, **look)
