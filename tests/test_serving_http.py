@@ -1,6 +1,5 @@
 """Valid and invalid requests over HTTP, with an engine that returns images of one colour."""
 
-import asyncio
 import base64
 import hashlib
 import io
@@ -37,10 +36,9 @@ from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving import middleware
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.middleware import CountingMiddleware, RequestMiddleware
+from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.page_files import FOLDER
 from ppdiffusers_tome.serving.progress import RequestProgress
-from ppdiffusers_tome.serving.prometheus import Metrics
 
 ROOT = Path(__file__).parents[1]
 KEY = "correct-horse"
@@ -952,14 +950,3 @@ def test_errors_survive_pickling():
     for error in (JobError("steps", "too many"), EngineLostError("lost"), GenerationError("failed")):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
-
-
-def test_requests_that_the_shutdown_cuts_off_are_no_fault(caplog):
-    """uvicorn cancels the answer to a client that does not read, and logs what the application raises."""
-
-    async def app(scope, receive, send):
-        raise asyncio.CancelledError
-
-    scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", b"localhost")]}
-    asyncio.run(CountingMiddleware(app, Metrics())(scope, None, None))
-    assert "cut off by the shutdown, such as '/v1/models'" in caplog.text

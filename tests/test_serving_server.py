@@ -14,6 +14,7 @@ from time import monotonic
 
 import httpx
 import pytest
+import uvicorn
 from serving_support import OPENAI, serving, until
 
 from ppdiffusers_tome.serving.middleware import is_not_repeated
@@ -23,17 +24,12 @@ OPENAPI = HEALTH.replace(b"health", b"openapi.json")  # the longest answer
 
 
 @pytest.fixture
-def log(caplog):
-    """The log of the server and asyncio; uvicorn's loggers do not propagate."""
-    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "uvicorn.access")]
-    with serving():  # configures them
-        pass
-    for logger in loggers:
-        logger.addHandler(caplog.handler)
-    caplog.clear()
-    yield caplog
-    for logger in loggers:
-        logger.removeHandler(caplog.handler)
+def log(caplog, monkeypatch):
+    """The log of the server and asyncio; every server configures uvicorn's loggers, which then do not propagate."""
+    for name in ("uvicorn", "uvicorn.access"):
+        monkeypatch.setitem(uvicorn.config.LOGGING_CONFIG["loggers"][name], "propagate", True)
+    caplog.set_level(logging.INFO)
+    return caplog
 
 
 @contextmanager
@@ -66,13 +62,14 @@ def is_closed(client):
     return True
 
 
-def test_shutdown_does_not_wait_for_a_client_that_reads_nothing():
+def test_shutdown_does_not_wait_for_a_client_that_reads_nothing(log):
     with serving(seconds=5) as server, client_that_reads_nothing(server):
         start = monotonic()
         server.server.handle_exit(signal.SIGTERM, None)
         server.thread.join(10)
         assert not server.thread.is_alive() and monotonic() - start < 5
         assert not server.server.server_state.connections and not server.server.server_state.tasks
+    assert "Shutting down" in log.text and not [record for record in log.records if record.exc_info]
 
 
 def test_shutdown_waits_for_a_client_that_reads_slowly():

@@ -1,6 +1,5 @@
 """Checks before a request's fields are read: API key, origin, and size, duration and type of the body; counters."""
 
-import asyncio
 import logging
 import re
 import secrets
@@ -70,15 +69,12 @@ class CountingMiddleware:
             await send(message)
 
         host = Headers(scope=scope).get("host", "")
-        try:
-            if HOST.fullmatch(host):
-                await self._app(scope, receive, send_and_count)
-            else:
-                logger.warning("requests with a malformed Host header are refused, such as %.100r", host)
-                error = ApiError(400, "the Host header is not a host name or address", code="invalid_host")
-                await error.respond(path)(scope, receive, send_and_count)
-        except asyncio.CancelledError:  # at the end of a shutdown; uvicorn would log it as a fault of the application
-            logger.warning("requests were cut off by the shutdown, such as %.100r: the client does not read", path)
+        if HOST.fullmatch(host):
+            await self._app(scope, receive, send_and_count)
+        else:
+            logger.warning("requests with a malformed Host header are refused, such as %.100r", host)
+            error = ApiError(400, "the Host header is not a host name or address", code="invalid_host")
+            await error.respond(path)(scope, receive, send_and_count)
 
 
 class RequestMiddleware:

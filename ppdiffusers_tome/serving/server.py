@@ -132,11 +132,22 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait until the clients have read their answers or the time is over."""
         self.end = self.end or monotonic() + self._seconds
-        self.config.timeout_graceful_shutdown = max(0, self._close_by - monotonic())  # type: ignore[assignment]
+        at_the_end = asyncio.get_running_loop().call_later(
+            max(0.0, self._close_by - monotonic()), self._close_connections
+        )
         await super().shutdown(sockets)
-        for connection in list(self.server_state.connections):  # of clients that do not read
-            connection.transport.abort()
+        at_the_end.cancel()
+        self._close_connections()  # after a second signal
         await asyncio.sleep(0.1)  # so that requests notice it
+
+    def _close_connections(self) -> None:
+        """Close those of clients that do not read. Their requests end by themselves, which uvicorn then waits for.
+
+        With a timeout of its own, uvicorn would cancel them, and log that as a fault of the application.
+        """
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @property
     def _close_by(self) -> float:
