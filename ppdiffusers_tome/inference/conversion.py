@@ -30,7 +30,10 @@ for line in sys.stdin:
         paddle2onnx.export(program, params, save_file=target, enable_onnx_checker=True, **options)
     except Exception as error:
         print("[ERROR]", type(error).__name__, error)
-    ctypes.CDLL(None).fflush(None)  # what C++ has written
+    library = ctypes.CDLL(None)
+    library.fflush(None)  # what C++ has written
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
     print("{DONE}", flush=True)
 """
 # Paddle 3 stores these attributes as float64. paddle2onnx 2.1 raises an error on the first, and misreads the others.

@@ -19,7 +19,7 @@ from ..config import Schedule, is_schedule, make_schedule, ratio_at
 from ..errors import ToMeConfigError
 from ..models import shares_left
 from .manifest import Manifest, ProgramFile, Size, find_ratio
-from .runtime import Program
+from .runtime import Program, return_memory
 
 logger = logging.getLogger(__name__)
 Load = Callable[[ProgramFile], Program]
@@ -52,8 +52,10 @@ class ExportedModel:
         if program is None:
             while self._most is not None and len(self._loaded) >= self._most:
                 del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
+            return_memory()  # theirs
             start = time.perf_counter()
             program = self._load(file)
+            return_memory()  # what only loading needed
             seconds = time.perf_counter() - start
             self.loads, self.loading_seconds = self.loads + 1, self.loading_seconds + seconds
             if self._most is not None:

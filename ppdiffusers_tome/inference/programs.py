@@ -151,8 +151,13 @@ def _is_xl(unet: nn.Layer) -> bool:
 
 
 def _working_copy(model: nn.Layer) -> nn.Layer:
-    """A copy that tracing may modify, in float32: the precision of a program is chosen when it is loaded."""
-    return copy.deepcopy(model).float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)
+    """A copy that tracing may modify, in float32: the precision of a program is chosen when it is loaded.
+
+    It shares weights that are float32 already, which tracing only reads.
+    """
+    shared = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype == paddle.float32]
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    return copied.float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)
 
 
 def _ready(layer: nn.Layer, *inputs: Input) -> Traceable:
