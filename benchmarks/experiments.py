@@ -52,7 +52,7 @@ from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN_IMAGES, Evaluation, read_texts, with_seeds
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine
-from ppdiffusers_tome.inference import paddle_runtime, programs, runtime, tracing
+from ppdiffusers_tome.inference import ProgramFile, Size, paddle_runtime, programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
 from ppdiffusers_tome.models import shares_left
 from ppdiffusers_tome.positions import Grid
@@ -65,6 +65,7 @@ NOTHING_MEASURED: dict[str, Any] = {"variants": [], "bfloat16": None, "plans": N
 PRODUCTS = {"conv2d", "fc", "fused_matmul", "matmul", "matmul_v2"}  # the operations that take the time
 
 
+Program = tuple[Path, ProgramFile]  # with the folder of its files
 Choose = Callable[[int, float], paddle_runtime.Predictor]  # by the number of a call and its timestep
 
 
@@ -190,21 +191,19 @@ class ProgramUNet:
         return tuple(predictor(**self.inputs))
 
 
-def save_program(config: ToMeConfig, folder: Path, prototype: Prototype = nullcontext) -> tracing.Saved:
+def save_program(config: ToMeConfig, folder: Path, prototype: Prototype = nullcontext) -> Program:
     """Trace the bundled UNet, merged by a config and a prototype, check it against eager mode, and save it."""
     traceable = programs.denoiser(load_model(MODEL).unet, None)
-    fixed = {"height": SIZE, "width": SIZE, "latent_height": LATENT.h, "latent_width": LATENT.w}
+    dims = {"height": SIZE, "width": SIZE, "latent_height": LATENT.h, "latent_width": LATENT.w, "tokens": TEXT}
+    planned = ProgramFile("unet", size=Size(SIZE, SIZE), ratio=config.constant_ratio)
     with prototype():
         if config.ratio:
             patch.attach(traceable.layer.unet, config, None)
-        return tracing.save(traceable, folder, fixed, fixed | {"tokens": TEXT}, config.describe(), threads=1)
+        return folder, tracing.save(traceable, planned, folder, "unet", dims, threads=1)
 
 
-def load_predictor(saved: tracing.Saved) -> paddle_runtime.Predictor:
-    onednn = runtime.is_accurate(saved.onednn_parity)
-    return paddle_runtime.Predictor(
-        saved.program, saved.params, paddle_runtime.PaddleRuntime(threads=1, onednn=onednn)
-    )
+def load_predictor(saved: Program) -> paddle_runtime.Predictor:
+    return paddle_runtime.PaddleRuntime(threads=1).load(*saved)
 
 
 def program_engine(choose: Choose) -> tuple[Engine, ProgramUNet]:
@@ -365,7 +364,7 @@ def inspect_bfloat16(program: bytes, operations: set[str]) -> dict[str, Any]:
     return {"bfloat16": dict(sorted(marked.items())), "without_kernel": dict(without_kernel)}
 
 
-def run_bfloat16(saved: tracing.Saved, fp32: Any, operations: set[str], rounds: int) -> dict[str, Any]:
+def run_bfloat16(saved: Program, fp32: Any, operations: set[str], rounds: int) -> dict[str, Any]:
     """Relative difference to float32 on inputs of an image's last step, and how many times as fast; or the error."""
     engine, unet = program_engine(lambda call, timestep: fp32)
     engine.generate(list_jobs(2, 2)["prompts"][:1])
@@ -381,7 +380,7 @@ def run_bfloat16(saved: tracing.Saved, fp32: Any, operations: set[str], rounds: 
     return {"relative_difference": tracing.relative_difference(*outputs), "times_faster": round(times_faster, 3)}
 
 
-def onednn_predictor(saved: tracing.Saved, **options: Any) -> paddle_runtime.Predictor:
+def onednn_predictor(saved: Program, **options: Any) -> paddle_runtime.Predictor:
     """A predictor with methods of Paddle's `Config` called that the package does not call; None: without argument."""
     original = paddle_runtime._for_cpu
 
@@ -391,9 +390,7 @@ def onednn_predictor(saved: tracing.Saved, **options: Any) -> paddle_runtime.Pre
             getattr(config, name)(*([] if value is None else [value]))
 
     with mock.patch.object(paddle_runtime, "_for_cpu", configure):
-        return paddle_runtime.Predictor(
-            saved.program, saved.params, paddle_runtime.PaddleRuntime(threads=1, onednn=True)
-        )
+        return paddle_runtime.PaddleRuntime(threads=1, onednn=True).load(*saved)
 
 
 def main() -> None:

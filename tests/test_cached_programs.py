@@ -9,7 +9,7 @@ from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.evaluation import cached_programs
 from ppdiffusers_tome.evaluation.cached_programs import CachedPrograms, folder_of_programs, program_key
 from ppdiffusers_tome.evaluation.environment import model_files
-from ppdiffusers_tome.inference.tracing import Saved
+from ppdiffusers_tome.inference import ProgramFile, Size
 
 
 @pytest.fixture
@@ -75,11 +75,12 @@ def test_what_decides_a_program_is_in_its_key():
 
 
 def saved_program(folder, onnx):
-    program, params, converted = (folder / name for name in ("key/a.pdmodel", "key/a.pdiparams", "key.onnx"))
-    for path in [converted] if onnx else [program, params]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("content")
-    return Saved(program, params, {"batch 1": 1e-6}, {}, converted if onnx else None, {})
+    paths = {"onnx": "key.onnx"} if onnx else {"program": "key/a.pdmodel", "params": "key/a.pdiparams"}
+    for path in paths.values():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("content")
+    parities = {"parity": {"batch 1": 1e-6}, "onednn_parity": {"batch 1": float("inf")}}
+    return ProgramFile("unet", size=Size(8, 8), ratio=0.5, **paths, **parities)
 
 
 @pytest.mark.parametrize("onnx", [False, True])
@@ -90,7 +91,7 @@ def test_a_program_is_found_while_it_is_complete(tmp_path, onnx):
     programs.store("key", saved)
     assert programs.find("key") == saved and programs.find("other") is None
     moved = Path((tmp_path / "here").rename(tmp_path / "there"))
-    assert CachedPrograms(moved).find("key") == saved_program(moved, onnx)
+    assert CachedPrograms(moved).find("key") == saved
     (moved / ("key.onnx" if onnx else "key/a.pdiparams")).unlink()
     assert CachedPrograms(moved).find("key") is None
     (moved / "key.json").write_text("{")

@@ -23,7 +23,15 @@ from ppdiffusers import (
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
-from ppdiffusers_tome.inference import PaddleRuntime, export_pipeline, load_pipeline, paddle_runtime, read_manifest
+from ppdiffusers_tome.inference import (
+    PaddleRuntime,
+    ProgramFile,
+    export_pipeline,
+    load_pipeline,
+    paddle_runtime,
+    read_manifest,
+    unmerged_programs,
+)
 from ppdiffusers_tome.inference.manifest import sha256
 from ppdiffusers_tome.inference.paddle_runtime import SHAPE_FILE, Predictor
 
@@ -124,7 +132,10 @@ def test_other_pipelines_over_the_same_programs(exported, eager, cls, settings, 
 @pytest.fixture(scope="module")
 def others(eager, exported_folder):
     """Models that are exported already, and the argument of an export that links them."""
-    return {"vae": eager.vae, "text_encoder": eager.text_encoder}, {"others": exported_folder, "progress": False}
+    return {"vae": eager.vae, "text_encoder": eager.text_encoder}, {
+        "linked": unmerged_programs(exported_folder),
+        "progress": False,
+    }
 
 
 def test_controlnet_is_fused_with_the_unet(others, tmp_path):
@@ -333,9 +344,9 @@ def test_onednn_is_on_if_it_passed_the_export(exported_folder, monkeypatch):
     settings = []
 
     class Recording(Predictor):
-        def __init__(self, program, params, runtime, tensorrt=False):
+        def __init__(self, folder, file, runtime):
             settings.append(runtime.onednn)
-            super().__init__(program, params, runtime, tensorrt)
+            super().__init__(folder, file, runtime)
 
     monkeypatch.setattr(paddle_runtime, "Predictor", Recording)
     draw(load(exported_folder))
@@ -386,7 +397,7 @@ def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
 @pytest.mark.skipif(not PADDLE2, reason="about Paddle 2.6")
 def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
-        Predictor(tmp_path / "inference.json", tmp_path / "inference.pdiparams", PaddleRuntime())
+        PaddleRuntime().load(tmp_path, ProgramFile("unet", "inference.json", "inference.pdiparams"))
 
 
 def test_default_size_is_the_first_exported_one(exported_folder):

@@ -17,7 +17,7 @@ from zoo.videos import unet_spatio_temporal
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, ToMePassError
 from ppdiffusers_tome.generation.engine import load_engine
-from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
+from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest, unmerged_programs
 from ppdiffusers_tome.inference.request import check_request
 
 SCHEDULE = {1.0: 0.7, 0.5: 0.5, 0.1: 0.0}
@@ -239,7 +239,9 @@ def change(folder, schedule):
 
 
 def request(pipe, ratios, controlnet=True, **settings):
-    return check_request(pipe, "/nowhere", ratios, [(32, 32)], True, False, controlnet, "paddle", settings)
+    configs = [ToMeConfig(ratio=ratio, **settings) for ratio in (ratios if isinstance(ratios, list) else [ratios])]
+    options = {"image_to_image": True, "overwrite": False, "controlnet": controlnet, "format": "paddle"}
+    return check_request(lambda: pipe, "/nowhere", configs, [(32, 32)], **options)
 
 
 def predict(model, timestep):
@@ -253,7 +255,7 @@ def test_the_applied_schedule_is_exported(tiny, exported_folder, tmp_path):
     tiny.apply_tome(ratio={1.0: 0.5, 0.2: 0.25})
     folder = tmp_path / "applied"
     manifest = export_pipeline(
-        tiny, folder, sizes=[(32, 32)], image_to_image=True, others=exported_folder, progress=False
+        tiny, folder, sizes=[(32, 32)], image_to_image=True, linked=unmerged_programs(exported_folder), progress=False
     )
     assert read_manifest(folder) == manifest and manifest.ratios == (0.5, 0.25)
     assert manifest.schedule == manifest.default_ratio == ((1.0, 0.5), (0.2, 0.25))

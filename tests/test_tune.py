@@ -33,7 +33,6 @@ from ppdiffusers_tome.evaluation.tuning.search import (
     search,
 )
 from ppdiffusers_tome.inference import export, read_manifest
-from ppdiffusers_tome.inference.tracing import Saved
 from ppdiffusers_tome.positions import Grid
 
 STAGES = make_stages(9, 8)
@@ -387,14 +386,13 @@ def traced(exported_folder, worker_in_this_process, monkeypatch):
     """
     labels, files = [], read_manifest(exported_folder).programs
 
-    def save(traceable, folder, fixed, dims, label, *others):
-        labels.append(label)
-        (file,) = (
-            f for f in files if f.size in (None, (32, 32)) and (f.model, f.ratio) == UNETS.get(label, (label, None))
-        )
-        folder.mkdir(parents=True)
-        paths = [Path(shutil.copy(exported_folder / path, folder)) for path in (file.program, file.params)]
-        return Saved(*paths, file.parity, file.onednn_parity, None, {})
+    def save(traceable, planned, root, folder, *others):
+        labels.append(f"{planned.label}, {planned.ratio}")
+        (file,) = (file for file in files if file.place == planned.place)
+        (root / folder).mkdir(parents=True)
+        paths = [Path(shutil.copy(exported_folder / path, root / folder)) for path in (file.program, file.params)]
+        program, params = (path.relative_to(root).as_posix() for path in paths)
+        return replace(file, program=program, params=params)
 
     for module in (backends, export):
         monkeypatch.setattr(module, "save", save)
@@ -402,10 +400,7 @@ def traced(exported_folder, worker_in_this_process, monkeypatch):
     return labels
 
 
-UNETS = {
-    "plain, predictor": ("unet", 0),
-    "ToMe 0.5, windows of 16, proportional, dst of seed 0, predictor": ("unet", 0.5),
-}
+TRACED = ["text_encoder, None", "unet at 32x32, 0.0", "unet at 32x32, 0.5", "vae_decoder, None"]
 
 
 def test_each_program_is_traced_once(command, traced, tmp_path):
@@ -413,7 +408,7 @@ def test_each_program_is_traced_once(command, traced, tmp_path):
     assert command(*options) == 0
     folder = tmp_path / "new" / "tuned.tune"
     assert len(list(folder.glob("speed_*.json"))) == 2, "two stages"
-    assert sorted(traced) == sorted([*UNETS, "text_encoder", "vae_decoder"])
+    assert sorted(traced) == TRACED
     content = json.loads((tmp_path / "new" / "tuned.json").read_text())
     assert content["figures"]["rounds"] == 4 and content["figures"]["psnr"] > 0
     traced.clear()
@@ -423,7 +418,7 @@ def test_each_program_is_traced_once(command, traced, tmp_path):
     for programs in (folder / "unets").iterdir():
         programs.rename(folder / "unets" / "another")
     assert command(*options, "--rounds", "6") == 0
-    assert sorted(traced) == sorted(UNETS)
+    assert sorted(traced) == TRACED[1:3]
 
 
 def test_figures_are_those_of_all_settings(model, tmp_path, monkeypatch):

@@ -2,13 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from ..inference import Manifest, export_pipeline, parse_size
+from ..inference import Manifest, parse_size
+from ..inference.export import write_export
 from ..inference.loading import load_for_export
 from ..inference.manifest import ratio_name
-from ..inference.request import EXPORT_FORMATS, check_arguments
-from .merge_options import add_merge_options, merge_settings
+from ..inference.request import EXPORT_FORMATS, check_request
+from .merge_options import add_merge_options, merge_configs
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -30,21 +32,17 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    sizes = [parse_size(text) for text in options.size] if options.size else None
-    settings = merge_settings(options)
-    own_ratio = settings.pop("ratio", 0.5)
-    ratios = own_ratio if options.ratio is None else options.ratio
-    checked = {
-        "overwrite": options.overwrite,
-        "controlnet": True if options.controlnet_ratio is None else options.controlnet_ratio,
-        "format": options.format,
-    }
-    check_arguments(options.output, ratios, sizes, **checked, settings=settings)
-    pipe = load_for_export(options.model, options.controlnet, not options.no_safety_checker)
-    manifest = export_pipeline(
-        pipe, options.output, ratios, sizes, image_to_image=options.img2img, **checked, **settings
+    request = check_request(
+        partial(load_for_export, options.model, options.controlnet, not options.no_safety_checker),
+        options.output,
+        merge_configs(options),
+        [parse_size(text) for text in options.size] if options.size else None,
+        image_to_image=options.img2img,
+        overwrite=options.overwrite,
+        controlnet=True if options.controlnet_ratio is None else options.controlnet_ratio,
+        format=options.format,
     )
-    print(_describe(manifest, options.output))
+    print(_describe(write_export(request), options.output))
     return 0
 
 

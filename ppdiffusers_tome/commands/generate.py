@@ -12,9 +12,16 @@ from ..generation.engine import load_engine
 from ..generation.jobs import JobError, Limits
 from ..generation.offline import generate
 from ..generation.prompt_file import Defaults, read_prompts
-from ..inference import RUNTIMES, choose_runtime
 from ..inference.manifest import Manifest, parse_size, read_manifest
-from .image_options import add_options, add_runtime_options, open_image_backend, runtime_settings, threads, uses_gpu
+from .image_options import (
+    add_options,
+    add_runtime_options,
+    check_runtime,
+    open_image_backend,
+    runtime_settings,
+    threads,
+    uses_gpu,
+)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -47,28 +54,20 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     load_threads = threads(options)
     model = options.model.resolve()
     manifest = read_manifest(model)
-    _check_runtime(manifest, options)
+    check_runtime(manifest, options)
     defaults, limits = _defaults(manifest, options)
     ratio = defaults.ratio
     print(f"{manifest.name}, ratio {ratio:g}" + (f": {manifest.methods[ratio]}" if manifest.methods[ratio] else ""))
     prompts = read_prompts(options.prompts, defaults, limits)
     with open_image_backend(options, gpu=uses_gpu(options)) as make_backend:
-        backend = make_backend(partial(load_engine, model, threads=load_threads, **runtime_settings(options)))
-        runtime = {name: getattr(options, name) for name in ("runtime", "device", "precision")}
+        settings = runtime_settings(options)
+        backend = make_backend(partial(load_engine, model, threads=load_threads, **settings))
+        runtime = {name: settings[name] for name in ("runtime", "device", "precision")}
         summary = generate(prompts, model, options.output, options.batch, backend, **runtime)
     for prompt, failure in summary.failures:
         print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
     print(f"{summary} of {len(prompts)}, in {options.output}")
     return 1 if summary.failures else 0
-
-
-def _check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
-    """Raise ToMeError if the folder was not exported for the runtime, or, unless --ray, if this machine lacks it."""
-    for file in manifest.programs:
-        RUNTIMES[options.runtime].check(options.model, file)
-    if not options.ray_address:  # the machines of a Ray cluster are not known here
-        settings = {name: getattr(options, name) for name in ("device", "precision", "threads")}
-        choose_runtime(options.runtime, **settings)
 
 
 def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults, Limits]:

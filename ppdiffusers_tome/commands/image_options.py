@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..evaluation.quality.settings import prompts_of, with_seeds
 from ..generation.offline import MakeImageBackend, generate_here
-from ..inference import RUNTIMES
+from ..inference import RUNTIMES, Manifest, choose_runtime
+from ..inference.pipeline import check_format
 
 OWN = "(default: the model's own)"
 
@@ -54,14 +55,16 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
 
 
 def runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `load_pipeline` and `load_engine`, except the threads.
-
-    Raises:
-        ToMeConfigError: --max-programs is not allowed.
-    """
-    if options.max_programs is not None and options.max_programs < 1:
-        raise ToMeConfigError(f"--max-programs {options.max_programs} is not allowed: it must be 1 or more")
+    """Arguments of `load_pipeline` and `load_engine`, except the threads."""
     return {name: getattr(options, name) for name in ("runtime", "device", "precision", "verify", "max_programs")}
+
+
+def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
+    """Raise ToMeError if the folder was not exported for the runtime, or if this machine lacks it and must have it."""
+    check_format(options.model, manifest, options.runtime)
+    if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
+        settings = {name: getattr(options, name) for name in ("device", "precision", "threads")}
+        choose_runtime(options.runtime, **settings)
 
 
 def uses_gpu(options: argparse.Namespace) -> bool:

@@ -1,7 +1,7 @@
 """Options of the command line for the settings of token merging, except the ratio."""
 
 import argparse
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ _MERGE_ATTN: dict[str, bool | str] = {"true": True, "false": False, KV: KV}
 
 
 def add_merge_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that `merge_settings` reads."""
+    """Add the options that `merge_configs` reads, except --ratio."""
     option, defaults = command.add_argument_group("token merging").add_argument, ToMeConfig()
     option("--config", type=Path, help="settings file, which ToMeConfig.save writes; other options replace its values")
 
@@ -48,15 +48,16 @@ def add_merge_options(command: argparse.ArgumentParser) -> None:
     option("--min-tokens", type=int, **default("min_tokens", smallest))
 
 
-def merge_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of --config and those that were given as options, as arguments of `ToMeConfig`; with the ratio only
-    from a file.
+def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
+    """A config for each --ratio: the settings of --config, replaced by those that were given as options.
 
     Raises:
-        ToMeConfigError: the file cannot be read.
+        ToMeConfigError: the file cannot be read, or a setting is not allowed.
     """
-    given = {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
-    return given if options.config is None else {**asdict(ToMeConfig.load(options.config)), **given}
+    settings = {} if options.config is None else vars(ToMeConfig.load(options.config))
+    settings |= {name: getattr(options, name) for name in NAMES if hasattr(options, name)}
+    ratios = [settings.get("ratio", 0.5)] if options.ratio is None else options.ratio
+    return [ToMeConfig(**{**settings, "ratio": ratio}) for ratio in ratios]
 
 
 def _int_or_none(text: str) -> int | None:

@@ -16,9 +16,9 @@ from PIL import Image
 
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
-from ..inference import Manifest, choose_runtime, parse_size, read_manifest
+from ..inference import Manifest, parse_size, read_manifest
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
-from .image_options import add_runtime_options, runtime_settings, uses_gpu
+from .image_options import add_runtime_options, check_runtime, runtime_settings, uses_gpu
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
@@ -99,8 +99,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     first, *_ = warm_up_jobs(limits, config.guidance_scale)
     limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
     settings = runtime_settings(options)
-    if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
-        choose_runtime(options.runtime, device=options.device, precision=options.precision, threads=options.threads)
+    check_runtime(manifest, options)
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)

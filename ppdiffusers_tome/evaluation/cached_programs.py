@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ToMeConfig
-from ..errors import ToMeConfigError
-from ..inference.tracing import Saved
-from .environment import model_files, sources, versions
-from .results import read_json, write_result
+from pydantic import TypeAdapter
 
-PATHS = ("program", "params", "onnx")  # fields of Saved, relative to the folder in a record
+from ..config import ToMeConfig
+from ..inference import ProgramFile
+from .environment import model_files, sources, versions
+from .results import write_result
 
 
 def folder_of_programs(root: Path, model: str) -> Path:
@@ -42,21 +41,17 @@ class CachedPrograms:
 
     folder: Path
 
-    def find(self, key: str) -> Saved | None:
+    def find(self, key: str) -> ProgramFile | None:
         """The program that is cached under a key; None if there is none."""
         try:
-            fields = read_json(self._record(key))
-        except ToMeConfigError:
+            file = TypeAdapter(ProgramFile).validate_json(self._record(key).read_bytes())
+        except (OSError, ValueError):
             return None
-        saved = Saved(**{**fields, **{name: fields[name] and self.folder / fields[name] for name in PATHS}})
-        files = (saved.program, saved.params) if saved.onnx is None else (saved.onnx,)
-        return saved if all(file.is_file() for file in files) else None
+        return file if all((self.folder / path).is_file() for path in file.paths) else None
 
-    def store(self, key: str, saved: Saved) -> None:
-        """Record a program whose files are complete; they are in the folder."""
-        fields = asdict(saved)
-        paths = {name: fields[name] and fields[name].relative_to(self.folder).as_posix() for name in PATHS}
-        write_result(self._record(key), {**fields, **paths})
+    def store(self, key: str, file: ProgramFile) -> None:
+        """Record a program whose files are complete."""
+        write_result(self._record(key), asdict(file))
 
     def _record(self, key: str) -> Path:
         return self.folder / f"{key}.json"

@@ -1,7 +1,7 @@
 """Export a pipeline with token merging, and run the exported folder in Paddle Inference, ONNX Runtime or OpenVINO."""
 
-from .export import export_pipeline
-from .manifest import Manifest, Size, parse_size, read_manifest
+from .export import export_pipeline, unmerged_programs
+from .manifest import Manifest, ProgramFile, Size, parse_size, read_manifest
 from .onnx_runtime import OnnxRuntime, OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
 from .pipeline import RUNTIMES, choose_runtime, load_pipeline
@@ -13,6 +13,7 @@ __all__ = [
     "OnnxRuntime",
     "OpenVinoRuntime",
     "PaddleRuntime",
+    "ProgramFile",
     "Runtime",
     "Size",
     "choose_runtime",
@@ -20,4 +21,5 @@ __all__ = [
     "load_pipeline",
     "parse_size",
     "read_manifest",
+    "unmerged_programs",
 ]

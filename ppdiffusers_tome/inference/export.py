@@ -10,19 +10,20 @@ from typing import Any
 from ppdiffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
-from ..config import Schedule
+from ..config import Schedule, ToMeConfig, is_schedule
+from ..errors import ToMeConfigError
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
 from .conversion import Converter
 from .layout import copy_parts, describe_export, share_weights
-from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, Size, list_programs, ratio_name, read_manifest
+from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, list_programs, read_manifest
 from .onnx_programs import SharedWeights
 from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
 from .replacement import replacing
 from .request import Request, check_request
-from .tracing import Saved, save
+from .tracing import save
 
 
 def export_pipeline(
@@ -35,8 +36,7 @@ def export_pipeline(
     controlnet: bool | float | Mapping[float, float] | Schedule = True,
     format: str = "paddle",
     overwrite: bool = False,
-    others: str | Path | None = None,
-    unets: Mapping[tuple[Size, float], Saved] | None = None,
+    linked: Iterable[tuple[Path, ProgramFile]] = (),
     progress: bool = True,
     **settings: Any,
 ) -> Manifest:
@@ -44,7 +44,7 @@ def export_pipeline(
 
     The folder has the layout that ppdiffusers' `PaddleInfer…Pipeline` classes read (they use the first size and
     ratio), plus `tome.json`. Batch and text length are dynamic. Each program is loaded in a predictor and compared
-    with eager on random inputs and two batch sizes. Random dst are drawn once, from `seed`, and are part of the
+    with eager on random inputs and two batch sizes. Random dst are chosen once, by `seed`, and are part of the
     program: the same as in eager with that seed.
 
     After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, at the latest
@@ -62,10 +62,9 @@ def export_pipeline(
         format: "paddle" for Paddle Inference, "onnx" for ONNX Runtime and OpenVINO, or "both". ppdiffusers' own
             classes only read Paddle programs.
         overwrite: replace an earlier export in folder, once the new one is complete.
-        others: an earlier export of the same pipeline, on the same file system. Its programs of models that do not
-            merge, such as text encoder and VAE, are linked instead of written again.
-        unets: programs of the UNet, by size and ratio, which `tracing.save` wrote with the same settings and format to
-            the same file system: they are linked instead of traced again.
+        linked: programs that need not be written again, with their folders on the same file system: those of
+            `unmerged_programs` of an earlier export of the same pipeline, or what `tracing.save` wrote with the same
+            settings. They are linked if they have all formats.
         progress: show a progress bar.
         settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
@@ -83,99 +82,108 @@ def export_pipeline(
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
-    request = check_request(pipe, folder, ratios, sizes, image_to_image, overwrite, controlnet, format, settings)
-    earlier = () if others is None else read_manifest(others).programs
-    linked = {file.model: file for file in earlier if file.ratio is None and file.formats == request.formats}
+    if ratios is None:
+        if settings:
+            raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
+        configs = None
+    else:
+        each: Any = [ratios] if isinstance(ratios, (int, float)) or is_schedule(ratios) else ratios
+        configs = [ToMeConfig(ratio=ratio, **settings) for ratio in each]
+    options: dict[str, Any] = {"image_to_image": image_to_image, "overwrite": overwrite}
+    options |= {"controlnet": controlnet, "format": format}
+    return write_export(check_request(lambda: pipe, folder, configs, sizes, **options), linked, progress)
+
+
+def unmerged_programs(folder: Path) -> list[tuple[Path, ProgramFile]]:
+    """The programs of an export that do not depend on its sizes and ratios, such as text encoder and VAE."""
+    return [(folder, file) for file in read_manifest(folder).programs if file.size is None]
+
+
+def write_export(request: Request, linked: Iterable[tuple[Path, ProgramFile]] = (), progress: bool = True) -> Manifest:
+    """Write what `check_request` has checked: see `export_pipeline`."""
+    planned = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
     with replacing(request.folder) as partial, Converter() as converter:
-        written: list[ProgramFile] = []
-        weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
-        programs_to_write = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
-        for model, size, ratio in tqdm(programs_to_write, desc="export", unit="program", disable=not progress):
-            if others is not None and model in linked:
-                written.append(_link(linked[model], Path(others), partial))
-                continue
-            cached = unets.get((size, ratio)) if unets and size is not None and ratio is not None else None
-            written.append(_write(request, model, size, ratio, partial, written, weights, converter, cached))
+        writer = _Writer(request, partial, converter, linked)
+        for file in tqdm(planned, desc="export", unit="program", disable=not progress):
+            writer.write(file)
         copy_parts(request, partial)
-        manifest = describe_export(request, partial, written)
+        manifest = describe_export(request, partial, writer.written)
         manifest.save(partial)
     return manifest
 
 
-def _link(file: ProgramFile, source: Path, folder: Path) -> ProgramFile:
-    weights = [] if file.onnx is None else [_onnx_weights(file.model)]
-    for name in (*file.paths, *weights):
-        (folder / name).parent.mkdir(exist_ok=True)
-        os.link(source / name, folder / name)
-    return file
+class _Writer:
+    """Writes the programs of an export, one after another; one copy of one model is in memory."""
+
+    def __init__(
+        self, request: Request, folder: Path, converter: Converter, linked: Iterable[tuple[Path, ProgramFile]]
+    ) -> None:
+        self.written: list[ProgramFile] = []
+        self._request, self._folder = request, folder
+        self._converter = converter if "onnx" in request.formats else None
+        self._weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
+        self._linked = {file.place: (root, file) for root, file in linked if file.formats == request.formats}
+
+    def write(self, planned: ProgramFile) -> None:
+        """Write or link one program."""
+        # ppdiffusers reads "unet"; only this package reads the others.
+        target = planned.name if self.written else planned.model
+        root, file = self._linked.get(planned.place, (None, None))
+        if root is None or file is None:
+            root, file = self._folder, self._trace(planned, target)
+        elif file.program is not None:
+            file = self._link_program(root, file, target)
+        if file.onnx is not None:
+            file = self._add_onnx(root, file, f"onnx/{planned.name}.onnx")
+        if "paddle" not in self._request.formats:
+            shutil.rmtree(self._folder / target, ignore_errors=True)
+            file = replace(file, program=None, params=None)
+        elif file.params is not None:
+            others = [self._folder / str(other.params) for other in self.written if other.model == file.model]
+            params = share_weights(self._folder / file.params, others)
+            file = replace(file, params=params.relative_to(self._folder).as_posix())
+        self.written.append(file)
+
+    def _trace(self, planned: ProgramFile, target: str) -> ProgramFile:
+        pipe, size = self._request.pipe, planned.size or self._request.sizes[0]
+        factor = vae_factor(pipe)
+        dims = {"height": size.height, "width": size.width, "tokens": text_tokens(pipe)}
+        dims |= {"latent_height": size.height // factor, "latent_width": size.width // factor}
+        traceable = _traceable(self._request, planned)
+        return save(traceable, planned, self._folder, target, dims, PaddleRuntime().cores(), self._converter)
+
+    def _link_program(self, root: Path, file: ProgramFile, target: str) -> ProgramFile:
+        (self._folder / target).mkdir(parents=True)
+        names = [f"{target}/{Path(str(name)).name}" for name in (file.program, file.params)]
+        for source, name in zip((file.program, file.params), names, strict=True):
+            os.link(root / str(source), self._folder / name)
+        return replace(file, program=names[0], params=names[1])
+
+    def _add_onnx(self, root: Path, file: ProgramFile, target: str) -> ProgramFile:
+        """Move a new program beside the weights of its model; link or copy one of another folder."""
+        source, name = root / str(file.onnx), f"onnx/{file.model}{ONNX_WEIGHTS}"
+        if root != self._folder and file.size is None:  # all of its weights are its own
+            (self._folder / target).parent.mkdir(exist_ok=True)
+            os.link(source, self._folder / target)
+            os.link(root / name, self._folder / name)
+        else:
+            if file.model not in self._weights:
+                self._weights[file.model] = SharedWeights(self._folder / name)
+            weights = self._weights[file.model]
+            (weights.move if root == self._folder else weights.copy)(source, self._folder / target)
+        return replace(file, onnx=target)
 
 
-def _link_saved(saved: Saved, target: Path) -> Saved:
-    if saved.onnx is not None:
-        return saved
-    target.mkdir(parents=True, exist_ok=True)
-    program, params = (target / path.name for path in (saved.program, saved.params))
-    os.link(saved.program, program)
-    os.link(saved.params, params)
-    return replace(saved, program=program, params=params)
-
-
-def _onnx_weights(model: str) -> str:
-    """The file of weights of a model's ONNX programs."""
-    return f"onnx/{model}{ONNX_WEIGHTS}"
-
-
-def _write(
-    request: Request,
-    model: str,
-    size: Size | None,
-    ratio: float | None,
-    folder: Path,
-    written: list[ProgramFile],
-    weights: dict[str, SharedWeights],
-    converter: Converter,
-    cached: Saved | None,
-) -> ProgramFile:
-    """Save one program, or link a cached one; one copy of one model is in memory. Only a UNet's has a size."""
-    factor = vae_factor(request.pipe)
-    example = size or request.sizes[0]
-    fixed = {"height": example.height, "width": example.width}
-    fixed |= {"latent_height": example.height // factor, "latent_width": example.width // factor}
-    dims = {**fixed, "tokens": text_tokens(request.pipe)}
-    label = f"{model} at {size}" if size else model
-    # ppdiffusers reads "unet"; only this package reads the others.
-    name = "_".join([model, *([str(size)] if size else []), *([] if ratio is None else [ratio_name(ratio)])])
-    target = folder / (name if written else "unet")
-    to_onnx = converter if "onnx" in request.formats else None
-    if cached is None:
-        traceable = _traceable(request, model, ratio)
-        saved = save(traceable, target, fixed if size else {}, dims, label, PaddleRuntime().cores(), to_onnx)
-    else:
-        saved = _link_saved(cached, target)
-    file = ProgramFile(model, None, None, size, ratio, saved.parity, saved.onednn_parity)
-    if saved.onnx is not None:
-        if model not in weights:
-            weights[model] = SharedWeights(folder / _onnx_weights(model))
-        (weights[model].move if cached is None else weights[model].copy)(saved.onnx, folder / "onnx" / f"{name}.onnx")
-        file = replace(file, onnx=f"onnx/{name}.onnx", onnx_parity=saved.onnx_parity)
-    if "paddle" not in request.formats:
-        shutil.rmtree(target, ignore_errors=True)
-        return file
-    params = share_weights(saved.params, [folder / str(other.params) for other in written if other.model == model])
-    program, params = (path.relative_to(folder) for path in (saved.program, params))
-    return replace(file, program=program.as_posix(), params=params.as_posix())
-
-
-def _traceable(request: Request, model: str, ratio: float | None) -> Traceable:
-    pipe = request.pipe
+def _traceable(request: Request, planned: ProgramFile) -> Traceable:
+    pipe, model = request.pipe, planned.model
     if model == "vae_encoder":
         return programs.vae_encoder(pipe.vae)
     if model == "vae_decoder":
         return programs.vae_decoder(pipe.vae)
-    if ratio is None:
+    if planned.ratio is None:
         return programs.text_encoder(getattr(pipe, model), request.is_xl)
     traceable = programs.denoiser(pipe.unet, request.controlnet)
-    config, controlnet_config = request.configs[ratio]
+    config, controlnet_config = request.configs[planned.ratio]
     detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:
         attach(traceable.layer.unet, config, None)

@@ -76,11 +76,13 @@ MergeSettings: TypeAlias = Annotated[ToMeConfig, BeforeValidator(_complete)]
 
 @dataclass(frozen=True, config=STRICT)
 class ProgramFile:
-    """One program of an exported folder; several may share one file of weights."""
+    """One program of a folder, planned or written; several may share one file of weights."""
 
     model: str  # "unet", "text_encoder", "vae_decoder", ...
-    program: InnerPath | None  # "unet/inference.pdmodel", with Paddle 3 "….json"; None if it was exported as ONNX only
-    params: InnerPath | None  # "unet/inference.pdiparams"
+    program: InnerPath | None = (
+        None  # "unet/inference.pdmodel", with Paddle 3 "….json"; None if only ONNX was exported
+    )
+    params: InnerPath | None = None  # "unet/inference.pdiparams"
     size: Size | None = None  # of its images; None: any
     ratio: Ratio | None = None  # 0 for a plain denoiser; None for models that do not merge
     # max|program - eager| / max|eager| by batch size, with Paddle's own kernels and with oneDNN's.
@@ -88,6 +90,22 @@ class ProgramFile:
     onednn_parity: dict[str, RelativeDifference] = field(default_factory=dict, hash=False)
     onnx: InnerPath | None = None  # "onnx/unet.onnx", with its weights in "onnx/unet.weights"; None if not exported
     onnx_parity: dict[str, float] = field(default_factory=dict, hash=False)  # of ONNX Runtime
+
+    @property
+    def place(self) -> tuple[str, Size | None, float | None]:
+        """Model, size and ratio: an export has one program of each."""
+        return self.model, self.size, self.ratio
+
+    @property
+    def label(self) -> str:
+        """The program's name in messages."""
+        return f"{self.model} at {self.size}" if self.size else self.model
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, or of its `.onnx` file: "unet_48x32_0.5"."""
+        size = [] if self.size is None else [str(self.size)]
+        return "_".join([self.model, *size, *([] if self.ratio is None else [ratio_name(self.ratio)])])
 
     @property
     def paths(self) -> list[str]:
@@ -138,7 +156,7 @@ class Manifest:
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
             "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios]
             and not any(config and len(config.ratios) > 1 for pair in self.merging.values() for config in pair),
-            "programs": [(file.model, file.size, file.ratio) for file in self.programs] == expected,
+            "programs": [file.place for file in self.programs] == [file.place for file in expected],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
             "schedule": self.schedule is None or make_schedule(self.schedule, self._exported) == self.schedule,
             "files": {*paths, "model_index.json"} <= set(self.files),
@@ -199,12 +217,12 @@ class Manifest:
 
 def list_programs(
     sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool
-) -> list[tuple[str, Size | None, float | None]]:
-    """Model, size and ratio of each program of an export, in order."""
+) -> list[ProgramFile]:
+    """The programs of an export, in order, without their files."""
     models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
     models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
-    unets = [("unet", size, ratio) for size in sizes for ratio in ratios]
-    return [*unets, *((model, None, None) for model in models)]
+    unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
+    return [*unets, *map(ProgramFile, models)]
 
 
 def ratio_name(ratio: float) -> str:

@@ -4,7 +4,6 @@ import importlib
 import logging
 import sys
 import threading
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,33 +30,8 @@ PROVIDERS = {  # device → ONNX Runtime's name
 OPENVINO_PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 
 
-class OnnxFileRuntime(Runtime):
-    """Base class: a runtime for `.onnx` files."""
-
-    format = "onnx"
-
-    @classmethod
-    def check(cls, folder: Path, file: ProgramFile) -> None:
-        if file.onnx is None:
-            raise ToMeExportError(
-                f'{folder} has no ONNX programs: load it with runtime="paddle", or export it with --format both.'
-            )
-
-    def load(self, folder: Path, file: ProgramFile) -> Program:
-        self.check(folder, file)
-        return self.load_file(folder / str(file.onnx))
-
-    @abstractmethod
-    def load_file(self, path: Path) -> Program:
-        """Load one `.onnx` file.
-
-        Raises:
-            ToMeExportError: this version of the runtime cannot load it.
-        """
-
-
 @dataclass(frozen=True, kw_only=True)
-class OnnxRuntime(OnnxFileRuntime):
+class OnnxRuntime(Runtime):
     """ONNX Runtime.
 
     Args:
@@ -70,6 +44,8 @@ class OnnxRuntime(OnnxFileRuntime):
         ToMeConfigError: a value is not allowed, or this build of ONNX Runtime does not have the provider.
         ToMeExportError: ONNX Runtime is not installed.
     """
+
+    format = "onnx"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,8 +62,8 @@ class OnnxRuntime(OnnxFileRuntime):
                 "install the build that has it, such as onnxruntime-gpu in place of onnxruntime."
             )
 
-    def load_file(self, path: Path) -> "OnnxProgram":
-        return OnnxProgram(path, self)
+    def load(self, folder: Path, file: ProgramFile) -> "OnnxProgram":
+        return OnnxProgram(folder / str(file.onnx), self)
 
 
 class OnnxProgram(Program):
@@ -160,7 +136,7 @@ def _share_memory(onnxruntime: ModuleType) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenVinoRuntime(OnnxFileRuntime):
+class OpenVinoRuntime(Runtime):
     """OpenVINO.
 
     Args:
@@ -172,6 +148,8 @@ class OpenVinoRuntime(OnnxFileRuntime):
         ToMeConfigError: a value is not allowed, or this machine does not have the device or the precision.
         ToMeExportError: OpenVINO is not installed.
     """
+
+    format = "onnx"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,8 +167,8 @@ class OpenVinoRuntime(OnnxFileRuntime):
                 f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
             )
 
-    def load_file(self, path: Path) -> "OpenVinoProgram":
-        return OpenVinoProgram(path, self)
+    def load(self, folder: Path, file: ProgramFile) -> "OpenVinoProgram":
+        return OpenVinoProgram(folder / str(file.onnx), self)
 
 
 class OpenVinoProgram(Program):

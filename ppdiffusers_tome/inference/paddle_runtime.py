@@ -82,36 +82,25 @@ class PaddleRuntime(Runtime):
         kind, _, index = self.device.partition(":")
         return int(index or 0) if kind == "gpu" else None
 
-    @classmethod
-    def check(cls, folder: Path, file: ProgramFile) -> None:
-        if file.program is None or file.params is None:
-            raise ToMeExportError(
-                f'{folder} has no Paddle programs: load it with runtime="onnxruntime" or "openvino", or export it '
-                "with --format both."
-            )
-
     def load(self, folder: Path, file: ProgramFile) -> "Predictor":
-        self.check(folder, file)
         is_unset = self.onednn is None and self.gpu is None
         onednn = is_accurate(file.onednn_parity) if is_unset else self.onednn
-        runtime = replace(self, onednn=onednn)
-        return Predictor(folder / str(file.program), folder / str(file.params), runtime, file.model == "unet")
+        return Predictor(folder, file, replace(self, onednn=onednn))
 
 
 class Predictor(Program):
     """A program in Paddle Inference. Calls from several threads run one after another.
 
     Args:
-        program: `.pdmodel` or `.json` file.
-        params: `.pdiparams` file.
+        folder, file: of the program.
         runtime: device and settings; `onednn` None means off here.
-        tensorrt: whether to apply the runtime's `tensorrt` setting to this program.
 
     Raises:
         ToMeExportError: this Paddle cannot load the program.
     """
 
-    def __init__(self, program: Path, params: Path, runtime: PaddleRuntime, tensorrt: bool = False) -> None:
+    def __init__(self, folder: Path, file: ProgramFile, runtime: PaddleRuntime) -> None:
+        program = folder / str(file.program)
         if program.suffix == ".json" and paddle.__version__.startswith("2."):
             raise ToMeExportError(
                 f"{program} was exported by Paddle 3, which Paddle {paddle.__version__} cannot read: export it "
@@ -122,13 +111,13 @@ class Predictor(Program):
                 f"onednn=True is not allowed for {program.name}: with Paddle 3's .json programs oneDNN crashes "
                 "(Paddle #77340) or is inaccurate. Leave it out, or export with Paddle 2.6."
             )
-        config = inference.Config(str(program), str(params))
+        config = inference.Config(str(program), str(folder / str(file.params)))
         config.disable_glog_info()
         config.switch_ir_optim(runtime.optimize)
         if runtime.gpu is None:
             _for_cpu(config, runtime, program.suffix == ".json")
         else:
-            _for_gpu(config, runtime, program.parent if tensorrt else None)
+            _for_gpu(config, runtime, program.parent if file.model == "unet" else None)
         self._gpu = runtime.gpu is not None
         self._lock = threading.Lock()
         try:
@@ -183,7 +172,7 @@ def _for_gpu(config: Any, runtime: PaddleRuntime, tensorrt_folder: Path | None) 
         return
     if not shapes.is_file():
         raise ToMeExportError(
-            f'{shapes} does not exist: load once with tensorrt="tune" and draw an image at each size and batch '
+            f'{shapes} does not exist: load once with tensorrt="tune" and generate an image at each size and batch '
             "size in use."
         )
     config.enable_tensorrt_engine(

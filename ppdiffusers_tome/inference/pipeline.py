@@ -71,6 +71,7 @@ def load_pipeline(
         raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
     chosen = choose_runtime(runtime, **settings)
     manifest = read_manifest(folder, verify)
+    check_format(folder, manifest, runtime)
     load = partial(chosen.load, folder)
     try:
         pipe = _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio, max_programs)
@@ -79,11 +80,6 @@ def load_pipeline(
     except Exception as error:  # ppdiffusers and paddlenlp raise many types on invalid configs
         reason = f"{type(error).__name__}: {error}"
         raise ToMeExportError(f"{folder} cannot be loaded ({reason}): export the model again.") from error
-    first = pipe.unet.ratio
-    in_use = (None, *([ratio for _, ratio in first] if isinstance(first, tuple) else [first]))
-    for file in manifest.programs:
-        if file.ratio in in_use:
-            chosen.check(folder, file)
     return pipe
 
 
@@ -100,6 +96,16 @@ def choose_runtime(runtime: str = "paddle", **settings: Any) -> Runtime:
     if unknown := sorted(set(settings) - set(allowed)):
         raise ToMeConfigError(f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}.")
     return RUNTIMES[runtime](**settings)
+
+
+def check_format(folder: Path, manifest: Manifest, runtime: str) -> None:
+    """Raise ToMeExportError if a folder has no programs for a runtime of this name."""
+    if RUNTIMES[runtime].format not in manifest.formats:
+        missing = {"paddle": "Paddle", "onnx": "ONNX"}[RUNTIMES[runtime].format]
+        others = [f'runtime="{name}"' for name, other in RUNTIMES.items() if other.format in manifest.formats]
+        raise ToMeExportError(
+            f"{folder} has no {missing} programs: load it with {' or '.join(others)}, or export it with --format both."
+        )
 
 
 def _assemble(

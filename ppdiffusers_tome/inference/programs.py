@@ -1,4 +1,4 @@
-"""What is traced: the layers of `layers.py` and their inputs.
+"""What is traced: a pipeline's models, each in a layer with named inputs.
 
 Names of programs and inputs, and the order of outputs, are those that ppdiffusers' `PaddleInfer…Pipeline` classes
 expect. Further outputs, which only `load_pipeline` reads, come last.
@@ -15,27 +15,16 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ..models import find_blocks
-from .layers import (
-    ControlledDenoiser,
-    ControlledDenoiserXL,
-    Denoiser,
-    DenoiserXL,
-    Fused,
-    TextEncoder,
-    TextEncoderXL,
-    VaeDecoder,
-    VaeEncoder,
-)
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
-Draw = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
+Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
 
 
 def _normal(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
     return random.standard_normal(shape)
 
 
-def _integers(below: int) -> Draw:
+def _integers(below: int) -> Sample:
     return lambda random, shape: random.randint(0, below, shape)
 
 
@@ -49,7 +38,7 @@ class Input:
 
     name: str
     dims: tuple[int | str, ...]  # names: "batch", "tokens", "height", "width" in px, "latent_height", "latent_width"
-    draw: Draw = _normal
+    sample: Sample = _normal
     dtype: str = "float32"
 
     def spec(self, fixed: Mapping[str, int]) -> InputSpec:
@@ -59,15 +48,85 @@ class Input:
     def random(self, random: np.random.RandomState, dims: Mapping[str, int]) -> paddle.Tensor:
         """A random value; `dims` has all named dimensions."""
         shape = tuple(dims[d] if isinstance(d, str) else d for d in self.dims)
-        return paddle.to_tensor(np.asarray(self.draw(random, shape), dtype=self.dtype))
+        return paddle.to_tensor(np.asarray(self.sample(random, shape), dtype=self.dtype))
 
 
 @dataclass(frozen=True)
 class Traceable:
-    """A layer to trace, in float32 and evaluation mode, and its inputs. Tracing may modify the layer."""
+    """A layer to trace, in float32 and evaluation mode, and its inputs, by keyword. Tracing may modify the layer."""
 
     layer: nn.Layer
     inputs: tuple[Input, ...]
+
+
+class OneModel(nn.Layer):
+    """A layer around one model."""
+
+    def __init__(self, model: nn.Layer) -> None:
+        super().__init__()
+        self.model = model
+
+
+class TextEncoder(OneModel):
+    """Text encoder of Stable Diffusion: the last hidden state [B, T, D] and the pooled one [B, D]."""
+
+    def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+        out = self.model(input_ids, return_dict=True)
+        return out[0], out[1]
+
+
+class TextEncoderXL(OneModel):
+    """Text encoders of SDXL: the penultimate hidden state [B, T, D] and the pooled (second: projected) one [B, D]."""
+
+    def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+        out = self.model(input_ids, output_hidden_states=True, return_dict=True)
+        # Without a projection the first output is the last hidden state, which SDXL reads as the pooled one.
+        return out.hidden_states[-2], out[0]
+
+
+class VaeEncoder(OneModel):
+    """VAE encoder: the mode of the latent distribution, [B, 4, h, w], and its log variance."""
+
+    def forward(self, sample: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+        distribution = self.model.encode(sample).latent_dist
+        return distribution.mode(), distribution.logvar
+
+
+class VaeDecoder(OneModel):
+    """VAE decoder: an image [B, 3, H, W], from -1 to 1."""
+
+    def forward(self, latent_sample: paddle.Tensor) -> paddle.Tensor:
+        return self.model.decode(latent_sample, return_dict=False)[0]
+
+
+class Denoiser(nn.Layer):
+    """UNet of Stable Diffusion or SDXL, fused with a ControlNet if there is one: the prediction [B, C, h, w]."""
+
+    def __init__(self, unet: nn.Layer, controlnet: nn.Layer | None) -> None:
+        super().__init__()
+        self.unet = unet
+        self.controlnet: Any = controlnet
+
+    # Traced without a translation of the models' Python code, which would take nine tenths of an export.
+    @paddle.jit.not_to_static
+    def forward(
+        self,
+        sample: paddle.Tensor,
+        timestep: paddle.Tensor,
+        encoder_hidden_states: paddle.Tensor,
+        controlnet_cond: paddle.Tensor | None = None,
+        controlnet_conditioning_scale: Any = None,  # [residuals]: one for each, as ppdiffusers passes them
+        **added: paddle.Tensor,  # SDXL's text_embeds and time_ids
+    ) -> paddle.Tensor:
+        arguments = {"encoder_hidden_states": encoder_hidden_states, "added_cond_kwargs": added or None}
+        residuals = {}
+        if self.controlnet is not None:
+            outputs = self.controlnet(
+                sample, timestep, controlnet_cond=controlnet_cond, return_dict=False, **arguments
+            )
+            *down, mid = [x * controlnet_conditioning_scale[i] for i, x in enumerate([*outputs[0], outputs[1]])]
+            residuals = {"down_block_additional_residuals": down, "mid_block_additional_residual": mid}
+        return self.unet(sample, timestep, return_dict=False, **arguments, **residuals)[0]
 
 
 def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
@@ -78,7 +137,7 @@ def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
         Input("timestep", (1,), _integers(1000)),
         Input("encoder_hidden_states", (batch, "tokens", config.cross_attention_dim)),
     )
-    if _is_xl(unet):
+    if config.addition_embed_type == "text_time":
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         inputs += Input("text_embeds", (batch, pooled)), Input("time_ids", (batch, 6), _integers(1024))
     return inputs
@@ -93,10 +152,7 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
             Input("controlnet_conditioning_scale", (count_residuals(controlnet),), _uniform),
         )
         controlnet = _working_copy(controlnet)
-    classes: dict[tuple[bool, bool], type[Fused]]
-    classes = {(False, False): Denoiser, (True, False): DenoiserXL}
-    classes |= {(False, True): ControlledDenoiser, (True, True): ControlledDenoiserXL}
-    layer = classes[_is_xl(unet), controlnet is not None](_working_copy(unet), controlnet)
+    layer = Denoiser(_working_copy(unet), controlnet)
     for model in filter(None, (layer.unet, layer.controlnet)):
         for transformer in {block.grid_layer for block in find_blocks(model)}:
             transformer.register_forward_post_hook(_restore_shape)
@@ -144,10 +200,6 @@ def _convertible(vae: nn.Layer) -> nn.Layer:
             norm.register_forward_pre_hook(lambda _, inputs: inputs[0].unsqueeze(-1))
             norm.register_forward_post_hook(lambda _, inputs, output: output.squeeze(-1))
     return vae
-
-
-def _is_xl(unet: nn.Layer) -> bool:
-    return unet.config.addition_embed_type == "text_time"
 
 
 def _working_copy(model: nn.Layer) -> nn.Layer:

@@ -1,7 +1,7 @@
 """The arguments of `export_pipeline`, validated before anything is written."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
 from ..api import controlnet_config
-from ..config import Schedule, ToMeConfig, is_schedule
+from ..config import Schedule, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
@@ -56,64 +56,48 @@ class Request:
 
 
 def check_request(
-    pipe: DiffusionPipeline,
+    load: Callable[[], DiffusionPipeline],
     folder: str | Path,
-    ratios: Any,
+    configs: Sequence[ToMeConfig] | None,
     sizes: Iterable[tuple[int, int]] | None,
+    *,
     image_to_image: bool,
     overwrite: bool,
     controlnet: Any,
     format: str,
-    settings: dict[str, Any],
 ) -> Request:
-    """Validate the arguments of `export_pipeline`, which documents them.
+    """Check the arguments of `export_pipeline`, which documents them: first those that need no pipeline.
 
-    Raises:
-        ToMeConfigError, ToMeExportError: as `export_pipeline`.
-    """
-    class_name = type(pipe).__name__
-    if class_name not in READERS:
-        raise ToMeExportError(f"{class_name} cannot be exported: only {', '.join(READERS)} can.")
-    _check_components(pipe)
-    sizes = None if sizes is None else tuple(sizes)
-    if ratios is not None:
-        configs, schedule = check_arguments(folder, ratios, sizes, overwrite, controlnet, format, settings)
-    else:
-        _check_output(Path(folder), overwrite, format)
-        configs, schedule = _current_configs(pipe, settings)
-        _check_programs(configs, sizes)
-    return Request(
-        pipe=pipe,
-        folder=Path(folder),
-        configs=configs,
-        sizes=_sizes(pipe, sizes),
-        image_to_image=image_to_image or READERS[class_name][0] is None,
-        formats=EXPORT_FORMATS[format],
-        schedule=schedule,
-    )
-
-
-def check_arguments(
-    folder: str | Path,
-    ratios: Any,
-    sizes: Collection[tuple[int, int]] | None,
-    overwrite: bool,
-    controlnet: Any,
-    format: str,
-    settings: dict[str, Any],
-) -> tuple[dict[float, Configs], Schedule | None]:
-    """Validate what needs no pipeline, so that a command can do it before it loads one.
-
-    Returns:
-        The configs of UNet and ControlNet by ratio, and the schedule that is the default.
+    Args:
+        load: returns the pipeline.
+        configs: one for each ratio or schedule; None: those that are applied to the pipeline.
 
     Raises:
         ToMeConfigError, ToMeExportError: as `export_pipeline`.
     """
     _check_output(Path(folder), overwrite, format)
-    configs, schedule = _configs(ratios, controlnet, settings)
-    _check_programs(configs, sizes)
-    return configs, schedule
+    by_ratio, schedule = ({}, None) if configs is None else _by_ratio(configs, controlnet)
+    _check_configs(by_ratio)
+    sizes = None if sizes is None else tuple(sizes)
+    for size in sizes or ():
+        _check_size(size, STEP)
+    pipe = load()
+    class_name = type(pipe).__name__
+    if class_name not in READERS:
+        raise ToMeExportError(f"{class_name} cannot be exported: only {', '.join(READERS)} can.")
+    _check_components(pipe)
+    if configs is None:
+        by_ratio, schedule = _applied_configs(pipe)
+        _check_configs(by_ratio)
+    return Request(
+        pipe=pipe,
+        folder=Path(folder),
+        configs=by_ratio,
+        sizes=_sizes(pipe, sizes),
+        image_to_image=image_to_image or READERS[class_name][0] is None,
+        formats=EXPORT_FORMATS[format],
+        schedule=schedule,
+    )
 
 
 def _check_output(folder: Path, overwrite: bool, format: str) -> None:
@@ -133,22 +117,19 @@ def _check_output(folder: Path, overwrite: bool, format: str) -> None:
         raise ToMeExportError(f"{folder} exists and is not empty: {remedy}.")
 
 
-def _check_programs(configs: dict[float, Configs], sizes: Collection[tuple[int, int]] | None) -> None:
-    """Raise unless the merging of these configs can be part of programs of these sizes."""
+def _check_configs(configs: dict[float, Configs]) -> None:
+    """Raise unless the merging of these configs can be part of programs."""
     ratios: dict[str, float] = {}
     for ratio in configs:
         if (other := ratios.setdefault(ratio_name(ratio), ratio)) != ratio:
             raise ToMeConfigError(
                 f"ratios {other!r} and {ratio!r} are the same to six digits, by which programs are named: pass one."
             )
-    merging = [config for config, _ in configs.values() if config is not None]
-    if any(config.use_rand and config.seed is None for config in merging):
+    if any(config is not None and config.use_rand and config.seed is None for config, _ in configs.values()):
         raise ToMeConfigError(
-            "seed=None draws new dst in every pass, but a program contains one fixed choice: pass a number, or "
+            "seed=None chooses new dst in every pass, but a program contains one fixed choice: pass a number, or "
             "use_rand=False (--no-rand)."
         )
-    for size in sizes or ():
-        _check_size(size, STEP)
 
 
 def _check_components(pipe: DiffusionPipeline) -> None:
@@ -178,47 +159,44 @@ def _check_components(pipe: DiffusionPipeline) -> None:
         raise ToMeExportError(f"{type(controlnet).__name__} cannot be exported: pass a single ControlNetModel.")
 
 
-def _current_configs(
-    pipe: DiffusionPipeline, settings: dict[str, Any]
-) -> tuple[dict[float, Configs], Schedule | None]:
+def _applied_configs(pipe: DiffusionPipeline) -> tuple[dict[float, Configs], Schedule | None]:
     """The configs that are applied to a pipeline now."""
-    if settings:
-        raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
     config = config_of(pipe.unet)
-    current = config_of(pipe.controlnet) if "controlnet" in pipe.config else None
-    return ({0.0: (None, current)}, None) if config is None else _by_ratio(config, current)
+    controlnet = config_of(pipe.controlnet) if "controlnet" in pipe.config else None
+    return ({0.0: (None, controlnet)}, None) if config is None else (_at_ratios(config, controlnet), _schedule(config))
 
 
-def _configs(ratios: Any, controlnet: Any, settings: dict[str, Any]) -> tuple[dict[float, Configs], Schedule | None]:
-    ratio_list = [ratios] if isinstance(ratios, (int, float)) or is_schedule(ratios) else list(ratios)
-    if not ratio_list:
+def _by_ratio(configs: Sequence[ToMeConfig], controlnet: Any) -> tuple[dict[float, Configs], Schedule | None]:
+    """The configs of UNet and ControlNet by ratio, and the schedule that is the default."""
+    if not configs:
         raise ToMeConfigError("ratios is empty: pass at least one, 0 for a plain program.")
-    configs: dict[float, Configs] = {}
-    schedules = []
-    for ratio in ratio_list:
-        config = ToMeConfig(ratio=ratio, **settings)
-        by_ratio, schedule = _by_ratio(config, controlnet_config(config, controlnet))
-        # Plus 0.0, because -0.0 is 0.
-        configs |= {ratio + 0.0: pair if ratio else (None, None) for ratio, pair in by_ratio.items()}
-        schedules.append(schedule)
-    if any(schedules[1:]):
+    if any(map(_schedule, configs[1:])):
         raise ToMeConfigError(
-            f"ratios={ratios!r:.200} is not allowed: only the first, the default, may be a schedule."
+            f"ratios={[config.ratio for config in configs]!r:.200} is not allowed: only the first, the default, may "
+            "be a schedule."
         )
-    return configs, schedules[0]
+    pairs: dict[float, Configs] = {}
+    for config in configs:
+        pairs |= _at_ratios(config, controlnet_config(config, controlnet))
+    # Plus 0.0, because -0.0 is 0.
+    return {r + 0.0: pair if r else (None, None) for r, pair in pairs.items()}, _schedule(configs[0])
 
 
-def _by_ratio(config: ToMeConfig, controlnet: ToMeConfig | None) -> tuple[dict[float, Configs], Schedule | None]:
-    """The two configs at each ratio of the first one, and its schedule if it has one."""
+def _schedule(config: ToMeConfig) -> Schedule | None:
+    return config.ratio if isinstance(config.ratio, tuple) else None
+
+
+def _at_ratios(config: ToMeConfig, controlnet: ToMeConfig | None) -> dict[float, Configs]:
+    """The two configs at each ratio of the first one."""
     if controlnet is not None and len(controlnet.ratios) > 1 and controlnet.ratio != config.ratio:
         raise ToMeExportError(
             f"the ControlNet's {controlnet.describe()} cannot be exported: it is part of the UNet's programs, so it "
             "can only have the UNet's schedule or a constant ratio."
         )
     if not isinstance(config.ratio, tuple):
-        return {config.ratio: (config, controlnet)}, None
+        return {config.ratio: (config, controlnet)}
     pairs = ((config.at(share), controlnet and controlnet.at(share)) for share, _ in config.ratio)
-    return {unet.constant_ratio: (unet, other) for unet, other in pairs}, config.ratio
+    return {unet.constant_ratio: (unet, other) for unet, other in pairs}
 
 
 def _sizes(pipe: DiffusionPipeline, sizes: Collection[tuple[int, int]] | None) -> tuple[Size, ...]:

@@ -54,17 +54,12 @@ class Runtime(ABC):
         if self.threads is not None and not (is_count and 1 <= self.threads <= MAX_THREADS):
             raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MAX_THREADS}, or None.")
 
-    @classmethod
-    @abstractmethod
-    def check(cls, folder: Path, file: ProgramFile) -> None:
-        """Raise ToMeExportError, without loading it, if a program of an exported folder is not for this runtime."""
-
     @abstractmethod
     def load(self, folder: Path, file: ProgramFile) -> Program:
-        """Load one program of an exported folder.
+        """Load one program of a folder, which has it in this runtime's format.
 
         Raises:
-            ToMeExportError: `check` rejects it, or this version cannot load it.
+            ToMeExportError: this version cannot load it.
         """
 
     def cores(self) -> int:

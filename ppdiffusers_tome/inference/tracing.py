@@ -7,18 +7,20 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import paddle
+from paddle import nn
 
 from ..errors import ToMeExportError
 from .conversion import Converter
+from .manifest import ProgramFile
 from .onnx_runtime import OnnxProgram, OnnxRuntime
-from .paddle_runtime import PaddleRuntime, Predictor
+from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
 from .runtime import FUSED_TOLERANCE, Program, error_summary, return_memory
 
@@ -41,103 +43,111 @@ _TRANSLATOR = importlib.import_module("paddle.jit.dy2static.program_translator")
 _AMP = importlib.import_module("paddle.amp.auto_cast")  # `paddle.amp.auto_cast` is the function
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A program's files, and its relative difference to eager by batch size."""
+class _ByName(nn.Layer):
+    """A layer with one argument, a dictionary, because `paddle.jit` cannot export `**kwargs`."""
 
-    program: Path
-    params: Path
-    parity: dict[str, float]
-    onednn_parity: dict[str, float]  # empty if oneDNN cannot run it
-    onnx: Path | None  # the same program as ONNX; None if it was not converted
-    onnx_parity: dict[str, float]
+    def __init__(self, layer: nn.Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: dict[str, paddle.Tensor]) -> Any:
+        return self.layer(**inputs)
 
 
 def save(
     traceable: Traceable,
-    folder: Path,
-    fixed: Mapping[str, int],
+    planned: ProgramFile,
+    root: Path,
+    folder: str,
     dims: Mapping[str, int],
-    label: str,
     threads: int,
     converter: Converter | None = None,
-) -> Saved:
-    """Save a layer's program as folder/inference.* and compare both. The layer must not be used afterwards.
+) -> ProgramFile:
+    """Save a layer's program as root/folder/inference.* and compare both. The layer must not be used afterwards.
 
     Args:
         traceable: the layer; hooks on it become part of the program.
-        folder: created if it does not exist.
-        fixed: the named dimensions that are fixed in the program; the others stay dynamic.
+        planned: the program's model, size and ratio. If it has a size, height and width are fixed in the program.
+        root: of the paths in the result.
+        folder: in `root`; created if it does not exist.
         dims: values of all named dimensions except the batch, for the comparison.
-        label: the program's name in messages.
-        threads: of the predictors.
+        threads: of the compared programs, but at least two, so that what they lose to each other shows.
         converter: converts the program to ONNX too.
 
     Returns:
-        The files and relative differences. oneDNN's may exceed its tolerance: see `is_accurate`.
+        `planned` with its files and relative differences. oneDNN's may exceed its tolerance: see `is_accurate`.
 
     Raises:
         ToMeExportError: Paddle cannot trace the layer or paddle2onnx not convert its program, or the program differs
-            from eager by more than TOLERANCE, or in ONNX Runtime by more than FUSED_TOLERANCE.
+            from eager, or from run to run, by more than TOLERANCE, or FUSED_TOLERANCE in ONNX Runtime.
     """
-    return_memory()  # that of the program before
-    random = np.random.RandomState(0)
-    inputs = {batch: _random_inputs(traceable, random, dims, batch) for batch in BATCHES}
+    label, random, threads = planned.label, np.random.RandomState(0), max(2, threads)
+    inputs = {batch: [_random_inputs(traceable, random, dims, batch)] for batch in BATCHES}
     with paddle.no_grad():
-        eager = {batch: _arrays(traceable.layer(**inputs[batch])) for batch in BATCHES}
-    program, params = _trace(traceable, folder, fixed, label)
-
-    def load(onednn: bool = False, optimize: bool = True) -> Predictor:
-        return_memory()  # that of the predictor before
-        return Predictor(program, params, PaddleRuntime(threads=threads, onednn=onednn, optimize=optimize))
-
-    tries = {
-        batch: [first, *(_random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1))]
-        for batch, first in inputs.items()
-    }
-
-    def difference(candidate: Program, batch: int, expected: list[np.ndarray]) -> float:
-        """That of the first try; if it is too large, the smallest of all tries, with the native predictor."""
-        first = relative_difference(_arrays(candidate(**inputs[batch])), expected)
-        if first <= FUSED_TOLERANCE:
-            return first
-        return _smallest_difference(candidate, load(), tries[batch], FUSED_TOLERANCE, batch)
-
-    # One predictor is in memory at a time: each has its own copy of the weights.
-    native, outputs, parity = load(), {}, {}
+        eager = {batch: _arrays(traceable.layer(**inputs[batch][0])) for batch in BATCHES}
     for batch in BATCHES:
-        outputs[batch] = _arrays(native(**inputs[batch]))
-        parity[f"batch {batch}"] = relative_difference(outputs[batch], eager[batch])
-        if not parity[f"batch {batch}"] <= TOLERANCE:
-            exact = load(optimize=False)
-            parity[f"batch {batch}"] = relative_difference(_arrays(exact(**inputs[batch])), eager[batch])
-            if parity[f"batch {batch}"] <= TOLERANCE:
-                parity[f"batch {batch}"] = _smallest_difference(native, exact, tries[batch], TOLERANCE, batch)
-            del exact
-        _check(parity[f"batch {batch}"], TOLERANCE, f"exported {label}", batch)
-    del native
-    onednn = {}
+        inputs[batch] += [_random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1)]
+    fixed = {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
+    program, params = (path.relative_to(root) for path in _trace(traceable, root / folder, fixed, label))
+    file = replace(planned, program=program.as_posix(), params=params.as_posix())
+    runtime = PaddleRuntime(threads=threads, onednn=False)
+
+    @functools.cache
+    def unfused() -> Program:
+        """The program without fused operators, which rounds as eager does: eager itself cannot run any more."""
+        program = replace(runtime, optimize=False).load(root, file)
+        for batch in BATCHES:
+            difference = relative_difference(_arrays(program(**inputs[batch][0])), eager[batch])
+            _check(difference, TOLERANCE, f"exported {label}", batch)
+        return program
+
+    def compare(program: Program, tolerance: float) -> dict[str, float]:
+        """The smallest difference over the tries (see `TRIES`) or, if it is larger, that between two runs of one.
+
+        The more tokens, the fewer tries are without an image in which another pair merges, so each image of the batch
+        needs one try of its own that agrees. What agrees must do so again: threads that lose each other's results, in
+        a few places and not always, could not be distinguished from other pairs.
+        """
+        parity = {}
+        for batch in BATCHES:
+            smallest = np.full(batch, np.inf)
+            for number, one in enumerate(inputs[batch]):
+                expected, actual = _arrays(unfused()(**one)) if number else eager[batch], _arrays(program(**one))
+                differences = image_differences(actual, expected, batch)
+                smallest = np.minimum(smallest, differences)
+                if smallest.max() <= tolerance:
+                    break
+            again = image_differences(_arrays(program(**one)), actual, batch)
+            agrees = differences <= tolerance
+            parity[f"batch {batch}"] = float(np.where(agrees, np.fmax(smallest, again), smallest).max())
+        return parity
+
+    def check(program: Program, tolerance: float, name: str) -> dict[str, float]:
+        parity = compare(program, tolerance)
+        for batch in BATCHES:
+            _check(parity[f"batch {batch}"], tolerance, name, batch)
+        return parity
+
+    file = replace(file, parity=check(runtime.load(root, file), TOLERANCE, f"exported {label}"))
     if program.suffix != ".json":
-        candidate = load(onednn=True)
-        onednn = {f"batch {batch}": difference(candidate, batch, outputs[batch]) for batch in BATCHES}
-        del candidate
+        onednn = replace(runtime, onednn=True).load(root, file)
+        file = replace(file, onednn_parity=compare(onednn, FUSED_TOLERANCE))
+        del onednn
     if converter is None:
-        return Saved(program, params, parity, onednn, None, {})
-    return_memory()  # the conversion needs three times that of the weights
-    converted = converter.convert(program, params, label)
-    in_onnx_runtime = OnnxProgram(converted, OnnxRuntime(threads=threads), is_temporary=True)
-    onnx_parity = {f"batch {batch}": difference(in_onnx_runtime, batch, eager[batch]) for batch in BATCHES}
-    for batch in BATCHES:
-        _check(onnx_parity[f"batch {batch}"], FUSED_TOLERANCE, f"{label} in ONNX Runtime", batch)
-    return Saved(program, params, parity, onednn, converted, onnx_parity)
+        return file
+    unfused.cache_clear()  # the conversion needs three times the memory of the weights
+    onnx = converter.convert(root / program, root / params, label)
+    in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=threads), is_temporary=True)
+    parity = check(in_onnx_runtime, FUSED_TOLERANCE, f"{label} in ONNX Runtime")
+    return replace(file, onnx=onnx.relative_to(root).as_posix(), onnx_parity=parity)
 
 
-def _check(difference: float, tolerance: float, label: str, batch: int) -> None:
+def _check(difference: float, tolerance: float, name: str, batch: int) -> None:
     if not difference <= tolerance:
         raise ToMeExportError(
-            f"the {label} differs from the model by {difference:.1e} of its largest output at batch {batch}, more "
-            f"than the allowed {tolerance:.0e}: nothing was written. Please report this with the versions of Paddle "
-            f"({paddle.__version__}) and ppdiffusers."
+            f"the {name} differs from the model, or from run to run, by {difference:.1e} of its largest output at "
+            f"batch {batch}, more than the allowed {tolerance:.0e}: nothing was written. Please report this with the "
+            f"versions of Paddle ({paddle.__version__}) and ppdiffusers."
         )
 
 
@@ -151,23 +161,6 @@ def image_differences(actual: list[np.ndarray], expected: list[np.ndarray], batc
     tiny = np.finfo("float32").tiny
     pairs = list(zip(actual, expected, strict=True))
     return np.max([np.abs(a - b).reshape([batch, -1]).max(1) / max(np.abs(b).max(), tiny) for a, b in pairs], axis=0)
-
-
-def _smallest_difference(
-    candidate: Program, native: Program, tries: list[dict[str, paddle.Tensor]], enough: float, batch: int
-) -> float:
-    """The smallest difference of each image over the tries, and of these the largest; NaN if an output contains NaN.
-
-    Rounding can make another pair of an image merge. The more tokens, the fewer tries have no such image, so each
-    image of the batch needs one try of its own that agrees.
-    """
-    smallest = np.full(batch, np.inf)
-    for inputs in tries:
-        differences = image_differences(_arrays(candidate(**inputs)), _arrays(native(**inputs)), batch)
-        smallest = np.minimum(smallest, differences)
-        if smallest.max() <= enough:
-            break
-    return float(smallest.max())
 
 
 def _random_inputs(
@@ -193,18 +186,19 @@ def without_origins() -> Iterator[None]:
 
 
 def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
-    spec = [field.spec(fixed) for field in traceable.inputs]
+    spec = [{field.name: field.spec(fixed) for field in traceable.inputs}]
     try:
         with warnings.catch_warnings(), without_origins(), mock.patch.object(_AMP, "_g_amp_state_", None):
             warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
-            static = paddle.jit.to_static(traceable.layer, input_spec=spec, full_graph=True)
+            layer = _ByName(traceable.layer)
+            layer.eval()
+            static = paddle.jit.to_static(layer, input_spec=spec, full_graph=True)
             paddle.jit.save(static, str(folder / STEM))
     except Exception as error:
         raise ToMeExportError(
             f"Paddle {paddle.__version__} cannot export the {label}: {error_summary(error)}"
         ) from error
-    (folder / f"{STEM}.pdiparams.info").unlink(
-        missing_ok=True
-    )  # only needed to continue training; contains pickled objects
+    # Only needed to continue training; contains pickled objects.
+    (folder / f"{STEM}.pdiparams.info").unlink(missing_ok=True)
     program = next(path for path in (folder / f"{STEM}.json", folder / f"{STEM}.pdmodel") if path.is_file())
     return program, folder / f"{STEM}.pdiparams"

@@ -22,9 +22,9 @@ from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.engine import Engine, load_engine
 from ...generation.jobs import Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate_identified
-from ...inference import export_pipeline, read_manifest
+from ...inference import Size, export_pipeline, read_manifest, unmerged_programs
 from ...inference.loading import load_for_export
-from ...inference.manifest import STRICT, Size, first_error
+from ...inference.manifest import STRICT, first_error
 from ...models import latent_grid, vae_factor
 from ..cached_programs import CachedPrograms, program_key
 from ..environment import commit, model_files, sources, versions
@@ -171,12 +171,12 @@ def export_programs(
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
             options["format"] = PROGRAM_FORMATS[evaluation.backend]
             earlier = [*programs.values(), *([folder] if _exported_ratios(folder) else [])]
-            options["others"] = next(iter(earlier), None)  # the other models are exported once
-            size = Size(evaluation.size, evaluation.size)
+            linked = unmerged_programs(earlier[0]) if earlier else []  # the other models are exported once
             if cached is not None:
-                cached_unets = {(size, ratio): cached.find(_unet_key(evaluation, config, ratio)) for ratio in ratios}
-                options["unets"] = {which: saved for which, saved in cached_unets.items() if saved is not None}
-            export_pipeline(load_model(evaluation.model), folder, ratios, [size], **options)
+                unets = [cached.find(_unet_key(evaluation, config, ratio)) for ratio in ratios]
+                linked += [(cached.folder, file) for file in unets if file is not None]
+            size = Size(evaluation.size, evaluation.size)
+            export_pipeline(load_model(evaluation.model), folder, ratios, [size], linked=linked, **options)
         programs |= dict.fromkeys(members, folder)
     return programs
 

@@ -17,15 +17,12 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...inference import choose_runtime, export_pipeline, load_pipeline
+from ...inference import ProgramFile, Size, choose_runtime, export_pipeline, load_pipeline, unmerged_programs
 from ...inference.conversion import Converter
 from ...inference.layout import share_weights
 from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
 from ...inference.onnx_programs import SharedWeights
-from ...inference.onnx_runtime import OnnxFileRuntime
-from ...inference.paddle_runtime import PaddleRuntime, Predictor
-from ...inference.runtime import Program, is_accurate
-from ...inference.tracing import Saved, save
+from ...inference.tracing import save
 from ...patch import attach, detach
 from ...positions import Grid
 from ..cached_programs import CachedPrograms, program_key
@@ -133,7 +130,7 @@ class ProgramBackend(Backend):
         self._cached = CachedPrograms(programs)
         self._weights = sorted(programs.glob("*/*.pdiparams"))
         self._onnx_weights: SharedWeights | None = None
-        self._others: Path | None = None
+        self._earlier: Path | None = None
 
     @contextmanager
     def prepared(self, arm: Arm) -> Iterator[Run]:
@@ -167,47 +164,40 @@ class ProgramBackend(Backend):
         return program_key(case.scope, case.size, arm.arm, arm.config, self._runtime.format)
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
-        workload, key = self.workload, self._key(arm)
-        saved = self._cached.find(key)
-        if saved is None:
-            folder = self.programs / key
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that ended while it wrote
+        workload, key, size = self.workload, self._key(arm), self.workload.case.size
+        file = self._cached.find(key)
+        if file is None:
+            shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
             attach_arm(getattr(traceable.layer, "unet", traceable.layer), arm, workload.latent)
-            fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
-            saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, self._converter)
-            saved = self._share_weights(saved, key)
-            self._cached.store(key, saved)
+            ratio = arm.config.constant_ratio if arm.config else 0.0
+            planned = ProgramFile(workload.case.scope, size=Size(size, size), ratio=ratio)
+            file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
+            file = self._share_weights(file, key)
+            self._cached.store(key, file)
 
         def load() -> Run:
-            program = self._load_program(saved)
+            program = self._runtime.load(self.programs, file)
             return lambda is_short: program(**workload.inputs)[0]
 
         return load
 
-    def _share_weights(self, saved: Saved, key: str) -> Saved:
-        """The saved program with weights that are on the disk once for all arms."""
-        if saved.onnx is None:
-            params = share_weights(saved.params, self._weights)
-            if params == saved.params:
+    def _share_weights(self, file: ProgramFile, key: str) -> ProgramFile:
+        """The program with weights that are on the disk once for all arms."""
+        if file.onnx is None:
+            own = self.programs / str(file.params)
+            params = share_weights(own, self._weights)
+            if params == own:
                 self._weights.append(params)
             else:
-                os.link(params, saved.params)
-            return saved
+                os.link(params, own)
+            return file
         if self._onnx_weights is None:
             paths = (self.programs / f"{number}{ONNX_WEIGHTS}" for number in count())  # earlier processes wrote some
             self._onnx_weights = SharedWeights(next(path for path in paths if not path.exists()))
-        onnx = self.programs / f"{key}.onnx"
-        self._onnx_weights.move(saved.onnx, onnx)
-        shutil.rmtree(saved.onnx.parent)
-        return replace(saved, onnx=onnx)
-
-    def _load_program(self, saved: Saved) -> Program:
-        if isinstance(self._runtime, OnnxFileRuntime):
-            assert saved.onnx is not None
-            return self._runtime.load_file(saved.onnx)
-        runtime = PaddleRuntime(threads=self.threads, onednn=is_accurate(saved.onednn_parity))
-        return Predictor(saved.program, saved.params, runtime)
+        self._onnx_weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
+        shutil.rmtree(self.programs / key)
+        return replace(file, program=None, params=None, onnx=f"{key}.onnx")
 
     def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
         workload = self.workload
@@ -219,9 +209,10 @@ class ProgramBackend(Backend):
         settings = asdict(arm.config) if arm.config else {"ratio": 0}
         ratio = settings.pop("ratio")
         if not (folder / MANIFEST).is_file():
-            settings |= {"format": self._runtime.format, "others": self._others, "progress": False}
+            linked = [] if self._earlier is None else unmerged_programs(self._earlier)
+            settings |= {"format": self._runtime.format, "linked": linked, "progress": False}
             export_pipeline(workload.pipe, folder, ratio, sizes, **settings)
-        self._others = folder
+        self._earlier = folder
 
         def load() -> Run:
             pipe = load_pipeline(folder, threads=self.threads, **PROGRAMS[self.name])
