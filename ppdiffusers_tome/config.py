@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import ToMeConfigError
+from .files import write_file
 
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
@@ -212,9 +213,7 @@ class ToMeConfig:
             0.6
         """
         content = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": asdict(self), **details}
-        partial = Path(f"{path}.partial")
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)  # an earlier file is complete until then
+        write_file(Path(path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "ToMeConfig":

@@ -240,7 +240,7 @@ def generate_on_ray_and_here(folder, tmp_path, kill, *options):
 
 def test_killed_actor_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
     def kill(process):
-        next(child for child in with_children(process) if "EngineActor.generate" in title(child)).kill()
+        next(child for child in with_children(process) if "EngineProcess.generate" in title(child)).kill()
 
     generate_on_ray_and_here(exported_folder, tmp_path, kill)
 
@@ -317,7 +317,7 @@ def test_lost_node_loses_no_request(nodes, exported_folder, tmp_path):
 
 def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
     def kill(process):
-        node = next(node for node in nodes.worker_nodes if runs(node, "EngineActor.generate"))
+        node = next(node for node in nodes.worker_nodes if runs(node, "EngineProcess.generate"))
         nodes.remove_node(node, allow_graceful=False)
 
     generate_on_ray_and_here(exported_folder, tmp_path, kill, "--ray-address", nodes.address)
@@ -330,11 +330,8 @@ from ppdiffusers_tome.generation.jobs import GenerationError
 from ppdiffusers_tome.generation.jobs import Job
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.generation.offline import Failure
-from ppdiffusers_tome.generation.ray_session import ray_session
-from ppdiffusers_tome.generation.actors import ActorStartError, generate_on_actors
 from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError
-from ppdiffusers_tome.generation.ray_session import RayError
-from ppdiffusers_tome.generation.remote_engine import RemoteEngine
+from ppdiffusers_tome.generation.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
 
 class Engine:
     name, sampler, methods = "model", "DDIM", {}
@@ -364,11 +361,11 @@ def crash(log=sys.argv[1]):
 prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
     made = {p.index: d.reason if isinstance(d, Failure) else "png"
-             for p, d in generate_on_actors(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
+             for p, d in generate_on_ray(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
     for broken in (load, crash):
         try:
-            list(generate_on_actors(broken, 1)([prompts[:1]]))
-        except ActorStartError as error:
+            list(generate_on_ray(broken, 1)([prompts[:1]]))
+        except RayError as error:
             made[broken.__name__] = str(error)
     outcomes = {}
     for text in ("die", "hang", "black", "stop", "a"):
@@ -402,9 +399,9 @@ def test_engines_that_die_hang_or_do_not_load(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     made, outcomes = json.loads(done.stdout.partition("RESULT ")[2])
     load, crash = made.pop("load"), made.pop("crash")
-    assert made == {"0": "png", "1": "3 actors died with this prompt", "2": "GenerationError: not finite"}
-    assert load == "no actor could load the model, in 3 attempts each: no such model"
-    assert crash.startswith("no actor could load the model, in 3 attempts each: The actor")
+    assert made == {"0": "png", "1": "3 engines died with this prompt", "2": "GenerationError: not finite"}
+    assert load == "no engine could be loaded: no such model"
+    assert crash.startswith("no engine could be loaded: 3 processes ended while they loaded the model: ")
     assert (tmp_path / "log").read_text() == "xxxxxx"
     assert outcomes.pop("crash").startswith("3 processes ended while they loaded the model: ")
     assert "no such model" in outcomes.pop("load")

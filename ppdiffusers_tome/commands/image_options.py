@@ -112,9 +112,8 @@ def open_image_backend(options: argparse.Namespace, gpu: bool) -> Iterator[MakeI
         import ray  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
-    from ..generation.actors import generate_on_actors
-    from ..generation.ray_session import ray_session
+    from ..generation.ray_engines import generate_on_ray, ray_session
 
     cpus, gpus = threads(options) or 1, 1.0 if gpu else 0.0
     with ray_session(options.ray_address, options.actors * cpus, options.actors * gpus, shows_logs=False):
-        yield lambda load: generate_on_actors(load, options.actors, cpus, gpus)
+        yield lambda load: generate_on_ray(load, options.actors, cpus, gpus)

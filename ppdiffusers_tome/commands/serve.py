@@ -170,8 +170,7 @@ def _open_engines(
         import ray  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
-    from ..generation.ray_session import ray_session
-    from ..generation.remote_engine import RemoteEngine
+    from ..generation.ray_engines import RemoteEngine, ray_session
     from ..serving.server import listen
 
     listen(options.host, options.port).close()  # now and not when Ray has started

@@ -1,13 +1,13 @@
 """Result files: one form for every kind of measurement, written completely or not at all."""
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeConfigError
+from ..files import write_file
 from .environment import commit, describe_environment
 
 FORMATS = {
@@ -38,9 +38,7 @@ def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, and make its folder; an existing file is replaced once all is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_file(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

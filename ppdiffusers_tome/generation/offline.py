@@ -13,12 +13,13 @@ from typing import TypeAlias
 from tqdm import tqdm
 
 from ..errors import ToMeError
+from ..files import UNFINISHED, write_file
 from ..inference.manifest import MANIFEST, sha256
 from .engine import Engine
+from .jobs import EngineLostError
 from .png import encode_png
 from .prompt_file import Prompt
 
-UNFINISHED = ".unfinished-"  # start of the names of files that are being written
 LOCK = ".ppdiffusers_tome.lock"
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 
@@ -64,7 +65,7 @@ def generate(
         model: an exported folder; the hash of its `tome.json` is part of the images' names.
         output: folder for the images; created if it does not exist.
         batch: most images in one pipeline call.
-        backend: from `generate_here` or `actors.generate_on_actors`.
+        backend: from `generate_here` or `ray_engines.generate_on_ray`.
         runtime: what else decides the images and is part of their names: runtime, device and precision of `backend`.
 
     Raises:
@@ -93,7 +94,7 @@ def generate_identified(
                 if isinstance(result, Failure):
                     summary.failures.append((prompt, result))
                 else:
-                    write(paths[prompt], result)
+                    _write(paths[prompt], result)
                     summary.made += 1
                 bar.update()
     return summary
@@ -124,12 +125,18 @@ def generate_here(load: Callable[[], Engine]) -> ImageBackend:
 
 
 def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]:
-    """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the others succeed."""
+    """Run a batch, in one call if the engine can. If it fails, run each prompt alone, so that the others succeed.
+
+    Raises:
+        EngineLostError: the engine is lost, so another one must run the batch.
+    """
     jobs = [prompt.job for prompt in batch]
     if len(batch) > 1 and engine.batch_key(jobs[0]) is None:
         return [result for prompt in batch for result in generate_batch(engine, [prompt])]
     try:
         images = engine.generate(jobs)
+    except EngineLostError:
+        raise
     except Exception as error:  # anything from Paddle: the other prompts may still succeed
         if len(batch) > 1:
             return [result for prompt in batch for result in generate_batch(engine, [prompt])]
@@ -137,22 +144,11 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
     return [(prompt, encode_png(image, prompt.job, engine)) for prompt, image in zip(batch, images, strict=True)]
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically: it is complete on the disk or absent, whenever the process or the machine dies."""
-    unfinished = path.with_name(UNFINISHED + path.name)
+def _write(path: Path, content: bytes) -> None:
     try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_file(path, content)
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}. Images written before are kept.") from error
+        raise OutputError(f"{path} cannot be written: {error.strerror}. Images written before stay.") from error
 
 
 def _is_complete_png(path: Path) -> bool:

@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import write_file
+
 if TYPE_CHECKING:
     import onnx
 
@@ -48,9 +50,7 @@ class SharedWeights:
     def save_index(self) -> None:
         """Write the index."""
         assert self._index is not None
-        unfinished = self._index.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self._offsets), encoding="utf-8")
-        unfinished.replace(self._index)
+        write_file(self._index, json.dumps(self._offsets))
 
     def move(self, source: Path, target: Path) -> None:
         """Write the `.onnx` file `source` as `target`, beside the shared weights and without its own; remove it."""

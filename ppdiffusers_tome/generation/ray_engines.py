@@ -1,0 +1,260 @@
+"""Engines in processes of their own, on this machine or others: Ray actors with the interface of `Engine`."""
+
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import ceil, inf
+from queue import Queue, SimpleQueue
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+# No usage reports. And Ray does not hide GPUs from processes that request none, because --device decides.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+# Ray after Paddle 2.6 crashes in inflateReset2, because Paddle exports its own copy of zlib's symbols, unless Python's
+# zlib was loaded before Paddle, as the package's __init__ does.
+import ray
+from PIL.Image import Image
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from ..errors import ToMeError
+from .engine import Engine
+from .jobs import AbandonedError, EngineLostError, Job
+from .offline import Failure, ImageBackend, ImageResult, generate_batch
+from .prompt_file import Prompt
+
+# What the caller of a process gets if the process or its machine died.
+DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, ObjectLostError)
+ATTEMPTS = 3  # for a process to load its engine without ending, and for a batch, each of which costs an engine
+POLL_SECONDS = 0.1  # between two looks at the progress of a call
+OBJECT_STORE_BYTES = 200 * 2**20  # for jobs and images; Ray's default is a third of the machine's memory
+
+
+class RayError(ToMeError, RuntimeError):
+    """Ray cannot be started or reached, or cannot start an engine."""
+
+
+@contextmanager
+def ray_session(address: str | None, cpus: float, gpus: float, shows_logs: bool) -> Iterator[None]:
+    """Connect to Ray, or start it on this machine, as long as the context runs.
+
+    Args:
+        address: of a cluster that this machine is a node of, as for `ray.init`; None starts Ray on this machine, at
+            127.0.0.1, and ends it.
+        cpus, gpus: how many all processes need together. A Ray that is started here has at least this many CPUs.
+        shows_logs: whether to print what the actors print.
+
+    Raises:
+        RayError: there is no Ray at that address, it did not start, or this machine has fewer GPUs.
+    """
+    own = {
+        "num_cpus": max(os.cpu_count() or 1, ceil(cpus)),
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }
+    try:
+        # "local": a new Ray, even if a cluster runs on this machine
+        ray.init(address or "local", log_to_driver=shows_logs, logging_level="warning", **({} if address else own))
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise RayError(f"Ray at {address or 'this machine'} cannot be reached or started: {error}") from error
+    try:
+        available = ray.cluster_resources().get("GPU", 0)
+        if address is None and gpus > available:  # Ray would wait for them forever
+            raise RayError(f"{gpus:g} GPUs are needed, one for each engine, and this machine has {available:g}")
+        yield
+    finally:
+        ray.shutdown()
+
+
+class EngineProcess:
+    """The actor. Its engine runs in one thread; `progress` is answered in another one."""
+
+    def __init__(self, load: Callable[[], Engine]) -> None:
+        self._load = load
+        self._call, self._should_stop = 0, False
+        self._step: tuple[int, ...] = 0, 0
+
+    def load(self) -> tuple[str, str, Mapping[float, str], bool]:
+        """Load the engine; returns its name, sampler and methods, and whether jobs may share a call."""
+        self._engine = engine = self._load()
+        plain = Job("", 64, 64, 0.0, seed=0)
+        return engine.name, engine.sampler, engine.methods, engine.batch_key(plain) is not None
+
+    def generate(self, call: int, jobs: Sequence[Job]) -> list[Image]:
+        """See `Engine.generate`; `progress` reports and stops the call of this number."""
+        self._call, self._step, self._should_stop = call, (0, jobs[0].steps_to_run), False
+
+        def should_stop(*step: int) -> bool:
+            self._step = step or self._step
+            return self._should_stop
+
+        return self._engine.generate(jobs, should_stop)
+
+    @ray.method(concurrency_group="control")
+    def progress(self, call: int, should_stop: bool) -> tuple[int, ...]:
+        """Finished and all steps of the current call, which ends at its next step if `should_stop` is true."""
+        self._should_stop = self._should_stop or (should_stop and call == self._call)
+        return self._step
+
+
+class RemoteEngine:
+    """The interface of `Engine` to an actor.
+
+    Args:
+        load: makes the engine; called in the actor, so its files must be on all machines.
+        cpus, gpus: reserved by Ray; may be fractions.
+        hung_seconds: duration of a call after which the actor is ended.
+        should_stop: called while the engine loads.
+
+    Raises:
+        AbandonedError: should_stop returned True.
+        RayError: the engine could not be loaded, or three processes have ended while they loaded it.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        cpus: float,
+        gpus: float,
+        hung_seconds: float,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        make = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"control": 1})(EngineProcess).remote
+        self._hung_seconds, self._calls = hung_seconds, 0
+        for attempt in range(ATTEMPTS):
+            self._actor = make(load)
+            try:
+                described = self._result(self._actor.load.remote(), lambda: _raise_if(should_stop()))
+                self.name, self.sampler, self.methods, self._shares_calls = described
+                return
+            except EngineLostError as error:
+                if attempt == ATTEMPTS - 1:
+                    raise RayError(f"{ATTEMPTS} processes ended while they loaded the model: {error}") from None
+
+    def batch_key(self, job: Job) -> Hashable | None:
+        """See `Engine.batch_key`."""
+        is_plain = job.image is None and job.second_pass is None
+        return job.batch_key if is_plain and self._shares_calls else None
+
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image]:
+        """See `Engine.generate`; should_stop is called several times a second, with the last step known here.
+
+        Raises:
+            EngineLostError: the actor has died, or its call took too long. This engine must not be used afterwards.
+        """
+        self._calls += 1
+        start, is_stopped = monotonic(), False
+        progress = self._actor.progress.remote(self._calls, False)
+
+        def poll() -> None:
+            nonlocal progress, is_stopped
+            if monotonic() - start > self._hung_seconds:
+                raise EngineLostError(f"its pipeline call took longer than {self._hung_seconds:g} s")
+            if should_stop is not None and ray.wait([progress], timeout=0)[0]:
+                is_stopped = should_stop(*ray.get(progress)) or is_stopped
+                progress = self._actor.progress.remote(self._calls, is_stopped)
+
+        return self._result(self._actor.generate.remote(self._calls, jobs), poll)
+
+    def _result(self, call: Any, poll: Callable[[], None]) -> Any:
+        """What the actor returns or raises; `poll` is called meanwhile."""
+        try:
+            while not ray.wait([call], timeout=POLL_SECONDS)[0]:
+                poll()
+            return ray.get(call)
+        except RayTaskError as error:  # the original error, without the remote traceback
+            if isinstance(error.cause, ToMeError):
+                raise error.cause from None
+            raise
+        except (*DEATHS, EngineLostError, AbandonedError) as error:
+            ray.kill(self._actor)  # frees its resources
+            if isinstance(error, AbandonedError):
+                raise
+            raise EngineLostError(str(error)) from None
+
+
+def _raise_if(should_stop: bool) -> None:
+    if should_stop:
+        raise AbandonedError("stopped while the engine was loading")
+
+
+def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0, gpus: float = 0.0) -> ImageBackend:
+    """A backend of several engines, on the Ray that this process is connected to.
+
+    An engine that is lost is replaced, and any engine takes its batch. Three times, then its prompts run alone.
+
+    Args:
+        load: makes an engine; called in each process, so its files must be on all machines.
+        engines: their number; at most one for each batch is started.
+        cpus, gpus: reserved by Ray for each engine; may be fractions.
+
+    Raises (the backend):
+        RayError: no engine could be loaded.
+    """
+
+    def run(batches: Sequence[Sequence[Prompt]]) -> Iterator[ImageResult]:
+        waiting: _Batches = Queue()
+        done: SimpleQueue[Sequence[ImageResult] | Exception] = SimpleQueue()
+        is_over = Event()
+
+        def work() -> None:
+            try:
+                while _run_batches(RemoteEngine(load, cpus, gpus, inf, is_over.is_set), waiting, done.put):
+                    pass
+            except Exception as error:
+                done.put(error)
+
+        for batch in batches:
+            waiting.put((batch, 1))
+        threads = [Thread(target=work, daemon=True) for _ in range(min(engines, len(batches)))]
+        for thread in threads:
+            thread.start()
+        missing, ended = sum(map(len, batches)), 0
+        try:
+            while missing:
+                results = done.get()
+                if isinstance(results, Exception):
+                    ended += 1
+                    if ended == len(threads):
+                        raise RayError(f"no engine could be loaded: {getattr(results, 'cause', results)}")
+                else:
+                    missing -= len(results)
+                    yield from results
+        finally:
+            is_over.set()
+            for _ in threads:
+                waiting.put(None)
+
+    return run
+
+
+# With the number of the attempt; None is the end.
+_Batches = Queue[tuple[Sequence[Prompt], int] | None]
+
+
+def _run_batches(engine: Any, waiting: _Batches, done: Callable[[Sequence[ImageResult]], None]) -> bool:
+    """Run batches until the end; returns earlier, and True, if the engine is lost."""
+    while item := waiting.get():
+        batch, attempt = item
+        try:
+            done(generate_batch(engine, batch))
+        except EngineLostError:
+            if attempt < ATTEMPTS:
+                waiting.put((batch, attempt + 1))
+            elif len(batch) > 1:  # one of its prompts may be the cause
+                for prompt in batch:
+                    waiting.put(([prompt], 1))
+            else:
+                done([(batch[0], Failure(f"{ATTEMPTS} engines died with this prompt"))])
+            return True
+    return False
