@@ -24,11 +24,7 @@ pytestmark = [
 
 
 def export(unet, path, size=(16, 16)):
-    spec = [
-        InputSpec([None, 4, *size], "float32"),
-        InputSpec([1], "int64"),
-        InputSpec([None, TEXT, 24], "float32"),
-    ]
+    spec = [InputSpec([None, 4, *size], "float32"), InputSpec([1], "int64"), InputSpec([None, TEXT, 24], "float32")]
     save(copy.deepcopy(unet), spec, path / "unet")
 
 

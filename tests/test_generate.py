@@ -378,10 +378,7 @@ def test_images_of_another_runtime_device_or_precision_are_generated(tmp_path, m
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--runtime", "openvino"], "{folder} has no ONNX programs"),
-        (["--precision", "fp16"], "fp16"),
-    ],
+    [(["--runtime", "openvino"], "{folder} has no ONNX programs"), (["--precision", "fp16"], "fp16")],
 )
 def test_a_runtime_that_cannot_run_is_one_error_at_the_start(tmp_path, exported_folder, capsys, options, message):
     prompts = tmp_path / "prompts.txt"

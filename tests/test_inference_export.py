@@ -10,11 +10,7 @@ import numpy as np
 import paddle
 import pytest
 from conftest import ONNX_SETTINGS, tiny_pipeline, traces
-from ppdiffusers import (
-    DiffusionPipeline,
-    StableDiffusionControlNetPipeline,
-    StableDiffusionPipeline,
-)
+from ppdiffusers import DiffusionPipeline, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
 
@@ -83,10 +79,7 @@ def test_manifest_is_unchanged_by_reading_and_saving(exported_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("ratio", "settings"),
-    [
-        (0.5, {"merge_attn": "kv", "window": 4}),
-        (0.75, {"match": "grid", "blend": 0.1, "proportional": False}),
-    ],
+    [(0.5, {"merge_attn": "kv", "window": 4}), (0.75, {"match": "grid", "blend": 0.1, "proportional": False})],
 )
 def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
     """Each program is compared with eager while it is written."""
@@ -195,12 +188,7 @@ def test_pipeline_is_unchanged_and_its_own_merging_is_exported(tiny, exported_fo
             before_export = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
             manifest = export(tiny, tmp_path / "out", linked=unmerged_programs(exported_folder))
             after_export = tiny("fox", latents=latents, num_inference_steps=1, output_type="np").images
-        assert before == (
-            traces(tiny.unet),
-            traces(tiny.vae),
-            traces(tiny.text_encoder),
-            str(tiny.tome_summary()),
-        )
+        assert before == (traces(tiny.unet), traces(tiny.vae), traces(tiny.text_encoder), str(tiny.tome_summary()))
         np.testing.assert_array_equal(before_export, after_export)
         assert manifest.ratios == (0.25,)
         assert manifest.merging["0.25"][0].use_rand is False

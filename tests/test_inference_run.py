@@ -259,10 +259,7 @@ def test_apply_tome_points_to_the_ratio_of_the_unet(exported):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"clip_skip": 1}, "clip_skip"),
-        ({"cross_attention_kwargs": {"gligen": {}}}, "cross_attention_kwargs"),
-    ],
+    [({"clip_skip": 1}, "clip_skip"), ({"cross_attention_kwargs": {"gligen": {}}}, "cross_attention_kwargs")],
 )
 def test_inputs_that_programs_do_not_have(exported, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
@@ -295,10 +292,7 @@ def test_classes_outside_of_ppdiffusers_are_rejected(exported_folder, tmp_path):
     text = json.dumps({**index, "tokenizer": ["subprocess", "Popen"]}, indent=2, sort_keys=True)
     (folder / "model_index.json").write_text(text)
     manifest = json.loads((folder / "tome.json").read_text())
-    manifest["files"]["model_index.json"] = {
-        "bytes": len(text),
-        "sha256": sha256(folder / "model_index.json"),
-    }
+    manifest["files"]["model_index.json"] = {"bytes": len(text), "sha256": sha256(folder / "model_index.json")}
     (folder / "tome.json").write_text(json.dumps(manifest))
     with pytest.raises(ToMeExportError, match="subprocess"):
         load(folder)

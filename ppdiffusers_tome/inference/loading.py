@@ -4,11 +4,7 @@ import re
 from pathlib import Path
 
 import paddle
-from ppdiffusers import (
-    ControlNetModel,
-    DiffusionPipeline,
-    StableDiffusionControlNetPipeline,
-)
+from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
 
 from ..errors import ToMeConfigError, ToMeExportError
 from .manifest import MANIFEST

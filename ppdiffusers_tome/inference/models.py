@@ -171,12 +171,7 @@ class ExportedUNet(ExportedModel):
     """A UNet, with or without a fused ControlNet: one program for each exported size and ratio."""
 
     def __init__(
-        self,
-        config: dict[str, Any],
-        manifest: Manifest,
-        load: Load,
-        ratio: float | Schedule,
-        most: int | None = None,
+        self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float | Schedule, most: int | None = None
     ) -> None:
         super().__init__(config, manifest, load, most)
         self.ratio = ratio

@@ -21,11 +21,7 @@ from .onnx_runtime import OnnxRuntime, OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
 from .runtime import Runtime
 
-RUNTIMES: dict[str, type[Runtime]] = {
-    "paddle": PaddleRuntime,
-    "onnxruntime": OnnxRuntime,
-    "openvino": OpenVinoRuntime,
-}
+RUNTIMES: dict[str, type[Runtime]] = {"paddle": PaddleRuntime, "onnxruntime": OnnxRuntime, "openvino": OpenVinoRuntime}
 
 
 def load_pipeline(
