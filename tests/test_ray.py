@@ -139,7 +139,7 @@ def test_app_is_the_same_as_in_one_process(server):
     assert httpx.get(f"{server.http.base_url}/").headers["content-type"].startswith("text/html"), "without a key"
     for host in MALFORMED_HOSTS:
         headers = {"Host": host.encode("latin-1")}
-        assert httpx.get(f"{server.http.base_url}/v1/models", headers=headers).status_code == 400
+        assert httpx.get(f"{server.http.base_url}/v1/models", headers=headers).status_code == 401
     first, second = data(server.generate(seed=5, n=2))
     *_, completed, end = server.generate(seed=5, stream=True).text.split("\n\n")
     streamed = json.loads(completed.partition("data: ")[2])

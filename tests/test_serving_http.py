@@ -22,7 +22,6 @@ from PIL import Image
 from serving_support import (
     IMAGE,
     LIMITS,
-    MALFORMED_HOSTS,
     OPENAI,
     TEXT,
     FakeEngine,
@@ -38,7 +37,7 @@ from ppdiffusers_tome.serving import middleware
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
 from ppdiffusers_tome.serving.page_files import FOLDER
-from ppdiffusers_tome.serving.progress import RequestProgress
+from ppdiffusers_tome.serving.tickets import RequestProgress
 
 ROOT = Path(__file__).parents[1]
 KEY = "correct-horse"
@@ -219,7 +218,7 @@ def test_stream_that_is_refused_is_an_ordinary_error(server):
         answer = server.post(OPENAI, {"prompt": "fox", "stream": True, **change})
         assert answer.status_code == status and answer.json()["error"]["message"]
     *_, error = events_of(server.post(OPENAI, {"prompt": "explode", "stream": True}))
-    assert error["type"] == "error" and error["error"]["code"] == "drawing_failed" and "secret" not in str(error)
+    assert error["type"] == "error" and error["error"]["code"] == "generation_failed" and "secret" not in str(error)
 
 
 def test_stream_is_refused_while_the_queue_is_full():
@@ -323,20 +322,20 @@ def test_page_is_package_data():
         ({"prompt": None}, "prompt", "valid string"),
         ({"prompt": 3}, "prompt", "valid string"),
         ({"prompt": ["fox"]}, "prompt", "valid string"),
-        ({"prompt": "x" * 101}, "prompt", "at most 100"),
-        ({"negative_prompt": "x" * 101}, "negative_prompt", "at most 100"),
+        ({"prompt": "x" * 101}, "prompt", "101 characters are too many: the limit is 100"),
+        ({"negative_prompt": "x" * 101}, "negative_prompt", "the limit is 100"),
         ({"n": 0}, "n", "equal to 1"),
         ({"n": 4}, "n", "equal to 3"),
         ({"n": 10**30}, "n", ""),
         ({"n": "2"}, "n", "valid integer"),
         ({"n": True}, "n", "valid integer"),
         ({"n": 1.5}, "n", "valid integer"),
-        ({"steps": 0}, "steps", "equal to 1"),
-        ({"steps": 51}, "steps", "equal to 50"),
-        ({"seed": -1}, "seed", "equal to 0"),
-        ({"seed": 2**32}, "seed", "equal to 4294967295"),
-        ({"guidance_scale": -0.5}, "guidance_scale", "equal to 0"),
-        ({"guidance_scale": 31}, "guidance_scale", "equal to 30"),
+        ({"steps": 0}, "steps", "it must be 1 to 50"),
+        ({"steps": 51}, "steps", "it must be 1 to 50"),
+        ({"seed": -1}, "seed", "it must be 0 to 4294967295"),
+        ({"seed": 2**32}, "seed", "it must be 0 to 4294967295"),
+        ({"guidance_scale": -0.5}, "guidance_scale", "it must be 0 to 30"),
+        ({"guidance_scale": 31}, "guidance_scale", "it must be 0 to 30"),
         ({"size": "512x512"}, "size", "64x48, 64x64"),
         ({"size": "48x64"}, "size", "64x48, 64x64"),
         ({"size": "64 x 48"}, "size", "64x48, 64x64"),
@@ -397,6 +396,7 @@ def test_wrong_method(server):
         ({"batch_size": -1, "n_iter": -1}, ["batch_size"]),
         ({"batch_size": 2, "n_iter": 2}, ["batch_size"]),
         ({"width": 512, "height": 512}, ["width"]),
+        ({"n_iter": 0}, ["n_iter"]),
         ({"width": 64, "height": 512}, ["height"]),
         ({"seed": -2}, ["seed"]),
         ({"sampler_name": "DPM++ 2M"}, ["sampler_name"]),
@@ -761,32 +761,13 @@ def test_no_host_header_gets_around_the_key(caplog):
     assert "Traceback" not in caplog.text
 
 
-def logged(caplog):
-    """What the middleware has logged; Paddle 3 lets the client log too."""
-    return [record.getMessage() for record in caplog.records if record.name == middleware.__name__]
-
-
-def test_malformed_hosts_are_logged_once_a_minute(caplog, monkeypatch):
-    monkeypatch.setattr(middleware, "LAST_LOGGED", {})
-    with serving() as server:
-        client = TestClient(server.server.config.app)
-        for host in ("a\r\n2026 forged\x1b[2J", *MALFORMED_HOSTS, 5000 * "["):
-            assert client.get("/health", headers={"Host": host.encode("latin-1")}).status_code == 400
-        (line,) = logged(caplog)
-        assert line.endswith(r"such as 'a\r\n2026 forged\x1b[2J'")
-        monkeypatch.setattr(middleware, "REPEAT_SECONDS", 0)
-        client.get("/health", headers={"Host": 5000 * "["})
-        assert len(logged(caplog)) == 2 and len(logged(caplog)[1]) < 200
-
-
 def test_a_path_cannot_forge_lines_of_the_log(caplog, monkeypatch):
-    monkeypatch.setattr(middleware, "LAST_LOGGED", {})
     monkeypatch.setattr(RequestMiddleware, "_check_head", None)  # a bug
     with serving() as server:
-        for number in range(3):
-            answer = server.http.get(f"/x%0d%0a{number}%20forged%1b[2J")
-            assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
-    assert logged(caplog) == [r"a request to '/x\r\n0 forged\x1b[2J' failed"]
+        answer = server.http.get("/x%0d%0a2026%20forged%1b[2J")
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+    logged = [record.getMessage() for record in caplog.records if record.name == middleware.__name__]
+    assert logged == [r"a request to '/x\r\n2026 forged\x1b[2J' failed"]
 
 
 # The OpenAPI schema
@@ -829,7 +810,7 @@ def test_ratio_zero_is_one_ratio():
         assert server.post("/sdapi/v1/options", options).status_code == 200
         assert "-0.0" not in server.http.get("/sdapi/v1/options").text
         refused = server.post("/sdapi/v1/options", {"token_merging_ratio_hr": 0.3}).json()["detail"][0]["msg"]
-        assert refused.endswith("one of the exported values: 0.0, 0.5"), refused
+        assert refused.endswith("it must be one of 0.0, 0.5"), refused
         schema = server.http.get("/openapi.json").text
         assert '"enum":[0.0,0.5]' in schema and '"enum":[0.0,0.5,0.0]' not in schema
 
@@ -871,7 +852,7 @@ def test_health_reports_the_reason():
 def test_failing_pipeline_is_500_and_the_server_continues(server):
     answer = server.post(OPENAI, {"prompt": "explode"})
     assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "drawing_failed" and "secret" not in answer.text
+    assert answer.json()["error"]["code"] == "generation_failed" and "secret" not in answer.text
     answer = server.post(TEXT, {"prompt": "explode"})
     assert answer.status_code == 500 and "secret" not in answer.text and isinstance(answer.json()["detail"], str)
     assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
@@ -898,7 +879,7 @@ def test_metrics():
     assert f'ppdiffusers_tome_requests_total{{endpoint="{OPENAI}",status="200"}} 1.0' in page
     assert f'ppdiffusers_tome_requests_total{{endpoint="{OPENAI}",status="422"}} 1.0' in page
     assert 'ppdiffusers_tome_requests_total{endpoint="other",status="404"} 1.0' in page and "xxx" not in page
-    assert 'ppdiffusers_tome_images_total{outcome="drawn"} 2.0' in page
+    assert 'ppdiffusers_tome_images_total{outcome="generated"} 2.0' in page
     assert "ppdiffusers_tome_batch_images_sum 2.0" in page and "ppdiffusers_tome_ready 1.0" in page
     assert "process_resident_memory_bytes" in page
 

@@ -15,8 +15,8 @@ from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError
 from ppdiffusers_tome.serving import queue as queue_module
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.progress import Progress
 from ppdiffusers_tome.serving.queue import ImageQueue
+from ppdiffusers_tome.serving.tickets import Progress
 
 
 def ask(server, seed=0, **changes):
@@ -63,7 +63,7 @@ def test_only_compatible_jobs_share_a_call(pool):
         assert {job.seed for job in server.engine.calls[1]} < {0, 1, 2, 20, 21}
         for one, seed in zip(requests, range(3), strict=True):
             assert one.result().json()["data"][0]["seed"] == seed
-        assert server.count("batch_images_sum") == 10 and server.count("images_total", outcome="drawn") == 10
+        assert server.count("batch_images_sum") == 10 and server.count("images_total", outcome="generated") == 10
 
 
 def test_oldest_job_waits_at_most_batch_wait(pool):
@@ -193,10 +193,10 @@ def test_failures_of_the_model_in_a_row_are_unhealthy():
 
 
 def test_failures_that_requests_cause_are_healthy():
-    """The model still draws a plain image, so another process would fail on the same requests."""
+    """The model still generates a plain image, so another process would fail on the same requests."""
     with serving() as server:
         for _ in range(6):
-            assert ask(server, prompt="explode").json()["error"]["code"] == "drawing_failed"
+            assert ask(server, prompt="explode").json()["error"]["code"] == "generation_failed"
         assert server.queue.unhealthy_reason is None and server.http.get("/health").status_code == 200
         assert server.count("images_total", outcome="failed") == 6
         check = server.engine.calls[-1][0]
@@ -399,7 +399,7 @@ def test_counts_agree_and_all_places_are_free_after_many_requests(pool):
         for status in (200, 429, 500):
             assert server.requests(status) >= statuses.count(status)
         assert server.requests(499) > 0 and set(statuses) <= {None, 200, 429, 500}
-        outcomes = [server.count("images_total", outcome=name) for name in ("drawn", "abandoned", "failed")]
+        outcomes = [server.count("images_total", outcome=name) for name in ("generated", "abandoned", "failed")]
         assert sum(outcomes) == 200 - server.requests(429)
         assert ask(server).status_code == 200
 
@@ -451,9 +451,8 @@ def test_jobs_of_a_lost_engine_are_repeated_by_others(pool):
         engines[0].is_lost = True
         assert [ask(server, seed, n=3).status_code for seed in range(6)] == 6 * [200]
         until(lambda: len(engines) == 3)  # it was replaced
-        assert (
-            server.count("images_total", outcome="drawn") == 18 and server.count("images_total", outcome="failed") == 0
-        )
+        assert server.count("images_total", outcome="generated") == 18
+        assert server.count("images_total", outcome="failed") == 0
         assert server.http.get("/health").status_code == 200
 
 

@@ -233,7 +233,7 @@ class Limits:
     def _check_range(self, name: str, value: float) -> None:
         low, high = self.ranges[name]
         if not low <= value <= high:
-            raise JobError(name, f"{name}={value} is not allowed: it must be {low} to {high}")
+            raise JobError(name, f"{name}={value!s:.60} is not allowed: it must be {low} to {high}")
 
     def _check_texts(self, job: Job) -> None:
         for name in ("prompt", "negative_prompt"):

@@ -14,7 +14,7 @@ from ..inference.manifest import Size
 from .jobs import Job, JobError, Limits, SecondPass
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
-MOST_SCANS = 100  # of a JPEG; progressive ones have about ten
+MOST_SCANS = 100  # of a JPEG, which has about ten. Stops files of a few KB that take minutes to decode
 
 
 class Source(Protocol):

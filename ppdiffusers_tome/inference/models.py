@@ -8,6 +8,7 @@ from typing import Any
 
 import paddle
 from paddle import nn
+from paddlenlp.transformers.clip.modeling import CLIPTextModelOutput
 from paddlenlp.transformers.model_outputs import BaseModelOutputWithPooling
 from ppdiffusers import ControlNetModel
 from ppdiffusers.configuration_utils import FrozenDict
@@ -87,31 +88,18 @@ class ExportedTextEncoder(ExportedModel):
             )
         first, second = self._loaded_program(self._program)(input_ids=input_ids)
         if self._is_xl:
-            return _XLEmbeddings(second, first)
+            return CLIPTextModelOutput(text_embeds=second, hidden_states=_PenultimateOnly({-2: first}))
         return BaseModelOutputWithPooling(last_hidden_state=first, pooler_output=second)
 
 
-class _XLEmbeddings(tuple):
-    """The outputs that SDXL reads: the pooled embedding and the penultimate hidden state."""
+class _PenultimateOnly(dict[int, paddle.Tensor]):
+    """The hidden states of a text encoder of SDXL, of which its program returns one."""
 
-    def __new__(cls, pooled: paddle.Tensor, hidden: paddle.Tensor) -> "_XLEmbeddings":
-        return super().__new__(cls, (pooled,))
-
-    def __init__(self, pooled: paddle.Tensor, hidden: paddle.Tensor) -> None:
-        self.hidden_states = _PenultimateOnly(hidden)
-
-
-class _PenultimateOnly:
-    def __init__(self, hidden: paddle.Tensor) -> None:
-        self._hidden = hidden
-
-    def __getitem__(self, index: int) -> paddle.Tensor:
-        if index != -2:
-            raise ToMeConfigError(
-                "clip_skip is not supported by an exported text encoder, which only returns its penultimate layer: "
-                "leave it out."
-            )
-        return self._hidden
+    def __missing__(self, index: int) -> paddle.Tensor:
+        raise ToMeConfigError(
+            "clip_skip is not supported by an exported text encoder, which only returns its penultimate layer: "
+            "leave it out."
+        )
 
 
 class ExportedVAE(ExportedModel):

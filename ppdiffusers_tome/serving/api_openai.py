@@ -6,15 +6,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from ..inference.manifest import parse_size
+from ..inference.manifest import Size
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
 from .event_stream import stream_events
 from .handler import RequestHandler
 from .middleware import JsonRoute
-from .progress import RequestProgress
 from .queue import ImageQueue
+from .tickets import RequestProgress
 
 NAMES = {"images": "n", "ratio": "tome_ratio"}
 FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
@@ -28,6 +28,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
     errors = responses(protocol.OpenAIErrorResponse, 404, 411, 413, 415, 422, 429, 500, 503, 504)
     created = int(time.time())
+    sizes = {"auto": limits.sizes[0], **{str(size): size for size in limits.sizes}}
 
     def model() -> protocol.ModelResponse:  # the methods are only known once the engine is loaded
         return protocol.ModelResponse(
@@ -50,7 +51,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     async def generate(body: Body, request: Request) -> protocol.ImagesResponse | Response:  # type: ignore[valid-type]
         values: protocol.ImageRequest = body
         check_model(values.model)
-        height, width = parse_size(values.size) if values.size not in (None, "auto") else (None, None)
+        height, width = sizes.get(values.size or "auto", Size(0, 0))  # which is refused, like any other
         fields = {name: getattr(values, name) for name in ("prompt", "negative_prompt", "steps", "guidance_scale")}
         jobs = handler.make_jobs(
             values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields

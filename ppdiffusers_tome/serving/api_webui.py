@@ -3,7 +3,6 @@
 import base64
 import json
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -58,22 +57,24 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         lambda: [*DEFAULT_SAMPLERS, queue.sampler, *_aliases(queue.sampler)],
         "requests cannot change the exported scheduler: see /sdapi/v1/samplers",
     )
-    new_options = {"sd_model_checkpoint": model, "token_merging_ratio": types["ratio"]}
-    ratio_hr = protocol.bounds(replace(limits, ratios=tuple(dict.fromkeys((0.0, *limits.ratios)))))["ratio"]
-    NewOptions = narrow(protocol.Options, {**new_options, "token_merging_ratio_hr": ratio_hr})
+    ratio, ratio_hr = (
+        protocol.one_of(float, partial(tuple, allowed), f"it must be one of {', '.join(map(str, allowed))}")
+        for allowed in (limits.ratios, dict.fromkeys((0.0, *limits.ratios)))
+    )
+    new_options = {"sd_model_checkpoint": model, "token_merging_ratio": ratio, "token_merging_ratio_hr": ratio_hr}
+    NewOptions = narrow(protocol.Options, new_options)
     fields = {
         **protocol.OFF,
         **{name: types[name] for name in ("prompt", "negative_prompt", "width", "height", "steps")},
-        **{NAMES[name]: types[name] for name in ("guidance_scale", "strength")},
-        **{"batch_size": types["images"], "n_iter": types["images"], "override_settings": NewOptions | None},
-        **{"sampler_name": sampler, "sampler_index": sampler},
+        **dict.fromkeys(("batch_size", "n_iter"), types["images"]),
+        **dict.fromkeys(("sampler_name", "sampler_index"), sampler),
+        "cfg_scale": types["guidance_scale"],
+        "override_settings": NewOptions | None,
         "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
     }
     off = {"enable_hr": protocol.only(bool, False)}
-    FromText, FromImage = (
-        narrow(protocol.TwoPassRequest, fields),
-        narrow(protocol.ImageToImageRequest, {**fields, **off}),
-    )
+    FromText = narrow(protocol.TwoPassRequest, fields)
+    FromImage = narrow(protocol.ImageToImageRequest, {**fields, **off})
     errors = partial(responses, protocol.WebuiErrorResponse, 411, 413, 415, 422)
     options = protocol.Options(sd_model_checkpoint=queue.name, token_merging_ratio=limits.ratios[0])
     options.token_merging_ratio_hr = 0.0

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from fastapi.responses import StreamingResponse
 
 from .api_errors import ApiError, internal_error
-from .progress import RequestProgress
 from .protocol import CompletedEvent, ErrorEvent, ProgressEvent
+from .tickets import RequestProgress
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress

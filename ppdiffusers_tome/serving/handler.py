@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -12,9 +13,8 @@ from ..generation.jobs import LARGEST_SEED, GenerationError, Job, JobError, seed
 from ..generation.png import encode_png
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
-from .progress import RequestProgress
 from .queue import ImageQueue
-from .tickets import QueueFullError, UnavailableError
+from .tickets import QueueFullError, RequestProgress, UnavailableError
 
 
 class RequestHandler:
@@ -31,18 +31,26 @@ class RequestHandler:
         self._under_way: list[asyncio.Future[list[Image]]] = []  # oldest first
 
     def make_jobs(self, images: int, seed: int | None, **fields: Any) -> list[Job]:
-        """The jobs of a request: None is the default, or a random seed; each image has the next seed."""
-        height, width = self._queue.limits.sizes[0]
-        defaults = {
-            "height": height,
-            "width": width,
-            "ratio": self._queue.limits.ratios[0],
-            "steps": self._config.steps,
-            "guidance_scale": self._config.guidance_scale,
-        }
+        """The jobs of a request: None is the default, or a random seed; each image has the next seed.
+
+        Raises:
+            ApiError: 422, a value is not allowed.
+        """
+        limits = self._queue.limits
+        height, width = limits.sizes[0]
+        defaults = {"height": height, "width": width, "ratio": limits.ratios[0], "steps": self._config.steps}
         values = {name: value for name, value in fields.items() if value is not None}
+        values = {**defaults, "guidance_scale": self._config.guidance_scale, **values}
         first = secrets.randbelow(LARGEST_SEED + 1) if seed is None else seed
-        return [Job(**{**defaults, **values}, seed=seed_after(first, index)) for index in range(images)]
+        try:
+            limits.check_count(images)
+            job = limits.check(Job(**values, seed=first))
+        except JobError as error:
+            raise self._refusal(error) from None
+        return [replace(job, seed=seed_after(first, index)) for index in range(images)]
+
+    def _refusal(self, error: JobError) -> ApiError:
+        return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
     async def generate(
         self,
@@ -51,7 +59,7 @@ class RequestHandler:
         load_image: Callable[[], Image] | None = None,
         progress: RequestProgress | None = None,
     ) -> list[bytes]:
-        """Check the jobs of one request and generate their images.
+        """Generate the images of one request.
 
         Args:
             request: if its client disconnects, the jobs are abandoned.
@@ -61,24 +69,22 @@ class RequestHandler:
             One PNG file for each job.
 
         Raises:
-            ApiError: 409 interrupted, 422 a job is not allowed, 429 the queue is full, 499 the client disconnected,
+            ApiError: 409 interrupted, 422 the image or the number of steps is not
+                allowed, 429 the queue is full, 499 the client disconnected,
                 500 the pipeline failed, 503 not ready or shutting down, 504 the time limit.
         """
         queue = self._queue
         try:
-            queue.limits.check_count(len(jobs))
-            for job in jobs:
-                queue.limits.check(job)
             submission = asyncio.ensure_future(queue.submit(jobs, load_image, progress))
             images = await self._while_connected(request, submission)
         except JobError as error:
-            raise ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value") from None
+            raise self._refusal(error) from None
         except UnavailableError as error:
             is_full = isinstance(error, QueueFullError)
             status, code = (429, "queue_full") if is_full else (503, "unavailable")
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
         except GenerationError as error:
-            raise ApiError(500, str(error), code="drawing_failed") from None
+            raise ApiError(500, str(error), code="generation_failed") from None
         files = [asyncio.to_thread(encode_png, image, job, queue) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*files))
 

@@ -1,10 +1,8 @@
 """Checks before a request's fields are read: API key, origin, and size, duration and type of the body; counters."""
 
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable
-from math import inf
 from time import monotonic
 from typing import Any
 
@@ -12,7 +10,6 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBasic, HTTPBearer
 from pydantic_core import from_json
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError, internal_error
@@ -20,47 +17,26 @@ from .app_config import AppConfig
 from .page_files import is_page
 from .prometheus import Metrics
 
-REPEAT_SECONDS = 60.0  # before the same warning is logged again
-LAST_LOGGED: dict[str, float] = {}  # time of each text; there are few
-
-
-def is_not_repeated(record: logging.LogRecord) -> bool:
-    """A logging filter that drops warnings and errors that were logged less than REPEAT_SECONDS ago.
-
-    They are the same if they differ only in the arguments of the text, which clients may choose.
-    """
-    if record.levelno < logging.WARNING:
-        return True
-    text, now = f"{record.msg} {record.exc_info and record.exc_info[1]!r}", monotonic()
-    is_first = now - LAST_LOGGED.get(text, -inf) >= REPEAT_SECONDS
-    if is_first:
-        LAST_LOGGED[text] = now
-    return is_first
-
-
 logger = logging.getLogger(__name__)
-logger.addFilter(is_not_repeated)
 BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
     (*WITHOUT_KEY, "/", "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
 )
-HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{0,5})?")  # a name, IPv4 or [IPv6], and a port
-# In JSON; no request has as many values. Stops bodies of millions of small values, whose errors take gigabytes.
+# In JSON; no request has as many. Stops bodies of millions of small values, whose error messages take gigabytes.
 MOST_SEPARATORS = 20_000
 
 
 class CountingMiddleware:
-    """ASGI middleware around all others: counts all answers, and refuses a malformed Host before anything reads it."""
+    """ASGI middleware around all others, which counts all answers."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = monotonic()
-        path = scope["path"]
-        endpoint = path if path in ENDPOINTS else "other"  # so that clients cannot create labels
+        endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"  # so that clients cannot create labels
 
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -68,13 +44,7 @@ class CountingMiddleware:
                 self._metrics.request_seconds.labels(endpoint).observe(monotonic() - start)
             await send(message)
 
-        host = Headers(scope=scope).get("host", "")
-        if HOST.fullmatch(host):
-            await self._app(scope, receive, send_and_count)
-        else:
-            logger.warning("requests with a malformed Host header are refused, such as %.100r", host)
-            error = ApiError(400, "the Host header is not a host name or address", code="invalid_host")
-            await error.respond(path)(scope, receive, send_and_count)
+        await self._app(scope, receive, send_and_count)
 
 
 class RequestMiddleware:
@@ -103,11 +73,11 @@ class RequestMiddleware:
             challenge = {"WWW-Authenticate": scheme}
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         origin = request.headers.get("origin")
-        # Stops web pages of others that send requests through their reader's browser.
+        # Stops web pages of others that send requests through their visitor's browser.
         if request.method == "POST" and origin is not None and not self._is_allowed(origin, request):
             message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
             raise ApiError(403, message, code="origin_not_allowed")
-        if "transfer-encoding" in request.headers:  # stops chunks of one byte, for which h11 blocks all other requests
+        if "transfer-encoding" in request.headers:  # stops bodies of any size, and chunks of one byte, which block h11
             message = "the body must be sent with a Content-Length, not in chunks"
             raise ApiError(411, message, code="length_required", headers={"Connection": "close"})
         if int(request.headers.get("content-length", "0")) > self._config.body_bytes:

@@ -12,7 +12,7 @@ class Metrics:
     Attributes:
         requests: answered requests by endpoint and status; status 499: the client disconnected before the answer.
         request_seconds: from the first byte of a request's body to its answer, by endpoint.
-        images: images by outcome: "drawn", "failed" (the pipeline raised) or "abandoned" (no client waited any more).
+        images: images by outcome: "generated", "failed" (the pipeline raised) or "abandoned" (no client waits).
         batch_images, batch_seconds: images in one pipeline call, and its duration.
         waiting, running: images in the queue and in the pipeline now.
         ready: 1 while jobs are accepted.
@@ -39,7 +39,7 @@ class Metrics:
         self.running = Gauge(f"{PREFIX}_running_images", "Images in the pipeline", registry=registry)
         self.ready = Gauge(f"{PREFIX}_ready", "1 while jobs are accepted", registry=registry)
         self.program_loads = Gauge(f"{PREFIX}_program_loads", "Programs that were loaded", registry=registry)
-        for outcome in ("drawn", "failed", "abandoned"):
+        for outcome in ("generated", "failed", "abandoned"):
             self.images.labels(outcome)
 
     def page(self) -> bytes:

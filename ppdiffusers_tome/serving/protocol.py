@@ -1,10 +1,10 @@
 """Requests and responses as pydantic models: OpenAI's images API and stable-diffusion-webui's ("A1111").
 
-The schema contains all bounds. `narrow` adds those that depend on the export and the command line.
+The schema contains all bounds; `narrow` adds those that depend on the export and the command line.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_m
 
 from ..generation.jobs import LONGEST_SCHEDULE, Limits
 from ..inference.manifest import STRICT
-from .progress import State
+from .tickets import State
 
 
 class Strict(BaseModel):
@@ -48,29 +48,34 @@ def only(kind: Any, *values: Any) -> Any:
 
 
 def bounds(limits: Limits) -> dict[str, Any]:
-    """The types of a job's fields by name, with the same limits as `Limits.check`."""
+    """The types of fields by name. The schema shows the bounds of a job's fields, which `Limits.check` applies.
+
+    Numbers of images, and sides, from which those of a second pass are computed, are checked here.
+    """
     sizes = ", ".join(map(str, limits.sizes))
-    text = Annotated[str, Field(max_length=limits.prompt_characters)]
 
-    def exported(kind: Any, choices: Sequence[Any], values: str) -> Any:
-        return one_of(kind, lambda: choices, f"it must be one of the exported values: {values}")
+    def shown(kind: Any, **schema: Any) -> Any:
+        return Annotated[kind, Field(json_schema_extra=schema)] | None
 
-    def in_range(name: str) -> Any:
+    def number(name: str, kind: Any) -> Any:
         low, high = limits.ranges[name]
-        return Field(ge=low, le=high)
+        return shown(kind, minimum=low, maximum=high)
+
+    def side(of_sizes: Iterable[int]) -> Any:
+        choices = sorted({*of_sizes})
+        return one_of(Integer, lambda: choices, f"it must be one of the exported values: {sizes}")
 
     return {
-        "prompt": text,
-        "negative_prompt": text | None,
-        "images": Annotated[int, in_range("images"), WHOLE] | None,
-        "height": exported(Integer, sorted({height for height, _ in limits.sizes}), sizes),
-        "width": exported(Integer, sorted({width for _, width in limits.sizes}), sizes),
-        "size": exported(str, ["auto", *sizes.split(", ")], sizes),
-        "ratio": exported(float, limits.ratios, ", ".join(map(str, limits.ratios))),
-        "seed": Annotated[int, in_range("seed"), WHOLE] | None,
-        "steps": Annotated[int, in_range("steps"), WHOLE] | None,
-        "guidance_scale": Annotated[float, in_range("guidance_scale")] | None,
-        "strength": Annotated[float, Field(gt=0, le=1)] | None,
+        "prompt": Annotated[str, Field(json_schema_extra={"maxLength": limits.prompt_characters})],
+        "negative_prompt": shown(str, maxLength=limits.prompt_characters),
+        "images": Annotated[int, Field(ge=1, le=limits.images), WHOLE] | None,
+        "height": side(size.height for size in limits.sizes),
+        "width": side(size.width for size in limits.sizes),
+        "size": shown(str, enum=["auto", *map(str, limits.sizes)]),
+        "ratio": shown(float, enum=list(limits.ratios)),
+        "seed": number("seed", Integer),
+        "steps": number("steps", Integer),
+        "guidance_scale": number("guidance_scale", float),
     }
 
 
@@ -230,7 +235,7 @@ class TextRequest(Strict):
     sampler_index: str | None = None
     scheduler: Literal["", "automatic", "Automatic"] | None = None
     override_settings: Options | None = None
-    denoising_strength: float | None = None
+    denoising_strength: float | None = Field(None, gt=0, le=1)
 
 
 class TwoPassRequest(TextRequest):

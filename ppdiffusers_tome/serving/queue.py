@@ -14,9 +14,8 @@ from PIL.Image import Image
 from ..errors import ToMeConfigError, ToMeError
 from ..generation.engine import Engine
 from ..generation.jobs import AbandonedError, EngineLostError, GenerationError, Job, JobError, Limits
-from .progress import Progress, RequestProgress, State
 from .prometheus import Metrics
-from .tickets import Call, QueueFullError, Ticket, UnavailableError
+from .tickets import Call, Progress, QueueFullError, RequestProgress, State, Ticket, UnavailableError
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0  # seconds for a batch to fill
@@ -358,7 +357,7 @@ class ImageQueue:
                 progress.generated += count
             for ticket, image in zip(tickets, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()
-                self.metrics.images.labels("drawn" if is_wanted else "abandoned").inc()
+                self.metrics.images.labels("generated" if is_wanted else "abandoned").inc()
                 if is_wanted:
                     ticket.future.set_result(image)
 

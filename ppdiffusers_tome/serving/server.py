@@ -14,12 +14,9 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from h11 import LocalProtocolError
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ToMeConfigError, ToMeError
 from .app_config import url_of
-from .middleware import is_not_repeated
 from .queue import ImageQueue
 
 logger = logging.getLogger("uvicorn.error")
@@ -59,8 +56,6 @@ def serve(
     if on_ready is not None:
         server.on_ready = partial(on_ready, url_of(host, listener.getsockname()[1]))
     logger.info("listening at http://%s:%d", *listener.getsockname()[:2])
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).addFilter(is_not_repeated)
     queue.start()
     try:
         server.run(sockets=[listener])
@@ -104,7 +99,7 @@ class DrainingServer(uvicorn.Server):
     """Ends when the queue is idle after a signal, `seconds` after it, or when the queue has failed."""
 
     def __init__(self, app: FastAPI, queue: ImageQueue, seconds: float = 120) -> None:
-        options: dict[str, Any] = {"http": HttpProtocol, "ws": "none", "loop": "asyncio", "lifespan": "off"}
+        options: dict[str, Any] = {"http": "h11", "ws": "none", "loop": "asyncio", "lifespan": "off"}
         super().__init__(uvicorn.Config(app, **options, server_header=False, proxy_headers=False))
         self.end = 0.0  # by time.monotonic(), after a signal
         self.on_ready: Callable[[], None] | None = None  # called once, when the queue is ready
@@ -152,25 +147,3 @@ class DrainingServer(uvicorn.Server):
     @property
     def _close_by(self) -> float:
         return self.end - self._seconds / 10  # the rest is for the image thread
-
-
-class HttpProtocol(H11Protocol):
-    """uvicorn's protocol, with an answer of 400 in place of a traceback in the log for each of two malformed requests.
-
-    Time limits for slow clients and limits on connections are a reverse proxy's: see docs/serving.md.
-    """
-
-    def handle_events(self) -> None:
-        try:
-            super().handle_events()
-        except ValueError:  # a Content-Length with more digits than int() accepts (h11 before 0.15)
-            self.send_400_response("Invalid HTTP request received.")
-
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:  # the malformed part may be the body of a request that has an answer already
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        try:
-            super().send_400_response(msg)
-        except LocalProtocolError:
-            self.transport.close()
