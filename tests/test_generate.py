@@ -19,12 +19,12 @@ from ppdiffusers_tome.generation import offline
 from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.generation.jobs import Job, Limits
 from ppdiffusers_tome.generation.offline import Failure, OutputError, generate, generate_batch, generate_here, split
-from ppdiffusers_tome.generation.prompt_file import Defaults, Prompt, PromptFileError, read_prompts
+from ppdiffusers_tome.generation.prompt_file import Prompt, PromptFileError, read_prompts
 from ppdiffusers_tome.inference import read_manifest
 from ppdiffusers_tome.inference.manifest import Size
 
 LIMITS = Limits(sizes=(Size(32, 32), Size(32, 48)), ratios=(0.5, 0.0))
-DEFAULTS = Defaults(32, 32, 0.5, steps=2, guidance_scale=2.0, negative_prompt="grey", seed=10)
+DEFAULTS = Job("", 32, 32, 0.5, seed=10, negative_prompt="grey", steps=2, guidance_scale=2.0)
 
 
 def read(tmp_path, text, name="prompts.jsonl"):
@@ -60,10 +60,8 @@ def test_ratio_of_six_digits_is_the_exported_one(tmp_path):
 def test_seeds_wrap_around(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("a\nb")
-    assert [prompt.job.seed for prompt in read_prompts(path, replace(DEFAULTS, seed=2**32 - 1), LIMITS)] == [
-        2**32 - 1,
-        0,
-    ]
+    prompts = read_prompts(path, replace(DEFAULTS, seed=2**32 - 1), LIMITS)
+    assert [prompt.job.seed for prompt in prompts] == [2**32 - 1, 0]
 
 
 def test_null_is_the_default(tmp_path):

@@ -3,15 +3,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..errors import ToMeConfigError
 from ..generation.engine import load_engine
-from ..generation.jobs import JobError, Limits
+from ..generation.jobs import Job, JobError, Limits
 from ..generation.offline import generate
-from ..generation.prompt_file import Defaults, read_prompts
+from ..generation.prompt_file import read_prompts
 from ..inference.manifest import Manifest, parse_size, read_manifest
 from .image_options import (
     add_options,
@@ -69,8 +68,8 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 1 if summary.failures else 0
 
 
-def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults, Limits]:
-    """The defaults of the prompt file's fields and the jobs that are allowed, by the options and the export.
+def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Job, Limits]:
+    """The job with the defaults of the prompt file's fields, and the jobs that are allowed, by options and export.
 
     Raises:
         ToMeConfigError: an option's value is not allowed, or was not exported.
@@ -78,11 +77,9 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Defaults
     height, width = parse_size(options.size) if options.size else manifest.sizes[0]
     ratio = manifest.ratios[0] if options.ratio is None else options.ratio
     limits = Limits(manifest.sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
-    defaults = Defaults(
-        height, width, ratio, options.steps, options.guidance_scale, options.negative_prompt, options.seed
-    )
+    names = ("seed", "negative_prompt", "steps", "guidance_scale")
+    defaults = Job("", height, width, ratio, **{name: getattr(options, name) for name in names})
     try:
-        allowed = limits.check(replace(defaults.job("", 0), seed=options.seed))
+        return limits.check(defaults), limits
     except JobError as error:
         raise ToMeConfigError(f"--{error.field.replace('_', '-')}: {error}") from error
-    return replace(defaults, ratio=allowed.ratio), limits

@@ -33,29 +33,6 @@ class Line(BaseModel):
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """Values of fields that a line does not have.
-
-    Args:
-        height, width: pixels.
-        ratio, steps, guidance_scale, negative_prompt: see `Job`.
-        seed: of the first prompt; each further prompt has the next one, modulo 2**32.
-    """
-
-    height: int
-    width: int
-    ratio: float
-    steps: int = 20
-    guidance_scale: float = 7.5
-    negative_prompt: str = ""
-    seed: int = 0
-
-    def job(self, prompt: str, index: int) -> Job:
-        """The job of a line with nothing but a prompt; `index` counts prompts from 0."""
-        return Job(**{**vars(self), "prompt": prompt, "seed": seed_after(self.seed, index)})
-
-
-@dataclass(frozen=True)
 class Prompt:
     """One image of the list: its index, counted from 0, its job, and the user's name for it, which may be empty."""
 
@@ -74,12 +51,13 @@ class Prompt:
         return "-".join(part for part in parts if part) + ".png"
 
 
-def read_prompts(path: Path, defaults: Defaults, limits: Limits) -> list[Prompt]:
+def read_prompts(path: Path, defaults: Job, limits: Limits) -> list[Prompt]:
     """Read a `.txt` file with a prompt per line, or a `.jsonl` file with a JSON object (see `Line`) per line.
 
     Args:
         path: UTF-8; blank lines are skipped.
-        defaults: values of absent fields; in a `.txt` file of all fields but the prompt.
+        defaults: values of absent fields; in a `.txt` file of all fields but the prompt. The seed is the first
+            prompt's; each further one has the next, modulo 2**32.
         limits: the jobs that are allowed.
 
     Raises:
@@ -112,10 +90,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _make_prompt(index: int, line: Line, defaults: Defaults, limits: Limits) -> Prompt:
-    changes = line.model_dump(exclude_none=True, exclude={"prompt", "size", "name"})
+def _make_prompt(index: int, line: Line, defaults: Job, limits: Limits) -> Prompt:
+    changes = line.model_dump(exclude_none=True, exclude={"size", "name"})
     size = {} if line.size is None else line.size._asdict()
-    job = replace(defaults.job(line.prompt, index), **changes, **size)
+    job = replace(defaults, **{"seed": seed_after(defaults.seed, index), **changes, **size})
     return Prompt(index, limits.check(job), line.name)
 
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from ...config import GRID, KV, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
 from ...generation.jobs import LARGEST_SEED, Job, Limits, seed_after
-from ...generation.prompt_file import Defaults, Prompt, read_prompts
+from ...generation.prompt_file import Prompt, read_prompts
 from ...inference.manifest import Size
 from ..speed.cases import EAGER, IN_FP32, PROGRAMS
 
@@ -196,7 +196,7 @@ def read_texts(path: Path) -> list[str]:
     """
     if path.suffix != ".tsv":
         any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)
-        return [prompt.job.prompt for prompt in read_prompts(path, Defaults(1, 1, 0.0), any_length)]
+        return [prompt.job.prompt for prompt in read_prompts(path, Job("", 1, 1, 0.0, seed=0), any_length)]
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
