@@ -140,6 +140,9 @@ class RemoteEngine:
             except EngineLostError as error:
                 if attempt == ATTEMPTS - 1:
                     raise RayError(f"{ATTEMPTS} processes ended while they loaded the model: {error}") from None
+            except BaseException:
+                ray.kill(self._actor)  # frees its resources
+                raise
 
     def batch_key(self, job: Job) -> Hashable | None:
         """See `Engine.batch_key`."""
