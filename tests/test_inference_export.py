@@ -163,11 +163,15 @@ def test_unets_can_be_linked_too(exported_folder, onnx_folder, tiny, tmp_path, m
         )
     np.testing.assert_array_equal(*images)
     if form == "onnx":
+        for name in ("text_encoder.onnx", "vae_decoder.weights"):
+            assert (tmp_path / "out" / "onnx" / name).samefile(source / "onnx" / name)
         weights = [(folder / "onnx" / "unet.weights").stat().st_size for folder in (source, tmp_path / "out")]
         assert weights[0] == weights[1], "all programs share one file of weights"
     else:
         program = earlier.programs_of("unet")[0].program  # .pdmodel, or .json in Paddle 3
         assert (tmp_path / "out" / program).samefile(source / program)
+    with pytest.raises(pytest.fail.Exception, match="something was traced"):  # a format is missing
+        export(tiny, tmp_path / "both", (0.5, 0), earlier.sizes[:1], **{**settings, "format": "both"})
 
 
 def test_model_index_is_what_ppdiffusers_reads(exported_folder):

@@ -32,7 +32,6 @@ from ppdiffusers_tome.inference import (
     programs,
     read_manifest,
     tracing,
-    unmerged_programs,
 )
 from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.onnx_programs import OPTIMIZED, fused
@@ -165,17 +164,6 @@ def test_the_other_format_is_an_error_with_a_remedy(onnx_folder, exported_folder
         load(onnx_folder, "paddle")
     with pytest.raises(ToMeExportError, match=r'no ONNX programs.*runtime="paddle"'):
         load(exported_folder, "openvino")
-
-
-def test_models_that_do_not_merge_can_be_linked(onnx_folder, tiny, tmp_path):
-    folder = tmp_path / "export"
-    settings = {"image_to_image": True, "format": "onnx", "linked": unmerged_programs(onnx_folder), "progress": False}
-    manifest = export_pipeline(tiny, folder, 0.5, [(32, 32)], **settings)
-    assert read_manifest(folder, verify=True) == manifest
-    for name in ("text_encoder.onnx", "vae_decoder.weights"):
-        assert (folder / "onnx" / name).samefile(onnx_folder / "onnx" / name)
-    assert not (folder / "onnx" / "unet.weights").samefile(onnx_folder / "onnx" / "unet.weights")
-    image_of(load(folder, "onnxruntime"), width=32)
 
 
 def test_command_writes_both_formats(tmp_path, capsys):
