@@ -135,6 +135,7 @@ def test_sources_are_the_code_that_measures(module, decides, tmp_path, monkeypat
 def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, tmp_path):
     exports = []
     monkeypatch.setattr(image_generation, "load_model", lambda model: "pipe")
+    monkeypatch.setattr(image_generation, "unmerged_programs", lambda folder: [folder])  # text encoder and VAE
     monkeypatch.setattr(image_generation, "export_pipeline", lambda *args, **options: exports.append((args, options)))
     settings = [PLAIN_IMAGES, *list_settings((0.25, 0.5), ("layers", "use_rand"))]
     programs = export_programs(replace(EVALUATION, backend="onnxruntime"), settings, tmp_path)
@@ -145,9 +146,7 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     (_, folder, ratios, sizes), options = exports[0]
     assert (folder.name, ratios, sizes) == ("defaults", (0, 0.25, 0.5), [(32, 32)])
     assert "ratio" not in options and options["use_rand"] and options["format"] == "onnx"
-    assert [options["others"] for _, options in exports] == [None, *[programs[PLAIN_IMAGES]] * 4], (
-        "text encoder and VAE"
-    )
+    assert [options["linked"] for _, options in exports] == [[], *[[programs[PLAIN_IMAGES]]] * 4]
 
 
 def test_only_plain_images_stay_in_fp32(monkeypatch, tmp_path):
