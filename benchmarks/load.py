@@ -41,7 +41,7 @@ TIMEOUT = 120.0  # seconds for a request, and from SIGTERM to the end
 # 16 clients fill this queue, and a client's body of 1.1 MB is too large.
 SERVE = ["--port", "0", "--queue", "12", "--batch", "4", "--max-body", "1000000", "--timeout", f"{TIMEOUT:g}"]
 STEPS = 20  # of the timed images
-OUTCOMES = ("drawn", "abandoned", "failed")  # of images, in /metrics
+OUTCOMES = ("generated", "abandoned", "failed")  # of images, in /metrics
 
 
 def start_server(model: Path, log: Path, threads: int) -> tuple[subprocess.Popen, str]:
