@@ -30,7 +30,12 @@ from ppdiffusers_tome.inference.loading import load_for_export
 ROOT = Path(__file__).parents[1]
 RATIOS = (0.5, 0.25, 0.75, 0)
 COUNTS = (1, 2, 4, 8)
-RUNTIMES = ("paddle", "onnxruntime", "openvino")
+RUNTIMES = {
+    "paddle": {"runtime": "paddle"},
+    "onnxruntime": {"runtime": "onnxruntime"},
+    "openvino": {"runtime": "openvino"},
+    "openvino, share_weights": {"runtime": "openvino", "share_weights": True},
+}
 BOUND = 2  # of the measurement with `max_programs`
 
 
@@ -58,7 +63,7 @@ def run_process(folder: str, runtime: str, count: str, most: str | None = None) 
     """Load programs and run each once, write the seconds; wait for a line, write the memory."""
     manifest = read_manifest(folder)
     pipe = load_pipeline(
-        folder, runtime=runtime, threads=1, verify=False, max_programs=None if most is None else int(most)
+        folder, **RUNTIMES[runtime], threads=1, verify=False, max_programs=None if most is None else int(most)
     )
     paddle.seed(0)
     text = paddle.randn([2, 77, pipe.unet.config.cross_attention_dim])
@@ -100,7 +105,8 @@ def measure(options: argparse.Namespace) -> None:
     path = options.output / f"program_memory_{folder.name}.json"
     rows = read_json(path)["rows"] if path.is_file() else []
     cases = [(runtime, count, None, 1) for runtime in options.runtime for count in options.count]
-    cases += [(runtime, COUNTS[-1], BOUND, 1) for runtime in options.runtime]
+    bounded = [runtime for runtime in options.runtime if "share_weights" not in RUNTIMES[runtime]]
+    cases += [(runtime, COUNTS[-1], BOUND, 1) for runtime in bounded]
     cases += [(runtime, max(options.count), None, 2) for runtime in options.runtime]
     command = shlex.join(["python", "benchmarks/program_memory.py", *sys.argv[1:]])
     for runtime, count, most, processes in cases:
@@ -159,7 +165,7 @@ def main() -> None:
     parser.add_argument("--architecture", choices=ARCHITECTURES, help="a UNet with random weights in its place")
     parser.add_argument("--size", nargs="+", type=int, default=[128, 192], help="px (default: 128 192)")
     parser.add_argument("--count", nargs="+", type=int, default=COUNTS, help="of programs (default: 1 2 4 8)")
-    parser.add_argument("--runtime", nargs="+", choices=RUNTIMES, default=RUNTIMES, help="default: all")
+    parser.add_argument("--runtime", nargs="+", choices=RUNTIMES, default=[*RUNTIMES], help="default: all")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="default: %(default)s")
     options = parser.parse_args()
     {"measure": measure, "report": report}[options.command](options)

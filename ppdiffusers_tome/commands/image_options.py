@@ -51,12 +51,14 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
     option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda, tensorrt (default: %(default)s)")
     option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
     option("--max-programs", type=int, help="most programs of the UNet in memory (default: all that are in use)")
+    option("--share-weights", action="store_true", help="of openvino: all programs of the UNet share its weights")
     option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
 
 
 def runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `load_pipeline` and `load_engine`, except the threads."""
-    return {name: getattr(options, name) for name in ("runtime", "device", "precision", "verify", "max_programs")}
+    settings = {name: getattr(options, name) for name in ("runtime", "device", "precision", "verify", "max_programs")}
+    return settings | ({"share_weights": True} if options.share_weights else {})
 
 
 def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
@@ -64,7 +66,7 @@ def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
     check_format(options.model, manifest, options.runtime)
     if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
         settings = {name: getattr(options, name) for name in ("device", "precision", "threads")}
-        choose_runtime(options.runtime, **settings)
+        choose_runtime(options.runtime, **settings, **({"share_weights": True} if options.share_weights else {}))
 
 
 def uses_gpu(options: argparse.Namespace) -> bool:

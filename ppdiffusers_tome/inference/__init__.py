@@ -2,7 +2,8 @@
 
 from .export import export_pipeline, unmerged_programs
 from .manifest import Manifest, ProgramFile, Size, parse_size, read_manifest
-from .onnx_runtime import OnnxRuntime, OpenVinoRuntime
+from .onnx_runtime import OnnxRuntime
+from .openvino_runtime import OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
 from .pipeline import RUNTIMES, choose_runtime, load_pipeline
 from .runtime import Runtime

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +20,9 @@ from ..config import Schedule, is_schedule, make_schedule, ratio_at
 from ..errors import ToMeConfigError
 from ..models import shares_left
 from .manifest import Manifest, ProgramFile, Size, find_ratio
-from .runtime import Program, return_memory
+from .runtime import Load, Program, return_memory
 
 logger = logging.getLogger(__name__)
-Load = Callable[[ProgramFile], Program]
 
 
 class ExportedModel:

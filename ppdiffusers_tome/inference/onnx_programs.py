@@ -293,6 +293,15 @@ def _used(nodes: Iterable["onnx.NodeProto"], outputs: Iterable[str]) -> "list[on
     return used[::-1]
 
 
+def weight_offsets(path: Path) -> dict[str, int]:
+    """Where the weights of an `.onnx` file lie in the file that it shares with others, by name."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    places = {t.name: {entry.key: entry.value for entry in t.external_data} for t in graph.initializer}
+    return {name: int(place["offset"]) for name, place in places.items() if "offset" in place}
+
+
 def optimized(path: Path, threads: int) -> Path:
     """The program of an `.onnx` file as this ONNX Runtime runs it on this processor, without further optimization.
 

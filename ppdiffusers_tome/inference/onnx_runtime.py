@@ -1,11 +1,6 @@
-"""Run programs that were exported as ONNX: in ONNX Runtime, or in OpenVINO."""
+"""Run programs that were exported as ONNX in ONNX Runtime."""
 
-import importlib
 import logging
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,10 +10,10 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..errors import ToMeConfigError, ToMeExportError, install_command
+from ..errors import ToMeConfigError, ToMeExportError
 from .manifest import ProgramFile
 from .onnx_programs import OPTIMIZED, WEIGHTS_FOLDER, fused, optimized
-from .runtime import Program, Runtime, error_summary
+from .runtime import Program, Runtime, load_error, load_module
 
 logger = logging.getLogger(__name__)
 PROVIDERS = {  # device → ONNX Runtime's name
@@ -27,7 +22,6 @@ PROVIDERS = {  # device → ONNX Runtime's name
     "tensorrt": "TensorrtExecutionProvider",
     "openvino": "OpenVINOExecutionProvider",
 }
-OPENVINO_PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +49,7 @@ class OnnxRuntime(Runtime):
             raise ToMeConfigError(f"device={self.device!r} is not allowed: it must be {names}, cuda:N or tensorrt:N.")
         if self.precision != "fp32":
             raise ToMeConfigError(f"precision={self.precision!r} is not allowed: ONNX Runtime computes in fp32 here.")
-        available = _load_module("onnxruntime").get_available_providers()
+        available = load_module("onnxruntime").get_available_providers()
         if PROVIDERS[kind] not in available:
             raise ToMeConfigError(
                 f"device={self.device!r} is not in this build of ONNX Runtime, which has {', '.join(available)}: "
@@ -82,7 +76,7 @@ class OnnxProgram(Program):
     """
 
     def __init__(self, path: Path, runtime: OnnxRuntime, is_temporary: bool = False) -> None:
-        onnxruntime = _load_module("onnxruntime")
+        onnxruntime = load_module("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         options.intra_op_num_threads = threads = runtime.cores()
@@ -96,7 +90,7 @@ class OnnxProgram(Program):
                 options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
             self._session = onnxruntime.InferenceSession(program, options, providers=[provider])
         except Exception as error:
-            raise _load_error(onnxruntime, path, error) from error
+            raise load_error(onnxruntime, path, error) from error
         if self._session.get_providers()[0] != PROVIDERS[kind]:  # it falls back to the CPU with a warning
             raise ToMeExportError(
                 f"ONNX Runtime {onnxruntime.__version__} cannot use device={runtime.device!r}: check its driver and "
@@ -133,118 +127,3 @@ def _share_memory(onnxruntime: ModuleType) -> None:
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
     )
     onnxruntime.create_and_register_allocator(place, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenVinoRuntime(Runtime):
-    """OpenVINO.
-
-    Args:
-        device: one of OpenVINO's, such as "cpu", "gpu", "gpu.1", "npu". Only "cpu" has been tested.
-        threads: as in `Runtime`.
-        precision: "fp32"; "bf16" on a CPU that has AVX512-BF16 or AMX; "fp16" on a GPU.
-
-    Raises:
-        ToMeConfigError: a value is not allowed, or this machine does not have the device or the precision.
-        ToMeExportError: OpenVINO is not installed.
-    """
-
-    format = "onnx"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.precision not in OPENVINO_PRECISIONS:
-            raise ToMeConfigError(
-                f"precision={self.precision!r} is not allowed: it must be one of {[*OPENVINO_PRECISIONS]}."
-            )
-        core = _load_module("openvino").Core()
-        available = [device.lower() for device in core.available_devices]
-        if str(self.device).lower() not in available:
-            raise ToMeConfigError(f"device={self.device!r} is not allowed: OpenVINO finds {', '.join(available)}.")
-        has = core.get_property(self.device.upper(), "OPTIMIZATION_CAPABILITIES")
-        if self.precision != "fp32" and self.precision.upper() not in has:
-            raise ToMeConfigError(
-                f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
-            )
-
-    def load(self, folder: Path, file: ProgramFile) -> "OpenVinoProgram":
-        return OpenVinoProgram(folder / str(file.onnx), self)
-
-
-class OpenVinoProgram(Program):
-    """A program in OpenVINO. Calls from several threads run one after another.
-
-    The first call compiles it for the shapes of its inputs, which is up to a quarter faster than for any shapes. The
-    first call with other shapes compiles it for any. So it holds its weights once or twice.
-
-    Args:
-        path: `.onnx` file.
-        runtime: device, threads and precision.
-
-    Raises:
-        ToMeExportError: this version of OpenVINO cannot read it or, when it is called, cannot compile it.
-    """
-
-    def __init__(self, path: Path, runtime: OpenVinoRuntime) -> None:
-        self._openvino = _load_module("openvino")
-        self._path, self._device = path, runtime.device.upper()
-        self._settings: dict[str, Any] = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": OPENVINO_PRECISIONS[runtime.precision],
-        }
-        if self._device == "CPU":
-            self._settings["INFERENCE_NUM_THREADS"] = runtime.cores()
-        self._core = self._openvino.Core()
-        try:
-            self._model = self._core.read_model(path)
-        except Exception as error:
-            raise _load_error(self._openvino, path, error) from error
-        # Tensors have further names, of operations that OpenVINO has removed.
-        self.inputs = [parameter.get_friendly_name() for parameter in self._model.get_parameters()]
-        self._compiled: dict[tuple[tuple[int, ...], ...] | None, Any] = {}  # by the inputs' shapes; None is any
-        self._lock = threading.Lock()
-
-    def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
-        arrays = [np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs]
-        shapes = tuple(array.shape for array in arrays)
-        with self._lock:
-            key = shapes if shapes in self._compiled or not self._compiled else None
-            if key not in self._compiled:
-                self._compiled[key] = self._compile(key)
-            outputs = self._compiled[key](arrays)
-            return [paddle.to_tensor(outputs[value]) for value in self._compiled[key].outputs]
-
-    def _compile(self, shapes: tuple[tuple[int, ...], ...] | None) -> Any:
-        try:
-            model = self._model.clone()  # weights are shared
-            if shapes is not None:
-                model.reshape(dict(enumerate(shapes)))
-            return self._core.compile_model(model, self._device, self._settings)
-        except Exception as error:
-            raise _load_error(self._openvino, self._path, error) from error
-
-
-@contextmanager
-def _no_telemetry() -> Iterator[None]:
-    """OpenVINO reports its import to its makers over the network, unless the package that does so is missing."""
-    name = "openvino_telemetry"
-    is_imported = name in sys.modules
-    if not is_imported:
-        sys.modules[name] = None  # type: ignore[assignment] # Python's way to say that it cannot be imported
-    try:
-        yield
-    finally:
-        if not is_imported:
-            del sys.modules[name]
-
-
-def _load_error(module: ModuleType, path: Path, error: Exception) -> ToMeExportError:
-    return ToMeExportError(f"{module.__name__} {module.__version__} cannot load {path}: {error_summary(error)}")
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        with _no_telemetry():
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise ToMeExportError(f"{error}. runtime={name!r} needs: {install_command('onnx')}") from error

@@ -5,7 +5,6 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from ..config import Schedule
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
 from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
 from .manifest import MANIFEST, Manifest, read_manifest
-from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE, Load
-from .onnx_runtime import OnnxRuntime, OpenVinoRuntime
+from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
+from .onnx_runtime import OnnxRuntime
+from .openvino_runtime import OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
-from .runtime import Runtime
+from .runtime import Load, Runtime
 
 RUNTIMES: dict[str, type[Runtime]] = {"paddle": PaddleRuntime, "onnxruntime": OnnxRuntime, "openvino": OpenVinoRuntime}
 
@@ -50,9 +50,9 @@ def load_pipeline(
             always compared. With unnoticed damaged weights, images are black or the process crashes.
         max_programs: most programs of the UNet in memory, at least 1. The one that has not run for longest is unloaded
             before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one copy of
-            the weights; in Paddle Inference and OpenVINO each has its own.
+            the weights; in Paddle Inference each has its own, and in OpenVINO unless share_weights=True.
         settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn,
-            tensorrt and optimize, `OnnxRuntime` or `OpenVinoRuntime`.
+            tensorrt and optimize, `OnnxRuntime`, or `OpenVinoRuntime`, which also has share_weights.
 
     Raises:
         ToMeConfigError: an argument is not allowed, or the ratio was not exported (the message lists those that were).
@@ -66,9 +66,11 @@ def load_pipeline(
     if max_programs is not None and (isinstance(max_programs, bool) or max_programs < 1):
         raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
     chosen = choose_runtime(runtime, **settings)
+    if max_programs is not None and settings.get("share_weights"):
+        raise ToMeConfigError("max_programs and share_weights exclude each other: programs that share weights stay.")
     manifest = read_manifest(folder, verify)
     check_format(folder, manifest, runtime)
-    load = partial(chosen.load, folder)
+    load = chosen.loader(folder, manifest)
     try:
         pipe = _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio, max_programs)
     except ToMeError:

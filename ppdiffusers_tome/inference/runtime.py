@@ -2,18 +2,22 @@
 
 import ctypes
 import gc
+import importlib
 import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar
 
 import paddle
 
-from ..errors import ToMeConfigError
-from .manifest import ProgramFile
+from ..errors import ToMeConfigError, ToMeExportError, install_command
+from .manifest import Manifest, ProgramFile
 
 MAX_THREADS = 1024  # of one program
 # Largest relative difference to eager, in fp32, of a program whose runtime fuses operators. They round differently, by
@@ -29,6 +33,9 @@ class Program(ABC):
     @abstractmethod
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
         """Run the program on inputs by name, others are ignored; returns its outputs in order."""
+
+
+Load = Callable[[ProgramFile], Program]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,10 @@ class Runtime(ABC):
             ToMeExportError: this version cannot load it.
         """
 
+    def loader(self, folder: Path, manifest: Manifest) -> Load:
+        """What loads the programs of an exported folder, each when it first runs."""
+        return partial(self.load, folder)
+
     def cores(self) -> int:
         """Number of CPU threads of a program."""
         return self.threads or len(os.sched_getaffinity(0))
@@ -87,3 +98,35 @@ def error_summary(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     informative = [line for line in lines if "Error" in line or "not " in line] or lines or [type(error).__name__]
     return informative[-1][:300]
+
+
+@contextmanager
+def _no_telemetry() -> Iterator[None]:
+    """OpenVINO reports its import to its makers over the network, unless the package that does so is missing."""
+    name = "openvino_telemetry"
+    is_imported = name in sys.modules
+    if not is_imported:
+        sys.modules[name] = None  # type: ignore[assignment] # Python's way to say that it cannot be imported
+    try:
+        yield
+    finally:
+        if not is_imported:
+            del sys.modules[name]
+
+
+def load_error(module: ModuleType, path: Path, error: Exception) -> ToMeExportError:
+    """The error that a package cannot load a program."""
+    return ToMeExportError(f"{module.__name__} {module.__version__} cannot load {path}: {error_summary(error)}")
+
+
+def load_module(name: str) -> ModuleType:
+    """ONNX Runtime or OpenVINO.
+
+    Raises:
+        ToMeExportError: it is not installed.
+    """
+    try:
+        with _no_telemetry():
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise ToMeExportError(f"{error}. runtime={name!r} needs: {install_command('onnx')}") from error

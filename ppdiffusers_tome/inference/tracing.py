@@ -81,6 +81,7 @@ def save(
         ToMeExportError: Paddle cannot trace the layer or paddle2onnx not convert its program, or the program differs
             from eager, or from run to run, by more than TOLERANCE, or FUSED_TOLERANCE in ONNX Runtime.
     """
+    return_memory()  # that of the program before
     label, random, threads = planned.label, np.random.RandomState(0), max(2, threads)
     inputs = {batch: [_random_inputs(traceable, random, dims, batch)] for batch in BATCHES}
     with paddle.no_grad():
@@ -128,14 +129,17 @@ def save(
             _check(parity[f"batch {batch}"], tolerance, name, batch)
         return parity
 
+    return_memory()  # each predictor has its own copy of the weights
     file = replace(file, parity=check(runtime.load(root, file), TOLERANCE, f"exported {label}"))
     if program.suffix != ".json":
+        return_memory()
         onednn = replace(runtime, onednn=True).load(root, file)
         file = replace(file, onednn_parity=compare(onednn, FUSED_TOLERANCE))
         del onednn
     if converter is None:
         return file
-    unfused.cache_clear()  # the conversion needs three times the memory of the weights
+    unfused.cache_clear()
+    return_memory()  # the conversion needs three times that of the weights
     onnx = converter.convert(root / program, root / params, label)
     in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=threads), is_temporary=True)
     parity = check(in_onnx_runtime, FUSED_TOLERANCE, f"{label} in ONNX Runtime")

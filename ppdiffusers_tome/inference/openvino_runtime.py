@@ -1,0 +1,224 @@
+"""Run programs that were exported as ONNX in OpenVINO."""
+
+import importlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ..errors import ToMeConfigError
+from .manifest import Manifest, ProgramFile
+from .onnx_programs import weight_offsets
+from .runtime import Load, Program, Runtime, load_error, load_module
+
+PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+INDEX = "index"  # the input that chooses a program
+Lengths = tuple[tuple[str, int, int], ...]  # (input, axis, length) of each axis that a program leaves open
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVinoRuntime(Runtime):
+    """OpenVINO.
+
+    Args:
+        device: one of OpenVINO's, such as "cpu", "gpu", "gpu.1", "npu". Only "cpu" has been tested.
+        threads: as in `Runtime`.
+        precision: "fp32"; "bf16" on a CPU that has AVX512-BF16 or AMX; "fp16" on a GPU.
+        share_weights: compile all programs of a model, such as the UNet's sizes and ratios, as one when the first of
+            them runs, so that they hold its weights in memory once. That takes as long as compiling each of them.
+
+    Raises:
+        ToMeConfigError: a value is not allowed, or this machine does not have the device or the precision.
+        ToMeExportError: OpenVINO is not installed.
+    """
+
+    format = "onnx"
+    share_weights: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.precision not in PRECISIONS:
+            raise ToMeConfigError(f"precision={self.precision!r} is not allowed: it must be one of {[*PRECISIONS]}.")
+        core = load_module("openvino").Core()
+        available = [device.lower() for device in core.available_devices]
+        if str(self.device).lower() not in available:
+            raise ToMeConfigError(f"device={self.device!r} is not allowed: OpenVINO finds {', '.join(available)}.")
+        has = core.get_property(self.device.upper(), "OPTIMIZATION_CAPABILITIES")
+        if self.precision != "fp32" and self.precision.upper() not in has:
+            raise ToMeConfigError(
+                f"precision={self.precision!r} is not in the hardware of device={self.device!r}: use fp32."
+            )
+
+    def load(self, folder: Path, file: ProgramFile) -> "OpenVinoProgram":
+        return OpenVinoProgram(Compiled([folder / str(file.onnx)], self), 0)
+
+    def loader(self, folder: Path, manifest: Manifest) -> Load:
+        if not self.share_weights:
+            return super().loader(folder, manifest)
+        models: dict[str, Compiled] = {}
+
+        def load(file: ProgramFile) -> OpenVinoProgram:
+            files = manifest.programs_of(file.model)
+            if file.model not in models:
+                models[file.model] = Compiled([folder / str(one.onnx) for one in files], self)
+            return OpenVinoProgram(models[file.model], files.index(file))
+
+        return load
+
+
+class OpenVinoProgram(Program):
+    """A program in OpenVINO. Calls from several threads run one after another.
+
+    The first call compiles it for the shapes of its inputs, which is up to a quarter faster than for any shapes. The
+    first call with other shapes compiles it for any. So it holds its weights once or twice.
+
+    Args:
+        compiled: the programs that are compiled together with it.
+        nth: which of them it is.
+
+    Raises:
+        ToMeExportError: when it is called, this version of OpenVINO cannot compile it.
+    """
+
+    def __init__(self, compiled: "Compiled", nth: int) -> None:
+        self.inputs = compiled.inputs
+        self._compiled, self._nth = compiled, nth
+
+    def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
+        arrays = {name: np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs}
+        return [paddle.to_tensor(output) for output in self._compiled.run(self._nth, arrays)]
+
+
+class Compiled:
+    """Programs of one model, compiled as one. OpenVINO shares weights within what it compiles, and nowhere else.
+
+    Args:
+        paths: `.onnx` files, which differ in their nodes and in the fixed lengths of their inputs.
+        runtime: device, threads and precision.
+
+    Raises:
+        ToMeExportError: this version of OpenVINO cannot read one.
+    """
+
+    def __init__(self, paths: Sequence[Path], runtime: OpenVinoRuntime) -> None:
+        self._paths, self._device = paths, runtime.device.upper()
+        self._settings: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": PRECISIONS[runtime.precision],
+        }
+        if self._device == "CPU":
+            self._settings["INFERENCE_NUM_THREADS"] = runtime.cores()
+        self._openvino = load_module("openvino")
+        self._core = self._openvino.Core()
+        parameters = _inputs(self._read(paths[0]))
+        # Tensors have further names, of operations that OpenVINO has removed.
+        self.inputs = [parameter.get_friendly_name() for parameter in parameters]
+        self._open = [
+            (parameter.get_friendly_name(), axis)
+            for parameter in parameters
+            for axis, length in enumerate(parameter.get_partial_shape())
+            if length.is_dynamic
+        ]
+        self._models: dict[
+            Lengths | None, tuple[Any, list[np.ndarray], list[dict[str, int]]]
+        ] = {}  # None: any lengths
+        self._lock = threading.Lock()
+
+    def run(self, nth: int, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """The outputs of a program for its inputs by name."""
+        lengths = tuple((name, axis, arrays[name].shape[axis]) for name, axis in self._open)
+        with self._lock:
+            key = lengths if lengths in self._models or not self._models else None
+            if key not in self._models:
+                try:
+                    self._models[key] = self._compile(key)
+                except Exception as error:
+                    raise load_error(self._openvino, self._paths[nth], error) from error
+            compiled, unused, positions = self._models[key]
+            values = [*unused[:-1], np.array(nth, "int32")] if len(self._paths) > 1 else [*unused]
+            for name, position in positions[nth].items():
+                values[position] = arrays[name]
+            outputs = compiled(values)
+            return [outputs[output] for output in compiled.outputs]
+
+    def _compile(self, lengths: Lengths | None) -> tuple[Any, list[np.ndarray], list[dict[str, int]]]:
+        """The compiled programs, a value for each of its inputs, and the position of each program's inputs by name."""
+        models = [self._read(path) for path in self._paths]
+        for model in models:
+            shapes = {parameter.get_friendly_name(): parameter.get_partial_shape() for parameter in _inputs(model)}
+            for name, axis, length in lengths or ():
+                shapes[name][axis] = length
+            model.reshape(dict(enumerate(shapes.values())))
+            for parameter in _inputs(model):  # programs that differ in a fixed length have an input each
+                parameter.set_friendly_name(f"{parameter.get_friendly_name()} {parameter.get_partial_shape()}")
+        _share_weights(models, [weight_offsets(path) for path in self._paths])
+        names = [[parameter.get_friendly_name() for parameter in _inputs(model)] for model in models]
+        joined = models[-1]
+        for nth in reversed(range(len(models) - 1)):
+            joined = _choose(nth, models[nth], joined)
+        places = {parameter.get_friendly_name(): place for place, parameter in enumerate(_inputs(joined))}
+        unused = [_zeros(parameter) for parameter in _inputs(joined)]
+        positions = [dict(zip(self.inputs, (places[name] for name in own), strict=True)) for own in names]
+        return self._core.compile_model(joined, self._device, self._settings), unused, positions
+
+    def _read(self, path: Path) -> Any:
+        try:
+            return self._core.read_model(path)
+        except Exception as error:
+            raise load_error(self._openvino, path, error) from error
+
+
+def _inputs(model: Any) -> list[Any]:
+    return model.get_parameters()
+
+
+def _zeros(parameter: Any) -> np.ndarray:
+    shape = [1 if length.is_dynamic else length.get_length() for length in parameter.get_partial_shape()]
+    return np.zeros(shape, parameter.get_element_type().to_dtype())
+
+
+def _share_weights(models: Sequence[Any], offsets: Sequence[Mapping[str, int]]) -> None:
+    """Let operators of all models take equal weights from one constant; offsets are those of a model's, by name."""
+    constants: dict[tuple[int, str, str], Any] = {}  # equal bytes may have different shapes, such as zeros
+    for model, places in zip(models, offsets, strict=True):
+        for operator in model.get_ops():
+            offset = places.get(operator.get_friendly_name())
+            if operator.get_type_name() != "Constant" or offset is None:
+                continue
+            key = offset, str(operator.get_output_shape(0)), str(operator.get_output_element_type(0))
+            shared = constants.setdefault(key, operator)
+            for user in operator.output(0).get_target_inputs() if shared is not operator else ():
+                user.replace_source_output(shared.output(0))
+
+
+def _choose(nth: int, model: Any, other: Any) -> Any:
+    """A model that computes `model` if its last input, an index, is nth, and otherwise `other`.
+
+    Its other inputs are those of both, one for each name; only those of the chosen one are read.
+    """
+    openvino = load_module("openvino")
+    ops = importlib.import_module("openvino.opset13")
+
+    def parameter(name: str, shape: Any, dtype: Any) -> Any:
+        made = ops.parameter(shape, dtype)
+        made.set_friendly_name(name)
+        return made
+
+    index = parameter(INDEX, [], np.int32)
+    choice = ops.if_op(ops.equal(index, ops.constant(np.int32(nth))).output(0))
+    choice.set_then_body(model)
+    choice.set_else_body(other)
+    own, others = ({one.get_friendly_name(): one for one in _inputs(body)} for body in (model, other))
+    if INDEX in others:
+        choice.set_input(index.output(0), None, others.pop(INDEX))
+    inputs = []
+    for name, one in {**others, **own}.items():
+        inputs.append(parameter(name, one.get_partial_shape(), one.get_element_type()))
+        choice.set_input(inputs[-1].output(0), own.get(name), others.get(name))
+    pairs = zip(model.get_results(), other.get_results(), strict=True)
+    results = [ops.result(choice.set_output(*pair)) for pair in pairs]
+    return openvino.Model(results, [*inputs, index], model.get_friendly_name())
