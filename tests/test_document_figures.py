@@ -6,10 +6,10 @@ import re
 import shutil
 
 import pytest
+from frontier import NOISE
 from markdown_text import ROOT, documents, prose
 
 from ppdiffusers_tome.config import ToMeConfig, parse_settings
-from ppdiffusers_tome.evaluation.quality.frontier import NOISE
 
 DOCUMENTS = documents("README*.md", "docs/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
 

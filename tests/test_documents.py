@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import requires, version
 from types import SimpleNamespace
 
+import frontier
 import ops
 import paddle
 import pytest
@@ -23,7 +24,6 @@ from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
 from ppdiffusers_tome import cli, config, inference, matching, merging
-from ppdiffusers_tome.evaluation.quality import frontier
 from ppdiffusers_tome.evaluation.quality import quality_report as quality_report
 from ppdiffusers_tome.evaluation.speed import speed_report as speed_report
 
@@ -270,7 +270,7 @@ def options_of(words, capsys):
     if words[1] != "-m":
         shared = "examples/options.py" if words[1].startswith("examples/") else words[1]
         return set(re.findall(rf'"({OPTION})"', text_of(words[1]) + text_of(shared)))
-    names = [word for word in words[3:5] if word in (*COMMANDS, "frontier", "ops", "report")]
+    names = [word for word in words[3:5] if word in (*COMMANDS, "report")]
     return set(re.findall(OPTION, help_of(names, capsys)))
 
 

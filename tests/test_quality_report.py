@@ -25,14 +25,10 @@ def written(result, tmp_path_factory):
     """A report with everything in it: its text and folder."""
     folder = tmp_path_factory.mktemp("quality")
     write_images(result, folder)
-    source, merge_map = folder / "results" / "quality.json", folder / "report" / "merge_map.png"
+    source = folder / "results" / "quality.json"
     source.parent.mkdir()
     source.touch()
-    merge_map.parent.mkdir()
-    Image.new("RGB", (8, 8)).save(merge_map)
-    return write_quality_page(
-        result, folder / "report", source, folder, (merge_map, "Which tokens merge")
-    ), folder / "report"
+    return write_quality_page(result, folder / "report", source, folder), folder / "report"
 
 
 def default(result):
@@ -51,8 +47,8 @@ def test_links_lead_to_files(written):
     text, folder = written
     assert (folder / "quality.md").read_text(encoding="utf-8") == text
     links = re.findall(r"\]\(([^)]+)\)", text)
-    assert "../results/quality.json" in links and "merge_map.png" in links
-    assert len(links) == 7  # the result, three plots, two sheets, the merge map
+    assert "../results/quality.json" in links
+    assert len(links) == 6  # the result, three plots, two sheets
     for link in links:
         assert (folder / unquote(link)).is_file(), link
 
@@ -94,7 +90,7 @@ def test_fid_and_infinite_psnr_are_shown(tmp_path):
     header, ((*_, psnr, _, _, _, fid),) = read_table(text, "By ratio")
     assert header[-1] == "FID to real" and fid == "12.3"
     assert psnr == "∞ (∞–∞)"
-    assert "## Images" not in text and "## Merge map" not in text
+    assert "## Images" not in text
 
 
 def test_examples_are_the_nearest_the_median_and_the_furthest(result, written):

@@ -61,20 +61,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     others = command.add_subparsers(dest="what")
     report = others.add_parser("report", help="write the report of a result again")
     report.add_argument("file", type=Path, help="quality.json of an evaluation")
-    report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images and a merge map")
+    report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images")
     report.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the report {default}")
     report.set_defaults(run=_report)
-    frontier = others.add_parser("frontier", help="compare ways to merge by distance from plain and measured time")
-    frontier.add_argument(
-        "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
-    )
-    frontier.add_argument(
-        "--images",
-        type=Path,
-        help="folder with the output of each evaluate, named like its result, to show images",
-    )
-    frontier.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the page {default}")
-    frontier.set_defaults(run=_frontier)
 
 
 def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -122,18 +111,9 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return _write_page(result, options.file, options.output, options.images)
 
 
-def _frontier(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from ..evaluation.quality.frontier import write_frontier_page
-
-    print(write_frontier_page(options.files, options.output, options.images))
-    return 0
-
-
 def _write_page(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:
-    """Write and print the page, with sheets and a merge map if the folder of the evaluation is known."""
-    from ..evaluation.quality.evaluation import generate_merge_map
+    """Write and print the page, with sheets if the folder of the evaluation is known."""
     from ..evaluation.quality.quality_report import write_quality_page
 
-    merge_map = None if images is None else generate_merge_map(result, output / "merge_map.png")
-    print(write_quality_page(result, output, file, images, merge_map))
+    print(write_quality_page(result, output, file, images))
     return 0

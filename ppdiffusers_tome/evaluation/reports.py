@@ -4,24 +4,26 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .markdown import NOT_MEASURED, change, number, table
 
+TEMPLATES = Path(__file__).with_name("templates")
 
-def write_page(name: str, output: Path, **values: Any) -> str:
-    """Write a page, the template of its name filled in, into a folder, which is made if it is missing; its text.
+
+def write_page(template: Path, output: Path, **values: Any) -> str:
+    """Write a page, a template filled in, into a folder, which is made if it is missing; its text.
 
     Templates have the filters `table` (of a pandas frame, as `frame_table`), `number` and `change` (of
     `markdown.py`). A tag on a line of its own leaves no line.
 
     Args:
-        name: of the template in `templates`, and of the page, such as "speed.md".
+        template: its file, whose name the page gets, such as TEMPLATES / "speed.md".
         output: the folder.
         values: the template's variables; one that it uses and does not get is an error.
     """
     environment = Environment(
-        loader=PackageLoader(__package__),
+        loader=FileSystemLoader(template.parent),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -29,9 +31,9 @@ def write_page(name: str, output: Path, **values: Any) -> str:
         autoescape=False,  # Markdown
     )
     environment.filters |= {"table": frame_table, "number": number, "change": change}
-    text: str = environment.get_template(name).render(values).rstrip() + "\n"
+    text: str = environment.get_template(template.name).render(values).rstrip() + "\n"
     output.mkdir(parents=True, exist_ok=True)
-    (output / name).write_text(text, encoding="utf-8")
+    (output / template.name).write_text(text, encoding="utf-8")
     return text
 
 

@@ -10,26 +10,21 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...generation.engine import Engine
 from ...generation.offline import MakeImageBackend
 from ...models import find_blocks
 from ..results import make_result
 from .image_generation import (
     check_model,
     claim_folder,
-    from_image,
     generate_images,
     image_folder,
     image_paths,
     load_model,
     read_images,
 )
-from .merge_maps import write_merge_map
 from .metrics import blur, kid, load_fid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
-from .quality_report import default_setting, read_frame
 from .settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, Setting
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
@@ -189,24 +184,3 @@ def entry_of(measurer: Measurer, setting: Setting, references: Mapping[str, np.n
 def _pairs(measured: Measured) -> dict[str, list[float | None]]:
     """For JSON, which has no infinity: None for the PSNR of equal images."""
     return {name: [round(x, 5) if math.isfinite(x) else None for x in measured[name].tolist()] for name in PAIRS}
-
-
-def generate_merge_map(result: dict[str, Any], path: Path) -> tuple[Path, str]:
-    """Generate a result's first image by its default setting in eager mode; a PNG of what merges, and its caption.
-
-    Raises:
-        ToMeExportError: the model cannot be loaded.
-    """
-    pipe, first = load_model(result["model"]), result["prompts"][0]
-    fields = ("model", "size", "steps", "guidance_scale", "backend", "threads", "strength")
-    prompts = ((first["prompt"], first["seed"]),)
-    evaluation = Evaluation(**{name: result[name] for name in fields}, prompts=prompts)
-    name = default_setting(read_frame(result))
-    config = ToMeConfig(**next(setting["config"] for setting in result["settings"] if setting["name"] == name))
-    (prompt,) = evaluation.jobs(Setting("default", "ratio", config))
-    engine = Engine(pipe, from_image(pipe))
-    about = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
-    with pipe.tome(**asdict(config)):
-        return write_merge_map(
-            pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), path, **about, model=result["model"]
-        )

@@ -5,17 +5,12 @@ import paddle
 import pytest
 import reference
 from conftest import draw, make_unet, run, traces
+from merge_maps import RecordedPlan, draw_merge_map, record_plans, write_merge_map
 from PIL import Image
 from test_transformers import draw as draw_latents
 from zoo.transformers import sd3
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.quality.merge_maps import (
-    RecordedPlan,
-    draw_merge_map,
-    record_plans,
-    write_merge_map,
-)
 from ppdiffusers_tome.matching import match_tokens
 from ppdiffusers_tome.positions import Grid
 

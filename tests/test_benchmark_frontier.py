@@ -11,14 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from figure_checks import clipped_texts, overlapping_texts
+from frontier import NOISE, main, read_points, write_frontier_page
 from frontier_results import DEFAULT, POINTS, TOMESD, quality, speed
 from PIL import Image
 from quality_support import write_images
 from speed_results import write
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.evaluation.quality.frontier import NOISE, read_points, write_frontier_page
 from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier, plot_frontier
 from ppdiffusers_tome.evaluation.quality.settings import name_of
 
@@ -48,7 +47,7 @@ def rows_below(page, heading):
 def test_command_writes_and_prints_the_page(tmp_path, capsys):
     files = [str(file) for file in write_all(tmp_path)]
     folder = tmp_path / "page"
-    assert main(["evaluate", "frontier", *files, "--output", str(folder)]) == 0
+    main([*files, "--output", str(folder)])
     page = (folder / "frontier.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out == page + "\n" and "(../results/frontier_speed.json)" in page
     links = re.findall(r"\]\(([^)]+)\)", page)
