@@ -80,7 +80,6 @@ def test_result_has_what_was_measured(tmp_path, stub):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
     assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 3, 3, "bench")
     assert result["commit"] and result["environment"]["memory_gb"] > 0 and result["environment"]["threads"] == "1"
-    assert "belongs_to" not in result
     (case,) = read_cases(result, "speed.json")
     assert case.arms == [*arms.values()] and (case.latent, case.tokens) == ([16, 16], 256)
     tome = arms["tome"]
@@ -180,10 +179,10 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     made, output = stub(KeyboardInterrupt(), store), tmp_path / "new" / "speed.json"
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
-    assert {path.name for path in output.parent.iterdir()} == {"speed.json.partial", ".speed.json.programs"}
+    assert [path.name for path in output.parent.iterdir()] == [".speed.json.cache"]
     arms = measure(tmp_path, command="bench, continued")
     first, second = (programs for _, programs, _ in made.calls)
-    assert first == second and first.is_relative_to(output.with_name(".speed.json.programs"))
+    assert first == second and first.is_relative_to(output.with_name(".speed.json.cache"))
     assert [case.arms[0].seconds for case, *_ in made.calls] == [[], [0.5]]
     assert arms["plain"].seconds == arms["tome"].seconds == [0.5, 1.5, 2.5]
     assert json.loads(output.read_text())["command"] == "bench"
@@ -198,12 +197,14 @@ def test_programs_stay_in_a_folder_of_the_caller(tmp_path, stub):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
 
 
-def test_restart_forgets_programs(tmp_path, stub):
-    left = tmp_path / "new" / ".speed.json.programs" / "left"
-    left.mkdir(parents=True)
+def test_restart_forgets_figures_and_programs(tmp_path, stub):
+    stub(KeyboardInterrupt(), lambda stub, programs: (programs / "program").mkdir() or ())
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path)
     seen = []
-    stub(prepare=lambda *_: seen.append(left.exists()) or ())
+    made = stub(prepare=lambda stub, programs: seen.append((programs / "program").exists()) or ())
     assert measure(tmp_path, restart=True)["plain"].status == "measured" and seen == [False]
+    assert made.calls[0][0].arms[0].seconds == []
 
 
 def messages_of(case, rounds, tmp_path):
@@ -271,29 +272,26 @@ def test_arms_take_turns_in_another_order_in_each_round(tmp_path, monkeypatch):
     assert orders[0] == orders[1] and len({*map(tuple, orders[0])}) > 2
 
 
-def interrupt(folder, rounds, stub):
-    """Leave an incomplete result, and a stub."""
+CHANGES = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}
+
+
+@pytest.mark.parametrize("name", ["settings", "cases", "model_files", *CHANGES])
+def test_an_incomplete_result_of_something_else_is_not_continued(tmp_path, stub, monkeypatch, capsys, name):
+    changed = {"settings": Settings(4), "cases": cases(batch=3)}
     stub(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        measure(folder, settings=Settings(rounds))
-    stub()
-
-
-def test_incomplete_result_of_other_settings_is_not_lost_without_restart(tmp_path, stub):
-    interrupt(tmp_path, 9, stub)
-    with pytest.raises(ToMeConfigError, match=r"is an incomplete result with other settings: .* pass --restart"):
         measure(tmp_path)
-    assert measure(tmp_path, restart=True)["plain"].seconds == [0.5, 1.5, 2.5]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
-
-
-@pytest.mark.parametrize("name", ["sources", "versions", "describe_environment", "model_files"])
-def test_incomplete_result_of_other_sources_versions_machine_or_model_is_refused(tmp_path, stub, monkeypatch, name):
-    interrupt(tmp_path, 3, stub)
-    others = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}
-    monkeypatch.setattr(runner, name, lambda *_: others.get(name, "retrained"))
-    with pytest.raises(ToMeConfigError, match="an incomplete result with other"):
-        measure(tmp_path)
+    if name not in changed:
+        monkeypatch.setattr(runner, name, lambda *_: CHANGES.get(name, "retrained"))
+    made = stub(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path, **{name: changed[name]} if name in changed else {})
+    assert made.calls[0][0].arms[0].seconds == []
+    assert "an incomplete result of other cases, models, settings, versions or code" in capsys.readouterr().err
+    monkeypatch.undo()
+    made = stub()
+    measure(tmp_path)
+    assert made.calls[0][0].arms[0].seconds == [0.5], "the first one is there until a run completes"
 
 
 @pytest.mark.parametrize("value", [0, 10**23, math.nan])

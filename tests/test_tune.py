@@ -1,7 +1,6 @@
 """`tune`: the search on a landscape whose best point is known, and the command on a tiny model."""
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,10 @@ import pytest
 from conftest import tiny_pipeline
 from zoo.parts import unet as unet_of_zoo
 
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
+from ppdiffusers_tome import ToMeConfig, apply_tome
 from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import tune
-from ppdiffusers_tome.evaluation.quality import image_generation
+from ppdiffusers_tome.evaluation.quality import image_generation, networks
 from ppdiffusers_tome.evaluation.speed import backends
 from ppdiffusers_tome.evaluation.speed.backends import ProgramBackend
 from ppdiffusers_tome.evaluation.tuning import measurement, outcome
@@ -24,7 +23,6 @@ from ppdiffusers_tome.evaluation.tuning.search import (
     PSNR,
     SPEED_UP,
     Candidate,
-    Figures,
     Goal,
     Stage,
     known_candidates,
@@ -32,6 +30,7 @@ from ppdiffusers_tome.evaluation.tuning.search import (
     nearest,
     search,
 )
+from ppdiffusers_tome.generation import offline
 from ppdiffusers_tome.inference import export, read_manifest
 from ppdiffusers_tome.inference.tracing import Saved
 from ppdiffusers_tome.positions import Grid
@@ -55,8 +54,8 @@ LANDSCAPE = {
 class FakeMeasurement:
     """Figures of a landscape, by ratio, and what was asked for. `early` are speed-ups of fewer than nine rounds."""
 
-    def __init__(self, landscape=LANDSCAPE, early=None, stop_after=math.inf):
-        self.landscape, self.early, self.stop_after = landscape, early or {}, stop_after
+    def __init__(self, landscape=LANDSCAPE, early=None):
+        self.landscape, self.early = landscape, early or {}
         self.timed, self.compared = [], []
 
     def time(self, configs, rounds):
@@ -67,20 +66,20 @@ class FakeMeasurement:
 
     def compare(self, configs, images):
         for config in configs:
-            if len(self.compared) == self.stop_after:
-                raise KeyboardInterrupt
             self.compared.append((config.ratio, images))
             _, psnr, perceptual = self.landscape[config.ratio]
             yield config, [psnr] * images, [perceptual] * images
 
 
-def make_figures(path, ratios=tuple(LANDSCAPE), restart=False, **fingerprint):
-    return Figures(path / "figures.json", [ToMeConfig(r) for r in ratios], fingerprint, "tune", restart)
+def search_in(fake, goal, ratios=tuple(LANDSCAPE), stages=STAGES, report=lambda text: None, **options):
+    """What the search chooses of these ratios, and all candidates."""
+    configs = [ToMeConfig(ratio) for ratio in ratios]
+    return search(configs, goal, stages, fake.time, fake.compare, report, **options)
 
 
-def find(path, goal, fake, stages=STAGES, report=lambda text: None):
+def find(fake, goal, **options):
     """The ratio that the search chooses; None if it chooses none."""
-    chosen = search(make_figures(path), goal, stages, fake.time, fake.compare, report)
+    chosen, _ = search_in(fake, goal, **options)
     return chosen and chosen.config.ratio
 
 
@@ -96,13 +95,13 @@ def find(path, goal, fake, stages=STAGES, report=lambda text: None):
         (PERCEPTUAL, 0.005, 0.2),
     ],
 )
-def test_the_known_best_point_is_chosen(measure, value, best, tmp_path):
-    assert find(tmp_path, Goal(measure, value), FakeMeasurement()) == best
+def test_the_known_best_point_is_chosen(measure, value, best):
+    assert find(FakeMeasurement(), Goal(measure, value)) == best
 
 
-def test_few_figures_for_all_and_more_for_the_better_half(tmp_path):
+def test_few_figures_for_all_and_more_for_the_better_half():
     fake = FakeMeasurement()
-    find(tmp_path, Goal(PSNR, 35), fake)
+    find(fake, Goal(PSNR, 35))
     assert [ratio for ratio, rounds in fake.timed if rounds == 3] == list(LANDSCAPE)
     assert 0.05 not in {ratio for ratio, _ in fake.compared}, "what is slower than plain gets no images"
     by_images = {n: {ratio for ratio, images in fake.compared if images == n} for n in (2, 4, 8)}
@@ -110,133 +109,60 @@ def test_few_figures_for_all_and_more_for_the_better_half(tmp_path):
     assert by_images[8] < by_images[4] and {ratio for ratio, rounds in fake.timed if rounds == 9} == by_images[8]
 
 
-def test_what_is_clearly_too_slow_for_the_goal_gets_no_images(tmp_path):
+def test_what_is_clearly_too_slow_for_the_goal_gets_no_images():
     fake = FakeMeasurement()
-    find(tmp_path, Goal(SPEED_UP, 1.55), fake)  # 1.5 is within the margin, 1.35 is not
+    find(fake, Goal(SPEED_UP, 1.55))  # 1.5 is within the margin, 1.35 is not
     assert {ratio for ratio, _ in fake.compared} == {0.4, 0.5, 0.6, 0.7}
 
 
-def test_no_candidate_is_chosen_if_none_reaches_the_goal(tmp_path):
+def test_no_candidate_is_chosen_if_none_reaches_the_goal():
     fake = FakeMeasurement()
-    assert find(tmp_path, Goal(SPEED_UP, 2.5), fake) is None and not fake.compared
-    candidates = make_figures(tmp_path).candidates
+    chosen, candidates = search_in(fake, Goal(SPEED_UP, 2.5))
+    assert chosen is None and not fake.compared
     assert nearest(candidates, Goal(SPEED_UP, 2.5)).config.ratio == 0.7
-    # 60 dB is reached by what is slower than plain alone
-    assert find(tmp_path, Goal(PSNR, 55), FakeMeasurement()) is None
-    assert nearest(make_figures(tmp_path).candidates, Goal(PSNR, 55)).config.ratio == 0.1
+    chosen, candidates = search_in(fake, Goal(PSNR, 55))  # 60 dB is reached by what is slower than plain alone
+    assert chosen is None and nearest(candidates, Goal(PSNR, 55)).config.ratio == 0.1
 
 
-def test_what_was_left_behind_is_measured_if_all_finalists_fall_short(tmp_path):
+def test_what_was_left_behind_is_measured_if_all_finalists_fall_short():
     # Few rounds flatter the nearest three; of the others, 0.33 is the nearest that reaches the goal, then 0.4.
     fake = FakeMeasurement(early={0.05: 1.31, 0.1: 1.31, 0.2: 1.31, 0.7: 1.2})
     fake.landscape = {**LANDSCAPE, 0.3: (1.35, 28.0, 0.05)}
     goal = Goal(SPEED_UP, 1.3)
-    assert find(tmp_path, goal, fake, [Stage(3, 2), Stage(3, 4), Stage(9, 8)]) == 0.33
+    assert find(fake, goal, stages=[Stage(3, 2), Stage(3, 4), Stage(9, 8)]) == 0.33
     finalists = [ratio for ratio, rounds in fake.timed if rounds == 9]
     assert set(finalists[:3]) == {0.05, 0.1, 0.2} and finalists[3:] == [0.33, 0.4]
 
 
-def test_what_is_just_short_of_the_goal_and_nearer_goes_on(tmp_path):
+def test_what_is_just_short_of_the_goal_and_nearer_goes_on():
     # In few rounds 0.3 misses the goal by less than the margin; five others reach it.
     fake = FakeMeasurement(early={0.3: 1.28, 0.1: 1.0, 0.2: 1.1})
-    assert find(tmp_path, Goal(SPEED_UP, 1.3), fake) == 0.3
+    assert find(fake, Goal(SPEED_UP, 1.3)) == 0.3
 
 
-def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen(tmp_path):
+def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen():
     fake = FakeMeasurement({**LANDSCAPE, 0.1: (0.98, 50.0, 0.002)}, early={0.1: 1.03})
-    assert find(tmp_path, Goal(PSNR, 48), fake) is None
+    assert find(fake, Goal(PSNR, 48)) is None
     assert (0.1, 8) in fake.compared, "its images reach the goal"
 
 
-def test_a_candidate_that_fails_does_not_end_the_others(tmp_path):
+def test_a_candidate_that_fails_does_not_end_the_others():
     fake = FakeMeasurement()
-
-    def timer(configs, rounds):
-        for config, speed_ups in fake.time(configs, rounds):
-            yield config, "out of memory" if config.ratio == 0.3 else speed_ups
-
-    figures = make_figures(tmp_path)
-    chosen = search(figures, Goal(SPEED_UP, 1.3), STAGES, timer, fake.compare, lambda text: None)
+    measured = fake.time
+    fake.time = lambda *of: ((c, "out of memory" if c.ratio == 0.3 else values) for c, values in measured(*of))
+    chosen, candidates = search_in(fake, Goal(SPEED_UP, 1.3))
     assert chosen.config.ratio == 0.33
-    assert [c.failure for c in figures.candidates if c.failure] == ["out of memory"]
+    assert [c.failure for c in candidates if c.failure] == ["out of memory"]
 
 
-def test_each_stage_is_reported(tmp_path):
+def test_each_stage_is_reported():
     reports = []
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement(), report=reports.append)
+    find(FakeMeasurement(), Goal(PSNR, 35), report=reports.append)
     assert reports == [
         "stage 1 of 3: 9 candidates, 3 rounds and 2 images of each",
         "stage 2 of 3: 4 candidates, 3 rounds and 4 images of each",
         "stage 3 of 3: 3 candidates, 9 rounds and 8 images of each",
     ]
-
-
-# What is stored
-
-
-def test_a_second_run_measures_only_what_is_missing(tmp_path):
-    stopped = FakeMeasurement(stop_after=3)
-    with pytest.raises(KeyboardInterrupt):
-        find(tmp_path, Goal(PSNR, 35), stopped)
-    resumed, whole = FakeMeasurement(), FakeMeasurement()
-    assert find(tmp_path, Goal(PSNR, 35), resumed) == 0.4
-    find(tmp_path / "other", Goal(PSNR, 35), whole)
-    assert stopped.compared + resumed.compared == whole.compared and stopped.timed + resumed.timed == whole.timed
-
-
-def test_another_goal_uses_the_same_figures(tmp_path):
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
-    fake = FakeMeasurement()
-    assert find(tmp_path, Goal(PERCEPTUAL, 0.02), fake) == 0.5
-    assert all(rounds == 9 for _, rounds in fake.timed) and not any(images == 2 for _, images in fake.compared)
-
-
-def test_equal_images_are_stored(tmp_path):
-    figures = make_figures(tmp_path, [0.5])
-    (candidate,) = figures.candidates
-    candidate.speed_up, candidate.psnr, candidate.perceptual = [1.5], [math.inf, 50.0], [0.0, 0.1]
-    figures.save()
-    assert "Infinity" not in (tmp_path / "figures.json").read_text()
-    assert make_figures(tmp_path, [0.5]).candidates == figures.candidates
-
-
-def test_figures_of_other_candidates_stay_in_the_file(tmp_path):
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
-    before = make_figures(tmp_path).candidates
-    make_figures(tmp_path, [0.75]).save()
-    assert make_figures(tmp_path).candidates == before
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: "[]",
-        lambda text: text.replace('"tuning"', '"speed"'),
-        lambda text: text.replace('"format": 1', '"format": 0'),
-        lambda text: text.replace('"ratio": 0.3,', '"ratio": 3,'),
-        lambda text: text.replace('"candidates"', '"others"'),
-        lambda text: text.replace("1.35", "-1.35"),
-        lambda text: text.replace("1.35", '"fast"'),
-        lambda text: text.replace('"perceptual": [', '"perceptual": [1, '),
-    ],
-)
-def test_a_damaged_file_is_an_error_that_names_the_remedy(damage, tmp_path):
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
-    file = tmp_path / "figures.json"
-    text = damage(file.read_text())
-    assert file.read_text() != text
-    file.write_text(text)
-    with pytest.raises(ToMeConfigError, match=r"figures\.json has no figures that can be continued.*--restart"):
-        make_figures(tmp_path)
-    assert make_figures(tmp_path, restart=True).candidates == [Candidate(ToMeConfig(r)) for r in LANDSCAPE]
-
-
-def test_figures_of_something_else_are_refused(tmp_path):
-    make_figures(tmp_path, model="a", size=64).save()
-    make_figures(tmp_path, model="a", size=64)
-    with pytest.raises(ToMeConfigError, match=r"figures of another size: pass --restart"):
-        make_figures(tmp_path, model="a", size=128)
 
 
 # The candidates
@@ -272,17 +198,9 @@ def test_ratios_between_those_of_the_best(measure, value, between, monkeypatch):
     assert not tuning.ratios_between(candidates, candidates, Goal(measure, value))
 
 
-def test_ratios_between_are_measured_and_stored(tmp_path):
+def test_ratios_between_are_measured():
     landscape = {ratio: (1 + ratio, 60 - 40 * ratio, ratio) for ratio in (0.05, 0.15, 0.3, 0.4, 0.5, 0.62, 0.75)}
-
-    def run(fake):
-        figures = make_figures(tmp_path, [0.3, 0.5, 0.75])
-        measured = fake.time, fake.compare, lambda text: None
-        return search(figures, Goal(SPEED_UP, 1.4), STAGES, *measured, refines=True).config.ratio
-
-    assert run(FakeMeasurement(landscape)) == 0.4
-    again = FakeMeasurement(landscape)
-    assert run(again) == 0.4 and not any(rounds == 9 for ratio, rounds in again.timed if ratio == 0.4)
+    assert find(FakeMeasurement(landscape), Goal(SPEED_UP, 1.4), ratios=[0.3, 0.5, 0.75], refines=True) == 0.4
 
 
 # The command
@@ -363,20 +281,16 @@ def test_a_goal_that_is_not_reached_writes_nothing(goal, near, command, tmp_path
 
 def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
     """Measured times decide, so any of the candidates may be chosen, or none."""
-    options = ["--psnr", "1", "--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75"]
-    assert command(*options) == 0
+    options = ["--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75"]
+    assert command("--psnr", "1", *options) == 0
     file = tmp_path / "new" / "tuned.json"
     content = json.loads(file.read_text())
     assert content["backend"] == "eager" and len(content["candidates"]) == 2
     assert all(candidate["rounds"] == 2 for candidate in content["candidates"])
-    figures = json.loads((tmp_path / "new" / "tuned.tune" / "figures.json").read_text())
-    assert figures["kind"] == "tuning" and figures["fingerprint"]["backend"] == "eager"
-    for name in ("time", "compare"):
-        monkeypatch.setattr(Measurement, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
-    assert command(*options) == 0
+    for place, name in ((measurement, "measure_all"), (offline, "generate_batch"), (networks, "run")):
+        monkeypatch.setattr(place, name, lambda *args, name=name, **_: pytest.fail(f"{name} was called"))
+    assert command("--perceptual", "1000", *options) == 0  # another goal
     assert json.loads(file.read_text())["candidates"] == content["candidates"]
-    assert command(*options, "--size", "64") == 2
-    assert "figures of another size: pass --restart" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -412,13 +326,12 @@ def test_each_program_is_traced_once(command, traced, tmp_path):
     options = ["--backend", "predictor", "--speed-up", "1.9", "--merging", "ratio=0.5", "--rounds", "4"]
     assert command(*options) == 0
     folder = tmp_path / "new" / "tuned.tune"
-    assert len(list(folder.glob("speed_*.json"))) == 2, "two stages"
     assert sorted(traced) == sorted([*UNETS, "text_encoder", "vae_decoder"])
     content = json.loads((tmp_path / "new" / "tuned.json").read_text())
     assert content["figures"]["rounds"] == 4 and content["figures"]["psnr"] > 0
     traced.clear()
     assert command(*options, "--rounds", "5") == 0  # more rounds than there are
-    assert not traced and len(list(folder.glob("speed_*.json"))) == 3
+    assert not traced
     # Programs of another model or of other sources must not be used.
     for programs in (folder / "unets").iterdir():
         programs.rename(folder / "unets" / "another")
@@ -426,39 +339,43 @@ def test_each_program_is_traced_once(command, traced, tmp_path):
     assert sorted(traced) == sorted(UNETS)
 
 
-def test_figures_are_those_of_all_settings(model, tmp_path, monkeypatch):
+def test_figures_are_measured_once_for_what_decides_them(model, tmp_path, monkeypatch):
     """Two candidates may have the same name in words: theirs differ in the seventh digit, and in the seed of dst."""
-    outputs = []
+    runs = []
 
     def measure(cases, settings, output, command, programs):
-        outputs.append(output.name)
-        for arm in (arms := cases[0].arms):
-            arm.status, arm.seconds = (
-                "measured",
-                [4.0 if arm.config is None else 4 / (1 + arm.config.seed + arm.ratio)],
-            )
+        arms = cases[0].arms
+        runs.append(len(arms) - 1)
+        for arm in arms:
+            arm.status, merging = "measured", 1 if arm.config is None else 1 + arm.config.seed + arm.ratio
+            arm.seconds = [4 / merging] * settings.rounds
+            if arm.ratio == 0.25:
+                arm.fail("error", "of no use")
         return [replace(cases[0], arms=arms[::-1])]
 
     options = ["--model", str(model), "--size", "32", "--psnr", "3", "--output", str(tmp_path / "a.json")]
     case, evaluation, _ = tune._checked(_parser().parse_args(["tune", *options]))
     monkeypatch.setattr(measurement, "measure_all", measure)
-    configs = [ToMeConfig(0.5), ToMeConfig(0.5000001), ToMeConfig(0.5, seed=1)]
-    measured = Measurement(case, evaluation, tmp_path, "tune")
-    timed = dict(measured.time(configs, 1))
-    assert {config: speed_ups[0] for config, speed_ups in timed.items()} == pytest.approx(
-        dict(zip(configs, (1.5, 1.5000001, 2.5), strict=True)), rel=1e-9
+    configs = [ToMeConfig(0.5), ToMeConfig(0.5000001), ToMeConfig(0.5, seed=1), ToMeConfig(0.25)]
+
+    def timed(configs, rounds=1):
+        return dict(Measurement(case, evaluation, tmp_path, "tune").time(configs, rounds))
+
+    first = timed(configs)
+    assert first.pop(configs[3]) == "error: of no use"
+    assert {config: speed_ups[0] for config, speed_ups in first.items()} == pytest.approx(
+        dict(zip(configs, (1.5, 1.5000001, 2.5), strict=False)), rel=1e-9
     )
-    list(measured.time(configs[:2], 1))
-    list(measured.time(configs[1:], 1))
-    assert len(set(outputs)) == 3
-
-
-def test_other_weights_under_the_same_path_are_refused(command, model, monkeypatch, capsys):
-    set_speed_ups(monkeypatch, {0.25: 0.5, 0.75: 0.5})
-    assert command("--psnr", "1") == 0
+    assert {**timed(configs[:3]), **timed(configs[3:])} == {**first, configs[3]: "error: of no use"} and runs == [4]
+    timed([*configs, ToMeConfig(0.4)])
+    timed(configs[:2], rounds=2)
+    assert runs == [4, 1, 2], "only what is missing"
+    for file in tmp_path.glob("*/figures/*.json"):
+        file.write_text(file.read_text()[:-1])
+    assert timed(configs)[configs[0]] == first[configs[0]] and runs[3:] == [4], "damaged"
     monkeypatch.setattr(image_generation, "model_files", lambda model: f"{model}, retrained")
-    assert command("--psnr", "1") == 2
-    assert "figures of another content of the model: pass --restart" in capsys.readouterr().err
+    timed(configs)
+    assert runs[4:] == [4], "other weights under the same path"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Result files: one form for every kind of measurement, written completely or not at all."""
 
 import json
-import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ FORMATS = {
     "comparison": 2,
     "load": 2,
     "experiments": 1,
-    "tuning": 1,
 }  # kind → its current format
 
 
@@ -37,10 +36,17 @@ def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, and make its folder; an existing file is replaced once all is written."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, which replaces `path` once the context ends without an exception; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    yield unfinished
+    unfinished.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:

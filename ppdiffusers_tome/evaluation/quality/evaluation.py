@@ -1,6 +1,5 @@
 """An evaluation: generate the images, measure them, and make one result."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,8 @@ from tqdm.auto import tqdm
 from ...errors import ToMeConfigError
 from ...generation.offline import MakeImageBackend
 from ...models import find_blocks
-from ..results import make_result
+from ..cache import digest
+from ..results import make_result, replacing
 from .image_generation import (
     check_model,
     claim_folder,
@@ -122,18 +122,16 @@ class Measurer:
         """Features of images, blurred by sigma px, and each of PAIRS between them and their references."""
         # Names of generated images contain a hash of what decides them; those of real images do not: hence their size.
         names = [f"{path.parent.name}/{path.name}/{path.stat().st_size}" for path in (*images, *references)]
-        key = repr([names, len(references), self.size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
-        path = self.output / "measured" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+        key = digest([names, len(references), self.size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
+        path = self.output / "measured" / f"{key}.npz"
         if path.exists():
             with np.load(path) as arrays:
                 return dict(arrays)
         starts = tqdm(range(0, len(images), CHUNK), f"measure {images[0].parent.name}", unit="chunk", disable=None)
         parts = [self._measure_chunk(images[n : n + CHUNK], references[n : n + CHUNK], sigma) for n in starts]
         measured = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}")
-        np.savez(unfinished, **measured)
-        unfinished.replace(path)
+        with replacing(path) as unfinished:
+            np.savez(unfinished, **measured)
         return measured
 
     def _measure_chunk(self, files: Sequence[Path], reference_files: Sequence[Path], sigma: float) -> Measured:

@@ -1,6 +1,5 @@
 """Generate images of all prompts by each setting, from the same noise, in a folder that a repeated run continues."""
 
-import hashlib
 import inspect
 import json
 from collections import defaultdict
@@ -26,7 +25,7 @@ from ...inference import export_pipeline, read_manifest
 from ...inference.loading import load_for_export
 from ...inference.manifest import STRICT, Size, first_error
 from ...models import latent_grid, vae_factor
-from ..cached_programs import CachedPrograms, program_key
+from ..cache import Cache, digest, program_key
 from ..environment import commit, model_files, sources, versions
 from ..results import read_json, write_result
 from ..speed.cases import PLAIN, PROGRAM_FORMATS, PROGRAMS, TOME
@@ -152,7 +151,7 @@ def generate_images(
 
 
 def export_programs(
-    evaluation: Evaluation, settings: Sequence[Setting], output: Path, cached: CachedPrograms | None = None
+    evaluation: Evaluation, settings: Sequence[Setting], output: Path, cached: Cache | None = None
 ) -> dict[Setting, Path]:
     """The exported folder for each setting; settings that differ only in the ratio share one.
 
@@ -174,8 +173,9 @@ def export_programs(
             options["others"] = next(iter(earlier), None)  # the other models are exported once
             size = Size(evaluation.size, evaluation.size)
             if cached is not None:
-                cached_unets = {(size, ratio): cached.find(_unet_key(evaluation, config, ratio)) for ratio in ratios}
-                options["unets"] = {which: saved for which, saved in cached_unets.items() if saved is not None}
+                keys = {(size, ratio): _unet_key(evaluation, config, ratio) for ratio in ratios}
+                unets = {which: cached.load_program(key) for which, key in keys.items()}
+                options["unets"] = {which: saved for which, saved in unets.items() if saved is not None}
             export_pipeline(load_model(evaluation.model), folder, ratios, [size], **options)
         programs |= dict.fromkeys(members, folder)
     return programs
@@ -199,7 +199,7 @@ def generate_setting(
     """Generate the images that a setting's folder lacks. Raises ToMeError if images failed; the others are stored."""
     # Threads and the size of a batch change rounding alone.
     of_setting = [evaluation.backend_of(setting), setting.framework, setting.config.describe()]
-    identity = hashlib.sha256(json.dumps([sources(), evaluation.model, *of_setting]).encode()).hexdigest()
+    identity = digest([sources(), evaluation.model, *of_setting])
     summary = generate_identified(evaluation.jobs(setting), identity, image_folder(setting, output), batch, backend)
     if summary.failures:
         prompt, failure = summary.failures[0]

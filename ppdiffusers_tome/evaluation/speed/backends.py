@@ -28,7 +28,7 @@ from ...inference.runtime import Program, is_accurate
 from ...inference.tracing import Saved, save
 from ...patch import attach, detach
 from ...positions import Grid
-from ..cached_programs import CachedPrograms, program_key
+from ..cache import Cache, program_key
 from ..clock import seconds_of
 from .cases import EAGER, PLANNED, PROGRAMS, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
@@ -130,7 +130,7 @@ class ProgramBackend(Backend):
         self._load: dict[str, Callable[[], Run]] = {}
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
-        self._cached = CachedPrograms(programs)
+        self._cached = Cache(programs)
         self._weights = sorted(programs.glob("*/*.pdiparams"))
         self._onnx_weights: SharedWeights | None = None
         self._others: Path | None = None
@@ -168,7 +168,7 @@ class ProgramBackend(Backend):
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
         workload, key = self.workload, self._key(arm)
-        saved = self._cached.find(key)
+        saved = self._cached.load_program(key)
         if saved is None:
             folder = self.programs / key
             shutil.rmtree(folder, ignore_errors=True)  # of a process that ended while it wrote
@@ -177,7 +177,7 @@ class ProgramBackend(Backend):
             fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
             saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, self._converter)
             saved = self._share_weights(saved, key)
-            self._cached.store(key, saved)
+            self._cached.store_program(saved, key)
 
         def load() -> Run:
             program = self._load_program(saved)

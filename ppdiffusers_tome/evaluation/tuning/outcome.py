@@ -11,10 +11,10 @@ import pandas as pd
 from ...config import ToMeConfig
 from ...levels import grid_at
 from ..clock import quartiles
+from ..environment import commit, describe_environment
 from ..plotting import save_figure
 from ..quality.quality_plots import is_on_frontier, plot_frontier
 from ..quality.settings import name_of
-from ..results import make_result
 from ..speed.cases import Case
 from .measurement import Measurement
 from .search import PERCEPTUAL, PSNR, SPEED_UP, Candidate, Goal
@@ -91,10 +91,12 @@ def write_settings(
     case, evaluation = measurement.case, measurement.evaluation
     config = ToMeConfig(ratio=0) if chosen is None else gate(chosen.config, case)
     smallest = None if chosen is None else smallest_size(config, case)
-    about = make_result("tuning", measurement.command)
+    path.parent.mkdir(parents=True, exist_ok=True)
     config.save(
         path,
-        **{name: about[name] for name in ("command", "commit", "environment")},
+        command=measurement.command,
+        commit=commit(),
+        environment=describe_environment(),
         model=evaluation.model,
         size=case.size,
         sizes={"measured": [case.size], "merges_from": smallest},
