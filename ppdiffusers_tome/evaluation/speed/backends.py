@@ -127,10 +127,9 @@ class ProgramBackend(Backend):
         self._converter = Converter() if self._runtime.format == "onnx" else None
         planned = sum(arm.backend in PROGRAMS for arm in workload.case.with_status(PLANNED))
         self._stays_loaded = planned * workload.weights * MEMORY_SHARE <= available_bytes()
-        self._load: dict[str, Callable[[], Run]] = {}
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
-        self._cached = Cache(programs)
+        self._cache = Cache(programs)
         self._weights = sorted(programs.glob("*/*.pdiparams"))
         self._onnx_weights: SharedWeights | None = None
         self._others: Path | None = None
@@ -139,11 +138,10 @@ class ProgramBackend(Backend):
     def prepared(self, arm: Arm) -> Iterator[Run]:
         run = self._loaded.get(arm.name)
         if run is None:
-            if arm.name not in self._load:
-                is_pipeline = isinstance(self.workload, PipelineWorkload)
-                self._load[arm.name] = self._export_pipeline(arm) if is_pipeline else self._export(arm)
+            is_pipeline = isinstance(self.workload, PipelineWorkload)
+            load = self._export_pipeline(arm) if is_pipeline else self._export(arm)
             before = current_bytes()
-            run = loaded = self._load[arm.name]()
+            run = loaded = load()
             peak = peak_bytes(lambda: loaded(True))  # the first pass of a program prepares its kernels
             self._peaks[arm.name] = None if peak is None else peak - before  # the weights are the program's own
         if self._stays_loaded:
@@ -155,7 +153,6 @@ class ProgramBackend(Backend):
         return self._peaks[arm.name] if self._runtime.format == "paddle" else None  # Paddle counts its own only
 
     def release(self, arm: Arm) -> None:
-        self._load.pop(arm.name, None)
         self._loaded.pop(arm.name, None)
 
     def close(self) -> None:
@@ -167,8 +164,9 @@ class ProgramBackend(Backend):
         return program_key(case.scope, case.size, arm.arm, arm.config, self._runtime.format)
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
+        """Trace an arm unless its program is cached; a function that loads it."""
         workload, key = self.workload, self._key(arm)
-        saved = self._cached.load_program(key)
+        saved = self._cache.load_program(key)
         if saved is None:
             folder = self.programs / key
             shutil.rmtree(folder, ignore_errors=True)  # of a process that ended while it wrote
@@ -177,7 +175,7 @@ class ProgramBackend(Backend):
             fixed = {name: size for name, size in workload.dims.items() if name != "tokens"}
             saved = save(traceable, folder, fixed, workload.dims, arm.name, self.threads, self._converter)
             saved = self._share_weights(saved, key)
-            self._cached.store_program(saved, key)
+            self._cache.store_program(saved, key)
 
         def load() -> Run:
             program = self._load_program(saved)
