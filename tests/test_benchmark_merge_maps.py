@@ -31,24 +31,18 @@ def same_partition(a, b):
 
 
 @pytest.mark.parametrize("removed", [1, 22, 45])
-def test_groups_are_those_of_the_oracle(removed):
+def test_groups_and_dst_are_those_of_the_oracle(removed):
     tokens, recorded = record(removed)
     _, expected = reference.roundtrip(tokens, *GRID, 2, 2, removed)
-    assert recorded.groups().shape == (3, *GRID)
-    for image, groups in enumerate(recorded.groups()):
+    assert recorded.groups().shape == recorded.dst().shape == (3, *GRID)
+    for image, (groups, dst) in enumerate(zip(recorded.groups(), recorded.dst(), strict=True)):
         assert same_partition(groups, expected[image])
         assert sorted(set(groups.reshape(-1).tolist())) == list(range(GRID.tokens - removed)), "each label occurs"
-    assert not same_partition(recorded.groups()[0], expected[1]), "each image has its own groups"
-
-
-def test_dst_are_those_of_the_oracle():
-    _, recorded = record()
-    assert recorded.dst().shape == (3, *GRID)
-    for dst, groups in zip(recorded.dst(), recorded.groups(), strict=True):
         assert np.flatnonzero(dst).tolist() == reference.dst_positions(*GRID, 2, 2)
         shared = np.bincount(groups.reshape(-1))[groups] > 1
         for group in set(groups[shared].tolist()):
             assert dst[groups == group].sum() == 1, "a group of several tokens has one dst"
+    assert not same_partition(recorded.groups()[0], expected[1]), "each image has its own groups"
 
 
 def test_recording_notes_every_block_and_step_and_leaves_nothing():
@@ -83,24 +77,18 @@ def test_recording_sees_blocks_that_are_called_by_keyword():
     assert {len(np.unique(plan.groups()[-1])) for plan in recorded} == {32}  # of 8×8
 
 
-def test_recording_ends_with_an_exception_too():
-    unet = make_unet()
-    unet.apply_tome(ratio=0.5)
-    before = traces(unet)
-    with pytest.raises(ZeroDivisionError), record_plans(unet):
-        run(unet)
-        _ = 1 / 0
-    assert traces(unet) == before
-
-
-def test_recording_needs_merging(tmp_path):
+def test_recording_needs_merging_and_ends_with_an_exception_too(tmp_path):
     for unet in (make_unet(), make_unet().apply_tome(ratio=0)):
         with pytest.raises(ToMeConfigError, match="merges nothing: apply_tome"), record_plans(unet):
             pass
     unet = make_unet().apply_tome(ratio=0.5)
+    before = traces(unet)
+    with pytest.raises(ZeroDivisionError), record_plans(unet):
+        run(unet)
+        _ = 1 / 0
     with pytest.raises(ToMeConfigError, match="no block merged anything"):
         write_merge_map(unet, lambda: np.zeros((8, 8, 3), np.uint8), tmp_path / "map.png")
-    assert not list(tmp_path.iterdir())
+    assert traces(unet) == before and not list(tmp_path.iterdir())
 
 
 def test_a_map_fills_groups_with_their_mean_and_leaves_the_others():
@@ -122,18 +110,6 @@ def test_a_map_fills_groups_with_their_mean_and_leaves_the_others():
     np.testing.assert_array_equal(first[0, 0], last[-1, -1])  # one outline colour
     assert np.abs(first[0, 0].astype(int) - first[4, 4]).max() > 40, "the outline is visible"
     assert not np.array_equal(first[8, 8], last[8, 8]), "the dot marks dst alone"
-
-
-def test_groups_side_by_side_have_a_line_between_and_none_inside():
-    image = np.full((2, 4, 3), 128, np.uint8)
-    groups = np.array([[0, 0, 1, 1], [0, 0, 1, 1]])
-    drawn = draw_merge_map(image, groups, np.zeros((2, 4), bool), size=64)  # 16 px a token, lines of 2 px
-    assert drawn.shape == (32, 64, 3)
-    line = (drawn != 128).any(axis=-1)
-    inside = np.zeros_like(line)
-    inside[2:-2, 2:30] = inside[2:-2, 34:-2] = True
-    np.testing.assert_array_equal(line, ~inside)
-    assert not np.array_equal(drawn[0, 0], drawn[0, -1])
 
 
 def shows(sheet, image, x):

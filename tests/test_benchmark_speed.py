@@ -65,11 +65,6 @@ def test_arms_have_their_own_configs():
         "ToMe 0.5, PyTorch",
         "ToMe 0.75, PyTorch",
     ]
-
-
-def test_limits_of_cells():
-    configs = make_configs([0.5], [None], [TOMESD, {**TOMESD, "sx": 4, "sy": 4}])
-    assert [arm.name for arm in make_arms(tiny(), ["limit"], ["eager"], configs)] == ["limit 0.5, eager"]
     configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
     case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16
     arms = make_arms(case, ["limit"], ["eager"], configs)
@@ -86,7 +81,7 @@ def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
     assert [type(part) for part in traces(workload.denoiser)] == [type(part) for part in before]
     np.testing.assert_array_equal(workload.run().numpy(), plain)
     arm = Arm("tome", config=config(0.5))
-    eager.finish(arm)
+    assert eager.peak_memory(arm) > 0
     assert set(arm.shares) == {"matching", "merge", "unmerge", "sizes"}
     built_in = Arm("built-in", config=config(0.5))
     parity.check_parity(workload.case, [built_in], workload.set_inputs, eager.output)

@@ -139,25 +139,16 @@ def test_snippets_run(document, number, run_snippet):
         assert Image.open(folder / name).getextrema() != ((255, 255),) * 3
 
 
-def test_readme_is_short():
+def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
+    """Which is why the snippets of only one of the two run."""
+    names = ("README.md", "README_zh.md")
+    marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(name))) for name in names]
+    sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(name), re.MULTILINE) for name in names]
+    code = [[re.sub(" *#.*", "", snippet) for snippet in snippets(name)] for name in names]
+    called = [list(commands(name)) for name in names]
+    for english, chinese in (marks, sections, code, called):
+        assert english == chinese
     assert len(text_of("README.md").splitlines()) <= 110
-
-
-def test_both_readmes_have_the_same_figures_tables_and_sections():
-    marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(f"README{end}.md"))) for end in ("", "_zh")]
-    sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(f"README{end}.md"), re.MULTILINE) for end in ("", "_zh")]
-    assert marks[0] == marks[1] and sections[0] == sections[1]
-
-
-def test_commands_of_the_readme_are_the_same_in_both_languages():
-    english, chinese = (list(commands(f"README{end}.md")) for end in ("", "_zh"))
-    assert english == chinese
-
-
-def test_snippets_of_the_readme_are_the_same_in_both_languages():
-    """Which is why only one of the two runs."""
-    english, chinese = ([re.sub(" *#.*", "", code) for code in snippets(f"README{end}.md")] for end in ("", "_zh"))
-    assert english == chinese
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,6 @@ def test_merging_arms_take_every_ratio_or_their_own():
     ]
 
 
-def test_random_dst_are_refused():
-    with pytest.raises(ToMeConfigError, match="--merging use_rand is not allowed"):
-        make_configs([0.5], [None], [parse_settings("use_rand")])
-
-
 @pytest.mark.parametrize(
     ("model", "fields", "ratio", "level", "message"),
     [

@@ -87,19 +87,17 @@ def test_result_has_what_was_measured(tmp_path, stub):
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "reason"),
+    ("end", "ended", "status", "reason"),
     [
-        (KILLED, "error", "round 2: the worker ended by SIGKILL"),
-        (WorkerEndedError(-signal.SIGSEGV, ""), "error", "round 2: the worker ended by SIGSEGV"),
-        (
-            WorkerEndedError(1, "terminate: std::bad_alloc"),
-            "out of memory",
-            "round 2: the worker ended with status 1: terminate",
-        ),
+        (KILLED, 4, "error", "round 2: the worker ended by SIGKILL"),
+        (KILLED, 5, "out of memory", "round 2: the worker ended by SIGKILL"),  # the system counts one more
+        (WorkerEndedError(-signal.SIGSEGV, ""), 4, "error", "round 2: the worker ended by SIGSEGV"),
+        (WorkerEndedError(1, "terminate: std::bad_alloc"), 4, "out of memory", "ended with status 1: terminate"),
     ],
 )
-def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason):
-    made = stub(end)
+def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, monkeypatch, end, ended, status, reason):
+    made, counts = stub(end), iter([4, ended, ended])  # before the first worker, after its end, before the second
+    monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts, ended))
     arms = measure(tmp_path)
     tome = arms["tome"]
     assert tome.status == status and reason in tome.reason and tome.seconds == []
@@ -110,29 +108,17 @@ def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason
     assert failed.status == status and first.arms[1].status == "planned"
 
 
-def test_process_that_the_system_ends_is_out_of_memory(tmp_path, stub, monkeypatch):
-    stub(KILLED)
-    counts = iter([4, 5, 5])  # before the first worker, after its end, before the second
-    monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts))
-    assert measure(tmp_path)["tome"].status == "out of memory"
-
-
 def end_at_definition(stub, programs, times=1):
     yield "a definition", "check"
     if len(stub.calls) <= times:
         raise WorkerEndedError(3, "")
 
 
-def test_definition_that_ends_the_worker_is_skipped(tmp_path, stub):
-    made = stub(prepare=end_at_definition)
-    assert measure(tmp_path)["tome"].status == "measured"
+@pytest.mark.parametrize(("times", "status"), [(1, "measured"), (9, "error")])
+def test_definition_that_ends_the_worker_is_skipped_and_fails_all_arms_if_it_does_again(tmp_path, stub, times, status):
+    made = stub(prepare=lambda *arguments: end_at_definition(*arguments, times))
+    assert {arm.status for arm in measure(tmp_path).values()} == {status}
     assert [skip for *_, skip in made.calls] == [[], ["a definition"]]
-
-
-def test_worker_that_ends_at_the_same_definition_again_fails_all_arms(tmp_path, stub):
-    made = stub(prepare=lambda *arguments: end_at_definition(*arguments, times=9))
-    assert {arm.status for arm in measure(tmp_path).values()} == {"error"}
-    assert len(made.calls) == 2
 
 
 def test_worker_that_cannot_start_fails_all_arms(tmp_path, stub):
@@ -253,7 +239,7 @@ def test_worker_continues_a_case(tmp_path, monkeypatch):
     messages = messages_of(case, 2, tmp_path)
     assert [arm.seconds for arm in messages[-1].arms] == [[1.0, 2.0], [1.0, 2.0], []]
     steps = [message for message in messages if isinstance(message, tuple) and message[0]]
-    every = [(arm.name, step) for arm in (tome, plain) for step in ("overhead", "round 2", "warm-up")]
+    every = [(arm.name, step) for arm in (tome, plain) for step in ("round 2", "warm-up")]
     assert sorted(steps) == every
 
 
@@ -299,23 +285,3 @@ def test_an_incomplete_result_of_something_else_is_not_continued(tmp_path, stub,
 def test_settings_are_checked(name, value):
     with pytest.raises(ToMeConfigError, match=r"--[a-z-]+ [-0-9a-z.e+]+ is not allowed: it must be from 1"):
         Settings(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda result: result.update(kind="load"), "speed.json is not a speed result"),
-        (lambda result: result.update(format=1), "speed.json has format 1"),
-        (lambda result: result.pop("rounds"), r"speed.json is not a complete speed result \(KeyError\('rounds'\)\)"),
-        (lambda result: result["cases"][0]["arms"][0].update(seconds=[1.0]), "3 positive values are expected"),
-        (lambda result: result["cases"][0]["arms"][0].update(seconds=[1.0, 2.0, 0]), "3 positive values are expected"),
-        (lambda result: result["cases"][0]["arms"][0].update(guess=1), "is not a complete speed result"),
-    ],
-)
-def test_damaged_result_is_refused(tmp_path, stub, change, message):
-    stub()
-    measure(tmp_path)
-    result = json.loads((tmp_path / "new" / "speed.json").read_text())
-    change(result)
-    with pytest.raises(ToMeConfigError, match=message):
-        read_cases(result, "speed.json")

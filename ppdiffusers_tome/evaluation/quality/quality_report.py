@@ -10,9 +10,8 @@ import pandas as pd
 
 from ...config import ToMeConfig
 from ..clock import quartiles
-from ..markdown import figure, link
+from ..markdown import TEMPLATES, figure, link, write_page
 from ..plotting import save_figure
-from ..reports import TEMPLATES, write_page
 from ..results import check_result
 from .quality_plots import plot_against_ratio, plot_bars
 from .settings import name_of

@@ -140,15 +140,14 @@ def list_settings(
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
         return Setting(f"{at:g}{suffix}", group, config)
 
-    setting(ablation_ratio, "", "")  # raises even if no ablation uses it
+    at = ablation_ratio
+    setting(at, "", "")  # raises even if no ablation uses it
     settings = [setting(ratio, "", "ratio") for ratio in ratios]
-    ablated: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        "max_downsample": [(f"-down{level}", {"max_downsample": level}) for level in levels[1:]],
-        "layers": [("-" + "-".join(layers), {f"merge_{layer}": True for layer in layers}) for layers in LAYERS],
-    }
-    for group, variants in ablated.items():
-        if group in ablations:
-            settings += [setting(ablation_ratio, suffix, group, **options) for suffix, options in variants]
+    if "max_downsample" in ablations:
+        settings += [setting(at, f"-down{level}", "max_downsample", max_downsample=level) for level in levels[1:]]
+    if "layers" in ablations:
+        options = {"-" + "-".join(layers): {f"merge_{layer}": True for layer in layers} for layers in LAYERS}
+        settings += [setting(at, suffix, "layers", **merged) for suffix, merged in options.items()]
     if "use_rand" in ablations:
         settings += [setting(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
     of_method: set[ToMeConfig] = set()

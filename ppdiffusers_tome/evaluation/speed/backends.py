@@ -72,9 +72,6 @@ class Backend(ABC):
         self.output(arm)
         return None
 
-    def finish(self, arm: Arm) -> None:  # noqa: B027 - benchmarks/speed.py measures more
-        """Measure what is measured once, after the rounds."""
-
     def release(self, arm: Arm) -> None:  # noqa: B027 - not every backend stores something
         """Free what is stored for an arm that will not run again."""
 
