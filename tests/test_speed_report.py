@@ -15,19 +15,15 @@ from ppdiffusers_tome.evaluation.speed.speed_report import write_report
 
 
 def full_case(**fields):
-    """All kinds of arms at ratios 0.5 and 0.75."""
+    """Arms of two backends, and two ratios."""
     arms = [
         arm("plain", PLAIN, memory=8),
         arm("memory-efficient", times(1.25), memory=4),
         arm("tome", times(0.8), ratio=0.5, memory=6),
         arm("tome", times(0.5), ratio=0.75, memory=5),
         arm("both", times(1.0), ratio=0.5, memory=3.2),
-        arm("both", times(1.5), ratio=0.75, memory=3),
-        arm("limit", times(0.78), ratio=0.5),
         arm("plain", times(0.25), backend="predictor"),
         arm("tome", times(0.2), ratio=0.5, backend="predictor"),
-        arm("plain", times(0.75), backend="PyTorch"),
-        arm("tome", times(0.6), ratio=0.5, backend="PyTorch"),
     ]
     return case(arms, **fields)
 

@@ -12,22 +12,24 @@ from ...config import ToMeConfig
 from ...levels import grid_at
 from ..clock import quartiles
 from ..environment import commit, describe_environment
+from ..markdown import NOT_MEASURED
 from ..plotting import save_figure
 from ..quality.quality_plots import is_on_frontier, plot_frontier
+from ..quality.quality_report import cells_of
 from ..quality.settings import name_of
 from ..speed.cases import Case
 from .measurement import Measurement
 from .search import PERCEPTUAL, PSNR, SPEED_UP, Candidate, Goal
 
-COLUMNS = {  # of the printed table: column of the frame → title and form
-    "mark": ("", "{:<3}"),
-    "method": ("method", "{}"),
-    "ratio": ("ratio", "{:g}"),
-    SPEED_UP: ("speed-up", "{:.2f}×"),
-    "rounds": ("rounds", "{}"),
-    PSNR: ("PSNR, dB", "{:.1f}"),
-    PERCEPTUAL: ("ST-LPIPS", "{:.4f}"),
-    "images": ("images", "{}"),
+TABLE = {  # column of the frame → title and form of the printed table's
+    "mark": ("", "{mark}"),
+    "method": ("method", "{method}"),
+    "ratio": ("ratio", "{ratio:g}"),
+    SPEED_UP: ("speed-up", "{speed_up:.2f}×"),
+    "rounds": ("rounds", "{rounds}"),
+    PSNR: ("PSNR, dB", "{psnr:.1f}"),
+    PERCEPTUAL: ("ST-LPIPS", "{perceptual:.4f}"),
+    "images": ("images", "{images}"),
 }
 
 
@@ -46,17 +48,15 @@ def frame_of(candidates: Sequence[Candidate], chosen: Candidate | None) -> pd.Da
     )
     frame["frontier"] = is_on_frontier(frame[SPEED_UP], frame[PSNR]) & frame[PSNR].notna()
     marks = zip(frame["is_chosen"], frame["frontier"], strict=True)
-    return frame.assign(mark=[f"{'→' if chosen else ' '} {'*' if best else ' '}" for chosen, best in marks])
+    return frame.assign(mark=[f"{'→' if chosen else ' '} {'*' if best else ' '} " for chosen, best in marks])
 
 
 def table_of(frame: pd.DataFrame) -> str:
     """The frame as text, with what its marks mean."""
-    forms = {name: COLUMNS[name][1].format for name in COLUMNS}
-    width = max(map(len, frame["method"]), default=0)
-    forms["method"] = f"{{:<{width}}}".format
-    titles = [title for title, _ in COLUMNS.values()]
-    text = frame.to_string(columns=list(COLUMNS), header=titles, formatters=forms, index=False, na_rep="–")
-    return f"{text}\n→ chosen; * on the frontier: faster than plain, and no other is both faster and nearer by PSNR"
+    cells = cells_of(frame, TABLE).fillna(NOT_MEASURED)
+    cells["method"] = cells["method"].str.ljust(cells["method"].str.len().max())
+    legend = "→ chosen; * on the frontier: faster than plain, and no other is both faster and nearer by PSNR"
+    return f"{cells.to_string(index=False)}\n{legend}"
 
 
 def describe(candidate: Candidate) -> str:
