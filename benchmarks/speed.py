@@ -3,6 +3,7 @@
 Adds to `python -m ppdiffusers_tome bench`:
 
 - the arm `built-in`: the apply_tome that ppdiffusers ships. It must equal ToMe with tomesd's settings.
+- the scope `block`: the first top-level transformer block alone, with its norm and projections (top_block.py).
 - the arm `limit`, the free-merge limit: as few tokens as merging leaves, at almost no cost (free_merge.py).
 - the backends `PyTorch` and `PyTorch-bf16`: diffusers with tomesd in a process of the interpreter TORCH_PYTHON.
 - the shares of the time of eager merging blocks that matching, merging, unmerging and sizes take (overhead.py).
@@ -26,13 +27,14 @@ from free_merge import attach_free_merge
 from overhead import measure_overhead
 from paddle import nn
 from ppdiffusers.patches import tomesd_patch_utils as builtin
+from top_block import open_block
 from torch_unet import TorchProcess, torch_versions
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
 from ppdiffusers_tome.commands import bench
 from ppdiffusers_tome.config import SIMILARITY
 from ppdiffusers_tome.evaluation.environment import describe_environment
-from ppdiffusers_tome.evaluation.speed import backends, cases, parity, runner
+from ppdiffusers_tome.evaluation.speed import backends, cases, parity, runner, workloads
 from ppdiffusers_tome.evaluation.speed.backends import Backend, EagerBackend, Run
 from ppdiffusers_tome.evaluation.speed.cases import EAGER, PLAIN, TOME, Arm, Case, tomesd_config
 from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
@@ -143,6 +145,7 @@ def torch_python() -> str:
 def register() -> None:
     """Add the arms and backends to those of the package."""
     backends.BACKEND_CLASSES |= {EAGER: EagerWithShares, PYTORCH: PyTorchBackend, PYTORCH_BF16: PyTorchBackend}
+    workloads.WORKLOADS["block"] = open_block
     backends.ATTACH |= {BUILT_IN: attach_built_in, LIMIT: attach_free_merge}
     for backend, names in cases.ARMS_OF.items():
         cases.ARMS_OF[backend] = (*names, BUILT_IN, LIMIT) if backend == EAGER else (*names, LIMIT)

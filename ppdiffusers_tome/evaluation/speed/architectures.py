@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle import nn
-from ppdiffusers import Transformer2DModel, UNet2DConditionModel
+from ppdiffusers import UNet2DConditionModel
 
 from ...errors import ToMeConfigError
 from ...levels import grid_at
@@ -35,14 +35,6 @@ class Architecture:
     def build(self) -> nn.Layer:
         """The UNet, with random weights from Paddle's generator."""
         return UNet2DConditionModel(**self.config)
-
-    def build_transformer(self) -> nn.Layer:
-        """The UNet's first transformer, with its first block only."""
-        channels, heads = self.config["block_out_channels"][self._first_stage], self.config["attention_head_dim"]
-        heads = heads if isinstance(heads, int) else heads[self._first_stage]
-        names = ("cross_attention_dim", "norm_num_groups", "use_linear_projection", "upcast_attention")
-        settings = {name: self.config[name] for name in names if name in self.config}
-        return Transformer2DModel(heads, channels // heads, in_channels=channels, **settings)
 
     @property
     def first_level(self) -> int:

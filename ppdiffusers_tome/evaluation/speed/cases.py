@@ -109,7 +109,7 @@ class Case:
     """One model at one size, with the arms that take turns on it; the fields are those of the result file."""
 
     model: str  # a name in ARCHITECTURES, or a pipeline's folder
-    scope: str = "unet"  # one of SCOPES
+    scope: str = "unet"  # one of `workloads.WORKLOADS`
     size: int = 512  # px, of a square image
     batch: int = 2  # rows of the UNet or block; images of a pipeline
     dtype: str = "float32"  # one of DTYPES
@@ -150,10 +150,6 @@ class Case:
         if config is None:
             return self.tokens
         first, level = self.architecture.first_level, config.max_downsample
-        if level is not None and self.scope == "block":
-            raise ToMeConfigError(
-                "--max-downsample is not allowed with --scope block, which has one level: leave it out."
-            )
         if level is not None and level < first:
             raise ToMeConfigError(
                 f"--max-downsample {level} is not allowed: the shallowest attention of {self.model} is at level "

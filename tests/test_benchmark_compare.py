@@ -1,10 +1,10 @@
 """What became slower is judged within each run, by medians and quartiles."""
 
 import pytest
+from compare_speed import compare, main
 from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed.compare import compare
 
 
 def run(*arms, **fields):
@@ -127,3 +127,12 @@ def test_methods_are_compared_with_themselves(compared):
     text, is_slower = compared(methods(0.6, 0.8), methods(0.6, 0.9))
     assert is_slower and listed(text) == {"Became slower": ["ToMe 0.5, eager"]}
     assert compared(run(tome(0.8)), methods(0.6, 0.8))[0].count("ToMe 0.5, windows of 8, eager: measured") == 1
+
+
+def test_the_exit_status_reports_that_an_arm_became_slower(tmp_path, capsys):
+    old, new = (str(write(tmp_path / f"{share}.json", run(tome(share)))) for share in (0.8, 0.9))
+    assert main([old, old]) == 0 and main([old, new]) == 1
+    assert "Became slower" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "no.json"), new])
+    assert "no.json cannot be read as a result" in capsys.readouterr().err
