@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from point_labels import label_points
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.config import GRID
@@ -60,7 +61,7 @@ def write_frontier_page(files: Sequence[Path], output: Path, images: Path | None
     for (source, size), points in frame.groupby(["source", "size"], sort=False):
         title = f"{IMAGES[source]}, {size} px, {points['images'].iloc[0]} images"
         plot = output / f"frontier_{source.lower()}_{size}.png"
-        save_figure(plot_frontier(points, title, PREDICTOR, NOISE), plot)
+        save_figure(plot_frontier(points, title, PREDICTOR, NOISE, label_points), plot)
         caption = (
             f"{title}: distance from plain against speed-up in the predictor, with the ratio at each point. Grey: the "
             f"frontier by each measure. Speed-ups less than {100 * NOISE:g} % apart are equal within the noise."

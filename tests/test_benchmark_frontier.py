@@ -13,6 +13,7 @@ from figure_checks import clipped_texts, overlapping_texts
 from frontier import NOISE, main, read_points, write_frontier_page
 from frontier_results import DEFAULT, POINTS, TOMESD, quality, speed
 from PIL import Image
+from point_labels import label_points
 from quality_support import write_images
 from speed_results import write
 
@@ -86,7 +87,10 @@ def test_equal_images_are_infinitely_near_and_what_was_not_timed_has_no_speed_up
 def test_plot_has_a_line_for_each_method_and_the_frontier():
     points = points_of(quality(128), speed([128])).assign(is_chosen=[True] + [False] * (len(POINTS) - 1))
     figure = plot_frontier(points, "Prompts", "predictor", NOISE)
+    [legend] = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {"frontier", "plain", "chosen", *points["method"]}
     for axes, measure in zip(figure.axes, ("psnr", "perceptual"), strict=True):
+        assert Counter(text.get_text() for text in axes.texts) == Counter(points["ratio"].map("{:g}".format))
         lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
         assert set(lines) == {"frontier", "plain", "chosen", *points["method"]}
         for method, rows in points.groupby("method"):
@@ -102,7 +106,7 @@ RESULT_FILES = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glo
 def test_points_of_the_committed_results_are_labelled_readably():
     frame = read_points([(file, json.loads(file.read_text(encoding="utf-8"))) for file in RESULT_FILES])
     for (source, size), points in frame.groupby(["source", "size"]):
-        figure = plot_frontier(points, f"{source}, {size} px", "predictor", NOISE)
+        figure = plot_frontier(points, f"{source}, {size} px", "predictor", NOISE, label_points)
         assert clipped_texts(figure) == [] and overlapping_texts(figure) == []
         [legend] = figure.legends
         assert {text.get_text() for text in legend.get_texts()} <= {"frontier", "plain"}
