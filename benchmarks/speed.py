@@ -32,11 +32,11 @@ from torch_unet import TorchProcess, torch_versions
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
 from ppdiffusers_tome.commands import bench
-from ppdiffusers_tome.config import SIMILARITY
+from ppdiffusers_tome.config import SIMILARITY, TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.environment import describe_environment
 from ppdiffusers_tome.evaluation.speed import backends, cases, parity, runner, workloads
 from ppdiffusers_tome.evaluation.speed.backends import Backend, EagerBackend, Run
-from ppdiffusers_tome.evaluation.speed.cases import EAGER, PLAIN, TOME, Arm, Case, tomesd_config
+from ppdiffusers_tome.evaluation.speed.cases import EAGER, PLAIN, TOME, Arm, Case
 from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.patch import chosen_blocks
@@ -63,8 +63,8 @@ def attach_built_in(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> Non
 
 
 def tomesd_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
-    """By tomesd's method."""
-    return [tomesd_config(config) for config in configs]
+    """The same tokens removed by the method of tomesd and of ppdiffusers' built-in ToMe."""
+    return [replace(config, **TOMESD_SETTINGS, merge_attn=bool(config.merge_attn)) for config in configs]
 
 
 def built_in_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:

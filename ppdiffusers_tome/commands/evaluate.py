@@ -11,14 +11,13 @@ from ..errors import ToMeConfigError
 from ..evaluation.environment import usable_cores
 from ..evaluation.quality.settings import (
     ABLATIONS,
-    BACKENDS,
     PLAIN_BF16,
     RATIOS,
     Evaluation,
     list_settings,
 )
 from ..evaluation.results import check_result, command_line, read_json, write_result
-from ..evaluation.speed.cases import IN_FP32, PROGRAMS
+from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads

@@ -17,9 +17,8 @@ from ...errors import ToMeConfigError
 from ...generation.jobs import LARGEST_SEED, Job, Limits, seed_after
 from ...generation.prompt_file import Defaults, Prompt, read_prompts
 from ...inference.manifest import Size
-from ..speed.cases import EAGER, IN_FP32, PROGRAMS
+from ..speed.cases import IN_FP32
 
-BACKENDS = (*PROGRAMS, EAGER)
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
 TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import paddle
 
-from ...config import TOMESD_SETTINGS, ToMeConfig
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import count_removed
@@ -161,11 +161,6 @@ class Case:
                 f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
             )
         return self.tokens - removed
-
-
-def tomesd_config(config: ToMeConfig) -> ToMeConfig:
-    """The same tokens removed by the method of tomesd and of ppdiffusers' built-in ToMe."""
-    return replace(config, **TOMESD_SETTINGS, merge_attn=bool(config.merge_attn))
 
 
 def make_configs(

@@ -7,10 +7,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tqdm.auto import tqdm
 
@@ -132,7 +132,7 @@ def worker_messages(case: Case, settings: Settings, programs: Path, skip: Sequen
     arguments = (case, settings.rounds, settings.warm_up, settings.threads, programs, skip)
     with tempfile.NamedTemporaryFile() as errors, receiver:
         process = context.Process(target=worker.run, args=(sender, errors.name, *arguments), daemon=True)
-        with _environment(OMP_NUM_THREADS=str(settings.threads), PYTHONWARNINGS="ignore"):  # read at its start
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(settings.threads), PYTHONWARNINGS="ignore"):
             process.start()
         sender.close()
         try:
@@ -145,20 +145,6 @@ def worker_messages(case: Case, settings: Settings, programs: Path, skip: Sequen
             process.join()
         if process.exitcode:
             raise WorkerEndedError(process.exitcode, Path(errors.name).read_text(encoding="utf-8", errors="replace"))
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Environment variables that processes started in this context get."""
-    earlier = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in earlier.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _fail(

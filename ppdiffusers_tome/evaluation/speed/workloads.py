@@ -69,7 +69,8 @@ class Workload(ABC):
 class UNetWorkload(Workload):
     """One pass of a UNet."""
 
-    def __init__(self, case: Case, unet: nn.Layer) -> None:
+    def __init__(self, case: Case) -> None:
+        unet = load_unet(case)
         super().__init__(case, unet, case.architecture.latent(case.size), unet_inputs(unet))
 
     @paddle.no_grad()
@@ -80,10 +81,11 @@ class UNetWorkload(Workload):
 
 
 class PipelineWorkload(Workload):
-    """Images from a prompt, with a pipeline's own scheduler and VAE."""
+    """Images from a prompt, with the scheduler and VAE of the pipeline in the case's folder."""
 
-    def __init__(self, case: Case, pipe: DiffusionPipeline) -> None:
-        self.pipe = pipe
+    def __init__(self, case: Case) -> None:
+        dtype = getattr(paddle, case.dtype)
+        self.pipe = pipe = DiffusionPipeline.from_pretrained(case.model, paddle_dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         dims = ("batch", pipe.unet.config.in_channels, "latent_height", "latent_width")
         super().__init__(case, pipe.unet, case.architecture.latent(case.size), (Input("latents", dims),))
@@ -114,16 +116,8 @@ def load_unet(case: Case) -> nn.Layer:
     return UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
 
 
-def load_pipeline_of(case: Case) -> DiffusionPipeline:
-    """The pipeline of a case, from its folder."""
-    return DiffusionPipeline.from_pretrained(case.model, paddle_dtype=getattr(paddle, case.dtype))
-
-
 # By scope; benchmarks/speed.py adds one.
-WORKLOADS: dict[str, Callable[[Case], Workload]] = {
-    "unet": lambda case: UNetWorkload(case, load_unet(case)),
-    "pipeline": lambda case: PipelineWorkload(case, load_pipeline_of(case)),
-}
+WORKLOADS: dict[str, Callable[[Case], Workload]] = {"unet": UNetWorkload, "pipeline": PipelineWorkload}
 
 
 def open_workload(case: Case) -> Workload:

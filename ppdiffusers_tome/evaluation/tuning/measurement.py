@@ -37,11 +37,11 @@ class Measurement:
 
         Those that were not timed before take turns with plain in one run of `bench`, which a repeated call continues.
         """
-        keys = {config: ["time", asdict(config), rounds] for config in configs}
-        if missing := [config for config, key in keys.items() if self._figures.load(key) is None]:
+        cache, keys = Cache(self.folder / "figures"), {config: [asdict(config), rounds] for config in configs}
+        if missing := [config for config, key in keys.items() if cache.load(key) is None]:
             for config, figures in self._bench(missing, rounds):
-                self._figures.store(figures, keys[config])
-        yield from ((config, self._figures.load(key)) for config, key in keys.items())
+                cache.store(figures, keys[config])
+        yield from ((config, cache.load(key)) for config, key in keys.items())
 
     def _bench(self, configs: Sequence[ToMeConfig], rounds: int) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
         """Programs are those that generate the images. In eager mode, dst is fixed: random dst take the same time, and
@@ -89,7 +89,3 @@ class Measurement:
     def _unets(self) -> Path:
         """Folder of the programs that are timed, from which images are generated too, whatever the prompts."""
         return self.root / "unets"
-
-    @property
-    def _figures(self) -> Cache:
-        return Cache(self.folder / "figures")
