@@ -189,9 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
     )
     parser.add_argument(
-        "--images",
-        type=Path,
-        help="folder with the output of each evaluate, named like its result, to show images",
+        "--images", type=Path, help="folder with the output of each evaluate, named like its result, to show images"
     )
     parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -47,7 +47,7 @@ def test_the_result_is_complete(evaluated, model):
     check_result(result, "quality", output)
     assert (result["model"], result["backend"], result["size"], result["steps"]) == (str(model), "predictor", 32, 2)
     assert [(p["prompt"], p["seed"]) for p in result["prompts"]] == [
-        *(("a fox", 0), ("an owl", 1), ("a fox", 2), ("an owl", 3)),
+        *(("a fox", 0), ("an owl", 1), ("a fox", 2), ("an owl", 3))
     ]
     assert [s["name"] for s in result["settings"]] == ["0.25", "0.75"]
     for setting in result["settings"]:

@@ -105,10 +105,7 @@ def test_quick_replaces_only_defaults(monkeypatch, tmp_path):
 
 def result(seconds):
     """A result in which plain takes 4 s and ToMe that many."""
-    arms = [
-        stored.arm("plain", [4.0] * 3),
-        stored.arm("tome", [seconds] * 3, ratio=0.5),
-    ]
+    arms = [stored.arm("plain", [4.0] * 3), stored.arm("tome", [seconds] * 3, ratio=0.5)]
     return stored.result([stored.case(arms), stored.case(arms, size=768), stored.case(arms, size=1024)])
 
 

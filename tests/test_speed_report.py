@@ -189,10 +189,7 @@ def test_without_a_speed_result_nothing_is_written(tmp_path):
         ({"kind": "speed", "format": 3}, r"not a complete speed result.*cases"),
         (result([case([arm("plain", [1.0, 2.0, 3.0]), arm("tome", [1.0, 2.0], ratio=0.5)])]), r"seconds=\[1.0, 2.0\]"),
         (result([case([arm("plain", [])])]), r"seconds=\[\]"),
-        (
-            {k: v for k, v in result([]).items() if k != "rounds"},
-            "KeyError.*rounds",
-        ),
+        ({k: v for k, v in result([]).items() if k != "rounds"}, "KeyError.*rounds"),
         (result([case([arm("plain", PLAIN, guess=1)])]), "is not a complete speed result"),
         (result([case([arm("plain", PLAIN, status="error")])]), "is 'error'"),
         (result([case([arm("plain", [1.0, 0.0, 2.0])])]), r"seconds=\[1.0, 0.0, 2.0\]"),

@@ -83,11 +83,7 @@ def find(fake, goal, **options):
 
 @pytest.mark.parametrize(
     ("measure", "bests"),
-    [
-        (SPEED_UP, {1.3: 0.3, 1.05: 0.1, 2.1: 0.7}),
-        (PSNR, {35: 0.4, 50: 0.1}),
-        (PERCEPTUAL, {0.02: 0.5, 0.005: 0.2}),
-    ],
+    [(SPEED_UP, {1.3: 0.3, 1.05: 0.1, 2.1: 0.7}), (PSNR, {35: 0.4, 50: 0.1}), (PERCEPTUAL, {0.02: 0.5, 0.005: 0.2})],
 )
 def test_the_known_best_point_is_chosen(measure, bests):
     assert {value: find(FakeMeasurement(), Goal(measure, value)) for value in bests} == bests

@@ -9,13 +9,7 @@ from typing import Any
 from ..config import parse_settings
 from ..errors import ToMeConfigError
 from ..evaluation.environment import usable_cores
-from ..evaluation.quality.settings import (
-    ABLATIONS,
-    PLAIN_BF16,
-    RATIOS,
-    Evaluation,
-    list_settings,
-)
+from ..evaluation.quality.settings import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_settings
 from ..evaluation.results import check_result, command_line, read_json, write_result
 from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
 from ..inference import choose_runtime

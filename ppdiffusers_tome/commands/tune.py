@@ -14,16 +14,7 @@ from ..evaluation.quality.settings import Evaluation
 from ..evaluation.results import command_line
 from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, make_arms, make_case
 from ..evaluation.speed.runner import Settings
-from ..evaluation.tuning.search import (
-    PERCEPTUAL,
-    PSNR,
-    SPEED_UP,
-    Goal,
-    known_candidates,
-    make_stages,
-    nearest,
-    search,
-)
+from ..evaluation.tuning.search import PERCEPTUAL, PSNR, SPEED_UP, Goal, known_candidates, make_stages, nearest, search
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, image_settings

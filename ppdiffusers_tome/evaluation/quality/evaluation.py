@@ -153,11 +153,8 @@ def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str
 
     Returns the result's "calibration", and the features of each set that settings are compared with.
     """
-    plain, blurred, other = (
-        measurer.compare(PLAIN_IMAGES),
-        measurer.compare(PLAIN_IMAGES, SIGMA),
-        measurer.compare(OTHER_SEEDS),
-    )
+    plain, other = measurer.compare(PLAIN_IMAGES), measurer.compare(OTHER_SEEDS)
+    blurred = measurer.compare(PLAIN_IMAGES, SIGMA)
     references = {"to plain, other seeds": other["features"]}
     sets: dict[str, tuple[Any, np.ndarray, np.ndarray]] = {
         "plain, other seeds": (_pairs(other), plain["features"], other["features"]),

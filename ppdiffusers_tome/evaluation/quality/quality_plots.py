@@ -8,17 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..plotting import (
-    BLUE,
-    GREY,
-    add_legend,
-    looks_of,
-    make_figure,
-    mix,
-    plot_lines,
-    set_title,
-    use_log_scale,
-)
+from ..plotting import BLUE, GREY, add_legend, looks_of, make_figure, mix, plot_lines, set_title, use_log_scale
 
 LONGEST_LINE = 34  # characters of a method beside its point
 NEAR_PLAIN = 1.2  # speed-up from which on a plot has no line for plain

@@ -32,12 +32,7 @@ TABLE = {  # column of the frame → title and form of the table's
 ABLATED = ["max_downsample", "layers"]  # groups of settings at one ratio, that of the ablations
 
 
-def write_quality_page(
-    result: dict[str, Any],
-    output: Path,
-    result_file: Path,
-    images: Path | None = None,
-) -> str:
+def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, images: Path | None = None) -> str:
     """Write `quality.md` with its plots and, where images are given, its contact sheets; return its text.
 
     Args:

@@ -148,12 +148,7 @@ def worker_messages(case: Case, settings: Settings, programs: Path, skip: Sequen
 
 
 def _fail(
-    case: Case,
-    name: str | None,
-    step: str,
-    error: WorkerEndedError,
-    skip: Sequence[str],
-    ended_before: int | None,
+    case: Case, name: str | None, step: str, error: WorkerEndedError, skip: Sequence[str], ended_before: int | None
 ) -> list[str]:
     """Fail the arm that the worker was at when it ended; all, if it was at none or at one of `skip`.
 

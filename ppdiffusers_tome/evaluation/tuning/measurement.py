@@ -52,8 +52,7 @@ class Measurement:
         timed = {c: c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs}
         arms = make_arms(self.case, [PLAIN, TOME], [backend], list(timed.values()))
         case, settings = replace(self.case, arms=arms), Settings(rounds=rounds, threads=threads)
-        output = self.folder / "speed.json"
-        (measured,) = measure_all([case], settings, output, self.command, programs=self._unets)
+        (measured,) = measure_all([case], settings, self.folder / "speed.json", self.command, programs=self._unets)
         by_config = {arm.config: arm for arm in measured.arms}
         plain = by_config[None]
         if plain.status != MEASURED:

@@ -61,10 +61,8 @@ def table_of(frame: pd.DataFrame) -> str:
 
 def describe(candidate: Candidate) -> str:
     """Its method, ratio and medians in words."""
-    words = (
-        f"{name_of(candidate.config)}, ratio {candidate.config.ratio:g}, {candidate.median(SPEED_UP):.2f} times as "
-    )
-    words += "fast as plain"
+    faster = f"{candidate.median(SPEED_UP):.2f} times as fast as plain"
+    words = f"{name_of(candidate.config)}, ratio {candidate.config.ratio:g}, {faster}"
     if candidate.psnr:
         words += f", PSNR {candidate.median(PSNR):.1f} dB, ST-LPIPS {candidate.median(PERCEPTUAL):.4f}"
     return words
