@@ -139,8 +139,7 @@ def list_settings(
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
         return Setting(f"{at:g}{suffix}", group, config)
 
-    at = ablation_ratio
-    setting(at, "", "")  # raises even if no ablation uses it
+    setting(at := ablation_ratio, "", "")  # raises even if no ablation uses it
     settings = [setting(ratio, "", "ratio") for ratio in ratios]
     if "max_downsample" in ablations:
         settings += [setting(at, f"-down{level}", "max_downsample", max_downsample=level) for level in levels[1:]]
