@@ -132,6 +132,7 @@ bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the 
 	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py build/evaluate --ratio 0.5 $(TORCH))
 	mkdir -p $(RESULTS) && cp build/evaluate/quality.json $(RESULTS)/
 	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
+	$(PY) benchmarks/merge_maps.py $(RESULTS)/quality.json --output $(RESULTS)/..
 
 # Ways to merge, written out in full, so that they stay the same when the defaults change. The first is tomesd's, that of
 # match=grid with blend=0 is ToDo's, with blend=0.1 BiGain's. Photographs at 128 px are fast enough for more.
@@ -172,7 +173,7 @@ frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time,
 	for images in $(FRONTIER_IMAGES); do cp build/$$images/quality.json $(RESULTS)/$$images.json || exit 1; done
 	$(BENCH) $(FRONTIER) $(MORE_MERGING) $(AT_128) --batch 2 --backend eager predictor --arms plain tome --rounds 15 --output $(RESULTS)/frontier_speed_128.json
 	$(BENCH) $(FRONTIER) $(HIGH) $(AT_256) --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed_256.json
-	$(EVALUATE) frontier $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed_*.json --images build --output $(RESULTS)/..
+	$(PY) benchmarks/frontier.py $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed_*.json --images build --output $(RESULTS)/..
 
 # Each line continues what its result has; another number of images needs another folder (--output) or no result there.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py

@@ -58,6 +58,7 @@ setup(
             "serving/page/vendor/*/*",
             "evaluation/templates/*.md",
             "evaluation/quality/graphs/*.onnx",
+            "evaluation/speed/*.json",
             "evaluation/quality/*.txt",
         ]
     },

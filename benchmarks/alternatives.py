@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from merge_prototypes import merging_queries
 from paddle import nn
 from PIL import Image
+from point_labels import label_points
 from ppdiffusers import DPMSolverMultistepScheduler
 from ppdiffusers.models.attention_processor import Attention
 
@@ -40,7 +41,6 @@ from ppdiffusers_tome.evaluation.plotting import (
     PURPLE,
     RED,
     add_legend,
-    label_points,
     make_figure,
     save_figure,
     set_title,

@@ -3,6 +3,7 @@
 Adds to `python -m ppdiffusers_tome bench`:
 
 - the arm `built-in`: the apply_tome that ppdiffusers ships. It must equal ToMe with tomesd's settings.
+- the scope `block`: the first top-level transformer block alone, with its norm and projections (top_block.py).
 - the arm `limit`, the free-merge limit: as few tokens as merging leaves, at almost no cost (free_merge.py).
 - the backends `PyTorch` and `PyTorch-bf16`: diffusers with tomesd in a process of the interpreter TORCH_PYTHON.
 - the shares of the time of eager merging blocks that matching, merging, unmerging and sizes take (overhead.py).
@@ -26,15 +27,16 @@ from free_merge import attach_free_merge
 from overhead import measure_overhead
 from paddle import nn
 from ppdiffusers.patches import tomesd_patch_utils as builtin
+from top_block import open_block
 from torch_unet import TorchProcess, torch_versions
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
 from ppdiffusers_tome.commands import bench
-from ppdiffusers_tome.config import SIMILARITY
+from ppdiffusers_tome.config import SIMILARITY, TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.environment import describe_environment
-from ppdiffusers_tome.evaluation.speed import backends, cases, parity, runner
+from ppdiffusers_tome.evaluation.speed import backends, cases, parity, runner, workloads
 from ppdiffusers_tome.evaluation.speed.backends import Backend, EagerBackend, Run
-from ppdiffusers_tome.evaluation.speed.cases import EAGER, PLAIN, TOME, Arm, Case, tomesd_config
+from ppdiffusers_tome.evaluation.speed.cases import EAGER, PLAIN, TOME, Arm, Case
 from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.patch import chosen_blocks
@@ -61,8 +63,8 @@ def attach_built_in(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> Non
 
 
 def tomesd_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
-    """By tomesd's method."""
-    return [tomesd_config(config) for config in configs]
+    """The same tokens removed by the method of tomesd and of ppdiffusers' built-in ToMe."""
+    return [replace(config, **TOMESD_SETTINGS, merge_attn=bool(config.merge_attn)) for config in configs]
 
 
 def built_in_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
@@ -83,12 +85,14 @@ def limit_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]
 
 
 class EagerWithShares(EagerBackend):
-    """Eager Paddle; measures the shares of merging too."""
+    """Eager Paddle; measures the shares of merging too, during the warm-up."""
 
-    def finish(self, arm: Arm) -> None:
+    def peak_memory(self, arm: Arm) -> int | None:
+        peak = super().peak_memory(arm)
         if arm.arm == TOME:
             with self.prepared(arm) as run:
                 arm.shares = measure_overhead(partial(run, False))
+        return peak
 
 
 class PyTorchBackend(Backend):
@@ -141,6 +145,7 @@ def torch_python() -> str:
 def register() -> None:
     """Add the arms and backends to those of the package."""
     backends.BACKEND_CLASSES |= {EAGER: EagerWithShares, PYTORCH: PyTorchBackend, PYTORCH_BF16: PyTorchBackend}
+    workloads.WORKLOADS["block"] = open_block
     backends.ATTACH |= {BUILT_IN: attach_built_in, LIMIT: attach_free_merge}
     for backend, names in cases.ARMS_OF.items():
         cases.ARMS_OF[backend] = (*names, BUILT_IN, LIMIT) if backend == EAGER else (*names, LIMIT)

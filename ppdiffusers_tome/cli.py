@@ -17,8 +17,8 @@ INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 2 for an invalid argument, 130 after Ctrl-C.
 
-    1 is for a file that cannot be used, an arm that became slower (`bench report`), a case in which nothing could be
-    measured (`bench`), a goal that is missed (`tune`) or an image that failed (`generate`).
+    1 is for a file that cannot be used, a case in which nothing could be measured (`bench`), a goal that is missed
+    (`tune`) or an image that failed (`generate`).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)

@@ -2,8 +2,9 @@
 
 from dataclasses import asdict, replace
 
+import numpy as np
 import speed_results
-from quality_support import make_pairs, make_result
+from quality_support import make_result
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.evaluation.speed.cases import Case
@@ -20,6 +21,13 @@ POINTS = {
     replace(TOMESD, merge_attn="kv", match="grid", blend=0, use_rand=False, ratio=0.75): (0.03, 0.65),
     replace(TOMESD, merge_attn="kv", match="grid", blend=0, ratio=0.75): (0.035, 0.65),  # random dst: the same time
 }
+
+
+def make_pairs(distance, count, seed):
+    """PSNR, SSIM and perceptual distance of so many images, about a distance from 0 to 1."""
+    away = distance * np.random.RandomState(seed).uniform(0.6, 1.4, count)
+    pairs = {"psnr": 10 - 20 * np.log10(away), "ssim": 1 - away, "perceptual": away}
+    return {measure: values.tolist() for measure, values in pairs.items()}
 
 
 def quality(size, strength=None, points=POINTS):

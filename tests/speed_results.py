@@ -1,10 +1,11 @@
 """Small speed results with known answers, for the tests of what reads them."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.evaluation.speed.cases import Arm, Case, tomesd_config
+from ppdiffusers_tome.config import TOMESD_SETTINGS
+from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
 
 PLAIN = [10.0, 20.0, 40.0]  # a shared machine: seconds vary, ratios within rounds do not
 
@@ -15,7 +16,7 @@ def times(share, seconds=PLAIN):
 
 def config(ratio, **settings):
     """The config of an arm with tomesd's method, if the settings do not say otherwise; None at ratio 0."""
-    return replace(tomesd_config(ToMeConfig(ratio=ratio, use_rand=False)), **settings) if ratio else None
+    return ToMeConfig(**{"ratio": ratio, "use_rand": False, **TOMESD_SETTINGS, **settings}) if ratio else None
 
 
 def arm(name, seconds, *, ratio=0.0, status="measured", memory=None, merging=None, max_downsample=None, **fields):

@@ -8,13 +8,13 @@ import numpy as np
 import paddle
 import pytest
 from conftest import draw, load_bundled, make_unet, run, tiny_pipeline
+from merge_maps import record_plans
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome, patch
-from ppdiffusers_tome.evaluation.quality.merge_maps import record_plans
 from ppdiffusers_tome.inference import export_pipeline
 
 

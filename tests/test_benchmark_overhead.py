@@ -78,54 +78,33 @@ def test_every_method_has_its_shares(unet, clock, settings, shares):
     assert measure_overhead(lambda: run(unet)) == pytest.approx(expected)
 
 
-def test_sizes_in_channels_are_timed(clock):
-    """Of processors that have no mask, as in joint attention."""
-    model = sd3().apply_tome(ratio=0.5, proportional=True, window=None)
-    clock.takes(wraps, "match_tokens", 4.0)
-    clock.takes(matching.MergePlan, "log_sizes", 6.0)
-    text = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN), "pooled_projections": noise(2, 2 * HIDDEN)}
-    shares = measure_overhead(lambda: model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text))
-    assert shares == {"matching": 0.4, "merge": 0.0, "unmerge": 0.0, "sizes": 0.6}
-
-
-def test_joint_attention_is_timed_where_its_norm_merges(clock):
-    model = sd3().apply_tome(ratio=0.5, **TOMESD)
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [(TOMESD, (0.4, 0.2, 0.1, 0.0)), ({"proportional": True, "window": None}, (0.25, 0.125, 0.0625, 0.375))],
+)
+def test_joint_attention_is_timed_where_its_norm_merges(clock, settings, shares):
+    """Its processors have no mask, so sizes are channels."""
+    model = sd3().apply_tome(ratio=0.5, **settings)
     clock.takes(wraps, "match_tokens", 4.0)
     clock.takes(attention, "merge", 2.0)
     clock.takes(attention, "unmerge", 1.0)
+    clock.takes(matching.MergePlan, "log_sizes", 6.0)
     for block in model.transformer_blocks:
         clock.takes(block.attn, "forward", 3.0)
     text = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN), "pooled_projections": noise(2, 2 * HIDDEN)}
-
-    def run_sd3():
-        model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text)
-
-    assert measure_overhead(run_sd3) == {"matching": 0.4, "merge": 0.2, "unmerge": 0.1, "sizes": 0.0}
-
-
-def test_shares_of_a_real_pass(unet):
-    unet.apply_tome(ratio=0.5, proportional=True)
-    run(unet)
-    shares = measure_overhead(lambda: run(unet))
-    assert list(shares) == ["matching", "merge", "unmerge", "sizes"]
-    assert all(share > 0 for share in shares.values())
-    assert sum(shares.values()) < 1
+    measured = measure_overhead(lambda: model(noise(2, 4, 16, 16), timestep=paddle.to_tensor([10, 10]), **text))
+    assert measured == dict(zip(("matching", "merge", "unmerge", "sizes"), shares, strict=True))
 
 
 def patched():
     return [getattr(owner, name) for _, owner, name in overhead.TIMED]
 
 
-def test_pass_is_the_same_and_leaves_no_trace(unet):
+def test_pass_is_the_same_and_leaves_no_trace_also_by_an_error(unet):
     unet.apply_tome(ratio=0.5)
     before, merged, measured = patched(), run(unet), []
     measure_overhead(lambda: measured.append(run(unet)))
-    assert (measured[0] == merged).all()
-    assert patched() == before
-
-
-def test_error_of_the_pass_leaves_no_trace():
-    before = patched()
+    assert (measured[0] == merged).all() and patched() == before
     with pytest.raises(ZeroDivisionError):
         measure_overhead(lambda: 1 / 0)
     assert patched() == before

@@ -14,13 +14,16 @@ import speed
 from conftest import Recorder, make_unet, run, traces
 from free_merge import attach_free_merge
 from speed_results import config
+from top_block import build_transformer
 from torch_unet import torch_versions, torch_weights
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.config import parse_settings
-from ppdiffusers_tome.evaluation.speed import backends, cases, parity
+from ppdiffusers_tome.evaluation.speed import backends, cases, parity, workloads
+from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
 from ppdiffusers_tome.evaluation.speed.cases import Arm, make_arms, make_case, make_configs, read_cases
 from ppdiffusers_tome.evaluation.speed.workloads import open_workload
+from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.patch import attach, detach
 from ppdiffusers_tome.positions import Grid
 
@@ -33,8 +36,8 @@ TOMESD = {"window": None, "proportional": False}
 def registered(monkeypatch):
     """The arms and backends are there for one test."""
     names = {backends: ("BACKEND_CLASSES", "ATTACH"), parity: ("TOLERANCES", "DEFINED_BY")}
-    names[cases] = ("ARMS_OF", "CONFIGS_OF", "IN_BF16")
-    for module in (backends, parity, cases):
+    names |= {cases: ("ARMS_OF", "CONFIGS_OF", "IN_BF16"), workloads: ("WORKLOADS",)}
+    for module in names:
         for name in names[module]:
             monkeypatch.setattr(module, name, getattr(module, name).copy())
     monkeypatch.setattr(parity, "IN_BF16", cases.IN_BF16)
@@ -65,19 +68,15 @@ def test_arms_have_their_own_configs():
         "ToMe 0.5, PyTorch",
         "ToMe 0.75, PyTorch",
     ]
-
-
-def test_limits_of_cells():
-    configs = make_configs([0.5], [None], [TOMESD, {**TOMESD, "sx": 4, "sy": 4}])
-    assert [arm.name for arm in make_arms(tiny(), ["limit"], ["eager"], configs)] == ["limit 0.5, eager"]
     configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
     case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16
     arms = make_arms(case, ["limit"], ["eager"], configs)
     assert [(arm.name, arm.kept) for arm in arms] == [("limit 0.75, eager", 21), ("limit 0.75, 2×2 cells, eager", 16)]
 
 
-def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
-    workload = open_workload(tiny())
+@pytest.mark.parametrize("scope", ["unet", "block"])
+def test_arms_compute_what_they_should_and_leave_no_trace(scope, tmp_path):
+    workload = open_workload(tiny(scope=scope))
     eager = open_backend("eager", workload, tmp_path)
     before, plain = traces(workload.denoiser), workload.run().numpy()
     out = {name: eager.output(Arm(name, config=config(0.5))) for name in ("tome", "built-in", "limit")}
@@ -86,7 +85,7 @@ def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
     assert [type(part) for part in traces(workload.denoiser)] == [type(part) for part in before]
     np.testing.assert_array_equal(workload.run().numpy(), plain)
     arm = Arm("tome", config=config(0.5))
-    eager.finish(arm)
+    assert eager.peak_memory(arm) > 0
     assert set(arm.shares) == {"matching", "merge", "unmerge", "sizes"}
     built_in = Arm("built-in", config=config(0.5))
     parity.check_parity(workload.case, [built_in], workload.set_inputs, eager.output)
@@ -120,6 +119,23 @@ def test_command_measures_the_arms_in_its_worker(tmp_path):
     (case,) = read_cases(result, out)
     assert [arm.status for arm in case.arms] == ["measured"] * 4 and case.arms[1].shares
     assert result["command"] == f"python benchmarks/speed.py {' '.join(options)}"
+
+
+@pytest.mark.parametrize(("name", "channels", "heads"), [("sd15", 320, 8), ("sd21", 320, 5), ("sdxl", 640, 10)])
+def test_transformer_is_the_first_of_the_unet_with_one_block(name, channels, heads):
+    architecture = ARCHITECTURES[name]
+    with paddle.LazyGuard():
+        unet, transformer = architecture.build(), build_transformer(architecture)
+    first = next(block for block in find_blocks(unet) if block.level == architecture.first_level)
+    (alone,) = transformer.transformer_blocks
+    assert [list(p.shape) for p in alone.parameters()] == [list(p.shape) for p in first.block.parameters()]
+    assert alone.attn1.heads == first.block.attn1.heads == heads and alone.norm1.weight.shape[0] == channels
+    for around in ("norm", "proj_in", "proj_out"):
+        shapes = [
+            [list(parameter.shape) for parameter in getattr(layer, around).parameters()]
+            for layer in (transformer, first.grid_layer)
+        ]
+        assert shapes[0] == shapes[1]
 
 
 # PyTorch

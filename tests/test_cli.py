@@ -26,33 +26,28 @@ def test_a_folder_that_is_no_model_is_an_error_of_one_line(command, exported_fol
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys):
+AGAIN = "continue with python -m ppdiffusers_tome"
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "command", "remedy"),
+    [
+        (bench, "_speed", "bench --model m", f"{AGAIN} bench --model m"),
+        (tune, "_tune", "tune --restart --psnr 3 --model m", f"{AGAIN} tune --psnr 3 --model m"),
+        (evaluate, "_evaluate", "evaluate --model m", f"{AGAIN} evaluate --model m"),
+        (generate, "_generate", "generate --prompts p --model m --output o", f"{AGAIN} generate --prompts p"),
+        (export, "_export", "export --model m --output o", "nothing was written"),
+        (bench, "_report", "bench report x.json", ""),
+    ],
+)
+def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys, module, function, command, remedy):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    model, again = ["--model", "m", "--output", "o"], "continue with python -m ppdiffusers_tome"
-    for module, function, arguments, remedy in (
-        (bench, "_speed", ["bench", *model], f"{again} bench --model m --output o"),
-        (
-            tune,
-            "_tune",
-            ["tune", "--restart", "--psnr", "3", *model],
-            f"{again} tune --psnr 3 --model",
-        ),
-        (evaluate, "_evaluate", ["evaluate", *model], f"{again} evaluate --model m"),
-        (
-            generate,
-            "_generate",
-            ["generate", "--prompts", "p", *model],
-            f"{again} generate --prompts p",
-        ),
-        (export, "_export", ["export", *model], "nothing was written"),
-        (bench, "_report", ["bench", "report", "x.json"], ""),
-    ):
-        monkeypatch.setattr(module, function, interrupt)
-        assert main(arguments) == 130
-        error = capsys.readouterr().err
-        assert error.startswith(f"interrupted: {remedy}" if remedy else "interrupted\n") and error.count("\n") == 1
+    monkeypatch.setattr(module, function, interrupt)
+    assert main(command.split()) == 130
+    error = capsys.readouterr().err
+    assert error.startswith(f"interrupted: {remedy}" if remedy else "interrupted\n") and error.count("\n") == 1
 
 
 def test_errors_name_the_locked_versions_of_missing_packages():

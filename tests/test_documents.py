@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import requires, version
 from types import SimpleNamespace
 
+import frontier
 import ops
 import paddle
 import pytest
@@ -23,7 +24,6 @@ from ppdiffusers import StableDiffusionPipeline
 
 import ppdiffusers_tome
 from ppdiffusers_tome import cli, config, inference, matching, merging
-from ppdiffusers_tome.evaluation.quality import frontier
 from ppdiffusers_tome.evaluation.quality import quality_report as quality_report
 from ppdiffusers_tome.evaluation.speed import speed_report as speed_report
 
@@ -139,25 +139,16 @@ def test_snippets_run(document, number, run_snippet):
         assert Image.open(folder / name).getextrema() != ((255, 255),) * 3
 
 
-def test_readme_is_short():
+def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
+    """Which is why the snippets of only one of the two run."""
+    names = ("README.md", "README_zh.md")
+    marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(name))) for name in names]
+    sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(name), re.MULTILINE) for name in names]
+    code = [[re.sub(" *#.*", "", snippet) for snippet in snippets(name)] for name in names]
+    called = [list(commands(name)) for name in names]
+    for english, chinese in (marks, sections, code, called):
+        assert english == chinese
     assert len(text_of("README.md").splitlines()) <= 110
-
-
-def test_both_readmes_have_the_same_figures_tables_and_sections():
-    marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(f"README{end}.md"))) for end in ("", "_zh")]
-    sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(f"README{end}.md"), re.MULTILINE) for end in ("", "_zh")]
-    assert marks[0] == marks[1] and sections[0] == sections[1]
-
-
-def test_commands_of_the_readme_are_the_same_in_both_languages():
-    english, chinese = (list(commands(f"README{end}.md")) for end in ("", "_zh"))
-    assert english == chinese
-
-
-def test_snippets_of_the_readme_are_the_same_in_both_languages():
-    """Which is why only one of the two runs."""
-    english, chinese = ([re.sub(" *#.*", "", code) for code in snippets(f"README{end}.md")] for end in ("", "_zh"))
-    assert english == chinese
 
 
 @pytest.mark.parametrize(
@@ -270,7 +261,7 @@ def options_of(words, capsys):
     if words[1] != "-m":
         shared = "examples/options.py" if words[1].startswith("examples/") else words[1]
         return set(re.findall(rf'"({OPTION})"', text_of(words[1]) + text_of(shared)))
-    names = [word for word in words[3:5] if word in (*COMMANDS, "frontier", "ops", "report")]
+    names = [word for word in words[3:5] if word in (*COMMANDS, "report")]
     return set(re.findall(OPTION, help_of(names, capsys)))
 
 

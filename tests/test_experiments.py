@@ -127,13 +127,6 @@ def test_queries_merge_at_a_ratio_of_their_own_and_leave_nothing_behind(unet, pr
     assert traces(unet) == before
 
 
-def test_projection_changes_which_tokens_are_similar(unet, prototypes):
-    projecting = prototypes.matching_by(prototypes.projected_match)
-    (projected,) = merged(unet, projecting, 0)
-    assert projected.shape == run(unet).shape
-    assert (projected != run(unet)).any()
-
-
 def test_bfloat16_inspection_finds_the_operation_without_kernel(tmp_path):
     """A program that casts float32 to bool between bfloat16 operations, as matching does."""
     if paddle.__version__.startswith("3"):

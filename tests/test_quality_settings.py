@@ -35,6 +35,7 @@ def test_every_setting_differs_from_the_defaults_in_one_thing():
 
 def test_methods_are_generated_at_each_ratio_or_at_their_own():
     methods = [{"window": 4, "proportional": True}, {"merge_attn": "kv", "match": "grid", "ratio": 0.75}]
+    methods.append({"window": ToMeConfig().window})  # equals the defaults, which are generated already
     settings = list_settings((0.25, 0.5), ablations=(), methods=methods)[2:]
     assert {setting.group for setting in settings} == {"method"}
     assert {setting.name: setting.config for setting in settings} == {
@@ -42,11 +43,6 @@ def test_methods_are_generated_at_each_ratio_or_at_their_own():
         "0.5-window=4_proportional=True": ToMeConfig(ratio=0.5, window=4, proportional=True),
         "0.75-merge_attn=kv_match=grid": ToMeConfig(ratio=0.75, merge_attn="kv", match="grid"),
     }
-
-
-def test_a_method_that_equals_the_defaults_is_not_generated_again():
-    methods = [{"window": ToMeConfig().window}, {"sx": 4, "ratio": 0.8}]  # more than cells of 2×2 allow
-    assert [s.name for s in list_settings((0.5,), ablations=(), methods=methods)] == ["0.5", "0.8-sx=4"]
 
 
 @pytest.mark.parametrize(
@@ -79,20 +75,15 @@ def test_evaluations_out_of_range_are_refused(change):
         replace(EVALUATION, **change)
 
 
-def test_other_seeds_are_other_noise_of_the_same_prompts():
-    plain, other = EVALUATION.jobs(PLAIN_IMAGES), EVALUATION.jobs(OTHER_SEEDS)
-    assert [p.job.prompt for p in plain] == [p.job.prompt for p in other] == ["a fox", "an owl"]
-    seeds = {p.job.seed for p in (*plain, *other)}
-    assert len(seeds) == 4 and max(seeds) < 2**32
-
-
-def test_photographs_take_turns_and_are_the_same_for_other_seeds():
-    prompts = tuple(("a fox", seed) for seed in range(9))
+def test_photographs_take_turns_and_other_seeds_are_other_noise_of_the_same_images():
+    prompts = (*((f"a fox {seed}", seed) for seed in range(8)), ("an owl", 2**32 - 1))
     evaluation = replace(EVALUATION, prompts=prompts, strength=0.4)
     plain, other = evaluation.jobs(PLAIN_IMAGES), evaluation.jobs(OTHER_SEEDS)
     assert [prompt.name for prompt in plain] == [prompt.name for prompt in other] == [*PHOTOGRAPHS, PHOTOGRAPHS[0]]
+    seeds = {prompt.job.seed for prompt in (*plain, *other)}
+    assert len(seeds) == 18 and max(seeds) < 2**32
     for one, another in zip(plain, other, strict=True):
-        assert one.job.image == another.job.image and one.job.strength == 0.4 and one.job.seed != another.job.seed
+        assert (one.job.image, one.job.prompt) == (another.job.image, another.job.prompt) and one.job.strength == 0.4
         assert (one.job.image.mode, one.job.image.size) == ("RGB", (32, 32))
     assert len({prompt.job.image.tobytes() for prompt in plain}) == len(PHOTOGRAPHS)
     assert len(set(plain)) == 9, "generation counts them in sets"

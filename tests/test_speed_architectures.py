@@ -24,23 +24,6 @@ def test_parameters_are_as_many_as_published(name):
     assert min(block.level for block in find_blocks(unet)) == ARCHITECTURES[name].first_level
 
 
-@pytest.mark.parametrize(("name", "channels", "heads"), [("sd15", 320, 8), ("sd21", 320, 5), ("sdxl", 640, 10)])
-def test_transformer_is_the_first_of_the_unet_with_one_block(name, channels, heads):
-    architecture = ARCHITECTURES[name]
-    with paddle.LazyGuard():
-        unet, transformer = architecture.build(), architecture.build_transformer()
-    first = next(block for block in find_blocks(unet) if block.level == architecture.first_level)
-    (alone,) = transformer.transformer_blocks
-    assert [list(p.shape) for p in alone.parameters()] == [list(p.shape) for p in first.block.parameters()]
-    assert alone.attn1.heads == first.block.attn1.heads == heads and alone.norm1.weight.shape[0] == channels
-    for around in ("norm", "proj_in", "proj_out"):
-        shapes = [
-            [list(parameter.shape) for parameter in getattr(layer, around).parameters()]
-            for layer in (transformer, first.grid_layer)
-        ]
-        assert shapes[0] == shapes[1]
-
-
 def test_grids():
     assert ARCHITECTURES["sd15"].first_grid(512) == Grid(64, 64)
     assert ARCHITECTURES["sdxl"].latent(1024) == Grid(128, 128)

@@ -56,17 +56,11 @@ def test_merging_arms_take_every_ratio_or_their_own():
     ]
 
 
-def test_random_dst_are_refused():
-    with pytest.raises(ToMeConfigError, match="--merging use_rand is not allowed"):
-        make_configs([0.5], [None], [parse_settings("use_rand")])
-
-
 @pytest.mark.parametrize(
     ("model", "fields", "ratio", "level", "message"),
     [
         ("tiny", {"size": 128}, 0.001, None, "--ratio 0.001 merges no token"),
         ("sdxl", {"size": 1024}, 0.5, 1, "the shallowest attention of sdxl is at level 2"),
-        ("tiny", {"size": 128, "scope": "block"}, 0.5, 1, "not allowed with --scope block"),
     ],
 )
 def test_arms_that_merge_nothing_are_refused(model, fields, ratio, level, message):
@@ -74,9 +68,8 @@ def test_arms_that_merge_nothing_are_refused(model, fields, ratio, level, messag
         make_arms(make_case(model, **fields), ["tome"], ["eager"], make_configs([ratio], [level]))
 
 
-@pytest.mark.parametrize("scope", ["unet", "block"])
-def test_eager_arms_compute_what_they_should_and_leave_no_trace(scope, tmp_path):
-    workload = open_workload(tiny(scope=scope))
+def test_eager_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
+    workload = open_workload(tiny())
     (eager,) = open_backends(workload, tmp_path, "eager")
     before, plain = traces(workload.denoiser), workload.run().numpy()
     arms = Arm("tome", config=config(0.5)), Arm("both", config=config(0.5), attention="slicing")

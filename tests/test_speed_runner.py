@@ -80,7 +80,6 @@ def test_result_has_what_was_measured(tmp_path, stub):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
     assert (result["kind"], result["format"], result["rounds"], result["command"]) == ("speed", 3, 3, "bench")
     assert result["commit"] and result["environment"]["memory_gb"] > 0 and result["environment"]["threads"] == "1"
-    assert "belongs_to" not in result
     (case,) = read_cases(result, "speed.json")
     assert case.arms == [*arms.values()] and (case.latent, case.tokens) == ([16, 16], 256)
     tome = arms["tome"]
@@ -88,19 +87,17 @@ def test_result_has_what_was_measured(tmp_path, stub):
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "reason"),
+    ("end", "ended", "status", "reason"),
     [
-        (KILLED, "error", "round 2: the worker ended by SIGKILL"),
-        (WorkerEndedError(-signal.SIGSEGV, ""), "error", "round 2: the worker ended by SIGSEGV"),
-        (
-            WorkerEndedError(1, "terminate: std::bad_alloc"),
-            "out of memory",
-            "round 2: the worker ended with status 1: terminate",
-        ),
+        (KILLED, 4, "error", "round 2: the worker ended by SIGKILL"),
+        (KILLED, 5, "out of memory", "round 2: the worker ended by SIGKILL"),  # the system counts one more
+        (WorkerEndedError(-signal.SIGSEGV, ""), 4, "error", "round 2: the worker ended by SIGSEGV"),
+        (WorkerEndedError(1, "terminate: std::bad_alloc"), 4, "out of memory", "ended with status 1: terminate"),
     ],
 )
-def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason):
-    made = stub(end)
+def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, monkeypatch, end, ended, status, reason):
+    made, counts = stub(end), iter([4, ended, ended])  # before the first worker, after its end, before the second
+    monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts, ended))
     arms = measure(tmp_path)
     tome = arms["tome"]
     assert tome.status == status and reason in tome.reason and tome.seconds == []
@@ -111,29 +108,17 @@ def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason
     assert failed.status == status and first.arms[1].status == "planned"
 
 
-def test_process_that_the_system_ends_is_out_of_memory(tmp_path, stub, monkeypatch):
-    stub(KILLED)
-    counts = iter([4, 5, 5])  # before the first worker, after its end, before the second
-    monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts))
-    assert measure(tmp_path)["tome"].status == "out of memory"
-
-
 def end_at_definition(stub, programs, times=1):
     yield "a definition", "check"
     if len(stub.calls) <= times:
         raise WorkerEndedError(3, "")
 
 
-def test_definition_that_ends_the_worker_is_skipped(tmp_path, stub):
-    made = stub(prepare=end_at_definition)
-    assert measure(tmp_path)["tome"].status == "measured"
+@pytest.mark.parametrize(("times", "status"), [(1, "measured"), (9, "error")])
+def test_definition_that_ends_the_worker_is_skipped_and_fails_all_arms_if_it_does_again(tmp_path, stub, times, status):
+    made = stub(prepare=lambda *arguments: end_at_definition(*arguments, times))
+    assert {arm.status for arm in measure(tmp_path).values()} == {status}
     assert [skip for *_, skip in made.calls] == [[], ["a definition"]]
-
-
-def test_worker_that_ends_at_the_same_definition_again_fails_all_arms(tmp_path, stub):
-    made = stub(prepare=lambda *arguments: end_at_definition(*arguments, times=9))
-    assert {arm.status for arm in measure(tmp_path).values()} == {"error"}
-    assert len(made.calls) == 2
 
 
 def test_worker_that_cannot_start_fails_all_arms(tmp_path, stub):
@@ -180,10 +165,10 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     made, output = stub(KeyboardInterrupt(), store), tmp_path / "new" / "speed.json"
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
-    assert {path.name for path in output.parent.iterdir()} == {"speed.json.partial", ".speed.json.programs"}
+    assert [path.name for path in output.parent.iterdir()] == [".speed.json.cache"]
     arms = measure(tmp_path, command="bench, continued")
     first, second = (programs for _, programs, _ in made.calls)
-    assert first == second and first.is_relative_to(output.with_name(".speed.json.programs"))
+    assert first == second and first.is_relative_to(output.with_name(".speed.json.cache"))
     assert [case.arms[0].seconds for case, *_ in made.calls] == [[], [0.5]]
     assert arms["plain"].seconds == arms["tome"].seconds == [0.5, 1.5, 2.5]
     assert json.loads(output.read_text())["command"] == "bench"
@@ -198,12 +183,14 @@ def test_programs_stay_in_a_folder_of_the_caller(tmp_path, stub):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
 
 
-def test_restart_forgets_programs(tmp_path, stub):
-    left = tmp_path / "new" / ".speed.json.programs" / "left"
-    left.mkdir(parents=True)
+def test_restart_forgets_figures_and_programs(tmp_path, stub):
+    stub(KeyboardInterrupt(), lambda stub, programs: (programs / "program").mkdir() or ())
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path)
     seen = []
-    stub(prepare=lambda *_: seen.append(left.exists()) or ())
+    made = stub(prepare=lambda stub, programs: seen.append((programs / "program").exists()) or ())
     assert measure(tmp_path, restart=True)["plain"].status == "measured" and seen == [False]
+    assert made.calls[0][0].arms[0].seconds == []
 
 
 def messages_of(case, rounds, tmp_path):
@@ -252,7 +239,7 @@ def test_worker_continues_a_case(tmp_path, monkeypatch):
     messages = messages_of(case, 2, tmp_path)
     assert [arm.seconds for arm in messages[-1].arms] == [[1.0, 2.0], [1.0, 2.0], []]
     steps = [message for message in messages if isinstance(message, tuple) and message[0]]
-    every = [(arm.name, step) for arm in (tome, plain) for step in ("overhead", "round 2", "warm-up")]
+    every = [(arm.name, step) for arm in (tome, plain) for step in ("round 2", "warm-up")]
     assert sorted(steps) == every
 
 
@@ -271,29 +258,26 @@ def test_arms_take_turns_in_another_order_in_each_round(tmp_path, monkeypatch):
     assert orders[0] == orders[1] and len({*map(tuple, orders[0])}) > 2
 
 
-def interrupt(folder, rounds, stub):
-    """Leave an incomplete result, and a stub."""
+CHANGES = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}
+
+
+@pytest.mark.parametrize("name", ["settings", "cases", "model_files", *CHANGES])
+def test_an_incomplete_result_of_something_else_is_not_continued(tmp_path, stub, monkeypatch, capsys, name):
+    changed = {"settings": Settings(4), "cases": cases(batch=3)}
     stub(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        measure(folder, settings=Settings(rounds))
-    stub()
-
-
-def test_incomplete_result_of_other_settings_is_not_lost_without_restart(tmp_path, stub):
-    interrupt(tmp_path, 9, stub)
-    with pytest.raises(ToMeConfigError, match=r"is an incomplete result with other settings: .* pass --restart"):
         measure(tmp_path)
-    assert measure(tmp_path, restart=True)["plain"].seconds == [0.5, 1.5, 2.5]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
-
-
-@pytest.mark.parametrize("name", ["sources", "versions", "describe_environment", "model_files"])
-def test_incomplete_result_of_other_sources_versions_machine_or_model_is_refused(tmp_path, stub, monkeypatch, name):
-    interrupt(tmp_path, 3, stub)
-    others = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}
-    monkeypatch.setattr(runner, name, lambda *_: others.get(name, "retrained"))
-    with pytest.raises(ToMeConfigError, match="an incomplete result with other"):
-        measure(tmp_path)
+    if name not in changed:
+        monkeypatch.setattr(runner, name, lambda *_: CHANGES.get(name, "retrained"))
+    made = stub(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path, **{name: changed[name]} if name in changed else {})
+    assert made.calls[0][0].arms[0].seconds == []
+    assert "an incomplete result of other cases, models, settings, versions or code" in capsys.readouterr().err
+    monkeypatch.undo()
+    made = stub()
+    measure(tmp_path)
+    assert made.calls[0][0].arms[0].seconds == [0.5], "the first one is there until a run completes"
 
 
 @pytest.mark.parametrize("value", [0, 10**23, math.nan])
@@ -301,23 +285,3 @@ def test_incomplete_result_of_other_sources_versions_machine_or_model_is_refused
 def test_settings_are_checked(name, value):
     with pytest.raises(ToMeConfigError, match=r"--[a-z-]+ [-0-9a-z.e+]+ is not allowed: it must be from 1"):
         Settings(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda result: result.update(kind="load"), "speed.json is not a speed result"),
-        (lambda result: result.update(format=1), "speed.json has format 1"),
-        (lambda result: result.pop("rounds"), r"speed.json is not a complete speed result \(KeyError\('rounds'\)\)"),
-        (lambda result: result["cases"][0]["arms"][0].update(seconds=[1.0]), "3 positive values are expected"),
-        (lambda result: result["cases"][0]["arms"][0].update(seconds=[1.0, 2.0, 0]), "3 positive values are expected"),
-        (lambda result: result["cases"][0]["arms"][0].update(guess=1), "is not a complete speed result"),
-    ],
-)
-def test_damaged_result_is_refused(tmp_path, stub, change, message):
-    stub()
-    measure(tmp_path)
-    result = json.loads((tmp_path / "new" / "speed.json").read_text())
-    change(result)
-    with pytest.raises(ToMeConfigError, match=message):
-        read_cases(result, "speed.json")

@@ -1,21 +1,19 @@
 """`tune`: the search on a landscape whose best point is known, and the command on a tiny model."""
 
 import json
-import math
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import tiny_pipeline
 from zoo.parts import unet as unet_of_zoo
 
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError, apply_tome
+from ppdiffusers_tome import ToMeConfig, apply_tome
 from ppdiffusers_tome.cli import _parser, main
 from ppdiffusers_tome.commands import tune
-from ppdiffusers_tome.evaluation.quality import image_generation
+from ppdiffusers_tome.evaluation.quality import image_generation, networks
 from ppdiffusers_tome.evaluation.speed import backends
 from ppdiffusers_tome.evaluation.speed.backends import ProgramBackend
+from ppdiffusers_tome.evaluation.speed.cases import make_case
 from ppdiffusers_tome.evaluation.tuning import measurement, outcome
 from ppdiffusers_tome.evaluation.tuning import search as tuning
 from ppdiffusers_tome.evaluation.tuning.measurement import Measurement
@@ -24,7 +22,6 @@ from ppdiffusers_tome.evaluation.tuning.search import (
     PSNR,
     SPEED_UP,
     Candidate,
-    Figures,
     Goal,
     Stage,
     known_candidates,
@@ -32,7 +29,8 @@ from ppdiffusers_tome.evaluation.tuning.search import (
     nearest,
     search,
 )
-from ppdiffusers_tome.inference import export, read_manifest
+from ppdiffusers_tome.generation import offline
+from ppdiffusers_tome.inference import export
 from ppdiffusers_tome.positions import Grid
 
 STAGES = make_stages(9, 8)
@@ -54,8 +52,8 @@ LANDSCAPE = {
 class FakeMeasurement:
     """Figures of a landscape, by ratio, and what was asked for. `early` are speed-ups of fewer than nine rounds."""
 
-    def __init__(self, landscape=LANDSCAPE, early=None, stop_after=math.inf):
-        self.landscape, self.early, self.stop_after = landscape, early or {}, stop_after
+    def __init__(self, landscape=LANDSCAPE, early=None):
+        self.landscape, self.early = landscape, early or {}
         self.timed, self.compared = [], []
 
     def time(self, configs, rounds):
@@ -66,103 +64,39 @@ class FakeMeasurement:
 
     def compare(self, configs, images):
         for config in configs:
-            if len(self.compared) == self.stop_after:
-                raise KeyboardInterrupt
             self.compared.append((config.ratio, images))
             _, psnr, perceptual = self.landscape[config.ratio]
             yield config, [psnr] * images, [perceptual] * images
 
 
-def make_figures(path, ratios=tuple(LANDSCAPE), restart=False, **fingerprint):
-    return Figures(path / "figures.json", [ToMeConfig(r) for r in ratios], fingerprint, "tune", restart)
+def search_in(fake, goal, ratios=tuple(LANDSCAPE), stages=STAGES, report=lambda text: None, **options):
+    """What the search chooses of these ratios, and all candidates."""
+    configs = [ToMeConfig(ratio) for ratio in ratios]
+    return search(configs, goal, stages, fake.time, fake.compare, report, **options)
 
 
-def find(path, goal, fake, stages=STAGES, report=lambda text: None):
+def find(fake, goal, **options):
     """The ratio that the search chooses; None if it chooses none."""
-    chosen = search(make_figures(path), goal, stages, fake.time, fake.compare, report)
+    chosen, _ = search_in(fake, goal, **options)
     return chosen and chosen.config.ratio
 
 
 @pytest.mark.parametrize(
-    ("measure", "value", "best"),
-    [
-        (SPEED_UP, 1.3, 0.3),
-        (SPEED_UP, 1.05, 0.1),
-        (SPEED_UP, 2.1, 0.7),
-        (PSNR, 35, 0.4),
-        (PSNR, 50, 0.1),
-        (PERCEPTUAL, 0.02, 0.5),
-        (PERCEPTUAL, 0.005, 0.2),
-    ],
+    ("measure", "bests"),
+    [(SPEED_UP, {1.3: 0.3, 1.05: 0.1, 2.1: 0.7}), (PSNR, {35: 0.4, 50: 0.1}), (PERCEPTUAL, {0.02: 0.5, 0.005: 0.2})],
 )
-def test_the_known_best_point_is_chosen(measure, value, best, tmp_path):
-    assert find(tmp_path, Goal(measure, value), FakeMeasurement()) == best
+def test_the_known_best_point_is_chosen(measure, bests):
+    assert {value: find(FakeMeasurement(), Goal(measure, value)) for value in bests} == bests
 
 
-def test_few_figures_for_all_and_more_for_the_better_half(tmp_path):
-    fake = FakeMeasurement()
-    find(tmp_path, Goal(PSNR, 35), fake)
+def test_few_figures_for_all_and_more_for_the_better_half():
+    fake, reports = FakeMeasurement(), []
+    find(fake, Goal(PSNR, 35), report=reports.append)
     assert [ratio for ratio, rounds in fake.timed if rounds == 3] == list(LANDSCAPE)
     assert 0.05 not in {ratio for ratio, _ in fake.compared}, "what is slower than plain gets no images"
     by_images = {n: {ratio for ratio, images in fake.compared if images == n} for n in (2, 4, 8)}
     assert {n: len(ratios) for n, ratios in by_images.items()} == {2: 8, 4: 4, 8: 3}
     assert by_images[8] < by_images[4] and {ratio for ratio, rounds in fake.timed if rounds == 9} == by_images[8]
-
-
-def test_what_is_clearly_too_slow_for_the_goal_gets_no_images(tmp_path):
-    fake = FakeMeasurement()
-    find(tmp_path, Goal(SPEED_UP, 1.55), fake)  # 1.5 is within the margin, 1.35 is not
-    assert {ratio for ratio, _ in fake.compared} == {0.4, 0.5, 0.6, 0.7}
-
-
-def test_no_candidate_is_chosen_if_none_reaches_the_goal(tmp_path):
-    fake = FakeMeasurement()
-    assert find(tmp_path, Goal(SPEED_UP, 2.5), fake) is None and not fake.compared
-    candidates = make_figures(tmp_path).candidates
-    assert nearest(candidates, Goal(SPEED_UP, 2.5)).config.ratio == 0.7
-    # 60 dB is reached by what is slower than plain alone
-    assert find(tmp_path, Goal(PSNR, 55), FakeMeasurement()) is None
-    assert nearest(make_figures(tmp_path).candidates, Goal(PSNR, 55)).config.ratio == 0.1
-
-
-def test_what_was_left_behind_is_measured_if_all_finalists_fall_short(tmp_path):
-    # Few rounds flatter the nearest three; of the others, 0.33 is the nearest that reaches the goal, then 0.4.
-    fake = FakeMeasurement(early={0.05: 1.31, 0.1: 1.31, 0.2: 1.31, 0.7: 1.2})
-    fake.landscape = {**LANDSCAPE, 0.3: (1.35, 28.0, 0.05)}
-    goal = Goal(SPEED_UP, 1.3)
-    assert find(tmp_path, goal, fake, [Stage(3, 2), Stage(3, 4), Stage(9, 8)]) == 0.33
-    finalists = [ratio for ratio, rounds in fake.timed if rounds == 9]
-    assert set(finalists[:3]) == {0.05, 0.1, 0.2} and finalists[3:] == [0.33, 0.4]
-
-
-def test_what_is_just_short_of_the_goal_and_nearer_goes_on(tmp_path):
-    # In few rounds 0.3 misses the goal by less than the margin; five others reach it.
-    fake = FakeMeasurement(early={0.3: 1.28, 0.1: 1.0, 0.2: 1.1})
-    assert find(tmp_path, Goal(SPEED_UP, 1.3), fake) == 0.3
-
-
-def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen(tmp_path):
-    fake = FakeMeasurement({**LANDSCAPE, 0.1: (0.98, 50.0, 0.002)}, early={0.1: 1.03})
-    assert find(tmp_path, Goal(PSNR, 48), fake) is None
-    assert (0.1, 8) in fake.compared, "its images reach the goal"
-
-
-def test_a_candidate_that_fails_does_not_end_the_others(tmp_path):
-    fake = FakeMeasurement()
-
-    def timer(configs, rounds):
-        for config, speed_ups in fake.time(configs, rounds):
-            yield config, "out of memory" if config.ratio == 0.3 else speed_ups
-
-    figures = make_figures(tmp_path)
-    chosen = search(figures, Goal(SPEED_UP, 1.3), STAGES, timer, fake.compare, lambda text: None)
-    assert chosen.config.ratio == 0.33
-    assert [c.failure for c in figures.candidates if c.failure] == ["out of memory"]
-
-
-def test_each_stage_is_reported(tmp_path):
-    reports = []
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement(), report=reports.append)
     assert reports == [
         "stage 1 of 3: 9 candidates, 3 rounds and 2 images of each",
         "stage 2 of 3: 4 candidates, 3 rounds and 4 images of each",
@@ -170,72 +104,50 @@ def test_each_stage_is_reported(tmp_path):
     ]
 
 
-# What is stored
-
-
-def test_a_second_run_measures_only_what_is_missing(tmp_path):
-    stopped = FakeMeasurement(stop_after=3)
-    with pytest.raises(KeyboardInterrupt):
-        find(tmp_path, Goal(PSNR, 35), stopped)
-    resumed, whole = FakeMeasurement(), FakeMeasurement()
-    assert find(tmp_path, Goal(PSNR, 35), resumed) == 0.4
-    find(tmp_path / "other", Goal(PSNR, 35), whole)
-    assert stopped.compared + resumed.compared == whole.compared and stopped.timed + resumed.timed == whole.timed
-
-
-def test_another_goal_uses_the_same_figures(tmp_path):
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
+def test_what_is_clearly_too_slow_for_the_goal_gets_no_images():
     fake = FakeMeasurement()
-    assert find(tmp_path, Goal(PERCEPTUAL, 0.02), fake) == 0.5
-    assert all(rounds == 9 for _, rounds in fake.timed) and not any(images == 2 for _, images in fake.compared)
+    find(fake, Goal(SPEED_UP, 1.55))  # 1.5 is within the margin, 1.35 is not
+    assert {ratio for ratio, _ in fake.compared} == {0.4, 0.5, 0.6, 0.7}
 
 
-def test_equal_images_are_stored(tmp_path):
-    figures = make_figures(tmp_path, [0.5])
-    (candidate,) = figures.candidates
-    candidate.speed_up, candidate.psnr, candidate.perceptual = [1.5], [math.inf, 50.0], [0.0, 0.1]
-    figures.save()
-    assert "Infinity" not in (tmp_path / "figures.json").read_text()
-    assert make_figures(tmp_path, [0.5]).candidates == figures.candidates
+def test_no_candidate_is_chosen_if_none_reaches_the_goal():
+    fake = FakeMeasurement()
+    chosen, candidates = search_in(fake, Goal(SPEED_UP, 2.5))
+    assert chosen is None and not fake.compared
+    assert nearest(candidates, Goal(SPEED_UP, 2.5)).config.ratio == 0.7
+    chosen, candidates = search_in(fake, Goal(PSNR, 55))  # 60 dB is reached by what is slower than plain alone
+    assert chosen is None and nearest(candidates, Goal(PSNR, 55)).config.ratio == 0.1
 
 
-def test_figures_of_other_candidates_stay_in_the_file(tmp_path):
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
-    before = make_figures(tmp_path).candidates
-    make_figures(tmp_path, [0.75]).save()
-    assert make_figures(tmp_path).candidates == before
+def test_what_was_left_behind_is_measured_if_all_finalists_fall_short():
+    # Few rounds flatter the nearest three; of the others, 0.33 is the nearest that reaches the goal, then 0.4.
+    fake = FakeMeasurement(early={0.05: 1.31, 0.1: 1.31, 0.2: 1.31, 0.7: 1.2})
+    fake.landscape = {**LANDSCAPE, 0.3: (1.35, 28.0, 0.05)}
+    goal = Goal(SPEED_UP, 1.3)
+    assert find(fake, goal, stages=[Stage(3, 2), Stage(3, 4), Stage(9, 8)]) == 0.33
+    finalists = [ratio for ratio, rounds in fake.timed if rounds == 9]
+    assert set(finalists[:3]) == {0.05, 0.1, 0.2} and finalists[3:] == [0.33, 0.4]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: "[]",
-        lambda text: text.replace('"tuning"', '"speed"'),
-        lambda text: text.replace('"format": 1', '"format": 0'),
-        lambda text: text.replace('"ratio": 0.3,', '"ratio": 3,'),
-        lambda text: text.replace('"candidates"', '"others"'),
-        lambda text: text.replace("1.35", "-1.35"),
-        lambda text: text.replace("1.35", '"fast"'),
-        lambda text: text.replace('"perceptual": [', '"perceptual": [1, '),
-    ],
-)
-def test_a_damaged_file_is_an_error_that_names_the_remedy(damage, tmp_path):
-    find(tmp_path, Goal(PSNR, 35), FakeMeasurement())
-    file = tmp_path / "figures.json"
-    text = damage(file.read_text())
-    assert file.read_text() != text
-    file.write_text(text)
-    with pytest.raises(ToMeConfigError, match=r"figures\.json has no figures that can be continued.*--restart"):
-        make_figures(tmp_path)
-    assert make_figures(tmp_path, restart=True).candidates == [Candidate(ToMeConfig(r)) for r in LANDSCAPE]
+def test_what_is_just_short_of_the_goal_and_nearer_goes_on():
+    # In few rounds 0.3 misses the goal by less than the margin; five others reach it.
+    fake = FakeMeasurement(early={0.3: 1.28, 0.1: 1.0, 0.2: 1.1})
+    assert find(fake, Goal(SPEED_UP, 1.3)) == 0.3
 
 
-def test_figures_of_something_else_are_refused(tmp_path):
-    make_figures(tmp_path, model="a", size=64).save()
-    make_figures(tmp_path, model="a", size=64)
-    with pytest.raises(ToMeConfigError, match=r"figures of another size: pass --restart"):
-        make_figures(tmp_path, model="a", size=128)
+def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen():
+    fake = FakeMeasurement({**LANDSCAPE, 0.1: (0.98, 50.0, 0.002)}, early={0.1: 1.03})
+    assert find(fake, Goal(PSNR, 48)) is None
+    assert (0.1, 8) in fake.compared, "its images reach the goal"
+
+
+def test_a_candidate_that_fails_does_not_end_the_others():
+    fake = FakeMeasurement()
+    measured = fake.time
+    fake.time = lambda *of: ((c, "out of memory" if c.ratio == 0.3 else values) for c, values in measured(*of))
+    chosen, candidates = search_in(fake, Goal(SPEED_UP, 1.3))
+    assert chosen.config.ratio == 0.33
+    assert [c.failure for c in candidates if c.failure] == ["out of memory"]
 
 
 # The candidates
@@ -271,33 +183,35 @@ def test_ratios_between_those_of_the_best(measure, value, between, monkeypatch):
     assert not tuning.ratios_between(candidates, candidates, Goal(measure, value))
 
 
-def test_ratios_between_are_measured_and_stored(tmp_path):
+def test_ratios_between_are_measured():
     landscape = {ratio: (1 + ratio, 60 - 40 * ratio, ratio) for ratio in (0.05, 0.15, 0.3, 0.4, 0.5, 0.62, 0.75)}
-
-    def run(fake):
-        figures = make_figures(tmp_path, [0.3, 0.5, 0.75])
-        measured = fake.time, fake.compare, lambda text: None
-        return search(figures, Goal(SPEED_UP, 1.4), STAGES, *measured, refines=True).config.ratio
-
-    assert run(FakeMeasurement(landscape)) == 0.4
-    again = FakeMeasurement(landscape)
-    assert run(again) == 0.4 and not any(rounds == 9 for ratio, rounds in again.timed if ratio == 0.4)
+    assert find(FakeMeasurement(landscape), Goal(SPEED_UP, 1.4), ratios=[0.3, 0.5, 0.75], refines=True) == 0.4
 
 
 # The command
 
 
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory):
+    """Its images and programs are measured once for all tests."""
+    return tmp_path_factory.mktemp("tuned") / "new"
+
+
 @pytest.fixture
-def command(model, tmp_path):
-    """Runs `tune` on the tiny model with two candidates; its settings file is tmp_path / "new" / "tuned.json"."""
+def output(shared_folder):
+    """The settings file, which is absent."""
+    file = shared_folder / "tuned.json"
+    for path in (file, file.with_suffix(".png")):
+        path.unlink(missing_ok=True)
+    return file
+
+
+@pytest.fixture
+def command(model, output):
+    """Runs `tune` on the tiny model with two candidates."""
     options = ["--size", "32", "--steps", "2", "--rounds", "2", "--count", "2", "--threads", "1"]
     options += ["--backend", "eager", "--merging", "ratio=0.25", "ratio=0.75"]
-
-    def run(*more):
-        output = str(tmp_path / "new" / "tuned.json")
-        return main(["tune", "--model", str(model), *options, "--output", output, *more])
-
-    return run
+    return lambda *more: main(["tune", "--model", str(model), *options, "--output", str(output), *more])
 
 
 def set_speed_ups(monkeypatch, speed_ups):
@@ -309,10 +223,10 @@ def set_speed_ups(monkeypatch, speed_ups):
     monkeypatch.setattr(Measurement, "time", time)
 
 
-def test_the_settings_that_reach_the_goal_are_written(command, tmp_path, monkeypatch, capsys):
+def test_the_settings_that_reach_the_goal_are_written(command, output, monkeypatch, capsys):
     set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.6})
     assert command("--speed-up", "1.4") == 0
-    printed, file = capsys.readouterr().out, tmp_path / "new" / "tuned.json"
+    printed, file = capsys.readouterr().out, output
     content = json.loads(file.read_text())
     assert ToMeConfig.load(file) == ToMeConfig(0.75, min_tokens=256)  # smaller images stay plain
     assert (content["size"], content["sizes"]) == (32, {"measured": [32], "merges_from": 32})
@@ -321,6 +235,7 @@ def test_the_settings_that_reach_the_goal_are_written(command, tmp_path, monkeyp
     assert content["command"].startswith("python -m ppdiffusers_tome tune") and content["environment"]["machine"]
     slow, fast = content["candidates"]
     assert "psnr" not in slow and fast["psnr"] == content["figures"]["psnr"] > 0 and fast["perceptual"] > 0
+    assert "merge too" not in printed
     (chosen,) = [line for line in printed.splitlines() if line.startswith("→ *")]
     assert "0.75" in chosen and "1.60×" in chosen
     assert f"written to {file} and {file.with_suffix('.png')}" in printed and file.with_suffix(".png").exists()
@@ -330,130 +245,111 @@ def test_the_settings_that_reach_the_goal_are_written(command, tmp_path, monkeyp
     assert blocks and not any(block.is_gated for block in blocks)
 
 
-@pytest.mark.parametrize(("goal", "value", "ratio"), [("psnr", "1", 0.75), ("perceptual", "1000", 0.75)])
-def test_goals_of_distance_choose_the_fastest(goal, value, ratio, command, tmp_path, monkeypatch):
-    set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.6})
-    assert command(f"--{goal}", value) == 0
-    assert ToMeConfig.load(tmp_path / "new" / "tuned.json").ratio == ratio
-    set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.1})
-    assert command(f"--{goal}", value, "--restart") == 0
-    assert ToMeConfig.load(tmp_path / "new" / "tuned.json").ratio == 0.25
+NOTHING_FASTER, NOT_REACHED = "Nothing is faster than plain at 32 px in eager", "No candidate reaches the goal"
 
 
-@pytest.mark.parametrize("goal", [("--speed-up", "1.4"), ("--psnr", "5")])
-def test_where_nothing_is_faster_than_plain_ratio_0_is_written(goal, command, tmp_path, monkeypatch, capsys):
-    set_speed_ups(monkeypatch, {0.25: 0.7, 0.75: 0.99})
-    assert command(*goal) == 0
-    assert "Nothing is faster than plain at 32 px in eager" in capsys.readouterr().out
-    content = json.loads((tmp_path / "new" / "tuned.json").read_text())
-    assert content["settings"]["ratio"] == 0 and content["figures"] is None and content["sizes"]["merges_from"] is None
-    pipe = tiny_pipeline()
-    apply_tome(pipe, config=tmp_path / "new" / "tuned.json")
-
-
-@pytest.mark.parametrize(("goal", "near"), [(("--speed-up", "3"), "0.75"), (("--psnr", "200"), "0.25")])
-def test_a_goal_that_is_not_reached_writes_nothing(goal, near, command, tmp_path, monkeypatch, capsys):
-    set_speed_ups(monkeypatch, {0.25: 1.2, 0.75: 1.6})
-    assert command(*goal) == 1
+@pytest.mark.parametrize(
+    ("goal", "speed_ups", "ratio", "words"),
+    [
+        (("--psnr", "1"), (1.2, 1.6), 0.75, "→ *"),
+        (("--psnr", "1"), (1.2, 1.1), 0.25, "→ *"),
+        (("--perceptual", "1000"), (1.2, 1.6), 0.75, "→ *"),
+        (("--speed-up", "1.4"), (0.7, 0.99), 0, NOTHING_FASTER),
+        (("--psnr", "5"), (0.7, 0.99), 0, NOTHING_FASTER),
+        (("--speed-up", "3"), (1.2, 1.6), None, "Nearest: default, ratio 0.75, "),
+        (("--psnr", "200"), (1.2, 1.6), None, "Nearest: default, ratio 0.25, "),
+    ],
+)
+def test_goals(goal, speed_ups, ratio, words, command, output, monkeypatch, capsys):
+    set_speed_ups(monkeypatch, dict(zip((0.25, 0.75), speed_ups, strict=True)))
+    assert command(*goal) == (1 if ratio is None else 0)
     printed = capsys.readouterr().out
-    assert "No candidate reaches the goal" in printed and f"Nearest: default, ratio {near}, " in printed
-    assert not (tmp_path / "new" / "tuned.json").exists()
+    assert words in printed and (NOT_REACHED in printed) == (ratio is None) != output.exists()
+    if ratio is not None:
+        content = json.loads(output.read_text())
+        assert content["settings"]["ratio"] == ToMeConfig.load(output).ratio == ratio
+        assert [content["figures"] is None, content["sizes"]["merges_from"] is None] == [ratio == 0] * 2
+        apply_tome(tiny_pipeline(), config=output)
 
 
-def test_a_whole_run_and_its_repetition(command, tmp_path, monkeypatch, capsys):
+def test_a_whole_run_and_its_repetition(command, output, monkeypatch):
     """Measured times decide, so any of the candidates may be chosen, or none."""
-    options = ["--psnr", "1", "--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75"]
-    assert command(*options) == 0
-    file = tmp_path / "new" / "tuned.json"
-    content = json.loads(file.read_text())
+    options = ["--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75", "--restart"]
+    assert command("--psnr", "1", *options) == 0
+    content = json.loads(output.read_text())
     assert content["backend"] == "eager" and len(content["candidates"]) == 2
     assert all(candidate["rounds"] == 2 for candidate in content["candidates"])
-    figures = json.loads((tmp_path / "new" / "tuned.tune" / "figures.json").read_text())
-    assert figures["kind"] == "tuning" and figures["fingerprint"]["backend"] == "eager"
-    for name in ("time", "compare"):
-        monkeypatch.setattr(Measurement, name, lambda *args, name=name: pytest.fail(f"{name} was called"))
-    assert command(*options) == 0
-    assert json.loads(file.read_text())["candidates"] == content["candidates"]
-    assert command(*options, "--size", "64") == 2
-    assert "figures of another size: pass --restart" in capsys.readouterr().err
+    for place, name in ((measurement, "measure_all"), (offline, "generate_batch"), (networks, "run")):
+        monkeypatch.setattr(place, name, lambda *args, name=name, **_: pytest.fail(f"{name} was called"))
+    assert command("--perceptual", "1000", *options[:-1]) == 0  # another goal
+    assert json.loads(output.read_text())["candidates"] == content["candidates"]
 
 
 @pytest.fixture
-def traced(exported_folder, worker_in_this_process, monkeypatch):
-    """Programs come from an export instead of a trace, and are timed in this process, where merging is twice as fast.
-
-    Returns the labels of what would have been traced.
-    """
-    labels, files = [], read_manifest(exported_folder).programs
-
-    def save(traceable, planned, root, folder, *others):
-        labels.append(f"{planned.label}, {planned.ratio}")
-        (file,) = (file for file in files if file.place == planned.place)
-        (root / folder).mkdir(parents=True)
-        paths = [Path(shutil.copy(exported_folder / path, root / folder)) for path in (file.program, file.params)]
-        program, params = (path.relative_to(root).as_posix() for path in paths)
-        return replace(file, program=program, params=params)
-
+def traced(worker_in_this_process, monkeypatch):
+    """The labels of programs that are traced. They are timed in this process, where merging is twice as fast."""
+    labels = []
     for module in (backends, export):
+
+        def save(traceable, planned, *others, trace=module.save):
+            labels.append(f"{planned.label}, {planned.ratio}")
+            return trace(traceable, planned, *others)
+
         monkeypatch.setattr(module, "save", save)
     monkeypatch.setattr(ProgramBackend, "seconds", lambda self, arm: 1.0 if arm.config else 2.0)
     return labels
 
 
-TRACED = ["text_encoder, None", "unet at 32x32, 0.0", "unet at 32x32, 0.5", "vae_decoder, None"]
-
-
-def test_each_program_is_traced_once(command, traced, tmp_path):
-    options = ["--backend", "predictor", "--speed-up", "1.9", "--merging", "ratio=0.5", "--rounds", "4"]
+def test_each_program_is_traced_once(command, traced, output):
+    options = ["--backend", "predictor", "--speed-up", "1.9", "--merging", "ratio=0.5", "--rounds", "4", "--restart"]
     assert command(*options) == 0
-    folder = tmp_path / "new" / "tuned.tune"
-    assert len(list(folder.glob("speed_*.json"))) == 2, "two stages"
-    assert sorted(traced) == TRACED
-    content = json.loads((tmp_path / "new" / "tuned.json").read_text())
+    assert sorted(traced) == ["text_encoder, None", "unet at 32x32, 0.0", "unet at 32x32, 0.5", "vae_decoder, None"]
+    content = json.loads(output.read_text())
     assert content["figures"]["rounds"] == 4 and content["figures"]["psnr"] > 0
     traced.clear()
+    options.pop()
     assert command(*options, "--rounds", "5") == 0  # more rounds than there are
-    assert not traced and len(list(folder.glob("speed_*.json"))) == 3
-    # Programs of another model or of other sources must not be used.
-    for programs in (folder / "unets").iterdir():
-        programs.rename(folder / "unets" / "another")
-    assert command(*options, "--rounds", "6") == 0
-    assert sorted(traced) == TRACED[1:3]
+    assert not traced
 
 
-def test_figures_are_those_of_all_settings(model, tmp_path, monkeypatch):
+def test_figures_are_measured_once_for_what_decides_them(model, tmp_path, monkeypatch):
     """Two candidates may have the same name in words: theirs differ in the seventh digit, and in the seed of dst."""
-    outputs = []
+    runs = []
 
     def measure(cases, settings, output, command, programs):
-        outputs.append(output.name)
-        for arm in (arms := cases[0].arms):
-            arm.status, arm.seconds = (
-                "measured",
-                [4.0 if arm.config is None else 4 / (1 + arm.config.seed + arm.ratio)],
-            )
+        arms = cases[0].arms
+        runs.append(len(arms) - 1)
+        for arm in arms:
+            arm.status, merging = "measured", 1 if arm.config is None else 1 + arm.config.seed + arm.ratio
+            arm.seconds = [4 / merging] * settings.rounds
+            if arm.ratio == 0.25:
+                arm.fail("error", "of no use")
         return [replace(cases[0], arms=arms[::-1])]
 
     options = ["--model", str(model), "--size", "32", "--psnr", "3", "--output", str(tmp_path / "a.json")]
     case, evaluation, _ = tune._checked(_parser().parse_args(["tune", *options]))
+    assert (case.batch, evaluation.steps, evaluation.guidance_scale) == (2, 50, 7.5)  # the model's own
     monkeypatch.setattr(measurement, "measure_all", measure)
-    configs = [ToMeConfig(0.5), ToMeConfig(0.5000001), ToMeConfig(0.5, seed=1)]
-    measured = Measurement(case, evaluation, tmp_path, "tune")
-    timed = dict(measured.time(configs, 1))
-    assert {config: speed_ups[0] for config, speed_ups in timed.items()} == pytest.approx(
-        dict(zip(configs, (1.5, 1.5000001, 2.5), strict=True)), rel=1e-9
+    configs = [ToMeConfig(0.5), ToMeConfig(0.5000001), ToMeConfig(0.5, seed=1), ToMeConfig(0.25)]
+
+    def timed(configs, rounds=1):
+        return dict(Measurement(case, evaluation, tmp_path, "tune").time(configs, rounds))
+
+    first = timed(configs)
+    assert first.pop(configs[3]) == "error: of no use"
+    assert {config: speed_ups[0] for config, speed_ups in first.items()} == pytest.approx(
+        dict(zip(configs, (1.5, 1.5000001, 2.5), strict=False)), rel=1e-9
     )
-    list(measured.time(configs[:2], 1))
-    list(measured.time(configs[1:], 1))
-    assert len(set(outputs)) == 3
-
-
-def test_other_weights_under_the_same_path_are_refused(command, model, monkeypatch, capsys):
-    set_speed_ups(monkeypatch, {0.25: 0.5, 0.75: 0.5})
-    assert command("--psnr", "1") == 0
+    assert {**timed(configs[:3]), **timed(configs[3:])} == {**first, configs[3]: "error: of no use"} and runs == [4]
+    timed([*configs, ToMeConfig(0.4)])
+    timed(configs[:2], rounds=2)
+    assert runs == [4, 1, 2], "only what is missing"
+    for file in tmp_path.glob("*/figures/*.json"):
+        file.write_text(file.read_text()[:-1])
+    assert timed(configs)[configs[0]] == first[configs[0]] and runs[3:] == [4], "damaged"
     monkeypatch.setattr(image_generation, "model_files", lambda model: f"{model}, retrained")
-    assert command("--psnr", "1") == 2
-    assert "figures of another content of the model: pass --restart" in capsys.readouterr().err
+    timed(configs)
+    assert runs[4:] == [4], "other weights under the same path"
 
 
 @pytest.mark.parametrize(
@@ -466,56 +362,38 @@ def test_other_weights_under_the_same_path_are_refused(command, model, monkeypat
         (["--psnr", "30", "--size", "33"], "--size 33 is not allowed"),
         (["--psnr", "30", "--size", "8"], "size=8 is not allowed"),
         (["--psnr", "30", "--rounds", "0"], "--rounds 0 is not allowed"),
-        (["--psnr", "30", "--threads", "0"], "--threads 0 is not allowed"),
-        (["--psnr", "30", "--count", "1"], "count=1 is not allowed"),
         (["--psnr", "30", "--steps", "0"], "steps=0 is not allowed"),
-        (["--psnr", "30", "--guidance-scale", "inf"], "guidance_scale=inf is not allowed"),
         (["--psnr", "30", "--merging", "ratio=0"], "--merging ratio=0 is not allowed"),
-        (["--psnr", "30", "--merging", "ration=1"], "'ration' is not a setting"),
         (["--psnr", "30", "--merging", "ratio=0.001"], "merges no token"),
         (["--psnr", "30", "--model", "nowhere"], "nowhere is not a folder"),
         (["--psnr", "30", "--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--psnr", "30", "--output", "tuned.png"], "--output tuned.png is not allowed: name a .json file"),
     ],
 )
-def test_bad_options_are_errors_before_anything_is_measured(options, message, command, tmp_path, monkeypatch, capsys):
+def test_bad_options_are_errors_before_anything_is_measured(options, message, command, output, monkeypatch, capsys):
     monkeypatch.setattr(tune, "search", lambda *_: pytest.fail("something was measured"))
     assert command(*options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
-    assert not list(tmp_path.iterdir())
+    assert not output.exists()
 
 
-def test_what_is_not_given_is_the_models_own(model, tmp_path):
-    options = _parser().parse_args(
-        ["tune", "--model", str(model), "--psnr", "30", "--output", str(tmp_path / "a.json")]
-    )
-    case, evaluation, _ = tune._checked(options)
-    assert (case.size, case.batch, evaluation.size) == (32, 2, 32)
-    assert (evaluation.steps, evaluation.guidance_scale) == (50, 7.5)  # StableDiffusionPipeline's
-
-
-@pytest.mark.parametrize(("levels", "smallest"), [("", 32), (",max_downsample=2", 16)])
-def test_smaller_images_that_merge_are_reported(levels, smallest, tmp_path, monkeypatch, capsys):
+def test_smaller_images_that_merge_are_reported(tmp_path, monkeypatch, capsys):
     """None does with one level. Each grid is compared by itself, and level 1 at 16 px is like level 2 at 32 px."""
     folder, output = tmp_path / "model", tmp_path / "tuned.json"
     tiny_pipeline(unet=unet_of_zoo()).save_pretrained(str(folder))
     set_speed_ups(monkeypatch, {0.5: 1.6})
     options = ["--size", "32", "--steps", "1", "--count", "2", "--guidance-scale", "1", "--backend", "eager"]
-    options += ["--merging", f"ratio=0.5{levels}", "--model", str(folder), "--output", str(output)]
+    options += ["--merging", "ratio=0.5,max_downsample=2", "--model", str(folder), "--output", str(output)]
     assert main(["tune", "--speed-up", "1.4", *options]) == 0
-    assert json.loads(output.read_text())["sizes"] == {"measured": [32], "merges_from": smallest}
-    assert ("Images from 16 px on merge too" in capsys.readouterr().out) == (smallest < 32)
+    assert json.loads(output.read_text())["sizes"] == {"measured": [32], "merges_from": 16}
+    assert ToMeConfig.load(output).min_tokens == 64
+    assert "Images from 16 px on merge too" in capsys.readouterr().out
+    case = make_case(str(folder), size=32, batch=2)
+    assert outcome.gate(ToMeConfig(0.5, min_tokens=4), case).min_tokens == 4, "its own"
 
 
 @pytest.mark.parametrize("goals", [[], ["--psnr", "30", "--speed-up", "2"]])
 def test_there_is_one_goal(goals, command):
     with pytest.raises(SystemExit):
         command(*goals)
-
-
-def test_settings_of_deeper_levels_merge_from_smaller_sizes_on(model):
-    case = tune.make_case(str(model), size=32, batch=2)
-    gated = outcome.gate(ToMeConfig(0.5, max_downsample=2), case)
-    assert gated.min_tokens == 64 and outcome.smallest_size(gated, case) == 16
-    assert outcome.gate(replace(gated, min_tokens=4), case).min_tokens == 4

@@ -23,13 +23,13 @@ from ..evaluation.speed.cases import (
     PLAIN,
     PREDICTOR,
     PROGRAMS,
-    SCOPES,
     Case,
     make_arms,
     make_case,
     make_configs,
 )
 from ..evaluation.speed.runner import Settings, measure_all
+from ..evaluation.speed.workloads import WORKLOADS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 
@@ -43,7 +43,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure speed and memory",
-        description="Time a UNet, one of its blocks or a pipeline, with and without token merging.",
+        description="Time a UNet or a pipeline, with and without token merging.",
     )
     _add_options(bench)
     bench.set_defaults(run=partial(_speed, bench))
@@ -56,12 +56,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         default=Path("outputs"),
         help="folder for speed.md and its plots (default: outputs)",
     )
-    report.add_argument(
-        "--compare",
-        type=Path,
-        metavar="OLD",
-        help="an older result: print what became slower or faster; exit status 1 if an arm of ours became slower",
-    )
     report.set_defaults(run=_report)
 
 
@@ -73,9 +67,9 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
         "--architecture", choices=list(ARCHITECTURES), default="sd15", help="UNet with random weights" + DEFAULT
     )
     option = group.add_argument
-    option("--scope", choices=list(SCOPES), default="unet", help="part of the model" + DEFAULT)
+    option("--scope", choices=list(WORKLOADS), default="unet", help="part of the model" + DEFAULT)
     option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px" + DEFAULT)
-    option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet or block, images of a pipeline" + DEFAULT)
+    option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet, images of a pipeline" + DEFAULT)
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
     option("--max-downsample", type=int, nargs="+", default=[None], help="deepest level (default: the shallowest)")
     option(
@@ -167,11 +161,8 @@ def _lines(case: Case) -> Iterator[str]:
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     # Imported here because pandas and matplotlib take seconds to load.
-    from ..evaluation.speed.compare import compare
     from ..evaluation.speed.speed_report import write_report
 
-    text, is_slower = compare(options.compare, options.files) if options.compare else ("", False)
-    page = write_report(options.files, options.output)
-    print(text or page)
+    print(write_report(options.files, options.output))
     print(f"written to {options.output / 'speed.md'}", file=sys.stderr)
-    return int(is_slower)
+    return 0

@@ -9,16 +9,9 @@ from typing import Any
 from ..config import parse_settings
 from ..errors import ToMeConfigError
 from ..evaluation.environment import usable_cores
-from ..evaluation.quality.settings import (
-    ABLATIONS,
-    BACKENDS,
-    PLAIN_BF16,
-    RATIOS,
-    Evaluation,
-    list_settings,
-)
+from ..evaluation.quality.settings import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_settings
 from ..evaluation.results import check_result, command_line, read_json, write_result
-from ..evaluation.speed.cases import IN_FP32, PROGRAMS
+from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
@@ -61,20 +54,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     others = command.add_subparsers(dest="what")
     report = others.add_parser("report", help="write the report of a result again")
     report.add_argument("file", type=Path, help="quality.json of an evaluation")
-    report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images and a merge map")
+    report.add_argument("--images", type=Path, help="the evaluation's --output, to show its images")
     report.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the report {default}")
     report.set_defaults(run=_report)
-    frontier = others.add_parser("frontier", help="compare ways to merge by distance from plain and measured time")
-    frontier.add_argument(
-        "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
-    )
-    frontier.add_argument(
-        "--images",
-        type=Path,
-        help="folder with the output of each evaluate, named like its result, to show images",
-    )
-    frontier.add_argument("--output", type=Path, default=Path("benchmarks"), help=f"folder for the page {default}")
-    frontier.set_defaults(run=_frontier)
 
 
 def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -122,18 +104,9 @@ def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return _write_page(result, options.file, options.output, options.images)
 
 
-def _frontier(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from ..evaluation.quality.frontier import write_frontier_page
-
-    print(write_frontier_page(options.files, options.output, options.images))
-    return 0
-
-
 def _write_page(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:
-    """Write and print the page, with sheets and a merge map if the folder of the evaluation is known."""
-    from ..evaluation.quality.evaluation import generate_merge_map
+    """Write and print the page, with sheets if the folder of the evaluation is known."""
     from ..evaluation.quality.quality_report import write_quality_page
 
-    merge_map = None if images is None else generate_merge_map(result, output / "merge_map.png")
-    print(write_quality_page(result, output, file, images, merge_map))
+    print(write_quality_page(result, output, file, images))
     return 0

@@ -14,17 +14,7 @@ from ..evaluation.quality.settings import Evaluation
 from ..evaluation.results import command_line
 from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, make_arms, make_case
 from ..evaluation.speed.runner import Settings
-from ..evaluation.tuning.search import (
-    PERCEPTUAL,
-    PSNR,
-    SPEED_UP,
-    Figures,
-    Goal,
-    known_candidates,
-    make_stages,
-    nearest,
-    search,
-)
+from ..evaluation.tuning.search import PERCEPTUAL, PSNR, SPEED_UP, Goal, known_candidates, make_stages, nearest, search
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, image_settings
@@ -75,18 +65,13 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     (goal,) = (Goal(name, value) for name, value in values.items() if value is not None)
     output: Path = options.output
     case, evaluation, configs = _checked(options)
-    folder = output.with_suffix(".tune")
-    measurement = Measurement(case, evaluation, folder, command_line(arguments))
-    figures = Figures(
-        folder / "figures.json", configs, measurement.fingerprint(), measurement.command, options.restart
-    )
+    measurement = Measurement(case, evaluation, output.with_suffix(".tune"), command_line(arguments))
     if options.restart:
-        shutil.rmtree(folder, ignore_errors=True)
-    figures.save()
+        shutil.rmtree(measurement.root, ignore_errors=True)
     stages = make_stages(options.rounds, options.count)
     report = partial(print, file=sys.stderr, flush=True)
-    chosen = search(figures, goal, stages, measurement.time, measurement.compare, report, refines=not options.merging)
-    candidates = figures.candidates
+    measured = measurement.time, measurement.compare, report
+    chosen, candidates = search(configs, goal, stages, *measured, refines=not options.merging)
     for candidate in candidates:
         if candidate.failure:
             print(f"not measured: {candidate.config.describe()}: {candidate.failure}")

@@ -45,7 +45,7 @@ def sources() -> str:
 
     Results are continued and used again only by the code that began them.
     """
-    files = {file.relative_to(PACKAGE): file for kind in ("py", "onnx") for file in PACKAGE.rglob(f"*.{kind}")}
+    files = {file.relative_to(PACKAGE): file for kind in ("py", "json", "onnx") for file in PACKAGE.rglob(f"*.{kind}")}
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         if name.parts[0] not in UNRELATED:

@@ -1,11 +1,16 @@
-"""Tables, figures and links in Markdown, and how reports write numbers."""
+"""Markdown pages: a Jinja2 template filled in, tables, figures and links, and how pages write numbers."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 NOT_MEASURED = "–"
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -37,3 +42,35 @@ def change(ratio: float, digits: int = 1) -> str:
     """How a quantity changed to `ratio` times its former value, as "−41.9 %" or "+24.8 %"; a decrease has a minus."""
     percent = round(100 * (ratio - 1), digits) + 0.0  # no "-0.0"
     return f"{percent:+.{digits}f} %".replace("-", "−")
+
+
+def write_page(template: Path, output: Path, **values: Any) -> str:
+    """Write a page, a template filled in, into a folder, which is made if it is missing; its text.
+
+    Templates have the filters `table` (`frame_table`), `number` and `change`. A tag on a line of its own leaves no
+    line.
+
+    Args:
+        template: its file, whose name the page gets, such as TEMPLATES / "speed.md".
+        output: the folder.
+        values: the template's variables; one that it uses and does not get is an error.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown
+    )
+    environment.filters |= {"table": frame_table, "number": number, "change": change}
+    text: str = environment.get_template(template.name).render(values).rstrip() + "\n"
+    output.mkdir(parents=True, exist_ok=True)
+    (output / template.name).write_text(text, encoding="utf-8")
+    return text
+
+
+def frame_table(cells: pd.DataFrame) -> str:
+    """A Markdown table of the rows that have a value, after the names and values of the index; "" without rows."""
+    cells = cells.dropna(how="all").reset_index().fillna(NOT_MEASURED).astype(str)
+    return "\n".join(table(list(cells), cells.to_numpy().tolist()))

@@ -17,7 +17,6 @@ FORMATS = {
     "comparison": 2,
     "load": 2,
     "experiments": 1,
-    "tuning": 1,
 }  # kind → its current format
 
 

@@ -1,6 +1,6 @@
 """An evaluation: generate the images, measure them, and make one result."""
 
-import hashlib
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,26 +10,23 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...generation.engine import Engine
+from ...files import write_file
 from ...generation.offline import MakeImageBackend
 from ...models import find_blocks
+from ..cache import digest
 from ..results import make_result
 from .image_generation import (
     check_model,
     claim_folder,
-    from_image,
     generate_images,
     image_folder,
     image_paths,
     load_model,
     read_images,
 )
-from .merge_maps import write_merge_map
 from .metrics import blur, kid, load_fid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
-from .quality_report import default_setting, read_frame
 from .settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, Setting
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
@@ -127,18 +124,18 @@ class Measurer:
         """Features of images, blurred by sigma px, and each of PAIRS between them and their references."""
         # Names of generated images contain a hash of what decides them; those of real images do not: hence their size.
         names = [f"{path.parent.name}/{path.name}/{path.stat().st_size}" for path in (*images, *references)]
-        key = repr([names, len(references), self.size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
-        path = self.output / "measured" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+        key = digest([names, len(references), self.size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
+        path = self.output / "measured" / f"{key}.npz"
         if path.exists():
             with np.load(path) as arrays:
                 return dict(arrays)
         starts = tqdm(range(0, len(images), CHUNK), f"measure {images[0].parent.name}", unit="chunk", disable=None)
         parts = [self._measure_chunk(images[n : n + CHUNK], references[n : n + CHUNK], sigma) for n in starts]
         measured = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        content = io.BytesIO()
+        np.savez(content, **measured)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}")
-        np.savez(unfinished, **measured)
-        unfinished.replace(path)
+        write_file(path, content.getvalue())
         return measured
 
     def _measure_chunk(self, files: Sequence[Path], reference_files: Sequence[Path], sigma: float) -> Measured:
@@ -160,11 +157,8 @@ def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str
 
     Returns the result's "calibration", and the features of each set that settings are compared with.
     """
-    plain, blurred, other = (
-        measurer.compare(PLAIN_IMAGES),
-        measurer.compare(PLAIN_IMAGES, SIGMA),
-        measurer.compare(OTHER_SEEDS),
-    )
+    plain, other = measurer.compare(PLAIN_IMAGES), measurer.compare(OTHER_SEEDS)
+    blurred = measurer.compare(PLAIN_IMAGES, SIGMA)
     references = {"to plain, other seeds": other["features"]}
     sets: dict[str, tuple[Any, np.ndarray, np.ndarray]] = {
         "plain, other seeds": (_pairs(other), plain["features"], other["features"]),
@@ -189,24 +183,3 @@ def entry_of(measurer: Measurer, setting: Setting, references: Mapping[str, np.n
 def _pairs(measured: Measured) -> dict[str, list[float | None]]:
     """For JSON, which has no infinity: None for the PSNR of equal images."""
     return {name: [round(x, 5) if math.isfinite(x) else None for x in measured[name].tolist()] for name in PAIRS}
-
-
-def generate_merge_map(result: dict[str, Any], path: Path) -> tuple[Path, str]:
-    """Generate a result's first image by its default setting in eager mode; a PNG of what merges, and its caption.
-
-    Raises:
-        ToMeExportError: the model cannot be loaded.
-    """
-    pipe, first = load_model(result["model"]), result["prompts"][0]
-    fields = ("model", "size", "steps", "guidance_scale", "backend", "threads", "strength")
-    prompts = ((first["prompt"], first["seed"]),)
-    evaluation = Evaluation(**{name: result[name] for name in fields}, prompts=prompts)
-    name = default_setting(read_frame(result))
-    config = ToMeConfig(**next(setting["config"] for setting in result["settings"] if setting["name"] == name))
-    (prompt,) = evaluation.jobs(Setting("default", "ratio", config))
-    engine = Engine(pipe, from_image(pipe))
-    about = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
-    with pipe.tome(**asdict(config)):
-        return write_merge_map(
-            pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), path, **about, model=result["model"]
-        )

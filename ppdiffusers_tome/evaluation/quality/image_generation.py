@@ -1,6 +1,5 @@
 """Generate images of all prompts by each setting, from the same noise, in a folder that a repeated run continues."""
 
-import hashlib
 import inspect
 import json
 from collections import defaultdict
@@ -26,7 +25,7 @@ from ...inference import Size, export_pipeline, read_manifest, unmerged_programs
 from ...inference.loading import load_for_export
 from ...inference.manifest import STRICT, first_error
 from ...models import latent_grid, vae_factor
-from ..cached_programs import CachedPrograms, program_key
+from ..cache import Cache, digest, program_key
 from ..environment import commit, model_files, sources, versions
 from ..results import read_json, write_result
 from ..speed.cases import PLAIN, PROGRAM_FORMATS, PROGRAMS, TOME
@@ -152,7 +151,7 @@ def generate_images(
 
 
 def export_programs(
-    evaluation: Evaluation, settings: Sequence[Setting], output: Path, cached: CachedPrograms | None = None
+    evaluation: Evaluation, settings: Sequence[Setting], output: Path, cached: Cache | None = None
 ) -> dict[Setting, Path]:
     """The exported folder for each setting; settings that differ only in the ratio share one.
 
@@ -173,7 +172,7 @@ def export_programs(
             earlier = [*programs.values(), *([folder] if _exported_ratios(folder) else [])]
             linked = unmerged_programs(earlier[0]) if earlier else []  # the other models are exported once
             if cached is not None:
-                unets = [cached.find(_unet_key(evaluation, config, ratio)) for ratio in ratios]
+                unets = [cached.load_program(_unet_key(evaluation, config, ratio)) for ratio in ratios]
                 linked += [(cached.folder, file) for file in unets if file is not None]
             size = Size(evaluation.size, evaluation.size)
             export_pipeline(load_model(evaluation.model), folder, ratios, [size], linked=linked, **options)
@@ -199,7 +198,7 @@ def generate_setting(
     """Generate the images that a setting's folder lacks. Raises ToMeError if images failed; the others are stored."""
     # Threads and the size of a batch change rounding alone.
     of_setting = [evaluation.backend_of(setting), setting.framework, setting.config.describe()]
-    identity = hashlib.sha256(json.dumps([sources(), evaluation.model, *of_setting]).encode()).hexdigest()
+    identity = digest([sources(), evaluation.model, *of_setting])
     summary = generate_identified(evaluation.jobs(setting), identity, image_folder(setting, output), batch, backend)
     if summary.failures:
         prompt, failure = summary.failures[0]

@@ -1,24 +1,14 @@
 """The plots of the evaluation's frames: measures against the ratio, bars, and distance against speed-up."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import fill
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..plotting import (
-    BLUE,
-    GREY,
-    add_legend,
-    label_points,
-    looks_of,
-    make_figure,
-    mix,
-    plot_lines,
-    set_title,
-    use_log_scale,
-)
+from ..plotting import BLUE, GREY, add_legend, looks_of, make_figure, mix, plot_lines, set_title, use_log_scale
 
 LONGEST_LINE = 34  # characters of a method beside its point
 NEAR_PLAIN = 1.2  # speed-up from which on a plot has no line for plain
@@ -87,10 +77,16 @@ def is_on_frontier(speed_up: pd.Series, nearness: pd.Series, noise: float = 0) -
     )
 
 
-def plot_frontier(points: pd.DataFrame, title: str, backend: str, noise: float = 0) -> Figure:
+# Writes text, x, y and colour of each point beside it.
+Label = Callable[[Figure, Axes, Sequence[tuple[str, float, float, str]]], None]
+
+
+def plot_frontier(
+    points: pd.DataFrame, title: str, backend: str, noise: float = 0, label: Label | None = None
+) -> Figure:
     """PSNR and ST-LPIPS against speed-up: a line for each method over its ratios, and the frontier in grey.
 
-    The point of a method's lowest ratio has its name and ratio beside it, its other points their ratios.
+    Each point has its ratio beside it, and the legend the methods.
 
     Args:
         points: columns "method", "ratio", "psnr", "perceptual", the speed-up as `backend`, and for a mark
@@ -98,6 +94,7 @@ def plot_frontier(points: pd.DataFrame, title: str, backend: str, noise: float =
         title: of the figure.
         backend: that was timed.
         noise: as in `is_on_frontier`.
+        label: writes the labels; that of a method's lowest ratio then has its name, in place of the legend.
     """
     points = points.sort_values("ratio", kind="stable")
     looks = looks_of(points["method"])
@@ -117,12 +114,19 @@ def plot_frontier(points: pd.DataFrame, title: str, backend: str, noise: float =
         axes.margins(0.08, 0.12)
     use_log_scale(panels[1])
     set_title(figure, title)
-    add_legend(figure, panels, without=looks)
-    names = points["method"].map(lambda method: fill(method, LONGEST_LINE) + ": ")
-    texts = names.mask(points.duplicated("method"), "") + points["ratio"].map("{:g}".format)
+    add_legend(figure, panels, columns=2 if label is None else 4, without=looks if label else ())
+    texts = points["ratio"].map("{:g}".format)
+    if label is not None:
+        names = points["method"].map(lambda method: fill(method, LONGEST_LINE) + ": ")
+        texts = names.mask(points.duplicated("method"), "") + texts
     colours = points["method"].map(lambda method: mix(looks[method][0], "black", 0.25))
     for axes, measure in zip(panels, nearness, strict=True):
         rows = pd.DataFrame({"text": texts, "x": points[backend], "y": points[measure], "colour": colours})
         rows = rows[np.isfinite(rows["x"]) & np.isfinite(rows["y"]) & ((rows["y"] > 0) | (measure == "psnr"))]
-        label_points(figure, axes, list(rows.itertuples(index=False, name=None)))
+        (label or _label_at_the_right)(figure, axes, list(rows.itertuples(index=False, name=None)))
     return figure
+
+
+def _label_at_the_right(figure: Figure, axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
+    for text, x, y, colour in labels:
+        axes.annotate(text, (x, y), (5, 4), textcoords="offset points", fontsize=8, color=colour)

@@ -10,9 +10,8 @@ import pandas as pd
 
 from ...config import ToMeConfig
 from ..clock import quartiles
-from ..markdown import figure, link
+from ..markdown import TEMPLATES, figure, link, write_page
 from ..plotting import save_figure
-from ..reports import write_page
 from ..results import check_result
 from .quality_plots import plot_against_ratio, plot_bars
 from .settings import name_of
@@ -33,13 +32,7 @@ TABLE = {  # column of the frame → title and form of the table's
 ABLATED = ["max_downsample", "layers"]  # groups of settings at one ratio, that of the ablations
 
 
-def write_quality_page(
-    result: dict[str, Any],
-    output: Path,
-    result_file: Path,
-    images: Path | None = None,
-    merge_map: tuple[Path, str] | None = None,
-) -> str:
+def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, images: Path | None = None) -> str:
     """Write `quality.md` with its plots and, where images are given, its contact sheets; return its text.
 
     Args:
@@ -48,7 +41,6 @@ def write_quality_page(
         result_file: where the result was read from; the page links to it.
         images: the folder that `evaluate --output` wrote, with `images/<setting>/*.png`; None for a page without
             sheets.
-        merge_map: from `merge_maps.write_merge_map`; the page shows it where it is.
 
     Raises:
         ToMeConfigError: result is no quality result, or an image is missing; nothing is written then.
@@ -56,10 +48,10 @@ def write_quality_page(
     check_result(result, "quality", result_file)
     frame = read_frame(result)
     sheets = [] if images is None else _write_sheets(result, frame, images, output)  # first, because it can fail
-    figures = {"Plots": _write_plots(frame, output), "Images": sheets, "Merge map": [merge_map] if merge_map else []}
+    figures = {"Plots": _write_plots(frame, output), "Images": sheets}
     differs = differs_by_kid(frame)
     return write_page(
-        "quality.md",
+        TEMPLATES / "quality.md",
         output,
         result=result,
         file=f"[{result_file.name}]({link(result_file, output)})",

@@ -17,9 +17,8 @@ from ...errors import ToMeConfigError
 from ...generation.jobs import LARGEST_SEED, Job, Limits, seed_after
 from ...generation.prompt_file import Prompt, read_prompts
 from ...inference.manifest import Size
-from ..speed.cases import EAGER, IN_FP32, PROGRAMS
+from ..speed.cases import IN_FP32
 
-BACKENDS = (*PROGRAMS, EAGER)
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
 TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)
@@ -140,15 +139,13 @@ def list_settings(
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
         return Setting(f"{at:g}{suffix}", group, config)
 
-    setting(ablation_ratio, "", "")  # raises even if no ablation uses it
+    setting(at := ablation_ratio, "", "")  # raises even if no ablation uses it
     settings = [setting(ratio, "", "ratio") for ratio in ratios]
-    ablated: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        "max_downsample": [(f"-down{level}", {"max_downsample": level}) for level in levels[1:]],
-        "layers": [("-" + "-".join(layers), {f"merge_{layer}": True for layer in layers}) for layers in LAYERS],
-    }
-    for group, variants in ablated.items():
-        if group in ablations:
-            settings += [setting(ablation_ratio, suffix, group, **options) for suffix, options in variants]
+    if "max_downsample" in ablations:
+        settings += [setting(at, f"-down{level}", "max_downsample", max_downsample=level) for level in levels[1:]]
+    if "layers" in ablations:
+        options = {"-" + "-".join(layers): {f"merge_{layer}": True for layer in layers} for layers in LAYERS}
+        settings += [setting(at, suffix, "layers", **merged) for suffix, merged in options.items()]
     if "use_rand" in ablations:
         settings += [setting(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
     of_method: set[ToMeConfig] = set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle import nn
-from ppdiffusers import Transformer2DModel, UNet2DConditionModel
+from ppdiffusers import UNet2DConditionModel
 
 from ...errors import ToMeConfigError
 from ...levels import grid_at
@@ -36,14 +36,6 @@ class Architecture:
         """The UNet, with random weights from Paddle's generator."""
         return UNet2DConditionModel(**self.config)
 
-    def build_transformer(self) -> nn.Layer:
-        """The UNet's first transformer, with its first block only."""
-        channels, heads = self.config["block_out_channels"][self._first_stage], self.config["attention_head_dim"]
-        heads = heads if isinstance(heads, int) else heads[self._first_stage]
-        names = ("cross_attention_dim", "norm_num_groups", "use_linear_projection", "upcast_attention")
-        settings = {name: self.config[name] for name in names if name in self.config}
-        return Transformer2DModel(heads, channels // heads, in_channels=channels, **settings)
-
     @property
     def first_level(self) -> int:
         """The shallowest level with attention: 1 in Stable Diffusion, 2 in SDXL."""
@@ -65,79 +57,10 @@ class Architecture:
         return kinds.index(WITH_ATTENTION)
 
 
-_SD = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": (320, 640, 1280, 1280),
-    "down_block_types": (*(WITH_ATTENTION,) * 3, "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
-    "layers_per_block": 2,
-}
 # Sources: unet/config.json of these models on Hugging Face. tests/test_speed_architectures.py compares the numbers of
 # parameters with the published ones.
-ARCHITECTURES = {
-    "sd15": Architecture(
-        "runwayml/stable-diffusion-v1-5",
-        {**_SD, "sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
-    ),
-    "sd21": Architecture(
-        "stabilityai/stable-diffusion-2-1",
-        {
-            **_SD,
-            "sample_size": 96,
-            "cross_attention_dim": 1024,
-            "attention_head_dim": (5, 10, 20, 20),
-            "use_linear_projection": True,
-        },
-    ),
-    "sdxl": Architecture(
-        "stabilityai/stable-diffusion-xl-base-1.0",
-        {
-            **_SD,
-            "sample_size": 128,
-            "block_out_channels": (320, 640, 1280),
-            "down_block_types": ("DownBlock2D", WITH_ATTENTION, WITH_ATTENTION),
-            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            "transformer_layers_per_block": (1, 2, 10),
-            "cross_attention_dim": 2048,
-            "attention_head_dim": (5, 10, 20),
-            "use_linear_projection": True,
-            "addition_embed_type": "text_time",
-            "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": 2816,
-        },
-    ),
-    "bk-sdm-tiny": Architecture(
-        "nota-ai/bk-sdm-tiny",
-        {
-            **_SD,
-            "sample_size": 64,
-            "block_out_channels": (320, 640, 1280),
-            "down_block_types": (WITH_ATTENTION,) * 3,
-            "up_block_types": ("CrossAttnUpBlock2D",) * 3,
-            "mid_block_type": None,
-            "layers_per_block": 1,
-            "cross_attention_dim": 768,
-            "attention_head_dim": 8,
-        },
-    ),
-    "tiny": Architecture(
-        "nothing published: one level of 32 channels, for tests",
-        {
-            "in_channels": 4,
-            "out_channels": 4,
-            "sample_size": 16,
-            "block_out_channels": (32,),
-            "down_block_types": (WITH_ATTENTION,),
-            "mid_block_type": None,
-            "up_block_types": ("CrossAttnUpBlock2D",),
-            "layers_per_block": 1,
-            "cross_attention_dim": 24,
-            "attention_head_dim": 2,
-        },
-        text=7,
-    ),
-}
+_PUBLISHED = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+ARCHITECTURES = {name: Architecture(**fields) for name, fields in _PUBLISHED.items()}
 
 
 def read_architecture(folder: Path) -> Architecture:

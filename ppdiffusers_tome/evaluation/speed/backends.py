@@ -25,7 +25,7 @@ from ...inference.onnx_programs import SharedWeights
 from ...inference.tracing import save
 from ...patch import attach, detach
 from ...positions import Grid
-from ..cached_programs import CachedPrograms, program_key
+from ..cache import Cache, program_key
 from ..clock import seconds_of
 from .cases import EAGER, PLANNED, PROGRAMS, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
@@ -68,9 +68,6 @@ class Backend(ABC):
         """Bytes at the peak of one (short) pass with the weights, by Paddle's counter; None if it does not see it."""
         self.output(arm)
         return None
-
-    def finish(self, arm: Arm) -> None:  # noqa: B027 - benchmarks/speed.py measures more
-        """Measure what is measured once, after the rounds."""
 
     def release(self, arm: Arm) -> None:  # noqa: B027 - not every backend stores something
         """Free what is stored for an arm that will not run again."""
@@ -124,10 +121,9 @@ class ProgramBackend(Backend):
         self._converter = Converter() if self._runtime.format == "onnx" else None
         planned = sum(arm.backend in PROGRAMS for arm in workload.case.with_status(PLANNED))
         self._stays_loaded = planned * workload.weights * MEMORY_SHARE <= available_bytes()
-        self._load: dict[str, Callable[[], Run]] = {}
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
-        self._cached = CachedPrograms(programs)
+        self._cache = Cache(programs)
         self._weights = sorted(programs.glob("*/*.pdiparams"))
         self._onnx_weights: SharedWeights | None = None
         self._earlier: Path | None = None
@@ -136,11 +132,10 @@ class ProgramBackend(Backend):
     def prepared(self, arm: Arm) -> Iterator[Run]:
         run = self._loaded.get(arm.name)
         if run is None:
-            if arm.name not in self._load:
-                is_pipeline = isinstance(self.workload, PipelineWorkload)
-                self._load[arm.name] = self._export_pipeline(arm) if is_pipeline else self._export(arm)
+            is_pipeline = isinstance(self.workload, PipelineWorkload)
+            load = self._export_pipeline(arm) if is_pipeline else self._export(arm)
             before = current_bytes()
-            run = loaded = self._load[arm.name]()
+            run = loaded = load()
             peak = peak_bytes(lambda: loaded(True))  # the first pass of a program prepares its kernels
             self._peaks[arm.name] = None if peak is None else peak - before  # the weights are the program's own
         if self._stays_loaded:
@@ -152,7 +147,6 @@ class ProgramBackend(Backend):
         return self._peaks[arm.name] if self._runtime.format == "paddle" else None  # Paddle counts its own only
 
     def release(self, arm: Arm) -> None:
-        self._load.pop(arm.name, None)
         self._loaded.pop(arm.name, None)
 
     def close(self) -> None:
@@ -164,8 +158,9 @@ class ProgramBackend(Backend):
         return program_key(case.scope, case.size, arm.arm, arm.config, self._runtime.format)
 
     def _export(self, arm: Arm) -> Callable[[], Run]:
+        """Trace an arm unless its program is cached; a function that loads it."""
         workload, key, size = self.workload, self._key(arm), self.workload.case.size
-        file = self._cached.find(key)
+        file = self._cache.load_program(key)
         if file is None:
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
@@ -174,7 +169,7 @@ class ProgramBackend(Backend):
             planned = ProgramFile(workload.case.scope, size=Size(size, size), ratio=ratio)
             file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
             file = self._share_weights(file, key)
-            self._cached.store(key, file)
+            self._cache.store_program(file, key)
 
         def load() -> Run:
             program = self._runtime.load(self.programs, file)

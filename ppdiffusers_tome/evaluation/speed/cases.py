@@ -13,7 +13,7 @@ from typing import Any
 
 import paddle
 
-from ...config import TOMESD_SETTINGS, ToMeConfig
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import count_removed
@@ -37,12 +37,7 @@ BACKENDS = (EAGER, *PROGRAMS)
 DTYPES = ("float32", "float16", "bfloat16")
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
 UNMERGED = (PLAIN, MEMORY_EFFICIENT)
-ARM_NAMES = {
-    PLAIN: "plain",
-    MEMORY_EFFICIENT: "memory-efficient",
-    TOME: "ToMe",
-    BOTH: "ToMe + memory-efficient",
-}
+ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
 # The next three are where benchmarks/speed.py adds arms and backends. Programs have their own attention kernels.
 ARMS_OF: dict[str, tuple[str, ...]] = {EAGER: tuple(ARM_NAMES), **dict.fromkeys(PROGRAMS, (PLAIN, TOME))}
 IN_BF16 = {OPENVINO_BF16}  # backends
@@ -109,7 +104,7 @@ class Case:
     """One model at one size, with the arms that take turns on it; the fields are those of the result file."""
 
     model: str  # a name in ARCHITECTURES, or a pipeline's folder
-    scope: str = "unet"  # one of SCOPES
+    scope: str = "unet"  # one of `workloads.WORKLOADS`
     size: int = 512  # px, of a square image
     batch: int = 2  # rows of the UNet or block; images of a pipeline
     dtype: str = "float32"  # one of DTYPES
@@ -150,10 +145,6 @@ class Case:
         if config is None:
             return self.tokens
         first, level = self.architecture.first_level, config.max_downsample
-        if level is not None and self.scope == "block":
-            raise ToMeConfigError(
-                "--max-downsample is not allowed with --scope block, which has one level: leave it out."
-            )
         if level is not None and level < first:
             raise ToMeConfigError(
                 f"--max-downsample {level} is not allowed: the shallowest attention of {self.model} is at level "
@@ -165,11 +156,6 @@ class Case:
                 f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
             )
         return self.tokens - removed
-
-
-def tomesd_config(config: ToMeConfig) -> ToMeConfig:
-    """The same tokens removed by the method of tomesd and of ppdiffusers' built-in ToMe."""
-    return replace(config, **TOMESD_SETTINGS, merge_attn=bool(config.merge_attn))
 
 
 def make_configs(

@@ -4,20 +4,21 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError, ToMeError
 from ...inference.runtime import error_summary
-from ..cached_programs import folder_of_programs
+from ..cache import Cache, programs_of
 from ..environment import describe_environment, model_files, sources, versions
-from ..results import make_result, read_json, write_result
+from ..results import make_result, write_result
 from . import worker
 from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case
 from .memory import count_ended_processes, is_out_of_memory
@@ -63,33 +64,44 @@ def measure_all(
 
     Args:
         cases, settings, command: what, how, and the command for the result.
-        output: JSON file, written at the end. Until then the incomplete result is in `output` + ".partial", after
-            every step, and another run with the same cases, models, settings, versions, machine and sources
-            continues it.
-        restart: ignore an incomplete result.
-        programs: folder in which exported programs are cached for other calls; None: one beside `output`, until that
-            is written.
-
-    Raises:
-        ToMeConfigError: the incomplete result has other cases, models, settings, versions or sources, or is of
-            another machine.
+        output: JSON file, written at the end. Until then a folder beside it has what is measured, after every step,
+            and the exported programs; another run with the same cases, models, settings, versions, machine and
+            sources continues it.
+        restart: forget what is in that folder.
+        programs: folder in which exported programs are cached for other calls; None: the one beside `output`.
     """
-    partial, beside = output.with_name(f"{output.name}.partial"), output.with_name(f".{output.name}.programs")
+    beside = output.with_name(f".{output.name}.cache")
     if restart:
-        partial.unlink(missing_ok=True)
         shutil.rmtree(beside, ignore_errors=True)
-    result = _start_or_continue(partial, cases, settings, command)
+    cache, environment = Cache(beside), {**describe_environment(), "threads": str(settings.threads)}
+    decisive = {
+        "cases": [asdict(case) for case in cases],
+        "models": [model_files(case.model) for case in cases],
+        "settings": asdict(settings),
+        "versions": versions(),
+        "machine": environment["machine"],
+        "sources": sources(),
+    }
+    result = cache.load(decisive)
+    if result is None:
+        if beside.exists():
+            other = "an incomplete result of other cases, models, settings, versions or code, which is not continued"
+            print(f"{beside} has {other}", file=sys.stderr)
+        content = {**asdict(settings), "cases": decisive["cases"]}
+        result = make_result("speed", command, environment=environment, **content)
+        cache.store(result, decisive)
     cases = [Case.from_json(fields) for fields in result["cases"]]
 
     def save(index: int, case: Case) -> None:
         cases[index] = case
-        write_result(partial, {**result, "cases": [asdict(case) for case in cases]})
+        result["cases"] = [asdict(case) for case in cases]
+        cache.store(result, decisive)
 
     passes = [len(case.with_status(PLANNED)) * (1 + settings.warm_up + settings.rounds) for case in cases]
     with tqdm(total=sum(passes), bar_format=BAR, disable=None) as bar:
         for index, case in enumerate(cases):
             bar.set_description(case.name)
-            folder, skip = folder_of_programs(programs or beside, case.model), list[str]()
+            folder, skip = programs_of(programs or beside, case.model).folder, list[str]()
             folder.mkdir(parents=True, exist_ok=True)
             while cases[index].with_status(PLANNED):
                 arm, step, ended_before = None, "starting", count_ended_processes()
@@ -104,9 +116,7 @@ def measure_all(
                     skip += _fail(cases[index], arm, step, error, skip, ended_before)
                     save(index, cases[index])
             bar.update(sum(passes[: index + 1]) - bar.n)
-    del result["belongs_to"]
     write_result(output, {**result, "cases": [asdict(case) for case in cases]})
-    partial.unlink(missing_ok=True)
     shutil.rmtree(beside, ignore_errors=True)
     return cases
 
@@ -122,7 +132,7 @@ def worker_messages(case: Case, settings: Settings, programs: Path, skip: Sequen
     arguments = (case, settings.rounds, settings.warm_up, settings.threads, programs, skip)
     with tempfile.NamedTemporaryFile() as errors, receiver:
         process = context.Process(target=worker.run, args=(sender, errors.name, *arguments), daemon=True)
-        with _environment(OMP_NUM_THREADS=str(settings.threads), PYTHONWARNINGS="ignore"):  # read at its start
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(settings.threads), PYTHONWARNINGS="ignore"):
             process.start()
         sender.close()
         try:
@@ -137,52 +147,8 @@ def worker_messages(case: Case, settings: Settings, programs: Path, skip: Sequen
             raise WorkerEndedError(process.exitcode, Path(errors.name).read_text(encoding="utf-8", errors="replace"))
 
 
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Environment variables that processes started in this context get."""
-    earlier = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in earlier.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-
-
-def _start_or_continue(partial: Path, cases: Sequence[Case], settings: Settings, command: str) -> dict[str, Any]:
-    """The incomplete result in a file, or a new one. `belongs_to` is what decides whether it can be continued."""
-    environment = {**describe_environment(), "threads": str(settings.threads)}
-    belongs_to = {
-        "cases": [asdict(case) for case in cases],
-        "models": {case.model: model_files(case.model) for case in cases},
-        "settings": asdict(settings),
-        "versions": versions(),
-        "machine": environment["machine"],
-        "sources": sources(),
-    }
-    if not partial.exists():
-        content = {**asdict(settings), "cases": belongs_to["cases"], "belongs_to": belongs_to}
-        return make_result("speed", command, environment=environment, **content)
-    result = read_json(partial)
-    stored = result.get("belongs_to", {})
-    others = [name for name, value in belongs_to.items() if stored.get(name) != value]
-    if others:
-        raise ToMeConfigError(
-            f"{partial} is an incomplete result with other {', '.join(others)}: repeat its command to continue it, or "
-            "pass --restart to start again and lose it."
-        )
-    return result
-
-
 def _fail(
-    case: Case,
-    name: str | None,
-    step: str,
-    error: WorkerEndedError,
-    skip: Sequence[str],
-    ended_before: int | None,
+    case: Case, name: str | None, step: str, error: WorkerEndedError, skip: Sequence[str], ended_before: int | None
 ) -> list[str]:
     """Fail the arm that the worker was at when it ended; all, if it was at none or at one of `skip`.
 

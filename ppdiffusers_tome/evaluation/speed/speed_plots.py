@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..plotting import GREY, add_legend, looks_of, make_figure, set_title
+from ..plotting import GREY, add_legend, looks_of, make_figure, plot_lines, set_title
 from .cases import BOTH, PLAIN, TOME
 from .frame import near_half
 
@@ -69,25 +69,21 @@ def by_method(arms: pd.DataFrame) -> Figure | None:
 
 def _lines(arms: pd.DataFrame, keys: Sequence[pd.Series], x: str, x_label: str, title: str) -> Figure | None:
     """A line for each value of the keys that has LEAST points: the speed-up over plain, and peak memory if known."""
-    arms = arms[arms["over_plain"].notna()]
-    lines = [(", ".join(name), line) for name, line in arms.groupby([key[arms.index] for key in keys], sort=False)]
-    lines = [(name, line.sort_values(x)) for name, line in lines if line[x].nunique() >= LEAST]
-    if not lines:
+    names = pd.Series([", ".join(words) for words in zip(*keys, strict=True)], arms.index)
+    arms = arms.assign(line=pd.Categorical(names, names.unique()), memory=arms["peak_memory_bytes"] / 1e9)
+    arms = arms[arms["over_plain"].notna()].sort_values(["line", x], kind="stable")
+    arms = arms[arms.groupby("line", observed=True)[x].transform("nunique") >= LEAST]
+    if arms.empty:
         return None
-    has_memory = any(line["peak_memory_bytes"].notna().all() for _, line in lines)
-    figure, panels = make_figure(columns=1 + has_memory)
-    looks = looks_of(name for name, _ in lines)
-    for name, line in lines:
-        colour, marker = looks[name]
-        look: dict[str, Any] = {"color": colour, "marker": marker, "ms": 5}
-        panels[0].plot(line[x], line["over_plain"], label=name, **look)
-        if has_memory:
-            panels[1].plot(line[x], line["peak_memory_bytes"] / 1e9, **look)
-    panels[0].axhline(1, color=GREY, lw=1)
-    for panel, label in zip(panels, ("times as fast as plain", "peak memory (GB)"), strict=False):
+    has_memory = arms["memory"].notna().groupby(arms["line"], observed=True).all().any()
+    columns = {"over_plain": "times as fast as plain"} | ({"memory": "peak memory (GB)"} if has_memory else {})
+    figure, panels = make_figure(len(columns))
+    for panel, (column, label) in zip(panels, columns.items(), strict=True):
+        plot_lines(panel, arms[[x, column, "line"]], x, column, by="line")
         panel.set(xlabel=x_label, ylabel=label)
         panel.set_ylim(bottom=0)
-    first = lines[0][1].iloc[0]
+    panels[0].axhline(1, color=GREY, lw=1)
+    first = arms.iloc[0]
     set_title(figure, f"{title}, {first['subject'] if x == 'size' else first['case_name']}")
     add_legend(figure, panels, columns=2)
     return figure

@@ -8,9 +8,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..markdown import change, link, number
+from ..markdown import TEMPLATES, change, link, number, write_page
 from ..plotting import save_figure
-from ..reports import write_page
 from .cases import MEASURED, OUT_OF_MEMORY, PLAIN, TOME
 from .frame import CASE, KEY, near_half, read_frame
 from .speed_plots import against_ratio, against_size, by_method
@@ -51,7 +50,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
     merged = frame[frame["merges"]]
     tome = merged[(merged["arm"] == TOME) & merged["over_plain"].notna()]
     return write_page(
-        "speed.md",
+        TEMPLATES / "speed.md",
         output,
         frame=frame,
         methods=[_fastest(arms) for _, arms in tome.groupby("method", sort=False)],

@@ -1,7 +1,7 @@
-"""Workloads: a UNet, one of its blocks, or a pipeline from prompt to image, with their inputs."""
+"""Workloads: a UNet, or a pipeline from prompt to image, with their inputs."""
 
-import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import paddle
@@ -11,7 +11,6 @@ from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 from ...config import ToMeConfig
 from ...inference.programs import Input, Traceable, denoiser, unet_inputs
 from ...macs import count_macs, saved_macs
-from ...models import find_blocks
 from ...patch import chosen_blocks
 from ...positions import Grid
 from .architectures import ARCHITECTURES
@@ -70,7 +69,8 @@ class Workload(ABC):
 class UNetWorkload(Workload):
     """One pass of a UNet."""
 
-    def __init__(self, case: Case, unet: nn.Layer) -> None:
+    def __init__(self, case: Case) -> None:
+        unet = load_unet(case)
         super().__init__(case, unet, case.architecture.latent(case.size), unet_inputs(unet))
 
     @paddle.no_grad()
@@ -80,48 +80,12 @@ class UNetWorkload(Workload):
         return self.denoiser(*positional, added_cond_kwargs=others or None, return_dict=False)[0]
 
 
-class OneBlock(nn.Layer):
-    """A transformer with one block, in the form of a UNet whose only level it is: [B, C, h, w] to the same."""
-
-    def __init__(self, transformer: nn.Layer) -> None:
-        super().__init__()
-        stage = nn.Layer()
-        transformer.transformer_blocks = nn.LayerList([transformer.transformer_blocks[0]])
-        stage.attentions, stage.downsamplers = nn.LayerList([transformer]), None
-        self.down_blocks = nn.LayerList([stage])
-
-    @property
-    def transformer(self) -> nn.Layer:
-        """The transformer."""
-        return self.down_blocks[0].attentions[0]
-
-    def forward(self, sample: paddle.Tensor, encoder_hidden_states: paddle.Tensor) -> paddle.Tensor:
-        """Calls the transformer as its UNet does."""
-        return self.transformer(sample, encoder_hidden_states=encoder_hidden_states, return_dict=False)[0]
-
-
-class BlockWorkload(Workload):
-    """One pass of the first top-level transformer block, with the norm and projections around it."""
-
-    def __init__(self, case: Case, model: OneBlock) -> None:
-        width = model.transformer.transformer_blocks[0].attn2.to_k.weight.shape[0]
-        sample = Input("sample", ("batch", model.transformer.in_channels, "latent_height", "latent_width"))
-        text = Input("encoder_hidden_states", ("batch", "tokens", width))
-        super().__init__(case, model, case.architecture.first_grid(case.size), (sample, text))
-
-    @paddle.no_grad()
-    def run(self, is_short: bool = False) -> paddle.Tensor:
-        return self.denoiser(self.inputs["sample"], self.inputs["encoder_hidden_states"])
-
-    def traceable(self) -> Traceable:
-        return Traceable(copy.deepcopy(self.denoiser), self.specs)
-
-
 class PipelineWorkload(Workload):
-    """Images from a prompt, with a pipeline's own scheduler and VAE."""
+    """Images from a prompt, with the scheduler and VAE of the pipeline in the case's folder."""
 
-    def __init__(self, case: Case, pipe: DiffusionPipeline) -> None:
-        self.pipe = pipe
+    def __init__(self, case: Case) -> None:
+        dtype = getattr(paddle, case.dtype)
+        self.pipe = pipe = DiffusionPipeline.from_pretrained(case.model, paddle_dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         dims = ("batch", pipe.unet.config.in_channels, "latent_height", "latent_width")
         super().__init__(case, pipe.unet, case.architecture.latent(case.size), (Input("latents", dims),))
@@ -145,21 +109,21 @@ class PipelineWorkload(Workload):
         ).images
 
 
+def load_unet(case: Case) -> nn.Layer:
+    """The UNet of a case: of a published architecture with random weights, or of a folder."""
+    if case.model in ARCHITECTURES:
+        return case.architecture.build()
+    return UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
+
+
+# By scope; benchmarks/speed.py adds one.
+WORKLOADS: dict[str, Callable[[Case], Workload]] = {"unet": UNetWorkload, "pipeline": PipelineWorkload}
+
+
 def open_workload(case: Case) -> Workload:
     """Build or load a case's model."""
     paddle.seed(0)
-    architecture = case.architecture
-    if case.scope == "pipeline":
-        dtype = getattr(paddle, case.dtype)
-        return PipelineWorkload(case, DiffusionPipeline.from_pretrained(case.model, paddle_dtype=dtype))
-    is_published = case.model in ARCHITECTURES
-    if case.scope == "block" and is_published:
-        return BlockWorkload(case, OneBlock(architecture.build_transformer()))
-    unet = architecture.build() if is_published else UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
-    if case.scope == "unet":
-        return UNetWorkload(case, unet)
-    first = min(find_blocks(unet), key=lambda block: block.level)
-    return BlockWorkload(case, OneBlock(first.grid_layer))
+    return WORKLOADS[case.scope](case)
 
 
 def as_array(value: paddle.Tensor | np.ndarray) -> np.ndarray:

@@ -1,15 +1,14 @@
 """What `tune` measures: time by `bench`, and distance from plain by `evaluate`, with the same exported programs."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ...config import ToMeConfig
 from ...errors import ToMeError
 from ...generation.offline import generate_here
-from ..cached_programs import CachedPrograms, folder_of_programs
+from ..cache import Cache, digest, programs_of
 from ..environment import describe_environment
 from ..quality.evaluation import Measurer
 from ..quality.image_generation import export_programs, fingerprint, generate_images, image_folder, image_paths
@@ -20,35 +19,40 @@ from ..speed.runner import Settings, measure_all
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measures candidates in a folder, from which a repeated run takes programs and images."""
+    """Measures candidates, each once: a folder for all that decides the figures has figures, programs and images."""
 
     case: Case  # one UNet pass, without arms
     evaluation: Evaluation
-    folder: Path
+    root: Path  # of these folders
     command: str  # for the record
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the figures, ready for JSON."""
+    @cached_property
+    def folder(self) -> Path:
+        """For this model, its content, these prompts, sizes, versions, sources, threads and machine."""
         machine = describe_environment()["machine"]
-        return {**fingerprint(self.evaluation), "threads": self.evaluation.threads, "machine": machine}
+        return self.root / digest([fingerprint(self.evaluation), self.evaluation.threads, machine])
 
     def time(self, configs: Sequence[ToMeConfig], rounds: int) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
         """Each candidate with its speed-ups over plain in rounds of one UNet pass, or why it cannot be timed.
 
-        All take turns with plain in one run of `bench`, which a repeated call continues. Programs are those that
-        generate the images. In eager, dst is fixed: random dst take the same time, and the built-in ToMe samples
-        others.
+        Those that were not timed before take turns with plain in one run of `bench`, which a repeated call continues.
+        """
+        cache, keys = Cache(self.folder / "figures"), {config: [asdict(config), rounds] for config in configs}
+        if missing := [config for config, key in keys.items() if cache.load(key) is None]:
+            for config, figures in self._bench(missing, rounds):
+                cache.store(figures, keys[config])
+        yield from ((config, cache.load(key)) for config, key in keys.items())
+
+    def _bench(self, configs: Sequence[ToMeConfig], rounds: int) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
+        """Programs are those that generate the images. In eager mode, dst is fixed: random dst take the same time, and
+        the built-in ToMe samples others.
         """
         backend, threads = self.evaluation.backend, self.evaluation.threads
         has_own_dst = backend in PROGRAMS
         timed = {c: c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs}
         arms = make_arms(self.case, [PLAIN, TOME], [backend], list(timed.values()))
-        key = hashlib.sha256(repr(sorted(map(repr, timed.values()))).encode()).hexdigest()[:8]
-        output = self.folder / f"speed_{rounds}_{key}.json"
-        settings = Settings(rounds=rounds, threads=threads)
-        (measured,) = measure_all(
-            [replace(self.case, arms=arms)], settings, output, self.command, programs=self._unets
-        )
+        case, settings = replace(self.case, arms=arms), Settings(rounds=rounds, threads=threads)
+        (measured,) = measure_all([case], settings, self.folder / "speed.json", self.command, programs=self._unets)
         by_config = {arm.config: arm for arm in measured.arms}
         plain = by_config[None]
         if plain.status != MEASURED:
@@ -71,7 +75,7 @@ class Measurement:
         names = {config: config.describe().removeprefix("ratio=") for config in configs}
         settings = {c: Setting(name.replace(", ", "_").replace("'", ""), "method", c) for c, name in names.items()}
         if self.evaluation.backend in PROGRAMS:  # all now: settings that differ in the ratio alone share a program
-            cached = CachedPrograms(folder_of_programs(self._unets, self.evaluation.model))
+            cached = programs_of(self._unets, self.evaluation.model)
             export_programs(first, [PLAIN_IMAGES, *settings.values()], self.folder, cached)
         measurer = Measurer(self.folder, self.evaluation.size)
         for config, setting in settings.items():
@@ -82,5 +86,5 @@ class Measurement:
 
     @property
     def _unets(self) -> Path:
-        """Folder of the programs that are timed, from which images are generated too."""
-        return self.folder / "unets"
+        """Folder of the programs that are timed, from which images are generated too, whatever the prompts."""
+        return self.root / "unets"

@@ -11,23 +11,25 @@ import pandas as pd
 from ...config import ToMeConfig
 from ...levels import grid_at
 from ..clock import quartiles
+from ..environment import commit, describe_environment
+from ..markdown import NOT_MEASURED
 from ..plotting import save_figure
 from ..quality.quality_plots import is_on_frontier, plot_frontier
+from ..quality.quality_report import cells_of
 from ..quality.settings import name_of
-from ..results import make_result
 from ..speed.cases import Case
 from .measurement import Measurement
 from .search import PERCEPTUAL, PSNR, SPEED_UP, Candidate, Goal
 
-COLUMNS = {  # of the printed table: column of the frame → title and form
-    "mark": ("", "{:<3}"),
-    "method": ("method", "{}"),
-    "ratio": ("ratio", "{:g}"),
-    SPEED_UP: ("speed-up", "{:.2f}×"),
-    "rounds": ("rounds", "{}"),
-    PSNR: ("PSNR, dB", "{:.1f}"),
-    PERCEPTUAL: ("ST-LPIPS", "{:.4f}"),
-    "images": ("images", "{}"),
+TABLE = {  # column of the frame → title and form of the printed table's
+    "mark": ("", "{mark}"),
+    "method": ("method", "{method}"),
+    "ratio": ("ratio", "{ratio:g}"),
+    SPEED_UP: ("speed-up", "{speed_up:.2f}×"),
+    "rounds": ("rounds", "{rounds}"),
+    PSNR: ("PSNR, dB", "{psnr:.1f}"),
+    PERCEPTUAL: ("ST-LPIPS", "{perceptual:.4f}"),
+    "images": ("images", "{images}"),
 }
 
 
@@ -46,25 +48,21 @@ def frame_of(candidates: Sequence[Candidate], chosen: Candidate | None) -> pd.Da
     )
     frame["frontier"] = is_on_frontier(frame[SPEED_UP], frame[PSNR]) & frame[PSNR].notna()
     marks = zip(frame["is_chosen"], frame["frontier"], strict=True)
-    return frame.assign(mark=[f"{'→' if chosen else ' '} {'*' if best else ' '}" for chosen, best in marks])
+    return frame.assign(mark=[f"{'→' if chosen else ' '} {'*' if best else ' '} " for chosen, best in marks])
 
 
 def table_of(frame: pd.DataFrame) -> str:
     """The frame as text, with what its marks mean."""
-    forms = {name: COLUMNS[name][1].format for name in COLUMNS}
-    width = max(map(len, frame["method"]), default=0)
-    forms["method"] = f"{{:<{width}}}".format
-    titles = [title for title, _ in COLUMNS.values()]
-    text = frame.to_string(columns=list(COLUMNS), header=titles, formatters=forms, index=False, na_rep="–")
-    return f"{text}\n→ chosen; * on the frontier: faster than plain, and no other is both faster and nearer by PSNR"
+    cells = cells_of(frame, TABLE).fillna(NOT_MEASURED)
+    cells["method"] = cells["method"].str.ljust(cells["method"].str.len().max())
+    legend = "→ chosen; * on the frontier: faster than plain, and no other is both faster and nearer by PSNR"
+    return f"{cells.to_string(index=False)}\n{legend}"
 
 
 def describe(candidate: Candidate) -> str:
     """Its method, ratio and medians in words."""
-    words = (
-        f"{name_of(candidate.config)}, ratio {candidate.config.ratio:g}, {candidate.median(SPEED_UP):.2f} times as "
-    )
-    words += "fast as plain"
+    faster = f"{candidate.median(SPEED_UP):.2f} times as fast as plain"
+    words = f"{name_of(candidate.config)}, ratio {candidate.config.ratio:g}, {faster}"
     if candidate.psnr:
         words += f", PSNR {candidate.median(PSNR):.1f} dB, ST-LPIPS {candidate.median(PERCEPTUAL):.4f}"
     return words
@@ -91,10 +89,12 @@ def write_settings(
     case, evaluation = measurement.case, measurement.evaluation
     config = ToMeConfig(ratio=0) if chosen is None else gate(chosen.config, case)
     smallest = None if chosen is None else smallest_size(config, case)
-    about = make_result("tuning", measurement.command)
+    path.parent.mkdir(parents=True, exist_ok=True)
     config.save(
         path,
-        **{name: about[name] for name in ("command", "commit", "environment")},
+        command=measurement.command,
+        commit=commit(),
+        environment=describe_environment(),
         model=evaluation.model,
         size=case.size,
         sizes={"measured": [case.size], "merges_from": smallest},

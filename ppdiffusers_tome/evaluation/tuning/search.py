@@ -1,20 +1,18 @@
 """The search of `tune`: of many ways to merge, the one that reaches a goal best, by successive halving.
 
 Few figures are measured for all candidates, and more for the better half, until few are left. Time and distance are
-functions that the caller gives; each figure is stored as soon as it is measured.
+functions that the caller gives. The search is a function of their figures, so a repeated one takes the same way.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...config import GRID, KV, ToMeConfig
 from ...errors import ToMeConfigError
 from ...positions import Grid, count_removed
-from ..results import check_result, make_result, read_json, write_result
 
 SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 # How much worse than the goal the first, few figures of a candidate may be, relative to it.
@@ -49,19 +47,6 @@ class Candidate:
         """The median of its SPEED_UP, PSNR or PERCEPTUAL; NaN if there are no figures."""
         values = getattr(self, measure)
         return statistics.median(values) if values else math.nan
-
-    def as_json(self) -> dict[str, Any]:
-        """Its fields for a file; null for the PSNR of equal images, because JSON has no infinity."""
-        return {**asdict(self), "psnr": [value if math.isfinite(value) else None for value in self.psnr]}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Candidate":
-        """A candidate from `as_json`; KeyError, TypeError or ValueError if the fields are damaged."""
-        psnr = [math.inf if value is None else float(value) for value in fields["psnr"]]
-        speed_up, perceptual = ([float(value) for value in fields[name]] for name in (SPEED_UP, PERCEPTUAL))
-        if not all(value > 0 for value in speed_up) or len(psnr) != len(perceptual):
-            raise ValueError(f"the figures of {fields['config']} are not complete")
-        return cls(ToMeConfig(**fields["config"]), speed_up, psnr, perceptual, fields["failure"])
 
 
 @dataclass(frozen=True)
@@ -148,71 +133,22 @@ def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
     return [config for config in configs if count_removed(grid, config)]
 
 
-class Figures:
-    """Candidates with the figures that are measured, in a file that a repeated run continues.
-
-    Args:
-        path: of the file.
-        configs: the candidates of this run; the file also has those of earlier runs.
-        fingerprint: what decides the figures; a file with another is refused.
-        command: for the record.
-        restart: ignore the file.
-
-    Raises:
-        ToMeConfigError: the file is damaged or has another fingerprint. The message names the remedy.
-    """
-
-    def __init__(
-        self, path: Path, configs: Sequence[ToMeConfig], fingerprint: dict[str, Any], command: str, restart: bool
-    ) -> None:
-        self._path = path
-        self._stored = _read_figures(path, fingerprint) if path.exists() and not restart else {}
-        self._result = make_result("tuning", command, fingerprint=fingerprint)
-        self.candidates: list[Candidate] = []
-        self.add(configs)
-
-    def add(self, configs: Iterable[ToMeConfig]) -> list[Candidate]:
-        """Further candidates, with their figures if the file has them."""
-        added = [self._stored.setdefault(config, Candidate(config)) for config in dict.fromkeys(configs)]
-        self.candidates += added
-        return added
-
-    def save(self) -> None:
-        """Write the file."""
-        candidates = [candidate.as_json() for candidate in self._stored.values()]
-        write_result(self._path, {**self._result, "candidates": candidates})
-
-
-def _read_figures(path: Path, fingerprint: dict[str, Any]) -> dict[ToMeConfig, Candidate]:
-    remedy = "pass --restart to measure again, or choose another --output"
-    try:
-        result = read_json(path)
-        check_result(result, "tuning", path)
-        others = [name for name, value in fingerprint.items() if result["fingerprint"].get(name) != value]
-        candidates = [Candidate.from_json(fields) for fields in result["candidates"]]
-    except (ToMeConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ToMeConfigError(f"{path} has no figures that can be continued ({error}): {remedy}.") from None
-    if others:
-        raise ToMeConfigError(f"{path} has the figures of another {', '.join(others)}: {remedy}.")
-    return {candidate.config: candidate for candidate in candidates}
-
-
 def search(
-    figures: Figures,
+    configs: Sequence[ToMeConfig],
     goal: Goal,
     stages: Sequence[Stage],
     timer: Timer,
     comparer: Comparer,
     report: Callable[[str], None],
     refines: bool = False,
-) -> Candidate | None:
-    """The candidate that reaches a goal best by the figures of the last stage; None if none reaches it.
+) -> tuple[Candidate | None, list[Candidate]]:
+    """The candidate that reaches a goal best by the figures of the last stage, None if none reaches it; and all.
 
     After each stage the better half goes on, and what may still reach the goal and would then be better. If no
     finalist reaches the goal, candidates of earlier stages that reached it are measured too.
 
     Args:
-        figures: the candidates; figures that they have already are not measured again.
+        configs: of the candidates.
         goal, stages: what is asked for, and how many figures each stage measures.
         timer, comparer: measure.
         report: is called with a line of text before each stage.
@@ -227,36 +163,37 @@ def search(
                 by_config[config].failure = values
             else:
                 by_config[config].speed_up = values
-            figures.save()
         fast = [candidate for candidate in candidates if goal.is_fast_enough(candidate)]
         missing = [c.config for c in fast if len(c.psnr) < stage.images]
         for config, psnr, perceptual in comparer(missing, stage.images) if missing else ():
             by_config[config].psnr, by_config[config].perceptual = psnr, perceptual
-            figures.save()
         return fast
 
-    running = list(figures.candidates)
+    candidates = [Candidate(config) for config in dict.fromkeys(configs)]
+    running = list(candidates)
     for number, stage in enumerate(stages, 1):
         if not running:
             break
         of_each = f"{stage.rounds} rounds and {stage.images} images of each"
         report(f"stage {number} of {len(stages)}: {len(running)} candidates, {of_each}")
         running = measure(running, stage)
-        if number == 1 and refines and (between := figures.add(ratios_between(running, figures.candidates, goal))):
-            report(f"stage 1 of {len(stages)}: {len(between)} candidates with other ratios")
+        if number == 1 and refines and (configs := ratios_between(running, candidates, goal)):
+            report(f"stage 1 of {len(stages)}: {len(configs)} candidates with other ratios")
+            between = [Candidate(config) for config in configs]
+            candidates += between
             running += measure(between, stage)
         if number < len(stages):
             running = _better_half(running, goal)
     seen = {candidate.config for candidate in running}
     while not any(goal.shortfall(candidate) == 0 for candidate in running):
-        others = [c for c in figures.candidates if c.config not in seen and goal.shortfall(c) == 0]
+        others = [c for c in candidates if c.config not in seen and goal.shortfall(c) == 0]
         if not others:
-            return None
+            return None, candidates
         others = sorted(others, key=goal.rank)[:2]
         report(f"no finalist reaches the goal: {len(others)} other candidates, measured as the finalists")
         seen.update(candidate.config for candidate in others)
         running += measure(others, stages[-1])
-    return min(running, key=goal.rank)
+    return min(running, key=goal.rank), candidates
 
 
 def nearest(candidates: Sequence[Candidate], goal: Goal) -> Candidate | None:

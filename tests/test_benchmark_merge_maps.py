@@ -5,17 +5,10 @@ import paddle
 import pytest
 import reference
 from conftest import draw, make_unet, run, traces
+from merge_maps import RecordedPlan, draw_merge_map, record_plans, write_merge_map
 from PIL import Image
-from test_transformers import draw as draw_latents
-from zoo.transformers import sd3
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.quality.merge_maps import (
-    RecordedPlan,
-    draw_merge_map,
-    record_plans,
-    write_merge_map,
-)
 from ppdiffusers_tome.matching import match_tokens
 from ppdiffusers_tome.positions import Grid
 
@@ -36,24 +29,18 @@ def same_partition(a, b):
 
 
 @pytest.mark.parametrize("removed", [1, 22, 45])
-def test_groups_are_those_of_the_oracle(removed):
+def test_groups_and_dst_are_those_of_the_oracle(removed):
     tokens, recorded = record(removed)
     _, expected = reference.roundtrip(tokens, *GRID, 2, 2, removed)
-    assert recorded.groups().shape == (3, *GRID)
-    for image, groups in enumerate(recorded.groups()):
+    assert recorded.groups().shape == recorded.dst().shape == (3, *GRID)
+    for image, (groups, dst) in enumerate(zip(recorded.groups(), recorded.dst(), strict=True)):
         assert same_partition(groups, expected[image])
         assert sorted(set(groups.reshape(-1).tolist())) == list(range(GRID.tokens - removed)), "each label occurs"
-    assert not same_partition(recorded.groups()[0], expected[1]), "each image has its own groups"
-
-
-def test_dst_are_those_of_the_oracle():
-    _, recorded = record()
-    assert recorded.dst().shape == (3, *GRID)
-    for dst, groups in zip(recorded.dst(), recorded.groups(), strict=True):
         assert np.flatnonzero(dst).tolist() == reference.dst_positions(*GRID, 2, 2)
         shared = np.bincount(groups.reshape(-1))[groups] > 1
         for group in set(groups[shared].tolist()):
             assert dst[groups == group].sum() == 1, "a group of several tokens has one dst"
+    assert not same_partition(recorded.groups()[0], expected[1]), "each image has its own groups"
 
 
 def test_recording_notes_every_block_and_step_and_leaves_nothing():
@@ -77,35 +64,18 @@ def test_recording_notes_every_block_and_step_and_leaves_nothing():
     assert len(recorded) == 2 * len(blocks), "nothing is recorded afterwards"
 
 
-def test_recording_sees_blocks_that_are_called_by_keyword():
-    model = sd3()
-    model.apply_tome(ratio=0.5)
-    merged, before = draw_latents(sd3, model), traces(model)
-    with record_plans(model) as recorded:
-        assert np.array_equal(draw_latents(sd3, model), merged)
-    assert traces(model) == before
-    assert {plan.path for plan in recorded} == {block.path for block in model.tome_summary().blocks}
-    assert {len(np.unique(plan.groups()[-1])) for plan in recorded} == {32}  # of 8×8
-
-
-def test_recording_ends_with_an_exception_too():
-    unet = make_unet()
-    unet.apply_tome(ratio=0.5)
-    before = traces(unet)
-    with pytest.raises(ZeroDivisionError), record_plans(unet):
-        run(unet)
-        _ = 1 / 0
-    assert traces(unet) == before
-
-
-def test_recording_needs_merging(tmp_path):
+def test_recording_needs_merging_and_ends_with_an_exception_too(tmp_path):
     for unet in (make_unet(), make_unet().apply_tome(ratio=0)):
         with pytest.raises(ToMeConfigError, match="merges nothing: apply_tome"), record_plans(unet):
             pass
     unet = make_unet().apply_tome(ratio=0.5)
+    before = traces(unet)
+    with pytest.raises(ZeroDivisionError), record_plans(unet):
+        run(unet)
+        _ = 1 / 0
     with pytest.raises(ToMeConfigError, match="no block merged anything"):
         write_merge_map(unet, lambda: np.zeros((8, 8, 3), np.uint8), tmp_path / "map.png")
-    assert not list(tmp_path.iterdir())
+    assert traces(unet) == before and not list(tmp_path.iterdir())
 
 
 def test_a_map_fills_groups_with_their_mean_and_leaves_the_others():
@@ -129,25 +99,6 @@ def test_a_map_fills_groups_with_their_mean_and_leaves_the_others():
     assert not np.array_equal(first[8, 8], last[8, 8]), "the dot marks dst alone"
 
 
-def test_groups_side_by_side_have_a_line_between_and_none_inside():
-    image = np.full((2, 4, 3), 128, np.uint8)
-    groups = np.array([[0, 0, 1, 1], [0, 0, 1, 1]])
-    drawn = draw_merge_map(image, groups, np.zeros((2, 4), bool), size=64)  # 16 px a token, lines of 2 px
-    assert drawn.shape == (32, 64, 3)
-    line = (drawn != 128).any(axis=-1)
-    inside = np.zeros_like(line)
-    inside[2:-2, 2:30] = inside[2:-2, 34:-2] = True
-    np.testing.assert_array_equal(line, ~inside)
-    assert not np.array_equal(drawn[0, 0], drawn[0, -1])
-
-
-def shows(sheet, image, x):
-    """Whether the image is on the sheet, its left edge at x, at any height."""
-    side = len(image)
-    columns = sheet[:, x:][:, :side]
-    return any(np.array_equal(columns[y : y + side], image) for y in range(len(sheet) - side + 1))
-
-
 def test_merge_map_of_an_image_generated_with_guidance(pipe, tmp_path):
     def generate_one():
         return np.rint(draw(pipe, size=32, steps=3) * 255).astype(np.uint8)
@@ -156,18 +107,17 @@ def test_merge_map_of_an_image_generated_with_guidance(pipe, tmp_path):
         path, caption = write_merge_map(pipe, generate_one, tmp_path / "merge_map.png", size=64, prompt="fox")
         with record_plans(pipe) as recorded:
             image = generate_one()
-    assert path == tmp_path / "merge_map.png" and "this is the conditional one" in caption
+    assert "this is the conditional one" in caption and {len(plan.groups()) for plan in recorded} == {2}
     with Image.open(path) as sheet:
         assert sheet.text["prompt"] == "fox"
         sheet = np.asarray(sheet)
-    assert {len(plan.groups()) for plan in recorded} == {2}
     # Of the last block, because the first sees equal tokens in both passes: the prompt has not changed them yet.
     last = [plan for plan in recorded if plan.path == recorded[-1].path]
     assert not np.array_equal(*last[1].groups())
     maps = [draw_merge_map(image, plan.groups()[1], plan.dst()[1], size=64) for plan in last]
     larger = np.array(Image.fromarray(image).resize((64, 64), Image.Resampling.BICUBIC))
-    step = len(maps[0]) + 4
-    assert len(maps) == 3
+    step, rows = 64 + 4, len({plan.path for plan in recorded})
+    assert len(maps) == 3 and len(sheet) > 24 + rows * step, "a row for each block"
+    row = sheet[len(sheet) - step :, sheet.shape[1] - 4 * step :]
     for column, expected in enumerate([larger, *maps]):
-        assert shows(sheet, expected, sheet.shape[1] - (4 - column) * step)
-    assert len(sheet) > 24 + len({plan.path for plan in recorded}) * step, "a row for each block"
+        np.testing.assert_array_equal(row[:64, column * step : column * step + 64], expected)

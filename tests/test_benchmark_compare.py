@@ -1,10 +1,10 @@
 """What became slower is judged within each run, by medians and quartiles."""
 
 import pytest
+from compare_speed import compare, main
 from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed.compare import compare
 
 
 def run(*arms, **fields):
@@ -42,11 +42,46 @@ def test_a_larger_share_of_plain_is_slower(compared):
     assert not is_slower and listed(text) == {"Became faster": ["ToMe 0.5, eager"]}
 
 
-def test_a_slower_machine_changes_nothing(compared):
-    slow = result([case([arm("plain", times(2)), arm("tome", times(1.6), ratio=0.5)])], machine="A slow CPU")
-    text, is_slower = compared(run(tome(0.8)), slow)
-    assert not is_slower and listed(text) == {}
-    assert "Machine, threads or versions differ" in text and " s → " not in text
+def of_status(status):
+    return run(arm("tome", [], ratio=0.5, status=status))
+
+
+def predictor(share):
+    return run(arm("plain", times(share), backend="predictor"))
+
+
+WITHOUT_PLAIN, SLOW = result([case([tome(0.8)])]), [arm("plain", times(2)), arm("tome", times(1.6), ratio=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "heading", "words", "slower"),
+    [
+        (
+            run(tome(0.8)),
+            of_status("out of memory"),
+            "Became slower",
+            "now out of memory (the allocator failed)",
+            True,
+        ),
+        (run(tome(0.8)), of_status("error"), "Became slower", "was measured, now error (the allocator failed)", True),
+        (of_status("error"), run(tome(0.8)), "Became faster", "was error, now measured", False),
+        (run(tome(0.8)), of_status("not measured"), "Vanished", "now not measured", False),
+        (of_status("not measured"), run(tome(0.8)), "Appeared", "now measured", False),
+        (predictor(0.3), predictor(0.4), "Became slower", "of eager plain's time (+33.3 %)", True),
+        (WITHOUT_PLAIN, WITHOUT_PLAIN, "Not compared, because a run has no plain arm", "is not known", False),
+        (
+            run(tome(0.8)),
+            result([case(SLOW)], machine="A slow CPU"),
+            None,
+            "Machine, threads or versions differ",
+            False,
+        ),
+    ],
+)
+def test_verdicts(compared, old, new, heading, words, slower):
+    text, is_slower = compared(old, new)
+    assert is_slower == slower and words in text and list(listed(text)) == ([heading] if heading else [])
+    assert " s → " not in text or "differ" not in text, "seconds of another machine"
 
 
 def test_threshold(compared):
@@ -62,21 +97,6 @@ def test_overlapping_quartiles_are_noise(compared):
     text, is_slower = compared(old, run(arm("tome", [8.0, 17.6, 40.0], ratio=0.5)))
     assert "within the noise" in text and not is_slower
     assert compared(old, run(arm("tome", [9.0, 19.0, 39.0], ratio=0.5)))[1]  # 0.9, 0.95, 0.975: from 0.925
-
-
-@pytest.mark.parametrize("status", ["out of memory", "error"])
-def test_what_can_no_longer_be_computed_is_slower(compared, status):
-    measured, failed = run(tome(0.8)), run(arm("tome", [], ratio=0.5, status=status))
-    text, is_slower = compared(measured, failed)
-    assert is_slower and f"was measured, now {status} (the allocator failed)" in text
-    assert listed(compared(failed, measured)[0]) == {"Became faster": ["ToMe 0.5, eager"]}
-
-
-def test_not_measured_is_not_slower(compared):
-    measured, absent = run(tome(0.8)), run(arm("tome", [], ratio=0.5, status="not measured"))
-    text, is_slower = compared(measured, absent)
-    assert not is_slower and listed(text) == {"Vanished": ["ToMe 0.5, eager"]}
-    assert listed(compared(absent, measured)[0]) == {"Appeared": ["ToMe 0.5, eager"]}
 
 
 def test_appeared_and_vanished(compared):
@@ -100,17 +120,6 @@ def test_arms_of_others_do_not_count(compared, name, backend):
     assert "Became slower:" in text and "(does not count)" in text and not is_slower
 
 
-def test_plain_in_the_predictor_is_compared_with_plain_in_eager(compared):
-    old, new = (run(arm("plain", times(share), backend="predictor")) for share in (0.3, 0.4))
-    text, is_slower = compared(old, new)
-    assert is_slower and "of eager plain's time (+33.3 %)" in text
-
-
-def test_without_plain_nothing_is_judged(compared):
-    text, is_slower = compared(result([case([tome(0.8)])]), result([case([tome(0.95)])]))
-    assert not is_slower and listed(text) == {"Not compared, because a run has no plain arm": ["ToMe 0.5, eager"]}
-
-
 def test_methods_are_compared_with_themselves(compared):
     def methods(windows, tomesd):
         return run(arm("tome", times(windows), ratio=0.5, merging={"window": 8}), tome(tomesd))
@@ -118,3 +127,12 @@ def test_methods_are_compared_with_themselves(compared):
     text, is_slower = compared(methods(0.6, 0.8), methods(0.6, 0.9))
     assert is_slower and listed(text) == {"Became slower": ["ToMe 0.5, eager"]}
     assert compared(run(tome(0.8)), methods(0.6, 0.8))[0].count("ToMe 0.5, windows of 8, eager: measured") == 1
+
+
+def test_the_exit_status_reports_that_an_arm_became_slower(tmp_path, capsys):
+    old, new = (str(write(tmp_path / f"{share}.json", run(tome(share)))) for share in (0.8, 0.9))
+    assert main([old, old]) == 0 and main([old, new]) == 1
+    assert "Became slower" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "no.json"), new])
+    assert "no.json cannot be read as a result" in capsys.readouterr().err

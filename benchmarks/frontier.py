@@ -1,5 +1,12 @@
-"""The frontier page: distance from the plain image against measured time, for every way to merge."""
+"""The frontier page: distance from the plain image against measured time, for every way to merge.
 
+    python benchmarks/frontier.py benchmarks/results/frontier_*.json --images build --output benchmarks
+
+Joins results of `evaluate` with those of `bench`, of the same model, sizes, `--ratio` and `--merging`; `make frontier`
+measures both.
+"""
+
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from point_labels import label_points
 
-from ...config import GRID, ToMeConfig
-from ...errors import ToMeConfigError
-from ..clock import ratio_within_rounds
-from ..markdown import NOT_MEASURED, figure, link
-from ..plotting import save_figure
-from ..reports import write_page
-from ..results import check_result, read_json
-from ..speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases
-from .quality_plots import is_on_frontier, plot_frontier
-from .quality_report import cells_of, read_frame
-from .settings import BASES
-from .sheets import evenly_spaced, write_sheet
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
+from ppdiffusers_tome.config import GRID
+from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
+from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, figure, link, write_page
+from ppdiffusers_tome.evaluation.plotting import save_figure
+from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier, plot_frontier
+from ppdiffusers_tome.evaluation.quality.quality_report import cells_of, read_frame
+from ppdiffusers_tome.evaluation.quality.settings import BASES
+from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
+from ppdiffusers_tome.evaluation.results import check_result, read_json
+from ppdiffusers_tome.evaluation.speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases
 
 NOISE = 0.05  # by which a speed-up in the predictor differs if it is measured again in another run
 IMAGES = {"Prompts": "Prompts", "Photographs": "Image-to-image"}  # source → heading
@@ -54,7 +61,7 @@ def write_frontier_page(files: Sequence[Path], output: Path, images: Path | None
     for (source, size), points in frame.groupby(["source", "size"], sort=False):
         title = f"{IMAGES[source]}, {size} px, {points['images'].iloc[0]} images"
         plot = output / f"frontier_{source.lower()}_{size}.png"
-        save_figure(plot_frontier(points, title, PREDICTOR, NOISE), plot)
+        save_figure(plot_frontier(points, title, PREDICTOR, NOISE, label_points), plot)
         caption = (
             f"{title}: distance from plain against speed-up in the predictor, with the ratio at each point. Grey: the "
             f"frontier by each measure. Speed-ups less than {100 * NOISE:g} % apart are equal within the noise."
@@ -72,7 +79,7 @@ def write_frontier_page(files: Sequence[Path], output: Path, images: Path | None
     ]
     strengths = sorted({result["strength"] for _, result in of_images} - {None})
     return write_page(
-        "frontier.md",
+        Path(__file__).with_name("templates") / "frontier.md",
         output,
         bases=BASES,
         noise=f"{100 * NOISE:g} %",
@@ -174,3 +181,20 @@ def _write_sheet(result: dict[str, Any], images: Path, output: Path) -> tuple[Pa
     path = output / f"frontier_{source.lower()}_{result['size']}_sheet.png"
     write_sheet(path, result, images, shown, titles)
     return path, f"{IMAGES[source]}, {result['size']} px: {', '.join(shown)}; images {', '.join(map(str, titles))}."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
+    )
+    parser.add_argument(
+        "--images", type=Path, help="folder with the output of each evaluate, named like its result, to show images"
+    )
+    parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    print(write_frontier_page(options.files, options.output, options.images))
+
+
+if __name__ == "__main__":
+    main()

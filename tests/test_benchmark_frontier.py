@@ -7,18 +7,17 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 from figure_checks import clipped_texts, overlapping_texts
+from frontier import NOISE, main, read_points, write_frontier_page
 from frontier_results import DEFAULT, POINTS, TOMESD, quality, speed
 from PIL import Image
+from point_labels import label_points
 from quality_support import write_images
 from speed_results import write
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.evaluation.quality.frontier import NOISE, read_points, write_frontier_page
 from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier, plot_frontier
 from ppdiffusers_tome.evaluation.quality.settings import name_of
 
@@ -48,27 +47,11 @@ def rows_below(page, heading):
 def test_command_writes_and_prints_the_page(tmp_path, capsys):
     files = [str(file) for file in write_all(tmp_path)]
     folder = tmp_path / "page"
-    assert main(["evaluate", "frontier", *files, "--output", str(folder)]) == 0
+    main([*files, "--output", str(folder)])
     page = (folder / "frontier.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out == page + "\n" and "(../results/frontier_speed.json)" in page
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert len(links) == 4 + 3 and all((folder / link).is_file() for link in links)
-
-
-def test_points_have_the_figures_of_both_results():
-    images, photographs = quality(128), quality(128, PHOTOGRAPHS)
-    frame = points_of(images, photographs, speed([128, 256]))
-    assert len(frame) == 2 * len(POINTS) and set(frame["size"]) == {128}
-    for source, result in (("Prompts", images), ("Photographs", photographs)):
-        for setting, (config, (_, share)) in zip(result["settings"], POINTS.items(), strict=True):
-            is_point = (frame["source"] == source) & (frame["method"] == name_of(config))
-            (point,) = frame[is_point & (frame["ratio"] == config.ratio)].to_dict("records")
-            low, middle, high = np.percentile(setting["pairs"]["psnr"], [25, 50, 75])
-            spread = [point[name] for name in ("psnr_low", "psnr", "psnr_high")]
-            assert spread == pytest.approx([low, middle, high])
-            assert point["perceptual"] == pytest.approx(np.median(setting["pairs"]["perceptual"]))
-            assert point["predictor"] == pytest.approx(1 / share)
-            assert point["eager"] == pytest.approx(1 / (1 - (1 - share) / 2))
 
 
 def test_frontier_leaves_out_what_is_slower_or_further():
@@ -91,26 +74,23 @@ def test_methods_have_the_names_of_the_documents():
     assert name_of(grid) == "ToDo, blend 0.1" == name_of(replace(grid, window=None))
 
 
-def test_what_was_not_timed_has_no_speed_up_and_is_not_on_the_frontier(tmp_path):
-    timed = {config: point for config, point in POINTS.items() if config != KV}
-    page = write_frontier_page(write_all(tmp_path, {"images": quality(128), "times": speed([128], timed)}), tmp_path)
-    last = rows_below(page, "Prompts, 128 px, 12 images")[-1]
-    assert last[0] == name_of(KV) and last[2:4] == ["–", "–"]
-
-
-def test_equal_images_are_infinitely_near(tmp_path):
-    result = quality(128)
-    result["settings"][4]["pairs"]["psnr"] = [None] * 12
-    result["settings"][4]["pairs"]["perceptual"] = [0.0] * 12
-    page = write_frontier_page(write_all(tmp_path, {"images": result, "times": speed([128])}), tmp_path)
-    (row,) = [row for row in rows_below(page, "Prompts, 128 px, 12 images") if row[0] == name_of(KV)]
-    assert row[4:] == ["∞ (∞–∞)", "0.0000"]
+def test_equal_images_are_infinitely_near_and_what_was_not_timed_has_no_speed_up(tmp_path):
+    result, timed = quality(128), {config: point for config, point in POINTS.items() if config != KV}
+    result["settings"].append({**result["settings"][0], "name": "plain-bf16", "config": asdict(ToMeConfig(ratio=0))})
+    result["settings"][4]["pairs"] |= {"psnr": [None] * 12, "perceptual": [0.0] * 12}
+    page = write_frontier_page(write_all(tmp_path, {"images": result, "times": speed([128], timed)}), tmp_path)
+    rows = rows_below(page, "Prompts, 128 px, 12 images")
+    assert rows[-1] == [name_of(KV), "0.5", "–", "–", "∞ (∞–∞)", "0.0000"]
+    assert len(rows) == 2 + len(POINTS), "plain images in another precision are no point"
 
 
 def test_plot_has_a_line_for_each_method_and_the_frontier():
     points = points_of(quality(128), speed([128])).assign(is_chosen=[True] + [False] * (len(POINTS) - 1))
     figure = plot_frontier(points, "Prompts", "predictor", NOISE)
+    [legend] = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {"frontier", "plain", "chosen", *points["method"]}
     for axes, measure in zip(figure.axes, ("psnr", "perceptual"), strict=True):
+        assert Counter(text.get_text() for text in axes.texts) == Counter(points["ratio"].map("{:g}".format))
         lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
         assert set(lines) == {"frontier", "plain", "chosen", *points["method"]}
         for method, rows in points.groupby("method"):
@@ -126,7 +106,7 @@ RESULT_FILES = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glo
 def test_points_of_the_committed_results_are_labelled_readably():
     frame = read_points([(file, json.loads(file.read_text(encoding="utf-8"))) for file in RESULT_FILES])
     for (source, size), points in frame.groupby(["source", "size"]):
-        figure = plot_frontier(points, f"{source}, {size} px", "predictor", NOISE)
+        figure = plot_frontier(points, f"{source}, {size} px", "predictor", NOISE, label_points)
         assert clipped_texts(figure) == [] and overlapping_texts(figure) == []
         [legend] = figure.legends
         assert {text.get_text() for text in legend.get_texts()} <= {"frontier", "plain"}
@@ -154,19 +134,6 @@ def test_points_of_the_committed_results_are_labelled_readably():
 def test_results_that_do_not_belong_together_are_refused(results, message):
     with pytest.raises(ToMeConfigError, match=message):
         points_of(*results)
-
-
-def test_plain_images_in_another_precision_are_no_point():
-    result = quality(128)
-    result["settings"].append({**result["settings"][0], "name": "plain-bf16", "config": asdict(ToMeConfig(ratio=0))})
-    assert points_of(result, speed([128])).equals(points_of(quality(128), speed([128])))
-
-
-def test_each_size_may_have_its_own_model():
-    times = speed([128, 256])
-    times["cases"][1]["model"] = "other"
-    frame = points_of(quality(128), {**quality(256), "model": "other"}, times)
-    assert set(frame["size"]) == {128, 256} and frame["predictor"].notna().all()
 
 
 def test_sheet_shows_plain_tomesd_and_the_default(tmp_path):

@@ -1,15 +1,22 @@
-"""What became slower from one speed result to others, judged by ratios within each run."""
+"""What became slower from one speed result to others, judged by ratios within each run.
 
+    python benchmarks/compare_speed.py OLD.json NEW.json
+
+The exit status is 1 if an arm of the package became slower. Several new files count as one run.
+"""
+
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from ...errors import ToMeConfigError
-from ..markdown import change
-from .cases import EAGER, ERROR, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN
-from .frame import CASE, UNMERGED, partners, read_frame, rounds, spread
+from ppdiffusers_tome import ToMeConfigError
+from ppdiffusers_tome.evaluation.markdown import change
+from ppdiffusers_tome.evaluation.speed.cases import EAGER, ERROR, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN
+from ppdiffusers_tome.evaluation.speed.frame import CASE, UNMERGED, partners, read_frame, rounds, spread
 
 ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample", "method"]  # equal if the arm is measured again
 HEADINGS = {
@@ -98,3 +105,21 @@ def _judge(arm: dict[str, Any], threshold: float, is_same_machine: bool) -> tupl
     if arm["share_low"] <= arm["share_high_old"] and arm["share_low_old"] <= arm["share_high"]:
         return "within the noise", text
     return "slower" if ratio > 1 else "faster", text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", type=Path, help="a result of bench")
+    parser.add_argument("new", type=Path, nargs="+", help="later results")
+    parser.add_argument("--threshold", type=float, default=0.05, help="smallest change (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        text, is_slower = compare(options.old, options.new, options.threshold)
+    except ToMeConfigError as error:
+        parser.error(str(error))
+    print(text)
+    return int(is_slower)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

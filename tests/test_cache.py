@@ -1,14 +1,16 @@
-"""Cached programs: under what they are, and for what they must not be used."""
+"""The cache: values and programs under what decides them, and for what they must not be used."""
 
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.evaluation import cached_programs
-from ppdiffusers_tome.evaluation.cached_programs import CachedPrograms, folder_of_programs, program_key
+from ppdiffusers_tome.evaluation import cache
+from ppdiffusers_tome.evaluation.cache import Cache, program_key, programs_of
 from ppdiffusers_tome.evaluation.environment import model_files
+from ppdiffusers_tome.evaluation.results import read_json, write_result
 from ppdiffusers_tome.inference import ProgramFile, Size
 
 
@@ -51,11 +53,11 @@ def test_a_model_without_an_index_has_a_unet(pipeline):
 
 @pytest.mark.parametrize(("name", "value"), [("sources", "0" * 16), ("versions", {"python": "2.7"})])
 def test_other_sources_versions_and_models_have_another_folder(pipeline, tmp_path, monkeypatch, name, value):
-    folders = {folder_of_programs(tmp_path, str(pipeline)), folder_of_programs(tmp_path, str(pipeline))}
+    folders = {programs_of(tmp_path, str(pipeline)).folder, programs_of(tmp_path, str(pipeline)).folder}
     assert len(folders) == 1
-    folders.add(folder_of_programs(tmp_path, "another"))
-    monkeypatch.setattr(cached_programs, name, lambda: value)
-    folders.add(folder_of_programs(tmp_path, str(pipeline)))
+    folders.add(programs_of(tmp_path, "another").folder)
+    monkeypatch.setattr(cache, name, lambda: value)
+    folders.add(programs_of(tmp_path, str(pipeline)).folder)
     assert len(folders) == 3 and {folder.parent for folder in folders} == {tmp_path}
 
 
@@ -85,14 +87,30 @@ def saved_program(folder, onnx):
 
 @pytest.mark.parametrize("onnx", [False, True])
 def test_a_program_is_found_while_it_is_complete(tmp_path, onnx):
-    programs = CachedPrograms(tmp_path / "here")
+    programs = Cache(tmp_path / "here")
     saved = saved_program(programs.folder, onnx)
-    assert programs.find("key") is None, "nothing is recorded"
-    programs.store("key", saved)
-    assert programs.find("key") == saved and programs.find("other") is None
+    assert programs.load_program("key") is None, "nothing is stored"
+    programs.store_program(saved, "key")
+    assert programs.load_program("key") == saved and programs.load_program("other") is None
     moved = Path((tmp_path / "here").rename(tmp_path / "there"))
-    assert CachedPrograms(moved).find("key") == saved
+    assert Cache(moved).load_program("key") == saved
     (moved / ("key.onnx" if onnx else "key/a.pdiparams")).unlink()
-    assert CachedPrograms(moved).find("key") is None
-    (moved / "key.json").write_text("{")
-    assert CachedPrograms(moved).find("key") is None
+    assert Cache(moved).load_program("key") is None
+
+
+def test_a_value_is_found_by_all_that_decides_it_while_it_is_complete(tmp_path):
+    values = Cache(tmp_path / "new")
+    assert values.load("a", {"b": 1}) is None
+    values.store([1.5, math.inf], "a", {"b": 1, "c": 2})
+    assert values.load("a", {"c": 2, "b": 1}) == [1.5, math.inf]
+    assert values.load("a", {"b": 2, "c": 2}) is values.load("b", {"b": 1, "c": 2}) is values.load("a") is None
+    (file,) = values.folder.iterdir()
+    file.write_text("[1.5")
+    assert values.load("a", {"c": 2, "b": 1}) is None
+
+
+def test_a_file_is_replaced_once_all_is_written(tmp_path):
+    write_result(tmp_path / "result.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_result(tmp_path / "result.json", {"a": object()})
+    assert read_json(tmp_path / "result.json") == {"a": 1}

@@ -1,13 +1,16 @@
 """Merge maps: which tokens merge into which, recorded while a pipeline runs and drawn over its image.
 
+    python benchmarks/merge_maps.py benchmarks/results/quality.json --output benchmarks
+
 As in Bolya et al. 2022, arXiv:2210.09461: each group of merged tokens is filled with its mean colour and outlined in a
 colour of its own. A token finds its dst anywhere in the image, so a group can have several parts.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,17 @@ from PIL import Image
 from skimage.color import label2rgb
 from skimage.morphology import dilation, erosion
 
-from ...errors import ToMeConfigError
-from ...matching import MergePlan
-from ...models import MergeableBlock, denoisers, find_blocks
-from ...positions import Grid
-from ...wraps import BlockWrap, current_plan, wrap_of
-from .sheets import make_sheet, save_png
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
+from ppdiffusers_tome.evaluation.quality.image_generation import from_image, load_model
+from ppdiffusers_tome.evaluation.quality.quality_report import default_setting, read_frame
+from ppdiffusers_tome.evaluation.quality.settings import Evaluation, Setting
+from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, save_png
+from ppdiffusers_tome.evaluation.results import check_result, read_json
+from ppdiffusers_tome.generation.engine import Engine
+from ppdiffusers_tome.matching import MergePlan
+from ppdiffusers_tome.models import MergeableBlock, denoisers, find_blocks
+from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.wraps import BlockWrap, current_plan, wrap_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,3 +189,39 @@ def write_merge_map(
     if len(recorded[-1].groups()) > 1:
         caption += " Of the two passes with guidance, this is the conditional one."
     return save_png(make_sheet(rows, titles, side), path, **fields), caption
+
+
+def generate_merge_map(result: dict[str, Any], path: Path) -> tuple[Path, str]:
+    """Generate a result's first image by its default setting in eager mode; a PNG of what merges, and its caption.
+
+    Raises:
+        ToMeExportError: the model cannot be loaded.
+    """
+    pipe, first = load_model(result["model"]), result["prompts"][0]
+    fields = ("model", "size", "steps", "guidance_scale", "backend", "threads", "strength")
+    prompts = ((first["prompt"], first["seed"]),)
+    evaluation = Evaluation(**{name: result[name] for name in fields}, prompts=prompts)
+    name = default_setting(read_frame(result))
+    config = ToMeConfig(**next(setting["config"] for setting in result["settings"] if setting["name"] == name))
+    (prompt,) = evaluation.jobs(Setting("default", "ratio", config))
+    engine = Engine(pipe, from_image(pipe))
+    about = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
+    with pipe.tome(**asdict(config)):
+        return write_merge_map(
+            pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), path, **about, model=result["model"]
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="quality.json of an evaluation")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder (default: %(default)s)")
+    options = parser.parse_args()
+    result = read_json(options.file)
+    check_result(result, "quality", options.file)
+    path, caption = generate_merge_map(result, options.output / "merge_map.png")
+    print(f"{caption}\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()
