@@ -142,7 +142,7 @@ def test_small_change_is_not_summarized_as_none(result, tmp_path):
     other = changed["calibration"]["plain, other seeds"]
     for compared, distance in ((default(changed), 1e-4), (other, 2.5e-2)):
         compared["pairs"]["perceptual"] = [distance] * len(compared["pairs"]["perceptual"])
-    assert "merging changes these images 0.4% as much" in summary_of(changed, tmp_path)
+    assert "Another seed changes these images 250× as much:" in summary_of(changed, tmp_path)
 
 
 def test_summary_has_the_figures_of_the_result(result, tmp_path):
@@ -150,24 +150,25 @@ def test_summary_has_the_figures_of_the_result(result, tmp_path):
     middle = np.median(default(result)["pairs"]["perceptual"])
     other = np.median(result["calibration"]["plain, other seeds"]["pairs"]["perceptual"])
     assert f"a perceptual distance of {middle:.4f} (quartiles" in text
-    assert f"merging changes these images {middle / other:.0%} as much. Images with texture everywhere" in text
+    assert f"Another seed changes these images {other / middle:.0f}× as much: a plain image" in text
+    assert "Images with texture everywhere" in text
     image_to_image = summary_of({**result, "strength": 0.4}, tmp_path)
-    assert "texture" not in image_to_image and "merging changes these images" in image_to_image
-    assert "above the noise floor: 0.5, 0.75." in text
+    assert "texture" not in image_to_image and "Another seed changes these images" in image_to_image
+    assert "KID finds a difference from plain images at ratio 0.5, 0.75." in text
     for ratio in RATIOS:
         changed = deepcopy(result)
         settings = {setting["name"]: setting for setting in changed["settings"]}
         settings[f"{ratio:g}"]["kid"]["to plain, other seeds"] = make_kid(0.2)
-        assert f"{ratio:g}" in summary_of(changed, tmp_path).split("noise floor: ")[1].split(".\n")[0]
+        assert f"{ratio:g}" in summary_of(changed, tmp_path).split("at ratio ")[-1].split(". ")[0]
 
 
 def test_noise_floor_counts_the_uncertainty_of_both(tmp_path):
     result = make_result(count=3)
     result["settings"] = result["settings"][:1]
     result["calibration"]["plain, other seeds"]["kid"] = {"mean": 0.010, "std": 0.003}
-    for mean, ratios in ((0.0199, "none"), (0.0201, "0.1"), (0.0, "none")):
+    for mean, ratios in ((0.0199, ""), (0.0201, "0.1"), (0.0, "")):
         result["settings"][0]["kid"]["to plain, other seeds"] = {"mean": mean, "std": 0.004}  # 2·√(3² + 4²) = 10
-        assert f"above the noise floor: {ratios}." in summary_of(result, tmp_path)
+        assert (f"at ratio {ratios}." if ratios else "at any ratio.") in summary_of(result, tmp_path)
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(0.25, "0.25"), (0.3, "0.25"), (0.7, "0.75")])

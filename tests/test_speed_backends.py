@@ -65,7 +65,7 @@ def test_random_dst_are_refused():
     ("model", "fields", "ratio", "level", "message"),
     [
         ("tiny", {"size": 128}, 0.001, None, "--ratio 0.001 merges no token"),
-        ("sdxl", {"size": 1024}, 0.5, 1, "the shallowest attention of sdxl is at level 2"),
+        ("sdxl", {"size": 1024}, 0.5, 1, "sdxl has attention from level 2 on"),
         ("tiny", {"size": 128, "scope": "block"}, 0.5, 1, "not allowed with --scope block"),
     ],
 )
