@@ -144,7 +144,7 @@ def _check_programs(configs: dict[float, Configs], sizes: Collection[tuple[int, 
     merging = [config for config, _ in configs.values() if config is not None]
     if any(config.use_rand and config.seed is None for config in merging):
         raise ToMeConfigError(
-            "seed=None draws new dst in every pass, but a program contains one fixed choice: pass a number, or "
+            "seed=None chooses new dst in every pass, but a program contains one fixed choice: pass a number, or "
             "use_rand=False (--no-rand)."
         )
     for size in sizes or ():
