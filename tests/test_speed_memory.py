@@ -96,6 +96,12 @@ def test_limit_raises_memory_error_and_ends_with_its_context():
     allocate(320)
 
 
+def test_nothing_is_limited_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    with limited(64 * MB, 0):
+        allocate(320)
+
+
 def test_weights_are_part_of_the_limit():
     with limited(200 * MB, 150 * MB):
         allocate(20)

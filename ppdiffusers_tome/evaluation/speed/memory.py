@@ -70,12 +70,16 @@ def is_out_of_memory(error: BaseException | str) -> bool:
 def limited(limit: int | None, weights: int) -> Iterator[None]:
     """Limit what this process may allocate within the context; to exceed it raises MemoryError in Paddle.
 
-    Without it the system would end the process, and its measurements would be lost.
+    Without it the system would end the process, and its measurements would be lost. On a GPU nothing is limited,
+    because drivers reserve more addresses than the machine has memory.
 
     Args:
         limit: bytes for the weights and one pass; None: what the machine has available now.
         weights: bytes of the weights, which are loaded already and count towards the limit.
     """
+    if paddle.get_device() != "cpu":
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     room = available_bytes() - RESERVE if limit is None else limit - weights
     allowed = max(_kib(Path("/proc/self/status"), "VmData:") + room, 0)
