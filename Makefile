@@ -92,7 +92,7 @@ check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m mypy
 	awk 'END {exit NR > 110}' README.md
 
-# The site has an environment of its own; nothing of it needs Paddle or this package installed. REPOSITORY=https://… is where links out of docs/ lead.
+# The site has an environment of its own; nothing of it needs Paddle or this package installed. REPOSITORY=https://… is where links to scripts and results lead.
 docs: build/docs-venv/.complete ## build the site of the documents in build/site/; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict $(ARGS)
 

@@ -35,6 +35,7 @@ setup(
     description="Token merging (ToMe) for PaddlePaddle's ppdiffusers: faster diffusion pipelines without training",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The ppdiffusers_tome authors",
     license_expression="Apache-2.0",  # setuptools 77; earlier ones, which only make editable installs here, ignore it
     license_files=["LICENSE", "NOTICE"],
     keywords="paddlepaddle ppdiffusers stable-diffusion token-merging tome inference",
@@ -44,6 +45,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

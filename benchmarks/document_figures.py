@@ -245,7 +245,7 @@ def separated_by_kid(none: str, *words: str) -> str:
         frame = read_frame(read(file))
         differs = differs_by_kid(frame) & (frame["group"] != "calibration")
         above += [f"{name} at {read(file)['size']} px" for name in frame.index[differs]]
-    return ", ".join(above) or " ".join([none, *words])
+    return f"a difference in {', '.join(above)}" if above else " ".join([none, *words])
 
 
 def edges_near(direction: str, arm: str, *name: str) -> str:

@@ -1,7 +1,8 @@
-"""MkDocs hook of the site: README pages and pictures from outside of docs/, and links that lead out of it.
+"""MkDocs hook of the site: pages and pictures from outside of docs/, and links that lead out of it.
 
-A page of the site is a document of the repository, with its links from where it stands there: those to other pages and
-pictures of the site become the site's, all others lead to the repository (`repo_url` in mkdocs.yml).
+A page of the site is a document of the repository, with its links from where it stands there: those to other documents
+and pictures become the site's, and the documents become pages. All others lead to the repository (`repo_url` in
+mkdocs.yml), or are plain text where its address is not known.
 """
 
 import ast
@@ -16,21 +17,25 @@ ROOT = Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.hooks.site")
 FRONT = {"README.md": "index.md", "README_zh.md": "zh.md"}  # the document in the repository, and its page
 REFERENCE = {"reference.md": "ppdiffusers_tome", "reference-inference.md": "ppdiffusers_tome.inference"}
-LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files, config):
-    """Add the pages that are not in docs/, and the pictures that pages show."""
+    """Add the pages that are not in docs/, and what pages outside of it link to or show."""
     for document, page in FRONT.items():
         files.append(File.generated(config, page, content=(ROOT / document).read_text(encoding="utf-8")))
     for page, module in REFERENCE.items():
         files.append(File.generated(config, page, content=reference(module)))
-    for page in list(files.documentation_pages()):
-        for picture in re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", page.content_string):
-            path = in_repository(picture, page.src_uri)
-            if not path.startswith("docs/") and files.get_file_from_path(path) is None:
-                files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    pages = list(files.documentation_pages())
+    for page in pages:  # which grows
+        for _, target in LINK.findall(page.content_string):
+            path = in_repository(target.partition("#")[0], page.src_uri)
+            is_new = (ROOT / path).is_file() and files.get_file_from_path(in_site(path)) is None
+            if is_new and path.endswith((".md", ".png")):
+                files.append(File.generated(config, in_site(path), abs_src_path=str(ROOT / path)))
+                if path.endswith(".md"):
+                    pages.append(files.get_file_from_path(path))
     return files
 
 
@@ -50,29 +55,38 @@ def on_page_markdown(markdown, page, config, files):
     """Change the links of a page, outside of code, and leave out the marks of figures."""
 
     def change(match):
-        return match[1] + link(match[2], page.file.src_uri, config.repo_url, files) + match[3]
+        target = link(match[2], page.file.src_uri, config.repo_url, files)
+        return f"[{match[1]}]({target})" if target else match[1]
 
     parts = CODE.split(markdown)
     parts[::2] = [LINK.sub(change, re.sub("<!--.*?-->", "", part)) for part in parts[::2]]
     return "".join(parts)
 
 
-def link(target: str, page: str, repository: str, files) -> str:
-    """Where a link of a page leads in the site, or in the repository."""
+def link(target: str, page: str, repository: str | None, files) -> str | None:
+    """Where a link of a page leads in the site, or in the repository; None if that is not known."""
     if target.startswith(("http:", "https:", "mailto:", "#")):
         return target
     path, mark, anchor = target.partition("#")
     path = in_repository(path, page)
     if not (ROOT / path).exists():
         LOG.warning("%s: there is no %s", page, target)
-    inside = FRONT.get(path, path.removeprefix("docs/"))
-    if path in FRONT or path.startswith("docs/") or files.get_file_from_path(path):
-        return inside + mark + anchor
+    if files.get_file_from_path(in_site(path)):
+        return posixpath.relpath(in_site(path), posixpath.dirname(page) or ".") + mark + anchor
+    if not repository:
+        return None
     kind = "tree" if (ROOT / path).is_dir() else "blob"
     return f"{repository.rstrip('/')}/{kind}/main/{path}{mark}{anchor}"
 
 
 def in_repository(target: str, page: str) -> str:
-    """The path, from the root of the repository, of what a page's link names."""
-    folder = "" if page in FRONT.values() else "docs"
-    return posixpath.normpath(posixpath.join(folder, target))
+    """The path, from the root of the repository, of what a page's link names; of a folder that of its README.md."""
+    is_outside = page in FRONT.values() or not (ROOT / "docs" / page).is_file()
+    folder = posixpath.dirname(page) if is_outside else "docs"
+    path = posixpath.normpath(posixpath.join(folder, target)) if target else page
+    return f"{path}/README.md" if (ROOT / path / "README.md").is_file() else path
+
+
+def in_site(path: str) -> str:
+    """The path in the site of a document or picture of the repository."""
+    return FRONT.get(path, path.removeprefix("docs/"))

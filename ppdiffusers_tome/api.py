@@ -67,17 +67,18 @@ def apply_tome(
             FLUX transformers.
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
             faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or a schedule
-            over the denoising, {share of the noise schedule left: ratio from there on}, that starts at share 1:
-            {1.0: 0.6, 0.5: 0.4}. At the same mean ratio, one that falls a little is slightly nearer to the plain image
-            than a constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion
-            and Stable Video Diffusion.
+            from the start (1.0) to the end (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half,
+            then 0.4. At the same mean ratio, one that falls a little is slightly nearer to the plain image than a
+            constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion and
+            Stable Video Diffusion.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
-        max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. None,
-            the default, is the shallowest level with attention in each model: 1 in Stable Diffusion, 2 in SDXL. The
-            tokens of a DiT, PixArt or SD3 transformer all lie on one grid, so it has no effect there.
+        max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. With
+            None, the default, only the largest feature maps with self-attention merge, in each model: level 1 in
+            Stable Diffusion, 2 in SDXL. The tokens of a DiT, PixArt or SD3 transformer all lie on one grid, so it has
+            no effect there.
         sx, sy: width and height, in tokens, of the cells that keep one dst token each.
-        use_rand: draw each cell's dst token at random, or take the cell's first.
+        use_rand: choose each cell's dst token at random, or take the cell's first.
         seed: seed of the random choice: an int for the same in every pass, None for a new one in each. No global
             random state is read or advanced.
         window: side, in tokens, of the square windows in which tokens look for their dst, rounded up to a multiple of
@@ -93,7 +94,8 @@ def apply_tome(
             merges around the MLP, which is parallel to attention there.
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
-        min_tokens: grids with fewer tokens stay plain, >= 0; each pass decides it by the grid that it sees.
+        min_tokens: grids with fewer tokens stay plain, >= 0: small images are left alone. Each pass decides it by the
+            grid that it sees.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio or
             schedule for them.
 

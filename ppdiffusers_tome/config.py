@@ -28,7 +28,7 @@ TOMESD_SETTINGS: dict[str, Any] = {
 WHOLE_GRID = ", or None for the whole grid"
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 1
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
-# Pairs (share of the noise schedule left, ratio from there on), shares descending from 1.
+# Pairs (share of denoising left, ratio from there on), from the start of denoising (1) towards its end (0).
 Schedule: TypeAlias = tuple[tuple[float, float], ...]
 
 
@@ -38,17 +38,17 @@ class ToMeConfig:
 
     Args:
         ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy). 0.5, the default and a good start, halves
-            them; 0 merges nothing. Or a schedule over the denoising, as a mapping: {1.0: 0.7, 0.5: 0.5, 0.1: 0.0} is
-            ratio 0.7 from pure noise (share 1 of the noise schedule left) on, 0.5 from the middle on, and plain in the
-            last tenth. Each pass reads its share from the timestep that the model gets. The attribute is then a tuple
-            of the pairs.
+            them; 0 merges nothing. Or a schedule from the start (1.0) to the end (0.0) of denoising, as a mapping:
+            {1.0: 0.7, 0.5: 0.5, 0.1: 0.0} is ratio 0.7 at first, 0.5 in the second half, and plain in the last tenth.
+            Each pass reads where it is from the timestep that the model gets. The attribute is then a tuple of the
+            pairs.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
-            downsampled d times along each axis. None, the default, is the shallowest level with attention in a
-            model: 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all tokens lie on one grid,
-            which is level 1 whatever the patch size, so this setting has no effect there.
+            downsampled d times along each axis. With None, the default, only the largest feature maps
+            with self-attention merge: level 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all
+            tokens lie on one grid, which is level 1 whatever the patch size, so this setting has no effect there.
         sx: width of a cell, in tokens, >= 1. Each sx×sy cell keeps one dst token.
         sy: height of a cell, in tokens, >= 1.
-        use_rand: draw the dst token of each cell at random; otherwise it is the cell's first (top left) token.
+        use_rand: choose the dst token of each cell at random; otherwise it is the cell's first (top left) token.
         seed: seed of the random choice of dst: 0 <= seed < 2**64 for the same choice in every pass, None for a new
             one in each. The global random states of Paddle, NumPy and Python are neither read nor advanced.
         window: side, in tokens, of the square windows in which each token looks for its dst; rounded up to a multiple
@@ -67,8 +67,8 @@ class ToMeConfig:
             FLUX's single-stream blocks, True merges around the MLP too, which is parallel to attention there.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
-        min_tokens: grids with fewer tokens stay plain, >= 0. A pass decides it by the grid that it sees, so that
-            merging can be left on for all image sizes and works where it pays.
+        min_tokens: grids with fewer tokens stay plain, >= 0. Small images are left alone; each pass decides it by the
+            grid that it sees.
 
     Raises:
         ToMeConfigError: a value has the wrong type or is out of range, or all three `merge_…` are False. The
@@ -158,7 +158,7 @@ class ToMeConfig:
         )
 
     def at(self, share: float) -> "ToMeConfig":
-        """The settings of a pass: with the ratio that a schedule has where `share` of the noise schedule is left.
+        """The settings of a pass at `share`, from the start (1.0) to the end (0.0) of denoising.
 
         Example:
             >>> ToMeConfig(ratio={1.0: 0.7, 0.5: 0.25}).at(0.5).ratio
@@ -168,7 +168,7 @@ class ToMeConfig:
 
     @property
     def parts(self) -> list[tuple[float, "ToMeConfig"]]:
-        """How much of the noise schedule has which settings: all of it, or the parts of a schedule in order."""
+        """The settings in order, each with the share of denoising that has them; without a schedule one pair."""
         if not isinstance(self.ratio, tuple):
             return [(1.0, self)]
         ends = [*(share for share, _ in self.ratio[1:]), 0.0]
@@ -268,8 +268,8 @@ def make_schedule(pairs: Any, check: Callable[[Any], float]) -> float | Schedule
     for share in shares:
         if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
             raise ToMeConfigError(
-                f"ratio={pairs!r:.200} is not allowed: {share!r:.50} is not a share of the noise schedule, which is "
-                "more than 0 and at most 1, pure noise."
+                f"ratio={pairs!r:.200} is not allowed: {share!r:.50} is not a share: shares go from 1, the start "
+                "of denoising, towards 0, its end."
             )
     if 1 not in shares or len({*shares}) < len(shares):
         raise ToMeConfigError(
@@ -280,7 +280,7 @@ def make_schedule(pairs: Any, check: Callable[[Any], float]) -> float | Schedule
 
 
 def ratio_at(ratio: float | Schedule, share: float) -> float:
-    """The ratio where `share` of the noise schedule is left: that of the smallest share in the schedule from it up."""
+    """The ratio where `share` of denoising is left: that of the smallest share in the schedule from it up."""
     if not isinstance(ratio, tuple):
         return ratio
     return next((value for start, value in reversed(ratio) if share <= start), ratio[0][1])
@@ -348,8 +348,8 @@ def _level(value: Any) -> int:
     number = _integer(value)
     if number not in LEVELS:
         raise ToMeConfigError(
-            f"max_downsample={value!r} is not allowed: it must be 1, 2, 4 or 8, or None for the shallowest level "
-            "with attention."
+            f"max_downsample={value!r} is not allowed: it must be 1, 2, 4 or 8, or None for the largest feature "
+            "maps with attention."
         )
     return number
 

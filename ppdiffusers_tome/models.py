@@ -275,7 +275,7 @@ def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
 
 
 def shares_left(timesteps: Any) -> list[float]:
-    """The shares of the noise schedule that are left at timesteps, from 0 to 1, pure noise; ascending, each once."""
+    """The shares of denoising that are left at timesteps, from 0, its end, to 1, its start; ascending, each once."""
     return (np.unique(np.asarray(timesteps, dtype="float64")) / TRAINING_STEPS).tolist()
 
 

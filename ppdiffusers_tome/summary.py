@@ -80,7 +80,7 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             continue
         chosen, first = chosen_blocks(models[name], config), config.at(1.0)
         if config.max_downsample is None and chosen[0].level > 1:
-            notes.append(f"{name}: its shallowest attention is at level {chosen[0].level}")
+            notes.append(f"{name}: its largest feature maps with attention are at level {chosen[0].level}")
         if len(config.ratios) > 1:
             notes.append(f"{name}: tokens at ratio {first.ratio:g}, the first of its schedule; MACs are means over it")
         for block in chosen:

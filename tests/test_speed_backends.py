@@ -60,7 +60,7 @@ def test_merging_arms_take_every_ratio_or_their_own():
     ("model", "fields", "ratio", "level", "message"),
     [
         ("tiny", {"size": 128}, 0.001, None, "--ratio 0.001 merges no token"),
-        ("sdxl", {"size": 1024}, 0.5, 1, "the shallowest attention of sdxl is at level 2"),
+        ("sdxl", {"size": 1024}, 0.5, 1, "sdxl has attention from level 2 on"),
     ],
 )
 def test_arms_that_merge_nothing_are_refused(model, fields, ratio, level, message):

@@ -71,7 +71,8 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px" + DEFAULT)
     option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet, images of a pipeline" + DEFAULT)
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
-    option("--max-downsample", type=int, nargs="+", default=[None], help="deepest level (default: the shallowest)")
+    levels = "deepest level that merges (default: only the largest feature maps)"
+    option("--max-downsample", type=int, nargs="+", default=[None], help=levels)
     option(
         "--merging",
         nargs="+",
@@ -103,7 +104,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
 
 
 def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    if options.quick:  # parse again with other defaults: options that were set keep their values
+    if options.quick:  # parse again with small defaults; options that were set win
         parser.set_defaults(**QUICK)
         options = parser.parse_args(arguments[1:])
     if options.output.is_dir():

@@ -24,8 +24,8 @@ def add_merge_options(command: argparse.ArgumentParser) -> None:
         value = getattr(defaults, name)
         return f"(default: {none if value is None else str(value).lower()})"
 
-    shallowest = shown("max_downsample", "the shallowest with self-attention")
-    option("--max-downsample", type=int, **default("max_downsample", f"deepest level that merges {shallowest}"))
+    largest = shown("max_downsample", "only the largest feature maps with self-attention")
+    option("--max-downsample", type=int, **default("max_downsample", f"deepest level that merges {largest}"))
     option("--sx", type=int, **default("sx", f"width of a cell, in tokens {shown('sx')}"))
     option("--sy", type=int, **default("sy", f"height of a cell, in tokens {shown('sy')}"))
     option("--seed", type=int, **default("seed", f"seed of the random dst tokens, which are fixed {shown('seed')}"))
@@ -35,7 +35,7 @@ def add_merge_options(command: argparse.ArgumentParser) -> None:
     weight = "weight merged tokens by the number of tokens that they replace"
     # argparse itself would add "(default: ==SUPPRESS==)" to the help of Python 3.12 and older.
     option("--proportional", action="store_true", **default("proportional", f"{weight} {shown('proportional')}"))
-    option("--no-proportional", action="store_false", **default("proportional", "do not"))
+    option("--no-proportional", action="store_false", **default("proportional", "give every merged token weight 1"))
     match = f"merge the most similar pairs, or every cell; {GRID} needs --ratio 0.75 with 2×2 cells {shown('match')}"
     option("--match", choices=(SIMILARITY, GRID), **default("match", match))
     blend = f"share of the mean in a merged token, from 0, its dst token, to 1 {shown('blend')}"
@@ -44,7 +44,7 @@ def add_merge_options(command: argparse.ArgumentParser) -> None:
     option("--merge-attn", type=_merge_attn, metavar="true|false|kv", **default("merge_attn", attn))
     option("--merge-crossattn", action="store_true", **default("merge_crossattn", "merge around cross-attention too"))
     option("--merge-mlp", action="store_true", **default("merge_mlp", "merge around feed-forward layers too"))
-    smallest = f"grids with fewer tokens stay plain {shown('min_tokens')}"
+    smallest = f"grids with fewer tokens stay plain: small images are left alone {shown('min_tokens')}"
     option("--min-tokens", type=int, **default("min_tokens", smallest))
 
 

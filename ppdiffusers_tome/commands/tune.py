@@ -27,8 +27,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "tune",
         help="find the settings that are fast enough, or near enough to plain, with your model on this machine",
-        description="Measure time and distance from plain for several ways to merge, few figures for all and more for "
-        "the best, and write the one that reaches the goal to a settings file. Exit status 1 if none does.",
+        description="Measure time and distance from plain for several ways to merge: screen all, remeasure the best, "
+        "and save the winner in a settings file. Exit status 1 if none reaches the goal.",
     )
     option, default = command.add_argument, "(default: %(default)s)"
     option("--model", type=Path, default=Path("examples/emoji_sd"), help=f"folder of a pipeline with a UNet {default}")

@@ -51,7 +51,7 @@ class SecondPass:
         height, width: pixels, one of the exported sizes.
         ratio: as in `Job`; the first pass has its own.
         steps: that run, whatever the strength.
-        strength: share of the noise schedule that the steps cover, 0 < strength <= 1.
+        strength: share of denoising that the steps cover, 0 < strength <= 1.
     """
 
     height: int

@@ -12,7 +12,7 @@ from ..plotting import BLUE, GREY, add_legend, looks_of, make_figure, mix, plot_
 
 LONGEST_LINE = 34  # characters of a method beside its point
 NEAR_PLAIN = 1.2  # speed-up from which on a plot has no line for plain
-BETTER = {"psnr": ": up and to the right is better", "perceptual": ": down and to the right is better"}
+BETTER = {"psnr": ": higher is better", "perceptual": ": lower is better"}
 TITLES = {
     "psnr": "PSNR, dB",
     "ssim": "SSIM",
@@ -110,7 +110,7 @@ def plot_frontier(
             chosen = points[points["is_chosen"]]
             axes.plot(chosen[backend], chosen[measure], "o", ms=13, mfc="none", mec="black", mew=1.5, label="chosen")
         axes.set_title(TITLES[measure] + BETTER[measure], fontsize=9.5)
-        axes.set_xlabel(f"times as fast as plain, {backend}", fontsize=9)
+        axes.set_xlabel(f"times as fast as plain, {backend} (further right is faster)", fontsize=9)
         axes.margins(0.08, 0.12)
     use_log_scale(panels[1])
     set_title(figure, title)

@@ -4,14 +4,13 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 
@@ -76,8 +75,6 @@ class Backend(ABC):
         """End processes."""
 
     def _limited(self) -> AbstractContextManager[None]:
-        if paddle.get_device() != "cpu":
-            return nullcontext()
         gigabytes = self.workload.case.memory_limit_gb
         return limited(None if gigabytes is None else int(gigabytes * 1e9), self.workload.weights)
 

@@ -147,8 +147,7 @@ class Case:
         first, level = self.architecture.first_level, config.max_downsample
         if level is not None and level < first:
             raise ToMeConfigError(
-                f"--max-downsample {level} is not allowed: the shallowest attention of {self.model} is at level "
-                f"{first}."
+                f"--max-downsample {level} is not allowed: {self.model} has attention from level {first} on."
             )
         removed = count_removed(self.architecture.first_grid(self.size), config)
         if not removed:

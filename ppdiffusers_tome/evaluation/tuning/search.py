@@ -1,7 +1,8 @@
 """The search of `tune`: of many ways to merge, the one that reaches a goal best, by successive halving.
 
-Few figures are measured for all candidates, and more for the better half, until few are left. Time and distance are
-functions that the caller gives. The search is a function of their figures, so a repeated one takes the same way.
+It screens all candidates with few figures, then measures more for the better half, until few are left. Time and
+distance are functions that the caller gives. The search is a function of their figures, so a repeated one takes the
+same way.
 """
 
 import math
@@ -112,7 +113,7 @@ class Stage:
 
 
 def make_stages(rounds: int, images: int) -> list[Stage]:
-    """Three stages, the last with so many rounds and images: few figures for all, and more for the better ones."""
+    """Three stages, the last with so many rounds and images, which only finalists get."""
     few = min(rounds, max(2, rounds // 3))
     stages = [Stage(few, max(2, images // 4)), Stage(few, max(2, images // 2)), Stage(rounds, images)]
     return list(dict.fromkeys(stages))
