@@ -65,8 +65,8 @@ def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
     """Raise ToMeError if the folder was not exported for the runtime, or if this machine lacks it and must have it."""
     check_format(options.model, manifest, options.runtime)
     if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
-        settings = {name: getattr(options, name) for name in ("device", "precision", "threads")}
-        choose_runtime(options.runtime, **settings, **({"share_weights": True} if options.share_weights else {}))
+        settings = runtime_settings(options) | {"threads": options.threads}
+        choose_runtime(**{name: value for name, value in settings.items() if name not in ("verify", "max_programs")})
 
 
 def uses_gpu(options: argparse.Namespace) -> bool:
