@@ -41,6 +41,16 @@ ROTARY = {
     "WanTransformer3DModel": "patch_embedding",
     "HunyuanVideoTransformer3DModel": "x_embedder.proj",
 }
+# Blocks in which text passes through the same layers as the image.
+ONE_SEQUENCE = {"CogVideoXBlock", "FluxSingleTransformerBlock", "HunyuanVideoSingleTransformerBlock"}
+# Transformers whose MACs are counted: the text tokens that their pipelines pass by default.
+TEXT_TOKENS = {
+    "SD3Transformer2DModel": 77 + 256,  # of CLIP and T5
+    "FluxTransformer2DModel": 512,
+    "CogVideoXTransformer3DModel": 226,
+    "WanTransformer3DModel": 512,
+    "HunyuanVideoTransformer3DModel": 256,
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,11 @@ class MergeableBlock:
     def is_single_stream(self) -> bool:
         """Whether attention and MLP are parallel and share a norm and a projection, as in FLUX and HunyuanVideo."""
         return self.is_rotary and hasattr(self.block, "proj_mlp")
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether text passes through the same layers as the image."""
+        return type(self.block).__name__ in ONE_SEQUENCE
 
     @property
     def text_is_last(self) -> bool:
@@ -323,13 +338,29 @@ def is_controlnet(denoiser: nn.Layer) -> bool:
 
 
 def is_countable(denoiser: nn.Layer) -> bool:
-    """Whether `level_of` holds for all layers of a model, so that their MACs follow from their shapes."""
-    return isinstance(denoiser, (UNet2DConditionModel, ControlNetModel))
+    """Whether the MACs of all layers of a model follow from their shapes and places; not with Wan's image tokens."""
+    if isinstance(denoiser, (UNet2DConditionModel, ControlNetModel)):
+        return True
+    has_image = getattr(getattr(denoiser, "config", None), "added_kv_proj_dim", None) is not None
+    return type(denoiser).__name__ in TEXT_TOKENS and not has_image
+
+
+def count_frames(target: Any, frames: int | None) -> int | None:
+    """Frames of one sequence of tokens: 1 for images; of a video those given, or of the config; None if unknown."""
+    models = list(denoisers(target).values())
+    if not any(has_frames(block.grid_layer) for model in models for block in find_blocks(model)[:1]):
+        return 1
+    configs = [getattr(model, "config", {}) for model in models]
+    known = [(c["sample_frames"] - 1) // c["temporal_compression_ratio"] + 1 for c in configs if "sample_frames" in c]
+    return frames or next(iter(known), None)
 
 
 def latent_grid(denoiser: nn.Layer) -> Grid | None:
-    """The default grid of latents: `sample_size` of the model's config; None if it has none."""
-    size = getattr(getattr(denoiser, "config", None), "sample_size", None)
+    """The default grid of latents: `sample_size` of the model's config, or CogVideoX's; None if it has none."""
+    config: Any = getattr(denoiser, "config", None)
+    size = getattr(config, "sample_size", None)
+    if size is None and getattr(config, "sample_height", None) is not None:
+        size = config.sample_height, config.sample_width
     if size is None:
         return None
     return Grid(size, size) if isinstance(size, int) else Grid(*size)
@@ -344,7 +375,10 @@ def vae_factor(pipe: DiffusionPipeline) -> int:
 
 
 def text_tokens(target: Any) -> int:
-    """Number of text tokens in cross-attention: the tokenizer's maximum, 77 if it has none."""
+    """Number of text tokens: those in `TEXT_TOKENS`, or the tokenizer's maximum, 77 if it has none."""
+    for model in layer_components(target).values():
+        if type(model).__name__ in TEXT_TOKENS:
+            return TEXT_TOKENS[type(model).__name__]
     length = getattr(getattr(target, "tokenizer", None), "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30
 

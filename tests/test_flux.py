@@ -11,7 +11,8 @@ from ppdiffusers_tome import ToMePassError, apply_tome, match_tokens, remove_tom
 from ppdiffusers_tome.positions import Grid
 
 H, W = 6, 8
-SETTINGS = [{}, {"merge_attn": "kv"}, {"proportional": False}, {"merge_mlp": True}, {"match": "grid", "ratio": 0.75}]
+SETTINGS = [{}, {"merge_attn": "kv"}, {"merge_attn": "alone"}, {"proportional": False}, {"merge_mlp": True}]
+SETTINGS += [{"match": "grid", "ratio": 0.75}]
 
 
 def real():
@@ -49,7 +50,7 @@ def test_three_ways(model, settings, h, w, text):
     assert traces(model) == before
 
 
-@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"merge_mlp": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"merge_attn": "alone"}, {"merge_mlp": True}], ids=str)
 def test_equal_tokens_at_equal_positions_merge_without_a_difference(model, settings):
     """The oracle is the plain model: in each cell of 2×2 all tokens and positions are equal in all of its layers."""
     embed = model.pos_embed
@@ -76,15 +77,25 @@ def test_each_image_of_a_batch_is_what_it_is_alone(model, merge_attn):
         np.testing.assert_allclose(run(model, **alone)[0], both[i], atol=2e-5)
 
 
-@pytest.mark.parametrize(("merge_attn", "mlp"), [(True, 5 + 24), ("kv", 5 + 48)])
-def test_a_single_stream_block_merges_as_a_whole(model, merge_attn, mlp):
-    apply_tome(model, merge_attn=merge_attn)
+@pytest.mark.parametrize(
+    ("settings", "queries", "mlp"),
+    [
+        ({}, 24, 24),
+        ({"merge_attn": "kv"}, 48, 48),
+        ({"merge_attn": "alone"}, 24, 48),
+        ({"merge_attn": "alone", "merge_mlp": True}, 24, 24),
+    ],
+    ids=str,
+)
+def test_a_single_stream_block_merges_as_a_whole_unless_attention_alone(model, settings, queries, mlp):
+    apply_tome(model, **settings)
     seen = {}
     for name in ("attn.to_q", "attn.to_k", "proj_mlp"):
         layer = dict(model.single_transformer_blocks[0].named_sublayers())[name]
         layer.register_forward_pre_hook(lambda layer, inputs, name=name: seen.__setitem__(name, inputs[0].shape[1]))
     run(model)
-    assert seen == {"attn.to_q": mlp, "attn.to_k": 5 + 24, "proj_mlp": mlp}
+    text = flux.TEXT
+    assert seen == {"attn.to_q": text + queries, "attn.to_k": text + 24, "proj_mlp": text + mlp}
     blocks = tome_summary(model, H, W).blocks
     assert [(block.kept, block.grid) for block in blocks] == [(24, (H, W))] * 4
 

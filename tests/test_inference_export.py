@@ -407,6 +407,7 @@ def test_command_passes_the_settings_that_are_given(monkeypatch, tmp_path, capsy
             "merge_mlp": True,
             "merge_crossattn": True,
         },
+        "--merge-attn alone": {"merge_attn": "alone"},
         "--merge-attn TRUE --window none --no-proportional": {
             "merge_attn": True,
             "window": None,
