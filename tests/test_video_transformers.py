@@ -10,7 +10,18 @@ from zoo import video_transformers as zoo
 from zoo.noise import noise
 from zoo.video_transformers import CHANNELS, FRAMES, HEADS, LATENTS, STATES, TEXT, WIDTH
 
-from ppdiffusers_tome import Grid, ToMeConfig, ToMePassError, match_tokens, tome_summary, wraps
+from ppdiffusers_tome import (
+    Grid,
+    NoMergeableLayerError,
+    ToMeConfig,
+    ToMeConfigError,
+    ToMePassError,
+    apply_tome,
+    match_tokens,
+    remove_tome,
+    tome_summary,
+    wraps,
+)
 from ppdiffusers_tome.matching import join_frames
 from ppdiffusers_tome.rotary import RotaryAttentionWrap
 from ppdiffusers_tome.wraps import install, remove
@@ -351,6 +362,77 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, monkeypa
             np.testing.assert_allclose(actual[i].numpy(), expected, atol=5e-6)
             if actual_text is not None:
                 np.testing.assert_allclose(actual_text[i].numpy(), expected_text, atol=5e-6)
+
+
+def vctrl(kind):
+    """CogVideoX's VCtrl, a ControlNet: the double, or ppdiffusers' own."""
+    paddle.seed(0)
+    if kind == "double":
+        model = zoo.VCtrlModel()
+    else:
+        config = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH, "in_channels": LATENTS}
+        model = newer_class("VCtrlModel")(**config, time_embed_dim=8, num_layers=2)
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("kind", ["double", "real"])
+def test_controlnet_of_cogvideox(kind, settings):
+    model = vctrl(kind)
+    inputs = {
+        "sample": noise(2, FRAMES, LATENTS, 2 * H, 2 * W),
+        "timestep": paddle.full([2], 10),
+        "v_cond": noise(2, FRAMES, LATENTS + 1, 2 * H, 2 * W, seed=1),
+        "image_rotary_emb": zoo.rotary_rows(FRAMES, H, W),
+    }
+
+    @paddle.no_grad()
+    def control():
+        return np.stack([x.numpy() for x in model(**inputs).vctrl_block_samples])
+
+    plain, before = control(), traces(model)
+    apply_tome(model, **settings)
+    assert not np.allclose(control(), plain, atol=1e-4)
+    removed = int(settings.get("ratio", 0.5) * H * W)
+    assert [block.kept for block in tome_summary(model, 2 * H, 2 * W).blocks] == [H * W - removed] * 2
+    remove_tome(model)
+    np.testing.assert_array_equal(control(), plain)
+    assert traces(model) == before
+    with pytest.raises(NoMergeableLayerError, match="it only has ControlNets"):
+        apply_tome(model, controlnet=False)
+
+
+@pytest.mark.parametrize("kind", ["double", "real"])
+def test_cogvideox_that_vctrl_controls(kind):
+    family = Family(
+        "CogVideoX-VCtrl",
+        zoo.CogVideoXTransformer3DVCtrlModel,
+        is_rotary=True,
+        use_rotary_positional_embeddings=True,
+        **COGVIDEOX,
+    )
+    model, inputs = getattr(family, kind)(), family.inputs()
+    plain = run(model, inputs)
+    assert not np.allclose(run(apply_tome(model), inputs), plain, atol=1e-4)
+    np.testing.assert_array_equal(run(remove_tome(model), inputs), plain)
+
+
+@pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[2]], ids=lambda family: family.name)
+def test_schedule_of_a_real_model(family):
+    """It reads the timesteps of `Timesteps`, which the doubles do not have."""
+    model, inputs = family.real(), family.inputs()
+    early, late = ({**inputs, "timestep": paddle.full([2], step)} for step in (900, 100))
+    expected = run(apply_tome(model, 0.5), early), run(remove_tome(model), late)
+    apply_tome(model, {1.0: 0.5, 0.5: 0.0})
+    for inputs, output in zip((early, late), expected, strict=True):
+        np.testing.assert_array_equal(run(model, inputs), output)
+
+
+def test_no_schedule_in_hunyuanvideo():
+    """Its layer for timesteps also gets the guidance."""
+    with pytest.raises(ToMeConfigError, match="its ratio cannot follow a schedule: pass a constant ratio"):
+        FAMILIES[-1].real().apply_tome({1.0: 0.5, 0.5: 0.0})
 
 
 class OtherProcessor(zoo.WanAttnProcessor2_0):

@@ -236,6 +236,59 @@ class CogVideoXTransformer3DModel(nn.Layer):
         return SimpleNamespace(sample=self.proj_out(image))
 
 
+class CogVideoXTransformer3DVCtrlModel(CogVideoXTransformer3DModel):
+    """The model that VCtrl controls; its residuals make no difference to merging."""
+
+
+class VCtrlAttnProcessor2_0:
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        numbers = complex_rows(image_rotary_emb)
+        query, key = (
+            turn(norm(split(project(hidden_states))), numbers)
+            for norm, project in ((attn.norm_q, attn.to_q), (attn.norm_k, attn.to_k))
+        )
+        return attn.to_out[1](attn.to_out[0](attend(query, key, split(attn.to_v(hidden_states)))))
+
+
+class VCtrlBlock(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.attn1 = Attention(VCtrlAttnProcessor2_0(), lambda: nn.LayerNorm(WIDTH))
+        self.ff = mlp()
+
+    def forward(self, hidden_states, temb, image_rotary_emb=None):
+        x = hidden_states + self.attn1(hidden_states=modulated(hidden_states, temb), image_rotary_emb=image_rotary_emb)
+        return x + self.ff(modulated(x, temb))
+
+
+class VCtrlPatchEmbed(nn.Layer):
+    def __init__(self, channels):
+        super().__init__()
+        self.proj = nn.Conv2D(channels, CHANNELS, 2, stride=2)
+
+    def forward(self, image_embeds):
+        tokens = self.proj(image_embeds.flatten(0, 1)).flatten(2).transpose([0, 2, 1])
+        return tokens.reshape([image_embeds.shape[0], -1, CHANNELS])
+
+
+class VCtrlModel(nn.Layer):
+    """CogVideoX's ControlNet: two blocks, without text."""
+
+    def __init__(self):
+        super().__init__()
+        self.sample_patch_embed, self.cond_patch_embed = VCtrlPatchEmbed(LATENTS), VCtrlPatchEmbed(LATENTS + 1)
+        self.time = nn.Linear(1, CHANNELS)
+        self.transformer_blocks = nn.LayerList([VCtrlBlock() for _ in range(2)])
+
+    def forward(self, sample, timestep, v_cond, image_rotary_emb=None):
+        x, temb = self.sample_patch_embed(sample), self.time(timestep.cast("float32").unsqueeze(1) / 1000)
+        x, features = x + self.cond_patch_embed(v_cond), []
+        for block in self.transformer_blocks:
+            x = block(hidden_states=x, temb=temb, image_rotary_emb=image_rotary_emb)
+            features.append(x)
+        return SimpleNamespace(vctrl_block_samples=features)
+
+
 class Rope(nn.Layer):
     """Rotary rows of a video [B, C, F, H, W]: complex as Wan's, or cosines and sines as HunyuanVideo's."""
 
