@@ -56,7 +56,8 @@ class ToMeSummary:
                 name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges) or plain
                 lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {kept:<15}  {merges}")
         if self.macs is None or self.saved_share is None:
-            lines.append("MACs: cannot be counted for this kind of model")
+            if not any(note.startswith("MACs") for note in self.notes):
+                lines.append("MACs: cannot be counted for this kind of model")
         else:
             lines.append(f"MACs saved: {self.saved_share:.1%} of {self.macs / 1e9:.2f} G per image and pass")
         return "\n".join(lines)

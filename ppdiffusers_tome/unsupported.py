@@ -35,6 +35,7 @@ REASONS = {
     "UniDiffuserModel": _ONE_SEQUENCE,
     "DiTLLaMA2DModel": _ROTARY,
     "DiTLLaMAT2IModel": _ROTARY,
+    "ReduxImageEncoder": "it maps image embeddings to text tokens and does not denoise",
     "LVDMUNet3DModel": "its own kind of block rearranges space and time between its layers",
     "STUNetModel": _OWN_ATTENTION,
     "Vid2VidSTUNet": _OWN_ATTENTION,
