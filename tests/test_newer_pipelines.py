@@ -9,6 +9,9 @@ from test_flux import real as flux
 from test_video_transformers import FAMILIES, STATES
 from zoo.noise import noise
 
+from ppdiffusers_tome import ToMeExportError
+from ppdiffusers_tome.inference import export_pipeline
+
 WITHOUT = {"tokenizer": None, "text_encoder": None, "vae": None}
 
 
@@ -53,7 +56,7 @@ CASES = {
 
 @pytest.mark.parametrize("merge_attn", [True, "kv"])
 @pytest.mark.parametrize("name", CASES)
-def test_pipeline(name, merge_attn):
+def test_pipeline(name, merge_attn, tmp_path):
     make, family = CASES[name]
     pipe, call = make(family)
     pipe.set_progress_bar_config(disable=True)
@@ -70,5 +73,7 @@ def test_pipeline(name, merge_attn):
     summary = pipe.tome_summary(96, 128, frames=3)
     assert {(block.grid, block.kept) for block in summary.blocks} == {((6, 8), 24)}
     assert 0 < summary.saved_share < 1
+    with pytest.raises(ToMeExportError, match=f"{type(pipe).__name__} cannot be exported: only StableDiffusion"):
+        export_pipeline(pipe, tmp_path / "exported")
     pipe.remove_tome()
     np.testing.assert_array_equal(generate(), plain)

@@ -435,6 +435,52 @@ def test_no_schedule_in_hunyuanvideo():
         FAMILIES[-1].real().apply_tome({1.0: 0.5, 0.5: 0.0})
 
 
+class Sample(paddle.nn.Layer):
+    """CogVideoX-2b with its output as a tensor, which a program needs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, latents, text, timestep):
+        return self.model(hidden_states=latents, encoder_hidden_states=text, timestep=timestep).sample
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
+@pytest.mark.parametrize("kind", ["double", "real"])
+def test_program_of_cogvideox_2b_equals_eager(kind):
+    """Of the others ppdiffusers' own classes cannot be traced, plain or merged."""
+    model, inputs = getattr(FAMILIES[0], kind)(), FAMILIES[0].inputs()
+    eager = run(apply_tome(model), inputs)
+    arguments = [inputs[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")]
+    spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in arguments]
+    program = paddle.jit.to_static(Sample(model), input_spec=spec, full_graph=True)
+    with paddle.no_grad():
+        np.testing.assert_array_equal(program(*arguments).numpy(), eager)
+
+
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
+def test_wan_with_an_image(merge_attn):
+    """Image to video: cross-attention also gets 257 tokens of an image."""
+    family = Family(
+        "Wan",
+        zoo.WanTransformer3DModel,
+        text_dim=STATES,
+        freq_dim=8,
+        ffn_dim=48,
+        num_layers=2,
+        image_dim=STATES,
+        added_kv_proj_dim=CHANNELS,
+    )
+    model = family.real()
+    inputs = {**family.inputs(), "encoder_hidden_states_image": noise(2, 257, STATES, seed=7)}
+    plain = run(model, inputs)
+    merged = run(model.apply_tome(merge_attn=merge_attn, merge_crossattn=True), inputs)
+    assert not np.allclose(merged, plain, atol=1e-4)
+    assert model.tome_summary(2 * H, 2 * W, frames=FRAMES).macs is None  # the image's tokens are not counted
+    np.testing.assert_array_equal(run(model.remove_tome(), inputs), plain)
+
+
 class OtherProcessor(zoo.WanAttnProcessor2_0):
     pass
 
