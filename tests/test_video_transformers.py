@@ -275,11 +275,11 @@ def normalized(layer, x):
 
 
 def heads(layer, projection, norm, x, rows=None):
-    """[S, HEADS, WIDTH] of one sequence: projected, normalized and rotated."""
+    """[S, heads, d] of one sequence: projected, normalized and rotated."""
     x = linear(getattr(layer, projection), x)
     norm = getattr(layer, norm, None)
-    is_across = norm is not None and len(norm.weight) == CHANNELS
-    x = (normalized(norm, x) if is_across else x).reshape(-1, HEADS, WIDTH)
+    is_across = norm is not None and len(norm.weight) == x.shape[1]
+    x = (normalized(norm, x) if is_across else x).reshape(len(x), layer.heads, -1)
     x = normalized(norm, x) if norm is not None and not is_across else x
     if rows is not None:
         turn = (rows[0] + 1j * rows[1])[:, None, ::2]
@@ -293,7 +293,7 @@ def oracle(layer, image, text, plan, rows, keys_only, mask):
     source = plan.source_rows.numpy()
     sizes = np.bincount(source, minlength=plan.kept)
     merged = np.stack([image[source == row].mean(0) for row in range(plan.kept)])
-    per_frame = [rows_of.numpy().reshape(FRAMES, -1) for rows_of in (plan.dst_rows, plan.stay_rows)]
+    per_frame = [rows_of.numpy().reshape(plan.frames, -1) for rows_of in (plan.dst_rows, plan.stay_rows)]
     positions = np.concatenate(per_frame, axis=1).reshape(-1)
     np.testing.assert_array_equal(source[positions], np.arange(plan.kept))
     merged_rows = None if rows is None else [table[positions] for table in rows]
@@ -307,8 +307,9 @@ def oracle(layer, image, text, plan, rows, keys_only, mask):
         query, key, value = (np.concatenate(pair) for pair in zip(added, (query, key, value), strict=True))
         count = np.ones(len(text)) if mask is None else mask
         sizes = np.concatenate([count, sizes])
-    weights = np.exp(np.einsum("qhd,khd->hqk", query, key) / np.sqrt(WIDTH)) * sizes
-    out = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), value).reshape(-1, CHANNELS)
+    weights = np.exp(np.einsum("qhd,khd->hqk", query, key) / np.sqrt(query.shape[2])) * sizes
+    out = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), value)
+    out = out.reshape(len(query), -1)
     length = 0 if text is None else len(text)
     out, out_text = out[length:], out[:length]
     if getattr(layer, "to_out", None) is not None:
