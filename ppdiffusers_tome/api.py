@@ -64,7 +64,7 @@ def apply_tome(
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
             video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
-            FLUX transformers.
+            FLUX transformers, and CogVideoX, Wan and HunyuanVideo.
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
             faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or a schedule
             from the start (1.0) to the end (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half,
@@ -89,9 +89,9 @@ def apply_tome(
         match: "similarity" merges the most similar pairs; "grid" merges each sx×sy cell into its dst without
             comparing tokens, and needs ratio = 1 - 1/(sx·sy).
         blend: share of the mean in a merged token: 1 for the mean of the tokens that it replaces, 0 for its dst.
-        merge_attn: True to merge around self-attention, "kv" to merge only its keys and values; in SD3
-            and FLUX the image tokens of the joint attention, never the text. In FLUX's single-stream blocks, True also
-            merges around the MLP, which is parallel to attention there.
+        merge_attn: True to merge around self-attention, "kv" to merge only its keys and values; never the
+            text of a joint attention. In the single-stream blocks of FLUX and HunyuanVideo, True also merges around
+            the MLP, which is parallel to attention there; "alone" does so only with merge_mlp.
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
         min_tokens: grids with fewer tokens stay plain, >= 0: small images are left alone. Each pass decides it by the
@@ -182,24 +182,28 @@ def tome(
         restore(target, before)
 
 
-def tome_summary(target: Any, height: int | None = None, width: int | None = None) -> ToMeSummary:
+def tome_summary(
+    target: Any, height: int | None = None, width: int | None = None, frames: int | None = None
+) -> ToMeSummary:
     """Report which blocks merge, their level and grid, how many tokens they keep, and the share of MACs saved.
 
     Args:
         target: a pipeline or model; if merging is off, no block is listed and nothing is saved.
         height, width: the image size; for a pipeline in image pixels, as in its call, for a model in latent pixels.
             Each defaults to the size in the config of the denoiser.
+        frames: latent frames of a video whose frames are one sequence (CogVideoX, Wan, HunyuanVideo), for its MACs;
+            by default those in the config, which only CogVideoX has. Tokens are counted in one frame.
 
     Returns:
         A ToMeSummary, whose str() is a table. It covers all denoisers of a pipeline, at one latent size.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, or a size is not positive or unknown.
+        ToMeConfigError: target is not a pipeline or model, or a size or frames is not positive, or a size unknown.
 
     Example:
         >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
     """
-    return summarize(target, height, width)
+    return summarize(target, height, width, frames)
 
 
 class ToMeMixin:

@@ -15,7 +15,8 @@ from .files import write_file
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
 _ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
-KV = "kv"  # of merge_attn: only keys and values merge
+# Of merge_attn: only keys and values merge, or attention merges and the MLP that is parallel to it does not.
+KV, ALONE = "kv", "alone"
 SIMILARITY, GRID = "similarity", "grid"  # of match
 # The settings that tomesd does not have, as it merges without them.
 TOMESD_SETTINGS: dict[str, Any] = {
@@ -64,7 +65,8 @@ class ToMeConfig:
             dst token unchanged.
         merge_attn: True merges around self-attention (`attn1`); "kv" merges only the tokens from which its keys and
             values are computed, so that every token keeps its own query and output; False merges nothing there. In
-            FLUX's single-stream blocks, True merges around the MLP too, which is parallel to attention there.
+            the single-stream blocks of FLUX and HunyuanVideo, True merges around the MLP too, which is parallel to
+            attention there and is most of the work; "alone" does so only with merge_mlp. Elsewhere it is as True.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
         min_tokens: grids with fewer tokens stay plain, >= 0. Small images are left alone; each pass decides it by the
@@ -75,7 +77,7 @@ class ToMeConfig:
             message names the argument, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
-    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens` and the value "kv" are new; a ratio above the
+    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "kv" and "alone" are new; a ratio above the
     maximum is an error, where tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default
     of 1 merges nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022,
     arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024, arXiv:2402.13573)
@@ -103,8 +105,9 @@ class ToMeConfig:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {name: _flag(name, getattr(self, name)) for name in _FLAGS}
-        checked["merge_attn"] = KV if self.merge_attn == KV else _flag("merge_attn", self.merge_attn, f", or {KV!r}")
-        if not (checked["merge_attn"] or checked["merge_crossattn"] or checked["merge_mlp"]):
+        if self.merge_attn not in (KV, ALONE):
+            checked["merge_attn"] = _flag("merge_attn", self.merge_attn, f", or {KV!r} or {ALONE!r}")
+        if not (self.merge_attn or self.merge_crossattn or self.merge_mlp):
             raise ToMeConfigError(
                 "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
                 "True, or use remove_tome() to turn merging off."
@@ -185,7 +188,7 @@ class ToMeConfig:
     @property
     def method(self) -> str:
         """How tokens merge in words, defaults included; without `ratio` and `seed`."""
-        layers = ["ToMe"] if self.merge_attn is True else []
+        layers = {True: ["ToMe"], ALONE: ["ToMe around attention alone"]}.get(self.merge_attn, [])
         layers += [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
         applies = {
             "keys and values": self.merge_attn == KV,

@@ -8,23 +8,29 @@ from paddle import nn
 
 from .config import GRID, KV, ToMeConfig
 from .levels import grid_at, level_of
-from .models import MergeableBlock, find_blocks
-from .patch import merging_layers
+from .models import MergeableBlock, block_grid, find_blocks
+from .patch import merges_whole, merging_layers
 from .positions import Grid, count_pairs, count_removed
 
+TEXT_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # of a joint attention
 
-def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
-    """MACs of one pass of a UNet2DConditionModel or ControlNetModel without merging, for one image.
+
+def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> int:
+    """MACs of one pass of a model without merging, for one image or video.
 
     Args:
         denoiser: the model; `models.is_countable` must be true for it.
         latent: height and width of its latents.
-        text: text tokens that cross-attention sees.
+        text: text tokens that attention sees.
+        frames: latent frames of a video.
     """
-    total = 0
+    total, places = 0, {}
     for block in find_blocks(denoiser):
-        tokens = grid_at(latent, block.level).tokens
-        total += sum(_layer_macs(block, name, tokens, _keys(name, tokens, text)) for name in block.sublayers)
+        tokens = frames * block_grid(block, latent).tokens
+        total += sum(_layer_macs(block, name, tokens, _keys(name, tokens, text), text) for name in block.sublayers)
+        places[f"{block.path}."] = block
+    if not hasattr(denoiser, "down_blocks"):
+        return total + _other_macs(denoiser, tokens, text, places)
     factor = _condition_factor(denoiser)
     image = Grid(latent.h * factor, latent.w * factor)  # the input of a ControlNet's condition embedding
     for path, layer in denoiser.named_sublayers():
@@ -41,48 +47,80 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int) -> int:
     return total
 
 
-def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: int) -> int:
+def _other_macs(transformer: nn.Layer, tokens: int, text: int, blocks: dict[str, MergeableBlock]) -> int:
+    """MACs of a transformer without a UNet, but for attention and feed-forward of its blocks, which are by path."""
+    total = 0
+    for path, layer in transformer.named_sublayers():
+        if not isinstance(layer, (nn.Linear, nn.Conv2D, nn.Conv3D)):
+            continue
+        start = next((start for start in blocks if path.startswith(start)), None)
+        names = path[len(start or "") :].split(".")
+        if start is not None and names[0] in ("attn", "attn1", "attn2", "ff", "ffn"):
+            continue
+        if any(name.startswith(("time", "norm")) for name in names):  # they get one row, the timestep
+            rows = 1
+        elif start is not None:  # the MLP of the text, or that of a single-stream block
+            rows = text if names[0] == "ff_context" else tokens + text
+        else:
+            rows = text if "text" in path else tokens
+        total += rows * _weights(layer)
+        if start is None and names[-1] == "to_q":  # attention of the text alone, in HunyuanVideo
+            total += 2 * text * text * layer.weight.shape[1]
+    return total
+
+
+def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: int, frames: int = 1) -> int:
     """MACs that merging saves in one block for one image; negative if the matching costs more than it saves.
 
     Args:
         block: the block.
         config: its merge settings.
-        latent: height and width of its denoiser's latents.
-        text: text tokens that cross-attention sees.
+        latent, text, frames: as for `count_macs`.
     """
-    grid = grid_at(latent, block.level)
-    tokens, kept = grid.tokens, grid.tokens - count_removed(grid, config)
-    if kept == tokens:
+    grid = block_grid(block, latent)
+    removed = frames * count_removed(grid, config)
+    if not removed:
         return 0
-    saved = 0
+    tokens = frames * grid.tokens
+    kept, saved = tokens - removed, 0
     for name in merging_layers(block, config):
         queries = tokens if name == "attn" and config.merge_attn == KV else kept
-        saved += _layer_macs(block, name, tokens, _keys(name, tokens, text))
-        saved -= _layer_macs(block, name, queries, _keys(name, kept, text))
-    return saved - matching_macs(block, config, latent)
+        saved += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
+        saved -= _layer_macs(block, name, queries, _keys(name, kept, text), text)
+    if merges_whole(block, config):
+        saved += removed * (_weights(block.block.proj_mlp) + _weights(block.block.proj_out))
+    return saved - frames * matching_macs(block, config, latent)
 
 
 def matching_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid) -> int:
-    """MACs of the matching in one block for one image; 0 if no tokens are compared. Arguments as for `saved_macs`."""
-    grid = grid_at(latent, block.level)
+    """MACs of the matching in one block for one image or frame; 0 if no tokens are compared."""
+    grid = block_grid(block, latent)
     if config.match == GRID or not count_removed(grid, config):
         return 0
-    return count_pairs(grid, config) * block.block.attn1.out_dim
+    channels = next(iter(block.sublayers.values()))[0].to_q.weight.shape[0]
+    return count_pairs(grid, config) * channels
 
 
 def _keys(name: str, tokens: int, text: int) -> int:
     return text if name == "crossattn" else tokens
 
 
-def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int) -> int:
-    """MACs of a block's "attn", "crossattn" or "mlp" with so many tokens as queries, and as keys and values."""
+def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text: int) -> int:
+    """MACs of a block's "attn", "crossattn" or "mlp" with so many image tokens as queries, and as keys and values.
+
+    Text tokens come on top where they attend with the image or pass through the same layers.
+    """
     total = 0
+    shared = text if block.is_one_sequence else 0
     for layer in block.sublayers[name]:
         for path, part in layer.named_sublayers():
             if isinstance(part, nn.Linear):
-                total += _weights(part) * (keys if path.split(".")[0] in ("to_k", "to_v") else queries)
+                first = path.split(".")[0]
+                rows = (keys if first in ("to_k", "to_v") else queries) + shared
+                total += _weights(part) * (text if first in TEXT_PROJECTIONS else rows)
         if name != "mlp":
-            total += 2 * queries * keys * layer.inner_dim
+            beside = text if getattr(layer, "add_q_proj", None) is not None else shared
+            total += 2 * (queries + beside) * (keys + beside) * layer.to_q.weight.shape[1]
     return total
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import paddle
 
@@ -17,7 +17,8 @@ class MergePlan:
     """Which rows of a flattened [B·N, C] batch of tokens merge, and which row each token takes its result from.
 
     Of an image's N tokens, D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst
-    tokens first, then the remaining src tokens, both in the order of their positions.
+    tokens first, then the remaining src tokens, both in the order of their positions. Where the frames of a video are
+    one sequence, N, D and r are those of all frames, and a merged sequence has frame after frame.
     Indices count rows of the flattened batch, so one gather serves all images. With r = 0 every token is a dst that
     nothing merges into, and the index tensors are empty.
     """
@@ -31,19 +32,39 @@ class MergePlan:
     target_rows: paddle.Tensor  # [B·r, 1] int64: ... and which row of dst_rows each is added to
     weights: paddle.Tensor  # [B·D, 1] float32: 1 / the number of tokens averaged in each dst token
     source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
+    frames: int = 1  # F: equal parts of a sequence in which tokens merge separately
 
     @property
     def kept(self) -> int:
         """N - r: tokens per image after merging."""
         return self.tokens - self.removed
 
+    def in_order(
+        self,
+        of_dst: paddle.Tensor,  # [B·D, …]
+        of_stay: paddle.Tensor | None,  # [B·(N-r-D), …]; None if none
+    ) -> paddle.Tensor:  # [B, N-r, …]
+        """Arrange what belongs to the dst tokens and to the remaining src tokens as in a merged sequence."""
+        shape = of_dst.shape[1:]
+        rows = of_dst.reshape([-1, self.dst // self.frames, *shape])
+        if of_stay is not None:
+            stay = of_stay.reshape([-1, (self.kept - self.dst) // self.frames, *shape])
+            rows = paddle.concat([rows, stay], axis=1)
+        return rows if self.frames == 1 else rows.reshape([-1, self.kept, *shape])
+
     def log_sizes(self) -> paddle.Tensor:  # [B, N-r] float32
         """The logarithm of the number of tokens that each merged token is the mean of."""
-        sizes = -paddle.log(self.weights).reshape([-1, self.dst])
-        if self.stay_rows is None:
-            return sizes
-        alone = paddle.zeros_like(self.stay_rows, dtype="float32")  # like: a program may not know the batch size
-        return paddle.concat([sizes, alone.reshape([-1, self.kept - self.dst])], axis=1)
+        # like: a program may not know the batch size
+        alone = None if self.stay_rows is None else paddle.zeros_like(self.stay_rows, dtype="float32")
+        return self.in_order(-paddle.log(self.weights).reshape([-1]), alone)
+
+
+def join_frames(plan: MergePlan, frames: int) -> MergePlan:
+    """The plan of sequences [B, F·N, C] from that of their F frames [B·F, N, C]; the rows are the same."""
+    if frames == 1:
+        return plan
+    counts = {name: frames * getattr(plan, name) for name in ("tokens", "removed", "dst")}
+    return replace(plan, frames=frames, **counts)
 
 
 def match_tokens(

@@ -51,12 +51,8 @@ def merge(
         means = means * cast(plan.weights, wide)
         if blend != 1:
             means = means * blend + cast(gather_rows(rows, plan.dst_rows), wide) * (1 - blend)
-    means = cast(means, x.dtype).reshape([-1, plan.dst, channels])
-    if plan.stay_rows is None:
-        return means
-    return paddle.concat(
-        [means, gather_rows(rows, plan.stay_rows).reshape([-1, plan.kept - plan.dst, channels])], axis=1
-    )
+    stay = None if plan.stay_rows is None else gather_rows(rows, plan.stay_rows)
+    return plan.in_order(cast(means, x.dtype), stay)
 
 
 def unmerge(

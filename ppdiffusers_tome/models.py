@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,29 @@ from .positions import Grid
 SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
 TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
 MERGEABLE_BLOCKS = (
-    "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt, SD3 or FLUX"
+    "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt, SD3, FLUX, CogVideoX, "
+    "Wan or HunyuanVideo"
 )
-ROTARY = {"FluxTransformer2DModel", "FluxControlNetModel"}  # models that ppdiffusers 0.29.0 does not have
+# Models whose attention `rotary.py` computes, none of which ppdiffusers 0.29.0 has: the layer that shows the grid.
+ROTARY = {
+    "FluxTransformer2DModel": "pos_embed",
+    "FluxControlNetModel": "pos_embed",
+    "CogVideoXTransformer3DModel": "patch_embed.proj",
+    "CogVideoXTransformer3DVCtrlModel": "patch_embed.proj",
+    "VCtrlModel": "sample_patch_embed.proj",
+    "WanTransformer3DModel": "patch_embedding",
+    "HunyuanVideoTransformer3DModel": "x_embedder.proj",
+}
+# Blocks in which text passes through the same layers as the image.
+ONE_SEQUENCE = {"CogVideoXBlock", "FluxSingleTransformerBlock", "HunyuanVideoSingleTransformerBlock"}
+# Transformers whose MACs are counted: the text tokens that their pipelines pass by default.
+TEXT_TOKENS = {
+    "SD3Transformer2DModel": 77 + 256,  # of CLIP and T5
+    "FluxTransformer2DModel": 512,
+    "CogVideoXTransformer3DModel": 226,
+    "WanTransformer3DModel": 512,
+    "HunyuanVideoTransformer3DModel": 256,
+}
 
 
 @dataclass(frozen=True)
@@ -41,17 +62,22 @@ class MergeableBlock:
     level: int  # downsample factor of the feature map: tokens per side = latent pixels per side / level
     grid_layer: nn.Layer  # the layer whose input shows the token grid: the transformer around the block, or its stem
     block: nn.Layer  # the transformer block itself
-    is_rotary: bool = False  # whether tokens have rotary positions, as in FLUX
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether text and image tokens attend together, as in SD3 and FLUX; only the image tokens merge."""
-        return self.is_rotary or isinstance(self.block, JointTransformerBlock)
+    is_rotary: bool = False  # whether its self-attention is one that `rotary.py` computes, as in FLUX
 
     @property
     def is_single_stream(self) -> bool:
-        """Whether text and image are one sequence of tokens, and attention and MLP one layer, as in FLUX."""
+        """Whether attention and MLP are parallel and share a norm and a projection, as in FLUX and HunyuanVideo."""
         return self.is_rotary and hasattr(self.block, "proj_mlp")
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether text passes through the same layers as the image."""
+        return type(self.block).__name__ in ONE_SEQUENCE
+
+    @property
+    def text_is_last(self) -> bool:
+        """Whether the text comes after the image where both are one sequence, as in HunyuanVideo."""
+        return type(self.block).__name__.startswith("HunyuanVideo")
 
     @property
     def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
@@ -59,15 +85,19 @@ class MergeableBlock:
         block = self.block
         if self.is_single_stream:
             return {"attn": (block.attn,)}
-        if self.is_joint:
+        second = getattr(block, "attn2", None)
+        if hasattr(block, "attn"):  # joint attention of text and image; only the image merges
             # Some blocks of Stable Diffusion 3.5 also have an attention over the image tokens alone.
-            second = getattr(block, "attn2", None)
             return {"attn": (block.attn,) if second is None else (block.attn, second), "mlp": (block.ff,)}
-        layers: dict[str, list[nn.Layer]] = {"attn": [], "crossattn": [], "mlp": [block.ff]}
+        layers: dict[str, list[nn.Layer]] = {
+            "attn": [],
+            "crossattn": [],
+            "mlp": [getattr(block, "ffn", None) or block.ff],
+        }
         # In Stable Diffusion's upscaler attn1 attends to the text as well.
-        layers["crossattn" if block.only_cross_attention else "attn"].append(block.attn1)
-        if block.attn2 is not None:
-            layers["crossattn"].append(block.attn2)
+        layers["crossattn" if getattr(block, "only_cross_attention", False) else "attn"].append(block.attn1)
+        if second is not None:
+            layers["crossattn"].append(second)
         return {name: tuple(some) for name, some in layers.items() if some}
 
 
@@ -176,8 +206,8 @@ def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
     """All mergeable blocks of a denoiser, at every level, in the order of its layers."""
     blocks: list[MergeableBlock] = []
     for path, transformer, grid_layer in _transformers(denoiser):
-        rotary = is_rotary(transformer)
-        for name in ("transformer_blocks", "single_transformer_blocks"):
+        rotary = rotary_stem(transformer) is not None
+        for name in ("transformer_blocks", "single_transformer_blocks", *["blocks"] * rotary):
             for i, block in enumerate(getattr(transformer, name, ())):
                 if rotary or isinstance(block, (BasicTransformerBlock, JointTransformerBlock)):
                     place = f"{path}.{name}.{i}".lstrip("."), len(blocks), level_of(denoiser, path)
@@ -193,15 +223,21 @@ def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer]
             yield path, layer, stem
 
 
-def is_rotary(model: nn.Layer) -> bool:
-    """Whether a model's image tokens have rotary positions by which they can merge: FLUX."""
-    return any(cls.__name__ in ROTARY for cls in type(model).__mro__)
+def rotary_stem(model: nn.Layer) -> nn.Layer | None:
+    """The layer that shows the token grid of a model in `ROTARY`; None if it is none of them."""
+    path = next((ROTARY[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in ROTARY), None)
+    return None if path is None else attrgetter(path)(model)
+
+
+def has_frames(grid_layer: nn.Layer) -> bool:
+    """Whether a sequence of tokens is that of several frames with one grid each, as in CogVideoX and Wan."""
+    return isinstance(grid_layer, (nn.Conv2D, nn.Conv3D))
 
 
 def _stem(layer: nn.Layer) -> nn.Layer | None:
     """The layer whose input shows the token grid of a transformer over pixels; None if `layer` is no such model."""
-    if is_rotary(layer):
-        return layer.pos_embed
+    if (stem := rotary_stem(layer)) is not None:
+        return stem
     if isinstance(layer, (SD3Transformer2DModel, SD3ControlNetModel)):
         return layer.pos_embed
     if isinstance(layer, Transformer2DModel):
@@ -269,7 +305,8 @@ def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
         return None
     for path, layer in denoiser.named_sublayers():
         names = path.split(".")
-        if isinstance(layer, Timesteps) and names[-1] == "time_proj" and "transformer_blocks" not in names:
+        is_projection = names[-1] in ("time_proj", "timesteps_proj")
+        if isinstance(layer, Timesteps) and is_projection and "transformer_blocks" not in names:
             return layer
     return None
 
@@ -287,25 +324,43 @@ def block_grid(block: MergeableBlock, latent: Grid) -> Grid:
 
 
 def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
-    patch = grid_layer.patch_size if isinstance(grid_layer, PatchEmbed) else 1
-    return Grid(grid.h // patch, grid.w // patch)
+    if isinstance(grid_layer, PatchEmbed):
+        sides = (grid_layer.patch_size,) * 2
+    else:
+        sides = grid_layer._stride[-2:] if has_frames(grid_layer) else (1, 1)
+    return Grid(grid.h // sides[0], grid.w // sides[1])
 
 
 def is_controlnet(denoiser: nn.Layer) -> bool:
     """Whether a model is a ControlNet, to which `apply_tome(controlnet=…)` applies."""
-    return (
-        isinstance(denoiser, (ControlNetModel, SD3ControlNetModel)) or type(denoiser).__name__ == "FluxControlNetModel"
-    )
+    is_other = type(denoiser).__name__ in ("FluxControlNetModel", "VCtrlModel")
+    return is_other or isinstance(denoiser, (ControlNetModel, SD3ControlNetModel))
 
 
 def is_countable(denoiser: nn.Layer) -> bool:
-    """Whether `level_of` holds for all layers of a model, so that their MACs follow from their shapes."""
-    return isinstance(denoiser, (UNet2DConditionModel, ControlNetModel))
+    """Whether the MACs of all layers of a model follow from their shapes and places; not with Wan's image tokens."""
+    if isinstance(denoiser, (UNet2DConditionModel, ControlNetModel)):
+        return True
+    has_image = getattr(getattr(denoiser, "config", None), "added_kv_proj_dim", None) is not None
+    return type(denoiser).__name__ in TEXT_TOKENS and not has_image
+
+
+def count_frames(target: Any, frames: int | None) -> int | None:
+    """Frames of one sequence of tokens: 1 for images; of a video those given, or of the config; None if unknown."""
+    models = list(denoisers(target).values())
+    if not any(has_frames(block.grid_layer) for model in models for block in find_blocks(model)[:1]):
+        return 1
+    configs = [getattr(model, "config", {}) for model in models]
+    known = [(c["sample_frames"] - 1) // c["temporal_compression_ratio"] + 1 for c in configs if "sample_frames" in c]
+    return frames or next(iter(known), None)
 
 
 def latent_grid(denoiser: nn.Layer) -> Grid | None:
-    """The default grid of latents: `sample_size` of the model's config; None if it has none."""
-    size = getattr(getattr(denoiser, "config", None), "sample_size", None)
+    """The default grid of latents: `sample_size` of the model's config, or CogVideoX's; None if it has none."""
+    config: Any = getattr(denoiser, "config", None)
+    size = getattr(config, "sample_size", None)
+    if size is None and getattr(config, "sample_height", None) is not None:
+        size = config.sample_height, config.sample_width
     if size is None:
         return None
     return Grid(size, size) if isinstance(size, int) else Grid(*size)
@@ -313,13 +368,17 @@ def latent_grid(denoiser: nn.Layer) -> Grid | None:
 
 def vae_factor(pipe: DiffusionPipeline) -> int:
     """Image pixels per latent pixel, along each side; 8 in Stable Diffusion, 16 in FLUX, which packs 2×2 of them."""
-    if isinstance(transformer := vars(pipe).get("transformer"), nn.Layer) and is_rotary(transformer):
+    classes = type(vars(pipe).get("transformer")).__mro__
+    if any(cls.__name__ == "FluxTransformer2DModel" for cls in classes):
         return 16
-    return getattr(pipe, "vae_scale_factor", 8)
+    return getattr(pipe, "vae_scale_factor", getattr(pipe, "vae_scale_factor_spatial", 8))
 
 
 def text_tokens(target: Any) -> int:
-    """Number of text tokens in cross-attention: the tokenizer's maximum, 77 if it has none."""
+    """Number of text tokens: those in `TEXT_TOKENS`, or the tokenizer's maximum, 77 if it has none."""
+    for model in layer_components(target).values():
+        if type(model).__name__ in TEXT_TOKENS:
+            return TEXT_TOKENS[type(model).__name__]
     length = getattr(getattr(target, "tokenizer", None), "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30
 

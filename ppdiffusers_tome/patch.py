@@ -9,7 +9,7 @@ from typing import Any
 from paddle import nn
 
 from .attention import AttentionWrap, MergeWrap
-from .config import ToMeConfig
+from .config import ALONE, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .models import (
     MergeableBlock,
@@ -113,12 +113,13 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         if grid is None:
             grid = grids[id(grid_layer)] = GridWrap(config)
             install(grid_layer, grid)
-        wrap = SingleStreamWrap if is_single else BlockWrap
+        text_is_last = mergeable.text_is_last
+        wrap = SingleStreamWrap if is_single and not text_is_last else BlockWrap
         install(block, wrap(config, grid, timestep, mergeable.index))
-        is_whole = is_single and config.merge_attn is True
+        is_whole = merges_whole(mergeable, config)
         if is_whole:
-            install(block.norm, ImagePartWrap(config, True, 0))
-            install(block.proj_out, ImagePartWrap(config, False, None))
+            install(block.norm, ImagePartWrap(config, before=False, after=True, text_is_last=text_is_last))
+            install(block.proj_out, ImagePartWrap(config, before=False, after=False, text_is_last=text_is_last))
         for name, layers in merging_layers(mergeable, config).items():
             for layer in layers:
                 install(layer, _wrap_for(name, mergeable, config, is_whole))
@@ -126,8 +127,20 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
 
 def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> Wrap:
     if name == "mlp":
-        return MergeWrap(config)
-    return RotaryAttentionWrap(config, is_whole) if block.is_rotary else AttentionWrap(config, name == "attn")
+        return (
+            ImagePartWrap(config, before=True, after=False, text_is_last=False)
+            if block.is_rotary
+            else MergeWrap(config)
+        )
+    if name == "attn" and block.is_rotary:
+        return RotaryAttentionWrap(config, is_whole)
+    return AttentionWrap(config, name == "attn")
+
+
+def merges_whole(block: MergeableBlock, config: ToMeConfig) -> bool:
+    """Whether a config merges around attention and the MLP that is parallel to it, in a single-stream block."""
+    merges_mlp = config.merge_attn is True or (config.merge_attn == ALONE and config.merge_mlp)
+    return block.is_single_stream and merges_mlp
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:

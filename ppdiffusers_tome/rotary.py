@@ -1,7 +1,8 @@
-"""FLUX: attention whose tokens have rotary positions, and blocks in which attention and MLP are one (single-stream).
+"""FLUX, CogVideoX, Wan and HunyuanVideo: attention over one sequence of text and image, with rotary positions.
 
 A merged token has the position of its dst: interpolated positions break attention (arXiv:2511.19778). The attention is
-computed here and not by its processor, which rotates all images of a batch by the same rows.
+computed here and not by its processor, which rotates all images of a batch by the same rows. In a video the image is
+all frames. Internally text always comes first; the order of keys makes no difference.
 """
 
 import math
@@ -20,6 +21,15 @@ from .merging import gather_rows, merge, unmerge
 from .wraps import BlockWrap, Wrap, current_plan
 
 Rows = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
+# Attention processors whose arguments and results are those that `RotaryAttentionWrap` computes: whether with a mask.
+PROCESSORS = {
+    "FluxAttnProcessor2_0": False,
+    "CogVideoXAttnProcessor2_0": False,
+    "VCtrlAttnProcessor2_0": False,
+    "WanAttnProcessor2_0": False,
+    "HunyuanVideoAttnProcessor2_0": True,
+}
+MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
 
 
 class SingleStreamWrap(BlockWrap):
@@ -31,38 +41,48 @@ class SingleStreamWrap(BlockWrap):
 
 
 class ImagePartWrap(Wrap):
-    """Of a layer in a single-stream block that the image tokens enter or leave: merge, or unmerge, them after it.
+    """Of a layer whose tokens are those of the image, or text and image: merge, or unmerge, the image tokens.
 
     Args:
         config: the settings of the denoiser.
-        merges: whether they merge; otherwise they are unmerged.
-        index: of the tokens in the layer's output; None if it returns them alone.
+        before: whether they merge before the layer.
+        after: whether they merge after it; otherwise they are unmerged. Of several results it is the first.
+        text_is_last: whether the text comes after the image.
     """
 
     config: ToMeConfig
 
-    def __init__(self, config: ToMeConfig, merges: bool, index: int | None) -> None:
+    def __init__(self, config: ToMeConfig, *, before: bool, after: bool, text_is_last: bool) -> None:
         super().__init__(config)
-        self._merges, self._index = merges, index
+        self._before, self._after, self._text_is_last = before, after, text_is_last
 
-    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        plan, output = current_plan(), self.forward(layer, *args, **kwargs)
+    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan = current_plan()
         if plan is None:
-            return output
-        if self._index is None:
-            return self._moved(output, plan)
-        parts = list(output)
-        parts[self._index] = self._moved(parts[self._index], plan)
-        return tuple(parts)
+            return self.forward(layer, hidden_states, *args, **kwargs)
+        tokens = self._move(hidden_states, plan, True) if self._before else hidden_states
+        output = self.forward(layer, tokens, *args, **kwargs)
+        if isinstance(output, tuple):
+            return self._move(output[0], plan, self._after), *output[1:]
+        return self._move(output, plan, self._after)
 
-    def _moved(self, tokens: paddle.Tensor, plan: MergePlan) -> paddle.Tensor:
-        if self._merges:
-            return image_part(tokens, plan.tokens, lambda image: merge(image, plan, self.config.blend))
-        return image_part(tokens, plan.kept, lambda image: unmerge(image, plan))
+    def _move(self, tokens: paddle.Tensor, plan: MergePlan, merges: bool) -> paddle.Tensor:
+        count = plan.tokens if merges else plan.kept
+        move: Callable[[paddle.Tensor], paddle.Tensor] = lambda image: (  # noqa: E731
+            merge(image, plan, self.config.blend) if merges else unmerge(image, plan)
+        )
+        if tokens.shape[1] == count:
+            return move(tokens)
+        if self._text_is_last:
+            return paddle.concat([move(tokens[:, :count]), tokens[:, count:]], axis=1)
+        return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
 
 
 class RotaryAttentionWrap(Wrap):
-    """Of an attention of FLUX: compute it on merged image tokens, or with `merge_attn="kv"` with merged keys.
+    """Of an attention over image, or text and image: compute it on merged image tokens, with "kv" on merged keys.
+
+    Text is an argument of its own, with or without projections of its own, or the first part of the sequence (FLUX's
+    single-stream blocks), or absent (Wan).
 
     Args:
         config: the settings of the denoiser.
@@ -75,70 +95,86 @@ class RotaryAttentionWrap(Wrap):
         super().__init__(config)
         self._is_merged = is_merged
 
-    def __call__(
-        self,
-        layer: nn.Layer,
-        hidden_states: paddle.Tensor,
-        encoder_hidden_states: paddle.Tensor | None = None,
-        attention_mask: paddle.Tensor | None = None,
-        image_rotary_emb: Rows | None = None,
-        **others: Any,
-    ) -> Any:
-        plan = current_plan()
+    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan, config = current_plan(), self.config
         if plan is None:
-            named = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb, **others}
-            return self.forward(layer, hidden_states, encoder_hidden_states, **named)
-        _check(layer, attention_mask, image_rotary_emb, others)
-        assert image_rotary_emb is not None
-        config, text = self.config, encoder_hidden_states
+            return self.forward(layer, hidden_states, *args, **kwargs)
+        named = {**dict(zip(("encoder_hidden_states", "attention_mask"), args, strict=False)), **kwargs}
+        text, mask = named.pop("encoder_hidden_states", None), named.pop("attention_mask", None)
+        rows = named.pop("rotary_emb" if "rotary_emb" in named else "image_rotary_emb", None)
+        _check(layer, mask, named)
         keys_only = config.merge_attn == KV
-        image = hidden_states
-        if text is None:  # one sequence
-            count = plan.kept if self._is_merged else plan.tokens
+        image, returns_text = hidden_states, text is not None
+        count = plan.kept if self._is_merged else plan.tokens
+        if text is None and hidden_states.shape[1] > count:
             text, image = hidden_states[:, :-count], hidden_states[:, -count:]
+        length = 0 if text is None else text.shape[1]
         merged = image if self._is_merged else merge(image, plan, config.blend)
-        merged_rows = rotary_rows(image_rotary_emb, plan)
-        queries, query_rows = (image, image_rotary_emb) if keys_only else (merged, merged_rows)
-
-        is_joint = encoder_hidden_states is not None  # then text has projections of its own
+        queries = image if keys_only else merged
+        has_own = returns_text and getattr(layer, "add_q_proj", None) is not None  # projections of the text
 
         def heads(name: str, image: paddle.Tensor) -> paddle.Tensor:  # [B, T + N, heads, d]
-            own = _heads(layer, f"to_{name}", f"norm_{name}", image if is_joint else paddle.concat([text, image], 1))
-            if not is_joint:
-                return own
-            return paddle.concat([_heads(layer, f"add_{name}_proj", f"norm_added_{name}", text), own], axis=1)
+            if text is None:
+                return _heads(layer, f"to_{name}", f"norm_{name}", image)
+            if not has_own:
+                return _heads(layer, f"to_{name}", f"norm_{name}", paddle.concat([text, image], axis=1))
+            own = _heads(layer, f"add_{name}_proj", f"norm_added_{name}", text)
+            return paddle.concat([own, _heads(layer, f"to_{name}", f"norm_{name}", image)], axis=1)
 
-        query, key = rotate(heads("q", queries), query_rows), rotate(heads("k", merged), merged_rows)
-        value = heads("v", merged)
-        sizes = plan.log_sizes() if config.proportional else None
-        output = attend(query, key, value, layer.scale, sizes).flatten(2)  # [B, T + N - r, heads·d]
-        text, image = output[:, : text.shape[1]], output[:, text.shape[1] :]
-        if is_joint:
-            for part in layer.to_out:
-                image = part(image)
-            text = layer.to_add_out(text)
+        query, key, value = heads("q", queries), heads("k", merged), heads("v", merged)
+        if rows is not None:
+            table = rotary_table(rows, plan.tokens, length)
+            merged_table = rotary_rows(table, plan)
+            query = rotate(query, table if keys_only else merged_table)
+            key = rotate(key, merged_table)
+        added = plan.log_sizes() if config.proportional else None
+        if mask is not None:
+            added = _masked(mask, added, plan, length)
+        output = attend(query, key, value, layer.scale, added).flatten(2)  # [B, T + N - r, heads·d]
+        text, image = (None, output) if text is None else (output[:, :length], output[:, length:])
+        out = getattr(layer, "to_out", None) or ()
+        for part in out:
+            image = part(image)
+        if returns_text:
+            for part in (
+                [layer.to_add_out] if getattr(layer, "to_add_out", None) is not None else () if has_own else out
+            ):
+                text = part(text)
         if not keys_only and not self._is_merged:
             image = unmerge(image, plan)
-        return (image, text) if is_joint else paddle.concat([text, image], axis=1)
+        if returns_text:
+            return image, text
+        return image if text is None else paddle.concat([text, image], axis=1)
 
 
-def image_part(tokens: paddle.Tensor, count: int, move: Callable[[paddle.Tensor], paddle.Tensor]) -> paddle.Tensor:
-    """Apply a function to the last `count` tokens of a sequence [B, T + count, C], the image's."""
-    return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
+def rotary_table(rows: Any, image: int, text: int) -> Rows:
+    """The rotary rows of text and image, from what a processor gets.
+
+    Args:
+        rows: cosines and sines of text and image, or of the image alone, each number twice; or complex numbers
+            [1, 1, N, d / 2] of the image, as in Wan.
+        image, text: number of tokens. Text without rows does not rotate.
+    """
+    if isinstance(rows, paddle.Tensor):
+        parts = (cast(part.flatten(0, 2), paddle.float32) for part in (rows.real(), rows.imag()))
+        rows = tuple(part.repeat_interleave(2, axis=-1) for part in parts)
+    cos, sin = rows
+    if text and cos.shape[0] == image:
+        still = paddle.zeros_like(sin[:1]).expand([text, -1])
+        cos, sin = paddle.concat([still + 1, cos]), paddle.concat([still, sin])
+    return cos, sin
 
 
 def rotary_rows(rows: Rows, plan: MergePlan) -> Rows:  # [B, T + N - r, d] each
     """The rotary rows of the tokens that `merge` returns: those of their dst, after those of the text."""
-    positions = paddle.reshape(plan.dst_rows % plan.tokens, [-1, plan.dst])
-    if plan.stay_rows is not None:
-        stay = paddle.reshape(plan.stay_rows % plan.tokens, [-1, plan.kept - plan.dst])
-        positions = paddle.concat([positions, stay], axis=1)
-    batch = positions.shape[0]
+    positions = plan.in_order(plan.dst_rows, plan.stay_rows) % plan.tokens  # [B, N - r]
     moved = []
     for table in rows:
-        text = table[: -plan.tokens].unsqueeze(0).expand([batch, -1, -1])
-        image = gather_rows(table[-plan.tokens :], positions.flatten()).reshape([batch, plan.kept, -1])
-        moved.append(paddle.concat([text, image], axis=1))
+        image = gather_rows(table[-plan.tokens :], positions.flatten()).reshape([*positions.shape, -1])
+        if table.shape[0] > plan.tokens:
+            text = table[: -plan.tokens].unsqueeze(0).expand([positions.shape[0], -1, -1])
+            image = paddle.concat([text, image], axis=1)
+        moved.append(image)
     return moved[0], moved[1]
 
 
@@ -159,13 +195,15 @@ def attend(
     key: paddle.Tensor,  # [B, K, heads, d]
     value: paddle.Tensor,  # [B, K, heads, d]
     scale: float,
-    sizes: paddle.Tensor | None,  # [B, M]: logarithms that are added to the scores of the last M keys
+    added: paddle.Tensor | None,  # [B, M]: what is added to the scores of the last M keys
 ) -> paddle.Tensor:  # [B, S, heads, d]
-    """Attention. Sizes are 8 more channels in each head, so that a fused kernel stays on its fastest path."""
+    """Attention. What is added is 8 more channels in each head, so that a fused kernel stays on its fastest path."""
     width = query.shape[-1]
-    if sizes is not None:
+    if added is not None:
         wide = width + FUSED_CHANNELS
-        channel = paddle.concat([paddle.zeros_like(key[:, : -sizes.shape[1], 0, 0]), cast(sizes, key.dtype)], axis=1)
+        channel = cast(added, key.dtype)
+        if added.shape[1] < key.shape[1]:
+            channel = paddle.concat([paddle.zeros_like(key[:, : -added.shape[1], 0, 0]), channel], axis=1)
         query = widen(query * (scale * math.sqrt(wide)), math.sqrt(wide), FUSED_CHANNELS)
         key = widen(key, channel.unsqueeze([2, 3]), FUSED_CHANNELS)
         value = widen(value, 0.0, FUSED_CHANNELS)
@@ -175,18 +213,37 @@ def attend(
 
 
 def _heads(layer: nn.Layer, projection: str, norm: str, tokens: paddle.Tensor) -> paddle.Tensor:  # [B, S, heads, d]
-    x = split_heads(getattr(layer, projection)(tokens), layer.heads)
-    normalize = getattr(layer, norm, None)
-    return x if normalize is None else normalize(x)
+    x, normalize = getattr(layer, projection)(tokens), getattr(layer, norm, None)
+    if normalize is None:
+        return split_heads(x, layer.heads)
+    if normalize.weight is not None and normalize.weight.shape[0] == x.shape[-1]:  # across heads, as in Wan
+        return split_heads(normalize(x), layer.heads)
+    return normalize(split_heads(x, layer.heads))
 
 
-def _check(layer: nn.Layer, mask: Any, rows: Any, others: dict[str, Any]) -> None:
+def _masked(
+    mask: paddle.Tensor,  # [B, 1, 1, N + T]: true for keys that count; all image tokens do, which come first
+    sizes: paddle.Tensor | None,  # [B, N - r]
+    plan: MergePlan,
+    text: int,
+) -> paddle.Tensor:  # [B, T + N - r]: what is added to the scores
+    """HunyuanVideo's mask of the text, beside the sizes of the merged image tokens."""
+    of_text = (1 - cast(mask[:, 0, 0, -text:], paddle.float32)) * MASKED
+    if sizes is None:
+        sizes = paddle.zeros_like(plan.log_sizes())
+    return paddle.concat([of_text, sizes], axis=1)
+
+
+def _check(layer: nn.Layer, mask: Any, others: dict[str, Any]) -> None:
     """Raise ToMePassError unless the attention is what `RotaryAttentionWrap` computes."""
     name = type(layer.processor).__name__
-    unknown = [key for key, value in {"attention_mask": mask, **others}.items() if value is not None]
-    if name != "FluxAttnProcessor2_0" or rows is None or unknown:
-        what = f"with the argument {unknown[0]}" if unknown else f"by {name}"
+    unknown = [key for key, value in others.items() if value is not None]
+    if mask is not None:
+        is_of_text = mask.dtype == paddle.bool and mask.ndim == 4 and mask.shape[1:3] == [1, 1]
+        unknown += [] if PROCESSORS.get(name) and is_of_text else ["attention_mask"]
+    if name not in PROCESSORS or unknown:
+        what = f"with the argument {unknown[0]}" if name in PROCESSORS else f"by {name}"
         raise ToMePassError(
-            f"an attention of FLUX {what} cannot merge, only that of FluxAttnProcessor2_0 with image_rotary_emb: "
-            "leave it out, or remove_tome() first."
+            f"attention {what} cannot merge, only that of {', '.join(PROCESSORS)} with their own arguments: set "
+            "another attention processor, leave the argument out, or remove_tome() first."
         )

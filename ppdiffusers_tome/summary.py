@@ -8,8 +8,8 @@ from ppdiffusers import DiffusionPipeline
 from .config import KV
 from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
-from .models import block_grid, denoisers, is_countable, latent_grid, text_tokens, vae_factor
-from .patch import chosen_blocks, config_of, merging_layers
+from .models import block_grid, count_frames, denoisers, is_countable, latent_grid, text_tokens, vae_factor
+from .patch import chosen_blocks, config_of, merges_whole, merging_layers
 from .positions import Grid, count_removed
 
 
@@ -21,7 +21,7 @@ class BlockSummary:
     path: str  # path in that model
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
-    kept: int  # tokens after merging, of grid.tokens
+    kept: int  # tokens after merging, of grid.tokens; of a video in each frame
     is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
     # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if kept is all.
     merges: tuple[str, ...]
@@ -35,7 +35,7 @@ class ToMeSummary:
     latent: Grid
     blocks: tuple[BlockSummary, ...]  # with a ratio schedule: in its first part
     notes: tuple[str, ...]  # of each denoiser without attention at level 1, or with a ratio schedule
-    macs: int | None  # of one pass for one image without merging; None for models that cannot be counted
+    macs: int | None  # of one pass for one image without merging; None for models or videos that cannot be counted
     saved: int | None  # MACs saved, net of the cost of matching; with a ratio schedule: the mean of its passes
 
     @property
@@ -56,13 +56,16 @@ class ToMeSummary:
                 name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges) or plain
                 lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {kept:<15}  {merges}")
         if self.macs is None or self.saved_share is None:
-            lines.append("MACs: cannot be counted for this kind of model")
+            if not any(note.startswith("MACs") for note in self.notes):
+                lines.append("MACs: cannot be counted for this kind of model")
         else:
             lines.append(f"MACs saved: {self.saved_share:.1%} of {self.macs / 1e9:.2f} G per image and pass")
         return "\n".join(lines)
 
 
-def summarize(target: Any, height: int | None = None, width: int | None = None) -> ToMeSummary:
+def summarize(
+    target: Any, height: int | None = None, width: int | None = None, frames: int | None = None
+) -> ToMeSummary:
     """See `api.tome_summary`, its public form."""
     models = denoisers(target)
     configs = {name: config_of(denoiser) for name, denoiser in models.items()}
@@ -72,9 +75,13 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
         _latent_side("height", height, factor, default.h if default else None),
         _latent_side("width", width, factor, default.w if default else None),
     )
-    text = text_tokens(target)
-    countable = all(is_countable(denoiser) for denoiser in models.values())
-    blocks, notes, saved = [], [], 0.0
+    if frames is not None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
+        raise ToMeConfigError(f"frames={frames!r} is not allowed: it must be an int of at least 1.")
+    text, length = text_tokens(target), count_frames(target, frames)
+    countable = length is not None and all(is_countable(denoiser) for denoiser in models.values())
+    size: tuple[Any, ...] = (latent, text, length)
+    blocks, saved = [], 0.0
+    notes = [] if length else ["MACs of a video: pass frames, the number of its latent frames"]
     for name, config in configs.items():
         if config is None:
             continue
@@ -85,6 +92,8 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             notes.append(f"{name}: tokens at ratio {first.ratio:g}, the first of its schedule; MACs are means over it")
         for block in chosen:
             grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
+            if merges_whole(block, config):
+                merges = ("attn", "mlp")
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
             removed = count_removed(grid, first)
@@ -92,13 +101,13 @@ def summarize(target: Any, height: int | None = None, width: int | None = None) 
             is_gated = grid.tokens < config.min_tokens
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept, is_gated, merges))
             if countable:
-                saved += sum(length * saved_macs(block, part, latent, text) for length, part in config.parts)
+                saved += sum(share * saved_macs(block, part, *size) for share, part in config.parts)
     return ToMeSummary(
         settings={name: config.describe() if config else "off" for name, config in configs.items()},
         latent=latent,
         blocks=tuple(blocks),
         notes=tuple(notes),
-        macs=sum(count_macs(denoiser, latent, text) for denoiser in models.values()) if countable else None,
+        macs=sum(count_macs(denoiser, *size) for denoiser in models.values()) if countable else None,
         saved=round(saved) if countable else None,
     )
 

@@ -18,7 +18,6 @@ from .models import (
 REMEDY = "Run it without merging: docs/families.md lists the pipelines that merge."
 _NO_TRANSFORMERS = "its attention works on feature maps inside convolutional blocks; it has no transformer blocks"
 _ONE_SEQUENCE = "image tokens share one sequence with text and time tokens, which must not merge"
-_FRAMES_AND_TEXT = "its blocks take the tokens of all frames and of the text as one sequence, which has no single grid"
 _OWN_ATTENTION = "its own kind of transformer block has its own kind of attention"
 _ROTARY = "its own kind of block rotates queries and keys by token position, in another way than FLUX's"
 
@@ -36,9 +35,7 @@ REASONS = {
     "UniDiffuserModel": _ONE_SEQUENCE,
     "DiTLLaMA2DModel": _ROTARY,
     "DiTLLaMAT2IModel": _ROTARY,
-    "CogVideoXTransformer3DModel": _FRAMES_AND_TEXT,
-    "CogVideoXTransformer3DVCtrlModel": _FRAMES_AND_TEXT,
-    "VCtrlModel": _FRAMES_AND_TEXT,
+    "ReduxImageEncoder": "it maps image embeddings to text tokens and does not denoise",
     "LVDMUNet3DModel": "its own kind of block rearranges space and time between its layers",
     "STUNetModel": _OWN_ATTENTION,
     "Vid2VidSTUNet": _OWN_ATTENTION,

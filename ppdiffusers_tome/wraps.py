@@ -17,8 +17,8 @@ from paddle import nn
 
 from .config import GRID, SEEDS, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
-from .matching import MergePlan, match_cells, match_tokens
-from .models import is_chunked, shares_left, token_grid
+from .matching import MergePlan, join_frames, match_cells, match_tokens
+from .models import has_frames, is_chunked, shares_left, token_grid
 from .positions import Grid, count_removed
 
 ATTRIBUTE = "_tome"  # of a layer: its wrap
@@ -166,13 +166,21 @@ class GridWrap(Wrap):
         # Beyond all seeds, so that its positions are not cached.
         is_unseeded = self._use_rand and self._seed is None
         self._thread.seed = SEEDS + secrets.randbits(64) if is_unseeded else self._seed
-        self._thread.grid = token_grid(layer, _first(args, kwargs))
+        self._thread.grid, self._thread.has_frames = token_grid(layer, _first(args, kwargs)), has_frames(layer)
         return self.forward(layer, *args, **kwargs)
 
     def grid(self, tokens: int | None = None) -> Grid:
-        """The grid of the current pass in this thread; raises unless it has `tokens` tokens, None for any number."""
+        """The grid of the current pass in this thread; raises unless it, or each frame, has `tokens`, None for any."""
         grid: Grid | None = getattr(self._thread, "grid", None)
-        if grid is None or tokens not in (None, grid.tokens):
+        # Frames of a video come one after another.
+        rest = (
+            0
+            if grid is None or tokens is None
+            else tokens % grid.tokens
+            if self._thread.has_frames
+            else tokens - grid.tokens
+        )
+        if grid is None or rest:
             reason = "no feature map was seen" if grid is None else f"the feature map was {grid.h}×{grid.w}"
             got = "tokens" if tokens is None else f"{tokens} tokens"
             raise ToMePassError(f"a block got {got} but {reason}: call it through its model, or remove_tome() first.")
@@ -211,13 +219,18 @@ class BlockWrap(Wrap):
             _current.plan = None
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
-        """Choose which tokens merge, from the block's input [B, N, C]; None if none do."""
-        grid = self.grid.grid(metric.shape[1])
+        """Choose which tokens merge, from the block's input [B, N, C], in each frame [B, F·N, C]; None if none do."""
+        tokens = metric.shape[1]
+        grid = self.grid.grid(tokens)
         config = self.config if self._timestep is None else self._timestep.config_of_pass()
         removed = count_removed(grid, config)
         if not removed:
             return None
+        if (frames := max(1, tokens // grid.tokens)) > 1:
+            metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
         random_key = self.grid.random_key(self.index)
         if config.match == GRID:
-            return match_cells(metric, grid, config.sx, config.sy, random_key)
-        return match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window)
+            plan = match_cells(metric, grid, config.sx, config.sy, random_key)
+        else:
+            plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window)
+        return join_frames(plan, frames)

@@ -67,6 +67,13 @@ import ppdiffusers_tome
 from ppdiffusers import StableDiffusionPipeline
 pipe = StableDiffusionPipeline.from_pretrained("examples/emoji_sd", paddle_dtype="float32")
 """
+VIDEO = """
+import sys
+sys.path.insert(0, "tests")
+from zoo import ZOO
+tiny = ZOO["TextToVideoSDPipeline"]()
+pipe, call = tiny.pipe, tiny.call
+"""
 SERVER = """
 import atexit, subprocess, sys, time, urllib.request
 
@@ -95,6 +102,7 @@ BEFORE = {
     ("docs/inference.md", 0): PIPE,
     ("docs/inference.md", 1): f"{PIPE}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
     ("docs/serving.md", 0): SERVER,
+    ("docs/families.md", 0): VIDEO,
     ("tests/golden/README.md", 1): CASE,
 }
 OF_OTHER_PAGES = ("frontier_", "alternatives_", "flux_", "program_memory_")  # results

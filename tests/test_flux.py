@@ -5,13 +5,26 @@ import paddle
 import pytest
 from conftest import traces
 from ppdiffusers_source import newer_class
+from test_video_transformers import oracle
 from zoo import flux
+from zoo.noise import noise
 
-from ppdiffusers_tome import ToMePassError, apply_tome, match_tokens, remove_tome, rotary, tome_summary
-from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome import (
+    Grid,
+    ToMeConfig,
+    ToMePassError,
+    apply_tome,
+    match_tokens,
+    remove_tome,
+    rotary,
+    tome_summary,
+    wraps,
+)
+from ppdiffusers_tome.wraps import install, remove
 
 H, W = 6, 8
-SETTINGS = [{}, {"merge_attn": "kv"}, {"proportional": False}, {"merge_mlp": True}, {"match": "grid", "ratio": 0.75}]
+SETTINGS = [{}, {"merge_attn": "kv"}, {"merge_attn": "alone"}, {"proportional": False}, {"merge_mlp": True}]
+SETTINGS += [{"match": "grid", "ratio": 0.75}]
 
 
 def real():
@@ -49,7 +62,7 @@ def test_three_ways(model, settings, h, w, text):
     assert traces(model) == before
 
 
-@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"merge_mlp": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"merge_attn": "alone"}, {"merge_mlp": True}], ids=str)
 def test_equal_tokens_at_equal_positions_merge_without_a_difference(model, settings):
     """The oracle is the plain model: in each cell of 2×2 all tokens and positions are equal in all of its layers."""
     embed = model.pos_embed
@@ -76,15 +89,25 @@ def test_each_image_of_a_batch_is_what_it_is_alone(model, merge_attn):
         np.testing.assert_allclose(run(model, **alone)[0], both[i], atol=2e-5)
 
 
-@pytest.mark.parametrize(("merge_attn", "mlp"), [(True, 5 + 24), ("kv", 5 + 48)])
-def test_a_single_stream_block_merges_as_a_whole(model, merge_attn, mlp):
-    apply_tome(model, merge_attn=merge_attn)
+@pytest.mark.parametrize(
+    ("settings", "queries", "mlp"),
+    [
+        ({}, 24, 24),
+        ({"merge_attn": "kv"}, 48, 48),
+        ({"merge_attn": "alone"}, 24, 48),
+        ({"merge_attn": "alone", "merge_mlp": True}, 24, 24),
+    ],
+    ids=str,
+)
+def test_a_single_stream_block_merges_as_a_whole_unless_attention_alone(model, settings, queries, mlp):
+    apply_tome(model, **settings)
     seen = {}
     for name in ("attn.to_q", "attn.to_k", "proj_mlp"):
         layer = dict(model.single_transformer_blocks[0].named_sublayers())[name]
         layer.register_forward_pre_hook(lambda layer, inputs, name=name: seen.__setitem__(name, inputs[0].shape[1]))
     run(model)
-    assert seen == {"attn.to_q": mlp, "attn.to_k": 5 + 24, "proj_mlp": mlp}
+    text = flux.TEXT
+    assert seen == {"attn.to_q": text + queries, "attn.to_k": text + 24, "proj_mlp": text + mlp}
     blocks = tome_summary(model, H, W).blocks
     assert [(block.kept, block.grid) for block in blocks] == [(24, (H, W))] * 4
 
@@ -111,6 +134,38 @@ def test_sizes_count_keys_as_often(dtype):
         weights = np.exp(0.3 * np.einsum("qhd,khd->hqk", q, k))
         expected = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
         np.testing.assert_allclose(actual[i].numpy(), expected, atol=1e-12 if dtype == "float64" else 1e-5)
+
+
+@paddle.no_grad()
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
+def test_merged_attention_is_that_of_float64(model, merge_attn, monkeypatch):
+    inputs, channels = flux.inputs(), flux.HEADS * flux.WIDTH
+    rows = model.pos_embed(paddle.concat([inputs["txt_ids"], inputs["img_ids"]]))
+    image, text = noise(2, H * W, channels, seed=3), noise(2, flux.TEXT, channels, seed=4)
+    settings = {"grid": Grid(H, W), "removed": 20, "random_key": (1,), "window": 4}
+    plan = match_tokens(image, **settings)
+    for layer in (model.transformer_blocks[0].attn, model.single_transformer_blocks[0].attn):
+        is_joint = getattr(layer, "add_q_proj", None) is not None
+        arguments = {"hidden_states": image, "encoder_hidden_states": text}
+        if not is_joint:
+            arguments = {"hidden_states": paddle.concat([text, image], axis=1)}
+        with monkeypatch.context() as context:
+            context.setattr(wraps._current, "plan", plan)
+            install(layer, rotary.RotaryAttentionWrap(ToMeConfig(merge_attn=merge_attn)))
+            actual = layer(**arguments, image_rotary_emb=rows)
+            remove(layer)
+        actual = paddle.concat([actual[1], actual[0]], axis=1) if is_joint else actual
+        for i in range(2):
+            expected, expected_text = oracle(
+                layer,
+                image[i].numpy().astype("float64"),
+                text[i].numpy().astype("float64"),
+                match_tokens(image[i : i + 1], **settings),
+                [table[-H * W :].numpy().astype("float64") for table in rows],  # text is at position 0: no rotation
+                merge_attn == "kv",
+                None,
+            )
+            np.testing.assert_allclose(actual[i].numpy(), np.concatenate([expected_text, expected]), atol=5e-6)
 
 
 class OtherProcessor(flux.FluxAttnProcessor2_0):

@@ -426,6 +426,7 @@ def test_command_exports_a_folder(tiny, tmp_path, capsys):
             "--merge-attn false --merge-mlp --merge-crossattn",
             {"merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
         ),
+        ("--merge-attn alone", {"merge_attn": "alone"}),
         (
             "--merge-attn TRUE --window none --no-proportional",
             {"merge_attn": True, "window": None, "proportional": False},

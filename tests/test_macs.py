@@ -4,9 +4,17 @@ import paddle
 import pytest
 from conftest import TEXT, THREE_LEVELS, inputs, make_unet, run
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor
+from test_flux import real as real_flux
+from test_transformers import TEXT as TEXT_OF_SD3
+from test_transformers import real_sd35, sd3_inputs
+from test_video_transformers import FAMILIES
+from zoo import flux
+from zoo import video_transformers as zoo
+from zoo.noise import noise
+from zoo.transformers import HIDDEN, sd3
 
-from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.macs import count_macs, saved_macs
+from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, apply_tome, remove_tome, tome_summary
+from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
 from ppdiffusers_tome.patch import chosen_blocks
 
 
@@ -108,6 +116,101 @@ def test_saved_macs_are_those_that_a_merged_pass_skips(settings):
     merged = measured(unet, lambda: run(unet, batch=1))
     assert merged < plain
     assert plain - merged == saved + matching
+
+
+def sd3_pass(h, w):
+    return sd3(), {"hidden_states": noise(1, 4, 2 * h, 2 * w), **{n: x[:1] for n, x in sd3_inputs().items()}}
+
+
+def sd35_pass(h, w):
+    return real_sd35(), sd3_pass(h, w)[1]
+
+
+# A model, the arguments of a pass over one image or video of h×w tokens, the width of a head, text tokens, frames.
+PASSES = {
+    "SD3": lambda h, w: (*sd3_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
+    "SD3.5": lambda h, w: (*sd35_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
+    "FLUX": lambda h, w: (flux.double(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
+    "FLUX, real": lambda h, w: (real_flux(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
+}
+for family in FAMILIES:
+    for kind in ("double", "real"):
+        PASSES[f"{family.name}, {kind}"] = lambda h, w, family=family, kind=kind: (
+            getattr(family, kind)(), family.inputs(h, w, batch=1), zoo.WIDTH, zoo.TEXT, zoo.FRAMES,
+        )  # fmt: skip
+
+
+def measured_transformer(model, arguments, width, monkeypatch):
+    """MACs of one pass: those of layers by hooks, and of attention by the scores of each softmax."""
+    counted = [0]
+
+    def count(layer, inputs, out):
+        # By input: around the last projection of a single-stream block, tokens are unmerged before the hook.
+        rows = (
+            inputs[0].size // inputs[0].shape[-1] if isinstance(layer, paddle.nn.Linear) else out.size // out.shape[1]
+        )
+        counted[0] += rows * layer.weight.size
+
+    kinds = (paddle.nn.Linear, paddle.nn.Conv2D, paddle.nn.Conv3D)
+    hooks = [x.register_forward_post_hook(count) for x in model.sublayers() if isinstance(x, kinds)]
+    softmax = paddle.nn.functional.softmax
+
+    def counting(scores, *args, **kwargs):
+        counted[0] += 2 * scores.size * width
+        return softmax(scores, *args, **kwargs)
+
+    with monkeypatch.context() as context, paddle.no_grad():
+        context.setattr(paddle.nn.functional, "softmax", counting)
+        model(**arguments)
+    for hook in hooks:
+        hook.remove()
+    return counted[0]
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(("h", "w"), [(6, 8), (7, 5)])
+def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
+    model, arguments, width, text, frames = PASSES[name](h, w)
+    latent = Grid(h, w) if name.startswith("FLUX") else Grid(2 * h, 2 * w)
+    plain = measured_transformer(model, arguments, width, monkeypatch)
+    assert count_macs(model, latent, text, frames) == plain
+    for settings in (
+        {},
+        {"merge_attn": "kv", "ratio": 0.6},
+        {"merge_attn": "alone", "window": 4},
+        {"merge_mlp": True, "merge_crossattn": True},
+        {"merge_attn": False, "merge_mlp": True, "match": "grid", "ratio": 0.75},
+    ):
+        config = ToMeConfig(**{"proportional": False, **settings})
+        blocks = chosen_blocks(model, config)
+        saved = sum(saved_macs(block, config, latent, text, frames) for block in blocks)
+        matching = frames * sum(matching_macs(block, config, latent) for block in blocks)
+        apply_tome(model, config=config)
+        assert plain - measured_transformer(model, arguments, width, monkeypatch) == saved + matching
+        summary = tome_summary(model, latent.h, latent.w, frames=frames)
+        assert all(block.merges for block in summary.blocks)
+        remove_tome(model)
+
+
+def test_summary_of_a_video_needs_its_frames():
+    model = FAMILIES[2].double()  # Wan
+    apply_tome(model)
+    without = tome_summary(model, 12, 16)
+    assert without.macs is None and "pass frames, the number of its latent frames" in str(without)
+    few, many = (tome_summary(model, 12, 16, frames=frames) for frames in (2, 20))
+    assert few.macs < many.macs and 0 < few.saved_share < many.saved_share
+    assert {block.kept for block in many.blocks} == {24}  # in each frame
+    with pytest.raises(ToMeConfigError, match="frames=0 is not allowed"):
+        tome_summary(model, 12, 16, frames=0)
+
+
+def test_summary_of_a_single_stream_block():
+    model = flux.double()
+    merges = {"alone": ("attn",), True: ("attn", "mlp"), "kv": ("kv",)}
+    for merge_attn, expected in merges.items():
+        summary = tome_summary(apply_tome(model, merge_attn=merge_attn), 16, 16)
+        assert [block.merges for block in summary.blocks][2:] == [expected] * 2
+        assert summary.macs == count_macs(model, Grid(16, 16), 512)  # the text tokens that its pipeline passes
 
 
 def test_summary_of_the_bundled_pipeline(pipe):

@@ -1,0 +1,79 @@
+"""Pipelines that ppdiffusers 0.29.0 does not have, over tiny models of its own classes, up to their latents."""
+
+import numpy as np
+import paddle
+import pytest
+from ppdiffusers import FlowMatchEulerDiscreteScheduler
+from ppdiffusers_source import newer_class
+from test_flux import real as flux
+from test_video_transformers import FAMILIES, STATES
+from zoo.noise import noise
+
+from ppdiffusers_tome import ToMeExportError
+from ppdiffusers_tome.inference import export_pipeline
+
+WITHOUT = {"tokenizer": None, "text_encoder": None, "vae": None}
+
+
+def texts(width):
+    """Embeddings of a prompt and of a negative one, for classifier-free guidance."""
+    return {"prompt_embeds": noise(1, 5, width, seed=5), "negative_prompt_embeds": noise(1, 5, width, seed=6)}
+
+
+def cogvideox(family):
+    pipe = newer_class("CogVideoXPipeline")(
+        **WITHOUT, transformer=family.real(), scheduler=newer_class("CogVideoXDDIMScheduler")()
+    )
+    return pipe, {**texts(STATES), "num_frames": 9}
+
+
+def wan(family):
+    pipe = newer_class("WanPipeline")(
+        **WITHOUT, transformer=family.real(), scheduler=FlowMatchEulerDiscreteScheduler()
+    )
+    return pipe, {**texts(STATES), "num_frames": 9}
+
+
+def flux_with_negative_prompt(_):
+    pooled = {"pooled_prompt_embeds": noise(1, 6), "negative_pooled_prompt_embeds": noise(1, 6, seed=1)}
+    call = {**texts(6), **pooled, "true_cfg_scale": 2.0}
+    second = {"tokenizer_2": None, "text_encoder_2": None}
+    pipe = newer_class("FluxPipeline")(
+        **WITHOUT, **second, transformer=flux(), scheduler=FlowMatchEulerDiscreteScheduler()
+    )
+    if "true_cfg_scale" not in type(pipe).__call__.__code__.co_varnames:  # before 2025-05
+        call = {name: value for name, value in call.items() if not name.startswith(("negative", "true"))}
+    return pipe, call
+
+
+CASES = {
+    "CogVideoX-2b": (cogvideox, FAMILIES[0]),
+    "CogVideoX-5b": (cogvideox, FAMILIES[1]),
+    "Wan": (wan, FAMILIES[2]),
+    "FLUX": (flux_with_negative_prompt, None),
+}
+
+
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("name", CASES)
+def test_pipeline(name, merge_attn, tmp_path):
+    make, family = CASES[name]
+    pipe, call = make(family)
+    pipe.set_progress_bar_config(disable=True)
+
+    def generate():
+        paddle.seed(0)
+        size = {"height": 96, "width": 128, "num_inference_steps": 2}
+        return pipe(**call, **size, output_type="latent", return_dict=False)[0].numpy()
+
+    plain = generate()
+    merged = pipe.apply_tome(merge_attn=merge_attn) and generate()
+    assert merged.shape == plain.shape and np.isfinite(merged).all()
+    assert not np.allclose(merged, plain, atol=1e-3)
+    summary = pipe.tome_summary(96, 128, frames=3)
+    assert {(block.grid, block.kept) for block in summary.blocks} == {((6, 8), 24)}
+    assert 0 < summary.saved_share < 1
+    with pytest.raises(ToMeExportError, match=f"{type(pipe).__name__} cannot be exported: only StableDiffusion"):
+        export_pipeline(pipe, tmp_path / "exported")
+    pipe.remove_tome()
+    np.testing.assert_array_equal(generate(), plain)
