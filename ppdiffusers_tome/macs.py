@@ -97,8 +97,7 @@ def matching_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid) -> in
     grid = block_grid(block, latent)
     if config.match == GRID or not count_removed(grid, config):
         return 0
-    channels = next(iter(block.sublayers.values()))[0].to_q.weight.shape[0]
-    return count_pairs(grid, config) * channels
+    return count_pairs(grid, config) * next(iter(block.sublayers.values()))[0].out_dim
 
 
 def _keys(name: str, tokens: int, text: int) -> int:
@@ -120,7 +119,7 @@ def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text:
                 total += _weights(part) * (text if first in TEXT_PROJECTIONS else rows)
         if name != "mlp":
             beside = text if getattr(layer, "add_q_proj", None) is not None else shared
-            total += 2 * (queries + beside) * (keys + beside) * layer.to_q.weight.shape[1]
+            total += 2 * (queries + beside) * (keys + beside) * layer.inner_dim
     return total
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import ppdiffusers
 import pytest
 from conftest import Recorder, traces
 from families_page import PAGE, row, rows_of
@@ -51,6 +52,10 @@ LISTED = rows_of(PAGE.read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_family(name):
+    if (name, ppdiffusers.__version__) == ("StableDiffusion3Img2ImgPipeline", "0.29.1"):
+        pytest.skip(
+            "without merging, ppdiffusers 0.29.1 gives the transformer texts of another batch than its latents"
+        )
     tiny = ZOO[name]()
     plain, before = generate(tiny), all_traces(tiny.pipe)
     assert np.isfinite(plain).all()

@@ -105,6 +105,12 @@ def save_lora(unet, folder):
     paddle.save(state, str(Path(folder) / "paddle_lora_weights.pdparams"))
 
 
+def _fault():
+    """The error that ppdiffusers 0.29.0 raises for LoRA, and 0.29.1 does not."""
+    is_faulty = ppdiffusers.__version__ == "0.29.0"
+    return pytest.raises(ValueError, match="should be removed") if is_faulty else nullcontext()
+
+
 @feature("LoRA")
 @feature("LoRA at scale 0.5", {"cross_attention_kwargs": {"scale": 0.5}})
 def lora(pipe, call=None):
@@ -114,7 +120,7 @@ def lora(pipe, call=None):
     try:
         yield call or {}
     finally:
-        with pytest.raises(ValueError, match="should be removed"):  # raised by ppdiffusers 0.29 after it has worked
+        with _fault():  # raised after it has worked
             pipe.unload_lora_weights()
 
 
@@ -124,10 +130,10 @@ def fused_lora(pipe, unfused=False):
     weights = {name: weight.numpy() for name, weight in pipe.unet.state_dict().items()}
     try:
         with contextmanager(lora)(pipe) as call:
-            with pytest.raises(ValueError, match="should be removed"):  # also raised, after the UNet is fused
+            with _fault():  # also raised, after the UNet is fused
                 pipe.fuse_lora(lora_scale=0.7)
             if unfused:
-                with pytest.raises(ValueError, match="should be removed"):
+                with _fault():
                     pipe.unfuse_lora()
             yield call
             if not unfused:

@@ -75,6 +75,7 @@ class Attention(nn.Layer):
         super().__init__()
         channels = HEADS * WIDTH
         self.heads, self.scale, self.processor = HEADS, WIDTH**-0.5, FluxAttnProcessor2_0()
+        self.inner_dim = self.out_dim = channels
         for name in "qkv":
             setattr(self, f"to_{name}", nn.Linear(channels, channels))
             if is_joint:

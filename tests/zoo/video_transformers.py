@@ -103,6 +103,7 @@ class Attention(nn.Layer):
     def __init__(self, processor, norm, is_joint=False, has_out=True):
         super().__init__()
         self.heads, self.scale, self.processor = HEADS, WIDTH**-0.5, processor
+        self.inner_dim = self.out_dim = CHANNELS
         self.norm_q, self.norm_k = norm(), norm()
         self.add_q_proj = None
         for name in "qkv":
