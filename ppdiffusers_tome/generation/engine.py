@@ -81,6 +81,13 @@ class Engine:
         """How often a program of the UNet was loaded; more often than there are programs if not all fit in memory."""
         return getattr(self._text_to_image.unet, "loads", 0)
 
+    def count_tokens(self, prompt: str) -> tuple[int, int, str]:
+        """The tokens of a prompt with the two around it, how many the text encoder reads, and the text beyond them."""
+        tokenizer = self._text_to_image.tokenizer
+        most, tokens = tokenizer.model_max_length, tokenizer(prompt, verbose=False).input_ids
+        cut = tokenizer.decode(tokens[most - 1 : -1]) if len(tokens) > most else ""
+        return len(tokens), most, cut
+
     def batch_key(self, job: Job) -> Hashable | None:
         """Jobs with equal keys may share a pipeline call; None: this job must run alone.
 

@@ -1,11 +1,14 @@
-"""OpenAI's images API: POST /v1/images/generations and GET /v1/models."""
+"""OpenAI's images API: POST /v1/images/generations and GET /v1/models; and POST /v1/tokens, for the page."""
 
+import asyncio
 import base64
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ..generation.png import load_image
 from ..inference.manifest import parse_size
 from . import protocol
 from .api_errors import ApiError, responses
@@ -15,9 +18,10 @@ from .handler import RequestHandler
 from .middleware import JsonRoute
 from .progress import RequestProgress
 from .queue import ImageQueue
+from .tickets import UnavailableError
 
 NAMES = {"images": "n", "ratio": "tome_ratio"}
-FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
+FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale", "strength")
 
 
 def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
@@ -26,6 +30,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     limits, types = queue.limits, protocol.bounds(queue.limits)
     handler = RequestHandler(queue, config, NAMES)
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
+    Prompt = protocol.narrow(protocol.TokensRequest, {"prompt": types["prompt"]})
     errors = responses(protocol.OpenAIErrorResponse, 404, 411, 413, 415, 422, 429, 500, 503, 504)
     created = int(time.time())
 
@@ -41,6 +46,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             guidance_scale=config.guidance_scale,
             ranges={NAMES.get(name, name): values for name, values in limits.ranges.items()},
             prompt_characters=limits.prompt_characters,
+            prompts=list(config.prompts),
         )
 
     schema = {"type": "string", "description": "with `stream`; see docs/serving.md for the events"}
@@ -52,10 +58,16 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         check_model(values.model)
         height, width = parse_size(values.size) if values.size not in (None, "auto") else (None, None)
         fields = {name: getattr(values, name) for name in ("prompt", "negative_prompt", "steps", "guidance_scale")}
+        if values.image is None and values.strength is not None:
+            raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
+        if values.image is not None:
+            fields["strength"] = 0.75 if values.strength is None else values.strength
         jobs = handler.make_jobs(
             values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields
         )
-        size = str(jobs[0].size)
+        job = jobs[0]
+        load = None if values.image is None else partial(load_image, values.image, (job.width, job.height), limits)
+        size = str(job.size)
         if values.stream:
             progress = RequestProgress()
 
@@ -69,14 +81,25 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
                         index=index,
                         seconds=progress.seconds,
                         batch=progress.batch,
+                        step_seconds=progress.step_seconds,
                     )
                     for index, (file, job) in enumerate(zip(files, jobs, strict=True))
                 ]
 
-            return await stream_events(handler.generate(request, jobs, progress=progress), progress, completed)
-        files = await handler.generate(request, jobs)
+            return await stream_events(handler.generate(request, jobs, load, progress), progress, completed)
+        files = await handler.generate(request, jobs, load)
         data = [protocol.Image(b64_json=_base64(file), seed=job.seed) for file, job in zip(files, jobs, strict=True)]
         return protocol.ImagesResponse(created=int(time.time()), data=data, size=size)
+
+    @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 411, 413, 415, 422, 503))
+    async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
+        """How many tokens a prompt has, and what of it the text encoder does not read."""
+        try:
+            tokens, most, cut = await asyncio.to_thread(queue.count_tokens, body.prompt)  # type: ignore[attr-defined]
+        except UnavailableError as error:
+            retry = {"Retry-After": str(error.retry_after)}
+            raise ApiError(503, str(error), code="unavailable", headers=retry) from None
+        return protocol.TokensResponse(tokens=tokens, most=most, cut=cut)
 
     @router.get("/models")
     async def list_models() -> protocol.ModelsResponse:

@@ -1,6 +1,6 @@
 """How far the queue and the images of one request are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 State = Literal["loading", "ready", "draining", "failed"]
@@ -34,6 +34,7 @@ class RequestProgress:
         images, generated: of the request, and those whose pipeline call has ended.
         seconds: duration of the pipeline calls that have generated its images; waiting does not count.
         batch: images in the last of these calls. They may be of several requests.
+        step_seconds: duration of each step of the last of these calls; empty if its engine does not report every step.
     """
 
     position: int | None = None
@@ -43,6 +44,7 @@ class RequestProgress:
     generated: int = 0
     seconds: float = 0.0
     batch: int = 0
+    step_seconds: list[float] = field(default_factory=list)
 
     def count(self, step: int, steps: int, images: int) -> None:
         """Note that a pipeline call with this many of the images has finished `step` of `steps`."""

@@ -95,6 +95,8 @@ class ImageRequest(Strict):
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
     tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
+    image: str | None = Field(None, description="to start from: PNG, JPEG or WEBP in base64 or a data URL")
+    strength: float | None = Field(None, description="share of the steps that run on the image; 0.75 if absent")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
     # OpenAI's fields of which this server supports one value.
@@ -143,6 +145,7 @@ class CompletedEvent(BaseModel):
     index: int  # of the request's images, from 0
     seconds: float  # of the pipeline calls that generated the request's images, without waiting
     batch: int  # images in the last of these calls; more than the request's if others shared it
+    step_seconds: list[float]  # of each step of the last call, the first with the text encoder; empty if not known
 
 
 class ModelResponse(BaseModel):
@@ -158,11 +161,24 @@ class ModelResponse(BaseModel):
     guidance_scale: float  # default
     ranges: dict[str, tuple[float, float]]  # smallest and largest number of each field
     prompt_characters: int  # at most
+    prompts: list[str]  # examples that the model knows
 
 
 class ModelsResponse(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelResponse]
+
+
+class TokensRequest(Strict):
+    """A prompt to count the tokens of."""
+
+    prompt: str
+
+
+class TokensResponse(BaseModel):
+    tokens: int  # of the prompt, with the two that begin and end it
+    most: int  # that the text encoder reads
+    cut: str  # the end of the prompt, which it does not read; "" if the prompt fits
 
 
 class OpenAIError(BaseModel):

@@ -106,6 +106,12 @@ class ImageQueue:
         """How tokens merge, in words, by ratio."""
         return self._engine.methods if self._engine else {}
 
+    def count_tokens(self, prompt: str) -> tuple[int, int, str]:
+        """See `Engine.count_tokens`. Raises UnavailableError before the model is loaded."""
+        if self._engine is None:
+            raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
+        return self._engine.count_tokens(prompt)
+
     @property
     def is_idle(self) -> bool:
         """Whether there is no accepted job."""
@@ -355,6 +361,7 @@ class ImageQueue:
             self.metrics.batch_images.observe(len(tickets))
             for progress, count in call.requests.items():
                 progress.seconds, progress.batch = progress.seconds + seconds, len(tickets)
+                progress.step_seconds = call.step_seconds
                 progress.generated += count
             for ticket, image in zip(tickets, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()

@@ -3,6 +3,7 @@
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import monotonic
 
 from PIL.Image import Image
@@ -59,6 +60,7 @@ class Call:
     steps: int
     step: int = 0
     since: float = field(default_factory=monotonic)
+    step_times: list[float] | None = field(default_factory=list)  # the end of each step; None: not all were reported
 
     @property
     def seconds(self) -> float:
@@ -73,8 +75,15 @@ class Call:
         """The progress of the requests of its jobs, each with the number of its images."""
         return Counter(ticket.progress for ticket in self.tickets)
 
+    @property
+    def step_seconds(self) -> list[float]:
+        """Duration of each step; empty if the engine does not report every step."""
+        return [end - start for start, end in pairwise([self.since, *(self.step_times or ())])]
+
     def advance(self, step: int, steps: int) -> bool:
         """Note the progress; returns whether no client waits for any of the images."""
+        if self.step_times is not None and (step or self.step_times):  # step 0 comes before the first one
+            self.step_times = [*self.step_times, monotonic()] if step == len(self.step_times) + 1 else None
         self.step, self.steps = step, steps
         for progress, images in self.requests.items():
             progress.count(step, steps, images)
