@@ -1,5 +1,6 @@
 """Exporting: what is written, what is rejected, and that errors leave nothing behind."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -137,6 +138,19 @@ def test_models_that_do_not_merge_can_be_linked_from_an_earlier_export(exported_
     for name in [name for files in names.values() for name in files]:
         assert (folder / name).samefile(exported_folder / name)
     load_pipeline(folder)("a fox", num_inference_steps=1, height=32, width=32)
+
+
+def test_defaults_of_a_model_are_in_its_export(exported_folder, tiny, tmp_path):
+    """`defaults.json` in the folder that the pipeline comes from, for `serve`."""
+    model, folder = tmp_path / "fox_sd", tmp_path / "export"
+    model.mkdir()
+    (model / "defaults.json").write_text('{"steps": 9, "prompts": ["a fox"]}')
+    pipe = copy.copy(tiny)
+    pipe.register_to_config(_name_or_path=str(model))
+    manifest = export(pipe, folder, 0, [(32, 32)], image_to_image=True, others=exported_folder)
+    assert (folder / "defaults.json").read_text() == (model / "defaults.json").read_text()
+    assert "defaults.json" in manifest.files and manifest.name == "fox_sd"
+    assert read_manifest(folder, verify=True) == manifest and not (exported_folder / "defaults.json").exists()
 
 
 @pytest.mark.parametrize("form", ["paddle", "onnx"])

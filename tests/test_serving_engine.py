@@ -25,7 +25,7 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
+from ppdiffusers_tome.commands.serve import Defaults, load_warm_engine, read_defaults, warm_up_jobs
 from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
@@ -399,3 +399,23 @@ def test_warm_up_jobs_are_allowed():
     assert len(warm_up_jobs(replace(LIMITS, image_to_image=False), 2.0)) == 1
     for job in jobs:
         LIMITS.check(job)
+
+
+def test_defaults_of_the_model(exported_folder, tmp_path):
+    """From the model's `defaults.json`, which the export has; a field that does not exist is refused."""
+    folder = tmp_path / "export"
+    shutil.copytree(exported_folder, folder)
+    assert read_defaults(folder) == Defaults(steps=20, guidance_scale=7.5, prompts=())
+    (folder / "defaults.json").write_text('{"steps": 9, "guidance_scale": 2, "prompts": ["a fox"]}')
+    assert read_defaults(folder) == Defaults(steps=9, guidance_scale=2.0, prompts=("a fox",))
+    (folder / "defaults.json").write_text('{"guidance": 2}')
+    with pytest.raises(ToMeConfigError, match=r"defaults\.json: guidance: "):
+        read_defaults(folder)
+
+
+def test_tokens_that_the_text_encoder_reads(exported_folder):
+    engine = load_engine(exported_folder, threads=1)
+    tokens, most, cut = engine.count_tokens("a 3d render of fox")
+    assert tokens < most and cut == "" and engine.count_tokens("")[0] == 2
+    tokens, most, cut = engine.count_tokens("fox " * 2 * most)
+    assert tokens > most and set(cut.split()) == {"fox"}
