@@ -316,6 +316,7 @@ def test_each_image_of_a_batch_needs_one_equal_try():
         ({"sizes": [(32, 32), (12, 4)]}, "size=4x12 .* 8x8 and 8x16"),
         ({"sizes": [(0, 32)]}, "size=32x0"),
         ({"sizes": []}, "sizes is empty"),
+        ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed without a ratio above 0"),
         ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
     ],
 )
@@ -345,6 +346,9 @@ def test_pipelines_that_cannot_be_exported(exported_folder, tiny, tmp_path):
     multi = MultiControlNetModel([controlnet(), controlnet()])
     with pytest.raises(ToMeExportError, match="single ControlNetModel"):
         export(StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), tmp_path / "out", 0.5)
+    controlled = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
+    with pytest.raises(ToMeConfigError, match="merge_map=True is not allowed for StableDiffusionControlNetPipeline"):
+        export(controlled, tmp_path / "out", 0.5, merge_map=True)
     with_checker = tiny_pipeline()
     with_checker.safety_checker = paddle.nn.Identity()
     with pytest.raises(ToMeExportError, match="--no-safety-checker"):

@@ -29,7 +29,8 @@ from skimage.metrics import structural_similarity
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.inference.manifest import Size
+from ppdiffusers_tome.generation.jobs import MERGE_MAP
+from ppdiffusers_tome.inference.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig
 
 playwright = pytest.importorskip(
@@ -48,7 +49,7 @@ NARROW = {"width": 320, "height": 640}
 LANDSCAPE = {"width": 740, "height": 340}
 RATIOS = (0.5, 0.25, 0.75, 0.0)
 PROMPTS = ("a 3d render of fox", "a flat drawing of octopus")
-EXPORTED = replace(LIMITS, ratios=RATIOS)
+EXPORTED = replace(LIMITS, ratios=RATIOS, merge_map=True)
 CONFIG = AppConfig(steps=4, prompts=PROMPTS)
 ABORTED = ["ERR_ABORTED"]  # of a request that the page cancels
 
@@ -68,6 +69,7 @@ class ColorEngine(FakeEngine):
     """Images whose upper half is the further from plain the higher the ratio is."""
 
     methods: ClassVar = {ratio: "ToMe, windows of 16, proportional" if ratio else "" for ratio in RATIOS}
+    maps: ClassVar = {ratio: (np.arange(48).reshape(6, 8) * (1 - ratio)).astype(int) for ratio in RATIOS}
     seconds: ClassVar = {}  # of a step, by ratio
 
     def generate(self, jobs, should_stop=None):
@@ -75,6 +77,8 @@ class ColorEngine(FakeEngine):
         images = super().generate(jobs, should_stop)
         for image, job in zip(images, jobs, strict=True):
             image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
+            if job.merge_map:
+                image.info[MERGE_MAP] = self.maps[job.ratio]
         return images
 
 
@@ -83,6 +87,7 @@ def bundled():
     """The server with the bundled model."""
     ratios = RATIOS if MODEL else (0.5, 0.0)
     limits = replace(LIMITS, sizes=(Size(128, 128),), ratios=ratios, image_to_image=bool(MODEL), steps=100)
+    limits = replace(limits, merge_map=bool(MODEL) and read_manifest(Path(MODEL)).merge_map)
 
     def load():
         if not MODEL:
@@ -339,6 +344,26 @@ def test_compare_all_ratios(browser, fake):
         assert results["shown"]["psnr"] == pytest.approx(psnr(*map(pixels, files)), abs=1e-6)
         assert results["images"][3]["rms_to_plain"] == pytest.approx(60 / np.sqrt(6), abs=1e-6)
         assert serious_findings(page) == []
+
+
+def test_merge_maps(browser, fake):
+    """That of the right image at first, of others by the slider; without such programs there is no empty section."""
+    with opened(browser, fake) as page:
+        generate(page, done="Done: 4 images", button="#all")
+        assert [call[0].merge_map for call in fake.engine.calls] == [False, True, True, True]
+        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 24")
+        assert page.get_attribute("#merge-map", "aria-label").startswith("Merge map of ratio 0.5: 48 tokens")
+        page.focus("#map-ratio")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 12")
+        assert page.get_attribute("#map-ratio", "aria-valuetext") == "ratio 0.75"
+        script = "canvas => [...canvas.getContext('2d').getImageData(200, 300, 1, 1).data]"
+        assert page.eval_on_selector("#merge-map", script)[3] == 255
+        assert serious_findings(page) == []
+    with serving(limits=LIMITS) as server, opened(browser, server) as page:
+        generate(page)
+        expect(page.locator("#merge-figure")).to_be_hidden()
+        assert not server.engine.calls[-1][0].merge_map
 
 
 def test_plain_image_is_reused(browser, fake):

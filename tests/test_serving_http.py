@@ -34,7 +34,7 @@ from serving_support import (
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError, Job, JobError
+from ppdiffusers_tome.generation.jobs import MERGE_MAP, EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving import middleware
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
@@ -233,6 +233,26 @@ def test_openai_starts_from_an_image(server):
     with serving(limits=replace(LIMITS, image_to_image=False)) as other:
         answer = other.post(OPENAI, {"prompt": "fox", "image": png()})
         assert (answer.status_code, answer.json()["error"]["param"]) == (422, "image"), answer.text
+
+
+def test_merge_map_for_a_stream_that_asks():
+    class Mapped(FakeEngine):
+        def generate(self, jobs, should_stop=None):
+            images = super().generate(jobs, should_stop)
+            for image, job in zip(images, jobs, strict=True):
+                image.info |= {MERGE_MAP: np.arange(6).reshape(2, 3) // 2} if job.merge_map else {}
+            return images
+
+    body = {"prompt": "fox", "stream": True}
+    with serving(Mapped(), limits=replace(LIMITS, merge_map=True)) as server:
+        *_, completed = events_of(server.post(OPENAI, {**body, "merge_map": True}))
+        assert completed["merge_map"] == {"width": 3, "height": 2, "groups": [0, 0, 1, 1, 2, 2]}
+        assert events_of(server.post(OPENAI, body))[-1]["merge_map"] is None
+        assert server.http.get("/v1/models/fake").json()["merge_map"] is True
+    with serving() as server:
+        answer = server.post(OPENAI, {**body, "merge_map": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, "merge_map")
+        assert "--merge-map" in answer.json()["error"]["message"]
 
 
 def test_tokens_of_a_prompt(server):

@@ -22,6 +22,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
+    option("--merge-map", action="store_true", help="export which tokens merge too, for the page of serve")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
     option("--format", choices=EXPORT_FORMATS, default="paddle", help="of the programs (default: %(default)s)")
     option("--overwrite", action="store_true", help="replace an earlier export")
@@ -41,9 +42,8 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     }
     check_arguments(options.output, ratios, sizes, **checked, settings=settings)
     pipe = load_for_export(options.model, options.controlnet, not options.no_safety_checker)
-    manifest = export_pipeline(
-        pipe, options.output, ratios, sizes, image_to_image=options.img2img, **checked, **settings
-    )
+    others = {"image_to_image": options.img2img, "merge_map": options.merge_map}
+    manifest = export_pipeline(pipe, options.output, ratios, sizes, **others, **checked, **settings)
     print(_describe(manifest, options.output))
     return 0
 

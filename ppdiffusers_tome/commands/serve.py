@@ -232,6 +232,7 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
         sizes=sizes,
         ratios=manifest.ratios,
         image_to_image=manifest.image_to_image,
+        merge_map=manifest.merge_map,
         prompt_characters=options.max_prompt,
         images=options.max_images,
         steps=options.max_steps,

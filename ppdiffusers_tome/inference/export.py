@@ -11,6 +11,7 @@ from ppdiffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
 from ..config import Schedule
+from ..errors import ToMeConfigError
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
@@ -32,6 +33,7 @@ def export_pipeline(
     sizes: Iterable[tuple[int, int]] | None = None,
     *,
     image_to_image: bool = False,
+    merge_map: bool = False,
     controlnet: bool | float | Mapping[float, float] | Schedule = True,
     format: str = "paddle",
     overwrite: bool = False,
@@ -58,6 +60,8 @@ def export_pipeline(
             ratios and is the default of `load_pipeline`. None: the config that is applied to the pipeline now.
         sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
+        merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first
+            merging block merges; for Stable Diffusion without a ControlNet.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         format: "paddle" for Paddle Inference, "onnx" for ONNX Runtime and OpenVINO, or "both". ppdiffusers' own
             classes only read Paddle programs.
@@ -84,17 +88,26 @@ def export_pipeline(
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
     request = check_request(pipe, folder, ratios, sizes, image_to_image, overwrite, controlnet, format, settings)
+    if merge_map and (request.is_xl or request.controlnet is not None):
+        raise ToMeConfigError(
+            f"merge_map=True is not allowed for {type(pipe).__name__}: only Stable Diffusion without a ControlNet has "
+            "such a program. Leave it out."
+        )
+    if merge_map and not any(request.configs):
+        raise ToMeConfigError("merge_map=True is not allowed without a ratio above 0: nothing merges. Leave it out.")
     earlier = () if others is None else read_manifest(others).programs
     linked = {file.model: file for file in earlier if file.ratio is None and file.formats == request.formats}
     with replacing(request.folder) as partial, Converter() as converter:
         written: list[ProgramFile] = []
         weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
-        programs_to_write = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
+        programs_to_write = list_programs(
+            request.sizes, request.configs, request.is_xl, request.image_to_image, merge_map
+        )
         for model, size, ratio in tqdm(programs_to_write, desc="export", unit="program", disable=not progress):
             if others is not None and model in linked:
                 written.append(_link(linked[model], Path(others), partial))
                 continue
-            cached = unets.get((size, ratio)) if unets and size is not None and ratio is not None else None
+            cached = unets.get((size, ratio)) if unets and model == "unet" and size and ratio is not None else None
             written.append(_write(request, model, size, ratio, partial, written, weights, converter, cached))
         copy_parts(request, partial)
         manifest = describe_export(request, partial, written)
@@ -136,7 +149,7 @@ def _write(
     converter: Converter,
     cached: Saved | None,
 ) -> ProgramFile:
-    """Save one program, or link a cached one; one copy of one model is in memory. Only a UNet's has a size."""
+    """Save one program, or link a cached one; one copy of one model is in memory. Those of a UNet have a size."""
     factor = vae_factor(request.pipe)
     example = size or request.sizes[0]
     fixed = {"height": example.height, "width": example.width}
@@ -174,7 +187,8 @@ def _traceable(request: Request, model: str, ratio: float | None) -> Traceable:
         return programs.vae_decoder(pipe.vae)
     if ratio is None:
         return programs.text_encoder(getattr(pipe, model), request.is_xl)
-    traceable = programs.denoiser(pipe.unet, request.controlnet)
+    is_map = model == "merge_map"
+    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, request.controlnet)
     config, controlnet_config = request.configs[ratio]
     detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:

@@ -5,6 +5,11 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from ..errors import ToMeExportError
+from ..matching import MergePlan
+from ..models import find_blocks
+from ..wraps import current_plan
+
 
 class TextEncoder(nn.Layer):
     """Text encoder of Stable Diffusion: the last hidden state [B, T, D] and the pooled one [B, D]."""
@@ -136,3 +141,37 @@ class ControlledDenoiserXL(Fused):
         added = {"text_embeds": text_embeds, "time_ids": time_ids}
         text, scale = encoder_hidden_states, controlnet_conditioning_scale
         return self._control(sample, timestep, text, added, controlnet_cond, scale)
+
+
+class _Planned(Exception):
+    """Ends a pass of a UNet in its first block that merges."""
+
+    def __init__(self, plan: MergePlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+class MergeMap(nn.Layer):
+    """The first merging block of a UNet: the group of each token, [B, N] int64, equal for tokens that merge."""
+
+    def __init__(self, unet: nn.Layer) -> None:
+        super().__init__()
+        self.unet = unet
+        for block in find_blocks(unet):
+            block.block.norm1.register_forward_pre_hook(_end_with_plan)  # it runs inside the block, before attention
+
+    def forward(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> paddle.Tensor:
+        return self._groups(sample, timestep)
+
+    @paddle.jit.not_to_static
+    def _groups(self, sample: Any, timestep: Any) -> paddle.Tensor:
+        try:
+            self.unet(sample, timestep, encoder_hidden_states=None)
+        except _Planned as end:
+            return end.plan.source_rows.reshape([-1, end.plan.tokens])
+        raise ToMeExportError("no block merges before the text is read, so there is no merge map: leave it out")
+
+
+def _end_with_plan(layer: nn.Layer, inputs: Any) -> None:
+    if (plan := current_plan()) is not None:
+        raise _Planned(plan)

@@ -64,6 +64,7 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
         sizes=request.sizes,
         ratios=tuple(request.configs),
         schedule=request.schedule,
+        merge_map=any(file.model == "merge_map" for file in written),
         image_to_image=request.image_to_image,
         residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
         vae_factor=vae_factor(request.pipe),

@@ -21,6 +21,7 @@ from .layers import (
     Denoiser,
     DenoiserXL,
     Fused,
+    MergeMap,
     TextEncoder,
     TextEncoderXL,
     VaeDecoder,
@@ -101,6 +102,14 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
         for transformer in {block.grid_layer for block in find_blocks(model)}:
             transformer.register_forward_post_hook(_restore_shape)
     return _ready(layer, *inputs)
+
+
+def merge_map(unet: nn.Layer) -> Traceable:
+    """Which tokens the first merging block of a UNet of Stable Diffusion merges. The UNet, with its wraps, is copied.
+
+    It ends before that block's attention, so it is small, and reads no text.
+    """
+    return _ready(MergeMap(_working_copy(unet)), *unet_inputs(unet)[:2])
 
 
 def _restore_shape(transformer: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: Any) -> Any:

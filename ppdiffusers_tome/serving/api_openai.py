@@ -42,6 +42,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             tome_ratios=list(limits.ratios),
             tome_methods=[queue.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
+            merge_map=limits.merge_map,
             steps=config.steps,
             guidance_scale=config.guidance_scale,
             ranges={NAMES.get(name, name): values for name, values in limits.ranges.items()},
@@ -62,6 +63,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
         if values.image is not None:
             fields["strength"] = 0.75 if values.strength is None else values.strength
+        fields["merge_map"] = values.merge_map
         jobs = handler.make_jobs(
             values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields
         )
@@ -82,6 +84,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
                         seconds=progress.seconds,
                         batch=progress.batch,
                         step_seconds=progress.step_seconds,
+                        merge_map=_merge_map(progress.merge_maps[index]),
                     )
                     for index, (file, job) in enumerate(zip(files, jobs, strict=True))
                 ]
@@ -120,3 +123,11 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
 
 def _base64(file: bytes) -> str:
     return base64.b64encode(file).decode()
+
+
+def _merge_map(groups: Any) -> protocol.MergeMap | None:
+    """The event's field from an array [h, w]."""
+    if groups is None:
+        return None
+    height, width = groups.shape
+    return protocol.MergeMap(width=width, height=height, groups=groups.ravel().tolist())

@@ -1,7 +1,7 @@
 """How far the queue and the images of one request are."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -35,6 +35,7 @@ class RequestProgress:
         seconds: duration of the pipeline calls that have generated its images; waiting does not count.
         batch: images in the last of these calls. They may be of several requests.
         step_seconds: duration of each step of the last of these calls; empty if its engine does not report every step.
+        merge_maps: the group of each token of each image, [h, w] int, or None; set when the images are there.
     """
 
     position: int | None = None
@@ -45,6 +46,7 @@ class RequestProgress:
     seconds: float = 0.0
     batch: int = 0
     step_seconds: list[float] = field(default_factory=list)
+    merge_maps: list[Any] = field(default_factory=list)
 
     def count(self, step: int, steps: int, images: int) -> None:
         """Note that a pipeline call with this many of the images has finished `step` of `steps`."""

@@ -90,7 +90,10 @@ async function run(wanted, again = false) {
     await runImages({
       ratios,
       generate: (ratio, onProgress) =>
-        generate({ ...entry.settings, ...image, tome_ratio: ratio }, { onProgress, onSilence, signal }),
+        generate(
+          { ...entry.settings, ...image, tome_ratio: ratio, merge_map: model.merge_map && ratio > 0 },
+          { onProgress, onSilence, signal },
+        ),
       onState: showProgress,
       onImage: async (ratio, result) => {
         const method = model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
