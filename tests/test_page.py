@@ -163,7 +163,7 @@ def generate(page, done="Done", button="#generate", **settings):
     """Generate with these settings and wait for the comparison."""
     fill(page, **settings)
     page.click(button)
-    expect(page.locator("#phase")).to_contain_text(done, timeout=60_000)
+    expect(page.locator("#phase")).to_contain_text(done, timeout=150_000)
 
 
 def downloaded(page, name):
@@ -275,6 +275,7 @@ def test_screenshots(browser, bundled, name, options):
 def test_cancel_stops_at_the_next_step(browser, bundled):
     with opened(browser, bundled, refusals=ABORTED) as page:
         fill(page, prompt="owl", steps=100)
+        before = bundled.count("images_total", outcome="abandoned")
         page.click("#generate")
         expect(page.locator("#step")).to_have_text(re.compile("step [1-9]"), timeout=20_000)
         expect(page.locator("#cancel")).to_be_focused()
@@ -283,7 +284,7 @@ def test_cancel_stops_at_the_next_step(browser, bundled):
         expect(page.locator("#phase")).to_contain_text("Cancelled")
         expect(page.locator("#generated")).to_be_hidden()
         until(lambda: bundled.queue.is_idle)
-        assert bundled.count("images_total", outcome="abandoned") == 1
+        assert bundled.count("images_total", outcome="abandoned") == before + 1
         generate(page, steps=1)
 
 
@@ -466,8 +467,9 @@ def test_zoom_and_pan_in_step(browser, fake):
         def transforms():
             """The scale and place of both images and the map, in pixels."""
             matrices = page.eval_on_selector_all("#left, #right, #difference", script)
-            assert len(matrices) == 3 and len(set(matrices)) == 1
-            return [float(number) for number in re.findall(r"-?[\d.]+(?:e-\d+)?", matrices[0])]
+            left, *others = ([float(x) for x in re.findall(r"-?[\d.]+(?:e-\d+)?", one)] for one in matrices)
+            assert [other == pytest.approx(left, abs=0.1) for other in others] == [True, True]
+            return left
 
         box = page.locator("#frame").bounding_box()
         middle = box["x"] + box["width"] * 0.75, box["y"] + box["height"] / 2
@@ -510,7 +512,7 @@ def test_wide_screen_is_used(browser, fake):
     with opened(browser, fake, viewport={"width": 2200, "height": 1200}) as page:
         generate(page, seed=7)
         left, right = (page.locator(one).bounding_box() for one in ("#frame", "#difference-figure .frame"))
-        assert left["width"] > 700 and right["x"] > left["x"] + left["width"] and left["y"] == right["y"]
+        assert left["width"] > 450 and right["x"] > left["x"] + left["width"] and left["y"] == right["y"]
 
 
 # The form
@@ -826,10 +828,10 @@ def test_history(browser, fake):
             .get_attribute("title")
             .startswith("Show again: a fox & an owl")
         )
-        fake.engine.seconds = {0.0: 0.1, 0.5: 0.1}
+        fake.engine.seconds = {0.0: 0.4, 0.5: 0.4}
         fill(page, prompt="third", seed=3, steps=10)
         page.click("#generate")
-        expect(page.locator("#step")).to_contain_text("step 2 of 10")
+        expect(page.locator("#step")).to_contain_text("of 10")
         page.click("#thumbnails [title*=second]")
         expect(page.locator("#caption")).to_contain_text("seed 2")
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
@@ -914,7 +916,7 @@ def test_focus_does_not_scroll_a_landscape_phone(browser, fake):
         page.evaluate("scrollTo(0, 0)")
         page.focus("#prompt")
         page.keyboard.press("Control+Enter")
-        expect(page.locator("#step")).to_contain_text("step 3 of 20")
+        expect(page.locator("#step")).to_contain_text("of 20")
         assert page.evaluate("scrollY") == 0
         page.keyboard.press("Escape")
         expect(page.locator("#phase")).to_contain_text("Cancelled")

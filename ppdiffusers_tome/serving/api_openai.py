@@ -18,7 +18,6 @@ from .handler import RequestHandler
 from .middleware import JsonRoute
 from .progress import RequestProgress
 from .queue import ImageQueue
-from .tickets import UnavailableError
 
 NAMES = {"images": "n", "ratio": "tome_ratio"}
 FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale", "strength")
@@ -97,11 +96,11 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 411, 413, 415, 422, 503))
     async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
         """How many tokens a prompt has, and what of it the text encoder does not read."""
-        try:
-            tokens, most, cut = await asyncio.to_thread(queue.count_tokens, body.prompt)  # type: ignore[attr-defined]
-        except UnavailableError as error:
-            retry = {"Retry-After": str(error.retry_after)}
-            raise ApiError(503, str(error), code="unavailable", headers=retry) from None
+        if queue.engine is None:
+            message = f"the server is not ready: {queue.state}"
+            raise ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
+        prompt: str = body.prompt  # type: ignore[attr-defined]
+        tokens, most, cut = await asyncio.to_thread(queue.engine.count_tokens, prompt)
         return protocol.TokensResponse(tokens=tokens, most=most, cut=cut)
 
     @router.get("/models")

@@ -17,6 +17,7 @@ const TERMS = ["token", "ratio", "window", "proportional", "psnr", "ssim"];
 let model = null; // as in GET /v1/models
 let controller = null; // of the run that goes on
 let current = null; // the entry that is shown
+let following = true; // whether the run's images are shown: no entry was selected since its start
 let watching = false; // a server that cannot be reached
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -38,6 +39,7 @@ async function pick(entry, ratio) {
 }
 
 async function selectEntry(entry) {
+  following = false;
   form.clearErrors();
   const [, ratio] = shownPair(entry);
   form.fillForm({ negative_prompt: "", ...entry.settings, tome_ratio: ratio }, entry.source);
@@ -64,14 +66,13 @@ function entryOf({ tome_ratio, ...settings }, source) {
  */
 async function run(wanted, again = false) {
   if (controller || !model) return;
-  const settings = form.readForm();
+  const settings = again ? current.settings : form.readForm();
   if (!settings) {
     setStatus("");
     return;
   }
-  form.writeLink();
-  const source = form.sourceImage();
-  const entry = again ? current : entryOf(settings, source);
+  if (!again) form.writeLink();
+  const entry = again ? current : entryOf(settings, form.sourceImage());
   const all = again ? wanted : wanted(settings.tome_ratio);
   const ratios = again ? wanted : planOf(all, model.tome_ratios, entry.images);
   if (!again) entry.shown = pairOf(settings.tome_ratio).toReversed(); // so that the next pick replaces the ratio
@@ -83,7 +84,7 @@ async function run(wanted, again = false) {
   }
   controller = new AbortController();
   const { signal } = controller;
-  const before = current;
+  following = true;
   setBusy(true);
   try {
     const image = entry.source ? { image: await form.base64Of(entry.source.blob) } : {};
@@ -98,7 +99,7 @@ async function run(wanted, again = false) {
       onImage: async (ratio, result) => {
         const method = model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
         entry.images[ratio] = { ...withTimes(entry.images[ratio], result), method };
-        await addImage(entry, before);
+        await addImage(entry);
       },
       sleep: (seconds) => cancellable(pause(1000 * seconds), signal),
     });
@@ -113,9 +114,9 @@ async function run(wanted, again = false) {
 }
 
 /** Show an entry with a new image, unless another entry was selected since the start of the run. */
-async function addImage(entry, before) {
+async function addImage(entry) {
   const isFirst = $("generated").hidden;
-  const isShown = current === entry || current === before;
+  const isShown = following || current === entry;
   await saveEntry(entry, isShown ? entry : current);
   if (!isShown) return;
   await showCurrent(entry);
