@@ -49,6 +49,11 @@ class FakeEngine:
     def batch_key(self, job):
         return None if job.image else job.batch_key
 
+    def count_tokens(self, prompt):
+        """Words, of which the text encoder reads the first five."""
+        words = prompt.split()
+        return len(words) + 2, 7, " ".join(words[5:])
+
     def generate(self, jobs, should_stop=None):
         self.calls.append(list(jobs))
         self.started.release()
@@ -92,14 +97,14 @@ class Running:
 
 
 @contextmanager
-def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, **queue_options):
-    """A ready server on a free port of 127.0.0.1, closed at the end."""
+def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, **queue_options):
+    """A ready server on 127.0.0.1, on a free port unless one is given, closed at the end."""
     engine = engine or FakeEngine()
     metrics = Metrics()
     queue = ImageQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
     app = create_app(queue, config, metrics)
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
     server = DrainingServer(app, queue, seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

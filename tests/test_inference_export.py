@@ -1,6 +1,7 @@
 """Exporting: what is written, what is rejected, and that errors leave nothing behind."""
 
 import argparse
+import copy
 import dataclasses
 import json
 import shutil
@@ -140,6 +141,19 @@ def test_models_that_do_not_merge_can_be_linked_from_an_earlier_export(exported_
     for name in [name for files in names.values() for name in files]:
         assert (folder / name).samefile(exported_folder / name)
     load_pipeline(folder)("a fox", num_inference_steps=1, height=32, width=32)
+
+
+def test_defaults_of_a_model_are_in_its_export(exported_folder, tiny, tmp_path):
+    """`defaults.json` in the folder that the pipeline comes from, for `serve`."""
+    model, folder = tmp_path / "fox_sd", tmp_path / "export"
+    model.mkdir()
+    (model / "defaults.json").write_text('{"steps": 9, "prompts": ["a fox"]}')
+    pipe = copy.copy(tiny)
+    pipe.register_to_config(_name_or_path=str(model))
+    manifest = export(pipe, folder, 0, [(32, 32)], image_to_image=True, others=exported_folder)
+    assert (folder / "defaults.json").read_text() == (model / "defaults.json").read_text()
+    assert "defaults.json" in manifest.files and manifest.name == "fox_sd"
+    assert read_manifest(folder, verify=True) == manifest and not (exported_folder / "defaults.json").exists()
 
 
 @pytest.mark.parametrize("form", ["paddle", "onnx"])
@@ -334,6 +348,7 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
         ({"sizes": [(32, 32), (12, 4)]}, "size=4x12 .* 8x8 and 8x16"),
         ({"sizes": [(0, 32)]}, "size=32x0"),
         ({"sizes": []}, "sizes is empty"),
+        ({"ratios": 0, "merge_map": True}, "merge_map=True is not allowed without a ratio above 0"),
         ({"ratios": None, "use_rand": False}, "use_rand cannot be set without ratios"),
     ],
 )
@@ -363,6 +378,9 @@ def test_pipelines_that_cannot_be_exported(exported_folder, tiny, tmp_path):
     multi = MultiControlNetModel([controlnet(), controlnet()])
     with pytest.raises(ToMeExportError, match="single ControlNetModel"):
         export(StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), tmp_path / "out", 0.5)
+    controlled = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
+    with pytest.raises(ToMeConfigError, match="merge_map=True is not allowed for StableDiffusionControlNetPipeline"):
+        export(controlled, tmp_path / "out", 0.5, merge_map=True)
     with_checker = tiny_pipeline()
     with_checker.safety_checker = paddle.nn.Identity()
     with pytest.raises(ToMeExportError, match="--no-safety-checker"):

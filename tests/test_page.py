@@ -1,4 +1,4 @@
-"""The page for browsers, in a real one: against the server with the bundled model, and with an engine of one colour.
+"""The page for browsers, in a real one: against the server with the bundled model, and with an engine of colours.
 
 The tests are skipped where there is no browser: apt-get install chromium, or name one with CHROMIUM=...
 """
@@ -8,22 +8,29 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from conftest import load_bundled
 from PIL import Image
-from serving_support import LIMITS, OPENAI, serving, until
+from serving_support import LIMITS, OPENAI, FakeEngine, serving, until
 from skimage.metrics import structural_similarity
 
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.inference.manifest import Size
+from ppdiffusers_tome.generation.jobs import MERGE_MAP
+from ppdiffusers_tome.inference.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig
 
 playwright = pytest.importorskip(
@@ -33,11 +40,18 @@ axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs
 BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium, or set CHROMIUM")
 expect = playwright.expect
+expect.set_options(timeout=20_000)
 
 MODEL = os.environ.get("PAGE_MODEL")  # an export of the bundled model; without it, the model runs in eager mode
-SCREENSHOT = os.environ.get("PAGE_SCREENSHOT")  # file to write
+SCREENSHOTS = os.environ.get("PAGE_SCREENSHOTS")  # folder to write images of the page to
 KEY = "correct-horse"
 NARROW = {"width": 320, "height": 640}
+LANDSCAPE = {"width": 740, "height": 340}
+RATIOS = (0.5, 0.25, 0.75, 0.0)
+PROMPTS = ("a 3d render of fox", "a flat drawing of octopus")
+EXPORTED = replace(LIMITS, ratios=RATIOS, merge_map=True)
+CONFIG = AppConfig(steps=4, prompts=PROMPTS)
+ABORTED = ["ERR_ABORTED"]  # of a request that the page cancels
 
 
 class EagerEngine(Engine):
@@ -51,28 +65,57 @@ class EagerEngine(Engine):
         return super().generate(jobs, should_stop)
 
 
+class ColorEngine(FakeEngine):
+    """Images whose upper half is the further from plain the higher the ratio is."""
+
+    methods: ClassVar = {ratio: "ToMe, windows of 16, proportional" if ratio else "" for ratio in RATIOS}
+    maps: ClassVar = {ratio: (np.arange(48).reshape(6, 8) * (1 - ratio)).astype(int) for ratio in RATIOS}
+    seconds: ClassVar = {}  # of a step, by ratio
+
+    def generate(self, jobs, should_stop=None):
+        self.step_seconds = self.seconds.get(jobs[0].ratio, 0.0)
+        images = super().generate(jobs, should_stop)
+        for image, job in zip(images, jobs, strict=True):
+            image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
+            if job.merge_map:
+                image.info[MERGE_MAP] = self.maps[job.ratio]
+        return images
+
+
 @pytest.fixture(scope="module")
 def bundled():
     """The server with the bundled model."""
-    limits = replace(LIMITS, sizes=(Size(128, 128),), image_to_image=False, steps=100)
+    ratios = RATIOS if MODEL else (0.5, 0.0)
+    limits = replace(LIMITS, sizes=(Size(128, 128),), ratios=ratios, image_to_image=bool(MODEL), steps=100)
+    limits = replace(limits, merge_map=bool(MODEL) and read_manifest(Path(MODEL)).merge_map)
 
     def load():
         if not MODEL:
-            return EagerEngine(load_bundled())
+            return EagerEngine(load_bundled(), methods={0.5: "ToMe, windows of 16, proportional", 0.0: ""})
         engine = load_engine(Path(MODEL), threads=1)
         for job in warm_up_jobs(limits, 2.0):
             engine.generate([job])
         return engine
 
-    with serving(load=load, name="emoji_sd", limits=limits, config=AppConfig()) as server:
+    config = AppConfig(guidance_scale=2.0, prompts=PROMPTS)
+    with serving(load=load, name="emoji_sd", limits=limits, config=config) as server:
         until(lambda: server.queue.state == "ready", 120)
         yield server
 
 
 @pytest.fixture(scope="module")
-def fake():
-    with serving() as server:
+def shared():
+    with serving(ColorEngine(), limits=EXPORTED, config=CONFIG) as server:
         yield server
+
+
+@pytest.fixture
+def fake(shared):
+    """The server with plain colours; `engine.calls` has those of this test."""
+    shared.engine.calls.clear()
+    shared.engine.gate.set()
+    shared.engine.seconds = {}
+    return shared
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +128,8 @@ def browser():
 
 @contextmanager
 def opened(browser, server, refusals=(), fragment="", **options):
-    """The page in a new window. Fails on errors in its scripts, violations of its policy, and requests elsewhere.
+    """The page in a new window. Fails on errors in its scripts, violations of its policy, requests elsewhere, and
+    requests that failed.
 
     `refusals` are statuses that the server is expected to answer, and errors, which the browser logs.
     """
@@ -93,14 +137,14 @@ def opened(browser, server, refusals=(), fragment="", **options):
     page, problems = context.new_page(), []
     page.set_default_timeout(20_000)
 
-    def on_console(message):
-        is_expected = any(str(refusal) in message.text for refusal in refusals)
-        if message.type in ("error", "warning") and not is_expected:
-            problems.append(message.text)
+    def note(text):
+        if not any(str(refusal) in text for refusal in refusals):
+            problems.append(text)
 
-    page.on("console", on_console)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: request.url.startswith((server.url, "blob:")) or problems.append(request.url))
+    page.on("console", lambda message: message.type in ("error", "warning") and note(message.text))
+    page.on("pageerror", lambda error: note(str(error)))
+    page.on("requestfailed", lambda request: note(f"{request.url}: {request.failure}"))
+    page.on("request", lambda request: request.url.startswith((server.url, "blob:")) or note(request.url))
     page.goto(f"{server.url}/{fragment}")
     try:
         yield page
@@ -110,16 +154,16 @@ def opened(browser, server, refusals=(), fragment="", **options):
 
 
 def fill(page, **settings):
-    expect(page.locator("#draw")).to_be_enabled(timeout=20_000)
+    expect(page.locator("#generate")).to_be_enabled(timeout=20_000)
     for name, value in settings.items():
         page.fill(f"#{name}", str(value))
 
 
-def draw(page, done="Done", **settings):
-    """Draw with these settings and wait for the comparison."""
+def generate(page, done="Done", button="#generate", **settings):
+    """Generate with these settings and wait for the comparison."""
     fill(page, **settings)
-    page.click("#draw")
-    expect(page.locator("#phase")).to_contain_text(done, timeout=60_000)
+    page.click(button)
+    expect(page.locator("#phase")).to_contain_text(done, timeout=150_000)
 
 
 def downloaded(page, name):
@@ -127,6 +171,10 @@ def downloaded(page, name):
     with page.expect_download() as download:
         page.click(f"#download-{name}")
     return download.value.suggested_filename, Path(download.value.path()).read_bytes()
+
+
+def results_of(page):
+    return json.loads(downloaded(page, "settings")[1])
 
 
 def serious_findings(page):
@@ -137,72 +185,361 @@ def serious_findings(page):
     return [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in rules]
 
 
+def take_screenshot(page, name, **options):
+    """Write an image of the page if a folder for them is named."""
+    if SCREENSHOTS:
+        page.evaluate("document.activeElement.blur()")
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", **options)
+
+
 def gray_ssim(a, b):
     """scikit-image's SSIM with the windows of Wang et al. 2004, as in the page."""
     grays = [np.round(image @ [0.299, 0.587, 0.114]) for image in (a, b)]
     return structural_similarity(*grays, data_range=255, gaussian_weights=True, sigma=1.5, use_sample_covariance=False)
 
 
+def pixels(file):
+    return np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
+
+
+def drop(page, selector, name, kind, content):
+    """Drop a file on an element, as a browser does."""
+    script = """([target, name, type, base64]) => {
+        const transfer = new DataTransfer();
+        const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+        transfer.items.add(new File([bytes], name, { type }));
+        for (const kind of ["dragover", "drop"]) {
+            const event = new DragEvent(kind, { bubbles: true, cancelable: true, dataTransfer: transfer });
+            document.querySelector(target).dispatchEvent(event);
+        }
+    }"""
+    page.evaluate(script, [selector, name, kind, b64encode(content).decode()])
+
+
 # With the bundled model
 
 
-def test_draw_and_download(browser, bundled):
+def test_generate_and_download(browser, bundled):
     """Plain and merged from the same noise; the measures are those of the downloaded files."""
-    with opened(browser, bundled) as page:
-        draw(page, prompt="a 3d render of fox", seed=1, steps=20 if SCREENSHOT else 2, guidance_scale=2)
-        names, files = zip(*(downloaded(page, name) for name in ("plain", "merged", "settings")), strict=True)
-        assert names == ("plain_seed1.png", "merged_seed1.png", "settings_seed1.json")
+    with opened(browser, bundled, viewport={"width": 1400, "height": 900}) as page:
+        fill(page, seed=1)
+        expect(page.locator("#tokens")).to_have_text("9 of 24 tokens")
+        take_screenshot(page, "page_first")
+        generate(page, steps=20 if SCREENSHOTS else 5)
+        names, files = zip(*(downloaded(page, name) for name in ("left", "right", "settings")), strict=True)
+        assert names == ("plain_seed1.png", "ratio0.5_seed1.png", "settings_seed1.json")
         images = [Image.open(io.BytesIO(file)) for file in files[:2]]
         made = [json.loads(image.text["ppdiffusers_tome"]) for image in images]
         assert [one["tome_ratio"] for one in made] == [0, 0.5] and [one["seed"] for one in made] == [1, 1]
-        plain, merged = (np.asarray(image.convert("RGB")) for image in images)
+        plain, merged = map(pixels, files[:2])
         results = json.loads(files[2])
         expected = {"prompt": "a 3d render of fox", "seed": 1, "guidance_scale": 2, "size": "128x128"}
         assert expected.items() <= results.items() and results["tome_ratio"] == 0.5
-        assert results["psnr"] == pytest.approx(psnr(plain, merged), abs=0.01) and results["psnr"] < 70
-        assert results["ssim"] == pytest.approx(gray_ssim(plain, merged), abs=1e-3)
-        assert results["speed_up"] == pytest.approx(results["plain"]["seconds"] / results["merged"]["seconds"])
-        assert results["plain"]["images_in_the_call"] == 1 and results["plain"]["seconds"] > 0
-        expect(page.locator("#psnr")).to_have_text(f"{results['psnr']:.1f} dB")
-        expect(page.locator("#speed-up")).to_have_text(f"{results['speed_up']:.2f}×")
+        shown, (of_plain, of_merged) = results["shown"], results["images"]
+        assert shown["psnr"] == pytest.approx(psnr(plain, merged), abs=0.01) and shown["psnr"] < 70
+        assert shown["ssim"] == pytest.approx(gray_ssim(plain, merged), abs=1e-3)
+        assert of_merged["psnr_to_plain"] == shown["psnr"] and of_plain["images_in_the_call"] == 1
+        assert of_plain["seconds"] > sum(of_plain["step_seconds"]) > 0, "the first step is not in the sum"
+        assert len(of_plain["step_seconds"]) == of_plain["seconds_per_step"]["count"] == (19 if SCREENSHOTS else 4)
+        assert of_merged["seconds_per_step"]["median"] == pytest.approx(np.median(of_merged["step_seconds"]))
+        expect(page.locator("#psnr")).to_have_text(f"{shown['psnr']:.1f} dB")
+        expect(page.locator("#phase")).to_have_text(f"Done: PSNR {shown['psnr']:.1f} dB.")
         largest = np.abs(plain.astype(int) - merged).max()
         assert page.get_attribute("#difference", "aria-label").startswith(f"Difference map: at most {largest} of 255")
         assert serious_findings(page) == []
-        if SCREENSHOT:
-            page.screenshot(path=SCREENSHOT, full_page=True)
+        if SCREENSHOTS:
+            generate(page, done="Done: 2 images", button="#all")
+            take_screenshot(page, "page", full_page=True)
+            for _ in range(3):
+                page.click("#zoom-in")
+            page.click("#pixelated")
+            page.set_viewport_size({"width": 1800, "height": 800})
+            take_screenshot(page, "page_zoom")
+
+
+@pytest.mark.skipif(not SCREENSHOTS, reason="PAGE_SCREENSHOTS names no folder")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("page_zh", {"locale": "zh-CN", "viewport": {"width": 1400, "height": 900}}),
+        ("page_dark", {"color_scheme": "dark", "viewport": {"width": 1400, "height": 900}}),
+        ("page_phone", {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}),
+    ],
+)
+def test_screenshots(browser, bundled, name, options):
+    with opened(browser, bundled, **options) as page:
+        generate(page, done="4", button="#all", seed=1, steps=8)
+        take_screenshot(page, name, full_page=True)
 
 
 def test_cancel_stops_at_the_next_step(browser, bundled):
-    with opened(browser, bundled) as page:
+    with opened(browser, bundled, refusals=ABORTED) as page:
         fill(page, prompt="owl", steps=100)
-        page.click("#draw")
-        expect(page.locator("#step")).to_have_text(re.compile("^step [1-9]"), timeout=20_000)
+        before = bundled.count("images_total", outcome="abandoned")
+        page.click("#generate")
+        expect(page.locator("#step")).to_have_text(re.compile("step [1-9]"), timeout=20_000)
         expect(page.locator("#cancel")).to_be_focused()
         page.keyboard.press("Enter")
-        expect(page.locator("#draw")).to_be_focused()
+        expect(page.locator("#generate")).to_be_focused()
         expect(page.locator("#phase")).to_contain_text("Cancelled")
-        expect(page.locator("#drawn")).to_be_hidden()
+        expect(page.locator("#generated")).to_be_hidden()
         until(lambda: bundled.queue.is_idle)
-        assert bundled.count("images_total", outcome="abandoned") == 1
-        draw(page, steps=1)
+        assert bundled.count("images_total", outcome="abandoned") == before + 1
+        generate(page, steps=1)
 
 
-# With an engine that draws one colour at once
+@pytest.mark.skipif(not MODEL, reason="PAGE_MODEL names no export")
+def test_prompt_that_the_text_encoder_cuts(browser, bundled):
+    with opened(browser, bundled) as page:
+        fill(
+            page,
+            prompt="a 3d render of a fox that sits on a very large mountain in the snow with a red hat and blue boots",
+        )
+        expect(page.locator("#tokens-cut")).to_contain_text("reads 24 and not the end, “")
+        expect(page.locator("#tokens-cut")).to_contain_text("blue boots”")
 
 
-def test_slider(browser, fake):
+# All ratios
+
+
+def test_compare_all_ratios(browser, fake):
+    """Each image is shown as soon as it is there; any two of them are at the divider; maps have one scale."""
+    fake.engine.seconds = {0.25: 0.2}
+    with opened(browser, fake) as page:
+        fill(page, seed=9, steps=6)
+        page.click("#all")
+        cards = page.locator("#ratios button")
+        expect(cards).to_have_count(1)
+        expect(page.locator("#step")).to_contain_text("image 2 of 4")
+        assert page.locator("#ratios .missing").all_inner_texts()[0].startswith("ratio 0.25")
+        expect(page.locator("#plot-figure")).to_be_hidden()
+        fake.engine.seconds = {0.5: 0.2, 0.75: 0.2}
+        expect(cards).to_have_count(2)
+        expect(page.locator("#plot .point")).to_have_count(2)
+        expect(page.locator("#phase")).to_have_text("Done: 4 images.")
+        assert [call[0].ratio for call in fake.engine.calls] == [0, 0.25, 0.5, 0.75]
+        expect(page.locator("#plot .point")).to_have_count(4)
+        assert "ratio 0.75: 0.2" in page.get_attribute("#plot", "aria-label")
+        tokens = page.locator("#ratios li").all_inner_texts()
+        assert [re.search(r"(\d+) %", text)[1] for text in tokens] == ["100", "75", "50", "25"]
+        # One scale: 60 levels at most, so 64 is white in all maps, and each map is as bright as its difference.
+        assert set(page.locator(".scale .white").all_inner_texts()) == {"64"}
+        script = "all => all.map((one) => [...one.getContext('2d').getImageData(0, 0, 1, 1).data])"
+        reds = [color[0] for color in page.eval_on_selector_all("#ratios canvas", script)]
+        assert reds == [round(510 * level / 64) if 2 * level < 64 else 255 for level in (20, 40, 60)]
+        names = page.locator("#left-name"), page.locator("#right-name")
+        assert [name.inner_text() for name in names] == ["plain", "ratio 0.5"]
+        for pick, expected in ((0.75, ["plain", "ratio 0.75"]), (0.25, ["ratio 0.25", "ratio 0.75"])):
+            page.click(f"#ratios [data-ratio='{pick}']")
+            expect(names[1]).to_have_text(expected[1])
+            assert [name.inner_text() for name in names] == expected
+        assert page.locator("#ratios [aria-pressed=true]").count() == 2
+        results = results_of(page)
+        assert results["shown"]["ratios"] == [0.25, 0.75] and [one["tome_ratio"] for one in results["images"]] == [
+            0,
+            0.25,
+            0.5,
+            0.75,
+        ]
+        files = [downloaded(page, side)[1] for side in ("left", "right")]
+        assert results["shown"]["psnr"] == pytest.approx(psnr(*map(pixels, files)), abs=1e-6)
+        assert results["images"][3]["rms_to_plain"] == pytest.approx(60 / np.sqrt(6), abs=1e-6)
+        assert serious_findings(page) == []
+
+
+def test_merge_maps(browser, fake):
+    """That of the right image at first, of others by the slider; without such programs there is no empty section."""
+    with opened(browser, fake) as page:
+        generate(page, done="Done: 4 images", button="#all")
+        assert [call[0].merge_map for call in fake.engine.calls] == [False, True, True, True]
+        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 24")
+        assert page.get_attribute("#merge-map", "aria-label").startswith("Merge map of ratio 0.5: 48 tokens")
+        page.focus("#map-ratio")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 12")
+        assert page.get_attribute("#map-ratio", "aria-valuetext") == "ratio 0.75"
+        script = "canvas => [...canvas.getContext('2d').getImageData(200, 300, 1, 1).data]"
+        assert page.eval_on_selector("#merge-map", script)[3] == 255
+        assert serious_findings(page) == []
+    with serving(limits=LIMITS) as server, opened(browser, server) as page:
+        generate(page)
+        expect(page.locator("#merge-figure")).to_be_hidden()
+        assert not server.engine.calls[-1][0].merge_map
+
+
+def test_plain_image_is_reused(browser, fake):
+    """Another ratio needs one image; another seed two; the same settings none."""
+    with opened(browser, fake) as page:
+        generate(page, seed=3)
+        page.select_option("#tome_ratio", "0.75")
+        generate(page, done="Done: PSNR")
+        expect(page.locator("#right-name")).to_have_text("ratio 0.75")
+        generate(page, done="already here")
+        assert [call[0].ratio for call in fake.engine.calls] == [0, 0.5, 0.75]
+        expect(page.locator("#thumbnails li")).to_have_count(1)
+        generate(page, seed=4)
+        assert [(call[0].ratio, call[0].seed) for call in fake.engine.calls[3:]] == [(0, 4), (0.75, 4)]
+        expect(page.locator("#thumbnails li")).to_have_count(2)
+
+
+def test_finished_plain_image_stays(browser, fake):
+    """It is shown while the merged one is generated, and after a cancel, and after a reload."""
+    fake.engine.seconds = {0.5: 0.3}
+    with opened(browser, fake, refusals=ABORTED) as page:
+        fill(page, prompt="a fox", seed=5, steps=30)
+        page.click("#generate")
+        expect(page.locator("#right-name")).to_have_text("plain")
+        expect(page.locator("#split")).to_be_hidden()
+        expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
+        assert "seed=5" in page.url, "the link is there from the start"
+        page.keyboard.press("Escape")
+        expect(page.locator("#phase")).to_contain_text("finished images stay")
+        expect(page.locator("#right")).to_be_visible()
+        assert serious_findings(page) == []
+        page.reload()
+        expect(page.locator("#phase")).to_have_text("Ready.")
+        assert (page.input_value("#prompt"), page.input_value("#steps")) == ("a fox", "30")
+        expect(page.locator("#right-name")).to_have_text("plain")
+        fake.engine.seconds = {}
+        generate(page, done="Done: PSNR")
+        assert [call[0].ratio for call in fake.engine.calls] == [0, 0.5, 0.5], "the plain image is of this server"
+
+
+# Speed
+
+
+def test_speed_is_a_spread_and_not_a_number_of_one_image(browser, fake):
+    fake.engine.seconds = {0.0: 0.06, 0.5: 0.02}
+    with opened(browser, fake) as page:
+        generate(page, steps=2, seed=1)
+        expect(page.locator("#speed-note")).to_have_text("needs 4 steps or more")
+        generate(page, steps=8, seed=2)
+        expect(page.locator("#speed")).to_have_text(re.compile(r"[1-9.]+× as fast"))
+        assert results_of(page)["shown"]["speed"]["times_as_fast"] == pytest.approx(3, rel=0.4)
+        expect(page.locator("#left-spread")).to_contain_text("7 steps")
+        assert "fast" not in page.inner_text("#phase")
+        fake.engine.seconds = {0.0: 0.02, 0.5: 0.02}
+        page.click("#again")
+        expect(page.locator("#again")).to_be_disabled()
+        expect(page.locator("#phase")).to_contain_text("Done: 6 images")
+        expect(page.locator("#left-spread")).to_contain_text("28 steps")
+        assert [call[0].ratio for call in fake.engine.calls[-6:]] == [0, 0.5] * 3
+        fake.engine.seconds = {0.0: 0.03, 0.5: 0.03}
+        generate(page, steps=20, seed=3)
+        expect(page.locator("#speed")).to_have_text("about the same")
+        expect(page.locator("#speed-note")).to_have_text("the spreads overlap")
+
+
+def test_times_of_shared_calls_are_marked(browser):
+    """The page's plain image waits for another one and shares its call."""
+    with serving(batch_wait=1.0, largest_batch=2) as server, opened(browser, server) as page:
+        fill(page, steps=2, guidance_scale=7.5)
+        with ThreadPoolExecutor(1) as pool:
+            page.click("#generate")
+            other = pool.submit(server.post, OPENAI, {"prompt": "a", "tome_ratio": 0})
+            expect(page.locator("#shared")).to_contain_text("2 images in one call", timeout=20_000)
+            assert other.result().status_code == 200
+
+
+# The divider and zoom
+
+
+def test_divider(browser, fake):
     """By mouse and by keyboard; its value is read out in words."""
     with opened(browser, fake) as page:
-        draw(page, seed=7)
-        box = page.locator("#split").bounding_box()
+        generate(page, seed=7)
+        box = page.locator("#frame").bounding_box()
         page.mouse.click(box["x"] + box["width"] * 0.25, box["y"] + box["height"] / 2)
         assert float(page.input_value("#split")) == pytest.approx(25, abs=0.5)
+        page.focus("#split")
         page.keyboard.press("Home")
         assert page.get_attribute("#split", "aria-valuetext") == "0 % plain, on the left"
         page.keyboard.press("PageUp")
-        clip = page.eval_on_selector("#plain", "image => getComputedStyle(image).clipPath")
+        clip = page.eval_on_selector("#clip", "element => getComputedStyle(element).clipPath")
         assert page.get_attribute("#split", "aria-valuetext") == "10 % plain, on the left" and "90%" in clip
-        assert page.inner_text("#psnr") == "∞ (equal)" and page.inner_text("#ssim") == "1.000"
+
+
+def test_zoom_and_pan_in_step(browser, fake):
+    with opened(browser, fake) as page:
+        generate(page, seed=7)
+        script = "all => all.map((one) => getComputedStyle(one).transform)"
+
+        def transforms():
+            """The scale and place of both images and the map, in pixels."""
+            matrices = page.eval_on_selector_all("#left, #right, #difference", script)
+            left, *others = ([float(x) for x in re.findall(r"-?[\d.]+(?:e-\d+)?", one)] for one in matrices)
+            assert [other == pytest.approx(left, abs=0.1) for other in others] == [True, True]
+            return left
+
+        box = page.locator("#frame").bounding_box()
+        middle = box["x"] + box["width"] * 0.75, box["y"] + box["height"] / 2
+        at = "([x, y]) => document.elementFromPoint(x, y).id"
+        assert page.evaluate(at, middle) == "right", "a right-click meets the image"
+        assert page.evaluate(at, (box["x"] + box["width"] * 0.3, middle[1])) == "left"
+        level = int(page.inner_text("#zoom-level").removesuffix(" %"))
+        assert level == pytest.approx(100 * box["width"] / 64, abs=1)
+        page.click("#zoom-actual")
+        expect(page.locator("#zoom-level")).to_have_text("100 %")
+        page.click("#zoom-fit")
+        page.click("#zoom-in")
+        scale, _, _, _, x, y = transforms()
+        assert scale == 1.5 and x == pytest.approx(-box["width"] / 4, abs=1)
+        page.mouse.move(*middle)
+        page.mouse.down()
+        page.mouse.move(middle[0] + 40, middle[1] - 10, steps=3)
+        page.mouse.up()
+        moved = transforms()
+        assert moved[4] - x == pytest.approx(40, abs=1) and moved[5] - y == pytest.approx(-10, abs=1)
+        assert page.input_value("#split") == "50", "the divider stays"
+        page.focus("#zoom-in")
+        page.keyboard.press("Shift+ArrowRight")
+        assert transforms()[4] == pytest.approx(moved[4] - box["width"] / 10, abs=1)
+        page.keyboard.press("0")
+        assert transforms()[0] == 1
+        page.click("#pixelated")
+        assert page.eval_on_selector("#left", "image => getComputedStyle(image).imageRendering") == "pixelated"
+        page.click("#full-screen")
+        page.wait_for_function("() => document.fullscreenElement?.id === 'viewer'")
+        box = page.locator("#frame").bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        page.mouse.wheel(0, -300)
+        page.wait_for_function("() => document.querySelector('#panes').classList.contains('zoomed')")
+        assert transforms()[0] == pytest.approx(2, abs=0.1)
+        page.keyboard.press("Escape")
+
+
+def test_wide_screen_is_used(browser, fake):
+    with opened(browser, fake, viewport={"width": 2200, "height": 1200}) as page:
+        generate(page, seed=7)
+        left, right = (page.locator(one).bounding_box() for one in ("#frame", "#difference-figure .frame"))
+        assert left["width"] > 450 and right["x"] > left["x"] + left["width"] and left["y"] == right["y"]
+
+
+# The form
+
+
+def test_first_press(browser, fake):
+    """One press is enough: the model's own steps and prompt. Words are explained, tokens counted."""
+    with opened(browser, fake) as page:
+        fill(page)
+        assert (page.input_value("#prompt"), page.input_value("#steps")) == (PROMPTS[0], "4")
+        expect(page.locator("#tokens")).to_have_text("7 of 7 tokens")
+        expect(page.locator("#tokens-cut")).to_be_empty()
+        page.click(f"#examples button:has-text('{PROMPTS[1]}')")
+        assert page.input_value("#prompt") == PROMPTS[1]
+        page.fill("#prompt", "one two three four five six seven")
+        expect(page.locator("#tokens-cut")).to_have_text(
+            "9 tokens: the text encoder reads 7 and not the end, “six seven”."
+        )
+        expect(page.locator("#method")).to_contain_text("50 % of the tokens merge. ToMe, windows of 16, proportional")
+        assert page.locator("#method-terms .term").all_inner_texts() == ["Window", "Proportional"]
+        assert serious_findings(page) == []
+        generate(page)
+        page.click("#measures [data-term=ssim]")
+        expect(page.locator("#term-ssim")).to_contain_text("1 is equal")
+        assert serious_findings(page) == []
+        page.keyboard.press("Escape")
+        expect(page.locator("#glossary")).to_be_hidden()
 
 
 def test_only_the_keyboard(browser, fake):
@@ -210,24 +547,40 @@ def test_only_the_keyboard(browser, fake):
     with opened(browser, fake) as page:
         fill(page)
         page.focus("#prompt")
-        page.keyboard.type("fox")
+        page.keyboard.type(" fox")
         visited = []
-        for _ in range(7):
+        for _ in range(14):
             page.keyboard.press("Tab")
-            visited.append(page.evaluate("document.activeElement.id"))
-        assert visited == ["seed", "new-seed", "steps", "guidance_scale", "size", "tome_ratio", "draw"]
+            visited.append(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        fields = ["seed", "new-seed", "steps", "guidance_scale", "size", "tome_ratio"]
+        assert visited == [
+            "BUTTON",
+            "BUTTON",
+            "more-summary",
+            *fields,
+            "BUTTON",
+            "BUTTON",
+            "BUTTON",
+            "generate",
+            "all",
+        ]
+        page.keyboard.press("Shift+Tab")
         page.keyboard.press("Enter")
         expect(page.locator("#phase")).to_contain_text("Done")
+        page.focus("#full-screen")
         page.keyboard.press("Tab")
         expect(page.locator("#split")).to_be_focused()
         page.keyboard.press("ArrowRight")
         assert page.input_value("#split") == "50.5"
+        page.focus("#seed")
+        page.keyboard.type("1")
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#thumbnails li")).to_have_count(2)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("steps", "0", "Steps must be a whole number from 1 to 50."),
         ("steps", "2.5", "Steps must be a whole number from 1 to 50."),
         ("seed", "-1", "Seed must be a whole number from 0 to 4294967295."),
         ("guidance_scale", "much", "Guidance must be a number from 0 to 30."),
@@ -235,57 +588,190 @@ def test_only_the_keyboard(browser, fake):
     ],
 )
 def test_wrong_input_is_explained_at_its_field(browser, fake, name, value, message):
-    before = len(fake.engine.calls)
+    """The message vanishes when the value is corrected, before the next press."""
     with opened(browser, fake) as page:
         fill(page, **{name: value})
-        page.click("#draw")
+        page.click("#generate")
         expect(page.locator(f"#{name}-error")).to_have_text(message)
         expect(page.locator(f"#{name}")).to_be_focused()
         expect(page.locator(f"#{name}")).to_have_attribute("aria-invalid", "true")
-        assert len(fake.engine.calls) == before
-        draw(page, **{name: "1"})
+        assert fake.engine.calls == [] and serious_findings(page) == []
+        page.fill(f"#{name}", "1")
+        expect(page.locator(f"#{name}-error")).to_be_empty()
         expect(page.locator(f"#{name}")).not_to_have_attribute("aria-invalid", "true")
+        generate(page)
+
+
+def test_start_image_and_negative_prompt(browser, fake):
+    """Chosen, dropped or pasted; its middle in the chosen size; the history has it."""
+    picture = Image.new("RGB", (200, 100), "white")
+    picture.paste("red", (60, 0, 140, 100))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    with opened(browser, fake) as page:
+        fill(page, seed=1)
+        page.click("#more-summary")
+        page.set_input_files("#image-file", {"name": "a.png", "mimeType": "image/png", "buffer": file.getvalue()})
+        expect(page.locator("#image-preview")).to_be_visible()
+        assert serious_findings(page) == []
+        generate(page, strength=0.5, negative_prompt="blue")
+        jobs = [call[0] for call in fake.engine.calls]
+        assert [(job.image.size, job.strength, job.negative_prompt) for job in jobs] == [((64, 48), 0.5, "blue")] * 2
+        assert jobs[0].image.getpixel((32, 24)) == (255, 0, 0) and jobs[0].image.getpixel((1, 24)) == (255, 255, 255)
+        expect(page.locator("#caption")).to_contain_text("from an image, strength 0.5")
+        expect(page.locator("#caption")).to_contain_text("without: blue")
+        page.fill("#strength", "0.1")
+        page.click("#generate")
+        expect(page.locator("#strength-error")).to_contain_text("leaves none")
+        page.click("#image-remove")
+        expect(page.locator("#strength-field")).to_be_hidden()
+        generate(page)
+        assert fake.engine.calls[-1][0].image is None
+        page.click("#thumbnails li:last-child button")
+        expect(page.locator("#image-preview")).to_be_visible()
+        assert page.input_value("#strength") == "0.5"
+        drop(page, "#image-zone", "b.png", "image/png", file.getvalue())
+        paste = """(base64) => {
+            const transfer = new DataTransfer();
+            const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+            transfer.items.add(new File([bytes], "c.png", { type: "image/png" }));
+            document.dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer, cancelable: true }));
+        }"""
+        page.evaluate(paste, b64encode(file.getvalue()).decode())
+        page.select_option("#size", "64x64")
+        page.wait_for_function("() => document.querySelector('#image-preview').naturalHeight === 64")
+        drop(page, "#image-zone", "text.png", "image/png", b"no image")
+        expect(page.locator("#image-error")).to_have_text("text.png cannot be read as an image.")
+
+
+def test_model_without_image_to_image(browser):
+    with serving(limits=replace(EXPORTED, image_to_image=False)) as server, opened(browser, server) as page:
+        fill(page)
+        page.click("#more-summary")
+        expect(page.locator("#negative_prompt")).to_be_visible()
+        expect(page.locator("#image-zone")).to_be_hidden()
+        drop(page, "body", "a.png", "image/png", b"no image")
+        expect(page.locator("#phase")).to_contain_text("this export has no image-to-image")
+
+
+def test_dropping_our_files_restores_their_settings(browser, fake):
+    with opened(browser, fake) as page:
+        generate(page, prompt="a fox, 狐", seed=11, steps=3)
+        (name, image), (_, results) = downloaded(page, "right"), downloaded(page, "settings")
+        for file, kind, content in ((name, "image/png", image), ("s.json", "application/json", results)):
+            fill(page, prompt="other", seed=2, steps=9)
+            page.select_option("#tome_ratio", "0.75")
+            drop(page, "#result", file, kind, content)
+            expect(page.locator("#phase")).to_have_text(f"The settings are those of {file}.")
+            values = [page.input_value(f"#{field}") for field in ("prompt", "seed", "steps", "tome_ratio")]
+            assert values == ["a fox, 狐", "11", "3", "0.5"]
+
+
+# The server's answers
 
 
 def test_errors_of_the_server_are_in_words(browser, fake):
     with opened(browser, fake, refusals=[422]) as page:
-        draw(page, prompt="explode", done="")
-        expect(page.locator("#error")).to_contain_text("The server could not draw the image: the pipeline failed")
-        page.evaluate("document.querySelector('#size').add(new Option('512x512'))")
-        page.select_option("#size", "512x512")
-        page.click("#draw")
-        expect(page.locator("#error")).to_contain_text("it must be one of the exported values")
-        expect(page.locator("#size")).to_be_focused()
+        generate(page, prompt="explode", done="")
+        expect(page.locator("#error")).to_contain_text("The server could not generate the image: the pipeline failed")
+        page.fill("#prompt", "fox")
+        page.route(
+            "**/generations", lambda route: route.continue_(post_data={**route.request.post_data_json, "steps": 99})
+        )
+        page.click("#generate")
+        expect(page.locator("#steps-error")).to_contain_text("less than or equal to 50")
+        expect(page.locator("#steps")).to_be_focused()
+        page.unroute_all(behavior="wait")
 
 
 def test_places_in_the_queue_and_a_full_queue(browser):
     """One image runs and one waits; the page's is the second of the queue. Then the queue has no room."""
-    with serving(capacity=3, largest_batch=1) as server, opened(browser, server, refusals=[429]) as page:
+    refusals = [429, *ABORTED]
+    with serving(capacity=3, largest_batch=1) as server, opened(browser, server, refusals=refusals) as page:
         fill(page, steps=2)
         server.engine.gate.clear()
         with ThreadPoolExecutor(3) as pool:
             others = [pool.submit(server.post, OPENAI, {"prompt": "a", "seed": seed}) for seed in range(2)]
             until(lambda: server.queue.progress().waiting == 1)
-            page.click("#draw")
+            page.click("#generate")
             expect(page.locator("#phase")).to_have_text("Waiting in the queue: place 2.")
             page.click("#cancel")
             until(lambda: server.queue.progress().waiting == 1)
             more = pool.submit(server.post, OPENAI, {"prompt": "a", "seed": 2, "n": 2})
             until(lambda: server.queue.progress().waiting == 3)
-            page.click("#draw")
+            page.click("#generate")
             expect(page.locator("#error")).to_contain_text("The queue is full. Try again in")
             server.engine.gate.set()
             assert [one.result().status_code for one in (*others, more)] == [200, 200, 200]
-        draw(page)
+        generate(page)
 
 
-def test_server_that_has_ended(browser):
-    with ExitStack() as contexts:
-        with serving() as server:
-            page = contexts.enter_context(opened(browser, server, refusals=["ERR_CONNECTION_REFUSED"]))
-            fill(page)
-        page.click("#draw")
-        expect(page.locator("#error")).to_have_text("The server cannot be reached. Is it still running?")
+def test_server_that_is_not_ready_is_asked_again(browser, fake):
+    with opened(browser, fake, refusals=[503]) as page:
+        fill(page, seed=21)
+        fake.queue.state = "loading"
+        page.click("#generate")
+        expect(page.locator("#phase")).to_have_text("The server is not ready. Trying again in 5 s.")
+        fake.queue.state = "ready"
+        expect(page.locator("#phase")).to_contain_text("Done: PSNR")
+
+
+@pytest.fixture(scope="module")
+def server_process():
+    """A server in a process of its own, to stop and to kill; its steps take 50 ms."""
+    script = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from serving_support import FakeEngine, serving\n"
+        "engine = FakeEngine(); engine.step_seconds = 0.05\n"
+        "with serving(engine) as server:\n"
+        "    print(server.port, flush=True); sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    root = Path(__file__).parents[1]
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", script], cwd=root, text=True, **pipes) as process:
+        yield process
+        process.kill()
+
+
+def test_frozen_and_killed_server(browser, server_process):
+    """A hint after ten seconds of silence, and on with the image; then the plain image stays, and the page waits."""
+    process, refusals = server_process, ["ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_EMPTY_RESPONSE"]
+    process.port = int(process.stdout.readline())
+    process.url = f"http://127.0.0.1:{process.port}"
+    with opened(browser, process, refusals=[*refusals, *ABORTED]) as page:
+        fill(page, steps=30)
+        page.click("#generate")
+        expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
+        process.send_signal(signal.SIGSTOP)
+        expect(page.locator("#silence")).to_contain_text("not answered for ten seconds")
+        assert serious_findings(page) == []
+        process.send_signal(signal.SIGCONT)
+        expect(page.locator("#silence")).to_be_hidden()
+        expect(page.locator("#phase")).to_contain_text("Done: PSNR")
+        page.fill("#seed", "2")
+        page.click("#generate")
+        expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
+        process.kill()
+        expect(page.locator("#error")).to_have_text("The connection ended before the image was complete.")
+        expect(page.locator("#silence")).to_contain_text("every two seconds")
+        expect(page.locator("#caption")).to_contain_text("seed 2")
+        expect(page.locator("#right")).to_be_visible()
+        process.wait()
+        with serving(port=process.port):
+            expect(page.locator("#phase")).to_have_text("The server is back.")
+            expect(page.locator("#error")).to_be_hidden()
+            generate(page, done="Done: PSNR")
+
+
+def test_page_while_the_model_loads(browser):
+    event = threading.Event()
+    with serving(load=lambda: event.wait(30) and FakeEngine()) as server, opened(browser, server) as page:
+        expect(page.locator("#phase")).to_have_text("The model is loading…")
+        expect(page.locator("#generate")).to_be_disabled()
+        assert page.get_attribute("#generate", "aria-describedby") == "phase", "why it is disabled"
+        assert serious_findings(page) == []
+        event.set()
+        generate(page)
 
 
 def test_key_is_asked_for_once_and_not_stored(browser):
@@ -301,87 +787,185 @@ def test_key_is_asked_for_once_and_not_stored(browser):
             if key == "wrong":
                 expect(page.locator("#key-error")).to_have_text("The server does not accept this key.")
         expect(page.locator("#key-dialog")).to_be_hidden()
-        draw(page)
-        draw(page)
-        stored = (
-            "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href, history.state])"
-        )
-        assert KEY not in page.evaluate(stored) and KEY not in page.content()
+        generate(page)
+        stored = """async () => {
+            const opening = indexedDB.open("ppdiffusers_tome");
+            await new Promise((resolve) => (opening.onsuccess = resolve));
+            const reading = opening.result.transaction("entries").objectStore("entries").getAll();
+            await new Promise((resolve) => (reading.onsuccess = resolve));
+            const others = [{...localStorage}, {...sessionStorage}, document.cookie, location.href, history.state];
+            return JSON.stringify([reading.result, ...others]);
+        }"""
+        text = page.evaluate(stored)
+        assert '"seed"' in text and KEY not in text and KEY not in page.content()
         page.reload()
         expect(page.locator("#key")).to_be_focused()
         page.keyboard.press("Escape")
         expect(page.locator("#error")).to_contain_text("Without a key")
-        expect(page.locator("#draw")).to_be_disabled()
+        expect(page.locator("#generate")).to_be_disabled()
 
 
-def test_history_and_links(browser, fake):
-    """A thumbnail brings image and settings back; the link holds the settings, and opening it draws nothing."""
+# History and links
+
+
+def test_history(browser, fake):
+    """An entry brings images and settings back, is marked, and survives a reload; a click while an image is generated
+    mixes nothing up."""
     with opened(browser, fake) as page:
-        draw(page, prompt="a fox & an owl, 狐", seed=1)
-        draw(page, prompt="second", seed=2, steps=3)
-        assert page.locator("#thumbnails img").count() == 2
-        page.click("#thumbnails li:last-child button")
-        assert page.input_value("#prompt") == "a fox & an owl, 狐" and page.input_value("#steps") == "2"
+        generate(page, prompt="a fox & an owl, 狐", seed=1)
+        generate(page, prompt="second", seed=2, steps=3)
+        entries = page.locator("#thumbnails button")
+        expect(entries).to_have_count(2)
+        assert "ratio 0.5" in entries.first.inner_text() and "Seed 2" in entries.first.inner_text()
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        entries.last.click()
+        expect(page.locator("#phase")).to_have_text(re.compile("From the history: ratio 0.5, seed 1, "))
+        expect(page.locator("#frame")).to_be_in_viewport()
+        assert page.input_value("#prompt") == "a fox & an owl, 狐" and page.input_value("#steps") == "4"
         expect(page.locator("#caption")).to_contain_text("seed 1")
+        assert (
+            page.locator("#thumbnails [aria-current=true]")
+            .get_attribute("title")
+            .startswith("Show again: a fox & an owl")
+        )
+        fake.engine.seconds = {0.0: 0.4, 0.5: 0.4}
+        fill(page, prompt="third", seed=3, steps=10)
+        page.click("#generate")
+        expect(page.locator("#step")).to_contain_text("of 10")
+        page.click("#thumbnails [title*=second]")
+        expect(page.locator("#caption")).to_contain_text("seed 2")
+        expect(page.locator("#phase")).to_contain_text("Done: PSNR")
+        assert page.input_value("#prompt") == "second" and "seed 2" in page.inner_text("#caption")
+        expect(entries).to_have_count(3)
+        assert [(call[0].seed, call[0].ratio) for call in fake.engine.calls[-2:]] == [(3, 0), (3, 0.5)]
+        page.reload()
+        expect(entries).to_have_count(3)
+        expect(page.locator("#caption")).to_contain_text("seed 2")
+        page.click("#thumbnails [title*=third]")
+        expect(page.locator("#caption")).to_contain_text("seed 3")
+        assert page.evaluate("document.querySelector('#left').naturalWidth") == 64
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.click("#clear")
+        expect(page.locator("#history")).to_be_hidden()
+        page.reload()
+        expect(page.locator("#phase")).to_have_text("Ready.")
+        expect(page.locator("#history")).to_be_hidden()
+
+
+def test_links(browser, fake):
+    """The link holds the settings, and opening it generates nothing; ratios may be written as people write them."""
+    with opened(browser, fake, permissions=["clipboard-read", "clipboard-write"]) as page:
+        generate(page, prompt="a fox & an owl, 狐", seed=1)
         fragment = page.get_attribute("#link", "href")
         assert page.url.endswith(fragment) and fragment.startswith("#prompt=a+fox+%26+an+owl")
-    before = len(fake.engine.calls)
+        page.click("#copy")
+        expect(page.locator("#copied")).to_have_text("Copied.")
+        assert page.evaluate("navigator.clipboard.readText()") == page.url
+    fake.engine.calls.clear()
     with opened(browser, fake, fragment=fragment) as page:
         fill(page)
         assert page.input_value("#prompt") == "a fox & an owl, 狐" and page.input_value("#seed") == "1"
-        assert len(fake.engine.calls) == before
+        for ratio, value in (("0", "0"), (".5", "0.5"), ("0.750", "0.75")):
+            page.evaluate("(ratio) => (location.hash = `#tome_ratio=${ratio}`)", ratio)
+            page.wait_for_function("(value) => document.querySelector('#tome_ratio').value === value", arg=value)
+            expect(page.locator("#tome_ratio-error")).to_be_empty()
     with opened(browser, fake, fragment="#size=512x512&steps=9&x=<script>") as page:
         fill(page)
         expect(page.locator("#size-error")).to_have_text("512x512 is not in this export.")
         assert page.input_value("#size") == "64x48" and page.input_value("#steps") == "9"
+        assert fake.engine.calls == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_narrow_screen(browser, fake, scheme):
-    with opened(browser, fake, viewport=NARROW, color_scheme=scheme, has_touch=True) as page:
+# Screens, colours and languages
+
+
+@pytest.mark.parametrize(
+    ("viewport", "options"),
+    [
+        (NARROW, {"color_scheme": "light"}),
+        (NARROW, {"color_scheme": "dark"}),
+        (LANDSCAPE, {"color_scheme": "dark"}),
+        (NARROW, {"forced_colors": "active"}),
+    ],
+)
+def test_small_screens_and_colours(browser, fake, viewport, options):
+    """In every state: empty, with all ratios, with an error, with a long prompt; nothing is wider than the screen."""
+    with opened(browser, fake, viewport=viewport, has_touch=True, **options) as page:
+        fill(page, prompt="fox " * 24)
         assert serious_findings(page) == []
-        draw(page, prompt="fox " * 20)
-        page.tap("#split", position={"x": 30, "y": 30})
+        generate(page, done="Done: 4 images", button="#all")
+        page.locator("#frame").scroll_into_view_if_needed()
+        box = page.locator("#frame").bounding_box()
+        page.touchscreen.tap(box["x"] + 10, box["y"] + box["height"] / 3)
         assert float(page.input_value("#split")) < 20
+        if viewport == LANDSCAPE:
+            assert box["height"] <= LANDSCAPE["height"]
         page.fill("#steps", "0")
-        page.click("#draw")
-        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+        page.click("#generate")
+        assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         assert serious_findings(page) == []
+        ramp = page.eval_on_selector(".ramp", "element => getComputedStyle(element).backgroundImage")
+        assert "gradient" in ramp and "255, 85, 0" in ramp, "the scale has its colours, forced or not"
+
+
+def test_focus_does_not_scroll_a_landscape_phone(browser, fake):
+    """The buttons change places while an image is generated; the page stays where it is."""
+    fake.engine.seconds = {0.0: 0.1, 0.5: 0.1}
+    with opened(browser, fake, viewport=LANDSCAPE, has_touch=True, refusals=ABORTED) as page:
+        fill(page, steps=20)
+        page.evaluate("scrollTo(0, 0)")
+        page.focus("#prompt")
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#step")).to_contain_text("of 20")
+        assert page.evaluate("scrollY") == 0
+        page.keyboard.press("Escape")
+        expect(page.locator("#phase")).to_contain_text("Cancelled")
+
+
+def test_long_prompts_are_folded(browser):
+    """And each prompt has the direction of its own script."""
+    limits = replace(EXPORTED, prompt_characters=2000)
+    with serving(ColorEngine(), limits=limits, config=CONFIG) as server, opened(browser, server) as page:
+        generate(page, prompt="שועל " * 200)
+        folded = page.locator("#caption details")
+        expect(folded).not_to_have_attribute("open", "")
+        assert len(page.inner_text("#caption summary bdi")) < 200
+        assert page.locator("#caption").bounding_box()["height"] < 150
+        page.click("#caption summary")
+        assert len(page.inner_text("#caption details > bdi")) >= 990
+        assert page.eval_on_selector("#thumbnails bdi", "element => element.tagName") == "BDI"
 
 
 def test_chinese(browser, fake):
     with opened(browser, fake, locale="zh-CN") as page:
-        draw(page, done="完成")
+        generate(page, done="完成", button="#all", prompt="狐", steps=5)
         assert page.get_attribute("html", "lang") == "zh-CN" and page.inner_text("h1").startswith("令牌合并")
-        texts = page.eval_on_selector_all("[data-text]", "all => all.map(one => [one.dataset.text, one.textContent])")
-        english = [name for name, text in texts if text.isascii()]
-        assert english == [] and serious_findings(page) == []
+        expect(page.locator("#method-words")).to_have_text("合并 50 % 的令牌。 ToMe，窗口 16，按比例加权")
+        page.click("#more-summary")
+        page.fill("#steps", "0")
+        page.click("#generate")
+        page.click("[data-term=ratio]")
+        names = r"\b(ToMe|fake|PSNR|SSIM|dB|PNG|JSON|Ctrl|Enter|Esc|src|dst|sx|sy)\b"
+        shown = re.sub(f"{names}|{'|'.join(PROMPTS)}", "", page.inner_text("body"))
+        assert re.findall(r"[A-Za-z]{2,}", shown) == []
+        labels = page.eval_on_selector_all("[aria-label]", "all => all.map((one) => one.ariaLabel)")
+        assert [label for label in labels if label.isascii()] == [] and serious_findings(page) == []
+    with opened(browser, fake, locale="zh-TW") as page:
+        fill(page)
+        assert page.get_attribute("html", "lang") == "en" and page.inner_text("#generate") == "Generate"
 
 
 @pytest.mark.parametrize(
-    ("ratios", "notice", "shown", "hidden"),
-    [
-        ((0.5,), "no ratio 0", "merged", "plain"),
-        ((0.0,), "nothing merges", "plain", "merged"),
-    ],
+    ("ratios", "notice", "name"),
+    [((0.5,), "no ratio 0", "ratio 0.5"), ((0.0,), "nothing merges", "plain")],
 )
-def test_export_without_one_of_both(browser, ratios, notice, shown, hidden):
+def test_export_without_one_of_both(browser, ratios, notice, name):
     with serving(limits=replace(LIMITS, ratios=ratios)) as server, opened(browser, server) as page:
         fill(page)
         expect(page.locator("#exported")).to_contain_text(notice)
-        draw(page)
-        expect(page.locator(f"#{shown}")).to_be_visible()
-        expect(page.locator(f"#{hidden}")).to_be_hidden()
-        expect(page.locator("#difference-figure")).to_be_hidden()
-        assert json.loads(downloaded(page, "settings")[1])["psnr"] is None
-
-
-def test_times_of_shared_calls_are_marked(browser):
-    """The page's plain image waits for another one and shares its call."""
-    with serving(batch_wait=1.0, largest_batch=2) as server, opened(browser, server) as page:
-        fill(page, steps=2, guidance_scale=7.5)
-        with ThreadPoolExecutor(1) as pool:
-            page.click("#draw")
-            other = pool.submit(server.post, OPENAI, {"prompt": "a", "tome_ratio": 0})
-            expect(page.locator("#shared")).to_contain_text("2 images in one call", timeout=20_000)
-            assert other.result().status_code == 200
+        expect(page.locator("#all")).to_be_hidden()
+        generate(page)
+        expect(page.locator("#right-name")).to_have_text(name)
+        for hidden in ("#left", "#split", "#difference-figure", "#psnr", "#plot-figure"):
+            expect(page.locator(hidden)).to_be_hidden()
+        assert results_of(page)["shown"] is None

@@ -19,15 +19,17 @@ import numpy as np
 import openai
 import paddle
 import pytest
+from conftest import export_once, tiny_pipeline
+from merge_maps import record_plans
 from PIL import Image
 from ppdiffusers import EulerAncestralDiscreteScheduler
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
+from ppdiffusers_tome.commands.serve import Defaults, load_warm_engine, read_defaults, warm_up_jobs
 from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
+from ppdiffusers_tome.generation.jobs import MERGE_MAP, AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
@@ -399,3 +401,49 @@ def test_warm_up_jobs_are_allowed():
     assert len(warm_up_jobs(replace(LIMITS, image_to_image=False), 2.0)) == 1
     for job in jobs:
         LIMITS.check(job)
+
+
+def test_defaults_of_the_model(exported_folder, tmp_path):
+    """From the model's `defaults.json`, which the export has; a field that does not exist is refused."""
+    folder = tmp_path / "export"
+    shutil.copytree(exported_folder, folder)
+    assert read_defaults(folder) == Defaults(steps=20, guidance_scale=7.5, prompts=())
+    (folder / "defaults.json").write_text('{"steps": 9, "guidance_scale": 2, "prompts": ["a fox"]}')
+    assert read_defaults(folder) == Defaults(steps=9, guidance_scale=2.0, prompts=("a fox",))
+    (folder / "defaults.json").write_text('{"guidance": 2}')
+    with pytest.raises(ToMeConfigError, match=r"defaults\.json: guidance: "):
+        read_defaults(folder)
+
+
+def test_tokens_that_the_text_encoder_reads(exported_folder):
+    engine = load_engine(exported_folder, threads=1)
+    tokens, most, cut = engine.count_tokens("a 3d render of fox")
+    assert tokens < most and cut == "" and engine.count_tokens("")[0] == 2
+    tokens, most, cut = engine.count_tokens("fox " * 2 * most)
+    assert tokens > most and set(cut.split()) == {"fox"}
+
+
+def test_merge_map_is_what_the_last_step_merged(tmp_path_factory):
+    """That of the exported program equals the plan of the same pipeline in eager mode; a single step has none."""
+    folder = export_once(tmp_path_factory, "mapped", [(32, 32)], merge_map=True)
+    manifest = read_manifest(folder, verify=True)
+    maps = manifest.programs_of("merge_map")
+    assert manifest.merge_map and [(file.size, file.ratio) for file in maps] == [((32, 32), 0.5)]
+    job = Job("a fox", height=32, width=32, ratio=0.5, seed=3, steps=4, guidance_scale=2.0, merge_map=True)
+    engine = load_engine(folder, threads=1)
+    plain, merged, other, single = (
+        engine.generate([one])[0]
+        for one in (replace(job, ratio=0.0), job, replace(job, merge_map=False), replace(job, steps=1))
+    )
+    assert MERGE_MAP not in {**plain.info, **other.info, **single.info} and difference(merged, other) == 0
+    pipe = tiny_pipeline()
+    paddle.seed(3)
+    with pipe.tome(ratio=0.5), record_plans(pipe) as recorded:
+        pipe("a fox", height=32, width=32, num_inference_steps=4, guidance_scale=2.0)
+    last = next(one for one in recorded if one.step == recorded[-1].step)  # the first block of the last step
+    expected, groups = last.groups()[-1], merged.info[MERGE_MAP]
+    assert groups.shape == expected.shape and len(np.unique(groups)) == len(np.unique(expected)) < groups.size
+    first = [np.unique(one, return_index=True, return_inverse=True)[1:] for one in (groups, expected)]
+    assert (first[0][0][first[0][1]] == first[1][0][first[1][1]]).all(), "the same tokens are together"
+    pair = engine.generate([replace(job, seed=9), job])
+    assert (pair[1].info[MERGE_MAP] == groups).mean() > 0.95 and (pair[0].info[MERGE_MAP] != groups).any()

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,7 +33,7 @@ from serving_support import (
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError, Job, JobError
+from ppdiffusers_tome.generation.jobs import MERGE_MAP, EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving import middleware
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
@@ -47,7 +48,7 @@ JSON = "Content-Type: application/json\r\n"
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(capacity=3, config=AppConfig(steps=2, body_bytes=200_000)) as server:
+    with serving(capacity=3, config=AppConfig(steps=2, body_bytes=200_000, prompts=("a fox", "an owl"))) as server:
         yield server
 
 
@@ -132,7 +133,7 @@ def test_models_and_health(server):
     model = server.http.get("/v1/models/fake").json()
     assert model["tome_ratios"] == [0.5, 0.0] and (model["steps"], model["guidance_scale"]) == (2, 7.5)
     assert model["ranges"]["steps"] == [1, 50] and model["ranges"]["n"] == [1, 3] and model["prompt_characters"] == 100
-    assert models["data"][0]["tome_methods"] == ["ToMe, windows of 16", ""]
+    assert models["data"][0]["tome_methods"] == ["ToMe, windows of 16", ""] and model["prompts"] == ["a fox", "an owl"]
     assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready"}
 
 
@@ -162,6 +163,7 @@ def test_stream_reports_steps_then_images():
         assert 0.6 <= first["seconds"] < 5 and first["created_at"] > 0
         assert [opened(one["b64_json"]).getpixel((0, 0))[0] for one in (first, second)] == [7, 8]
         assert answer.headers["cache-control"] == "no-store"
+        assert len(first["step_seconds"]) == 4 and all(0.15 <= one < 2 for one in first["step_seconds"])
         assert len(events_of(server.post(OPENAI, {"prompt": "fox", "stream": True, "steps": 1}))) >= 1
 
 
@@ -186,6 +188,71 @@ def test_progress_of_a_request_over_several_calls():
             counted.append(progress.step)
         progress.generated += 1
     assert counted == [5, 5, 5, 5, 5, 5, 5, 5, 6]
+
+
+def test_steps_that_an_engine_does_not_report_have_no_times():
+    """An engine in another process is polled: it reports a step several times, or skips one."""
+
+    class Polled(FakeEngine):
+        def generate(self, jobs, should_stop=None):
+            for step in (0, 0, 1, 3):
+                should_stop(step, 3)
+            return super().generate(jobs, lambda *step: False)
+
+    with serving(Polled()) as server:
+        *_, completed = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True, "steps": 3}))
+        assert completed["step_seconds"] == [] and completed["seconds"] > 0
+
+
+def test_openai_starts_from_an_image(server):
+    """As /sdapi/v1/img2img does, but with a stream; strength is for such requests only."""
+    fields = {"prompt": "fox", "image": png(), "stream": True}
+    for strength, expected in ((0.5, 0.5), (None, 0.75)):
+        *_, completed = events_of(server.post(OPENAI, {**fields, "strength": strength}))
+        job = server.engine.calls[-1][0]
+        assert (job.image.size, job.image.getpixel((0, 0)), job.strength) == ((64, 48), (255, 0, 0), expected)
+        assert json.loads(opened(completed["b64_json"]).text["ppdiffusers_tome"])["strength"] == expected
+    for change, field in (
+        ({"strength": 0.5, "image": None}, "strength"),
+        ({"image": "no"}, "image"),
+        ({"strength": 0}, "strength"),
+    ):
+        answer = server.post(OPENAI, {**fields, "stream": False, **change})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, field), answer.text
+    with serving(limits=replace(LIMITS, image_to_image=False)) as other:
+        answer = other.post(OPENAI, {"prompt": "fox", "image": png()})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, "image"), answer.text
+
+
+def test_merge_map_for_a_stream_that_asks():
+    class Mapped(FakeEngine):
+        def generate(self, jobs, should_stop=None):
+            images = super().generate(jobs, should_stop)
+            for image, job in zip(images, jobs, strict=True):
+                image.info |= {MERGE_MAP: np.arange(6).reshape(2, 3) // 2} if job.merge_map else {}
+            return images
+
+    body = {"prompt": "fox", "stream": True}
+    with serving(Mapped(), limits=replace(LIMITS, merge_map=True)) as server:
+        *_, completed = events_of(server.post(OPENAI, {**body, "merge_map": True}))
+        assert completed["merge_map"] == {"width": 3, "height": 2, "groups": [0, 0, 1, 1, 2, 2]}
+        assert events_of(server.post(OPENAI, body))[-1]["merge_map"] is None
+        assert server.http.get("/v1/models/fake").json()["merge_map"] is True
+    with serving() as server:
+        answer = server.post(OPENAI, {**body, "merge_map": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, "merge_map")
+        assert "--merge-map" in answer.json()["error"]["message"]
+
+
+def test_tokens_of_a_prompt(server):
+    counted = server.post("/v1/tokens", {"prompt": "one two three four five six seven"}).json()
+    assert counted == {"tokens": 9, "most": 7, "cut": "six seven"}
+    assert server.post("/v1/tokens", {"prompt": "x" * 101}).status_code == 422
+    event = threading.Event()
+    with serving(load=lambda: event.wait(20) and FakeEngine()) as loading:
+        answer = loading.post("/v1/tokens", {"prompt": "fox"})
+        event.set()
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
 
 
 def test_seconds_do_not_include_the_queue():
@@ -770,7 +837,7 @@ def test_openapi_schema_has_all_bounds_and_answers():
         for field, kinds in models[name]["properties"].items():
             for kind in kinds.get("anyOf", [kinds]):
                 bounded = {"maxLength", "maxItems", "maxProperties", "maximum", "enum", "$ref"} & set(kind)
-                assert bounded or kind["type"] in ("boolean", "null", "number") or field == "init_images"
+                assert bounded or kind["type"] in ("boolean", "null", "number") or field in ("init_images", "image")
     assert models["ImageRequest"]["properties"]["steps"]["anyOf"][0] == {
         "type": "integer",
         "minimum": 1,

@@ -24,6 +24,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
+    option("--merge-map", action="store_true", help="export which tokens merge too, for the page of serve")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
     option("--format", choices=EXPORT_FORMATS, default="paddle", help="of the programs (default: %(default)s)")
     option("--overwrite", action="store_true", help="replace an earlier export")
@@ -38,6 +39,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         merge_configs(options),
         [parse_size(text) for text in options.size] if options.size else None,
         image_to_image=options.img2img,
+        merge_map=options.merge_map,
         overwrite=options.overwrite,
         controlnet=True if options.controlnet_ratio is None else options.controlnet_ratio,
         format=options.format,

@@ -13,15 +13,19 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
-from ..inference import Manifest, parse_size, read_manifest
+from ..inference import Manifest, layout, parse_size, read_manifest
+from ..inference.manifest import STRICT, first_error
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
 from .image_options import add_runtime_options, check_runtime, runtime_settings, uses_gpu
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
+
 
 LIMITS = {field.name: field.default for field in fields(Limits)}
 DEFAULTS = {field.name: field.default for field in fields(AppConfig)}
@@ -46,10 +50,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
     option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
     option("--timeout", type=float, default=DEFAULTS["request_seconds"], help=f"seconds for one request {default}")
-    option("--steps", type=int, default=DEFAULTS["steps"], help=f"for requests without steps {default}")
-    option(
-        "--guidance-scale", type=float, default=DEFAULTS["guidance_scale"], help=f"for requests without it {default}"
-    )
+    own = "(default: the model's own, or {})"
+    option("--steps", type=int, help=f"for requests without steps {own.format(DEFAULTS['steps'])}")
+    option("--guidance-scale", type=float, help=f"for requests without it {own.format(DEFAULTS['guidance_scale'])}")
     option("--max-images", type=int, default=LIMITS["images"], help=f"most images in one request {default}")
     option("--max-steps", type=int, default=LIMITS["steps"], help=f"most steps {default}")
     option("--max-prompt", type=int, default=LIMITS["prompt_characters"], help=f"characters of a prompt {default}")
@@ -86,15 +89,17 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     manifest = read_manifest(options.model)
     limits = limits_of(manifest, options)
+    own = read_defaults(options.model)
     config = AppConfig(
         api_key=key_from_environment(),
         request_seconds=options.timeout,
         body_bytes=options.max_body,
-        steps=options.steps,
-        guidance_scale=options.guidance_scale,
+        steps=own.steps if options.steps is None else options.steps,
+        guidance_scale=own.guidance_scale if options.guidance_scale is None else options.guidance_scale,
         hosts=(options.host, *options.allow_host),
         origins=tuple(options.allow_origin),
         page=not options.no_page,
+        prompts=own.prompts,
     )
     first, *_ = warm_up_jobs(limits, config.guidance_scale)
     limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
@@ -119,6 +124,29 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         app = create_app(queue, config, metrics)
         serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
     return 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class Defaults:
+    """What an export's `defaults.json` has, which its model's folder had."""
+
+    size: int | None = None  # px; the first exported size is the default here
+    steps: int = AppConfig.steps
+    guidance_scale: float = AppConfig.guidance_scale
+    prompts: tuple[str, ...] = ()
+
+
+def read_defaults(folder: Path) -> Defaults:
+    """The steps, guidance scale and prompts that suit an exported model.
+
+    Raises:
+        ToMeConfigError: `defaults.json` has another field, or a value that is not allowed.
+    """
+    file = folder / layout.DEFAULTS
+    try:
+        return TypeAdapter(Defaults).validate_json(file.read_bytes()) if file.is_file() else Defaults()
+    except ValidationError as error:
+        raise ToMeConfigError(f"{file}: {first_error(error)}") from None
 
 
 def open_page(url: str) -> None:
@@ -202,6 +230,7 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
         sizes=sizes,
         ratios=manifest.ratios,
         image_to_image=manifest.image_to_image,
+        merge_map=manifest.merge_map,
         prompt_characters=options.max_prompt,
         images=options.max_images,
         steps=options.max_steps,

@@ -17,7 +17,7 @@ from ppdiffusers.image_processor import VaeImageProcessor
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
 from ..inference.manifest import Size
-from .jobs import AbandonedError, GenerationError, Job, JobError
+from .jobs import MERGE_MAP, AbandonedError, GenerationError, Job, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
 # depend on the rest of its batch: with them, jobs run one by one.
@@ -81,6 +81,13 @@ class Engine:
         """How often a program of the UNet was loaded; more often than there are programs if not all fit in memory."""
         return getattr(self._text_to_image.unet, "loads", 0)
 
+    def count_tokens(self, prompt: str) -> tuple[int, int, str]:
+        """The tokens of a prompt with the two around it, how many the text encoder reads, and the text beyond them."""
+        tokenizer = self._text_to_image.tokenizer
+        most, tokens = tokenizer.model_max_length, tokenizer(prompt, verbose=False).input_ids
+        cut = tokenizer.decode(tokens[most - 1 : -1]) if len(tokens) > most else ""
+        return len(tokens), most, cut
+
     def batch_key(self, job: Job) -> Hashable | None:
         """Jobs with equal keys may share a pipeline call; None: this job must run alone.
 
@@ -120,6 +127,29 @@ class Engine:
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
         after_step = None if should_stop is None else _stopper(should_stop, first.steps_to_run)
+        if any(job.merge_map and job.ratio for job in jobs):
+            return self._with_maps(jobs, after_step)
+        return self._images(jobs, after_step)
+
+    def _with_maps(self, jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> list[Image.Image]:
+        """Images whose `info` has `MERGE_MAP`, [h, w] int, if there is a step before the last one."""
+        inputs: list[tuple[paddle.Tensor, paddle.Tensor]] = []  # of the last step
+
+        def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step == pipe.num_timesteps - 2:
+                last = pipe.scheduler.timesteps[-1]
+                inputs.append((pipe.scheduler.scale_model_input(tensors["latents"], last), last))
+            return after_step(pipe, step, timestep, tensors) if after_step else tensors
+
+        images = self._images(jobs, note)
+        for samples, timestep in inputs:
+            for index, (job, image) in enumerate(zip(jobs, images, strict=True)):
+                if job.merge_map:
+                    image.info[MERGE_MAP] = self._text_to_image.unet.merge_map(samples[index : index + 1], timestep)
+        return images
+
+    def _images(self, jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> list[Image.Image]:
+        first = jobs[0]
         if first.image is not None:
             return self._from_image(first, after_step)
         self._text_to_image.unet.ratio = first.ratio

@@ -12,6 +12,7 @@ from ..errors import ToMeConfigError, ToMeError
 from ..inference.manifest import Size, find_ratio
 
 LARGEST_SEED = 2**32 - 1
+MERGE_MAP = "merge_map"  # in an image's `info`, which Ray sends too
 LONGEST_SCHEDULE = 1000  # steps: as many as models are trained with
 
 
@@ -88,6 +89,7 @@ class Job:
         image: RGB, the image to start from; None for noise. It may be added later, see `Service.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
         second_pass: what follows; only without an image.
+        merge_map: whether the image's `info` is to have the group of each token, which merge at the last step.
     """
 
     prompt: str
@@ -101,6 +103,7 @@ class Job:
     image: Image | None = field(default=None, repr=False, hash=False)  # images have no hash
     strength: float | None = None
     second_pass: SecondPass | None = None
+    merge_map: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio + 0.0)  # -0.0 is 0.0: equal jobs have equal settings
@@ -147,6 +150,7 @@ class Limits:
         sizes: the exported ones, in pixels; the first is the default.
         ratios: the exported ratios; the first is the default.
         image_to_image: whether jobs may start from an image.
+        merge_map: whether jobs may ask for one.
         prompt_characters: longest prompt and longest negative prompt.
         images: most images in one request.
         steps: most denoising steps.
@@ -161,6 +165,7 @@ class Limits:
     sizes: tuple[Size, ...]
     ratios: tuple[float, ...]
     image_to_image: bool = False
+    merge_map: bool = False
     prompt_characters: int = 2000
     images: int = 4
     steps: int = 100
@@ -205,6 +210,8 @@ class Limits:
             if int(job.steps * job.strength) < 1:
                 message = f"{job.strength} of {job.steps} steps is less than one step: raise one of them"
                 raise JobError("strength", message)
+        if job.merge_map and not self.merge_map:
+            raise JobError("merge_map", "merge maps were not exported: export the model with --merge-map")
         if job.second_pass is not None:
             self._check_second_pass(job.second_pass)
         return replace(job, ratio=find_ratio(job.ratio, self.ratios))

@@ -106,6 +106,11 @@ class EngineProcess:
         self._should_stop = self._should_stop or (should_stop and call == self._call)
         return self._step
 
+    @ray.method(concurrency_group="control")
+    def count_tokens(self, prompt: str) -> tuple[int, int, str]:
+        """See `Engine.count_tokens`."""
+        return self._engine.count_tokens(prompt)
+
 
 class RemoteEngine:
     """The interface of `Engine` to an actor.
@@ -148,6 +153,10 @@ class RemoteEngine:
         """See `Engine.batch_key`."""
         is_plain = job.image is None and job.second_pass is None
         return job.batch_key if is_plain and self._shares_calls else None
+
+    def count_tokens(self, prompt: str) -> tuple[int, int, str]:
+        """See `Engine.count_tokens`."""
+        return ray.get(self._actor.count_tokens.remote(prompt), timeout=self._hung_seconds)
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image]:
         """See `Engine.generate`; should_stop is called several times a second, with the last step known here.

@@ -33,6 +33,7 @@ def export_pipeline(
     sizes: Iterable[tuple[int, int]] | None = None,
     *,
     image_to_image: bool = False,
+    merge_map: bool = False,
     controlnet: bool | float | Mapping[float, float] | Schedule = True,
     format: str = "paddle",
     overwrite: bool = False,
@@ -58,6 +59,8 @@ def export_pipeline(
             ratios and is the default of `load_pipeline`. None: the config that is applied to the pipeline now.
         sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
+        merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first
+            merging block merges; for Stable Diffusion without a ControlNet.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         format: "paddle" for Paddle Inference, "onnx" for ONNX Runtime and OpenVINO, or "both". ppdiffusers' own
             classes only read Paddle programs.
@@ -89,7 +92,7 @@ def export_pipeline(
     else:
         each: Any = [ratios] if isinstance(ratios, (int, float)) or is_schedule(ratios) else ratios
         configs = [ToMeConfig(ratio=ratio, **settings) for ratio in each]
-    options: dict[str, Any] = {"image_to_image": image_to_image, "overwrite": overwrite}
+    options: dict[str, Any] = {"image_to_image": image_to_image, "merge_map": merge_map, "overwrite": overwrite}
     options |= {"controlnet": controlnet, "format": format}
     return write_export(check_request(lambda: pipe, folder, configs, sizes, **options), linked, progress)
 
@@ -101,7 +104,7 @@ def unmerged_programs(folder: Path) -> list[tuple[Path, ProgramFile]]:
 
 def write_export(request: Request, linked: Iterable[tuple[Path, ProgramFile]] = (), progress: bool = True) -> Manifest:
     """Write what `check_request` has checked: see `export_pipeline`."""
-    planned = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image)
+    planned = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image, request.merge_map)
     with replacing(request.folder) as partial, Converter() as converter:
         writer = _Writer(request, partial, converter, linked)
         for file in tqdm(planned, desc="export", unit="program", disable=not progress):
@@ -182,7 +185,8 @@ def _traceable(request: Request, planned: ProgramFile) -> Traceable:
         return programs.vae_decoder(pipe.vae)
     if planned.ratio is None:
         return programs.text_encoder(getattr(pipe, model), request.is_xl)
-    traceable = programs.denoiser(pipe.unet, request.controlnet)
+    is_map = model == "merge_map"
+    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, request.controlnet)
     config, controlnet_config = request.configs[planned.ratio]
     detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:

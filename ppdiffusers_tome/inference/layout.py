@@ -20,6 +20,7 @@ RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppd
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")
+DEFAULTS = "defaults.json"  # in a model's folder and its export: steps, guidance scale and prompts that suit it
 
 
 def share_weights(params: Path, others: list[Path]) -> Path:
@@ -32,8 +33,11 @@ def share_weights(params: Path, others: list[Path]) -> Path:
 
 
 def copy_parts(request: Request, folder: Path) -> None:
-    """Write tokenizers and scheduler, the models' configs, and `model_index.json`."""
+    """Write tokenizers and scheduler, the models' configs, `model_index.json`, and `defaults.json` if there is one."""
     pipe = request.pipe
+    defaults = Path(pipe.config.get("_name_or_path") or "") / DEFAULTS
+    if defaults.is_file():
+        (folder / DEFAULTS).write_bytes(defaults.read_bytes())
     for name in COPIED:
         component = vars(pipe).get(name)
         if component is not None:
@@ -60,6 +64,7 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
         sizes=request.sizes,
         ratios=tuple(request.configs),
         schedule=request.schedule,
+        merge_map=any(file.model == "merge_map" for file in written),
         image_to_image=request.image_to_image,
         residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
         vae_factor=vae_factor(request.pipe),

@@ -146,9 +146,11 @@ class Manifest:
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
     schedule: tuple[tuple[float, float], ...] | None = None  # the default, over `ratios`; None: the first of them
+    merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
 
     def __post_init__(self) -> None:
-        expected = list_programs(self.sizes, self.ratios, "XL" in self.pipeline, self.image_to_image)
+        is_xl = "XL" in self.pipeline
+        expected = list_programs(self.sizes, self.ratios, is_xl, self.image_to_image, self.merge_map)
         paths = {path for file in self.programs for path in file.paths}
         is_consistent = {
             "pipeline": self.pipeline in READERS,
@@ -216,13 +218,14 @@ class Manifest:
 
 
 def list_programs(
-    sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool
+    sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool, merge_map: bool = False
 ) -> list[ProgramFile]:
     """The programs of an export, in order, without their files."""
     models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
     models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
     unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
-    return [*unets, *map(ProgramFile, models)]
+    maps = [ProgramFile("merge_map", size=file.size, ratio=file.ratio) for file in unets if merge_map and file.ratio]
+    return [*unets, *map(ProgramFile, models), *maps]
 
 
 def ratio_name(ratio: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import nn
 from paddlenlp.transformers.clip.modeling import CLIPTextModelOutput
@@ -162,6 +163,7 @@ class ExportedUNet(ExportedModel):
     ) -> None:
         super().__init__(config, manifest, load, most)
         self.ratio = ratio
+        self._map_programs: dict[ProgramFile, Program] = {}  # small; they do not count as programs of the UNet
         # SDXL's pipelines read the width of this layer.
         width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
         self.add_embedding = SimpleNamespace(linear_1=width)
@@ -174,6 +176,30 @@ class ExportedUNet(ExportedModel):
     def load(self, size: Size, ratio: float) -> None:
         """Load a program before it first runs. Raises ToMeConfigError if it was not exported."""
         self._loaded_program(self._manifest.denoiser(size, ratio))
+
+    def merge_map(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> np.ndarray:
+        """Which tokens the first merging block merges at the ratio: the group of each token, [h, w] int.
+
+        Args:
+            sample: [1, C, h, w], the scaled input of a step.
+            timestep: of the step.
+
+        Raises:
+            ToMeConfigError: it was not exported, or the ratio merges nothing.
+        """
+        factor = self._manifest.vae_factor
+        size, ratio = Size(sample.shape[2] * factor, sample.shape[3] * factor), self._ratio_at(timestep)
+        for file in self._manifest.programs_of("merge_map"):
+            if file.size == size and file.ratio == ratio:
+                break
+        else:
+            raise ToMeConfigError(f"size={size}, ratio={ratio} has no merge map: export with --merge-map.")
+        if file not in self._map_programs:
+            self._map_programs[file] = self._load(file)
+        (groups,) = self._map_programs[file](sample=sample, timestep=timestep.reshape([1]).cast("float32"))
+        height, width = sample.shape[2:]
+        level = round((height * width / groups.shape[1]) ** 0.5)
+        return groups.numpy().reshape(-(-height // level), -(-width // level))
 
     @property
     def ratio(self) -> float | Schedule:

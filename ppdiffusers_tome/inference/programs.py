@@ -14,7 +14,10 @@ import paddle
 from paddle import nn
 from paddle.static import InputSpec
 
+from ..errors import ToMeExportError
+from ..matching import MergePlan
 from ..models import find_blocks
+from ..wraps import current_plan
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
@@ -129,6 +132,40 @@ class Denoiser(nn.Layer):
         return self.unet(sample, timestep, return_dict=False, **arguments, **residuals)[0]
 
 
+class _Planned(Exception):
+    """Ends a pass of a UNet in its first block that merges."""
+
+    def __init__(self, plan: MergePlan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+class MergeMap(nn.Layer):
+    """The first merging block of a UNet: the group of each token, [B, N] int64, equal for tokens that merge."""
+
+    def __init__(self, unet: nn.Layer) -> None:
+        super().__init__()
+        self.unet = unet
+        for block in find_blocks(unet):
+            block.block.norm1.register_forward_pre_hook(_end_with_plan)  # it runs inside the block, before attention
+
+    def forward(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> paddle.Tensor:
+        return self._groups(sample, timestep)
+
+    @paddle.jit.not_to_static
+    def _groups(self, sample: Any, timestep: Any) -> paddle.Tensor:
+        try:
+            self.unet(sample, timestep, encoder_hidden_states=None)
+        except _Planned as end:
+            return end.plan.source_rows.reshape([-1, end.plan.tokens])
+        raise ToMeExportError("no block merges before the text is read, so there is no merge map: leave it out")
+
+
+def _end_with_plan(layer: nn.Layer, inputs: Any) -> None:
+    if (plan := current_plan()) is not None:
+        raise _Planned(plan)
+
+
 def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
     """The inputs of the UNet of Stable Diffusion or SDXL, without those for a ControlNet."""
     config, batch = unet.config, "batch"
@@ -157,6 +194,14 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
         for transformer in {block.grid_layer for block in find_blocks(model)}:
             transformer.register_forward_post_hook(_restore_shape)
     return _ready(layer, *inputs)
+
+
+def merge_map(unet: nn.Layer) -> Traceable:
+    """Which tokens the first merging block of a UNet of Stable Diffusion merges. The UNet, with its wraps, is copied.
+
+    It ends before that block's attention, so it is small, and reads no text.
+    """
+    return _ready(MergeMap(_working_copy(unet)), *unet_inputs(unet)[:2])
 
 
 def _restore_shape(transformer: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: Any) -> Any:

@@ -34,6 +34,7 @@ class Request:
     configs: dict[float, Configs]  # by ratio, in the order of the arguments
     sizes: tuple[Size, ...]
     image_to_image: bool
+    merge_map: bool
     formats: tuple[str, ...]  # some of FORMATS
     schedule: Schedule | None  # the default, over ratios of `configs`; None: the default is the first of them
 
@@ -62,6 +63,7 @@ def check_request(
     sizes: Iterable[tuple[int, int]] | None,
     *,
     image_to_image: bool,
+    merge_map: bool,
     overwrite: bool,
     controlnet: Any,
     format: str,
@@ -89,12 +91,15 @@ def check_request(
     if configs is None:
         by_ratio, schedule = _applied_configs(pipe)
         _check_configs(by_ratio)
+    if merge_map:
+        _check_merge_map(pipe, by_ratio)
     return Request(
         pipe=pipe,
         folder=Path(folder),
         configs=by_ratio,
         sizes=_sizes(pipe, sizes),
         image_to_image=image_to_image or READERS[class_name][0] is None,
+        merge_map=merge_map,
         formats=EXPORT_FORMATS[format],
         schedule=schedule,
     )
@@ -130,6 +135,16 @@ def _check_configs(configs: dict[float, Configs]) -> None:
             "seed=None chooses new dst in every pass, but a program contains one fixed choice: pass a number, or "
             "use_rand=False (--no-rand)."
         )
+
+
+def _check_merge_map(pipe: DiffusionPipeline, configs: dict[float, Configs]) -> None:
+    if "text_encoder_2" in pipe.config or vars(pipe).get("controlnet") is not None:
+        raise ToMeConfigError(
+            f"merge_map=True is not allowed for {type(pipe).__name__}: only Stable Diffusion without a ControlNet has "
+            "such a program. Leave it out."
+        )
+    if not any(configs):
+        raise ToMeConfigError("merge_map=True is not allowed without a ratio above 0: nothing merges. Leave it out.")
 
 
 def _check_components(pipe: DiffusionPipeline) -> None:

@@ -1,11 +1,14 @@
-"""OpenAI's images API: POST /v1/images/generations and GET /v1/models."""
+"""OpenAI's images API: POST /v1/images/generations and GET /v1/models; and POST /v1/tokens, for the page."""
 
+import asyncio
 import base64
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ..generation.png import load_image
 from ..inference.manifest import Size
 from . import protocol
 from .api_errors import ApiError, responses
@@ -17,7 +20,7 @@ from .queue import ImageQueue
 from .tickets import RequestProgress
 
 NAMES = {"images": "n", "ratio": "tome_ratio"}
-FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
+FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale", "strength")
 
 
 def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
@@ -26,6 +29,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     limits, types = queue.limits, protocol.bounds(queue.limits)
     handler = RequestHandler(queue, config, NAMES)
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
+    Prompt = protocol.narrow(protocol.TokensRequest, {"prompt": types["prompt"]})
     errors = responses(protocol.OpenAIErrorResponse, 404, 411, 413, 415, 422, 429, 500, 503, 504)
     created = int(time.time())
     sizes = {"auto": limits.sizes[0], **{str(size): size for size in limits.sizes}}
@@ -38,10 +42,12 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             tome_ratios=list(limits.ratios),
             tome_methods=[queue.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
+            merge_map=limits.merge_map,
             steps=config.steps,
             guidance_scale=config.guidance_scale,
             ranges={NAMES.get(name, name): values for name, values in limits.ranges.items()},
             prompt_characters=limits.prompt_characters,
+            prompts=list(config.prompts),
         )
 
     schema = {"type": "string", "description": "with `stream`; see docs/serving.md for the events"}
@@ -53,10 +59,17 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         check_model(values.model)
         height, width = sizes.get(values.size or "auto", Size(0, 0))  # which is refused, like any other
         fields = {name: getattr(values, name) for name in ("prompt", "negative_prompt", "steps", "guidance_scale")}
+        if values.image is None and values.strength is not None:
+            raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
+        if values.image is not None:
+            fields["strength"] = 0.75 if values.strength is None else values.strength
+        fields["merge_map"] = values.merge_map
         jobs = handler.make_jobs(
             values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields
         )
-        size = str(jobs[0].size)
+        job = jobs[0]
+        load = None if values.image is None else partial(load_image, values.image, (job.width, job.height), limits)
+        size = str(job.size)
         if values.stream:
             progress = RequestProgress()
 
@@ -70,14 +83,26 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
                         index=index,
                         seconds=progress.seconds,
                         batch=progress.batch,
+                        step_seconds=progress.step_seconds,
+                        merge_map=_merge_map(progress.merge_maps[index]),
                     )
                     for index, (file, job) in enumerate(zip(files, jobs, strict=True))
                 ]
 
-            return await stream_events(handler.generate(request, jobs, progress=progress), progress, completed)
-        files = await handler.generate(request, jobs)
+            return await stream_events(handler.generate(request, jobs, load, progress), progress, completed)
+        files = await handler.generate(request, jobs, load)
         data = [protocol.Image(b64_json=_base64(file), seed=job.seed) for file, job in zip(files, jobs, strict=True)]
         return protocol.ImagesResponse(created=int(time.time()), data=data, size=size)
+
+    @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 411, 413, 415, 422, 503))
+    async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
+        """How many tokens a prompt has, and what of it the text encoder does not read."""
+        if queue.engine is None:
+            message = f"the server is not ready: {queue.state}"
+            raise ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
+        prompt: str = body.prompt  # type: ignore[attr-defined]
+        tokens, most, cut = await asyncio.to_thread(queue.engine.count_tokens, prompt)
+        return protocol.TokensResponse(tokens=tokens, most=most, cut=cut)
 
     @router.get("/models")
     async def list_models() -> protocol.ModelsResponse:
@@ -98,3 +123,11 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
 
 def _base64(file: bytes) -> str:
     return base64.b64encode(file).decode()
+
+
+def _merge_map(groups: Any) -> protocol.MergeMap | None:
+    """The event's field from an array [h, w]."""
+    if groups is None:
+        return None
+    height, width = groups.shape
+    return protocol.MergeMap(width=width, height=height, groups=groups.ravel().tolist())

@@ -12,7 +12,7 @@ from .tickets import RequestProgress
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
-REPEAT_SECONDS = 10.0  # an event is repeated after this time, so that proxies keep the connection
+REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after 10 s without one, the page says so
 
 
 async def stream_events(

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 from PIL.Image import Image
 
-from ..generation.jobs import LARGEST_SEED, GenerationError, Job, JobError, seed_after
+from ..generation.jobs import LARGEST_SEED, MERGE_MAP, GenerationError, Job, JobError, seed_after
 from ..generation.png import encode_png
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
@@ -85,6 +85,8 @@ class RequestHandler:
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
         except GenerationError as error:
             raise ApiError(500, str(error), code="generation_failed") from None
+        if progress is not None:
+            progress.merge_maps = [image.info.get(MERGE_MAP) for image in images]
         files = [asyncio.to_thread(encode_png, image, job, queue) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*files))
 

@@ -100,6 +100,9 @@ class ImageRequest(Strict):
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
     tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
+    image: str | None = Field(None, description="to start from: PNG, JPEG or WEBP in base64 or a data URL")
+    strength: float | None = Field(None, description="share of the steps that run on the image; 0.75 if absent")
+    merge_map: bool | None = Field(None, description="with `stream`: also answer which tokens merged at the last step")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
     # OpenAI's fields of which this server supports one value.
@@ -134,6 +137,14 @@ class ProgressEvent(BaseModel):
     steps: int  # 0: not known yet, or not known here
 
 
+class MergeMap(BaseModel):
+    """Which tokens the first merging block merged at the last step: those of one group are one token there."""
+
+    width: int  # in tokens
+    height: int
+    groups: list[int]  # of each token, row by row
+
+
 class CompletedEvent(BaseModel):
     """One image, with OpenAI's name and fields; from `seed` on they are additions."""
 
@@ -148,6 +159,8 @@ class CompletedEvent(BaseModel):
     index: int  # of the request's images, from 0
     seconds: float  # of the pipeline calls that generated the request's images, without waiting
     batch: int  # images in the last of these calls; more than the request's if others shared it
+    step_seconds: list[float]  # of each step of the last call, the first with the text encoder; empty if not known
+    merge_map: MergeMap | None = None  # if the request asks for it; none of a single step
 
 
 class ModelResponse(BaseModel):
@@ -159,15 +172,29 @@ class ModelResponse(BaseModel):
     tome_ratios: list[float]
     tome_methods: list[str]  # how tokens merge at each ratio, in words
     image_to_image: bool
+    merge_map: bool  # whether requests may ask for one
     steps: int  # default
     guidance_scale: float  # default
     ranges: dict[str, tuple[float, float]]  # smallest and largest number of each field
     prompt_characters: int  # at most
+    prompts: list[str]  # examples that the model knows
 
 
 class ModelsResponse(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelResponse]
+
+
+class TokensRequest(Strict):
+    """A prompt to count the tokens of."""
+
+    prompt: str
+
+
+class TokensResponse(BaseModel):
+    tokens: int  # of the prompt, with the two that begin and end it
+    most: int  # that the text encoder reads
+    cut: str  # the end of the prompt, which it does not read; "" if the prompt fits
 
 
 class OpenAIError(BaseModel):

@@ -79,7 +79,7 @@ class ImageQueue:
         self._pace = 0.0  # seconds per cost of a call, of late
         self._failures = 0  # in a row
         self.failure: BaseException | None = None  # why the state is "failed"
-        self._engine: Engine | None = None  # the first one, which describes all
+        self.engine: Engine | None = None  # the first one, which describes all
         self._threads = [
             threading.Thread(target=self._work, args=(number >= engines,), name=f"images-{number}")
             for number in range(most_engines)
@@ -88,7 +88,7 @@ class ImageQueue:
         self.metrics.waiting.set_function(lambda: self._count_live())
         self.metrics.running.set_function(lambda: self.progress().running)
         self.metrics.ready.set_function(lambda: self.state == "ready")
-        self.metrics.program_loads.set_function(lambda: getattr(self._engine, "program_loads", 0))
+        self.metrics.program_loads.set_function(lambda: getattr(self.engine, "program_loads", 0))
 
     def start(self) -> None:
         """Start the threads, which load their engines; after the first one `state` becomes "ready"."""
@@ -98,12 +98,12 @@ class ImageQueue:
     @property
     def sampler(self) -> str:
         """The scheduler's name in Stable Diffusion's user interfaces."""
-        return self._engine.sampler if self._engine else "not loaded"
+        return self.engine.sampler if self.engine else "not loaded"
 
     @property
     def methods(self) -> Mapping[float, str]:
         """How tokens merge, in words, by ratio."""
-        return self._engine.methods if self._engine else {}
+        return self.engine.methods if self.engine else {}
 
     @property
     def is_idle(self) -> bool:
@@ -229,7 +229,7 @@ class ImageQueue:
             while not is_temporary or self._wait_until_needed():
                 engine = self._load()
                 with self._changed:
-                    self._engine = self._engine or engine
+                    self.engine = self.engine or engine
                     if self.state == "loading":
                         self.state = "ready"
                 try:
@@ -285,12 +285,12 @@ class ImageQueue:
 
     def _gather(self, waiting: list[Ticket]) -> tuple[list[Ticket], bool]:
         """The oldest job and those that share its call, and whether more could."""
-        assert self._engine is not None
+        assert self.engine is not None
         oldest = waiting[0]
-        key = self._engine.batch_key(oldest.job)
+        key = self.engine.batch_key(oldest.job)
         if key is None or oldest.runs_alone:
             return [oldest], False
-        compatible = [ticket for ticket in waiting if self._engine.batch_key(ticket.job) == key]
+        compatible = [ticket for ticket in waiting if self.engine.batch_key(ticket.job) == key]
         return compatible[: self._largest_batch], len(compatible) < self._largest_batch
 
     def _generate(self, engine: Engine, call: Call) -> None:
@@ -354,6 +354,7 @@ class ImageQueue:
             self.metrics.batch_images.observe(len(tickets))
             for progress, count in call.requests.items():
                 progress.seconds, progress.batch = progress.seconds + seconds, len(tickets)
+                progress.step_seconds = call.step_seconds
                 progress.generated += count
             for ticket, image in zip(tickets, images, strict=True):
                 is_wanted = ticket.future.set_running_or_notify_cancel()

@@ -3,8 +3,9 @@
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 from PIL.Image import Image
 
@@ -42,6 +43,8 @@ class RequestProgress:
         images, generated: of the request, and those whose pipeline call has ended.
         seconds: duration of the pipeline calls that have generated its images; waiting does not count.
         batch: images in the last of these calls. They may be of several requests.
+        step_seconds: duration of each step of the last of these calls; empty if its engine does not report every step.
+        merge_maps: the group of each token of each image, [h, w] int, or None; set when the images are there.
     """
 
     position: int | None = None
@@ -51,6 +54,8 @@ class RequestProgress:
     generated: int = 0
     seconds: float = 0.0
     batch: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    merge_maps: list[Any] = field(default_factory=list)
 
     def count(self, step: int, steps: int, images: int) -> None:
         """Note that a pipeline call with this many of the images has finished `step` of `steps`."""
@@ -105,6 +110,7 @@ class Call:
     steps: int
     step: int = 0
     since: float = field(default_factory=monotonic)
+    step_times: list[float] | None = field(default_factory=list)  # the end of each step; None: not all were reported
 
     @property
     def seconds(self) -> float:
@@ -119,8 +125,15 @@ class Call:
         """The progress of the requests of its jobs, each with the number of its images."""
         return Counter(ticket.progress for ticket in self.tickets)
 
+    @property
+    def step_seconds(self) -> list[float]:
+        """Duration of each step; empty if the engine does not report every step."""
+        return [end - start for start, end in pairwise([self.since, *(self.step_times or ())])]
+
     def advance(self, step: int, steps: int) -> bool:
         """Note the progress; returns whether no client waits for any of the images."""
+        if self.step_times is not None and (step or self.step_times):  # step 0 comes before the first one
+            self.step_times = [*self.step_times, monotonic()] if step == len(self.step_times) + 1 else None
         self.step, self.steps = step, steps
         for progress, images in self.requests.items():
             progress.count(step, steps, images)

@@ -22,6 +22,7 @@ from ...generation.engine import Engine, load_engine
 from ...generation.jobs import Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate_identified
 from ...inference import Size, export_pipeline, read_manifest, unmerged_programs
+from ...inference.layout import DEFAULTS
 from ...inference.loading import load_for_export
 from ...inference.manifest import STRICT, first_error
 from ...models import latent_grid, vae_factor
@@ -31,7 +32,6 @@ from ..results import read_json, write_result
 from ..speed.cases import PLAIN, PROGRAM_FORMATS, PROGRAMS, TOME
 from .settings import Evaluation, Setting
 
-DEFAULTS = "defaults.json"  # in a model's folder: fields of ModelDefaults that differ from its pipeline's
 RECORD = "evaluation.json"  # what generated the images of a folder
 
 
@@ -51,6 +51,7 @@ class ModelDefaults(BaseModel):
     size: int | None  # px, height and width; None: the UNet's config has none
     steps: int
     guidance_scale: float
+    prompts: list[str] = []  # examples, for the page of `serve`
 
 
 def model_defaults(model: str) -> ModelDefaults:

@@ -1,5 +1,10 @@
 // Requests to the server. The API key is a variable of this module: it ends with the tab.
 
+import { eventReader } from "./events.js";
+
+const SILENCE = 10_000; // ms without an event, of which the server sends one every five seconds
+const PATIENCE = 4_000; // ms for an answer of /health
+
 let key = null;
 
 /** An answer that is not an image: `code` names a text of texts.js, `values` are its values. */
@@ -21,14 +26,13 @@ async function request(path, options = {}) {
   let response;
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
+  } catch {
     throw new ApiError("unreachable");
   }
   if (response.ok) return response;
-  const body = await response.json().catch(() => ({}));
-  throw errorOf(response.status, body.error ?? {}, response.headers.get("Retry-After"));
+  throw errorOf(response.status, bodyOf(await response.text()), response.headers.get("Retry-After"));
 }
+
 
 function errorOf(status, { message = "", param = null }, retryAfter) {
   const values = { message: message || `HTTP ${status}`, seconds: retryAfter ?? "5" };
@@ -36,9 +40,9 @@ function errorOf(status, { message = "", param = null }, retryAfter) {
   return new ApiError(codes[status] ?? "failed", values, param);
 }
 
-/** "ready", "loading", "draining" or "failed"; null if the server cannot be reached. Needs no key. */
+/** "ready", "loading", "draining" or "failed"; null if the server does not answer. Needs no key. */
 export async function serverState() {
-  return fetch("health", { cache: "no-store" })
+  return fetch("health", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) })
     .then((response) => response.json())
     .then((health) => health.state, () => null);
 }
@@ -48,48 +52,74 @@ export async function loadModel() {
   return (await (await request("v1/models")).json()).data[0];
 }
 
-/**
- * Draw one image.
- * @param settings of POST /v1/images/generations
- * @param report called with each progress event: {position, step, steps}
- * @param signal of an AbortController: the server stops at its next step
- * @returns {{blob: Blob, seconds: number, batch: number, seed: number}}
- */
-export async function draw(settings, report, signal) {
-  const body = JSON.stringify({ ...settings, stream: true });
+/** How many tokens a prompt has: {tokens, most, cut}. */
+export async function countTokens(prompt) {
   const headers = { "Content-Type": "application/json" };
-  const response = await request("v1/images/generations", { method: "POST", body, headers, signal });
-  for await (const event of events(response, signal)) {
-    if (event.type === "image_generation.progress") report(event);
-    if (event.type === "error") throw errorOf(event.error.code === "timeout" ? 504 : 500, event.error, null);
-    if (event.type === "image_generation.completed") {
-      const bytes = Uint8Array.from(atob(event.b64_json), (character) => character.charCodeAt(0));
-      const blob = new Blob([bytes], { type: "image/png" });
-      return { blob, seconds: event.seconds, batch: event.batch, seed: event.seed };
-    }
-  }
-  throw new ApiError("interrupted");
+  return (await request("v1/tokens", { method: "POST", body: JSON.stringify({ prompt }), headers })).json();
 }
 
-// The server writes each event as one "data:" line. EventSource reads such streams too, but cannot send a POST.
-async function* events(response, signal) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      const parts = (rest + value).split("\n\n");
-      rest = parts.pop();
-      for (const part of parts) {
-        const data = part.split("\n").find((line) => line.startsWith("data: "));
-        if (data) yield JSON.parse(data.slice(6));
-      }
+/**
+ * Generate one image. By XMLHttpRequest, because Chromium reports a finished fetch whose body was read as a stream as
+ * aborted.
+ * @param settings of POST /v1/images/generations
+ * @param onProgress called with each progress event: {position, step, steps}
+ * @param onSilence called with true when no event has come for ten seconds, and with false when one comes again
+ * @param signal of an AbortController: the server stops at its next step
+ * @returns {Promise<{blob: Blob, seconds: number, batch: number, seed: number, steps: number[], map: object}>} with the
+ *     seconds of each step, and which tokens merged, if `merge_map` is true
+ */
+export async function generate(settings, { onProgress, onSilence, signal }) {
+  const request = new XMLHttpRequest();
+  const read = eventReader();
+  let image = null;
+  let error = null;
+  let silent = false;
+  let timer = null;
+  let hasBegun = false; // an answer; after a network error, the status is 0
+  const listen = () => {
+    clearTimeout(timer);
+    if (silent) onSilence((silent = false));
+    timer = setTimeout(() => onSilence((silent = true)), SILENCE);
+  };
+  const take = () => {
+    if (request.status !== 200) return;
+    hasBegun = true;
+    listen();
+    for (const event of read(request.responseText)) {
+      if (event.type === "image_generation.progress") onProgress(event);
+      if (event.type === "error") error = errorOf(event.error.code === "timeout" ? 504 : 500, event.error, null);
+      if (event.type === "image_generation.completed") image = imageOf(event);
     }
-  } catch (error) {
-    if (signal.aborted || error instanceof SyntaxError) throw error;
-    throw new ApiError("interrupted");
-  } finally {
-    reader.cancel().catch(() => {});
+  };
+  request.open("POST", "v1/images/generations");
+  request.setRequestHeader("Content-Type", "application/json");
+  if (key !== null) request.setRequestHeader("Authorization", `Bearer ${key}`);
+  request.addEventListener("progress", take);
+  const abort = () => request.abort();
+  signal.addEventListener("abort", abort, { once: true });
+  listen();
+  request.send(JSON.stringify({ ...settings, stream: true }));
+  await new Promise((resolve) => request.addEventListener("loadend", resolve));
+  signal.removeEventListener("abort", abort);
+  take();
+  clearTimeout(timer);
+  if (silent) onSilence(false);
+  if (signal.aborted) throw signal.reason;
+  if (request.status === 0) throw new ApiError(hasBegun ? "interrupted" : "unreachable");
+  if (request.status !== 200) throw errorOf(request.status, bodyOf(request.responseText), request.getResponseHeader("Retry-After"));
+  if (error ?? !image) throw error ?? new ApiError("interrupted");
+  return image;
+}
+
+function bodyOf(text) {
+  try {
+    return JSON.parse(text).error ?? {};
+  } catch {
+    return {};
   }
+}
+
+function imageOf({ b64_json, seconds, batch, seed, step_seconds, merge_map }) {
+  const bytes = Uint8Array.from(atob(b64_json), (character) => character.charCodeAt(0));
+  return { blob: new Blob([bytes], { type: "image/png" }), seconds, batch, seed, steps: step_seconds, map: merge_map };
 }

@@ -1,46 +1,86 @@
-// How far two images are apart: PSNR, SSIM (by the vendored ssim.js, a global of its own script), and a map.
+// How far two images are apart, and how two sets of times compare. Nothing here needs a document.
 
-const SCALES = [16, 32, 64, 128, 255]; // levels that may be white in the difference map
+const SCALES = [16, 32, 64, 128, 255]; // levels that may be white in a difference map
+const FEWEST = 3; // times that show a spread
 
-/** The pixels of a PNG. */
-export async function pixelsOf(blob) {
-  const bitmap = await createImageBitmap(blob, { colorSpaceConversion: "none" });
-  const canvas = new OffscreenCanvas(bitmap.width, bitmap.height);
-  const context = canvas.getContext("2d", { willReadFrequently: true });
-  context.drawImage(bitmap, 0, 0);
-  return context.getImageData(0, 0, bitmap.width, bitmap.height);
-}
-
-/** Mean squared error over pixels and colors as PSNR in dB; Infinity for equal images. */
-export function psnr(a, b) {
+/** Mean squared error over pixels and colors. */
+function squaredError(a, b) {
   let sum = 0;
   for (let i = 0; i < a.data.length; i += 4) {
     for (let c = i; c < i + 3; c++) sum += (a.data[c] - b.data[c]) ** 2;
   }
-  return 10 * Math.log10(255 ** 2 / (sum / (a.data.length * 0.75)));
+  return sum / (a.data.length * 0.75);
 }
 
-/** Wang et al. 2004: gray, Gaussian windows of 11 pixels, without downsampling. */
+/** PSNR in dB over pixels and colors; Infinity for equal images. */
+export function psnr(a, b) {
+  return 10 * Math.log10(255 ** 2 / squaredError(a, b));
+}
+
+/** Root of the mean squared difference, in levels of 255; 0 for equal images. */
+export function rms(a, b) {
+  return Math.sqrt(squaredError(a, b));
+}
+
+/** Wang et al. 2004: gray, Gaussian windows of 11 pixels, without downsampling (ssim.js, a global of its own script). */
 export function ssim(a, b) {
   return globalThis.ssim.ssim(a, b, { ssim: "fast", downsample: false }).mssim;
 }
 
-/** Draw the largest difference of each pixel's colors, from black (0) over orange to white (a level that is returned). */
-export function drawDifference(canvas, a, b) {
-  canvas.width = a.width;
-  canvas.height = a.height;
-  const differences = new Uint8Array(a.width * a.height);
+/** A similarity that is rounded to 1 only if it is 1. */
+export function roundedSimilarity(value, format) {
+  return value < 1 && value >= 0.9995 ? `> ${format(0.999)}` : format(value);
+}
+
+/** The largest difference of each pixel's colors: {levels, largest, mean}. */
+export function differenceOf(a, b) {
+  const levels = new Uint8Array(a.data.length / 4);
   for (let i = 0; i < a.data.length; i++) {
-    if (i % 4 < 3) differences[i >> 2] = Math.max(differences[i >> 2], Math.abs(a.data[i] - b.data[i]));
+    if (i % 4 < 3) levels[i >> 2] = Math.max(levels[i >> 2], Math.abs(a.data[i] - b.data[i]));
   }
-  const largest = differences.reduce((most, difference) => Math.max(most, difference), 0);
-  const mean = differences.reduce((sum, difference) => sum + difference, 0) / differences.length;
-  const white = SCALES.find((scale) => scale >= largest);
-  const map = new ImageData(a.width, a.height);
-  differences.forEach((difference, pixel) => {
-    const value = difference / white;
-    map.data.set([510 * value, 340 * value - 85, 510 * value - 255, 255], 4 * pixel); // clamped to 0…255
+  let largest = 0;
+  let sum = 0;
+  for (const level of levels) {
+    largest = Math.max(largest, level);
+    sum += level;
+  }
+  return { levels, largest, mean: sum / levels.length };
+}
+
+/** The level that is white in maps whose largest difference is this one. */
+export function whiteOf(largest) {
+  return SCALES.find((scale) => scale >= largest);
+}
+
+/** RGBA of a difference map, from black (0) over orange to white. */
+export function mapOf(levels, white) {
+  const colors = new Uint8ClampedArray(4 * levels.length);
+  levels.forEach((level, pixel) => {
+    const value = level / white;
+    colors.set([510 * value, 340 * value - 85, 510 * value - 255, 255], 4 * pixel); // clamped to 0…255
   });
-  canvas.getContext("2d").putImageData(map, 0, 0);
-  return { largest, mean, white };
+  return colors;
+}
+
+/** Median and quartiles, as numpy.quantile computes them; null without values. */
+export function spreadOf(values) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  const at = (share) => {
+    const place = share * (sorted.length - 1);
+    const low = Math.floor(place);
+    return sorted[low] + (place - low) * ((sorted[low + 1] ?? sorted[low]) - sorted[low]);
+  };
+  return { median: at(0.5), low: at(0.25), high: at(0.75), count: sorted.length };
+}
+
+/**
+ * How two spreads of seconds per step compare.
+ * @returns {{kind: "unknown"|"same"|"differs", factor: number}} how many times as fast the second is; "same" where the
+ * spreads overlap, "unknown" with too few times
+ */
+export function compareTimes(a, b) {
+  if (!a || !b || a.count < FEWEST || b.count < FEWEST) return { kind: "unknown", factor: NaN };
+  const overlap = a.low <= b.high && b.low <= a.high;
+  return { kind: overlap ? "same" : "differs", factor: a.median / b.median };
 }

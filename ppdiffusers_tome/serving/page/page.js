@@ -1,135 +1,111 @@
-// The page: settings, drawing once plain and once merged, the comparison, and the history of this session.
+// The page: what its buttons do, and the start.
 
-import { ApiError, draw, loadModel, serverState, setKey } from "./api.js";
-import { drawDifference, pixelsOf, psnr, ssim } from "./measures.js";
-import { LANGUAGE, text, translate } from "./texts.js";
+import { ApiError, generate, loadModel, serverState, setKey } from "./api.js";
+import { psnrOf, psnrText, shownPair, showEntry } from "./compare.js";
+import { $, make, setStatus, show } from "./dom.js";
+import * as form from "./form.js";
+import { factsOf, findEntry, openHistory, saveEntry, showThumbnails } from "./history.js";
+import { againOf, allOf, pairOf, planOf, runImages, shareOf, withTimes } from "./run.js";
+import { keyOf } from "./settings.js";
+import { text, translate } from "./texts.js";
+import { startViewer } from "./zoom.js";
 
-const MOST_ENTRIES = 50; // in the history
-const FIELDS = ["prompt", "seed", "steps", "guidance_scale", "size", "tome_ratio"];
-const INTEGERS = ["seed", "steps"];
-const LABELS = { seed: "seed", steps: "steps", guidance_scale: "guidance" };
-
-const $ = (id) => document.getElementById(id);
-const show = (id, visible) => ($(id).hidden = !visible);
-const number = (value, digits) =>
-  value.toLocaleString(LANGUAGE, { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const REPEATS = 3; // of "Measure again"
+const POLL = 2_000; // ms between two looks at a server that does not answer
+const TERMS = ["token", "ratio", "window", "proportional", "psnr", "ssim"];
 
 let model = null; // as in GET /v1/models
-let controller = null; // of the drawing that runs
-const entries = []; // of the history, oldest first
+let controller = null; // of the run that goes on
+let current = null; // the entry that is shown
+let following = true; // whether the run's images are shown: no entry was selected since its start
+let watching = false; // a server that cannot be reached
 
-// Settings
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-function randomSeed() {
-  return crypto.getRandomValues(new Uint32Array(1))[0];
+// Showing an entry
+
+async function showCurrent(entry) {
+  current = entry;
+  await showEntry(entry, model, (ratio) => pick(entry, ratio));
 }
 
-function fillForm(values) {
-  for (const name of FIELDS) {
-    const value = values[name];
-    if (value === undefined || value === null) continue;
-    const field = $(name);
-    if (field instanceof HTMLSelectElement && ![...field.options].some((option) => option.value === String(value))) {
-      showFieldError(name, text("notExported", { value }));
-    } else {
-      field.value = value;
-    }
-  }
-  showMethod();
+/** Show an image at the divider, in place of the one that was picked before the other. */
+async function pick(entry, ratio) {
+  const pair = shownPair(entry);
+  const others = entry.shown.filter((one) => pair.includes(one) && one !== ratio);
+  const latest = others.at(-1) ?? pair.find((one) => one !== ratio);
+  entry.shown = latest === undefined ? [ratio] : [latest, ratio];
+  await showCurrent(entry);
 }
 
-/** The settings in the form; null, with a message at each wrong field, if one is not allowed. */
-function readForm() {
-  clearErrors();
-  const values = { prompt: $("prompt").value, size: $("size").value, tome_ratio: Number($("tome_ratio").value) };
-  const wrong = [];
-  const count = [...values.prompt].length;
-  if (count > model.prompt_characters) {
-    wrong.push(["prompt", text("longPrompt", { count, limit: model.prompt_characters })]);
-  }
-  if ($("seed").value.trim() === "") $("seed").value = randomSeed();
-  for (const [name, label] of Object.entries(LABELS)) {
-    const typed = $(name).value.trim();
-    const value = typed === "" ? NaN : Number(typed);
-    const [low, high] = model.ranges[name];
-    if (!(value >= low && value <= high) || (INTEGERS.includes(name) && !Number.isInteger(value))) {
-      const message = INTEGERS.includes(name) ? "wholeNumber" : "number";
-      wrong.push([name, text(message, { name: text(label), low, high })]);
-    }
-    values[name] = value;
-  }
-  for (const [name, message] of wrong) showFieldError(name, message);
-  if (wrong.length) $(wrong[0][0]).focus();
-  return wrong.length ? null : values;
+async function selectEntry(entry) {
+  following = false;
+  form.clearErrors();
+  const [, ratio] = shownPair(entry);
+  form.fillForm({ negative_prompt: "", ...entry.settings, tome_ratio: ratio }, entry.source);
+  form.writeLink();
+  showThumbnails(entry);
+  await showCurrent(entry);
+  if (!controller) setStatus(text("shown", factsOf(entry)));
+  $("result").scrollIntoView({ block: "start", behavior: "smooth" });
 }
 
-function showFieldError(name, message) {
-  $(`${name}-error`).textContent = message;
-  $(name).setAttribute("aria-invalid", "true");
+/** The entry of these settings since the server's start, or a new one. */
+function entryOf({ tome_ratio, ...settings }, source) {
+  const key = keyOf(settings, model.created, source?.name);
+  const id = `${Date.now()}-${form.randomSeed()}`;
+  const created = { id, key, model: model.id, time: Date.now(), settings, source, images: {}, shown: [] };
+  return findEntry((entry) => entry.key === key) ?? created;
 }
 
-function clearErrors() {
-  show("error", false);
-  for (const name of FIELDS) {
-    $(`${name}-error`).textContent = "";
-    $(name).removeAttribute("aria-invalid");
-  }
-}
+// Generating
 
-function showMethod() {
-  const ratio = Number($("tome_ratio").value);
-  const percent = text("percent", { percent: number(100 * ratio, 0) });
-  $("method").textContent = ratio > 0 ? `${percent} ${methodOf(ratio)}` : "";
-}
-
-function methodOf(ratio) {
-  return model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
-}
-
-function linkOf(settings) {
-  return "#" + new URLSearchParams(FIELDS.map((name) => [name, settings[name]]));
-}
-
-function readLink() {
-  const values = new URLSearchParams(location.hash.slice(1));
-  clearErrors();
-  fillForm(Object.fromEntries([...values].filter(([name]) => FIELDS.includes(name))));
-}
-
-// Drawing
-
-async function onDraw(event) {
-  event.preventDefault();
-  if (controller) return;
-  const settings = readForm();
+/**
+ * Generate what is wanted and not there yet.
+ * @param wanted from the ratio in the form to ratios; or ratios, which are generated `again` to time them
+ */
+async function run(wanted, again = false) {
+  if (controller || !model) return;
+  const settings = again ? current.settings : form.readForm();
   if (!settings) {
-    $("phase").textContent = "";
+    setStatus("");
+    return;
+  }
+  if (!again) form.writeLink();
+  const entry = again ? current : entryOf(settings, form.sourceImage());
+  const all = again ? wanted : wanted(settings.tome_ratio);
+  const ratios = again ? wanted : planOf(all, model.tome_ratios, entry.images);
+  if (!again) entry.shown = pairOf(settings.tome_ratio).toReversed(); // so that the next pick replaces the ratio
+  if (ratios.length === 0) {
+    await showCurrent(entry);
+    showThumbnails(entry);
+    setStatus(text("nothingNew"));
     return;
   }
   controller = new AbortController();
-  const hasPlain = model.tome_ratios.includes(0);
-  const passes = [...(hasPlain ? ["plain"] : []), ...(settings.tome_ratio > 0 ? ["merged"] : [])];
-  const entry = { settings, method: methodOf(settings.tome_ratio) };
+  const { signal } = controller;
+  following = true;
   setBusy(true);
   try {
-    for (const [index, name] of passes.entries()) {
-      const phase = text(name === "plain" ? "drawingPlain" : "drawingMerged");
-      const ratio = name === "plain" ? 0 : settings.tome_ratio;
-      showProgress(phase, index, passes.length, { position: 0, step: 0, steps: settings.steps });
-      const report = (progress) => showProgress(phase, index, passes.length, progress);
-      entry[name] = await draw({ ...settings, tome_ratio: ratio }, report, controller.signal);
-      entry[name].url = URL.createObjectURL(entry[name].blob);
-    }
-    await measure(entry);
-    addEntry(entry);
-    showEntry(entry);
-    $("frame").scrollIntoView({ block: "nearest" });
-    history.replaceState(null, "", linkOf(settings));
-    const speed = entry.speedUp && number(entry.speedUp, 2);
-    $("phase").textContent = speed ? text("done", { speed, psnr: psnrText(entry.psnr) }) : text("doneOne");
+    const image = entry.source ? { image: await form.base64Of(entry.source.blob) } : {};
+    await runImages({
+      ratios,
+      generate: (ratio, onProgress) =>
+        generate(
+          { ...entry.settings, ...image, tome_ratio: ratio, merge_map: model.merge_map && ratio > 0 },
+          { onProgress, onSilence, signal },
+        ),
+      onState: showProgress,
+      onImage: async (ratio, result) => {
+        const method = model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
+        entry.images[ratio] = { ...withTimes(entry.images[ratio], result), method };
+        await addImage(entry);
+      },
+      sleep: (seconds) => cancellable(pause(1000 * seconds), signal),
+    });
+    await showDone(entry, ratios.length, all.length > 2);
   } catch (error) {
-    $("phase").textContent = error.name === "AbortError" ? text("cancelled") : "";
-    for (const name of passes) if (entry[name]) URL.revokeObjectURL(entry[name].url);
+    setStatus(error.name === "AbortError" ? text("cancelled") : "");
     await showError(error);
   } finally {
     controller = null;
@@ -137,32 +113,84 @@ async function onDraw(event) {
   }
 }
 
+/** Show an entry with a new image, unless another entry was selected since the start of the run. */
+async function addImage(entry) {
+  const isFirst = $("generated").hidden;
+  const isShown = following || current === entry;
+  await saveEntry(entry, isShown ? entry : current);
+  if (!isShown) return;
+  await showCurrent(entry);
+  if (isFirst) $("result").scrollIntoView({ block: "nearest" });
+}
+
+function cancellable(promise, signal) {
+  const aborted = new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason), { once: true }));
+  return Promise.race([promise, aborted]);
+}
+
+async function showDone(entry, count, isMany) {
+  const [a, b] = shownPair(entry);
+  if (isMany) setStatus(text("doneAll", { count }));
+  else if (a === b) setStatus(text("doneOne"));
+  else setStatus(text("done", { psnr: psnrText(await psnrOf(entry, [a, b])) }));
+}
+
+const hasRatios = () => model.tome_ratios.filter((ratio) => ratio > 0).length > 1;
+
 function setBusy(busy) {
-  const hadFocus = [$("draw"), $("cancel")].includes(document.activeElement);
+  const hadFocus = ["generate", "all", "again", "cancel"].includes(document.activeElement?.id);
   show("cancel", busy);
-  show("draw", !busy);
+  show("generate", !busy);
+  show("all", !busy && hasRatios());
+  $("again").disabled = busy;
+  $("again").title = busy ? $("phase").textContent : "";
   show("progress", busy);
   $("result").ariaBusy = String(busy);
-  if (hadFocus) $(busy ? "cancel" : "draw").focus();
+  if (hadFocus) $(busy ? "cancel" : "generate").focus({ preventScroll: true });
 }
 
-function showProgress(phase, index, passes, { position, step, steps }) {
-  // The status is read aloud when it changes: phases and places in the queue, not each step.
-  const status = position > 0 ? text("waiting", { position }) : phase;
-  if ($("phase").textContent !== status) $("phase").textContent = status;
-  $("step").textContent = steps > 0 && position === 0 ? text("step", { step, steps }) : "";
-  const bar = $("bar");
-  if (steps > 0 || index > 0) bar.value = (index + (steps > 0 ? step / steps : 0)) / passes;
-  else bar.removeAttribute("value"); // steps are not known
+function showProgress(state) {
+  // The status is read aloud when it changes: images and places in the queue, not each step.
+  const { ratio, index, count, position, step, steps, wait } = state;
+  const name = ratio === 0 ? text("generatingPlain") : text("generatingRatio", { ratio });
+  if (wait) setStatus(text("retry", { seconds: wait }));
+  else setStatus(position > 0 ? text("waiting", { position }) : name);
+  const parts = [
+    ...(count > 1 ? [text("ofImages", { index: index + 1, count })] : []),
+    ...(steps > 0 && position === 0 ? [text("step", { step, steps })] : []),
+  ];
+  $("step").textContent = parts.join(" · ");
+  const share = shareOf(state);
+  if (share === null) $("bar").removeAttribute("value");
+  else $("bar").value = share;
 }
 
-async function measure(entry) {
-  const { plain, merged } = entry;
-  if (!plain || !merged) return;
-  entry.speedUp = plain.seconds / merged.seconds;
-  entry.pixels = await Promise.all([pixelsOf(plain.blob), pixelsOf(merged.blob)]);
-  entry.psnr = psnr(...entry.pixels);
-  entry.ssim = ssim(...entry.pixels);
+// A server that does not answer
+
+function onSilence(silent) {
+  show("silence", silent);
+  $("silence").textContent = silent ? text("silent") : "";
+}
+
+/** Look until the server is back, and take its model: it may be another one. */
+async function watch() {
+  if (watching) return;
+  watching = true;
+  show("silence", true);
+  $("silence").textContent = text("gone");
+  while ((await serverState()) !== "ready") await pause(POLL);
+  watching = false;
+  show("silence", false);
+  try {
+    const renewed = await loadModel();
+    if (JSON.stringify({ ...renewed, created: 0 }) !== JSON.stringify({ ...model, created: 0 })) location.reload();
+    model = renewed;
+    form.renewModel(model);
+    show("error", false);
+    setStatus(text("back"));
+  } catch (error) {
+    await showError(error);
+  }
 }
 
 async function showError(error) {
@@ -172,109 +200,11 @@ async function showError(error) {
     await askKey(true);
     return;
   }
-  const isField = error.field && FIELDS.includes(error.field);
-  if (isField) {
-    showFieldError(error.field, error.values.message);
-    $(error.field).focus();
-  }
+  if (error.field) form.showServerError(error.field, error.values.message);
   $("error").textContent =
     error instanceof ApiError ? text(error.code, error.values) : text("failed", { message: error.message });
   show("error", true);
-}
-
-// Comparison
-
-const psnrText = (value) => (value === Infinity ? text("equal") : text("decibels", { value: number(value, 1) }));
-
-function showEntry(entry) {
-  const { settings, plain, merged } = entry;
-  const [width, height] = settings.size.split("x").map(Number);
-  const prompt = settings.prompt || text("noPrompt");
-  const both = Boolean(plain && merged);
-  show("empty", false);
-  show("drawn", true);
-  $("frame").style.setProperty("--shape", width / height);
-  $("frame").classList.toggle("single", !both);
-  for (const [name, image] of Object.entries({ plain, merged })) {
-    show(name, Boolean(image));
-    show(`download-${name}`, Boolean(image));
-    $(`${name}-seconds`).textContent = image ? text("seconds", { seconds: number(image.seconds, 2) }) : "–";
-    if (!image) continue;
-    $(name).src = $(`download-${name}`).href = image.url;
-    $(`download-${name}`).download = `${name}_seed${settings.seed}.png`;
-    $(name).alt = text(`${name}Alt`, { prompt, ratio: settings.tome_ratio });
-  }
-  const details = { prompt, seed: settings.seed, steps: settings.steps, guidance: settings.guidance_scale };
-  $("caption").textContent = text("caption", { ...details, size: settings.size, ratio: settings.tome_ratio });
-  $("speed-up").textContent = both ? `${number(entry.speedUp, 2)}×` : "–";
-  $("psnr").textContent = both ? psnrText(entry.psnr) : "–";
-  $("ssim").textContent = both ? number(entry.ssim, 3) : "–";
-  const batch = Math.max(plain?.batch ?? 1, merged?.batch ?? 1);
-  show("shared", batch > 1);
-  $("shared").textContent = batch > 1 ? text("shared", { count: batch }) : "";
-  show("difference-figure", both);
-  if (both) {
-    const { largest, mean, white } = drawDifference($("difference"), ...entry.pixels);
-    const values = { largest, mean: number(mean, 1) };
-    $("white").textContent = white;
-    $("difference-text").textContent = text("differenceText", values);
-    $("difference").ariaLabel = text("differenceLabel", values);
-  }
-  setDownload("download-settings", JSON.stringify(resultOf(entry), null, 2), `settings_seed${settings.seed}.json`);
-  $("link").href = linkOf(settings);
-  moveDivider(50);
-}
-
-/** What the JSON file has: the settings and what was measured. */
-function resultOf({ settings, method, plain, merged, speedUp, psnr: db, ssim: similarity }) {
-  const time = (image) => (image ? { seconds: image.seconds, images_in_the_call: image.batch } : null);
-  const measures = { speed_up: speedUp ?? null, psnr: Number.isFinite(db) ? db : null, ssim: similarity ?? null };
-  return { model: model.id, ...settings, tome_method: method, plain: time(plain), merged: time(merged), ...measures };
-}
-
-function setDownload(id, content, name) {
-  URL.revokeObjectURL($(id).href);
-  $(id).href = URL.createObjectURL(new Blob([content], { type: "application/json" }));
-  $(id).download = name;
-}
-
-function moveDivider(percent) {
-  $("split").value = percent;
-  $("split").ariaValueText = text("splitValue", { percent: Math.round(percent) });
-  $("frame").style.setProperty("--split", `${percent}%`);
-}
-
-// History
-
-function addEntry(entry) {
-  const { settings } = entry;
-  entries.push(entry);
-  const image = document.createElement("img");
-  image.src = (entry.merged ?? entry.plain).url;
-  image.alt = "";
-  const button = document.createElement("button");
-  button.type = "button";
-  const prompt = settings.prompt || text("noPrompt");
-  button.ariaLabel = text("thumbnail", { prompt, seed: settings.seed, ratio: settings.tome_ratio });
-  button.title = button.ariaLabel;
-  const caption = document.createElement("span");
-  caption.textContent = prompt;
-  button.append(image, caption);
-  button.addEventListener("click", () => {
-    clearErrors();
-    fillForm(settings);
-    showEntry(entry);
-    history.replaceState(null, "", linkOf(settings));
-  });
-  const item = document.createElement("li");
-  item.append(button);
-  $("thumbnails").prepend(item);
-  show("history", true);
-  if (entries.length > MOST_ENTRIES) {
-    const oldest = entries.shift();
-    for (const one of [oldest.plain, oldest.merged]) if (one) URL.revokeObjectURL(one.url);
-    $("thumbnails").lastElementChild.remove();
-  }
+  if (model && ["unreachable", "interrupted"].includes(error.code)) watch();
 }
 
 // The key and the start
@@ -291,7 +221,10 @@ function askKey(wasWrong) {
       $("key").value = "";
       dialog.close();
       show("error", !accepted);
-      if (!accepted) $("error").textContent = text("noKey");
+      if (!accepted) {
+        $("error").textContent = text("noKey");
+        setStatus("");
+      }
       resolve(accepted);
     };
     $("key-form").onsubmit = async (event) => {
@@ -323,50 +256,90 @@ async function loadModelWithKey() {
   }
 }
 
-function fillChoices() {
-  $("model").textContent = text("model", { name: model.id });
-  const ratios = model.tome_ratios.filter((ratio) => ratio > 0);
-  const sizes = model.sizes.map((size) => [size, size.replace("x", " × ")]);
-  $("size").replaceChildren(...sizes.map(([value, label]) => new Option(label, value)));
-  $("tome_ratio").replaceChildren(...(ratios.length ? ratios : [0]).map((ratio) => new Option(ratio, ratio)));
-  const missing = !model.tome_ratios.includes(0) ? "noPlain" : ratios.length ? null : "noMerged";
-  show("exported", Boolean(missing));
-  $("exported").textContent = missing ? text(missing) : "";
-}
-
 async function untilReady() {
+  setStatus(text("loading"));
   for (;;) {
     const state = await serverState();
     if (state === "ready") return;
-    $("phase").textContent = text(state === "loading" ? "loading" : state === null ? "unreachable" : "ended");
-    await new Promise((resolve) => setTimeout(resolve, 1000));
+    setStatus(text(state === "loading" ? "loading" : state === null ? "unreachable" : "ended"));
+    await pause(1000);
   }
+}
+
+function startGlossary() {
+  const rows = TERMS.map((term) =>
+    make("div", { id: `term-${term}` }, make("dt", { textContent: text(`term_${term}`) }), make("dd", { textContent: text(`about_${term}`) })),
+  );
+  $("terms").replaceChildren(...rows);
+  for (const button of document.querySelectorAll(".term")) button.textContent = text(`term_${button.dataset.term}`);
+  document.addEventListener("click", ({ target }) => {
+    const term = target.closest?.(".term")?.dataset.term;
+    if (!term) return;
+    for (const row of rows) row.classList.toggle("wanted", row.id === `term-${term}`);
+    $("glossary").showModal();
+    $(`term-${term}`).scrollIntoView({ block: "nearest" });
+  });
+}
+
+function onKey(event) {
+  if (document.querySelector("dialog[open]")) return;
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    run(pairOf);
+  } else if (event.key === "Escape" && controller && !document.fullscreenElement) {
+    controller.abort();
+  }
+}
+
+function startButtons() {
+  $("settings").addEventListener("submit", (event) => {
+    event.preventDefault();
+    run(pairOf);
+  });
+  $("all").addEventListener("click", () => run(() => allOf(model.tome_ratios)));
+  $("again").addEventListener("click", () => {
+    const pair = shownPair(current);
+    run(againOf(pair[0] === pair[1] ? [pair[0]] : pair, REPEATS), true);
+  });
+  $("cancel").addEventListener("click", () => controller?.abort());
+  $("copy").addEventListener("click", async () => {
+    const copied = await navigator.clipboard?.writeText($("link").href).then(() => true, () => false);
+    $("copied").textContent = text(copied ? "copied" : "notCopied");
+  });
+  document.addEventListener("keydown", onKey);
 }
 
 async function start() {
   translate();
-  moveDivider(50);
-  $("settings").addEventListener("submit", onDraw);
-  $("cancel").addEventListener("click", () => controller?.abort());
-  $("new-seed").addEventListener("click", () => ($("seed").value = randomSeed()));
-  $("tome_ratio").addEventListener("change", showMethod);
-  $("split").addEventListener("input", () => moveDivider(Number($("split").value)));
-  $("copy").addEventListener("click", async () => {
-    const copied = await navigator.clipboard?.writeText($("link").href).then(() => true, () => false);
-    $("phase").textContent = text(copied ? "copied" : "notCopied");
-  });
+  startViewer();
+  startGlossary();
+  startButtons();
   try {
     await untilReady();
     if (!(await loadModelWithKey())) return;
-    fillChoices();
-    fillForm({ seed: randomSeed(), steps: model.steps, guidance_scale: model.guidance_scale });
-    readLink();
-    window.addEventListener("hashchange", readLink);
-    $("draw").disabled = false;
-    $("phase").textContent = text("ready");
+    form.startForm(model);
+    await openHistory(model.id, selectEntry);
+    const isRestored = form.restoreLink();
+    const settings = isRestored ? form.settingsOrNull() : null;
+    if (settings) await showEarlier(settings);
+    window.addEventListener("hashchange", form.restoreLink);
+    for (const id of ["generate", "all"]) $(id).disabled = false;
+    show("all", hasRatios());
+    setStatus(text("ready"));
   } catch (error) {
     await showError(error);
   }
+}
+
+/** Show the entry of these settings, if the history has one. */
+async function showEarlier({ tome_ratio, ...settings }) {
+  const isEqual = (entry) => keyOf(entry.settings, null, null) === keyOf({ ...settings, strength: entry.settings.strength }, null, null);
+  const entry = findEntry(isEqual);
+  if (!entry) return;
+  if (entry.source) form.fillForm({ ...entry.settings, tome_ratio }, entry.source);
+  entry.shown = pairOf(tome_ratio).toReversed();
+  showThumbnails(entry);
+  await showCurrent(entry);
 }
 
 start();

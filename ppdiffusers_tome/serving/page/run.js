@@ -1,0 +1,64 @@
+// What one press of a button generates, image by image. Nothing here needs a document or a server.
+
+/** The ratios that a press generates, plain first: those of `wanted` that are exported and not generated yet. */
+export function planOf(wanted, exported, images) {
+  return wanted.filter((ratio, index) => exported.includes(ratio) && !images[ratio] && wanted.indexOf(ratio) === index);
+}
+
+/** What "Generate" wants: plain, and the ratio. */
+export function pairOf(ratio) {
+  return [0, ratio];
+}
+
+/** What "Compare all ratios" wants: all exported ratios, from plain on. */
+export function allOf(exported) {
+  return [...exported].sort((a, b) => a - b);
+}
+
+/** What "Measure again" wants: the two ratios in turns, so that a slow moment of the machine does not meet one only. */
+export function againOf(pair, times) {
+  return Array.from({ length: times }, () => pair).flat();
+}
+
+/**
+ * Generate images one after the other.
+ * @param ratios in their order
+ * @param generate makes the image of a ratio: (ratio, onProgress) => Promise
+ * @param onState called with each change: {ratio, index, count, position, step, steps, wait}; `wait` seconds before
+ *     another try, when the server was not ready
+ * @param onImage called with each ratio and its image, as soon as it is there
+ * @param sleep waits: (seconds) => Promise, which is rejected when the run is cancelled
+ * @returns {Promise<void>} rejected with the first error but 503; the images before it have been reported
+ */
+export async function runImages({ ratios, generate, onState, onImage, sleep }) {
+  for (const [index, ratio] of ratios.entries()) {
+    const start = { ratio, index, count: ratios.length, position: 0, step: 0, steps: 0, wait: 0 };
+    for (let image = null; image === null; ) {
+      onState(start);
+      try {
+        image = await generate(ratio, (progress) => onState({ ...start, ...progress }));
+      } catch (error) {
+        if (error.code !== "unavailable") throw error;
+        const wait = Math.min(60, Number(error.values.seconds) || 5);
+        onState({ ...start, wait });
+        await sleep(wait);
+        continue;
+      }
+      await onImage(ratio, image);
+    }
+  }
+}
+
+/** The share of a run that is finished; null while steps of the first image are not known. */
+export function shareOf({ index, count, step, steps }) {
+  if (steps === 0 && index === 0) return null;
+  return (index + (steps ? step / steps : 0)) / count;
+}
+
+/** An image with the times of another one of the same ratio added. The first step of each run only warms up. */
+export function withTimes(earlier, image) {
+  const steps = image.steps.slice(1);
+  if (!earlier) return { ...image, steps, runs: 1 };
+  const batch = Math.max(earlier.batch, image.batch);
+  return { ...earlier, batch, steps: [...earlier.steps, ...steps], runs: earlier.runs + 1 };
+}
