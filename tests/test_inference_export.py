@@ -150,7 +150,7 @@ def test_defaults_of_a_model_are_in_its_export(exported_folder, tiny, tmp_path):
     (model / "defaults.json").write_text('{"steps": 9, "prompts": ["a fox"]}')
     pipe = copy.copy(tiny)
     pipe.register_to_config(_name_or_path=str(model))
-    manifest = export(pipe, folder, 0, [(32, 32)], image_to_image=True, others=exported_folder)
+    manifest = export(pipe, folder, 0, [(32, 32)], image_to_image=True, linked=unmerged_programs(exported_folder))
     assert (folder / "defaults.json").read_text() == (model / "defaults.json").read_text()
     assert "defaults.json" in manifest.files and manifest.name == "fox_sd"
     assert read_manifest(folder, verify=True) == manifest and not (exported_folder / "defaults.json").exists()
@@ -230,7 +230,7 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny, tmp_
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
     configs = [ToMeConfig(ratio, sx=3, match="grid") for ratio in (0.833333, -0.0)]
-    options = {"image_to_image": False, "overwrite": False, "controlnet": True, "format": "paddle"}
+    options = {"image_to_image": False, "merge_map": False, "overwrite": False, "controlnet": True, "format": "paddle"}
     configs = check_request(lambda: tiny, tmp_path / "out", configs, None, **options).configs
     assert list(configs) == [1 - 1 / 6, 0.0] and find_ratio(0.833333, configs) == 1 - 1 / 6
     assert ratio_name([*configs][1]) == "0"

@@ -36,7 +36,7 @@ class Cache:
         """The program of a key; None if it is not stored, or a file is missing."""
         if (fields := self.load(key)) is None:
             return None
-        file = TypeAdapter(ProgramFile).validate_python(fields)
+        file = TypeAdapter(ProgramFile).validate_json(json.dumps(fields))
         return file if all((self.folder / path).is_file() for path in file.paths) else None
 
     def store_program(self, file: ProgramFile, key: str) -> None:

@@ -4,9 +4,10 @@ import asyncio
 import base64
 import time
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from ..generation.png import load_image
 from ..inference.manifest import Size
@@ -20,7 +21,7 @@ from .queue import ImageQueue
 from .tickets import RequestProgress
 
 NAMES = {"images": "n", "ratio": "tome_ratio"}
-FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale", "strength")
+FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
 
 
 def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
@@ -29,7 +30,9 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     limits, types = queue.limits, protocol.bounds(queue.limits)
     handler = RequestHandler(queue, config, NAMES)
     Body = protocol.narrow(protocol.ImageRequest, {NAMES.get(field, field): types[field] for field in FIELDS})
-    Prompt = protocol.narrow(protocol.TokensRequest, {"prompt": types["prompt"]})
+    Prompt = protocol.narrow(
+        protocol.TokensRequest, {"prompt": Annotated[str, Field(max_length=limits.prompt_characters)]}
+    )
     errors = responses(protocol.OpenAIErrorResponse, 404, 411, 413, 415, 422, 429, 500, 503, 504)
     created = int(time.time())
     sizes = {"auto": limits.sizes[0], **{str(size): size for size in limits.sizes}}

@@ -101,7 +101,9 @@ class ImageRequest(Strict):
     negative_prompt: str | None = Field(None, description="what the image should not show")
     tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
     image: str | None = Field(None, description="to start from: PNG, JPEG or WEBP in base64 or a data URL")
-    strength: float | None = Field(None, description="share of the steps that run on the image; 0.75 if absent")
+    strength: float | None = Field(
+        None, gt=0, le=1, description="share of the steps that run on the image; 0.75 if absent"
+    )
     merge_map: bool | None = Field(None, description="with `stream`: also answer which tokens merged at the last step")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
