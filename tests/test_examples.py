@@ -239,7 +239,7 @@ def test_tiny_random_models(examples, monkeypatch, tmp_path, capsys, script):
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "random weights: the images are noise"
     assert list(table(out)) == ["plain", "0.5"]
-    assert ("MACs cannot be counted" in out) == (script == "sd3")
+    assert "MACs cannot be counted" not in out
     *above, (plain,), (half,) = cells(tmp_path / "outputs" / f"{script}_64.png", len(before) + 2, columns=1)
     assert plain.std() > 5 and not np.array_equal(plain, half)
     assert f"Rows {', '.join([*before, 'plain', '0.5'])}: " in out and len(above) == len(before)
@@ -249,8 +249,7 @@ def test_tiny_random_models(examples, monkeypatch, tmp_path, capsys, script):
     result = json.loads((tmp_path / "outputs" / f"{script}_64.json").read_text(encoding="utf-8"))
     assert (result["model"], result["guidance_scale"], result["size"]) == (f"tiny random {script}", guidance, 64)
     assert [(arm["tokens"], arm["kept"]) for arm in result["arms"]] == [(tokens, tokens), (tokens, kept)]
-    saved = result["arms"][1]["macs_saved"]
-    assert saved is None if script == "sd3" else saved > 0
+    assert result["arms"][1]["macs_saved"] > 0
 
 
 def test_joint_attention_equals_that_of_ppdiffusers(examples):

@@ -240,7 +240,8 @@ def change(folder, schedule):
 
 def request(pipe, ratios, controlnet=True, **settings):
     configs = [ToMeConfig(ratio=ratio, **settings) for ratio in (ratios if isinstance(ratios, list) else [ratios])]
-    options = {"image_to_image": True, "overwrite": False, "controlnet": controlnet, "format": "paddle"}
+    options = {"image_to_image": True, "merge_map": False, "overwrite": False}
+    options |= {"controlnet": controlnet, "format": "paddle"}
     return check_request(lambda: pipe, "/nowhere", configs, [(32, 32)], **options)
 
 
