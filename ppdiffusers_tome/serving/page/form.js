@@ -11,6 +11,7 @@ const EXPLAINED = { window: /windows of/, proportional: /proportional/ }; // ter
 let model = null;
 let source = null; // the start image: {blob, name}, cut to the size in the form
 let original = null; // as it was dropped, chosen or pasted: {bitmap}, or null if it comes from the history
+let choices = 0; // start images that were chosen so far: one that is read slowly must not replace a later one
 let counting = null; // AbortController of the latest count of tokens
 
 export function randomSeed() {
@@ -161,6 +162,7 @@ async function showTokens(signal) {
 function setSource(image, from) {
   source = image;
   original = from;
+  if (!from) choices += 1;
   show("image-preview", Boolean(image));
   show("image-remove", Boolean(image));
   show("strength-field", Boolean(image));
@@ -194,10 +196,19 @@ export async function base64Of(blob) {
   return btoa(binary);
 }
 
+/** Take an image as the start image, unless another image or size is chosen before it is cut. */
+async function place(from) {
+  original = from;
+  const size = $("size").value;
+  const image = await cut(from.bitmap);
+  if (original === from && $("size").value === size) setSource(image, from);
+}
+
 async function useImage(file) {
+  const choice = ++choices;
   try {
     const bitmap = await createImageBitmap(file);
-    setSource(await cut(bitmap), { bitmap });
+    if (choice === choices) await place({ bitmap });
   } catch {
     $("more").open = true;
     $("image-error").textContent = text("notReadable", { file: file.name });
@@ -253,9 +264,7 @@ function startFiles() {
     setSource(null, null);
     $("image-choose").focus({ preventScroll: true });
   });
-  $("size").addEventListener("change", async () => {
-    if (original) setSource(await cut(original.bitmap), original);
-  });
+  $("size").addEventListener("change", () => original && place(original));
 }
 
 // The start
