@@ -2,6 +2,7 @@
 
 const SCALES = [16, 32, 64, 128, 255]; // levels that may be white in a difference map
 const FEWEST = 3; // times that show a spread
+const NEAR = 1.02; // times as fast: a busy machine makes as much
 
 /** Mean squared error over pixels and colors. */
 function squaredError(a, b) {
@@ -77,10 +78,12 @@ export function spreadOf(values) {
 /**
  * How two spreads of seconds per step compare.
  * @returns {{kind: "unknown"|"same"|"differs", factor: number}} how many times as fast the second is; "same" where the
- * spreads overlap, "unknown" with too few times
+ * spreads overlap or the medians are near each other, "unknown" with too few times
  */
 export function compareTimes(a, b) {
   if (!a || !b || a.count < FEWEST || b.count < FEWEST) return { kind: "unknown", factor: NaN };
+  const factor = a.median / b.median;
+  const isNear = Math.max(factor, 1 / factor) <= NEAR;
   const overlap = a.low <= b.high && b.low <= a.high;
-  return { kind: overlap ? "same" : "differs", factor: a.median / b.median };
+  return { kind: overlap || isNear ? "same" : "differs", factor };
 }
