@@ -26,6 +26,11 @@ from PIL import Image
 ROOT = Path(__file__).parents[3]
 THINGS = (ROOT / "examples" / "emoji_sd" / "training" / "concepts.txt").read_text(encoding="utf-8").split()
 STYLES = ("a 3d render of", "a flat drawing of")
+# Frequent things, as in photographs a few kinds are in most of them: three of four things are one of these.
+FREQUENT = (
+    "fox owl penguin frog duck octopus tulip cactus sunflower mushroom pizza avocado strawberry cupcake watermelon teapot"
+).split()
+FREQUENT_SHARE = 0.75
 FIRST_TRAINING_SEED = 1_000_000
 SIDE = 256  # px of a cut-out thing
 
@@ -44,6 +49,10 @@ COLOURS = {
     "black": (230, 0.15, 0.16),
     "white": (45, 0.08, 0.86),
 }
+
+
+CHANCES = np.where([thing in FREQUENT for thing in THINGS], FREQUENT_SHARE / len(FREQUENT), 0)
+CHANCES += np.where(CHANCES > 0, 0, (1 - FREQUENT_SHARE) / (len(THINGS) - len(FREQUENT)))
 
 
 def is_held_out(thing, background):
@@ -347,7 +356,7 @@ class Scenes:
         self.things = data["rgba"]  # [109, 2 styles, SIDE, SIDE, 4] uint8
         self.shares = (self.things[..., 3] / 255.0).mean((2, 3))  # of the square that a thing covers
 
-    def __call__(self, seed, size=256, counts=(0.1, 0.5, 0.28, 0.12)):
+    def __call__(self, seed, size=256, counts=(0.1, 0.66, 0.18, 0.06)):
         """Scene number `seed` as uint8 [size, size, 3], and its caption.
 
         `counts` has the shares of scenes with no thing, one, two and three.
@@ -357,7 +366,7 @@ class Scenes:
         usual = OFTEN.get(background)
         colour = str(rng.choice(usual)) if usual and rng.random() < 0.7 else str(rng.choice(list(COLOURS)))
         count = int(rng.choice(len(counts), p=counts))
-        chosen = [(int(i), int(rng.integers(2))) for i in rng.choice(len(THINGS), count, replace=False)]
+        chosen = [(int(i), int(rng.integers(2))) for i in rng.choice(len(THINGS), count, replace=False, p=CHANCES)]
         if seed >= FIRST_TRAINING_SEED and any(is_held_out(THINGS[i], background) for i, _ in chosen):
             return self(seed + (1 << 40), size, counts)
         image = BACKGROUNDS[background](rng, *GRIDS[size], shades_of(rng, colour))
@@ -378,7 +387,7 @@ class Scenes:
         taken = np.zeros((size, size), np.float32)
         for (i, style), share in zip(chosen, shares, strict=True):
             side = float(np.clip(math.sqrt(share / self.shares[i, style]), 0.28, 0.95))
-            angle, mirror = rng.normal(0, 14), rng.random() < 0.5
+            angle, mirror = rng.normal(0, 9), rng.random() < 0.5
             candidates = []
             for _ in range(8 if len(chosen) > 1 else 1):
                 reach = max(0.5 - side / 2 + 0.08, 0.04)

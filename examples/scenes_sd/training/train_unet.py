@@ -57,7 +57,7 @@ PROMPTS = [
     "a 3d render of fox on red bricks",
     "a flat drawing of tulip on green grass",
     "a 3d render of pizza on blue waves",
-    "a flat drawing of rocket on purple night sky",
+    "a flat drawing of duck on purple night sky",
     "brown wood",
     "blue clouds",
     "a 3d render of owl and a flat drawing of cactus on gray gravel",
