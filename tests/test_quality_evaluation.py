@@ -186,7 +186,7 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
     assert "prompts.txt does not exist: general prompts are used; --prompts names others" in capsys.readouterr().err
     defaults.write_text('{"guidance": 1.5}')
     assert main(command) == 2
-    assert f"{folder}, its default settings: guidance: " in capsys.readouterr().err
+    assert f"{defaults}: guidance: " in capsys.readouterr().err
 
 
 def test_bf16_is_measured_beside_merging(model, tmp_path, monkeypatch, planned):
