@@ -24,9 +24,7 @@ PR_SET_PDEATHSIG = 1  # from Linux' sys/prctl.h
 Send = Callable[[Case | tuple[str | None, str]], None]
 
 
-def run(
-    connection: Connection, errors: str, case: Case, timing: Timing, programs: Path, skip: Sequence[str]
-) -> None:
+def run(connection: Connection, errors: str, case: Case, timing: Timing, programs: Path, skip: Sequence[str]) -> None:
     """The worker process: `measure_case` with a connection to send to, and a file for what is printed."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 1)
