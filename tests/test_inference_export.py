@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -510,3 +511,8 @@ def test_a_model_folder_is_required(exported_folder, tmp_path):
     }.items():
         with pytest.raises(ToMeConfigError, match=f"^{folder} {reason}"):
             require_model_folder(folder)
+
+
+def test_manifest_is_frozen(exported_folder):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read_manifest(exported_folder).ratios = ()

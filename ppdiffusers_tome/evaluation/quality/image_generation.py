@@ -50,7 +50,7 @@ def model_defaults(model: str) -> ModelDefaults:
     pipe, own = load_model(model), read_defaults(Path(model))
     parameters = inspect.signature(type(pipe).__call__).parameters
     grid = latent_grid(vars(pipe).get("unet"))
-    values = {"size": grid and max(grid) * vae_factor(pipe)}
+    values: dict[str, Any] = {"size": grid and max(grid) * vae_factor(pipe)}
     for name, parameter in (("steps", "num_inference_steps"), ("guidance_scale", "guidance_scale")):
         values[name] = parameters[parameter].default if parameter in parameters else None
     values |= {name: value for name, value in vars(own).items() if value is not None}
