@@ -254,13 +254,10 @@ def model(tmp_path_factory):
     return folder
 
 
-def messages_of_this_process(case, settings, programs, skip):
+def messages_of_this_process(*arguments):
     """In place of a worker process, which takes seconds to start."""
     messages = []
-    measure_case(
-        lambda message: messages.append(copy.deepcopy(message)),
-        *(case, settings.rounds, settings.warm_up, settings.threads, programs, skip),
-    )
+    measure_case(lambda message: messages.append(copy.deepcopy(message)), *arguments)
     return messages
 
 

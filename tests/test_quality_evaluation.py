@@ -94,10 +94,9 @@ def test_real_images_are_compared_too(evaluated):
     assert set(result["calibration"]) >= {"real halves", "real, blurred", "plain against real"}
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "eager"])  # the other tests use predictors
-def test_methods_and_photographs(model, tmp_path, backend):
+def test_methods_and_photographs(model, tmp_path):
     options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "sx=4"]
-    command = ["evaluate", "--model", str(model), *options, "--backend", backend, "--output", str(tmp_path)]
+    command = ["evaluate", "--model", str(model), *options, "--backend", "eager", "--output", str(tmp_path)]
     assert main(command) == 0
     result = read_json(tmp_path / "quality.json")
     assert result["strength"] == 0.5
@@ -186,7 +185,7 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
     assert "prompts.txt does not exist: general prompts are used; --prompts names others" in capsys.readouterr().err
     defaults.write_text('{"guidance": 1.5}')
     assert main(command) == 2
-    assert f"{folder}, its default settings: guidance: " in capsys.readouterr().err
+    assert f"{defaults}: guidance: " in capsys.readouterr().err
 
 
 def test_bf16_is_measured_beside_merging(model, tmp_path, monkeypatch, planned):

@@ -69,6 +69,16 @@ def test_the_eager_engine_generates_as_the_pipeline_does_and_leaves_no_trace(pip
     assert np.abs(np.asarray(alone).astype(int) - merged[1]).max() <= 1
 
 
+def test_a_model_without_a_size_of_its_own_is_an_error(monkeypatch):
+    class Pipe:
+        def __call__(self, num_inference_steps=3):
+            pass
+
+    monkeypatch.setattr(image_generation, "load_model", lambda model: Pipe())
+    with pytest.raises(ToMeConfigError, match="model has no size of its own: pass --size"):
+        image_generation.model_defaults("model")
+
+
 def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
     def backend(batches):
         for batch in batches:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from ppdiffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
@@ -22,9 +21,7 @@ from ...generation.engine import Engine, load_engine
 from ...generation.jobs import Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate_identified
 from ...inference import Size, export_pipeline, read_manifest, unmerged_programs
-from ...inference.layout import DEFAULTS
-from ...inference.loading import load_for_export
-from ...inference.manifest import STRICT, first_error
+from ...inference.loading import ModelDefaults, load_for_export, read_defaults
 from ...models import latent_grid, vae_factor
 from ..cache import Cache, digest, program_key
 from ..environment import commit, model_files, sources, versions
@@ -43,37 +40,24 @@ def load_model(model: str) -> DiffusionPipeline:
 _load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
 
 
-class ModelDefaults(BaseModel):
-    """What a model's images have by default."""
-
-    model_config = STRICT
-
-    size: int | None  # px, height and width; None: the UNet's config has none
-    steps: int
-    guidance_scale: float
-    prompts: list[str] = []  # examples, for the page of `serve`
-
-
 def model_defaults(model: str) -> ModelDefaults:
-    """A model's own defaults: those in its DEFAULTS, then its UNet's size and its pipeline's defaults.
+    """A model's own size, steps and guidance scale: those of `read_defaults`, then its UNet's size and its pipeline's.
 
     Raises:
-        ToMeConfigError: DEFAULTS has another field or a value that is not allowed, or there is no size.
+        ToMeConfigError: as `read_defaults`, or one of them is not known.
         ToMeExportError: the model cannot be loaded.
     """
-    pipe, file = load_model(model), Path(model) / DEFAULTS
+    pipe, own = load_model(model), read_defaults(Path(model))
     parameters = inspect.signature(type(pipe).__call__).parameters
     grid = latent_grid(vars(pipe).get("unet"))
-    values = {"size": grid and max(grid) * vae_factor(pipe)}
+    values: dict[str, Any] = {"size": grid and max(grid) * vae_factor(pipe)}
     for name, parameter in (("steps", "num_inference_steps"), ("guidance_scale", "guidance_scale")):
-        values |= {name: parameters[parameter].default} if parameter in parameters else {}
-    try:
-        defaults = ModelDefaults(**{**values, **(read_json(file) if file.is_file() else {})})
-    except ValidationError as error:
-        raise ToMeConfigError(f"{model}, its default settings: {first_error(error)}") from None
-    if defaults.size is None:
-        raise ToMeConfigError(f"{model} has no size of its own (sample_size of its UNet's config): pass --size.")
-    return defaults
+        values[name] = parameters[parameter].default if parameter in parameters else None
+    values |= {name: value for name, value in vars(own).items() if value is not None}
+    for name in ("size", "steps", "guidance_scale"):
+        if values[name] is None:
+            raise ToMeConfigError(f"{model} has no {name} of its own: pass --{name.replace('_', '-')}.")
+    return ModelDefaults(**values)
 
 
 def _absolute(model: str) -> str:
