@@ -36,7 +36,7 @@ from ppdiffusers_tome.serving.app_config import AppConfig
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -r requirements-test.txt"
 )
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+AXE = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python").AXE_SCRIPT
 BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser: apt-get install chromium, or set CHROMIUM")
 expect = playwright.expect
@@ -71,9 +71,12 @@ class ColorEngine(FakeEngine):
     methods: ClassVar = {ratio: "ToMe, windows of 16, proportional" if ratio else "" for ratio in RATIOS}
     maps: ClassVar = {ratio: (np.arange(48).reshape(6, 8) * (1 - ratio)).astype(int) for ratio in RATIOS}
     seconds: ClassVar = {}  # of a step, by ratio
+    held = None  # a ratio whose first step waits until the gate is set
 
     def generate(self, jobs, should_stop=None):
         self.step_seconds = self.seconds.get(jobs[0].ratio, 0.0)
+        if jobs[0].ratio == self.held:
+            self.gate.clear()
         images = super().generate(jobs, should_stop)
         for image, job in zip(images, jobs, strict=True):
             image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
@@ -114,7 +117,7 @@ def fake(shared):
     """The server with plain colours; `engine.calls` has those of this test."""
     shared.engine.calls.clear()
     shared.engine.gate.set()
-    shared.engine.seconds = {}
+    shared.engine.seconds, shared.engine.held = {}, None
     return shared
 
 
@@ -179,7 +182,9 @@ def results_of(page):
 
 def serious_findings(page):
     """What axe-core finds, of impact serious or critical."""
-    results = axe.Axe().run(page).response
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE)
+    results = page.evaluate("axe.run(document, { resultTypes: ['violations'], elementRef: false })")
     assert len(results["passes"]) > 10
     rules = [rule for rule in results["violations"] if rule["impact"] in ("serious", "critical")]
     return [(rule["id"], [node["html"] for node in rule["nodes"]]) for rule in rules]
@@ -304,18 +309,21 @@ def test_prompt_that_the_text_encoder_cuts(browser, bundled):
 
 def test_compare_all_ratios(browser, fake):
     """Each image is shown as soon as it is there; any two of them are at the divider; maps have one scale."""
-    fake.engine.seconds = {0.25: 0.2}
+    fake.engine.held = 0.25
     with opened(browser, fake) as page:
-        fill(page, seed=9, steps=6)
+        fill(page, seed=9)
         page.click("#all")
         cards = page.locator("#ratios button")
         expect(cards).to_have_count(1)
         expect(page.locator("#step")).to_contain_text("image 2 of 4")
         assert page.locator("#ratios .missing").all_inner_texts()[0].startswith("ratio 0.25")
         expect(page.locator("#plot-figure")).to_be_hidden()
-        fake.engine.seconds = {0.5: 0.2, 0.75: 0.2}
+        fake.engine.held, fake.engine.seconds = 0.5, {0.75: 0.2}
+        fake.engine.gate.set()
         expect(cards).to_have_count(2)
         expect(page.locator("#plot .point")).to_have_count(2)
+        fake.engine.held = None
+        fake.engine.gate.set()
         expect(page.locator("#phase")).to_have_text("Done: 4 images.")
         assert [call[0].ratio for call in fake.engine.calls] == [0, 0.25, 0.5, 0.75]
         expect(page.locator("#plot .point")).to_have_count(4)
@@ -384,7 +392,7 @@ def test_plain_image_is_reused(browser, fake):
 
 def test_finished_plain_image_stays(browser, fake):
     """It is shown while the merged one is generated, and after a cancel, and after a reload."""
-    fake.engine.seconds = {0.5: 0.3}
+    fake.engine.held = 0.5
     with opened(browser, fake, refusals=ABORTED) as page:
         fill(page, prompt="a fox", seed=5, steps=30)
         page.click("#generate")
@@ -400,7 +408,8 @@ def test_finished_plain_image_stays(browser, fake):
         expect(page.locator("#phase")).to_have_text("Ready.")
         assert (page.input_value("#prompt"), page.input_value("#steps")) == ("a fox", "30")
         expect(page.locator("#right-name")).to_have_text("plain")
-        fake.engine.seconds = {}
+        fake.engine.held = None
+        fake.engine.gate.set()
         generate(page, done="Done: PSNR")
         assert [call[0].ratio for call in fake.engine.calls] == [0, 0.5, 0.5], "the plain image is of this server"
 
@@ -425,7 +434,7 @@ def test_speed_is_a_spread_and_not_a_number_of_one_image(browser, fake):
         expect(page.locator("#left-spread")).to_contain_text("28 steps")
         assert [call[0].ratio for call in fake.engine.calls[-6:]] == [0, 0.5] * 3
         fake.engine.seconds = {0.0: 0.1, 0.5: 0.1}  # long: other processes may take milliseconds of a step
-        generate(page, steps=12, seed=3)
+        generate(page, steps=9, seed=3)
         expect(page.locator("#speed")).to_have_text("about the same")
         expect(page.locator("#speed-note")).to_contain_text("the spreads overlap")
 
@@ -709,11 +718,33 @@ def test_places_in_the_queue_and_a_full_queue(browser):
 def test_server_that_is_not_ready_is_asked_again(browser, fake):
     with opened(browser, fake, refusals=[503]) as page:
         fill(page, seed=21)
+        page.clock.install()
         fake.queue.state = "loading"
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("The server is not ready. Trying again in 5 s.")
         fake.queue.state = "ready"
+        page.clock.fast_forward(5_000)
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
+
+
+def test_lost_connection(browser, fake):
+    """A stream stays silent though the server answers, as after a proxy or a network lost it: it is given up."""
+    with opened(browser, fake, refusals=ABORTED) as page:
+        fill(page)
+        page.clock.install()
+        page.route("**/generations", lambda route: None)  # never answered
+        page.click("#generate")
+        page.clock.fast_forward(9_000)
+        expect(page.locator("#silence")).to_be_hidden()
+        with page.expect_response("**/health"):
+            page.clock.fast_forward(1_500)
+        expect(page.locator("#silence")).to_contain_text("not answered for ten seconds")
+        page.wait_for_timeout(100)  # the page reads the answer
+        page.clock.fast_forward(10_500)
+        expect(page.locator("#phase")).to_have_text("The server is back.")
+        expect(page.locator("#silence")).to_be_hidden()
+        page.unroute_all()
+        generate(page, done="Done: PSNR")
 
 
 @pytest.fixture(scope="module")
@@ -739,10 +770,12 @@ def test_frozen_and_killed_server(browser, server_process):
     process.port = int(process.stdout.readline())
     process.url = f"http://127.0.0.1:{process.port}"
     with opened(browser, process, refusals=[*refusals, *ABORTED]) as page:
-        fill(page, steps=30)
+        fill(page, steps=20)
+        page.clock.install()
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
         process.send_signal(signal.SIGSTOP)
+        page.clock.fast_forward(10_500)
         expect(page.locator("#silence")).to_contain_text("not answered for ten seconds")
         assert serious_findings(page) == []
         process.send_signal(signal.SIGCONT)
@@ -758,6 +791,7 @@ def test_frozen_and_killed_server(browser, server_process):
         expect(page.locator("#right")).to_be_visible()
         process.wait()
         with serving(port=process.port):
+            page.clock.fast_forward(2_500)
             expect(page.locator("#phase")).to_have_text("The server is back.")
             expect(page.locator("#error")).to_be_hidden()
             generate(page, done="Done: PSNR")
@@ -828,12 +862,14 @@ def test_history(browser, fake):
             .get_attribute("title")
             .startswith("Show again: a fox & an owl")
         )
-        fake.engine.seconds = {0.0: 0.4, 0.5: 0.4}
+        fake.engine.held = 0.5
         fill(page, prompt="third", seed=3, steps=10)
         page.click("#generate")
         expect(page.locator("#step")).to_contain_text("of 10")
+        expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
         page.click("#thumbnails [title*=second]")
         expect(page.locator("#caption")).to_contain_text("seed 2")
+        fake.engine.gate.set()
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
         assert page.input_value("#prompt") == "second" and "seed 2" in page.inner_text("#caption")
         expect(entries).to_have_count(3)

@@ -1,7 +1,8 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { shownPair, ticksOf } from "./page/compare.js";
+import { shownPair } from "./page/compare.js";
 import { surplusOf } from "./page/history.js";
+import { placeLabels, ticksOf } from "./page/plot.js";
 import { FIT, clampView, scaleAt } from "./page/zoom.js";
 
 test("zooming leaves the point under the pointer where it is", () => {
@@ -38,4 +39,20 @@ test("ticks are round and around all values", () => {
   assert.deepEqual(ticksOf(0.42, 0.53), [0.4, 0.45, 0.5, 0.55]);
   assert.deepEqual(ticksOf(0, 3.6), [0, 1, 2, 3, 4]);
   assert.deepEqual(ticksOf(2, 2).length >= 1, true);
+});
+
+test("labels of points that are near each other do not overlap", () => {
+  const area = { left: 40, right: 308, top: 12, bottom: 168 };
+  const near = [[300, 168, "plain"], [302, 160, "0.25"], [296, 150, "0.5"], [305, 145, "0.75"]];
+  const points = near.map(([x, y, name]) => ({ x, y, name }));
+  const boxes = placeLabels(points, area).map(({ x, y }, index) => ({ x, y, width: 6 * points[index].name.length }));
+  for (const [index, a] of boxes.entries()) {
+    assert.ok(a.x >= area.left && a.x + a.width <= area.right && a.y <= area.bottom, `${points[index].name} is inside`);
+    for (const b of boxes.slice(index + 1)) {
+      assert.ok(Math.abs(a.y - b.y) >= 9 || a.x + a.width <= b.x || b.x + b.width <= a.x, JSON.stringify(boxes));
+    }
+    for (const { x, y } of points) assert.ok(x + 4 < a.x || x - 4 > a.x + a.width || y + 4 < a.y - 8 || y - 4 > a.y);
+  }
+  const alone = placeLabels([{ x: 100, y: 100, name: "0.5" }], area)[0];
+  assert.ok(alone.x > 100 && alone.x < 112 && alone.y < 100 && alone.y > 88, "to the right and above");
 });

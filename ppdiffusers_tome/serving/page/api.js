@@ -4,6 +4,7 @@ import { eventReader } from "./events.js";
 
 const SILENCE = 10_000; // ms without an event, of which the server sends one every five seconds
 const PATIENCE = 4_000; // ms for an answer of /health
+const POLL = 2_000; // ms between two looks at a server that does not answer
 
 let key = null;
 
@@ -33,7 +34,6 @@ async function request(path, options = {}) {
   throw errorOf(response.status, bodyOf(await response.text()), response.headers.get("Retry-After"));
 }
 
-
 function errorOf(status, { message = "", param = null }, retryAfter) {
   const values = { message: message || `HTTP ${status}`, seconds: retryAfter ?? "5" };
   const codes = { 401: "wrongKey", 422: "invalid", 429: "full", 503: "unavailable", 504: "timeout" };
@@ -45,6 +45,13 @@ export async function serverState() {
   return fetch("health", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) })
     .then((response) => response.json())
     .then((health) => health.state, () => null);
+}
+
+export const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+/** Look until the server answers what is wanted, or `isWanted` says that nobody waits any more. */
+export async function untilState(isReached, isWanted = () => true) {
+  while (isWanted() && !isReached(await serverState())) await pause(POLL);
 }
 
 /** The model that is served: sizes, ratios, defaults and bounds. */
@@ -74,12 +81,22 @@ export async function generate(settings, { onProgress, onSilence, signal }) {
   let image = null;
   let error = null;
   let silent = false;
+  let isLost = false; // the connection, while the server answers others
   let timer = null;
   let hasBegun = false; // an answer; after a network error, the status is 0
+  const watch = async () => {
+    onSilence((silent = true));
+    await untilState((state) => state !== null, () => silent);
+    if (!silent) return;
+    timer = setTimeout(() => {
+      isLost = true;
+      request.abort();
+    }, SILENCE);
+  };
   const listen = () => {
     clearTimeout(timer);
     if (silent) onSilence((silent = false));
-    timer = setTimeout(() => onSilence((silent = true)), SILENCE);
+    timer = setTimeout(watch, SILENCE);
   };
   const take = () => {
     if (request.status !== 200) return;
@@ -103,8 +120,9 @@ export async function generate(settings, { onProgress, onSilence, signal }) {
   signal.removeEventListener("abort", abort);
   take();
   clearTimeout(timer);
-  if (silent) onSilence(false);
+  if (silent) onSilence((silent = false));
   if (signal.aborted) throw signal.reason;
+  if (isLost) throw new ApiError("interrupted");
   if (request.status === 0) throw new ApiError(hasBegun ? "interrupted" : "unreachable");
   if (request.status !== 200) throw errorOf(request.status, bodyOf(request.responseText), request.getResponseHeader("Retry-After"));
   if (error ?? !image) throw error ?? new ApiError("interrupted");

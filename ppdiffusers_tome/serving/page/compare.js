@@ -4,6 +4,7 @@ import { $, make, promptElement, show } from "./dom.js";
 import { compareTimes, differenceOf, mapOf, psnr, rms, roundedSimilarity, spreadOf, ssim, whiteOf } from "./measures.js";
 import { countOf, drawGroups } from "./mergemap.js";
 import { linkOf } from "./settings.js";
+import { placeLabels, ticksOf } from "./plot.js";
 import { number, seconds, text } from "./texts.js";
 import { fitImages } from "./zoom.js";
 
@@ -151,7 +152,7 @@ function showMeasures(entry, pair, { between }) {
   const words = {
     unknown: [text("unknown"), text("unknownHint")],
     same: [text("same"), text("sameHint")],
-    differs: [text("asFast", { factor: number(factor, 2) }), text("fasterHint", { right: nameOfRatio(pair[1]) })],
+    differs: [text("asFast", { factor: number(factor, 2) }), text("fasterHint", { left: nameOfRatio(pair[0]), right: nameOfRatio(pair[1]) })],
   };
   $("speed").dataset.kind = kind;
   [$("speed").textContent, $("speed-note").textContent] = words[kind];
@@ -195,7 +196,7 @@ function showMergeMaps(entry, pair, { ratios, images }) {
     canvas.getContext("2d").putImageData(new ImageData(drawn.data, drawn.width, drawn.height), 0, 0);
     const { tokens, groups } = countOf(map);
     const values = { name: nameOfRatio(ratio), tokens: number(tokens, 0), groups: number(groups, 0) };
-    $("map-name").textContent = slider.ariaValueText = values.name;
+    slider.ariaValueText = values.name;
     $("map-text").textContent = text("mapText", values);
     canvas.ariaLabel = text("mapLabel", values);
   };
@@ -248,14 +249,9 @@ function svg(tag, attributes, content = "") {
   return element;
 }
 
-/** Round numbers below, between and above two numbers. */
-export function ticksOf(low, high, most = 4) {
-  const rough = (high - low || Math.abs(high) || 1) / most;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const first = Math.floor(low / step);
-  const count = Math.ceil(high / step) - first;
-  return Array.from({ length: count + 1 }, (_, index) => +((first + index) * step).toPrecision(12));
+/** A tick with the digits that the step between ticks has. */
+function tickText(ticks, tick) {
+  return number(tick, Math.max(0, -Math.floor(Math.log10(ticks[1] - ticks[0]) + 1e-9)));
 }
 
 /** Distance from plain over seconds per step: a point for each ratio, with the quartiles of its times. */
@@ -273,23 +269,26 @@ function showPlot(entry, { ratios, toPlain }) {
   const parts = [];
   for (const distance of distances) {
     parts.push(svg("line", { class: "grid", x1: left, x2: right, y1: y(distance), y2: y(distance) }));
-    parts.push(svg("text", { class: "tick", x: left - 6, y: y(distance) + 3.5, "text-anchor": "end" }, distance));
+    parts.push(svg("text", { class: "tick", x: left - 6, y: y(distance) + 3.5, "text-anchor": "end" }, tickText(distances, distance)));
   }
   for (const time of times) {
-    parts.push(svg("text", { class: "tick", x: x(time), y: bottom + 14, "text-anchor": "middle" }, time));
+    parts.push(svg("text", { class: "tick", x: x(time), y: bottom + 14, "text-anchor": "middle" }, tickText(times, time)));
   }
   parts.push(svg("text", { class: "axis", x: (left + right) / 2, y: 203, "text-anchor": "middle" }, text("plotX")));
   const axis = { class: "axis", x: 11, y: (top + bottom) / 2, "text-anchor": "middle" };
   parts.push(svg("text", { ...axis, transform: `rotate(-90 11 ${(top + bottom) / 2})` }, text("plotYShort")));
   const line = points.map(({ spread, distance }) => `${x(spread.median)},${y(distance)}`).join(" ");
   parts.push(svg("polyline", { class: "curve", points: line }));
-  for (const { ratio, distance, spread } of points) {
+  const names = points.map(({ ratio, distance, spread }) => {
+    const name = ratio === 0 ? text("plain") : number(ratio, 2);
+    return { x: x(spread.median), y: y(distance), name };
+  });
+  const places = placeLabels(names, { left, right, top, bottom });
+  for (const [index, { distance, spread }] of points.entries()) {
     const at = { cx: x(spread.median), cy: y(distance) };
     parts.push(svg("line", { class: "spread", x1: x(spread.low), x2: x(spread.high), y1: at.cy, y2: at.cy }));
     parts.push(svg("circle", { class: "point", ...at, r: 4 }));
-    const isRight = at.cx > right - 40;
-    const place = { x: at.cx + (isRight ? -7 : 7), y: at.cy - 6, "text-anchor": isRight ? "end" : "start" };
-    parts.push(svg("text", { class: "name", ...place }, ratio === 0 ? text("plain") : ratio));
+    parts.push(svg("text", { class: "name", ...places[index] }, names[index].name));
   }
   $("plot").replaceChildren(...parts);
   const described = points.map(({ ratio, distance, spread }) =>

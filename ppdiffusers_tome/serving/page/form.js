@@ -124,8 +124,8 @@ export function restoreLink() {
 function showMethod() {
   const ratio = Number($("tome_ratio").value);
   const method = model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
-  const percent = text("percent", { percent: number(100 * ratio, 0) });
-  $("method-words").textContent = ratio > 0 ? `${percent} ${methodText(method)}` : "";
+  const values = { percent: number(100 * ratio, 0), method: methodText(method) };
+  $("method-words").textContent = ratio > 0 ? text("percent", values) : "";
   const terms = Object.keys(EXPLAINED).filter((term) => ratio > 0 && EXPLAINED[term].test(method));
   const lines = terms.map((term) => make("li", {}, termButton(term), ` ${text(`line_${term}`)}`));
   $("method-terms").replaceChildren(...lines);

@@ -1,6 +1,6 @@
 // The page: what its buttons do, and the start.
 
-import { ApiError, generate, loadModel, serverState, setKey } from "./api.js";
+import { ApiError, generate, loadModel, pause, serverState, setKey, untilState } from "./api.js";
 import { psnrOf, psnrText, shownPair, showEntry } from "./compare.js";
 import { $, make, setStatus, show } from "./dom.js";
 import * as form from "./form.js";
@@ -11,7 +11,6 @@ import { text, translate } from "./texts.js";
 import { startViewer } from "./zoom.js";
 
 const REPEATS = 3; // of "Measure again"
-const POLL = 2_000; // ms between two looks at a server that does not answer
 const TERMS = ["token", "ratio", "window", "proportional", "psnr", "ssim"];
 
 let model = null; // as in GET /v1/models
@@ -19,8 +18,6 @@ let controller = null; // of the run that goes on
 let current = null; // the entry that is shown
 let following = true; // whether the run's images are shown: no entry was selected since its start
 let watching = false; // a server that cannot be reached
-
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 // Showing an entry
 
@@ -178,7 +175,7 @@ async function watch() {
   watching = true;
   show("silence", true);
   $("silence").textContent = text("gone");
-  while ((await serverState()) !== "ready") await pause(POLL);
+  await untilState((state) => state === "ready");
   watching = false;
   show("silence", false);
   try {

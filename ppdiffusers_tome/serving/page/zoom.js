@@ -88,6 +88,7 @@ function onPointerDown(event) {
   pane.addEventListener("pointerup", end, { once: true });
   pane.addEventListener("pointercancel", end, { once: true });
   if (moves) onMove(event);
+  $("split").focus({ preventScroll: true }); // so that the keys are those of the images
 }
 
 function onWheel(event) {
@@ -108,7 +109,13 @@ const ARROWS = { ArrowLeft: [PAN, 0], ArrowRight: [-PAN, 0], ArrowUp: [0, PAN], 
 
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const action = ACTIONS[event.key] ?? (event.shiftKey && ARROWS[event.key] && (() => pan(...ARROWS[event.key])));
+  const isInside = $("viewer").contains(event.target);
+  const isFree = event.target === document.body || (isInside && event.target.type !== "range");
+  const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  let action = null;
+  if (event.shiftKey && ARROWS[event.key]) action = isInside && (() => pan(...ARROWS[event.key]));
+  else if (side) action = isFree && !$("split").hidden && (() => moveDivider(+$("split").value + side));
+  else action = isInside && ACTIONS[event.key];
   if (!action) return;
   event.preventDefault();
   action();
@@ -133,7 +140,7 @@ export function startViewer() {
   });
   $("full-screen").hidden = !document.fullscreenEnabled;
   $("full-screen").addEventListener("click", toggleFullScreen);
-  $("viewer").addEventListener("keydown", onKey);
+  document.addEventListener("keydown", onKey);
   for (const pane of frames()) {
     pane.addEventListener("pointerdown", onPointerDown);
     pane.addEventListener("wheel", onWheel, { passive: false });
