@@ -48,7 +48,7 @@ REASONS = {
 }
 # Start of the name of a module, whose classes have the names of others that merge: why nothing merges in its models.
 MODULE_REASONS = {
-    "ppdiffusers.models.animate_anyone.": "its own kind of transformer block also attends to a reference image's tokens",
+    "ppdiffusers.models.animate_anyone.": "its own kind of block also attends to the tokens of a reference image",
 }
 # Prefix of the class name of a UNet block: why nothing merges in a UNet2DConditionModel made of such blocks.
 BLOCK_REASONS = {

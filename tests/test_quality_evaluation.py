@@ -115,6 +115,7 @@ def test_methods_and_photographs(model, tmp_path, backend):
     assert "## Methods" in page and "scikit-image's photographs (image-to-image, strength 0.5)" in page
 
 
+@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # of save_pretrained
 def test_stable_diffusion_3_without_an_export(tmp_path, capsys):
     """Its images are those of the pipeline itself: one call each, from the seed of its own."""
     pipe = ZOO["StableDiffusion3Pipeline"]().pipe

@@ -91,9 +91,7 @@ def check_model(evaluation: Evaluation) -> None:
     if "unet" not in pipe.components and evaluation.backend != EAGER:
         raise ToMeConfigError(f"{kind} without a UNet, which is not exported: pass --backend eager.")
     if evaluation.strength is not None and type(pipe) is not StableDiffusionPipeline:
-        raise ToMeConfigError(
-            f"{kind}: photographs (--strength) cannot be used, only with a StableDiffusionPipeline."
-        )
+        raise ToMeConfigError(f"{kind}: photographs (--strength) cannot be used, only with a StableDiffusionPipeline.")
 
 
 class EagerEngine(Engine):
