@@ -100,7 +100,7 @@ BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Layer, dict[str, Any]]], Grid, int
     SINGLE_STREAM: (
         partial(flux, num_layers=0, num_single_layers=1), Grid(64, 64), 1, "FLUX", "one single-stream block", 1024,
     ),
-    "Wan": (wan, Grid(60, 104), 5, "Wan 2.1 1.3B", "one block over 5 latent frames of 832×480 px", 480),
+    "Wan": (wan, Grid(60, 104), 5, "Wan 2.1 1.3B", "one block over 5 latent frames", 480),
     "SD3.5": (sd35, Grid(128, 128), 1, "Stable Diffusion 3.5 medium", "one block with two attentions", 1024),
 }  # fmt: skip
 

@@ -478,27 +478,60 @@ def test_no_schedule_in_hunyuanvideo():
 
 
 class Sample(paddle.nn.Layer):
-    """CogVideoX-2b with its output as a tensor, which a program needs."""
+    """CogVideoX with its output as a tensor, which a program needs."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, latents, text, timestep):
-        return self.model(hidden_states=latents, encoder_hidden_states=text, timestep=timestep).sample
+    def forward(self, latents, timestep, text, cos=None, sin=None):
+        rows = None if cos is None else (cos, sin)
+        return self.model(
+            hidden_states=latents, encoder_hidden_states=text, timestep=timestep, image_rotary_emb=rows
+        ).sample
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
 @pytest.mark.parametrize("kind", ["double", "real"])
-def test_program_of_cogvideox_2b_equals_eager(kind):
-    """Of the others ppdiffusers' own classes cannot be traced, plain or merged."""
-    model, inputs = getattr(FAMILIES[0], kind)(), FAMILIES[0].inputs()
+@pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.name)
+def test_program_of_cogvideox_equals_eager(family, kind):
+    """ppdiffusers' own classes of Wan and HunyuanVideo cannot be traced, plain or merged."""
+    model, inputs = getattr(family, kind)(), family.inputs()
     eager = run(apply_tome(model), inputs)
-    arguments = [inputs[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")]
+    arguments = [*list(inputs.values())[:3], *inputs.get("image_rotary_emb", ())]
     spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in arguments]
     program = paddle.jit.to_static(Sample(model), input_spec=spec, full_graph=True)
     with paddle.no_grad():
         np.testing.assert_array_equal(program(*arguments).numpy(), eager)
+
+
+@pytest.mark.parametrize("merge_attn", [True, "alone"])
+@pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[3]], ids=lambda family: family.name)
+def test_attention_that_is_cached(family, merge_attn):
+    """Pyramid Attention Broadcast, of ppdiffusers itself: after merging is applied, and not of merged tokens."""
+    config = newer_class("PyramidAttentionBroadcastConfig")(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(100, 800),
+        current_timestep_callback=lambda: 500,
+    )
+    model, inputs = family.real(), family.inputs()
+    other = {**inputs, "hidden_states": noise(*inputs["hidden_states"].shape, seed=8)}
+    plain = run(model, inputs)
+    model.enable_cache(config)
+    with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
+        run(model.apply_tome(merge_attn=merge_attn), inputs)
+    model.remove_tome().disable_cache()
+    merged, merged_other = (run(model.apply_tome(merge_attn=merge_attn), x) for x in (inputs, other))
+    model.enable_cache(config)
+    if family.is_hunyuan and merge_attn is True:
+        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass merge_attn="alone"'):
+            run(model, inputs)
+    else:
+        np.testing.assert_array_equal(run(model, inputs), merged)
+        assert not np.allclose(run(model, other), merged_other, atol=1e-3)  # the second pass takes what was cached
+    model.disable_cache()
+    np.testing.assert_array_equal(run(model, other), merged_other)
+    np.testing.assert_array_equal(run(model.remove_tome(), inputs), plain)
 
 
 @pytest.mark.parametrize("merge_attn", [True, "kv"])
