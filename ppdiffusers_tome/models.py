@@ -23,7 +23,7 @@ from ppdiffusers.models.unet_spatio_temporal_condition import UNetSpatioTemporal
 
 from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
-from .positions import Grid
+from .positions import Grid, check_ids, grid_of_ids
 
 SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
 TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
@@ -266,7 +266,7 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = Non
             )
         return grid
     if type(grid_layer).__name__ == "FluxPosEmbed":
-        return _grid_of_positions(x) if paddle.in_dynamic_mode() else _check_positions(x, before)
+        return grid_of_ids(x) if paddle.in_dynamic_mode() else check_ids(x, before)
     if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W], whose F frames become images of the batch
         raise ToMePassError(
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
@@ -280,35 +280,6 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = Non
             "Export one for each size, as export_pipeline(sizes=[(height, width), …]) does."
         )
     return _in_patches(grid_layer, Grid(h, w))
-
-
-def _grid_of_positions(ids: paddle.Tensor) -> Grid:
-    """The grid of image tokens whose frame, row and column [T + N, 3] come after those of the text, which are 0."""
-    positions = ids.cast("float32").numpy()  # NumPy has no bfloat16, in which a pipeline may pass them
-    grid = Grid(*(int(last) + 1 for last in positions[:, 1:].max(axis=0)))
-    if len(positions) < grid.tokens or (positions[-grid.tokens :] != _positions(grid)).any():
-        raise ToMePassError(
-            f"FluxPosEmbed got positions of {len(positions)} tokens that are not text and then one grid of "
-            f"{grid.h}×{grid.w}: merging needs one image. remove_tome() first."
-        )
-    return grid
-
-
-def _check_positions(ids: paddle.Tensor, grid: Grid | None) -> Grid:
-    """Let a program fail that gets positions of another grid than the one it was traced for, which is returned."""
-    if grid is None:
-        raise ToMePassError(
-            "a program of FLUX that merges is for one token grid, and none is known: run the model once at the size "
-            "that it is for, with merging, and then trace the same model."
-        )
-    expected = paddle.to_tensor(_positions(grid))
-    paddle.static.nn.control_flow.Assert((ids[-grid.tokens :].cast("float32") == expected).all())
-    return grid
-
-
-def _positions(grid: Grid) -> np.ndarray:  # [N, 3] float32
-    """Frame, row and column of each token of an image, as FLUX's pipelines pass them."""
-    return np.stack([np.zeros(grid.tokens), *np.divmod(np.arange(grid.tokens), grid.w)], axis=1).astype("float32")
 
 
 def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
