@@ -111,7 +111,7 @@ BEFORE = {
     ("docs/families.md", 0): VIDEO,
     ("tests/golden/README.md", 1): CASE,
 }
-OF_OTHER_PAGES = ("frontier_", "alternatives_", "flux_", "program_memory_")  # results
+OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_")  # results
 CONTINUES = [("docs/inference.md", 1)]  # in the process of the snippet before
 SMALL = {"128": "32", "192": "48"}  # px, for the exports of the tiny pipeline, which serving.md serves
 
