@@ -6,8 +6,8 @@
 
 OUT/SIZE is a pipeline in diffusers' format (averaged weights, float16) with a sheet of images, sheet.png, and all that
 is needed to go on, state.pt. It is written every twenty minutes of CPU time and at the end; the same command goes on
-from there, and without state.pt from the weights. Where OUT/SIZE is missing, 256 px goes on from examples/scenes_sd, and
-128 px from the UNet in its checkpoint/128. Otherwise:
+from there, and without state.pt from the weights. Where OUT/SIZE is missing, 256 px goes on from examples/scenes_sd,
+and 128 px from the UNet in its checkpoint/128. Otherwise:
 
 - 64 px, where an image costs a quarter of one at 128 px, starts from emoji_sd, with positions for 40 tokens, not 24;
 - 128 px starts from 64 px;

@@ -42,7 +42,7 @@ _load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
 
 
 def model_defaults(model: str) -> ModelDefaults:
-    """A model's own size, steps and guidance scale: those of `read_defaults`, then its denoiser's size and its pipeline's.
+    """A model's own size, steps and guidance scale: of `read_defaults`, then its denoiser's size and its pipeline's.
 
     Raises:
         ToMeConfigError: as `read_defaults`, or one of them is not known.
