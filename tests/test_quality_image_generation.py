@@ -98,9 +98,10 @@ def test_photographs_need_stable_diffusion(pipe, monkeypatch):
     from_photographs = replace(EVALUATION, strength=1.0)
     monkeypatch.setattr(image_generation, "load_model", lambda model: pipe)
     check_model(from_photographs)
-    monkeypatch.setattr(image_generation, "load_model", lambda model: object())
+    other = SimpleNamespace(image_processor=None, components={"unet": None})
+    monkeypatch.setattr(image_generation, "load_model", lambda model: other)
     check_model(EVALUATION)
-    with pytest.raises(ToMeConfigError, match=r"is a object: photographs.* only with a StableDiffusionPipeline"):
+    with pytest.raises(ToMeConfigError, match=r"is a SimpleNamespace: photographs.* only with a StableDiffusionPipeline"):
         check_model(from_photographs)
 
 
