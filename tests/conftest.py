@@ -110,6 +110,12 @@ def run(model, **changes):
     return out.sample.numpy()
 
 
+def program_of(layer, arguments):
+    """A layer as `paddle.jit` traces it, for the shapes and types of these arguments."""
+    spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in arguments]
+    return paddle.jit.to_static(layer, input_spec=spec, full_graph=True)
+
+
 def traces(model):
     """Everything that merging could leave behind on a model: classes, attributes, hooks, parameters."""
     layers = {}

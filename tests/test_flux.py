@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import paddle
 import pytest
-from conftest import traces
+from conftest import program_of, traces
 from ppdiffusers import DiffusionPipeline
 from ppdiffusers_source import newer_class
 from test_video_transformers import oracle
@@ -193,14 +193,14 @@ class Sample(paddle.nn.Layer):
 def test_program_equals_eager_and_fails_on_another_grid(model, settings):
     apply_tome(model, **settings)
     inputs = flux.inputs()
-    spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in inputs.values()]
-    program = paddle.jit.to_static(Sample(model), input_spec=spec, full_graph=True)
+    tensors = list(inputs.values())
+    program = program_of(Sample(model), tensors)
     with paddle.no_grad():
         with pytest.raises(ToMePassError, match="run the model once at the size that it is for"):
-            program(*inputs.values())
+            program(*tensors)
         eager = run(model)
-        program = paddle.jit.to_static(Sample(model), input_spec=spec, full_graph=True)
-        np.testing.assert_array_equal(program(*inputs.values()).numpy(), eager)
+        program = program_of(Sample(model), tensors)
+        np.testing.assert_array_equal(program(*tensors).numpy(), eager)
         with pytest.raises(ValueError, match="assert"):
             program(*{**inputs, "img_ids": flux.inputs(W, H)["img_ids"]}.values())
 

@@ -5,7 +5,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
-from conftest import repeat, sizes_of, traces
+from conftest import program_of, repeat, sizes_of, traces
 from paddle import nn
 from ppdiffusers.models.attention import JointTransformerBlock
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, JointAttnProcessor2_5
@@ -296,8 +296,7 @@ def test_program_of_heads_that_are_normalized_equals_eager(sd35):
     merged = draw(sd3, sd35.apply_tome())
     text, pooled, timestep = sd3_inputs().values()
     arguments = [noise(BATCH, 4, 16, 16), timestep, text, pooled]
-    spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in arguments]
-    program = paddle.jit.to_static(OfSD3(sd35), input_spec=spec, full_graph=True)
+    program = program_of(OfSD3(sd35), arguments)
     np.testing.assert_allclose(program(*arguments).numpy(), merged, atol=1e-6)
 
 

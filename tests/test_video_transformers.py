@@ -6,7 +6,7 @@ import cuda_attention
 import numpy as np
 import paddle
 import pytest
-from conftest import sizes_of, traces
+from conftest import program_of, sizes_of, traces
 from ppdiffusers_source import newer_class
 from zoo import video_transformers as zoo
 from zoo.noise import noise
@@ -499,8 +499,7 @@ def test_program_of_cogvideox_equals_eager(family, kind):
     model, inputs = getattr(family, kind)(), family.inputs()
     eager = run(apply_tome(model), inputs)
     arguments = [*list(inputs.values())[:3], *inputs.get("image_rotary_emb", ())]
-    spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in arguments]
-    program = paddle.jit.to_static(Sample(model), input_spec=spec, full_graph=True)
+    program = program_of(Sample(model), arguments)
     with paddle.no_grad():
         np.testing.assert_array_equal(program(*arguments).numpy(), eager)
 
