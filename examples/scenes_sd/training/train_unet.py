@@ -18,7 +18,6 @@ Runs on one thread of a CPU, in bfloat16 by autocast.
 """
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -31,8 +30,8 @@ from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionMod
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 from scenes import FIRST_TRAINING_SEED, ROOT, Scenes, sheet
+from train_vae import complete
 from train_vae import load as load_vae
-from train_vae import save as save_vae
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 EXAMPLE = ROOT / "examples" / "scenes_sd"
@@ -169,8 +168,8 @@ def fit_to_inner(unet, inner, latents, texts):
 class Stream:
     """Batches of (latents, token ids) of fresh scenes; each scene is used USES times, with other noise each time."""
 
-    def __init__(self, things, vae, factor, tokenizer, size, batch):
-        self.scenes, self.vae, self.factor, self.tokenizer = Scenes(things), vae, factor, tokenizer
+    def __init__(self, things, vae, tokenizer, size, batch):
+        self.scenes, self.vae, self.tokenizer = Scenes(things), vae, tokenizer
         self.size, self.batch = size, batch
         self.seed = FIRST_TRAINING_SEED + time.time_ns() % (1 << 39)  # a run that goes on sees other scenes
         self.latents, self.ids, self.used = None, None, 0
@@ -184,7 +183,7 @@ class Stream:
         pixels = torch.from_numpy(np.stack([image for image, _ in pairs])).permute(0, 3, 1, 2)
         with torch.autocast("cpu", torch.bfloat16):
             means = self.vae.encode(pixels.float() / 127.5 - 1).latent_dist.mean
-        latents, ids = means.float() * self.factor, tokens(self.tokenizer, [c for _, c in pairs])
+        latents, ids = means.float() * self.vae.config.scaling_factor, tokens(self.tokenizer, [c for _, c in pairs])
         if self.latents is None:
             self.latents, self.ids = latents, ids
         else:
@@ -210,7 +209,7 @@ def new_tokenizer():
 
 
 @torch.no_grad()
-def sample(unet, encoder, vae, factor, tokenizer, size, prompts, steps=20, guidance=3.0):
+def sample(unet, encoder, vae, tokenizer, size, prompts, steps=20, guidance=3.0):
     """One image for each prompt, uint8 [N, size, size, 3], by DDIM."""
     x = torch.randn(len(prompts), 4, size // 4, size // 4, generator=torch.Generator().manual_seed(0))
     text = encoder(tokens(tokenizer, [""] * len(prompts) + prompts))[0]
@@ -219,7 +218,7 @@ def sample(unet, encoder, vae, factor, tokenizer, size, prompts, steps=20, guida
         with torch.autocast("cpu", torch.bfloat16):
             empty, full = unet(torch.cat([x, x]), t, encoder_hidden_states=text).sample.float().chunk(2)
         x = scheduler.step(empty + guidance * (full - empty), t, x).prev_sample
-    images = vae.decode(x / factor).sample.clamp(-1, 1)
+    images = vae.decode(x / vae.config.scaling_factor).sample.clamp(-1, 1)
     return [(image.permute(1, 2, 0).numpy() * 127.5 + 128).clip(0, 255).astype(np.uint8) for image in images]
 
 
@@ -228,9 +227,8 @@ class Trainer:
         self.size, self.folder = options.size, options.out / str(options.size)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.vae = load_vae(EXAMPLE / "vae").eval()
-        self.factor = json.loads((EXAMPLE / "vae" / "config.json").read_text(encoding="utf-8"))["scaling_factor"]
         self.tokenizer = new_tokenizer()
-        self.stream = Stream(options.things, self.vae, self.factor, self.tokenizer, self.size, BATCH[self.size])
+        self.stream = Stream(options.things, self.vae, self.tokenizer, self.size, BATCH[self.size])
         self.start(options)
         self.modules = torch.nn.ModuleList([self.unet, self.encoder])
         self.parameters = [p for p in self.modules.parameters() if p.requires_grad]
@@ -319,14 +317,14 @@ class Trainer:
         os.replace(self.folder / "state.new", self.folder / "state.pt")
         current = [p.detach().clone() for p in self.parameters]
         self.put(self.averages)
-        images = sample(self.unet, self.encoder, self.vae, self.factor, self.tokenizer, self.size, PROMPTS)
+        images = sample(self.unet, self.encoder, self.vae, self.tokenizer, self.size, PROMPTS)
         sheet(images, 4).save(self.folder / "sheet.png")
+        vae = complete(self.vae, self.vae.config.scaling_factor)
         pipe = StableDiffusionPipeline(
-            self.vae, self.encoder, self.tokenizer, self.unet, scheduler, None, None, requires_safety_checker=False
+            vae, self.encoder, self.tokenizer, self.unet, scheduler, None, None, requires_safety_checker=False
         )
         pipe.to(dtype=torch.float16).save_pretrained(self.folder)
         pipe.to(dtype=torch.float32)
-        save_vae(self.vae, self.factor, self.folder / "vae")
         self.put(current)
 
     @torch.no_grad()
