@@ -11,8 +11,9 @@ and 128 px from the UNet in its checkpoint/128. Otherwise:
 
 - 64 px, where an image costs a quarter of one at 128 px, starts from emoji_sd, with positions for 40 tokens, not 24;
 - 128 px starts from 64 px;
-- 256 px starts from 128 px, with a new outer level from emoji_sd_256. As in emoji_sd_256's training, the inner levels
-  see pooled latents, whose noise has half its standard deviation, so the time embedding is fitted to that first.
+- 256 px starts from 128 px, with the outer level of examples/scenes_sd (of emoji_sd_256 the first time). As in
+  emoji_sd_256's training, the inner levels see pooled latents, whose noise has half its standard deviation, so the time
+  embedding is fitted to that first.
 
 Runs on one thread of a CPU, in bfloat16 by autocast.
 """
@@ -116,9 +117,9 @@ def start_from_emoji_sd(source):
 
 @torch.no_grad()
 def build_256(inner):
-    """The four-level UNet: outer level from emoji_sd_256, inner levels from the three-level UNet `inner`."""
+    """The four-level UNet: outer level from the example's, inner levels from the three-level UNet `inner`."""
     unet = new_unet(256)
-    outer = paddle_weights_in(ROOT / "examples" / "emoji_sd_256" / "unet")
+    outer = paddle_weights_in(EXAMPLE / "unet")
     inner = inner.state_dict()
     new = ("conv_in", "down_blocks.0", "up_blocks.3", "up_blocks.2.upsamplers", "conv_norm_out", "conv_out")
     state = {}
