@@ -1,12 +1,13 @@
 """Compare merging with what a user would choose instead: fewer steps, another scheduler, cached features, and both.
 
     python benchmarks/alternatives.py --model examples/emoji_sd --size 128        # images; a repeated run continues
-    python benchmarks/alternatives.py --model examples/emoji_sd --size 128 --time # time whole images: a quiet machine
+    python benchmarks/alternatives.py --model examples/emoji_sd --size 128 --time # time them: a quiet machine
     python benchmarks/alternatives.py report                                      # the page, from the results alone
 
 Every arm generates the same prompts from the same noise, by programs in ONNX Runtime that were checked against eager
 mode. Its distance is that to the plain image of all steps of the model's own scheduler. Its cost is the time of a
-whole image, with text encoder and VAE, in ONNX Runtime and in Paddle's predictor.
+whole image, with text encoder and VAE, in ONNX Runtime and in Paddle's predictor: the sum of its passes of the UNet,
+each timed in turns with all others, and of the rest, timed with a UNet that computes nothing.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class Arm:
     def reused(self) -> str:
         """What its steps other than full ones reuse; empty if all compute everything."""
         deep = f"deep{'er than the last layer' if self.last_layer else ''}" if self.every > 1 else ""
-        return deep or ("cross-attention" if self.gate else "")
+        return deep or (f"cross-attention{'' if self.guided else ' without guidance'}" if self.gate else "")
 
     def is_full(self, number: int) -> bool:
         """Whether the step of this number computes everything."""
@@ -241,7 +242,7 @@ class Passes:
 
     dtype = paddle.float32
 
-    def __init__(self, config: Any, arm: Arm, full: Callable, reusing: Callable | None) -> None:
+    def __init__(self, config: Any, arm: Arm, full: Callable, reusing: Callable | None = None) -> None:
         self.config, self._arm, self._full, self._reusing = config, arm, full, reusing
         self.number = 0  # of the next step
         self._features: dict[str, paddle.Tensor] = {}
@@ -265,6 +266,18 @@ class Passes:
         return (paddle.concat([prediction, prediction]),)
 
 
+def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
+    """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
+    parts = {"merging": arm.merging, "queries": arm.queries, "last_layer": arm.last_layer, "guided": arm.guided}
+    key = Arm(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
+    return [(key, reuses) for reuses in ((False, True) if arm.reused else (False,))]
+
+
+def pass_name(key: Arm, reuses: bool) -> str:
+    """The name of a pass."""
+    return f"{key.method or 'plain'} {key.reused}".strip() + (", reusing" if reuses else "")
+
+
 class Programs:
     """The programs of a model at one size, in a folder: each is traced when it is first needed."""
 
@@ -272,33 +285,25 @@ class Programs:
         self._evaluation = evaluation
         self._folder = folder / digest([sources(), model_files(evaluation.model), evaluation.size])
         self._pipeline = self._folder / "pipeline"
-        self._load = lru_cache(maxsize=6)(self._load_program)  # those of plain and of one arm in both runtimes
 
-    def engine(self, arm: Arm, runtime: str) -> tuple[Engine, Passes]:
+    def engine(self, arm: Arm, runtime: str, passes: Passes | None = None) -> tuple[Engine, Passes]:
         """What generates the images of an arm, and its UNet, whose `number` is to be set to 0 before each image."""
         if not (self._pipeline / "tome.json").exists():
             size, img2img = Size(self._evaluation.size, self._evaluation.size), self._evaluation.strength is not None
             pipe = load_model(self._evaluation.model)
             export_pipeline(pipe, self._pipeline, (0,), [size], image_to_image=img2img, format="both", overwrite=True)
         pipe = load_pipeline(self._pipeline, runtime=runtime, threads=self._evaluation.threads)
-        full, reusing = (self._load(*key, runtime) if key else None for key in self._keys(arm))
-        passes = Passes(pipe.unet.config, arm, full, reusing)
+        if passes is None:
+            passes = Passes(pipe.unet.config, arm, *(self.load(*key, runtime) for key in programs_of(arm)))
         parts = {**pipe.components, "unet": passes}
         if arm.dpm_solver:
             parts["scheduler"] = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
         kinds = (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline)
         return Engine(*(kind(**parts, requires_safety_checker=False) for kind in kinds)), passes
 
-    @staticmethod
-    def _keys(arm: Arm) -> Iterator[tuple[Arm, bool] | None]:
-        """The program of an arm's full steps, and that of the others, as arms that have equal programs have it."""
-        parts = {"merging": arm.merging, "queries": arm.queries, "last_layer": arm.last_layer}
-        key = Arm(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
-        yield key, False
-        yield (key, True) if arm.reused else None
-
-    def _load_program(self, key: Arm, reuses: bool, runtime: str) -> Any:
-        folder = self._folder / (f"{key.method or 'plain'} {key.reused}".strip() + (", reusing" if reuses else ""))
+    def load(self, key: Arm, reuses: bool, runtime: str) -> Any:
+        """The program of a pass: see `programs_of`."""
+        folder = self._folder / pass_name(key, reuses)
         record = folder / "program.json"
         if not record.exists():
             file = self._trace(key, reuses, folder)
@@ -306,24 +311,35 @@ class Programs:
         file = ProgramFile("unet", **json.loads(record.read_text(encoding="utf-8")))
         return RUNTIMES[runtime](threads=self._evaluation.threads).load(folder, file)
 
+    def inputs(self, key: Arm, reuses: bool) -> dict[str, paddle.Tensor]:
+        """Random inputs of the program of a pass, for an image with guidance."""
+        traceable, dims = self._traceable(key, reuses)
+        batch = 1 if reuses and not key.guided else 2
+        return {one.name: one.random(np.random.RandomState(0), {**dims, "batch": batch}) for one in traceable.inputs}
+
     def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
-        pipe, side = load_model(self._evaluation.model), self._evaluation.size
-        latent = side // vae_factor(pipe)
+        side = self._evaluation.size
+        with merging_queries(key.queries)() if key.queries else nullcontext(), Converter() as converter:
+            traceable, dims = self._traceable(key, reuses)
+            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.constant_ratio)
+            return tracing.save(traceable, planned, folder, "unet", dims, self._evaluation.threads, converter)
+
+    def _traceable(self, key: Arm, reuses: bool) -> tuple[programs.Traceable, dict[str, int]]:
+        """The layer of a pass, and the values of its inputs' named dimensions but the batch."""
+        pipe = load_model(self._evaluation.model)
+        latent = self._evaluation.size // vae_factor(pipe)
         dims = {"latent_height": latent, "latent_width": latent, "tokens": text_tokens(pipe)}
         traceable = programs.denoiser(pipe.unet, None)
         unet, random = traceable.layer.unet, np.random.RandomState(0)
         example = {one.name: one.random(random, {**dims, "batch": 2}) for one in traceable.inputs}
-        with merging_queries(key.queries)() if key.queries else nullcontext(), Converter() as converter:
-            if key.merging:
-                attach(unet, key.config, None)
-            layer = Pass(traceable.layer, key.reused_layers(unet), example)
-            layer.eval()
-            inputs = traceable.inputs
-            if reuses:  # a program has no inputs that it does not read
-                inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
-            traceable = programs.Traceable(layer, inputs)
-            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.constant_ratio)
-            return tracing.save(traceable, planned, folder, "unet", dims, self._evaluation.threads, converter)
+        if key.merging:
+            attach(unet, key.config, None)
+        layer = Pass(traceable.layer, key.reused_layers(unet), example)
+        layer.eval()
+        inputs = traceable.inputs
+        if reuses:  # a program has no inputs that it does not read
+            inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
+        return programs.Traceable(layer, inputs), dims
 
 
 def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:
@@ -363,40 +379,47 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
             continue
         images = generate_all(evaluation, arm, saved.engine(arm, runtime), folder / "images" / arm.name)
         entry = {"name": arm.name, "group": arm.group, "settings": asdict(arm)}
-        content["arms"].append({**entry, **compare({"": images}, {"": plain})[""], "seconds": {}})
+        content["arms"].append({**entry, **compare({"": images}, {"": plain})[""]})
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 
-def time_arms(
-    evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path, rounds: int
-) -> Iterator[str]:
-    """Time one whole image of each arm that has images and no time, in turns with a plain one, in each runtime."""
-    arms, saved = {arm.name: arm for arm in list_arms() if not arm.other_seed}, Programs(evaluation, folder)
-    for entry in content["arms"]:
-        arm = arms.get(entry["name"])
-        if arm is None or entry["seconds"] or (names and entry["name"] not in names):
-            continue
-        for runtime in TIMED:
-            turns = {}
-            for name, one in (("plain", Arm()), ("arm", arm)):
-                engine, job = saved.engine(one, runtime), jobs_of(evaluation, one)[0]
-                turns[name] = lambda engine=engine, job=job: generate(engine, job)
-            entry["seconds"][runtime] = time_in_turns(turns, rounds, warm_up=1)
-        ratios = (speed_up(entry, runtime) for runtime in TIMED)
-        yield f"{entry['name']}: {', '.join(f'{ratio:.2f}×' for ratio in ratios)}"
+def time_passes(evaluation: Evaluation, arms: Sequence[Arm], folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of each pass of the arms in turns, and of the rest of an image, in each runtime."""
+    seconds, saved, job = {}, Programs(evaluation, folder), jobs_of(evaluation, Arm())[0]
+    for runtime in TIMED:
+        engine = saved.engine(Arm(), runtime)
+        without = Passes(engine[1].config, Arm(), lambda sample, **_: [sample])
+        turns: dict[str, Callable] = {"rest": partial(generate, saved.engine(Arm(), runtime, without), job)}
+        for key, reuses in (key for arm in (Arm(), *arms) for key in programs_of(arm)):
+            if pass_name(key, reuses) not in turns:
+                program = saved.load(key, reuses, runtime)
+                turns[pass_name(key, reuses)] = partial(program, **saved.inputs(key, reuses))
+        seconds[runtime] = time_in_turns(turns, rounds, warm_up=1)
+    return seconds
 
 
-def speed_up(entry: dict[str, Any], runtime: str) -> float:
-    """How many times as fast as plain an arm's images are; NaN if it was not timed."""
-    seconds = entry["seconds"].get(runtime)
-    return ratio_within_rounds(seconds["plain"], seconds["arm"]).median if seconds else np.nan
+def image_seconds(arm: Arm, steps: int, seconds: dict[str, list[float]]) -> list[float]:
+    """Seconds of a whole image of an arm, in each round, from those of its passes."""
+    names = [pass_name(*key) for key in programs_of(arm)]
+    passes = [names[0 if arm.is_full(number) else 1] for number in range(arm.steps or steps)]
+    return [sum(each) for each in zip(seconds["rest"], *(seconds[name] for name in passes), strict=True)]
+
+
+def speed_up(result: dict[str, Any], arm: Arm, runtime: str) -> float:
+    """How many times as fast as plain an arm's images are; NaN if a pass of it was not timed."""
+    steps = round(result["steps"] * (result["strength"] or 1))
+    try:
+        plain, own = (image_seconds(one, steps, result["timing"]["seconds"][runtime]) for one in (Arm(), arm))
+    except (KeyError, TypeError):
+        return np.nan
+    return ratio_within_rounds(plain, own).median
 
 
 def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     """One row for each arm but other seeds, with its speed-up in each runtime; the fastest first."""
     frame = pd.DataFrame([arm for arm in result["arms"] if arm["group"] != CALIBRATION])
     for runtime in TIMED:
-        frame[runtime] = [speed_up(arm, runtime) for arm in frame.to_dict("records")]
+        frame[runtime] = [speed_up(result, Arm(**settings), runtime) for settings in frame["settings"]]
         frame[f"on_{runtime}"] = is_on_frontier(frame[runtime], frame["psnr"])
     return frame.sort_values(next(iter(TIMED)), ascending=False, kind="stable", ignore_index=True)
 
@@ -426,8 +449,8 @@ def plot(frame: pd.DataFrame, title: str, x: str, label: str) -> Figure:
 
 INTRODUCTION = """\
 How far images are from the plain ones (all steps, the model's own scheduler, the same noise), and how long an image
-takes: merging, what a user would choose instead, and both. Times are those of whole images with text encoder and VAE,
-one at a time, each in turns with plain.
+takes: merging, what a user would choose instead, and both. The time of a whole image is the sum of its passes of the
+UNet, each timed in turns with all others, and of the rest: text encoder, scheduler and VAE.
 
 - **n steps**: the model's own scheduler. **DPM-Solver++** (arXiv:2211.01095) is compared with the model's own
   scheduler too, so a part of its distance is that the two do not generate the same image in any number of steps.
@@ -534,12 +557,10 @@ def main() -> None:
         key: result[key] for key in ("command", "commit", "environment", "threads") if options.time
     }  # of the images
     folder = ROOT / "build" / file.stem
-    measured = (
-        time_arms(evaluation, content, options.only, folder, options.rounds)
-        if options.time
-        else measure(evaluation, content, options.only, folder)
-    )
-    for line in measured:
+    if options.time:
+        timed = [Arm(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
+        content["timing"]["seconds"] = time_passes(evaluation, timed, folder, options.rounds)
+    for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):
         write_result(file, make_result("experiments", command, **{"threads": threads, **about, **content, **made}))
         print(line, flush=True)
     shown = {"plain": "plain", **{name: name for name in SHEET}}
