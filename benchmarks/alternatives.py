@@ -279,19 +279,20 @@ def pass_name(key: Arm, reuses: bool) -> str:
 
 
 class Programs:
-    """The programs of a model at one size, in a folder: each is traced when it is first needed."""
+    """The programs of a model at one size, in `build/`: each is traced when it is first needed."""
 
-    def __init__(self, evaluation: Evaluation, folder: Path) -> None:
+    def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        self._folder = folder / digest([sources(), model_files(evaluation.model), evaluation.size])
+        self._folder = (
+            ROOT / "build" / "alternatives" / digest([sources(), model_files(evaluation.model), evaluation.size])
+        )
         self._pipeline = self._folder / "pipeline"
 
     def engine(self, arm: Arm, runtime: str, passes: Passes | None = None) -> tuple[Engine, Passes]:
         """What generates the images of an arm, and its UNet, whose `number` is to be set to 0 before each image."""
         if not (self._pipeline / "tome.json").exists():
-            size, img2img = Size(self._evaluation.size, self._evaluation.size), self._evaluation.strength is not None
-            pipe = load_model(self._evaluation.model)
-            export_pipeline(pipe, self._pipeline, (0,), [size], image_to_image=img2img, format="both", overwrite=True)
+            pipe, size = load_model(self._evaluation.model), Size(self._evaluation.size, self._evaluation.size)
+            export_pipeline(pipe, self._pipeline, (0,), [size], image_to_image=True, format="both", overwrite=True)
         pipe = load_pipeline(self._pipeline, runtime=runtime, threads=self._evaluation.threads)
         if passes is None:
             passes = Passes(pipe.unet.config, arm, *(self.load(*key, runtime) for key in programs_of(arm)))
@@ -357,16 +358,16 @@ def generate(engine: tuple[Engine, Passes], job: Any) -> np.ndarray:
 
 def generate_all(evaluation: Evaluation, arm: Arm, engine: tuple[Engine, Passes], folder: Path) -> np.ndarray:
     """uint8 [N, H, W, 3], also as files in a folder."""
-    images = [generate(engine, job) for job in jobs_of(evaluation, arm)]
+    images = np.stack([generate(engine, job) for job in jobs_of(evaluation, arm)])
     folder.mkdir(parents=True, exist_ok=True)
     for number, image in enumerate(images):
         Image.fromarray(image).save(folder / f"{number:04}.png")
-    return np.stack(images)
+    return images
 
 
 def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
     """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
-    saved, (runtime, *_) = Programs(evaluation, folder), TIMED
+    saved, (runtime, *_) = Programs(evaluation), TIMED
     plain_folder = folder / "images" / "plain"
     if not content["arms"]:
         shutil.rmtree(folder / "images", ignore_errors=True)
@@ -383,9 +384,9 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 
-def time_passes(evaluation: Evaluation, arms: Sequence[Arm], folder: Path, rounds: int) -> dict[str, Any]:
+def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
     """Seconds of each pass of the arms in turns, and of the rest of an image, in each runtime."""
-    seconds, saved, job = {}, Programs(evaluation, folder), jobs_of(evaluation, Arm())[0]
+    seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Arm())[0]
     for runtime in TIMED:
         engine = saved.engine(Arm(), runtime)
         without = Passes(engine[1].config, Arm(), lambda sample, **_: [sample])
@@ -559,7 +560,7 @@ def main() -> None:
     folder = ROOT / "build" / file.stem
     if options.time:
         timed = [Arm(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
-        content["timing"]["seconds"] = time_passes(evaluation, timed, folder, options.rounds)
+        content["timing"]["seconds"] = time_passes(evaluation, timed, options.rounds)
     for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):
         write_result(file, make_result("experiments", command, **{"threads": threads, **about, **content, **made}))
         print(line, flush=True)
