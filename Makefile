@@ -179,8 +179,8 @@ frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time,
 
 # Each line continues what its result has; another number of images needs another folder (--output) or no result there.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
-
 SCENES = --model examples/scenes_sd --size 256
+
 alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both, and write their page: hours
 	for mode in "" --time; do \
 	$(ALTERNATIVES) $(AT_128) --count 32 --output $(RESULTS) $$mode && \
