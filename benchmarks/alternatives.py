@@ -113,7 +113,9 @@ class Arm:
         for name, settings in (("ToDo", TODO), ("tomesd", {**TOMESD_SETTINGS, "ratio": ratio})):
             if self.merging == settings:
                 return f"{name} {ratio:g}"
-        return f"{'kv' if self.merging.get('merge_attn') == 'kv' else 'default'} {ratio:g}" if self.merging else ""
+        others = [f"{name}={value}" for name, value in self.merging.items() if name not in ("ratio", "merge_attn")]
+        method = "kv" if self.merging.get("merge_attn") == "kv" else "default"
+        return ", ".join([f"{method} {ratio:g}", *others]) if self.merging else ""
 
     @property
     def group(self) -> str:
@@ -164,6 +166,7 @@ def list_arms() -> list[Arm]:
     arms += [Arm(every=2, merging=seven), Arm(every=2, merging=kv), Arm(gate=10, guided=False, merging=half)]
     arms += [Arm(every=2, last_layer=True), Arm(every=3, last_layer=True), Arm(gate=10)]
     arms += [Arm(steps=steps, dpm_solver=True) for steps in (20, 14, 12, 8)]
+    arms += [Arm(merging={"ratio": 0.45, "max_downsample": 2}), Arm(merging={**half, "window": None})]
     return [*arms, Arm(steps=8), Arm(merging={"ratio": 0.25}), Arm(every=2, last_layer=True, merging=half)]
 
 
