@@ -460,6 +460,12 @@ def test_divider(browser, fake):
         box = page.locator("#frame").bounding_box()
         page.mouse.click(box["x"] + box["width"] * 0.25, box["y"] + box["height"] / 2)
         assert float(page.input_value("#split")) == pytest.approx(25, abs=0.5)
+        expect(page.locator("#split")).to_be_focused()
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("ArrowRight")
+        assert float(page.input_value("#split")) == pytest.approx(26, abs=0.5), "no focus is needed"
+        page.keyboard.press("1")
+        assert page.inner_text("#zoom-level") != "100 %", "but for characters it is"
         page.focus("#split")
         page.keyboard.press("Home")
         assert page.get_attribute("#split", "aria-valuetext") == "0 % plain, on the left"
@@ -587,27 +593,27 @@ def test_only_the_keyboard(browser, fake):
         expect(page.locator("#thumbnails li")).to_have_count(2)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("steps", "2.5", "Steps must be a whole number from 1 to 50."),
-        ("seed", "-1", "Seed must be a whole number from 0 to 4294967295."),
-        ("guidance_scale", "much", "Guidance must be a number from 0 to 30."),
-        ("prompt", "x" * 101, "The prompt has 101 characters; the limit is 100."),
-    ],
-)
-def test_wrong_input_is_explained_at_its_field(browser, fake, name, value, message):
+def test_wrong_input_is_explained_at_its_field(browser, fake):
     """The message vanishes when the value is corrected, before the next press."""
+    wrong = {
+        "steps": ("2.5", "Steps must be a whole number from 1 to 50."),
+        "seed": ("-1", "Seed must be a whole number from 0 to 4294967295."),
+        "guidance_scale": ("much", "Guidance must be a number from 0 to 30."),
+        "prompt": ("x" * 101, "The prompt has 101 characters; the limit is 100."),
+    }
     with opened(browser, fake) as page:
-        fill(page, **{name: value})
-        page.click("#generate")
-        expect(page.locator(f"#{name}-error")).to_have_text(message)
-        expect(page.locator(f"#{name}")).to_be_focused()
-        expect(page.locator(f"#{name}")).to_have_attribute("aria-invalid", "true")
-        assert fake.engine.calls == [] and serious_findings(page) == []
-        page.fill(f"#{name}", "1")
-        expect(page.locator(f"#{name}-error")).to_be_empty()
-        expect(page.locator(f"#{name}")).not_to_have_attribute("aria-invalid", "true")
+        for name, (value, message) in wrong.items():
+            fill(page, **{name: value})
+            page.click("#generate")
+            expect(page.locator(f"#{name}-error")).to_have_text(message)
+            expect(page.locator(f"#{name}")).to_be_focused()
+            expect(page.locator(f"#{name}")).to_have_attribute("aria-invalid", "true")
+            assert fake.engine.calls == []
+            if name == "prompt":
+                assert serious_findings(page) == []
+            page.fill(f"#{name}", "1")
+            expect(page.locator(f"#{name}-error")).to_be_empty()
+            expect(page.locator(f"#{name}")).not_to_have_attribute("aria-invalid", "true")
         generate(page)
 
 
@@ -747,50 +753,65 @@ def test_lost_connection(browser, fake):
         generate(page, done="Done: PSNR")
 
 
-@pytest.fixture(scope="module")
-def server_process():
-    """A server in a process of its own, to stop and to kill; its steps take 50 ms."""
-    script = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from serving_support import FakeEngine, serving\n"
-        "engine = FakeEngine(); engine.step_seconds = 0.05\n"
-        "with serving(engine) as server:\n"
-        "    print(server.port, flush=True); sys.stdin.read()\n"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    root = Path(__file__).parents[1]
-    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", script], cwd=root, text=True, **pipes) as process:
+RELAY = """
+import asyncio, sys
+
+async def copy(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()
+
+async def connect(reader, writer):
+    to_server = await asyncio.open_connection("127.0.0.1", int(sys.argv[1]))
+    await asyncio.gather(copy(reader, to_server[1]), copy(to_server[0], writer))
+
+async def relay():
+    listener = await asyncio.start_server(connect, "127.0.0.1", 0)
+    print(listener.sockets[0].getsockname()[1], flush=True)
+    await listener.serve_forever()
+
+asyncio.run(relay())
+"""
+
+
+@pytest.fixture
+def relay(fake):
+    """A process in front of the server, to stop and to kill: for the page it is the server, and it starts at once."""
+    command = [sys.executable, "-c", RELAY, str(fake.port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        process.port = int(process.stdout.readline())
+        process.url = f"http://127.0.0.1:{process.port}"
         yield process
         process.kill()
 
 
-def test_frozen_and_killed_server(browser, server_process):
+def test_frozen_and_killed_server(browser, fake, relay):
     """A hint after ten seconds of silence, and on with the image; then the plain image stays, and the page waits."""
-    process, refusals = server_process, ["ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_EMPTY_RESPONSE"]
-    process.port = int(process.stdout.readline())
-    process.url = f"http://127.0.0.1:{process.port}"
-    with opened(browser, process, refusals=[*refusals, *ABORTED]) as page:
-        fill(page, steps=20)
+    refusals = ["ERR_CONNECTION", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_EMPTY_RESPONSE", *ABORTED]
+    fake.engine.held = 0.5
+    with opened(browser, relay, refusals=refusals) as page:
+        fill(page)
         page.clock.install()
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
-        process.send_signal(signal.SIGSTOP)
+        relay.send_signal(signal.SIGSTOP)
         page.clock.fast_forward(10_500)
         expect(page.locator("#silence")).to_contain_text("not answered for ten seconds")
         assert serious_findings(page) == []
-        process.send_signal(signal.SIGCONT)
+        fake.engine.gate.set()
+        relay.send_signal(signal.SIGCONT)
         expect(page.locator("#silence")).to_be_hidden()
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
         page.fill("#seed", "2")
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
-        process.kill()
+        relay.kill()
         expect(page.locator("#error")).to_have_text("The connection ended before the image was complete.")
         expect(page.locator("#silence")).to_contain_text("every two seconds")
         expect(page.locator("#caption")).to_contain_text("seed 2")
         expect(page.locator("#right")).to_be_visible()
-        process.wait()
-        with serving(port=process.port):
+        relay.wait()
+        with serving(ColorEngine(), limits=EXPORTED, config=CONFIG, port=relay.port):
             page.clock.fast_forward(2_500)
             expect(page.locator("#phase")).to_have_text("The server is back.")
             expect(page.locator("#error")).to_be_hidden()
@@ -915,33 +936,39 @@ def test_links(browser, fake):
 # Screens, colours and languages
 
 
-@pytest.mark.parametrize(
-    ("viewport", "options"),
-    [
-        (NARROW, {"color_scheme": "light"}),
-        (NARROW, {"color_scheme": "dark"}),
-        (LANDSCAPE, {"color_scheme": "dark"}),
-        (NARROW, {"forced_colors": "active"}),
-    ],
+COLOURS = (
+    {"color_scheme": "light", "forced_colors": "none"},
+    {"color_scheme": "dark", "forced_colors": "none"},
+    {"color_scheme": "dark", "forced_colors": "active"},
 )
-def test_small_screens_and_colours(browser, fake, viewport, options):
+
+
+@pytest.mark.parametrize("viewport", [NARROW, LANDSCAPE], ids=["narrow", "landscape"])
+def test_small_screens_and_colours(browser, fake, viewport):
     """In every state: empty, with all ratios, with an error, with a long prompt; nothing is wider than the screen."""
-    with opened(browser, fake, viewport=viewport, has_touch=True, **options) as page:
+
+    def check(page):
+        assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+        for colours in COLOURS:
+            page.emulate_media(**colours)
+            assert serious_findings(page) == [], colours
+
+    with opened(browser, fake, viewport=viewport, has_touch=True) as page:
         fill(page, prompt="fox " * 24)
-        assert serious_findings(page) == []
+        check(page)
         generate(page, done="Done: 4 images", button="#all")
         page.locator("#frame").scroll_into_view_if_needed()
         box = page.locator("#frame").bounding_box()
         page.touchscreen.tap(box["x"] + 10, box["y"] + box["height"] / 3)
         assert float(page.input_value("#split")) < 20
-        if viewport == LANDSCAPE:
-            assert box["height"] <= LANDSCAPE["height"]
+        assert box["height"] <= max(LANDSCAPE["height"], viewport["width"])
         page.fill("#steps", "0")
         page.click("#generate")
-        assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
-        assert serious_findings(page) == []
+        check(page)
         ramp = page.eval_on_selector(".ramp", "element => getComputedStyle(element).backgroundImage")
-        assert "gradient" in ramp and "255, 85, 0" in ramp, "the scale has its colours, forced or not"
+        assert "gradient" in ramp and "255, 85, 0" in ramp, "the scale has its colours, though they are forced"
+        outlines = "all => all.map((one) => getComputedStyle(one).outlineStyle)"
+        assert page.eval_on_selector_all("#ratios [aria-pressed=true]", outlines) == ["solid"] * 2, "what is selected"
 
 
 def test_focus_does_not_scroll_a_landscape_phone(browser, fake):
