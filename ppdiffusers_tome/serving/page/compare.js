@@ -128,7 +128,7 @@ function showImages(entry, pair) {
   }
   fitImages(width, height, nameOfRatio(pair[0]));
   const { seed, steps, guidance_scale: guidance, size, negative_prompt: negative, strength } = settings;
-  const details = [text("caption", { seed, steps, guidance, size: size.replace("x", " × ") })];
+  const details = [text("caption", { seed, steps, guidance, size: size.replace("x", "\u00a0×\u00a0") })];
   if (strength) details.push(text("captionStrength", { strength }));
   $("caption").replaceChildren(promptElement(settings.prompt), make("span", { textContent: details.join(" · ") }));
   if (negative) {
@@ -280,7 +280,7 @@ function showPlot(entry, { ratios, toPlain }) {
   const line = points.map(({ spread, distance }) => `${x(spread.median)},${y(distance)}`).join(" ");
   parts.push(svg("polyline", { class: "curve", points: line }));
   const names = points.map(({ ratio, distance, spread }) => {
-    const name = ratio === 0 ? text("plain") : number(ratio, 2);
+    const name = ratio === 0 ? text("plain") : String(ratio);
     return { x: x(spread.median), y: y(distance), name };
   });
   const places = placeLabels(names, { left, right, top, bottom });
