@@ -54,7 +54,7 @@ export const ENGLISH = {
   perStepFew: "{count} steps counted",
   asFast: "{factor}× as fast",
   same: "about the same",
-  sameHint: "the spreads overlap, or the medians are within 2 %",
+  sameHint: "the spreads overlap, or the medians are within 2 %",
   fasterHint: "{right} against {left}, by the medians",
   unknown: "–",
   unknownHint: "needs 4 steps or more",

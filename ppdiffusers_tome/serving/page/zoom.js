@@ -88,7 +88,6 @@ function onPointerDown(event) {
   pane.addEventListener("pointerup", end, { once: true });
   pane.addEventListener("pointercancel", end, { once: true });
   if (moves) onMove(event);
-  $("split").focus({ preventScroll: true }); // so that the keys are those of the images
 }
 
 function onWheel(event) {
@@ -143,6 +142,7 @@ export function startViewer() {
   document.addEventListener("keydown", onKey);
   for (const pane of frames()) {
     pane.addEventListener("pointerdown", onPointerDown);
+    pane.addEventListener("click", () => $("split").focus({ preventScroll: true })); // for the keys
     pane.addEventListener("wheel", onWheel, { passive: false });
     pane.addEventListener("dblclick", (event) => {
       const box = pane.getBoundingClientRect();
