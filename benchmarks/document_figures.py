@@ -39,7 +39,7 @@ MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
 DEFAULT, TOMESD = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, **TOMESD_SETTINGS)
-PLACE = ("size", "batch", "dtype", "backend")  # of an arm in its result
+PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # of an arm in its result
 PHOTOGRAPHS = "frontier_photographs_"  # start of the names of results of image-to-image
 
 
@@ -130,6 +130,12 @@ def agree(row: dict[str, Any], other: dict[str, Any], *keys: str) -> bool:
     return all(row[key] == other[key] for key in keys)
 
 
+def plain_of(row: dict[str, Any], file: str) -> dict[str, Any]:
+    """The plain arm of a case."""
+    (plain,) = [base for base in arms(file) if base["arm"] == "plain" and agree(row, base, *PLACE)]
+    return plain
+
+
 def times(row: dict[str, Any], base: dict[str, Any]) -> float:
     """How many times as fast as another arm: the median of the ratios within a round."""
     return ratio_within_rounds(base["seconds"], row["seconds"]).median
@@ -205,11 +211,11 @@ def noise(*backends: str) -> str:
     for file in [path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"]:
         for row in arms(file):
             if row["arm"] == "tome" and row["seconds"] and (not backends or row["backend"] in backends):
-                (plain,) = [base for base in arms(file) if base["arm"] == "plain" and agree(row, base, *PLACE)]
+                plain = plain_of(row, file)
                 config = replace(ToMeConfig(**row["config"]), use_rand=True)
                 if config.max_downsample == 1:  # the bundled models' shallowest level, which is the default
                     config = replace(config, max_downsample=None)
-                about = tuple(row[key] for key in ("model", "scope", *PLACE))
+                about = tuple(row[key] for key in PLACE)
                 repeated[about, read(file)["threads"], config].append(times(row, plain))
     spreads = [max(speed_ups) / min(speed_ups) - 1 for speed_ups in repeated.values() if len(speed_ups) > 1]
     assert len(spreads) >= 5
@@ -370,6 +376,15 @@ def runtimes(threads: str, size: str, batch: str) -> list[str]:
     ratios = [times(onnxruntime, predictor), times(bf16, plain), times(bf16, tomesd)]
     passed = [milliseconds(row) for row in (plain, predictor, onnxruntime, openvino, bf16, tomesd)]
     return [threads, f"{size} px", batch, *passed, *(f"{ratio:.2f}×" for ratio in ratios)]
+
+
+def block(name: str, settings: str) -> list[str]:
+    """Of a block of a transformer, a word of whose name is given: the speed-up, and what MACs allow."""
+    rows = [row for row in arms("flux_blocks") if name in f"{row['model']} {row['scope']}".split()]
+    config = ToMeConfig(**parse_settings(settings))
+    (row,) = [row for row in rows if row["config"] and ToMeConfig(**row["config"]) == config]
+    plain = plain_of(row, "flux_blocks")
+    return [f"{times(row, plain):.2f}×", f"{plain['macs'] / row['macs']:.2f}×"]
 
 
 def variant(*name: str) -> list[str]:

@@ -11,8 +11,8 @@ with embeddings and output, which take little of the time:
 - SD3.5: medium at 1024 px, a block with two attentions, 4,096 image tokens and 333 of text; as the model's last block
   it has no output for the text
 
-All arms use Paddle's `scaled_dot_product_attention`. They take turns; speed-ups are medians of the ratios within a
-round. MACs are those of the whole model, with matching.
+All arms use Paddle's `scaled_dot_product_attention`, and take turns. MACs are those of the whole model, with matching.
+The result is one of `bench`, which `bench report` reads.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,18 @@ from paddle import nn
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.evaluation.environment import describe_environment
 from ppdiffusers_tome.evaluation.results import make_result, write_result
+from ppdiffusers_tome.evaluation.speed.cases import MEASURED, PLAIN, TOME, Arm, Case
+from ppdiffusers_tome.models import block_grid, find_blocks
+from ppdiffusers_tome.positions import Grid
 
-ARMS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "merged": {"ratio": 0.5},
-    "merged_mlp": {"ratio": 0.5, "merge_mlp": True},  # in the blocks whose MLP comes after attention
-    "alone": {"ratio": 0.5, "merge_attn": "alone"},  # in a single-stream block
-    "kv": {"ratio": 0.75, "merge_attn": "kv"},
+SINGLE_STREAM = "single-stream"
+CONFIGS = {
+    "merged": ToMeConfig(ratio=0.5),
+    "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # in the blocks whose MLP comes after attention
+    "alone": ToMeConfig(ratio=0.5, merge_attn="alone"),  # in a single-stream block
+    "kv": ToMeConfig(ratio=0.75, merge_attn="kv"),
 }
 TEXT_CHANNELS = 4096
 
@@ -89,45 +94,56 @@ def sd35() -> tuple[nn.Layer, dict[str, Any]]:
     }
 
 
-# The model, the height and width of its latents, and its latent frames.
-BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Layer, dict[str, Any]]], int, int, int | None]] = {
-    "joint": (partial(flux, num_layers=1, num_single_layers=0), 64, 64, None),
-    "single-stream": (partial(flux, num_layers=0, num_single_layers=1), 64, 64, None),
-    "Wan": (wan, 60, 104, 5),
-    "SD3.5": (sd35, 128, 128, None),
-}
+# The function, the latents and latent frames of its model; and how the report names model, block and size in px.
+BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Layer, dict[str, Any]]], Grid, int, str, str, int]] = {
+    "joint": (partial(flux, num_layers=1, num_single_layers=0), Grid(64, 64), 1, "FLUX", "one joint block", 1024),
+    SINGLE_STREAM: (
+        partial(flux, num_layers=0, num_single_layers=1), Grid(64, 64), 1, "FLUX", "one single-stream block", 1024,
+    ),
+    "Wan": (wan, Grid(60, 104), 5, "Wan 2.1 1.3B", "one block over 5 latent frames", 480),
+    "SD3.5": (sd35, Grid(128, 128), 1, "Stable Diffusion 3.5 medium", "one block with two attentions", 1024),
+}  # fmt: skip
 
 
-def measure(block: str, rounds: int) -> list[dict]:
-    """A row for each arm."""
-    make, h, w, frames = BLOCKS[block]
+def plan(block: str) -> tuple[Case, nn.Layer, dict[str, Any]]:
+    """What to measure, with tokens and MACs; the model, and the arguments of its pass."""
+    make, latent, frames, name, scope, size = BLOCKS[block]
     paddle.seed(0)
     model, inputs = make()
     model.eval()
+    tokens = block_grid(find_blocks(model)[0], latent).tokens
+    case = Case(name, scope, size, batch=1, latent=list(latent), tokens=tokens)
+    other = "merged_mlp" if block == SINGLE_STREAM else "alone"  # where it is the same as another arm
+    for config in (None, *(config for key, config in CONFIGS.items() if key != other)):
+        set_merging(model, config)
+        summary = ppdiffusers_tome.tome_summary(model, *latent, frames=frames)
+        assert summary.macs is not None and summary.saved is not None
+        kept = summary.blocks[0].kept if config else tokens
+        arm = Arm(TOME if config else PLAIN, config=config, kept=kept, macs=summary.macs - summary.saved)
+        case.arms.append(arm)
+    return case, model, inputs
 
-    def merge(settings: dict | None) -> None:
-        if settings is None:
-            ppdiffusers_tome.remove_tome(model)
-        else:
-            ppdiffusers_tome.apply_tome(model, config=ToMeConfig(**settings))
 
-    def run(settings: dict | None) -> None:
-        merge(settings)
+def set_merging(model: nn.Layer, config: ToMeConfig | None) -> None:
+    if config is None:
+        ppdiffusers_tome.remove_tome(model)
+    else:
+        ppdiffusers_tome.apply_tome(model, config=config)
+
+
+def measure(block: str, rounds: int) -> Case:
+    """Time the arms of a block."""
+    case, model, inputs = plan(block)
+
+    def run(arm: Arm) -> None:
+        set_merging(model, arm.config)
         with paddle.no_grad():
             model(**inputs)
 
-    other = "merged_mlp" if block == "single-stream" else "alone"  # where it is the same as another arm
-    arms = {arm: settings for arm, settings in ARMS.items() if arm != other}
-    seconds = time_in_turns({arm: partial(run, settings) for arm, settings in arms.items()}, rounds, warm_up=1)
-    rows = []
-    for arm, own in seconds.items():
-        merge(arms[arm])
-        summary = ppdiffusers_tome.tome_summary(model, h, w, frames=frames)
-        speed_up = ratio_within_rounds(seconds["plain"], own).median
-        assert summary.saved_share is not None
-        allowed = 1 / (1 - summary.saved_share)
-        rows.append({"block": block, "arm": arm, "seconds": own, "speed_up": speed_up, "allowed_by_macs": allowed})
-    return rows
+    seconds = time_in_turns({i: partial(run, arm) for i, arm in enumerate(case.arms)}, rounds, warm_up=1)
+    for i, arm in enumerate(case.arms):
+        arm.seconds, arm.status = seconds[i], MEASURED
+    return case
 
 
 def main() -> None:
@@ -140,16 +156,18 @@ def main() -> None:
     F.scaled_dot_product_attention_ = lambda query, key, value, attn_mask=None, **_: F.scaled_dot_product_attention(
         query, key, value, attn_mask
     )
-    rows = [row for block in options.blocks for row in measure(block, options.rounds)]
-    for row in rows:
-        print(
-            f"{row['block']:14} {row['arm']:10} {row['speed_up']:.2f}× (MACs allow {row['allowed_by_macs']:.2f}×), "
-            f"s: {', '.join(f'{seconds:.2f}' for seconds in row['seconds'])}"
-        )
+    cases = [measure(block, options.rounds) for block in options.blocks]
+    for case in cases:
+        plain = case.arms[0]
+        for arm in case.arms:
+            speed_up = ratio_within_rounds(plain.seconds, arm.seconds).median
+            print(f"{case.name}: {arm.name}: {speed_up:.2f}×, MACs allow {plain.macs / arm.macs:.2f}×")
     if options.output:
         command = shlex.join(["python", "benchmarks/flux_blocks.py", *sys.argv[1:]])
-        source = ppdiffusers.__version__
-        write_result(options.output, make_result("experiments", command, ppdiffusers_source=source, rows=rows))
+        about = {**describe_environment(), "ppdiffusers": ppdiffusers.__version__}
+        timing = {"rounds": options.rounds, "warm_up": 1, "threads": int(os.environ.get("OMP_NUM_THREADS", "1"))}
+        content = {"environment": about, **timing, "cases": [asdict(case) for case in cases]}
+        write_result(options.output, make_result("speed", command, **content))
 
 
 if __name__ == "__main__":

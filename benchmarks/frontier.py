@@ -19,7 +19,7 @@ from point_labels import label_points
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.config import GRID
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
-from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, figure, link, write_page
+from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, write_page
 from ppdiffusers_tome.evaluation.plotting import save_figure
 from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier, plot_frontier
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of, read_frame
@@ -28,7 +28,7 @@ from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_shee
 from ppdiffusers_tome.evaluation.results import check_result, read_json
 from ppdiffusers_tome.evaluation.speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases
 
-NOISE = 0.05  # by which a speed-up in the predictor differs if it is measured again in another run
+NOISE = 0.08  # by which a speed-up in the predictor differs if it is measured again in another run
 IMAGES = {"Prompts": "Prompts", "Photographs": "Image-to-image"}  # source → heading
 TABLE = {  # column of the frame → title and form of the table's
     "method": ("method", "{method}"),
@@ -66,17 +66,7 @@ def write_frontier_page(files: Sequence[Path], output: Path, images: Path | None
             f"{title}: distance from plain against speed-up in the predictor, with the ratio at each point. Grey: the "
             f"frontier by each measure. Speed-ups less than {100 * NOISE:g} % apart are equal within the noise."
         )
-        sections.append((title, figure(plot, caption, output), _cells(points)))
-    sources = [
-        (
-            f"[{file.name}]({link(file, output)})",
-            f"{result['rounds']} rounds"
-            if result["kind"] == "speed"
-            else f"{len(result['prompts'])} images of {result['model']}",
-            result,
-        )
-        for file, result in results
-    ]
+        sections.append((title, plot, caption, _cells(points)))
     strengths = sorted({result["strength"] for _, result in of_images} - {None})
     return write_page(
         Path(__file__).with_name("templates") / "frontier.md",
@@ -84,9 +74,9 @@ def write_frontier_page(files: Sequence[Path], output: Path, images: Path | None
         bases=BASES,
         noise=f"{100 * NOISE:g} %",
         strengths=[f"{strength:g}" for strength in strengths],
-        sources=sources,
+        results=results,
         sections=sections,
-        sheets=[line for sheet in sheets for line in figure(*sheet, output)],
+        sheets=sheets,
     )
 
 

@@ -9,7 +9,6 @@ On a CPU, where nothing runs in float16: python benchmarks/gpu.py --architecture
 
 import argparse
 import shlex
-import signal
 import statistics
 import sys
 import tempfile
@@ -39,14 +38,14 @@ from ppdiffusers_tome.evaluation.speed.cases import (
     TOME,
     Arm,
     Case,
+    Timing,
     make_arms,
     make_case,
     make_configs,
     read_cases,
 )
-from ppdiffusers_tome.evaluation.speed.memory import count_ended_processes, is_out_of_memory
 from ppdiffusers_tome.evaluation.speed.parity import definition_of
-from ppdiffusers_tome.evaluation.speed.runner import Settings, WorkerEndedError, worker_messages
+from ppdiffusers_tome.evaluation.speed.runner import WorkerEndedError, worker_messages
 from ppdiffusers_tome.inference.runtime import error_summary
 
 PASSES = 50  # denoising steps of an image on the published pages
@@ -77,9 +76,9 @@ def measure(cells: Sequence[Case], rounds: int, path: Path, command: str, minute
     Raises:
         ToMeConfigError: the file has other rounds, or was measured by another version or on another machine.
     """
-    settings, end = Settings(rounds), time.monotonic() + 60 * minutes
-    environment = {**describe_environment(), "threads": str(settings.threads)}
-    result = make_result("speed", command, environment=environment, **asdict(settings), cases=[])
+    timing, end = Timing(rounds), time.monotonic() + 60 * minutes
+    environment = {**describe_environment(), "threads": str(timing.threads)}
+    result = make_result("speed", command, environment=environment, **asdict(timing), cases=[])
     done = {} if restart or not path.exists() else measured_cells(path, result)
     planned = [cell for cell in cells if key(cell) not in done]
     while True:
@@ -92,7 +91,7 @@ def measure(cells: Sequence[Case], rounds: int, path: Path, command: str, minute
             arm.fail(smaller.arms[0].status, str(smaller.arms[0].reason))
         else:
             is_first = all(case.arms[0].name != arm.name for case in done.values())
-            measured = measure_cell(cell, settings, end, is_first)
+            measured = measure_cell(cell, timing, end, is_first)
             if measured is None:
                 return result
             cell = measured
@@ -106,18 +105,18 @@ def key(cell: Case) -> tuple[str, str, str]:
     return cell.name, cell.dtype, cell.arms[0].name
 
 
-def measure_cell(cell: Case, settings: Settings, end: float, is_first: bool) -> Case | None:
+def measure_cell(cell: Case, timing: Timing, end: float, is_first: bool) -> Case | None:
     """The cell with its arm measured or failed, from a process of its own; None if `time.monotonic()` is past `end`.
 
     Only in the first cell of its ratio and attention, outputs are compared with plain and merged ones. In others the
     process runs nothing but the arm, so that the memory that it fills is the arm's.
     """
-    (arm,), step, ended_before = cell.arms, "starting", count_ended_processes()
+    (arm,), step = cell.arms, "starting"
     definitions = {other.name for other in (Arm(PLAIN), definition_of(arm)) if other}
     skip = [] if is_first else sorted(definitions - {arm.name})
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for message in worker_messages(cell, settings, Path(folder), skip):
+            for message in worker_messages(cell, timing, Path(folder), skip):
                 if time.monotonic() > end:
                     return None
                 if isinstance(message, Case):
@@ -125,10 +124,7 @@ def measure_cell(cell: Case, settings: Settings, end: float, is_first: bool) -> 
                 else:
                     step = message[1]
         except WorkerEndedError as error:
-            is_memory = is_out_of_memory(error.errors + str(error))
-            if error.status == -signal.SIGKILL:  # the system ends a process so where memory runs out
-                is_memory = is_memory or count_ended_processes() != ended_before
-            cell.arms[0].fail(OUT_OF_MEMORY if is_memory else ERROR, f"{step}: {error_summary(error)}")
+            cell.arms[0].fail(error.arm_status, f"{step}: {error_summary(error)}")
     return cell
 
 

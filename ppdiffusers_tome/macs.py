@@ -12,7 +12,9 @@ from .models import MergeableBlock, block_grid, find_blocks
 from .patch import merges_whole, merging_layers
 from .positions import Grid, count_pairs, count_removed
 
-TEXT_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # of a joint attention
+# Of a joint attention for the text, or in Wan's image-to-video for the image, which queries also attend to.
+ADDED_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+WAN_IMAGE = 257  # tokens of the image
 
 
 def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> int:
@@ -62,7 +64,7 @@ def _other_macs(transformer: nn.Layer, tokens: int, text: int, blocks: dict[str,
         elif start is not None:  # the MLP of the text, or that of a single-stream block
             rows = text if names[0] == "ff_context" else tokens + text
         else:
-            rows = text if "text" in path else tokens
+            rows = text if "text" in path else WAN_IMAGE if "image_embedder" in path else tokens
         total += rows * _weights(layer)
         if start is None and names[-1] == "to_q":  # attention of the text alone, in HunyuanVideo
             total += 2 * text * text * layer.weight.shape[1]
@@ -112,14 +114,15 @@ def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text:
     total = 0
     shared = text if block.is_one_sequence else 0
     for layer in block.sublayers[name]:
+        image = WAN_IMAGE if name == "crossattn" and getattr(layer, "add_k_proj", None) is not None else 0
         for path, part in layer.named_sublayers():
             if isinstance(part, nn.Linear):
                 first = path.split(".")[0]
                 rows = (keys if first in ("to_k", "to_v") else queries) + shared
-                total += _weights(part) * (text if first in TEXT_PROJECTIONS else rows)
+                total += _weights(part) * ((image or text) if first in ADDED_PROJECTIONS else rows)
         if name != "mlp":
             beside = text if getattr(layer, "add_q_proj", None) is not None else shared
-            total += 2 * (queries + beside) * (keys + beside) * layer.inner_dim
+            total += 2 * ((queries + beside) * (keys + beside) + queries * image) * layer.inner_dim
     return total
 
 

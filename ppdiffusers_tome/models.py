@@ -23,7 +23,7 @@ from ppdiffusers.models.unet_spatio_temporal_condition import UNetSpatioTemporal
 
 from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
-from .positions import Grid
+from .positions import Grid, check_ids, grid_of_ids
 
 SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
 TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
@@ -45,10 +45,9 @@ ROTARY = {
 ONE_SEQUENCE = {"CogVideoXBlock", "FluxSingleTransformerBlock", "HunyuanVideoSingleTransformerBlock"}
 # Transformers whose MACs are counted: the text tokens that their pipelines pass by default.
 TEXT_TOKENS = {
-    "SD3Transformer2DModel": 77 + 256,  # of CLIP and T5
-    "FluxTransformer2DModel": 512,
-    "CogVideoXTransformer3DModel": 226,
-    "WanTransformer3DModel": 512,
+    **dict.fromkeys(("SD3Transformer2DModel", "SD3ControlNetModel"), 77 + 256),  # of CLIP and T5
+    **dict.fromkeys(("FluxTransformer2DModel", "FluxControlNetModel", "WanTransformer3DModel"), 512),
+    **dict.fromkeys(("CogVideoXTransformer3DModel", "CogVideoXTransformer3DVCtrlModel", "VCtrlModel"), 226),
     "HunyuanVideoTransformer3DModel": 256,
 }
 
@@ -247,8 +246,13 @@ def _stem(layer: nn.Layer) -> nn.Layer | None:
     return layer if isinstance(layer, TransformerSpatioTemporalModel) else None
 
 
-def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
+def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = None) -> Grid:
     """The token grid of a transformer, from the input x of its `grid_layer`.
+
+    Args:
+        grid_layer, x: the layer, and what it gets.
+        before: the grid of the pass before, which is that of a program of FLUX: the positions that it gets are only
+            known when it runs, and it checks them then.
 
     Raises:
         ToMePassError: x is not a feature map, has fewer indices than its grid, or has no fixed height and width.
@@ -262,7 +266,7 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
             )
         return grid
     if type(grid_layer).__name__ == "FluxPosEmbed":
-        return _grid_of_positions(x)
+        return grid_of_ids(x) if paddle.in_dynamic_mode() else check_ids(x, before)
     if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W], whose F frames become images of the batch
         raise ToMePassError(
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
@@ -276,21 +280,6 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor) -> Grid:
             "Export one for each size, as export_pipeline(sizes=[(height, width), …]) does."
         )
     return _in_patches(grid_layer, Grid(h, w))
-
-
-def _grid_of_positions(ids: paddle.Tensor) -> Grid:
-    """The grid of image tokens whose frame, row and column [T + N, 3] come after those of the text, which are 0."""
-    if not paddle.in_dynamic_mode():
-        raise ToMePassError("FLUX cannot be exported with merging: its token grid is only known when it runs.")
-    positions = ids.numpy().astype("int64")
-    grid = Grid(int(positions[:, 1].max()) + 1, int(positions[:, 2].max()) + 1)
-    expected = np.stack([np.zeros(grid.tokens), *np.divmod(np.arange(grid.tokens), grid.w)], axis=1)
-    if len(positions) < grid.tokens or (positions[-grid.tokens :] != expected).any():
-        raise ToMePassError(
-            f"FluxPosEmbed got positions of {len(positions)} tokens that are not text and then one grid of "
-            f"{grid.h}×{grid.w}: merging needs one image. remove_tome() first."
-        )
-    return grid
 
 
 def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
@@ -313,6 +302,8 @@ def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
 
 def shares_left(timesteps: Any) -> list[float]:
     """The shares of denoising that are left at timesteps, from 0, its end, to 1, its start; ascending, each once."""
+    if isinstance(timesteps, paddle.Tensor):  # NumPy has no bfloat16
+        timesteps = timesteps.cast("float64").numpy()
     return (np.unique(np.asarray(timesteps, dtype="float64")) / TRAINING_STEPS).tolist()
 
 
@@ -338,11 +329,14 @@ def is_controlnet(denoiser: nn.Layer) -> bool:
 
 
 def is_countable(denoiser: nn.Layer) -> bool:
-    """Whether the MACs of all layers of a model follow from their shapes and places; not with Wan's image tokens."""
+    """Whether the MACs of all layers of a model follow from their shapes and places.
+
+    Not in FLUX's ControlNets that add a token for the kind of their image, or that embed it by convolutions.
+    """
     if isinstance(denoiser, (UNet2DConditionModel, ControlNetModel)):
         return True
-    has_image = getattr(getattr(denoiser, "config", None), "added_kv_proj_dim", None) is not None
-    return type(denoiser).__name__ in TEXT_TOKENS and not has_image
+    is_other = getattr(denoiser, "union", False) or getattr(denoiser, "input_hint_block", None) is not None
+    return type(denoiser).__name__ in TEXT_TOKENS and not is_other
 
 
 def count_frames(target: Any, frames: int | None) -> int | None:

@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 
 from .config import SEEDS, ToMeConfig
+from .errors import ToMePassError
 
 Constants = TypeVar("Constants")
 KEPT = 128  # of each kind; those of 64×64 tokens take 0.2 MB
@@ -56,6 +57,42 @@ class Positions(NamedTuple):
     count_d: paddle.Tensor  # [D] int64: 0, 1, ... D - 1
     count_s: paddle.Tensor  # [S] int64: 0, 1, ... S - 1
     windows: Windows | None = None  # None: a single window, the whole grid
+
+
+def grid_of_ids(ids: paddle.Tensor) -> Grid:
+    """The grid of FLUX's image tokens, whose frame, row and column [T + N, 3] come after those of the text.
+
+    Raises:
+        ToMePassError: they are not those of one grid.
+    """
+    positions = ids.cast("float32").numpy()  # NumPy has no bfloat16, in which a pipeline may pass them
+    grid = Grid(*(int(last) + 1 for last in positions[:, 1:].max(axis=0)))
+    if len(positions) < grid.tokens or (positions[-grid.tokens :] != _ids(grid)).any():
+        raise ToMePassError(
+            f"FluxPosEmbed got positions of {len(positions)} tokens that are not text and then one grid of "
+            f"{grid.h}×{grid.w}: merging needs one image. remove_tome() first."
+        )
+    return grid
+
+
+def check_ids(ids: paddle.Tensor, grid: Grid | None) -> Grid:
+    """Let a program fail that gets positions of another grid than the one it is traced for, which is returned.
+
+    Raises:
+        ToMePassError: grid is None.
+    """
+    if grid is None:
+        raise ToMePassError(
+            "a program of FLUX that merges is for one token grid, and none is known: run the model once at the size "
+            "that it is for, with merging, and then trace the same model."
+        )
+    is_expected = ids[-grid.tokens :].cast("float32") == paddle.to_tensor(_ids(grid))
+    paddle.static.nn.control_flow.Assert(is_expected.all())
+    return grid
+
+
+def _ids(grid: Grid) -> np.ndarray:  # [N, 3] float32
+    return np.stack([np.zeros(grid.tokens), *np.divmod(np.arange(grid.tokens), grid.w)], axis=1).astype("float32")
 
 
 def count_dst(grid: Grid, sx: int, sy: int) -> int:

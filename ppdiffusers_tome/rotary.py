@@ -18,7 +18,7 @@ from .config import KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import gather_rows, merge, unmerge
-from .wraps import BlockWrap, Wrap, current_plan
+from .wraps import BlockWrap, Wrap, current_plan, is_outermost
 
 Rows = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
 # Attention processors whose arguments and results are those that `RotaryAttentionWrap` computes: whether with a mask.
@@ -102,7 +102,7 @@ class RotaryAttentionWrap(Wrap):
         named = {**dict(zip(("encoder_hidden_states", "attention_mask"), args, strict=False)), **kwargs}
         text, mask = named.pop("encoder_hidden_states", None), named.pop("attention_mask", None)
         rows = named.pop("rotary_emb" if "rotary_emb" in named else "image_rotary_emb", None)
-        _check(layer, mask, named)
+        self._check(layer, mask, named)
         keys_only = config.merge_attn == KV
         image, returns_text = hidden_states, text is not None
         count = plan.kept if self._is_merged else plan.tokens
@@ -145,6 +145,31 @@ class RotaryAttentionWrap(Wrap):
         if returns_text:
             return image, text
         return image if text is None else paddle.concat([text, image], axis=1)
+
+    def _check(self, layer: nn.Layer, mask: Any, others: dict[str, Any]) -> None:
+        """Raise ToMePassError unless the attention is what this wrap computes."""
+        name = type(layer.processor).__name__
+        unknown = [key for key, value in others.items() if value is not None]
+        if mask is not None:
+            is_of_text = mask.dtype == paddle.bool and mask.ndim == 4 and mask.shape[1:3] == [1, 1]
+            unknown += [] if PROCESSORS.get(name) and is_of_text else ["attention_mask"]
+        if name not in PROCESSORS or unknown:
+            what = f"with the argument {unknown[0]}" if name in PROCESSORS else f"by {name}"
+            raise ToMePassError(
+                f"attention {what} cannot merge, only that of {', '.join(PROCESSORS)} with their own arguments: set "
+                "another attention processor, leave the argument out, or remove_tome() first."
+            )
+        if self.below is not None and getattr(self.below, "__func__", None) is not type(layer).forward:
+            raise ToMePassError(
+                "another library has replaced the forward of an attention before apply_tome(), as enable_cache() "
+                "does, and merging would leave that out: undo it, call apply_tome(), then repeat it."
+            )
+        if self._is_merged and not is_outermost(layer):
+            raise ToMePassError(
+                "another library has replaced the forward of an attention, as enable_cache() does, and in this "
+                "single-stream block it would see merged tokens, whose order changes from pass to pass: pass "
+                'merge_attn="alone" or "kv" to apply_tome(), or undo it.'
+            )
 
 
 def rotary_table(rows: Any, image: int, text: int) -> Rows:
@@ -232,18 +257,3 @@ def _masked(
     if sizes is None:
         sizes = paddle.zeros_like(plan.log_sizes())
     return paddle.concat([of_text, sizes], axis=1)
-
-
-def _check(layer: nn.Layer, mask: Any, others: dict[str, Any]) -> None:
-    """Raise ToMePassError unless the attention is what `RotaryAttentionWrap` computes."""
-    name = type(layer.processor).__name__
-    unknown = [key for key, value in others.items() if value is not None]
-    if mask is not None:
-        is_of_text = mask.dtype == paddle.bool and mask.ndim == 4 and mask.shape[1:3] == [1, 1]
-        unknown += [] if PROCESSORS.get(name) and is_of_text else ["attention_mask"]
-    if name not in PROCESSORS or unknown:
-        what = f"with the argument {unknown[0]}" if name in PROCESSORS else f"by {name}"
-        raise ToMePassError(
-            f"attention {what} cannot merge, only that of {', '.join(PROCESSORS)} with their own arguments: set "
-            "another attention processor, leave the argument out, or remove_tome() first."
-        )

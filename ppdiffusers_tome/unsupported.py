@@ -20,6 +20,7 @@ _NO_TRANSFORMERS = "its attention works on feature maps inside convolutional blo
 _ONE_SEQUENCE = "image tokens share one sequence with text and time tokens, which must not merge"
 _OWN_ATTENTION = "its own kind of transformer block has its own kind of attention"
 _ROTARY = "its own kind of block rotates queries and keys by token position, in another way than FLUX's"
+_PIXELS_AND_TEXT = "its own kind of block attends to pixels and text together"
 
 # Name of a model class, also as a parent class: why nothing merges in it.
 REASONS = {
@@ -30,17 +31,24 @@ REASONS = {
     "UNetFlatConditionModel": "its tokens are text, not pixels",
     "Kandinsky3UNet": "its own kind of attention block works on feature maps, at level 2 and deeper",
     "WuerstchenPrior": "its attention takes pixels and text together, on feature maps of about 24×24",
-    "WuerstchenDiffNeXt": "its own kind of block attends to pixels and text together",
+    "WuerstchenDiffNeXt": _PIXELS_AND_TEXT,
+    "StageB": _PIXELS_AND_TEXT,  # of Stable Cascade
+    "StageC": _PIXELS_AND_TEXT,
     "UViTT2IModel": _ONE_SEQUENCE,
     "UniDiffuserModel": _ONE_SEQUENCE,
     "DiTLLaMA2DModel": _ROTARY,
     "DiTLLaMAT2IModel": _ROTARY,
+    "MochiTransformer3DModel": "each head of its attention rotates queries and keys by angles of its own",
     "ReduxImageEncoder": "it maps image embeddings to text tokens and does not denoise",
     "LVDMUNet3DModel": "its own kind of block rearranges space and time between its layers",
     "STUNetModel": _OWN_ATTENTION,
     "Vid2VidSTUNet": _OWN_ATTENTION,
     "ExportedUNet": "it runs exported programs: select one of the exported ratios by pipe.unet.ratio, or export again",
     "PaddleInferRuntimeModel": "it runs an exported program, which merges only if it was exported with merging",
+}
+# Start of the name of a module, whose classes have the names of others that merge: why nothing merges in its models.
+MODULE_REASONS = {
+    "ppdiffusers.models.animate_anyone.": "its own kind of block also attends to the tokens of a reference image",
 }
 # Prefix of the class name of a UNet block: why nothing merges in a UNet2DConditionModel made of such blocks.
 BLOCK_REASONS = {
@@ -61,6 +69,9 @@ def no_merge_reason(model: Any) -> str | None:
     for parent in type(model).__mro__:
         if parent.__name__ in REASONS:
             return REASONS[parent.__name__]
+    for module, reason in MODULE_REASONS.items():
+        if type(model).__module__.startswith(module):
+            return reason
     blocks = getattr(model, "down_blocks", None)
     for block in blocks if isinstance(blocks, nn.LayerList) else ():
         for kind, reason in BLOCK_REASONS.items():

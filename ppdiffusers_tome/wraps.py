@@ -80,6 +80,11 @@ def wrap_of(layer: nn.Layer) -> Wrap | None:
     return wrap
 
 
+def is_outermost(layer: nn.Layer) -> bool:
+    """Whether no other library has replaced the `forward` of a layer since its wrap was installed."""
+    return getattr(layer.__dict__.get("forward"), "__func__", None) is _forward
+
+
 def install(layer: nn.Layer, wrap: Wrap) -> None:
     """Let a wrap run in place of the layer's `forward`, around another library's that is there."""
     removed = wrap_of(layer)
@@ -96,7 +101,7 @@ def remove(layer: nn.Layer) -> None:
     wrap = wrap_of(layer)
     if wrap is None:
         return
-    if getattr(layer.__dict__.get("forward"), "__func__", None) is _forward:
+    if is_outermost(layer):
         delattr(layer, ATTRIBUTE)
         delattr(layer, "forward")
         if wrap.below is not None:
@@ -166,7 +171,8 @@ class GridWrap(Wrap):
         # Beyond all seeds, so that its positions are not cached.
         is_unseeded = self._use_rand and self._seed is None
         self._thread.seed = SEEDS + secrets.randbits(64) if is_unseeded else self._seed
-        self._thread.grid, self._thread.has_frames = token_grid(layer, _first(args, kwargs)), has_frames(layer)
+        before = getattr(self._thread, "grid", None)
+        self._thread.grid, self._thread.has_frames = token_grid(layer, _first(args, kwargs), before), has_frames(layer)
         return self.forward(layer, *args, **kwargs)
 
     def grid(self, tokens: int | None = None) -> Grid:

@@ -110,6 +110,12 @@ def run(model, **changes):
     return out.sample.numpy()
 
 
+def program_of(layer, arguments):
+    """A layer as `paddle.jit` traces it, for the shapes and types of these arguments."""
+    spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in arguments]
+    return paddle.jit.to_static(layer, input_spec=spec, full_graph=True)
+
+
 def traces(model):
     """Everything that merging could leave behind on a model: classes, attributes, hooks, parameters."""
     layers = {}
@@ -254,13 +260,10 @@ def model(tmp_path_factory):
     return folder
 
 
-def messages_of_this_process(case, settings, programs, skip):
+def messages_of_this_process(*arguments):
     """In place of a worker process, which takes seconds to start."""
     messages = []
-    measure_case(
-        lambda message: messages.append(copy.deepcopy(message)),
-        *(case, settings.rounds, settings.warm_up, settings.threads, programs, skip),
-    )
+    measure_case(lambda message: messages.append(copy.deepcopy(message)), *arguments)
     return messages
 
 

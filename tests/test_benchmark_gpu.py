@@ -144,11 +144,9 @@ def test_another_machine_is_refused(run, on_gpu, monkeypatch, capsys):
     assert "was measured with other environment" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("counts", "status"), [([4, 5], "out of memory"), ([4, 4], "error")])
-def test_a_process_that_is_ended_is_a_cell(run, on_gpu, monkeypatch, counts, status):
-    ended = iter(counts * 9)
-    monkeypatch.setattr(gpu, "count_ended_processes", lambda: next(ended))
-    worker = Worker(memory=0, end=WorkerEndedError(-signal.SIGKILL, ""))
+@pytest.mark.parametrize(("is_memory", "status"), [(True, "out of memory"), (False, "error")])
+def test_a_process_that_is_ended_is_a_cell(run, on_gpu, is_memory, status):
+    worker = Worker(memory=0, end=WorkerEndedError(-signal.SIGKILL, "", is_memory))
     result, _ = run(worker, "--size", "512", "--batch", "1", "--ratio", "0.5", "--arms", "plain", "both")
     assert [case["arms"][0]["status"] for case in result["cases"]] == [status, "measured"]
     assert "check: the worker ended by SIGKILL" in result["cases"][0]["arms"][0]["reason"]

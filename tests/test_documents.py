@@ -67,6 +67,13 @@ import ppdiffusers_tome
 from ppdiffusers import StableDiffusionPipeline
 pipe = StableDiffusionPipeline.from_pretrained("examples/emoji_sd", paddle_dtype="float32")
 """
+TINY = """
+import sys
+import ppdiffusers_tome
+sys.path.insert(0, "tests")
+from conftest import tiny_pipeline
+pipe = tiny_pipeline()
+"""
 VIDEO = """
 import sys
 sys.path.insert(0, "tests")
@@ -96,24 +103,25 @@ import json, numpy as np
 case = json.loads(str(np.load("tests/golden/unet.npz")["cases"]))[0]
 B, h, w, seed = (case[name] for name in ("B", "h", "w", "seed"))
 """
-CONFIG = "ppdiffusers_tome.ToMeConfig().save('tome_config.json')"
 BEFORE = {
     ("docs/api.md", 0): f"{PIPE}\nprompt = 'a fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
-    ("docs/inference.md", 0): PIPE,
-    ("docs/inference.md", 1): f"{PIPE}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
+    ("docs/inference.md", 0): TINY,
+    ("docs/inference.md", 1): f"{TINY}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
     ("docs/serving.md", 0): SERVER,
     ("docs/families.md", 0): VIDEO,
     ("tests/golden/README.md", 1): CASE,
 }
-OF_OTHER_PAGES = ("frontier_", "alternatives_", "flux_", "program_memory_")  # results
+OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_")  # results
 CONTINUES = [("docs/inference.md", 1)]  # in the process of the snippet before
+SMALL = {"128": "32", "192": "48"}  # px, for the exports of the tiny pipeline, which serving.md serves
 
 
 @pytest.fixture(scope="module")
 def run_snippet(tmp_path_factory):
     """A function that runs a snippet, with the one that continues it, and returns the folder that it ran in.
 
-    It runs as it stands but for the port, on the bundled model and the CPU. None needs a GPU.
+    It runs as it stands but for the port, on the CPU: exports on a tiny model and at small sizes, others on the
+    bundled model.
     """
 
     @cache
@@ -129,7 +137,10 @@ def run_snippet(tmp_path_factory):
                 codes += [BEFORE.get(place, ""), snippets(document)[place[1]]]
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        (folder / "snippet").write_text("\n".join(codes).replace("8000", str(port)), encoding="utf-8")
+        code = "\n".join(codes)
+        for size, small in SMALL.items() if document in ("docs/inference.md", "docs/serving.md") else ():
+            code = code.replace(size, small)
+        (folder / "snippet").write_text(code.replace("8000", str(port)), encoding="utf-8")
         doctest = ["-m", "doctest"] if codes[1].startswith(">>>") else []
         command = [sys.executable, "-W", "ignore", *doctest, "snippet"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -168,9 +179,8 @@ def test_paddle_is_not_imported_first(document, number):
     imported = re.findall(r"^(?:>>> )?(?:import|from) (\w+)", code, re.MULTILINE)
     safe = ("ppdiffusers_tome", "PIL", "zlib")
     first = next((name for name in imported if name in ("paddle", "ppdiffusers", *safe)), None)
-    assert (
-        first in (None, *safe) or document == "examples/tiny.py"
-    )  # options.py, which imports it, imports Pillow first
+    # options.py, which imports tiny.py, imports Pillow first.
+    assert first in (None, *safe) or document == "examples/tiny.py"
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])

@@ -69,9 +69,9 @@ class OfDiT(paddle.nn.Layer):
 class OfSD3(paddle.nn.Layer):
     """The same for Stable Diffusion 3, whose blocks are called by keyword too."""
 
-    def __init__(self):
+    def __init__(self, transformer=None):
         super().__init__()
-        self.transformer = sd3()
+        self.transformer = transformer or sd3()
 
     def forward(self, latents, timestep, text, pooled):
         arguments = {"hidden_states": latents, "encoder_hidden_states": text, "pooled_projections": pooled}

@@ -1,9 +1,12 @@
 """FLUX: merging with rotary positions, in joint blocks and in single-stream blocks."""
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
-from conftest import traces
+from conftest import program_of, traces
+from ppdiffusers import DiffusionPipeline
 from ppdiffusers_source import newer_class
 from test_video_transformers import oracle
 from zoo import flux
@@ -11,6 +14,7 @@ from zoo.noise import noise
 
 from ppdiffusers_tome import (
     Grid,
+    NoMergeableLayerError,
     ToMeConfig,
     ToMePassError,
     apply_tome,
@@ -20,22 +24,24 @@ from ppdiffusers_tome import (
     tome_summary,
     wraps,
 )
-from ppdiffusers_tome.wraps import install, remove
+from ppdiffusers_tome.wraps import install, remove, wrap_of
 
 H, W = 6, 8
 SETTINGS = [{}, {"merge_attn": "kv"}, {"merge_attn": "alone"}, {"proportional": False}, {"merge_mlp": True}]
 SETTINGS += [{"match": "grid", "ratio": 0.75}]
 
 
-def real():
-    """ppdiffusers' own, with norms whose weights are not 1."""
+def real(name="FluxTransformer2DModel", **changes):
+    """ppdiffusers' own, with norms whose weights are not 1, and outputs of a ControlNet that are not 0."""
     config = {"in_channels": 4, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": flux.WIDTH}
     config |= {"num_attention_heads": flux.HEADS, "axes_dims_rope": flux.AXES, "joint_attention_dim": 6}
     paddle.seed(0)
-    model = newer_class("FluxTransformer2DModel")(**config, pooled_projection_dim=6)
+    model = newer_class(name)(**config, pooled_projection_dim=6, **changes)
     for path, weight in model.named_parameters():
         if ".norm_" in path:
             weight.set_value(0.5 + paddle.rand(weight.shape))
+        elif path.startswith("controlnet_"):
+            weight.set_value(paddle.rand(weight.shape) - 0.5)
     model.eval()
     return model
 
@@ -112,6 +118,93 @@ def test_a_single_stream_block_merges_as_a_whole_unless_attention_alone(model, s
     assert [(block.kept, block.grid) for block in blocks] == [(24, (H, W))] * 4
 
 
+def controlnet(kind, **config):
+    return real("FluxControlNetModel", **config) if kind == "real" else flux.double(flux.FluxControlNetModel, **config)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("kinds", [None, 3])
+@pytest.mark.parametrize("kind", ["double", "real"])
+def test_controlnet(kind, kinds, settings):
+    """With several kinds of images, the kind is a token before those of the text."""
+    model = controlnet(kind, num_mode=kinds)
+    inputs = {**flux.inputs(7, 5), "controlnet_cond": noise(2, 35, 4, seed=5)}
+    if kinds:
+        inputs["controlnet_mode"] = paddle.to_tensor([[1], [2]])
+
+    @paddle.no_grad()
+    def control():
+        out = model(**inputs)
+        return np.stack([x.numpy() for x in (*out.controlnet_block_samples, *out.controlnet_single_block_samples)])
+
+    plain, before = control(), traces(model)
+    merged = apply_tome(model, **settings) and control()
+    assert all(not np.allclose(x, y, atol=1e-3) for x, y in zip(merged, plain, strict=True))
+    summary = tome_summary(model, 7, 5)
+    assert {block.kept for block in summary.blocks} == {6 if "match" in settings else 18}
+    assert (summary.macs is None) == bool(kinds)
+    remove_tome(model)
+    np.testing.assert_array_equal(control(), plain)
+    assert traces(model) == before
+    with pytest.raises(NoMergeableLayerError, match=r"only has ControlNets\. Pass controlnet=True"):
+        apply_tome(model, controlnet=False)
+
+
+class Several(DiffusionPipeline):
+    """A pipeline with FLUX's transformer and two ControlNets, as `FluxMultiControlNetModel` has them."""
+
+    def __init__(self, transformer, controlnet):
+        super().__init__()
+        self.register_modules(transformer=transformer, controlnet=controlnet)
+
+
+def test_controlnets_of_a_pipeline_have_their_own_setting():
+    nets = paddle.nn.Layer()
+    nets.nets = paddle.nn.LayerList([flux.double(flux.FluxControlNetModel) for _ in range(2)])
+    pipe = Several(flux.double(), nets).apply_tome(0.5, controlnet=0.25)
+    kept = {block.denoiser: block.kept for block in pipe.tome_summary(16 * H, 16 * W).blocks}
+    assert kept == {"transformer": 24, "controlnet.nets.0": 36, "controlnet.nets.1": 36}
+    assert {block.denoiser for block in pipe.apply_tome(0.5, controlnet=False).tome_summary(96, 128).blocks} == {
+        "transformer"
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_positions_of_any_type(model, dtype):
+    """FLUX's pipelines pass them in the type of the text embeddings, and NumPy has no bfloat16."""
+    expected = run(apply_tome(model))
+    ids = {name: x.cast(dtype) for name, x in flux.inputs().items() if name.endswith("ids")}
+    np.testing.assert_array_equal(run(model, **ids), expected)
+
+
+class Sample(paddle.nn.Layer):
+    """FLUX with its output as a tensor, which a program needs."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, image, text, pooled, timestep, img_ids, txt_ids):
+        return self.model(image, text, pooled, timestep, img_ids, txt_ids).sample
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}], ids=str)
+def test_program_equals_eager_and_fails_on_another_grid(model, settings):
+    apply_tome(model, **settings)
+    inputs = flux.inputs()
+    tensors = list(inputs.values())
+    program = program_of(Sample(model), tensors)
+    with paddle.no_grad():
+        with pytest.raises(ToMePassError, match="run the model once at the size that it is for"):
+            program(*tensors)
+        eager = run(model)
+        program = program_of(Sample(model), tensors)
+        np.testing.assert_array_equal(program(*tensors).numpy(), eager)
+        with pytest.raises(ValueError, match="assert"):
+            program(*{**inputs, "img_ids": flux.inputs(W, H)["img_ids"]}.values())
+
+
 def test_merged_tokens_have_the_positions_of_their_dst():
     plan = match_tokens(paddle.randn([2, H * W, 8]), Grid(H, W), removed=20)
     table = paddle.arange(3 + H * W, dtype="float32").unsqueeze(1)
@@ -184,3 +277,27 @@ def test_what_cannot_merge_is_an_error(model):
     model.pos_embed(paddle.concat([flux.inputs()["txt_ids"], ids]))
     with pytest.raises(ToMePassError, match="a block got 47 tokens but the feature map was 6×8"):
         block(hidden_states=paddle.randn([1, 47, 16]), encoder_hidden_states=paddle.randn([1, 5, 16]), temb=None)
+
+
+def test_what_replaces_the_forward_of_an_attention_is_left_out_nowhere():
+    """ppdiffusers' enable_cache() replaces it, and returns what a pass before has computed."""
+    model = flux.double()
+
+    def replace(layer):
+        layer.forward = partial(type(layer).forward if wrap_of(layer) is None else layer.forward.__func__, layer)
+
+    plain = run(model)
+    replace(model.single_transformer_blocks[0].attn)
+    with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
+        run(apply_tome(model))
+    del remove_tome(model).single_transformer_blocks[0].attn.forward
+    for merge_attn, is_whole in ((True, True), ("alone", False), ("kv", False)):
+        expected = run(apply_tome(model, merge_attn=merge_attn))
+        replace(model.single_transformer_blocks[0].attn)
+        if is_whole:
+            with pytest.raises(ToMePassError, match=r'single-stream block.*pass merge_attn="alone" or "kv"'):
+                run(model)
+        else:
+            np.testing.assert_array_equal(run(model), expected)
+        np.testing.assert_array_equal(run(remove_tome(model)), plain)
+        del model.single_transformer_blocks[0].attn.forward

@@ -246,12 +246,6 @@ def test_no_programs_in_memory_is_an_error(exported_folder, most):
         load_pipeline(exported_folder, max_programs=most)
 
 
-def test_load_rejects_a_ratio_that_was_not_exported(exported_folder):
-    with pytest.raises(ToMeConfigError, match=r"ratio=0\.3"):
-        load(exported_folder, ratio=0.3)
-    assert load(exported_folder, ratio=0).unet.ratio == 0
-
-
 def test_apply_tome_points_to_the_ratio_of_the_unet(exported):
     with pytest.raises(NoMergeableLayerError, match=r"pipe\.unet\.ratio"):
         exported.apply_tome(ratio=0.5)
@@ -392,8 +386,3 @@ def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
 def test_programs_of_paddle_3_are_rejected_by_paddle_2(tmp_path):
     with pytest.raises(ToMeExportError, match="exported by Paddle 3"):
         PaddleRuntime().load(tmp_path, ProgramFile("unet", "inference.json", "inference.pdiparams"))
-
-
-def test_default_size_is_the_first_exported_one(exported_folder):
-    manifest = read_manifest(exported_folder)
-    assert load(exported_folder).unet.config.sample_size * manifest.vae_factor == manifest.sizes[0].height

@@ -4,14 +4,15 @@ import paddle
 import pytest
 from conftest import TEXT, THREE_LEVELS, inputs, make_unet, run
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor
+from test_flux import controlnet as flux_controlnet
 from test_flux import real as real_flux
 from test_transformers import TEXT as TEXT_OF_SD3
 from test_transformers import real_sd35, sd3_inputs
-from test_video_transformers import FAMILIES
+from test_video_transformers import CONTROLLED, FAMILIES, WAN_WITH_IMAGE, vctrl, vctrl_inputs
 from zoo import flux
 from zoo import video_transformers as zoo
 from zoo.noise import noise
-from zoo.transformers import HIDDEN, sd3
+from zoo.transformers import HIDDEN, sd3, sd3_controlnet
 
 from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, apply_tome, remove_tome, tome_summary
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
@@ -126,17 +127,32 @@ def sd35_pass(h, w):
     return real_sd35(), sd3_pass(h, w)[1]
 
 
+def sd3_controlnet_pass(h, w):
+    return sd3_controlnet(), {**sd3_pass(h, w)[1], "controlnet_cond": noise(1, 4, 2 * h, 2 * w, seed=3)}
+
+
+def flux_controlnet_pass(kind, h, w):
+    condition = {"controlnet_cond": noise(1, h * w, 4, seed=5)}
+    return flux_controlnet(kind), {**flux.inputs(h, w, batch=1), **condition}
+
+
 # A model, the arguments of a pass over one image or video of h×w tokens, the width of a head, text tokens, frames.
 PASSES = {
     "SD3": lambda h, w: (*sd3_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
     "SD3.5": lambda h, w: (*sd35_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
+    "SD3's ControlNet": lambda h, w: (*sd3_controlnet_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
     "FLUX": lambda h, w: (flux.double(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
     "FLUX, real": lambda h, w: (real_flux(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
 }
-for family in FAMILIES:
-    for kind in ("double", "real"):
+VIDEO = (zoo.WIDTH, zoo.TEXT, zoo.FRAMES)
+for kind in ("double", "real"):
+    PASSES[f"FLUX's ControlNet, {kind}"] = lambda h, w, kind=kind: (
+        *flux_controlnet_pass(kind, h, w), flux.WIDTH, flux.TEXT, 1,
+    )  # fmt: skip
+    PASSES[f"VCtrl, {kind}"] = lambda h, w, kind=kind: (vctrl(kind), vctrl_inputs(h, w, batch=1), *VIDEO)
+    for family in (*FAMILIES, CONTROLLED, WAN_WITH_IMAGE):
         PASSES[f"{family.name}, {kind}"] = lambda h, w, family=family, kind=kind: (
-            getattr(family, kind)(), family.inputs(h, w, batch=1), zoo.WIDTH, zoo.TEXT, zoo.FRAMES,
+            getattr(family, kind)(), family.inputs(h, w, batch=1), *VIDEO,
         )  # fmt: skip
 
 

@@ -110,19 +110,6 @@ def test_window_of_the_whole_grid_is_the_plan_without_windows():
             assert np.array_equal(values.numpy(), getattr(plans[1], name).numpy()), name
 
 
-def test_random_dst_merges_like_the_oracle():
-    grid, x = Grid(7, 9), tokens(2, Grid(7, 9), 5)
-    dst = choose_dst(grid, 2, 3, (5, 1))
-    plan = match_tokens(paddle.to_tensor(x), grid, 30, 2, 3, random_key=(5, 1))
-    np.testing.assert_array_equal(groups(plan, 2), roundtrip(x, 7, 9, 2, 3, 30, dst)[1])
-
-
-def test_equal_tokens_merge_from_the_lowest_index_up():
-    x = np.ones((2, 36, 3), "float32")
-    plan = match_tokens(paddle.to_tensor(x), Grid(6, 6), 10)
-    np.testing.assert_array_equal(groups(plan, 2), roundtrip(x, 6, 6, 2, 2, 10)[1])
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), removed=st.integers(1, 47))
 def test_ties_go_to_the_lowest_index(seed, removed):
@@ -156,14 +143,6 @@ def test_other_dtypes_choose_like_float32(dtype):
     x = paddle.to_tensor(tokens(2, Grid(8, 10), 7)).cast(dtype)
     plan, same = match_tokens(x, Grid(8, 10), 30), match_tokens(x.cast("float32"), Grid(8, 10), 30)
     np.testing.assert_array_equal(groups(plan, 2), groups(same, 2))
-
-
-def test_images_of_a_batch_are_matched_independently():
-    x = tokens(3, Grid(6, 8), 5)
-    together = groups(match_tokens(paddle.to_tensor(x), Grid(6, 8), 20, random_key=(1, 2)), 3)
-    for image in range(3):
-        alone = match_tokens(paddle.to_tensor(x[image : image + 1]), Grid(6, 8), 20, random_key=(1, 2))
-        np.testing.assert_array_equal(together[image], groups(alone, 1)[0])
 
 
 def test_matching_is_not_differentiated_and_does_not_modify_its_input():

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -69,6 +70,16 @@ def test_the_eager_engine_generates_as_the_pipeline_does_and_leaves_no_trace(pip
     assert np.abs(np.asarray(alone).astype(int) - merged[1]).max() <= 1
 
 
+def test_a_model_without_a_size_of_its_own_is_an_error(monkeypatch):
+    class Pipe:
+        def __call__(self, num_inference_steps=3):
+            pass
+
+    monkeypatch.setattr(image_generation, "load_model", lambda model: Pipe())
+    with pytest.raises(ToMeConfigError, match="model has no size of its own: pass --size"):
+        image_generation.model_defaults("model")
+
+
 def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
     def backend(batches):
         for batch in batches:
@@ -88,9 +99,10 @@ def test_photographs_need_stable_diffusion(pipe, monkeypatch):
     from_photographs = replace(EVALUATION, strength=1.0)
     monkeypatch.setattr(image_generation, "load_model", lambda model: pipe)
     check_model(from_photographs)
-    monkeypatch.setattr(image_generation, "load_model", lambda model: object())
+    other = SimpleNamespace(image_processor=None, components={"unet": None})
+    monkeypatch.setattr(image_generation, "load_model", lambda model: other)
     check_model(EVALUATION)
-    with pytest.raises(ToMeConfigError, match=r"is a object: photographs.* only with a StableDiffusionPipeline"):
+    with pytest.raises(ToMeConfigError, match=r"SimpleNamespace: photographs.* only with a StableDiffusionPipeline"):
         check_model(from_photographs)
 
 

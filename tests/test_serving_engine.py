@@ -27,12 +27,13 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.serve import Defaults, load_warm_engine, read_defaults, warm_up_jobs
+from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
+from ppdiffusers_tome.inference.loading import ModelDefaults, read_defaults
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
@@ -403,13 +404,16 @@ def test_warm_up_jobs_are_allowed():
         LIMITS.check(job)
 
 
-def test_defaults_of_the_model(exported_folder, tmp_path):
-    """From the model's `defaults.json`, which the export has; a field that does not exist is refused."""
+def test_defaults_of_the_model(exported_folder, tmp_path, capsys):
+    """From `defaults.json`, which the export has; options win, and a field that does not exist is refused."""
     folder = tmp_path / "export"
     shutil.copytree(exported_folder, folder)
-    assert read_defaults(folder) == Defaults(steps=20, guidance_scale=7.5, prompts=())
+    assert read_defaults(folder) == ModelDefaults()
     (folder / "defaults.json").write_text('{"steps": 9, "guidance_scale": 2, "prompts": ["a fox"]}')
-    assert read_defaults(folder) == Defaults(steps=9, guidance_scale=2.0, prompts=("a fox",))
+    assert read_defaults(folder) == ModelDefaults(steps=9, guidance_scale=2.0, prompts=("a fox",))
+    for options, steps in ([], 9), (["--steps", "7"], 7):
+        assert main(["serve", "--model", str(folder), "--max-steps", "6", *options]) == 2
+        assert f"steps={steps} is not allowed: it must be 1 to 6" in capsys.readouterr().err
     (folder / "defaults.json").write_text('{"guidance": 2}')
     with pytest.raises(ToMeConfigError, match=r"defaults\.json: guidance: "):
         read_defaults(folder)

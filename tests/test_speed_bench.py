@@ -136,18 +136,3 @@ def test_pipelines_are_timed_by_both_backends(worker_in_this_process, tmp_path):
         assert arm.peak_memory_bytes > 0 and arm.macs > 0
     assert (eager.backend, predictor.backend) == ("eager", "predictor")
     assert eager.parity is None and predictor.parity["difference"] < 1e-2
-
-
-def test_quick_measures_all_arms_of_a_tiny_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)  # without the bundled model
-    assert main(["bench", "--quick", "--threads", "1"]) == 0
-    case = read(tmp_path / "outputs" / "bench.json")
-    assert (case.model, case.size) == ("tiny", 128)
-    measured = case.with_status("measured")
-    assert len(measured) == 6 and all(len(arm.seconds) == 2 for arm in measured)
-    predictors = [arm for arm in measured if arm.backend == "predictor"]
-    assert [arm.arm for arm in predictors] == ["plain", "tome"]
-    assert all(arm.parity["difference"] < 1e-4 for arm in predictors)
-    assert all(arm.peak_memory_bytes > 0 for arm in predictors)  # differs from run to run on Paddle 3
-    printed = capsys.readouterr().out
-    assert "written to outputs/bench.json" in printed and all(arm.name in printed for arm in measured)

@@ -90,11 +90,16 @@ def test_weights_are_counted_in_their_dtype():
     assert weights_bytes(layer.to(dtype="bfloat16")) == 2 * (5 * 7 + 7)
 
 
-def test_limit_raises_memory_error_and_ends_with_its_context():
-    with limited(64 * MB, 0):
-        allocate(32)
+@pytest.mark.parametrize(
+    ("limit", "weights", "small", "large"),
+    [(64 * MB, 0, 32, 320), (200 * MB, 150 * MB, 20, 120), (None, 0, 64, None)],  # None: what the machine has
+)
+def test_limit_raises_memory_error_and_ends_with_its_context(limit, weights, small, large):
+    """The weights are part of it."""
+    with limited(limit, weights):
+        allocate(small)
         with pytest.raises(MemoryError) as error:
-            allocate(320)
+            allocate(large or 2 * available_bytes() // MB)
     assert is_out_of_memory(error.value)
     allocate(320)
 
@@ -103,20 +108,6 @@ def test_nothing_is_limited_on_a_gpu(monkeypatch):
     monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
     with limited(64 * MB, 0):
         allocate(320)
-
-
-def test_weights_are_part_of_the_limit():
-    with limited(200 * MB, 150 * MB):
-        allocate(20)
-        with pytest.raises(MemoryError):
-            allocate(120)
-
-
-def test_without_a_limit_there_is_what_the_machine_has():
-    with limited(None, 0):
-        allocate(64)
-        with pytest.raises(MemoryError):
-            paddle.empty([2 * available_bytes()], dtype="int8")
 
 
 @pytest.mark.parametrize(

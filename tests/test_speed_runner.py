@@ -11,12 +11,11 @@ import pytest
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import runner, worker
 from ppdiffusers_tome.evaluation.speed.backends import EagerBackend
-from ppdiffusers_tome.evaluation.speed.cases import make_arms, make_case, make_configs, read_cases
-from ppdiffusers_tome.evaluation.speed.runner import Settings, WorkerEndedError, measure_all, worker_messages
+from ppdiffusers_tome.evaluation.speed.cases import Timing, make_arms, make_case, make_configs, read_cases
+from ppdiffusers_tome.evaluation.speed.runner import WorkerEndedError, measure_all, worker_messages
 from ppdiffusers_tome.evaluation.speed.worker import measure_case
 
 TOMESD = {"window": None, "proportional": False}
-KILLED = WorkerEndedError(-signal.SIGKILL, "")
 
 
 def cases(**fields):
@@ -34,14 +33,14 @@ class Stub:
     def __init__(self, end=None, prepare=lambda stub, programs: ()):
         self.end, self.prepare, self.calls = end, prepare, []
 
-    def __call__(self, case, settings, programs, skip):
+    def __call__(self, case, timing, programs, skip):
         case = copy.deepcopy(case)
         self.calls.append((copy.deepcopy(case), programs, list(skip)))
         for arm in case.with_status("planned"):
             arm.macs, arm.peak_memory_bytes = 10, 20
         yield copy.deepcopy(case)
         yield from self.prepare(self, programs)
-        while len(case.with_status("planned")[0].seconds) < settings.rounds:
+        while len(case.with_status("planned")[0].seconds) < timing.rounds:
             index = len(case.with_status("planned")[0].seconds)
             for arm in case.with_status("planned"):
                 yield arm.name, f"round {index + 1}"
@@ -68,7 +67,7 @@ def stub(monkeypatch):
 
 
 def measure(tmp_path, **changes):
-    values = {"cases": cases(), "settings": Settings(rounds=3), "output": tmp_path / "new" / "speed.json"}
+    values = {"cases": cases(), "timing": Timing(rounds=3), "output": tmp_path / "new" / "speed.json"}
     (case,) = measure_all(**{**values, "command": "bench", **changes})
     return {arm.arm: arm for arm in case.arms}
 
@@ -87,17 +86,14 @@ def test_result_has_what_was_measured(tmp_path, stub):
 
 
 @pytest.mark.parametrize(
-    ("end", "ended", "status", "reason"),
+    ("end", "status", "reason"),
     [
-        (KILLED, 4, "error", "round 2: the worker ended by SIGKILL"),
-        (KILLED, 5, "out of memory", "round 2: the worker ended by SIGKILL"),  # the system counts one more
-        (WorkerEndedError(-signal.SIGSEGV, ""), 4, "error", "round 2: the worker ended by SIGSEGV"),
-        (WorkerEndedError(1, "terminate: std::bad_alloc"), 4, "out of memory", "ended with status 1: terminate"),
+        (WorkerEndedError(-signal.SIGSEGV, ""), "error", "round 2: the worker ended by SIGSEGV"),
+        (WorkerEndedError(1, "terminate: std::bad_alloc"), "out of memory", "ended with status 1: terminate"),
     ],
 )
-def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, monkeypatch, end, ended, status, reason):
-    made, counts = stub(end), iter([4, ended, ended])  # before the first worker, after its end, before the second
-    monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts, ended))
+def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason):
+    made = stub(end)
     arms = measure(tmp_path)
     tome = arms["tome"]
     assert tome.status == status and reason in tome.reason and tome.seconds == []
@@ -142,18 +138,21 @@ def failed(connection, errors, case, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("entry", "status", "message"),
+    ("entry", "ended", "status", "message"),
     [
-        (killed, -signal.SIGKILL, "the worker ended by SIGKILL"),
-        (failed, 1, "the worker ended with status 1: AttributeError: 'NoneType' object"),
+        (killed, 4, "error", "the worker ended by SIGKILL"),
+        (killed, 5, "out of memory", "the worker ended by SIGKILL"),  # the system counts one more
+        (failed, 5, "error", "the worker ended with status 1: AttributeError: 'NoneType' object"),
     ],
 )
-def test_processes_that_end(tmp_path, monkeypatch, entry, status, message):
+def test_processes_that_end(tmp_path, monkeypatch, entry, ended, status, message):
+    counts = iter([4, ended])
+    monkeypatch.setattr(runner, "count_ended_processes", lambda: next(counts))
     monkeypatch.setattr(worker, "run", entry)
     received = []
     with pytest.raises(WorkerEndedError, match=message) as error:
-        received.extend(worker_messages(cases()[0], Settings(threads=3), tmp_path, []))
-    assert error.value.status == status
+        received.extend(worker_messages(cases()[0], Timing(threads=3), tmp_path, []))
+    assert error.value.arm_status == status
     assert "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] != "3"
 
 
@@ -196,7 +195,7 @@ def test_restart_forgets_figures_and_programs(tmp_path, stub):
 def messages_of(case, rounds, tmp_path):
     """What the real worker sends in this process, with the case as it is then."""
     messages = []
-    measure_case(lambda message: messages.append(copy.deepcopy(message)), case, rounds, 1, 1, tmp_path)
+    measure_case(lambda message: messages.append(copy.deepcopy(message)), case, Timing(rounds), tmp_path)
     return messages
 
 
@@ -261,9 +260,9 @@ def test_arms_take_turns_in_another_order_in_each_round(tmp_path, monkeypatch):
 CHANGES = {"sources": "0" * 16, "versions": {"python": "2.7"}, "describe_environment": {"machine": "another"}}
 
 
-@pytest.mark.parametrize("name", ["settings", "cases", "model_files", *CHANGES])
+@pytest.mark.parametrize("name", ["timing", "cases", "model_files", *CHANGES])
 def test_an_incomplete_result_of_something_else_is_not_continued(tmp_path, stub, monkeypatch, capsys, name):
-    changed = {"settings": Settings(4), "cases": cases(batch=3)}
+    changed = {"timing": Timing(4), "cases": cases(batch=3)}
     stub(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path)
@@ -284,4 +283,4 @@ def test_an_incomplete_result_of_something_else_is_not_continued(tmp_path, stub,
 @pytest.mark.parametrize("name", ["rounds", "warm_up", "threads"])
 def test_settings_are_checked(name, value):
     with pytest.raises(ToMeConfigError, match=r"--[a-z-]+ [-0-9a-z.e+]+ is not allowed: it must be from 1"):
-        Settings(**{name: value})
+        Timing(**{name: value})

@@ -5,11 +5,12 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
-from conftest import repeat, sizes_of, traces
+from conftest import program_of, repeat, sizes_of, traces
 from paddle import nn
 from ppdiffusers.models.attention import JointTransformerBlock
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, JointAttnProcessor2_5
 from ppdiffusers_source import newer_class
+from test_export import OfSD3
 from zoo import ZOO, parts
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, pixart, sd3, sd3_controlnet
@@ -165,7 +166,7 @@ class HeadNorm(nn.Layer):
         self.weight = self.create_parameter([width], default_initializer=nn.initializer.Uniform(0.5, 1.5))
 
     def forward(self, heads, begin_norm_axis):
-        assert begin_norm_axis == 3 and heads.shape[-1] == len(self.weight)
+        assert begin_norm_axis == 3 and heads.shape[-1] == self.weight.shape[0]
         return heads / heads.square().mean(-1, keepdim=True).sqrt() * self.weight
 
 
@@ -287,6 +288,16 @@ def test_sizes_are_added_after_the_norm_of_a_head(sd35, name, monkeypatch):
     expected = unmerge(paddle.to_tensor(np.take_along_axis(full.numpy(), firsts, axis=1)), plan)
     np.testing.assert_allclose(merged.numpy(), expected.numpy(), atol=5e-6)
     assert sizes.max() > 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
+@paddle.no_grad()
+def test_program_of_heads_that_are_normalized_equals_eager(sd35):
+    merged = draw(sd3, sd35.apply_tome())
+    text, pooled, timestep = sd3_inputs().values()
+    arguments = [noise(BATCH, 4, 16, 16), timestep, text, pooled]
+    program = program_of(OfSD3(sd35), arguments)
+    np.testing.assert_allclose(program(*arguments).numpy(), merged, atol=1e-6)
 
 
 @pytest.mark.parametrize(("h", "w"), [(16, 16), (12, 20)])

@@ -1,10 +1,12 @@
 """CogVideoX, Wan and HunyuanVideo: tokens of all frames in one sequence, merged within each frame."""
 
+import copy
+
 import cuda_attention
 import numpy as np
 import paddle
 import pytest
-from conftest import sizes_of, traces
+from conftest import program_of, sizes_of, traces
 from ppdiffusers_source import newer_class
 from zoo import video_transformers as zoo
 from zoo.noise import noise
@@ -46,10 +48,12 @@ class Family:
         self.is_cog = name.startswith("CogVideoX")
         self.takes_rows = is_rotary and self.is_cog
         self.is_hunyuan = name.startswith("Hunyuan")
+        self.has_image = "image_dim" in config
 
     def double(self):
         paddle.seed(0)
-        model = self._double(use_rotary_positional_embeddings=True) if self.takes_rows else self._double()
+        options = {"use_rotary_positional_embeddings": self.takes_rows, "has_image": self.has_image}
+        model = self._double(**{name: value for name, value in options.items() if value})
         model.eval()
         return model
 
@@ -73,6 +77,8 @@ class Family:
         }
         if self.takes_rows:
             arguments["image_rotary_emb"] = zoo.rotary_rows(FRAMES, h, w)
+        if self.has_image:
+            arguments["encoder_hidden_states_image"] = noise(batch, zoo.IMAGE, STATES, seed=7)
         if self.is_hunyuan:
             mask = [[1] * text] + [[1] * (text - 2) + [0] * 2] * (batch - 1)
             arguments |= {"encoder_attention_mask": paddle.to_tensor(mask), "guidance": paddle.full([batch], 1000.0)}
@@ -89,6 +95,7 @@ COGVIDEOX = {
     "sample_frames": 4 * FRAMES,  # not those of `inputs`, so that the model computes positions in each pass
     "max_text_seq_length": TEXT,
 }
+WAN = {"text_dim": STATES, "freq_dim": 8, "ffn_dim": 48, "num_layers": 2}
 FAMILIES = [
     Family("CogVideoX-2b", zoo.CogVideoXTransformer3DModel, **COGVIDEOX),
     Family(
@@ -98,7 +105,7 @@ FAMILIES = [
         use_rotary_positional_embeddings=True,
         **COGVIDEOX,
     ),
-    Family("Wan", zoo.WanTransformer3DModel, text_dim=STATES, freq_dim=8, ffn_dim=48, num_layers=2),
+    Family("Wan", zoo.WanTransformer3DModel, **WAN),
     Family(
         "HunyuanVideo",
         zoo.HunyuanVideoTransformer3DModel,
@@ -110,6 +117,17 @@ FAMILIES = [
         rope_axes_dim=zoo.AXES,
     ),
 ]
+
+WAN_WITH_IMAGE = Family(
+    "Wan with an image", zoo.WanTransformer3DModel, **WAN, image_dim=STATES, added_kv_proj_dim=CHANNELS
+)
+CONTROLLED = Family(
+    "CogVideoX-VCtrl",
+    zoo.CogVideoXTransformer3DVCtrlModel,
+    is_rotary=True,
+    use_rotary_positional_embeddings=True,
+    **COGVIDEOX,
+)
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
@@ -377,16 +395,19 @@ def vctrl(kind):
     return model
 
 
+def vctrl_inputs(h=H, w=W, batch=2):
+    return {
+        "sample": noise(batch, FRAMES, LATENTS, 2 * h, 2 * w),
+        "timestep": paddle.full([batch], 10),
+        "v_cond": noise(batch, FRAMES, LATENTS + 1, 2 * h, 2 * w, seed=1),
+        "image_rotary_emb": zoo.rotary_rows(FRAMES, h, w),
+    }
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", ["double", "real"])
 def test_controlnet_of_cogvideox(kind, settings):
-    model = vctrl(kind)
-    inputs = {
-        "sample": noise(2, FRAMES, LATENTS, 2 * H, 2 * W),
-        "timestep": paddle.full([2], 10),
-        "v_cond": noise(2, FRAMES, LATENTS + 1, 2 * H, 2 * W, seed=1),
-        "image_rotary_emb": zoo.rotary_rows(FRAMES, H, W),
-    }
+    model, inputs = vctrl(kind), vctrl_inputs()
 
     @paddle.no_grad()
     def control():
@@ -404,16 +425,36 @@ def test_controlnet_of_cogvideox(kind, settings):
         apply_tome(model, controlnet=False)
 
 
+def test_gradients_of_checkpointing_are_those_without():
+    """Of ppdiffusers' own models whose blocks `recompute` runs again, VCtrl's alone works without merging too."""
+    model = apply_tome(vctrl("real"), merge_mlp=True)
+    model.train()
+
+    def gradients(is_checkpointing):
+        model.gradient_checkpointing = is_checkpointing
+        model.clear_gradients()
+        sum(x.square().mean() for x in model(**vctrl_inputs()).vctrl_block_samples).backward()
+        return {name: weight.grad.numpy() for name, weight in model.named_parameters() if weight.grad is not None}
+
+    expected, actual = gradients(False), gradients(True)
+    assert len(expected) == len(actual) > 20
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
+
+
+def test_a_deep_copy_has_its_own_merging(family, model):
+    inputs = family.inputs()
+    plain = run(model, inputs)
+    merged = run(model.apply_tome(), inputs)
+    copied = copy.deepcopy(model)
+    np.testing.assert_array_equal(run(copied, inputs), merged)
+    np.testing.assert_array_equal(run(copied.remove_tome(), inputs), plain)
+    np.testing.assert_array_equal(run(model, inputs), merged)
+
+
 @pytest.mark.parametrize("kind", ["double", "real"])
 def test_cogvideox_that_vctrl_controls(kind):
-    family = Family(
-        "CogVideoX-VCtrl",
-        zoo.CogVideoXTransformer3DVCtrlModel,
-        is_rotary=True,
-        use_rotary_positional_embeddings=True,
-        **COGVIDEOX,
-    )
-    model, inputs = getattr(family, kind)(), family.inputs()
+    model, inputs = getattr(CONTROLLED, kind)(), CONTROLLED.inputs()
     plain = run(model, inputs)
     assert not np.allclose(run(apply_tome(model), inputs), plain, atol=1e-4)
     np.testing.assert_array_equal(run(remove_tome(model), inputs), plain)
@@ -437,48 +478,69 @@ def test_no_schedule_in_hunyuanvideo():
 
 
 class Sample(paddle.nn.Layer):
-    """CogVideoX-2b with its output as a tensor, which a program needs."""
+    """CogVideoX with its output as a tensor, which a program needs."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, latents, text, timestep):
-        return self.model(hidden_states=latents, encoder_hidden_states=text, timestep=timestep).sample
+    def forward(self, latents, timestep, text, cos=None, sin=None):
+        rows = None if cos is None else (cos, sin)
+        return self.model(
+            hidden_states=latents, encoder_hidden_states=text, timestep=timestep, image_rotary_emb=rows
+        ).sample
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
 @pytest.mark.parametrize("kind", ["double", "real"])
-def test_program_of_cogvideox_2b_equals_eager(kind):
-    """Of the others ppdiffusers' own classes cannot be traced, plain or merged."""
-    model, inputs = getattr(FAMILIES[0], kind)(), FAMILIES[0].inputs()
+@pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.name)
+def test_program_of_cogvideox_equals_eager(family, kind):
+    """ppdiffusers' own classes of Wan and HunyuanVideo cannot be traced, plain or merged."""
+    model, inputs = getattr(family, kind)(), family.inputs()
     eager = run(apply_tome(model), inputs)
-    arguments = [inputs[name] for name in ("hidden_states", "encoder_hidden_states", "timestep")]
-    spec = [paddle.static.InputSpec(x.shape, str(x.dtype).rpartition(".")[2]) for x in arguments]
-    program = paddle.jit.to_static(Sample(model), input_spec=spec, full_graph=True)
+    arguments = [*list(inputs.values())[:3], *inputs.get("image_rotary_emb", ())]
+    program = program_of(Sample(model), arguments)
     with paddle.no_grad():
         np.testing.assert_array_equal(program(*arguments).numpy(), eager)
 
 
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
-def test_wan_with_an_image(merge_attn):
-    """Image to video: cross-attention also gets 257 tokens of an image."""
-    family = Family(
-        "Wan",
-        zoo.WanTransformer3DModel,
-        text_dim=STATES,
-        freq_dim=8,
-        ffn_dim=48,
-        num_layers=2,
-        image_dim=STATES,
-        added_kv_proj_dim=CHANNELS,
+@pytest.mark.parametrize("merge_attn", [True, "alone"])
+@pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[3]], ids=lambda family: family.name)
+def test_attention_that_is_cached(family, merge_attn):
+    """Pyramid Attention Broadcast, of ppdiffusers itself: after merging is applied, and not of merged tokens."""
+    config = newer_class("PyramidAttentionBroadcastConfig")(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(100, 800),
+        current_timestep_callback=lambda: 500,
     )
-    model = family.real()
-    inputs = {**family.inputs(), "encoder_hidden_states_image": noise(2, 257, STATES, seed=7)}
+    model, inputs = family.real(), family.inputs()
+    other = {**inputs, "hidden_states": noise(*inputs["hidden_states"].shape, seed=8)}
+    plain = run(model, inputs)
+    model.enable_cache(config)
+    with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
+        run(model.apply_tome(merge_attn=merge_attn), inputs)
+    model.remove_tome().disable_cache()
+    merged, merged_other = (run(model.apply_tome(merge_attn=merge_attn), x) for x in (inputs, other))
+    model.enable_cache(config)
+    if family.is_hunyuan and merge_attn is True:
+        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass merge_attn="alone"'):
+            run(model, inputs)
+    else:
+        np.testing.assert_array_equal(run(model, inputs), merged)
+        assert not np.allclose(run(model, other), merged_other, atol=1e-3)  # the second pass takes what was cached
+    model.disable_cache()
+    np.testing.assert_array_equal(run(model, other), merged_other)
+    np.testing.assert_array_equal(run(model.remove_tome(), inputs), plain)
+
+
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("kind", ["double", "real"])
+def test_wan_with_an_image(kind, merge_attn):
+    """Image to video: cross-attention also gets the tokens of an image."""
+    model, inputs = getattr(WAN_WITH_IMAGE, kind)(), WAN_WITH_IMAGE.inputs()
     plain = run(model, inputs)
     merged = run(model.apply_tome(merge_attn=merge_attn, merge_crossattn=True), inputs)
     assert not np.allclose(merged, plain, atol=1e-4)
-    assert model.tome_summary(2 * H, 2 * W, frames=FRAMES).macs is None  # the image's tokens are not counted
     np.testing.assert_array_equal(run(model.remove_tome(), inputs), plain)
 
 

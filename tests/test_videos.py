@@ -100,9 +100,3 @@ def test_frames_share_dst_positions_but_not_pairs(model, plans):
         offsets = PIXELS * np.arange(VIDEOS * FRAMES)[:, None]
         assert (dst - offsets == dst[0]).all()
         assert not (np.sort(merged - offsets) == np.sort(merged[0])).all()
-
-
-def test_removal_is_bit_equal(model):
-    plain = draw(model)
-    assert not np.array_equal(draw(model.apply_tome(ratio=0.5)), plain)
-    assert np.array_equal(draw(model.remove_tome()), plain)

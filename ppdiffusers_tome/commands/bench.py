@@ -24,11 +24,12 @@ from ..evaluation.speed.cases import (
     PREDICTOR,
     PROGRAMS,
     Case,
+    Timing,
     make_arms,
     make_case,
     make_configs,
 )
-from ..evaluation.speed.runner import Settings, measure_all
+from ..evaluation.speed.runner import measure_all
 from ..evaluation.speed.workloads import WORKLOADS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
@@ -113,13 +114,13 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
         )
     for backend in set(options.backend) & set(PROGRAMS):
         choose_runtime(**PROGRAMS[backend])  # raises if it is not installed
-    settings = Settings(options.rounds, options.warm_up, options.threads)
+    timing = Timing(options.rounds, options.warm_up, options.threads)
     cases = _cases(options)
     mergings = [parse_settings(text) for text in options.merging]
     configs = make_configs(options.ratio, options.max_downsample, mergings)
     for case in cases:
         case.arms = make_arms(case, options.arms, options.backend, configs)
-    measured = measure_all(cases, settings, options.output, command_line(arguments), options.restart)
+    measured = measure_all(cases, timing, options.output, command_line(arguments), options.restart)
     print("\n\n".join("\n".join(_lines(case)) for case in measured))
     print(f"written to {options.output}")
     return int(not all(case.with_status(MEASURED) for case in measured))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..errors import ToMeConfigError, ToMeError, install_command
@@ -100,6 +101,17 @@ def threads(options: argparse.Namespace) -> int | None:
     return 1 if options.ray_address else max(1, (os.cpu_count() or 1) // options.actors)
 
 
+def import_ray_engines() -> ModuleType:
+    """`generation.ray_engines`; ToMeError if Ray is not installed."""
+    try:
+        import ray  # noqa: F401
+
+        from ..generation import ray_engines
+    except ImportError as error:
+        raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
+    return ray_engines
+
+
 @contextmanager
 def open_image_backend(options: argparse.Namespace, gpu: bool) -> Iterator[MakeImageBackend]:
     """A function that makes image backends. With --ray, Ray runs as long as the context.
@@ -110,12 +122,7 @@ def open_image_backend(options: argparse.Namespace, gpu: bool) -> Iterator[MakeI
     if not options.ray:
         yield generate_here
         return
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
-    from ..generation.ray_engines import generate_on_ray, ray_session
-
+    ray_engines = import_ray_engines()
     cpus, gpus = threads(options) or 1, 1.0 if gpu else 0.0
-    with ray_session(options.ray_address, options.actors * cpus, options.actors * gpus, shows_logs=False):
-        yield lambda load: generate_on_ray(load, options.actors, cpus, gpus)
+    with ray_engines.ray_session(options.ray_address, options.actors * cpus, options.actors * gpus, shows_logs=False):
+        yield lambda load: ray_engines.generate_on_ray(load, options.actors, cpus, gpus)

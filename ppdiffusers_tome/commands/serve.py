@@ -13,15 +13,13 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
-from pydantic import TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
-from ..inference import Manifest, layout, parse_size, read_manifest
-from ..inference.manifest import STRICT, first_error
+from ..inference import Manifest, parse_size, read_manifest
+from ..inference.loading import read_defaults
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
-from .image_options import add_runtime_options, check_runtime, runtime_settings, uses_gpu
+from .image_options import add_runtime_options, check_runtime, import_ray_engines, runtime_settings, uses_gpu
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
@@ -90,16 +88,17 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     manifest = read_manifest(options.model)
     limits = limits_of(manifest, options)
     own = read_defaults(options.model)
+    given = {name: getattr(options, name) for name in ("steps", "guidance_scale")}
+    numbers = {name: getattr(own, name) if value is None else value for name, value in given.items()}
     config = AppConfig(
         api_key=key_from_environment(),
         request_seconds=options.timeout,
         body_bytes=options.max_body,
-        steps=own.steps if options.steps is None else options.steps,
-        guidance_scale=own.guidance_scale if options.guidance_scale is None else options.guidance_scale,
         hosts=(options.host, *options.allow_host),
         origins=tuple(options.allow_origin),
         page=not options.no_page,
         prompts=own.prompts,
+        **{name: value for name, value in numbers.items() if value is not None},
     )
     first, *_ = warm_up_jobs(limits, config.guidance_scale)
     limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
@@ -124,29 +123,6 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         app = create_app(queue, config, metrics)
         serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
     return 0
-
-
-@dataclass(frozen=True, config=STRICT)
-class Defaults:
-    """What an export's `defaults.json` has, which its model's folder had."""
-
-    size: int | None = None  # px; the first exported size is the default here
-    steps: int = AppConfig.steps
-    guidance_scale: float = AppConfig.guidance_scale
-    prompts: tuple[str, ...] = ()
-
-
-def read_defaults(folder: Path) -> Defaults:
-    """The steps, guidance scale and prompts that suit an exported model.
-
-    Raises:
-        ToMeConfigError: `defaults.json` has another field, or a value that is not allowed.
-    """
-    file = folder / layout.DEFAULTS
-    try:
-        return TypeAdapter(Defaults).validate_json(file.read_bytes()) if file.is_file() else Defaults()
-    except ValidationError as error:
-        raise ToMeConfigError(f"{file}: {first_error(error)}") from None
 
 
 def open_page(url: str) -> None:
@@ -194,11 +170,7 @@ def _open_engines(
     if not options.ray:
         yield lambda should_stop: load(options.threads), {}
         return
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise ToMeError(f"{error}. --ray needs: {install_command('ray')}") from error
-    from ..generation.ray_engines import RemoteEngine, ray_session
+    ray_engines = import_ray_engines()
     from ..serving.server import listen
 
     listen(options.host, options.port).close()  # now and not when Ray has started
@@ -210,8 +182,8 @@ def _open_engines(
     if not cpus >= 0.01:
         raise ToMeConfigError(f"--replica-cpus {cpus} is not allowed: it must be 0.01 or more")
     load_there = partial(load, options.threads or max(1, int(cpus)))
-    with ray_session(options.ray_address, most * cpus, most * gpus, shows_logs=True):
-        load_engine = partial(RemoteEngine, load_there, cpus, gpus, 2 * options.timeout)
+    with ray_engines.ray_session(options.ray_address, most * cpus, most * gpus, shows_logs=True):
+        load_engine = partial(ray_engines.RemoteEngine, load_there, cpus, gpus, 2 * options.timeout)
         yield load_engine, {"engines": least, "most_engines": most}
 
 

@@ -12,8 +12,7 @@ from ..errors import ToMeConfigError, ToMeError
 from ..evaluation.environment import usable_cores
 from ..evaluation.quality.settings import Evaluation
 from ..evaluation.results import command_line
-from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, make_arms, make_case
-from ..evaluation.speed.runner import Settings
+from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, Timing, make_arms, make_case
 from ..evaluation.tuning.search import PERCEPTUAL, PSNR, SPEED_UP, Goal, known_candidates, make_stages, nearest, search
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
@@ -106,7 +105,7 @@ def _checked(options: argparse.Namespace) -> tuple[Case, Evaluation, list[ToMeCo
         raise ToMeConfigError(f"--output {output} is not allowed: name a .json file, such as build/tome_config.json.")
     if options.backend in PROGRAMS:
         choose_runtime(**PROGRAMS[options.backend])  # raises if it is not installed
-    Settings(options.rounds, threads=options.threads)
+    Timing(options.rounds, threads=options.threads)
     require_model_folder(options.model)
     images = image_settings(options, str(options.model))
     # "./" distinguishes a folder from the architecture of the same name.

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -47,8 +48,8 @@ def change(ratio: float, digits: int = 1) -> str:
 def write_page(template: Path, output: Path, **values: Any) -> str:
     """Write a page, a template filled in, into a folder, which is made if it is missing; its text.
 
-    Templates have the filters `table` (`frame_table`), `number` and `change`. A tag on a line of its own leaves no
-    line.
+    Templates have the filters `table` (`frame_table`), `figure`, `link`, `number` and `change`. A tag on a line of its
+    own leaves no line.
 
     Args:
         template: its file, whose name the page gets, such as TEMPLATES / "speed.md".
@@ -63,7 +64,8 @@ def write_page(template: Path, output: Path, **values: Any) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    environment.filters |= {"table": frame_table, "number": number, "change": change}
+    filters = {"table": frame_table, "number": number, "change": change}
+    environment.filters |= {**filters, "figure": partial(figure, page=output), "link": partial(link, page=output)}
     text: str = environment.get_template(template.name).render(values).rstrip() + "\n"
     output.mkdir(parents=True, exist_ok=True)
     (output / template.name).write_text(text, encoding="utf-8")

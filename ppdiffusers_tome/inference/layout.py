@@ -11,6 +11,7 @@ import ppdiffusers
 
 from .._version import __version__
 from ..models import vae_factor
+from .loading import DEFAULTS
 from .manifest import FileFacts, Manifest, ProgramFile, ratio_name, sha256
 from .programs import count_residuals
 from .request import Request
@@ -20,7 +21,6 @@ RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppd
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
 CONTROLNET_CONFIG = "controlnet"
 COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")
-DEFAULTS = "defaults.json"  # in a model's folder and its export: steps, guidance scale and prompts that suit it
 
 
 def share_weights(params: Path, others: list[Path]) -> Path:

@@ -1,15 +1,41 @@
-"""A model that is not exported: whether a folder contains one, and its eager pipeline in float32."""
+"""A model that is not exported: whether a folder contains one, what suits it, and its eager pipeline in float32."""
 
 import re
 from pathlib import Path
 
 import paddle
 from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ..errors import ToMeConfigError, ToMeExportError
-from .manifest import MANIFEST
+from .manifest import MANIFEST, STRICT, first_error
 
+DEFAULTS = "defaults.json"  # in a model's folder and its export
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelDefaults:
+    """What suits a model, as DEFAULTS has it; None where it does not say."""
+
+    size: int | None = None  # px, height and width; an export's default is its first size
+    steps: int | None = None
+    guidance_scale: float | None = None
+    prompts: tuple[str, ...] = ()  # examples, for the page of `serve`
+
+
+def read_defaults(folder: Path) -> ModelDefaults:
+    """What suits the model in a folder, exported or not.
+
+    Raises:
+        ToMeConfigError: DEFAULTS has another field, or a value that is not allowed.
+    """
+    file = folder / DEFAULTS
+    try:
+        return TypeAdapter(ModelDefaults).validate_json(file.read_bytes()) if file.is_file() else ModelDefaults()
+    except ValidationError as error:
+        raise ToMeConfigError(f"{file}: {first_error(error)}") from None
 
 
 def require_model_folder(model: str | Path, hub_names: bool = False) -> None:

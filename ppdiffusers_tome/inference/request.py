@@ -86,7 +86,9 @@ def check_request(
     pipe = load()
     class_name = type(pipe).__name__
     if class_name not in READERS:
-        raise ToMeExportError(f"{class_name} cannot be exported: only {', '.join(READERS)} can.")
+        raise ToMeExportError(
+            f"{class_name} cannot be exported: only {', '.join(READERS)} can. Run it in eager mode with apply_tome()."
+        )
     _check_components(pipe)
     if configs is None:
         by_ratio, schedule = _applied_configs(pipe)

@@ -139,8 +139,8 @@ class FluxSingleTransformerBlock(nn.Layer):
         return hidden_states + gate.unsqueeze(1) * self.proj_out(both)
 
 
-class FluxTransformer2DModel(nn.Layer):
-    """Two joint and two single-stream blocks."""
+class Blocks(nn.Layer):
+    """Two joint and two single-stream blocks, with the embeddings of what they get."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,27 @@ class FluxTransformer2DModel(nn.Layer):
         self.time, self.context_embedder, self.x_embedder = (nn.Linear(i, channels) for i in (1, 6, 4))
         self.transformer_blocks = nn.LayerList([FluxTransformerBlock() for _ in range(2)])
         self.single_transformer_blocks = nn.LayerList([FluxSingleTransformerBlock() for _ in range(2)])
-        self.proj_out = nn.Linear(channels, 4)
+
+    def run(self, image, text, timestep, img_ids, txt_ids, joint_attention_kwargs):
+        """The image tokens after each joint block, and after each single-stream block."""
+        after, after_single = [], []
+        temb = self.time(timestep.unsqueeze(1))
+        rows = self.pos_embed(paddle.concat([txt_ids, img_ids], axis=0))
+        shared = {"temb": temb, "image_rotary_emb": rows, "joint_attention_kwargs": joint_attention_kwargs}
+        for block in self.transformer_blocks:
+            text, image = block(hidden_states=image, encoder_hidden_states=text, **shared)
+            after.append(image)
+        both = paddle.concat([text, image], axis=1)
+        for block in self.single_transformer_blocks:
+            both = block(hidden_states=both, **shared)
+            after_single.append(both[:, text.shape[1] :])
+        return after, after_single
+
+
+class FluxTransformer2DModel(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.proj_out = nn.Linear(HEADS * WIDTH, 4)
 
     def forward(
         self,
@@ -164,21 +184,55 @@ class FluxTransformer2DModel(nn.Layer):
         return_dict=True,
     ):
         image, text = self.x_embedder(hidden_states), self.context_embedder(encoder_hidden_states)
-        temb = self.time(timestep.unsqueeze(1))
-        rows = self.pos_embed(paddle.concat([txt_ids, img_ids], axis=0))
-        shared = {"temb": temb, "image_rotary_emb": rows, "joint_attention_kwargs": joint_attention_kwargs}
-        for block in self.transformer_blocks:
-            text, image = block(hidden_states=image, encoder_hidden_states=text, **shared)
-        both = paddle.concat([text, image], axis=1)
-        for block in self.single_transformer_blocks:
-            both = block(hidden_states=both, **shared)
-        return SimpleNamespace(sample=self.proj_out(both[:, text.shape[1] :]))
+        after = self.run(image, text, timestep, img_ids, txt_ids, joint_attention_kwargs)
+        return SimpleNamespace(sample=self.proj_out(after[1][-1]))
 
 
-def double():
+class FluxControlNetModel(Blocks):
+    """A ControlNet, with a token for the kind of its image if there are several kinds."""
+
+    def __init__(self, num_mode=None):
+        super().__init__()
+        channels = HEADS * WIDTH
+        self.union, self.controlnet_x_embedder = num_mode is not None, nn.Linear(4, channels)
+        if self.union:
+            self.controlnet_mode_embedder = nn.Embedding(num_mode, channels)
+        self.controlnet_blocks, self.controlnet_single_blocks = (
+            nn.LayerList([nn.Linear(channels, channels) for _ in range(2)]) for _ in range(2)
+        )
+
+    def forward(
+        self,
+        hidden_states,
+        controlnet_cond,
+        controlnet_mode=None,
+        conditioning_scale=1.0,
+        encoder_hidden_states=None,
+        pooled_projections=None,
+        timestep=None,
+        img_ids=None,
+        txt_ids=None,
+        guidance=None,
+        joint_attention_kwargs=None,
+    ):
+        image = self.x_embedder(hidden_states) + self.controlnet_x_embedder(controlnet_cond)
+        text = self.context_embedder(encoder_hidden_states)
+        if self.union:
+            text = paddle.concat([self.controlnet_mode_embedder(controlnet_mode), text], axis=1)
+            txt_ids = paddle.concat([txt_ids[:1], txt_ids], axis=0)
+        after = self.run(image, text, timestep, img_ids, txt_ids, joint_attention_kwargs)
+        layers = (self.controlnet_blocks, self.controlnet_single_blocks)
+        joint, single = (
+            [conditioning_scale * layer(x) for layer, x in zip(group, tokens, strict=True)]
+            for group, tokens in zip(layers, after, strict=True)
+        )
+        return SimpleNamespace(controlnet_block_samples=joint, controlnet_single_block_samples=single)
+
+
+def double(cls=FluxTransformer2DModel, **config):
     """The double, with weights from seed 0."""
     paddle.seed(0)
-    model = FluxTransformer2DModel()
+    model = cls(**config)
     model.eval()
     return model
 

@@ -16,6 +16,7 @@ HEADS, WIDTH = 2, 16
 CHANNELS = HEADS * WIDTH
 FRAMES, TEXT = 3, 5
 LATENTS, STATES = 4, 8  # channels of latents, and of text embeddings
+IMAGE = 257  # tokens of an image, in Wan's image-to-video
 AXES = (8, 4, 4)  # channels of a head that rotate by frame, row and column
 
 
@@ -72,11 +73,15 @@ class CogVideoXAttnProcessor2_0:
 
 class WanAttnProcessor2_0:
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
-        keys = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        keys, of_image = hidden_states if encoder_hidden_states is None else encoder_hidden_states, 0
+        if attn.add_k_proj is not None:
+            image, keys = keys[:, :IMAGE], keys[:, IMAGE:]
         query, key = split(attn.norm_q(attn.to_q(hidden_states))), split(attn.norm_k(attn.to_k(keys)))
         if rotary_emb is not None:
             query, key = turn(query, rotary_emb), turn(key, rotary_emb)
-        return attn.to_out[1](attn.to_out[0](attend(query, key, split(attn.to_v(keys)))))
+        if attn.add_k_proj is not None:
+            of_image = attend(query, split(attn.norm_added_k(attn.add_k_proj(image))), split(attn.add_v_proj(image)))
+        return attn.to_out[1](attn.to_out[0](attend(query, key, split(attn.to_v(keys))) + of_image))
 
 
 class HunyuanVideoAttnProcessor2_0:
@@ -100,16 +105,18 @@ class HunyuanVideoAttnProcessor2_0:
 
 
 class Attention(nn.Layer):
-    def __init__(self, processor, norm, is_joint=False, has_out=True):
+    def __init__(self, processor, norm, is_joint=False, has_out=True, has_image=False):
         super().__init__()
         self.heads, self.scale, self.processor = HEADS, WIDTH**-0.5, processor
         self.inner_dim = self.out_dim = CHANNELS
         self.norm_q, self.norm_k = norm(), norm()
-        self.add_q_proj = None
+        self.add_q_proj = self.add_k_proj = None
         for name in "qkv":
             setattr(self, f"to_{name}", nn.Linear(CHANNELS, CHANNELS))
-            if is_joint:
+            if is_joint or (has_image and name != "q"):
                 setattr(self, f"add_{name}_proj", nn.Linear(CHANNELS, CHANNELS))
+        if has_image:
+            self.norm_added_k = norm()
         if is_joint:
             self.norm_added_q, self.norm_added_k = norm(), norm()
             self.to_add_out = nn.Linear(CHANNELS, CHANNELS)
@@ -146,9 +153,12 @@ class CogVideoXBlock(nn.Layer):
 
 
 class WanTransformerBlock(nn.Layer):
-    def __init__(self):
+    def __init__(self, has_image):
         super().__init__()
-        self.attn1, self.attn2 = (Attention(WanAttnProcessor2_0(), lambda: RMSNorm(CHANNELS)) for _ in range(2))
+        self.attn1, self.attn2 = (
+            Attention(WanAttnProcessor2_0(), lambda: RMSNorm(CHANNELS), has_image=is_added)
+            for is_added in (False, has_image)
+        )
         self.ffn = mlp()
 
     def forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb):
@@ -304,18 +314,21 @@ class Rope(nn.Layer):
 
 
 class WanTransformer3DModel(nn.Layer):
-    def __init__(self):
+    def __init__(self, has_image=False):
         super().__init__()
         self.rope = Rope(is_complex=True)
         self.patch_embedding = nn.Conv3D(LATENTS, CHANNELS, (1, 2, 2), stride=(1, 2, 2))
         self.time, self.text = nn.Linear(1, CHANNELS), nn.Linear(STATES, CHANNELS)
-        self.blocks = nn.LayerList([WanTransformerBlock() for _ in range(2)])
+        self.image_embedder = nn.Linear(STATES, CHANNELS) if has_image else None
+        self.blocks = nn.LayerList([WanTransformerBlock(has_image) for _ in range(2)])
         self.proj_out = nn.Linear(CHANNELS, 4 * LATENTS)
 
-    def forward(self, hidden_states, timestep, encoder_hidden_states):
+    def forward(self, hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None):
         rows = self.rope(hidden_states)
         x = self.patch_embedding(hidden_states).flatten(2).transpose([0, 2, 1])
         temb, text = self.time(timestep.cast("float32").unsqueeze(1) / 1000), self.text(encoder_hidden_states)
+        if self.image_embedder is not None:
+            text = paddle.concat([self.image_embedder(encoder_hidden_states_image), text], axis=1)
         for block in self.blocks:
             x = block(x, text, temb, rows)
         return SimpleNamespace(sample=self.proj_out(x))

@@ -27,9 +27,8 @@ ROOT = Path(__file__).parents[3]
 THINGS = (ROOT / "examples" / "emoji_sd" / "training" / "concepts.txt").read_text(encoding="utf-8").split()
 STYLES = ("a 3d render of", "a flat drawing of")
 # Frequent things, as in photographs a few kinds are in most of them: three of four things are one of these.
-FREQUENT = (
-    "fox owl penguin frog duck octopus tulip cactus sunflower mushroom pizza avocado strawberry cupcake watermelon teapot"
-).split()
+FREQUENT = ["fox", "owl", "penguin", "frog", "duck", "octopus", "tulip", "cactus", "sunflower", "mushroom", "pizza"]
+FREQUENT += ["avocado", "strawberry", "cupcake", "watermelon", "teapot"]
 FREQUENT_SHARE = 0.75
 FIRST_TRAINING_SEED = 1_000_000
 SIDE = 256  # px of a cut-out thing

@@ -4,15 +4,16 @@
     python train_unet.py THINGS OUT MINUTES --size 128
     python train_unet.py THINGS OUT MINUTES --size 256
 
-OUT/SIZE/unet and OUT/SIZE/text_encoder (averaged weights, float16, diffusers' format), OUT/SIZE/sheet.png and all that
-is needed to go on, OUT/SIZE/state.pt, are written every twenty minutes of CPU time and at the end; the same command
-goes on from there. Where state.pt is missing but unet and text_encoder are there (in OUT or, as committed, in
-examples/scenes_sd/checkpoint/SIZE), it goes on from those weights. Otherwise:
+OUT/SIZE is a pipeline in diffusers' format (averaged weights, float16) with a sheet of images, sheet.png, and all that
+is needed to go on, state.pt. It is written every twenty minutes of CPU time and at the end; the same command goes on
+from there, and without state.pt from the weights. Where OUT/SIZE is missing, 256 px goes on from examples/scenes_sd,
+and 128 px from the UNet in its checkpoint/128. Otherwise:
 
 - 64 px, where an image costs a quarter of one at 128 px, starts from emoji_sd, with positions for 40 tokens, not 24;
 - 128 px starts from 64 px;
-- 256 px starts from 128 px, with a new outer level from emoji_sd_256. As in emoji_sd_256's training, the inner levels
-  see pooled latents, whose noise has half its standard deviation, so the time embedding is fitted to that first.
+- 256 px starts from 128 px, with the outer level of examples/scenes_sd (of emoji_sd_256 the first time). As in
+  emoji_sd_256's training, the inner levels see pooled latents, whose noise has half its standard deviation, so the time
+  embedding is fitted to that first.
 
 Runs on one thread of a CPU, in bfloat16 by autocast.
 """
@@ -26,10 +27,12 @@ import cv2
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file
 from scenes import FIRST_TRAINING_SEED, ROOT, Scenes, sheet
+from train_vae import complete
+from train_vae import load as load_vae
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 EXAMPLE = ROOT / "examples" / "scenes_sd"
@@ -94,15 +97,10 @@ def weights_in(folder):
     return {name: x.float() for name, x in load_file(next(folder.glob("*.safetensors"))).items()}
 
 
-def paddle_weights_in(folder, fresh):
-    """Weights in Paddle's layout, whose linear layers are transposed, as float32 for a module of state `fresh`."""
-    state = {}
-    for name, x in load_numpy(next(folder.glob("*.safetensors"))).items():
-        x = torch.from_numpy(x).float()
-        state[name] = x.T if x.ndim == 2 and "embedding.weight" not in name else x
-        if name in fresh and not name.endswith("position_embedding.weight"):
-            assert state[name].shape == fresh[name].shape, name
-    return state
+def paddle_weights_in(folder):
+    """Weights in Paddle's layout, whose linear layers are transposed, as float32."""
+    state = {name: torch.from_numpy(x).float() for name, x in load_numpy(next(folder.glob("*.safetensors"))).items()}
+    return {name: x.T if x.ndim == 2 and "embedding.weight" not in name else x for name, x in state.items()}
 
 
 def start_from_emoji_sd(source):
@@ -119,9 +117,9 @@ def start_from_emoji_sd(source):
 
 @torch.no_grad()
 def build_256(inner):
-    """The four-level UNet: outer level from emoji_sd_256, inner levels from the three-level UNet `inner`."""
+    """The four-level UNet: outer level from the example's, inner levels from the three-level UNet `inner`."""
     unet = new_unet(256)
-    outer = paddle_weights_in(ROOT / "examples" / "emoji_sd_256" / "unet", unet.state_dict())
+    outer = paddle_weights_in(EXAMPLE / "unet")
     inner = inner.state_dict()
     new = ("conv_in", "down_blocks.0", "up_blocks.3", "up_blocks.2.upsamplers", "conv_norm_out", "conv_out")
     state = {}
@@ -229,7 +227,7 @@ class Trainer:
     def __init__(self, options):
         self.size, self.folder = options.size, options.out / str(options.size)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.vae = AutoencoderKL.from_pretrained(EXAMPLE / "vae", torch_dtype=torch.float32).eval()
+        self.vae = load_vae(EXAMPLE / "vae").eval()
         self.tokenizer = new_tokenizer()
         self.stream = Stream(options.things, self.vae, self.tokenizer, self.size, BATCH[self.size])
         self.start(options)
@@ -246,27 +244,33 @@ class Trainer:
             self.optimizer.load_state_dict(kept["optimizer"])
 
     def start(self, options):
-        for folder in (self.folder, EXAMPLE / "checkpoint" / str(self.size)):
-            if (folder / "unet").exists():
-                self.unet, self.encoder = new_unet(self.size), new_text_encoder()
-                self.unet.load_state_dict(weights_in(folder / "unet"))
-                self.encoder.load_state_dict(weights_in(folder / "text_encoder"))
-                return
-        if self.size == 64:
+        """Set `unet` and `encoder` from the first weights that are there, as the module says."""
+        self.unet, self.encoder = new_unet(self.size), new_text_encoder()
+        smaller = options.out / str(self.size // 2)
+        if (self.folder / "unet").exists():
+            self.unet.load_state_dict(weights_in(self.folder / "unet"))
+            self.encoder.load_state_dict(weights_in(self.folder / "text_encoder"))
+        elif self.size == 64:
             self.unet, self.encoder = start_from_emoji_sd(options.source)
-            return
-        smaller = str(self.size // 2)
-        inner, self.encoder = new_unet(128), new_text_encoder()
-        folder = next(f for f in (options.out / smaller, EXAMPLE / "checkpoint" / smaller) if (f / "unet").exists())
-        inner.load_state_dict(weights_in(folder / "unet"))
-        self.encoder.load_state_dict(weights_in(folder / "text_encoder"))
-        if self.size == 128:
-            self.unet = inner
-            return
-        self.unet = build_256(inner)
+        elif (smaller / "unet").exists():
+            inner = new_unet(self.size // 2)
+            inner.load_state_dict(weights_in(smaller / "unet"))
+            self.encoder.load_state_dict(weights_in(smaller / "text_encoder"))
+            self.unet = inner if self.size == 128 else self.grow(inner)
+        else:
+            self.encoder.load_state_dict(paddle_weights_in(EXAMPLE / "text_encoder"))
+            weights = (
+                paddle_weights_in(EXAMPLE / "unet") if self.size == 256 else weights_in(EXAMPLE / "checkpoint" / "128")
+            )
+            self.unet.load_state_dict(weights)
+
+    def grow(self, inner):
+        """The UNet for 256 px around the one for 128 px."""
+        unet = build_256(inner)
         with torch.no_grad():
             texts = torch.cat([self.encoder(ids)[0] for ids in self.stream.ids.split(16)])
-        fit_to_inner(self.unet, inner, self.stream.latents, texts)
+        fit_to_inner(unet, inner, self.stream.latents, texts)
+        return unet
 
     def loss(self):
         latents, ids = self.stream()
@@ -316,9 +320,12 @@ class Trainer:
         self.put(self.averages)
         images = sample(self.unet, self.encoder, self.vae, self.tokenizer, self.size, PROMPTS)
         sheet(images, 4).save(self.folder / "sheet.png")
-        for name, module in (("unet", self.unet), ("text_encoder", self.encoder)):
-            module.half().save_pretrained(self.folder / name)
-            module.float()
+        vae = complete(self.vae, self.vae.config.scaling_factor)
+        pipe = StableDiffusionPipeline(
+            vae, self.encoder, self.tokenizer, self.unet, scheduler, None, None, requires_safety_checker=False
+        )
+        pipe.to(dtype=torch.float16).save_pretrained(self.folder)
+        pipe.to(dtype=torch.float32)
         self.put(current)
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ and at the end; where it exists, training goes on from it. Prints the PSNR of 64
 """
 
 import argparse
+import json
 import math
 import time
 from pathlib import Path
@@ -36,21 +37,22 @@ def as_input(images):
 
 
 def load(folder):
-    """The VAE in `folder` without its mid-block attention, which is an identity."""
-    vae = AutoencoderKL(**CONFIG, mid_block_add_attention=False)
+    """The VAE in `folder`, of diffusers or ppdiffusers, without its mid-block attention, which is an identity."""
+    factor = json.loads((folder / "config.json").read_text(encoding="utf-8"))["scaling_factor"]
+    vae = AutoencoderKL(**CONFIG, scaling_factor=factor, mid_block_add_attention=False)
     state = load_file(next(folder.glob("*.safetensors")))
     vae.load_state_dict({name: x.float() for name, x in state.items() if "mid_block.attentions" not in name})
     return vae.to(memory_format=torch.channels_last)
 
 
-def save(vae, scaling_factor, folder):
-    """Write the VAE with mid-block attention of zero output, an identity, since ppdiffusers 0.29 always builds one."""
+def complete(vae, scaling_factor):
+    """A copy with mid-block attention of zero output, an identity, since ppdiffusers 0.29 always builds one."""
     full = AutoencoderKL(**CONFIG, sample_size=256, scaling_factor=scaling_factor)
     full.load_state_dict(vae.state_dict(), strict=False)
     for side in (full.encoder, full.decoder):
         torch.nn.init.zeros_(side.mid_block.attentions[0].to_out[0].weight)
         torch.nn.init.zeros_(side.mid_block.attentions[0].to_out[0].bias)
-    full.half().save_pretrained(folder)
+    return full
 
 
 @torch.no_grad()
@@ -114,9 +116,9 @@ def main():
             print(f"step {step}, {minutes:.1f} min of CPU time, error {np.mean(losses[-50:]):.4f}", flush=True)
         if time.process_time() - saved > 300:
             saved = time.process_time()
-            save(vae, report(vae.eval(), scenes, 256), folder)
+            complete(vae, report(vae.eval(), scenes, 256)).half().save_pretrained(folder)
             vae.train()
-    save(vae, report(vae.eval(), scenes, 256), folder)
+    complete(vae, report(vae.eval(), scenes, 256)).half().save_pretrained(folder)
     report(vae, scenes, 128)
 
 

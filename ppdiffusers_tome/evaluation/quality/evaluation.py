@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ...errors import ToMeConfigError
 from ...files import write_file
 from ...generation.offline import MakeImageBackend
-from ...models import find_blocks
+from ...models import denoisers, find_blocks
 from ..cache import digest
 from ..results import make_result
 from .image_generation import (
@@ -38,16 +38,14 @@ Measured = dict[str, np.ndarray]  # "features" [N, 1280] of N images, and each o
 
 
 def model_levels(model: str) -> list[int]:
-    """The levels at which a model's UNet has blocks that can merge, the shallowest first.
+    """The levels at which a model has blocks that can merge, the shallowest first.
 
     Raises:
         ToMeExportError: the model cannot be loaded.
-        ToMeConfigError: it has no UNet.
+        NoMergeableLayerError: it has no such blocks.
     """
-    pipe = load_model(model)
-    if "unet" not in pipe.components:
-        raise ToMeConfigError(f"{model} is a {type(pipe).__name__} without a UNet: only UNets are evaluated.")
-    return sorted({block.level for block in find_blocks(pipe.unet)})
+    with (pipe := load_model(model)).tome():  # raises if there are none
+        return sorted({block.level for denoiser in denoisers(pipe).values() for block in find_blocks(denoiser)})
 
 
 def evaluate(

@@ -3,7 +3,7 @@
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 from PIL import Image
 from ppdiffusers import DiffusionPipeline, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
@@ -22,14 +22,12 @@ from ...generation.engine import Engine, load_engine
 from ...generation.jobs import Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate_identified
 from ...inference import Size, export_pipeline, read_manifest, unmerged_programs
-from ...inference.layout import DEFAULTS
-from ...inference.loading import load_for_export
-from ...inference.manifest import STRICT, first_error
+from ...inference.loading import ModelDefaults, load_for_export, read_defaults
 from ...models import latent_grid, vae_factor
 from ..cache import Cache, digest, program_key
 from ..environment import commit, model_files, sources, versions
 from ..results import read_json, write_result
-from ..speed.cases import PLAIN, PROGRAM_FORMATS, PROGRAMS, TOME
+from ..speed.cases import EAGER, PLAIN, PROGRAM_FORMATS, PROGRAMS, TOME
 from .settings import Evaluation, Setting
 
 RECORD = "evaluation.json"  # what generated the images of a folder
@@ -43,37 +41,24 @@ def load_model(model: str) -> DiffusionPipeline:
 _load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
 
 
-class ModelDefaults(BaseModel):
-    """What a model's images have by default."""
-
-    model_config = STRICT
-
-    size: int | None  # px, height and width; None: the UNet's config has none
-    steps: int
-    guidance_scale: float
-    prompts: list[str] = []  # examples, for the page of `serve`
-
-
 def model_defaults(model: str) -> ModelDefaults:
-    """A model's own defaults: those in its DEFAULTS, then its UNet's size and its pipeline's defaults.
+    """A model's own size, steps and guidance scale: of `read_defaults`, then its denoiser's size and its pipeline's.
 
     Raises:
-        ToMeConfigError: DEFAULTS has another field or a value that is not allowed, or there is no size.
+        ToMeConfigError: as `read_defaults`, or one of them is not known.
         ToMeExportError: the model cannot be loaded.
     """
-    pipe, file = load_model(model), Path(model) / DEFAULTS
+    pipe, own = load_model(model), read_defaults(Path(model))
     parameters = inspect.signature(type(pipe).__call__).parameters
-    grid = latent_grid(vars(pipe).get("unet"))
-    values = {"size": grid and max(grid) * vae_factor(pipe)}
+    grid = latent_grid(vars(pipe).get("unet") or vars(pipe).get("transformer"))
+    values: dict[str, Any] = {"size": grid and max(grid) * vae_factor(pipe)}
     for name, parameter in (("steps", "num_inference_steps"), ("guidance_scale", "guidance_scale")):
-        values |= {name: parameters[parameter].default} if parameter in parameters else {}
-    try:
-        defaults = ModelDefaults(**{**values, **(read_json(file) if file.is_file() else {})})
-    except ValidationError as error:
-        raise ToMeConfigError(f"{model}, its default settings: {first_error(error)}") from None
-    if defaults.size is None:
-        raise ToMeConfigError(f"{model} has no size of its own (sample_size of its UNet's config): pass --size.")
-    return defaults
+        values[name] = parameters[parameter].default if parameter in parameters else None
+    values |= {name: value for name, value in vars(own).items() if value is not None}
+    for name in ("size", "steps", "guidance_scale"):
+        if values[name] is None:
+            raise ToMeConfigError(f"{model} has no {name} of its own: pass --{name.replace('_', '-')}.")
+    return ModelDefaults(**values)
 
 
 def _absolute(model: str) -> str:
@@ -82,12 +67,15 @@ def _absolute(model: str) -> str:
 
 
 def check_model(evaluation: Evaluation) -> None:
-    """Raise ToMeConfigError if photographs need Stable Diffusion and the model is another pipeline."""
-    if evaluation.strength is not None and type(pipe := load_model(evaluation.model)) is not StableDiffusionPipeline:
-        raise ToMeConfigError(
-            f"{evaluation.model} is a {type(pipe).__name__}: photographs (--strength) cannot be used, only with a "
-            "StableDiffusionPipeline."
-        )
+    """Raise ToMeConfigError if the model is another kind of pipeline than its backend or photographs need."""
+    pipe = load_model(evaluation.model)
+    kind = f"{evaluation.model} is a {type(pipe).__name__}"
+    if not hasattr(pipe, "image_processor"):
+        raise ToMeConfigError(f"{kind}, whose outputs are no images: docs/families.md has code that measures videos.")
+    if "unet" not in pipe.components and evaluation.backend != EAGER:
+        raise ToMeConfigError(f"{kind} without a UNet, which is not exported: pass --backend eager.")
+    if evaluation.strength is not None and type(pipe) is not StableDiffusionPipeline:
+        raise ToMeConfigError(f"{kind}: photographs (--strength) cannot be used, only with a StableDiffusionPipeline.")
 
 
 class EagerEngine(Engine):
@@ -97,11 +85,22 @@ class EagerEngine(Engine):
         self._pipe = load_model(model)
         self._config = config
         super().__init__(self._pipe, from_image(self._pipe), name=model)
+        self._has_unet = "unet" in self._pipe.components
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[[], bool] | None = None) -> list[Image.Image]:
+    def batch_key(self, job: Job) -> Hashable | None:
+        """See `Engine.batch_key`. A pipeline without a UNet samples the noise of a whole batch at once."""
+        return super().batch_key(job) if self._has_unet else None
+
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
         """See `Engine.generate`."""
         with self._pipe.tome(**asdict(self._config)) if self._config.ratio else nullcontext():
-            return super().generate(jobs, should_stop)
+            return super().generate(jobs, should_stop) if self._has_unet else [self._image(job) for job in jobs]
+
+    def _image(self, job: Job) -> Image.Image:
+        """The image of a pipeline without a UNet, as Stable Diffusion 3's and FLUX's."""
+        paddle.seed(job.seed)
+        settings = {"height": job.height, "width": job.width, "num_inference_steps": job.steps}
+        return self._pipe(prompt=job.prompt, guidance_scale=job.guidance_scale, **settings).images[0]
 
 
 def from_image(pipe: DiffusionPipeline) -> StableDiffusionImg2ImgPipeline | None:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from ...config import ToMeConfig
 from ..clock import quartiles
-from ..markdown import TEMPLATES, figure, link, write_page
+from ..markdown import TEMPLATES, write_page
 from ..plotting import save_figure
 from ..results import check_result
 from .quality_plots import plot_against_ratio, plot_bars
@@ -48,20 +48,19 @@ def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, 
     check_result(result, "quality", result_file)
     frame = read_frame(result)
     sheets = [] if images is None else _write_sheets(result, frame, images, output)  # first, because it can fail
-    figures = {"Plots": _write_plots(frame, output), "Images": sheets}
     differs = differs_by_kid(frame)
     return write_page(
         TEMPLATES / "quality.md",
         output,
         result=result,
-        file=f"[{result_file.name}]({link(result_file, output)})",
+        file=result_file,
         default=frame.loc[default_setting(frame)].to_dict(),
         other_seeds=frame.loc[OTHER_SEEDS].to_dict(),
         different=[f"{ratio:g}" for name, ratio in _ratios(frame).items() if differs[name]],
         tables={
             group: cells_of(rows, TABLE).set_index("setting") for group, rows in frame.groupby("group", sort=False)
         },
-        figures={title: [line for one in shown for line in figure(*one, output)] for title, shown in figures.items()},
+        figures={"Plots": _write_plots(frame, output), "Images": sheets},
     )
 
 
@@ -155,14 +154,10 @@ def cells_of(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> pd.D
 def _write_plots(frame: pd.DataFrame, output: Path) -> list[tuple[Path, str]]:
     """Each plot that the frame has data for, with its caption."""
     ratio = _ablation_ratio(frame)
-    pairs = plot_against_ratio(
-        frame, ["psnr", "ssim", "perceptual"], "Change from the plain image of the same prompt and noise"
-    )
-    kid = plot_against_ratio(
-        frame,
-        [column for column in KID.values() if column in frame],
-        "KID between sets of images, in features of EfficientNet-Lite0",
-    )
+    title = "Change from the plain image of the same prompt and noise"
+    pairs = plot_against_ratio(frame, ["psnr", "ssim", "perceptual"], title)
+    title = "KID between sets of images, in features of EfficientNet-Lite0"
+    kid = plot_against_ratio(frame, [column for column in KID.values() if column in frame], title)
     plots = {
         "quality_pairs.png": (pairs, "Lines are medians, bands are between the quartiles."),
         "quality_kid.png": (kid, "Bands are one standard deviation; horizontal lines are known differences."),

@@ -157,6 +157,21 @@ class Case:
         return self.tokens - removed
 
 
+@dataclass(frozen=True)
+class Timing:
+    """How cases are measured."""
+
+    rounds: int = 5  # timed passes of each arm
+    warm_up: int = 1  # passes of each arm before the timed ones
+    threads: int = 1  # of every backend
+
+    def __post_init__(self) -> None:
+        for name, most in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= most:
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
+
+
 def make_configs(
     ratios: Sequence[float], levels: Sequence[int | None], mergings: Sequence[Mapping[str, Any]] = ()
 ) -> list[ToMeConfig]:

@@ -32,6 +32,7 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
     - `over_plain` (in the same backend), `over_efficient` (memory-efficient attention), `over_eager` (plain there):
       the time of that arm over that of this one, as medians and quartiles of the ratios within rounds; NaN unless both
       were measured and differ.
+    - `difference`: of the parity.
     - `memory_over_plain`, `memory_over_unmerged`: peak memory over that of plain, and of the same attention unmerged.
 
     Raises:
@@ -72,6 +73,7 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
         columns.append(spread(f"over_{name}", rounds(other[other["name"] != frame["name"][other.index]]) / seconds))
     memory, unmerged = (arms["peak_memory_bytes"] for arms in (frame, plain))
     frame = frame.assign(
+        difference=frame["parity"].str["difference"].astype(float),
         memory_over_plain=(memory / unmerged).mask(frame["arm"] == PLAIN),
         memory_over_unmerged=memory / unmerged.mask(frame["arm"] == BOTH, efficient["peak_memory_bytes"]),
     )

@@ -7,54 +7,39 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tqdm.auto import tqdm
 
-from ...errors import ToMeConfigError, ToMeError
+from ...errors import ToMeError
 from ...inference.runtime import error_summary
 from ..cache import Cache, programs_of
 from ..environment import describe_environment, model_files, sources, versions
 from ..results import make_result, write_result
 from . import worker
-from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case
+from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case, Timing
 from .memory import count_ended_processes, is_out_of_memory
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} passes, {elapsed} elapsed, {remaining} remaining"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How cases are measured."""
-
-    rounds: int = 5  # timed passes of each arm
-    warm_up: int = 1  # passes of each arm before the timed ones
-    threads: int = 1  # of every backend
-
-    def __post_init__(self) -> None:
-        for name, most in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
-            if not 1 <= getattr(self, name) <= most:
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
-
-
 class WorkerEndedError(ToMeError, RuntimeError):
-    """A worker ended before it had measured its case; `errors` is what it printed, `status` negative for a signal."""
+    """A worker ended before it had measured its case: its exit status (negative for a signal), and what it printed."""
 
-    def __init__(self, status: int, errors: str) -> None:
+    def __init__(self, status: int, errors: str, is_memory: bool = False) -> None:
         how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         last = next((line for line in reversed(lines) if "Error" in line or "what()" in line), "".join(lines[-1:]))
         super().__init__(f"the worker ended {how}" + (f": {last[:300]}" if last else ""))
-        self.status, self.errors = status, errors
+        self.arm_status = OUT_OF_MEMORY if is_memory or is_out_of_memory(errors) else ERROR  # of the arm that it ran
 
 
 def measure_all(
     cases: Sequence[Case],
-    settings: Settings,
+    timing: Timing,
     output: Path,
     command: str,
     restart: bool = False,
@@ -63,7 +48,7 @@ def measure_all(
     """Measure the arms of cases that are PLANNED, write the result, and return the measured cases.
 
     Args:
-        cases, settings, command: what, how, and the command for the result.
+        cases, timing, command: what, how, and the command for the result.
         output: JSON file, written at the end. Until then a folder beside it has what is measured, after every step,
             and the exported programs; another run with the same cases, models, settings, versions, machine and
             sources continues it.
@@ -73,11 +58,11 @@ def measure_all(
     beside = output.with_name(f".{output.name}.cache")
     if restart:
         shutil.rmtree(beside, ignore_errors=True)
-    cache, environment = Cache(beside), {**describe_environment(), "threads": str(settings.threads)}
+    cache, environment = Cache(beside), {**describe_environment(), "threads": str(timing.threads)}
     decisive = {
         "cases": [asdict(case) for case in cases],
         "models": [model_files(case.model) for case in cases],
-        "settings": asdict(settings),
+        "settings": asdict(timing),
         "versions": versions(),
         "machine": environment["machine"],
         "sources": sources(),
@@ -87,7 +72,7 @@ def measure_all(
         if beside.exists():
             other = "an incomplete result of other cases, models, settings, versions or code, which is not continued"
             print(f"{beside} has {other}", file=sys.stderr)
-        content = {**asdict(settings), "cases": decisive["cases"]}
+        content = {**asdict(timing), "cases": decisive["cases"]}
         result = make_result("speed", command, environment=environment, **content)
         cache.store(result, decisive)
     cases = [Case.from_json(fields) for fields in result["cases"]]
@@ -97,23 +82,23 @@ def measure_all(
         result["cases"] = [asdict(case) for case in cases]
         cache.store(result, decisive)
 
-    passes = [len(case.with_status(PLANNED)) * (1 + settings.warm_up + settings.rounds) for case in cases]
+    passes = [len(case.with_status(PLANNED)) * (1 + timing.warm_up + timing.rounds) for case in cases]
     with tqdm(total=sum(passes), bar_format=BAR, disable=None) as bar:
         for index, case in enumerate(cases):
             bar.set_description(case.name)
             folder, skip = programs_of(programs or beside, case.model).folder, list[str]()
             folder.mkdir(parents=True, exist_ok=True)
             while cases[index].with_status(PLANNED):
-                arm, step, ended_before = None, "starting", count_ended_processes()
+                arm, step = None, "starting"
                 try:
-                    for message in worker_messages(cases[index], settings, folder, skip):
+                    for message in worker_messages(cases[index], timing, folder, skip):
                         if isinstance(message, Case):
                             save(index, message)
                         else:
                             arm, step = message
                             bar.update()
                 except WorkerEndedError as error:
-                    skip += _fail(cases[index], arm, step, error, skip, ended_before)
+                    skip += _fail(cases[index], arm, step, error, skip)
                     save(index, cases[index])
             bar.update(sum(passes[: index + 1]) - bar.n)
     write_result(output, {**result, "cases": [asdict(case) for case in cases]})
@@ -121,18 +106,19 @@ def measure_all(
     return cases
 
 
-def worker_messages(case: Case, settings: Settings, programs: Path, skip: Sequence[str]) -> Iterator[Any]:
+def worker_messages(case: Case, timing: Timing, programs: Path, skip: Sequence[str]) -> Iterator[Any]:
     """What `worker.measure_case` sends, from a process of its own, which ends with this iterator.
 
     Raises:
         WorkerEndedError: the process ended before the case was measured.
     """
+    ended_before = count_ended_processes()
     context = multiprocessing.get_context("spawn")  # a fork of Paddle's threads does not work
     receiver, sender = context.Pipe(duplex=False)
-    arguments = (case, settings.rounds, settings.warm_up, settings.threads, programs, skip)
     with tempfile.NamedTemporaryFile() as errors, receiver:
-        process = context.Process(target=worker.run, args=(sender, errors.name, *arguments), daemon=True)
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(settings.threads), PYTHONWARNINGS="ignore"):
+        arguments = (sender, errors.name, case, timing, programs, skip)
+        process = context.Process(target=worker.run, args=arguments, daemon=True)
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(timing.threads), PYTHONWARNINGS="ignore"):
             process.start()
         sender.close()
         try:
@@ -144,24 +130,21 @@ def worker_messages(case: Case, settings: Settings, programs: Path, skip: Sequen
             process.kill()
             process.join()
         if process.exitcode:
-            raise WorkerEndedError(process.exitcode, Path(errors.name).read_text(encoding="utf-8", errors="replace"))
+            # The system ends a process by SIGKILL where memory runs out, and counts it.
+            is_memory = process.exitcode == -signal.SIGKILL and count_ended_processes() != ended_before
+            text = Path(errors.name).read_text(encoding="utf-8", errors="replace")
+            raise WorkerEndedError(process.exitcode, text, is_memory)
 
 
-def _fail(
-    case: Case, name: str | None, step: str, error: WorkerEndedError, skip: Sequence[str], ended_before: int | None
-) -> list[str]:
+def _fail(case: Case, name: str | None, step: str, error: WorkerEndedError, skip: Sequence[str]) -> list[str]:
     """Fail the arm that the worker was at when it ended; all, if it was at none or at one of `skip`.
 
-    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on. The system
-    ends a process by SIGKILL where memory runs out, and then counts more of them than `ended_before`.
+    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on.
     """
-    is_memory = is_out_of_memory(error.errors + str(error))
-    if error.status == -signal.SIGKILL:
-        is_memory = is_memory or count_ended_processes() != ended_before
     names = [arm.name for arm in case.arms]
     if name and name not in names and name not in skip:
         return [name]
     planned = case.with_status(PLANNED)
     for arm in [arm for arm in planned if arm.name == name] or planned:
-        arm.fail(OUT_OF_MEMORY if is_memory else ERROR, f"{step}: {error_summary(error)}")
+        arm.fail(error.arm_status, f"{step}: {error_summary(error)}")
     return []

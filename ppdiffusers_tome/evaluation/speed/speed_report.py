@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
-from ..markdown import TEMPLATES, change, link, number, write_page
+from ..markdown import TEMPLATES, change, number, write_page
 from ..plotting import save_figure
 from .cases import MEASURED, OUT_OF_MEMORY, PLAIN, TOME
 from .frame import CASE, KEY, near_half, read_frame
 from .speed_plots import against_ratio, against_size, by_method
 
-PACKAGES = (
-    "paddlepaddle paddlepaddle-gpu ppdiffusers ppdiffusers_tome numpy onnxruntime openvino torch diffusers tomesd"
-)
 PUBLISHED = "published_figures.md"
 PLOTS = {"against_size": against_size, "against_ratio": against_ratio, "by_method": by_method}
 
@@ -30,80 +26,36 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         ToMeConfigError: as `read_frame`; nothing is written.
     """
     frame, others = read_frame(files)
-    sections = []
-    for index, (title, arms) in enumerate(_sections(frame), start=1):
-        missing = arms[arms["status"] != MEASURED]
-        reasons = missing["status"] + ": " + missing["reason"].fillna("no reason given")
-        plots = []
-        for name, figure in _plots(arms, index):
-            save_figure(figure, output / name)
-            plots.append((name, figure.get_suptitle()))
-        sections.append(
-            {
-                "title": title,
-                "sources": [_source(row, output) for row in arms.drop_duplicates("file").to_dict("records")],
-                "arms": _arm_table(arms),
-                "plots": plots,
-                "missing": missing["name"].groupby(reasons, sort=False).unique().to_dict(),
-            }
-        )
     merged = frame[frame["merges"]]
     tome = merged[(merged["arm"] == TOME) & merged["over_plain"].notna()]
+    least = merged[["over_plain", "over_efficient"]].min(axis=1)
+    repeats = merged.groupby([*CASE, "machine", *KEY[1:]], dropna=False)["over_plain"]
+    too_large = frame[(frame["arm"] == PLAIN) & (frame["status"] == OUT_OF_MEMORY)]
+    measured = merged.loc[merged["time"].notna(), ["case", "backend"]]
     return write_page(
         TEMPLATES / "speed.md",
         output,
         frame=frame,
-        methods=[_fastest(arms) for _, arms in tome.groupby("method", sort=False)],
-        merged=merged["time"].count(),
-        slower=_slower(merged),
-        repeats=_repeats(merged),
+        methods=[
+            {**arms.loc[arms["over_plain"].idxmax()], "range": _range(arms["over_plain"]), "count": len(arms)}
+            for _, arms in tome.groupby("method", sort=False)
+        ],
+        merged=len(measured),
+        slower=merged.assign(least=least)[least < 1].sort_values("least", kind="stable").to_dict("records"),
+        repeats={"count": (repeats.count() > 1).sum(), "most": (repeats.max() / repeats.min()).max()},
         memory=merged.dropna(subset="memory_over_unmerged").sort_values("memory_over_unmerged"),
-        fits=_fits_only_merged(frame),
-        parity=_parity(frame),
+        fits=list(too_large.merge(measured, on=["case", "backend"])["case_name"].unique()),
+        parity=frame.dropna(subset="difference").sort_values("difference", ascending=False, kind="stable"),
         summary=_summary(tome),
-        others=[f"[{file.name}]({link(file, output)}) ({kind})" for file, kind in others],
+        others=others,
         has_published=(output / PUBLISHED).exists(),
-        sections=sections,
+        sections=[_section(index, *section, output) for index, section in enumerate(_sections(frame), start=1)],
     )
-
-
-def _fastest(arms: pd.DataFrame) -> dict[str, Any]:
-    """The arm with the largest speed-up; `range` of all of them and their `count`."""
-    best = arms.loc[arms["over_plain"].idxmax()].to_dict()
-    return {**best, "range": _range(arms["over_plain"]), "count": arms["over_plain"].count()}
 
 
 def _range(speed_ups: pd.Series) -> str:
     low, high = f"{speed_ups.min():.2f}×", f"{speed_ups.max():.2f}×"
     return low if low == high else f"{low} to {high}"
-
-
-def _slower(merged: pd.DataFrame) -> list[dict[str, Any]]:
-    """The merged arms that take longer than plain or the same attention unmerged, the slowest first."""
-    arms = merged.assign(least=merged[["over_plain", "over_efficient"]].min(axis=1))
-    return arms[arms["least"] < 1].sort_values("least", kind="stable").to_dict("records")
-
-
-def _repeats(merged: pd.DataFrame) -> dict[str, Any]:
-    """How many speed-ups were measured in several runs, and how much they differ at most, as a ratio."""
-    groups = merged.groupby([*CASE, "machine", *KEY[1:]], dropna=False)["over_plain"]
-    return {"count": (groups.count() > 1).sum(), "most": (groups.max() / groups.min()).max()}
-
-
-def _fits_only_merged(frame: pd.DataFrame) -> list[str]:
-    """The cases in which memory is too small for plain, but not for an arm that merges in the same backend."""
-    too_large = frame[(frame["arm"] == PLAIN) & (frame["status"] == OUT_OF_MEMORY)]
-    measured = frame[frame["merges"] & frame["time"].notna()]
-    return list(too_large.merge(measured[["case", "backend"]], on=["case", "backend"])["case_name"].unique())
-
-
-def _parity(frame: pd.DataFrame) -> dict[str, Any]:
-    """How many outputs were compared, and the arm with the largest difference."""
-    differences = frame["parity"].str["difference"].astype(float)
-    if not differences.count():
-        return {"count": 0}
-    worst = frame.loc[differences.idxmax()].to_dict()
-    return {**worst, "count": differences.count(), "most": differences.max()}
 
 
 def _summary(tome: pd.DataFrame) -> pd.DataFrame:
@@ -126,16 +78,22 @@ def _sections(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield title, arms.sort_values(["size", "batch", "memory_limit_gb"], kind="stable", na_position="first")
 
 
-def _source(row: dict[Any, Any], output: Path) -> str:
-    """Where figures come from: file, machine, versions, commit and command."""
-    file = row["file"]
-    about = {name: value for name, value in row["environment"].items() if value != "not installed"}
-    versions = [f"{name} {about[name]}" for name in PACKAGES.split() if name in about]
-    return (
-        f"[{file.name}]({link(file, output)}): {about.get('machine')}, {about.get('device')}, threads: "
-        f"{row['threads']}, cores: {about.get('cores')}; {', '.join(versions)}, Python {about.get('python')}; "
-        f"commit {row['commit']}; {row['rounds']} rounds; `{row['command']}`"
-    )
+def _section(index: int, title: str, arms: pd.DataFrame, output: Path) -> dict[str, Any]:
+    """What the template shows of a section; writes its plots."""
+    missing, first = arms[arms["status"] != MEASURED], arms.iloc[0]
+    reasons = missing["status"] + ": " + missing["reason"].fillna("no reason given")
+    words = f"speed {index} {Path(first['model']).name} {first['scope']} {first['dtype']}".lower()
+    prefix = re.sub(r"[\W_]+", "_", words).strip("_")
+    plots = {f"{prefix}_{name}.png": figure for name, plot in PLOTS.items() if (figure := plot(arms))}
+    for name, figure in plots.items():
+        save_figure(figure, output / name)
+    return {
+        "title": title,
+        "sources": arms.drop_duplicates("file").to_dict("records"),
+        "arms": _arm_table(arms),
+        "plots": {name: figure.get_suptitle() for name, figure in plots.items()},
+        "missing": missing["name"].groupby(reasons, sort=False).unique().to_dict(),
+    }
 
 
 def _arm_table(arms: pd.DataFrame) -> pd.DataFrame:
@@ -149,7 +107,7 @@ def _arm_table(arms: pd.DataFrame) -> pd.DataFrame:
         "over eager plain": _speed_up(arms, "eager").mask(arms["backend"] == "eager"),
         "peak memory, GB": memory + _text(arms["memory_over_plain"], lambda ratio: f" ({change(ratio)})", ""),
         "GMACs": _text(arms["macs"] / 1e9, "{:.2f}".format),
-        "parity": _text(arms["parity"].str["difference"], "{:.0e}".format),
+        "parity": _text(arms["difference"], "{:.0e}".format),
     }
     index = pd.MultiIndex.from_frame(arms[["shape", "name"]], names=["case", "arm"])
     return pd.DataFrame(cells, arms.index).set_index(index)
@@ -169,13 +127,3 @@ def _quartiles(arms: pd.DataFrame, column: str, write: Callable[[float], str]) -
 
 def _text(values: pd.Series, write: Callable[[Any], str], missing: str | None = None) -> pd.Series:
     return pd.Series([missing if pd.isna(value) else write(value) for value in values], values.index, dtype=object)
-
-
-def _plots(arms: pd.DataFrame, index: int) -> Iterator[tuple[str, Figure]]:
-    """The file names and the plots of a section."""
-    first = arms.iloc[0]
-    words = f"speed {index} {Path(first['model']).name} {first['scope']} {first['dtype']}".lower()
-    prefix = re.sub(r"[\W_]+", "_", words).strip("_")
-    for name, plot in PLOTS.items():
-        if figure := plot(arms):
-            yield f"{prefix}_{name}.png", figure

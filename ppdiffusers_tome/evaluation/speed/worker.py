@@ -15,7 +15,7 @@ import numpy as np
 from ...inference.runtime import error_summary
 from ..clock import order_of_round
 from .backends import ATTACH, BACKEND_CLASSES, Backend
-from .cases import ERROR, MEASURED, OUT_OF_MEMORY, PLANNED, Arm, Case
+from .cases import ERROR, MEASURED, OUT_OF_MEMORY, PLANNED, Arm, Case, Timing
 from .memory import is_out_of_memory, limited
 from .parity import check_parity
 from .workloads import open_workload
@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # from Linux' sys/prctl.h
 Send = Callable[[Case | tuple[str | None, str]], None]
 
 
-def run(connection: Connection, errors: str, case: Case, *arguments: object) -> None:
+def run(connection: Connection, errors: str, case: Case, timing: Timing, programs: Path, skip: Sequence[str]) -> None:
     """The worker process: `measure_case` with a connection to send to, and a file for what is printed."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -33,40 +33,39 @@ def run(connection: Connection, errors: str, case: Case, *arguments: object) -> 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
     with suppress(OSError):  # where memory runs out, the system ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    measure_case(connection.send, case, *arguments)  # type: ignore[arg-type] # as `measure_case` has them
+    measure_case(connection.send, case, timing, programs, skip)
 
 
-def measure_case(
-    send: Send, case: Case, rounds: int, warm_up: int, threads: int, programs: Path, skip: Sequence[str] = ()
-) -> None:
+def measure_case(send: Send, case: Case, timing: Timing, programs: Path, skip: Sequence[str] = ()) -> None:
     """Build the model, check parity, warm up and time all rounds of the arms that are PLANNED.
 
     Before each pass, send the name of its arm (None: no arm in particular) and the step, so that the parent can name
     them if this process ends. Send the case after each step.
 
     Args:
-        rounds, warm_up: as `runner.Settings`; rounds that were timed before are not timed again.
-        threads, programs: as `Backend`.
+        timing: how; rounds that were timed before are not timed again.
+        programs: as `Backend`.
         skip: names of definitions whose passes ended an earlier worker.
     """
     send((None, "building the model"))
     with limited(None, 0):
         workload = open_workload(case)
-    worker = _Worker(send, case, lambda backend: BACKEND_CLASSES[backend](backend, workload, threads, programs), skip)
+    kinds = BACKEND_CLASSES
+    worker = _Worker(send, case, lambda name: kinds[name](name, workload, timing.threads, programs), skip)
     for arm in worker.planned:
         arm.macs = workload.macs(arm.config) if arm.arm not in ATTACH else None
     unchecked = [arm for arm in worker.planned if arm.parity is None and not arm.seconds]
     check_parity(case, unchecked, workload.set_inputs, partial(worker.output, "check"))
     send(case)
     for arm in worker.planned:  # the first pass measures memory
-        for index in range(warm_up):
+        for index in range(timing.warm_up):
             if index or arm.peak_memory_bytes is not None:
                 worker.output("warm-up", arm)
                 continue
             with worker.attempt("warm-up", arm):
                 arm.peak_memory_bytes = worker.backend(arm).peak_memory(arm)
         send(case)
-    while worker.planned and len(worker.planned[0].seconds) < rounds:
+    while worker.planned and len(worker.planned[0].seconds) < timing.rounds:
         worker.time_round()
         send(case)
     for arm in worker.planned:

@@ -13,8 +13,8 @@ from ..environment import describe_environment
 from ..quality.evaluation import Measurer
 from ..quality.image_generation import export_programs, fingerprint, generate_images, image_folder, image_paths
 from ..quality.settings import PLAIN_IMAGES, Evaluation, Setting
-from ..speed.cases import MEASURED, PLAIN, PROGRAMS, TOME, Case, make_arms
-from ..speed.runner import Settings, measure_all
+from ..speed.cases import MEASURED, PLAIN, PROGRAMS, TOME, Case, Timing, make_arms
+from ..speed.runner import measure_all
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Measurement:
         has_own_dst = backend in PROGRAMS
         timed = {c: c if has_own_dst and c.seed is not None else replace(c, use_rand=False) for c in configs}
         arms = make_arms(self.case, [PLAIN, TOME], [backend], list(timed.values()))
-        case, settings = replace(self.case, arms=arms), Settings(rounds=rounds, threads=threads)
-        (measured,) = measure_all([case], settings, self.folder / "speed.json", self.command, programs=self._unets)
+        case, timing = replace(self.case, arms=arms), Timing(rounds=rounds, threads=threads)
+        (measured,) = measure_all([case], timing, self.folder / "speed.json", self.command, programs=self._unets)
         by_config = {arm.config: arm for arm in measured.arms}
         plain = by_config[None]
         if plain.status != MEASURED:
