@@ -173,6 +173,7 @@ function drawMap(canvas, { levels }, white, { width, height }) {
 function showDifference({ between, white, images }) {
   show("difference-figure", between !== null);
   for (const element of document.querySelectorAll(".scale .white")) element.textContent = white;
+  for (const element of document.querySelectorAll(".scale .middle")) element.textContent = Math.round(white / 4);
   if (!between) return;
   drawMap($("difference"), between, white, Object.values(images)[0]);
   const values = { largest: between.largest, mean: number(between.mean, 1) };
@@ -185,7 +186,8 @@ function showMergeMaps(entry, pair, { ratios, images }) {
   const mapped = ratios.filter((ratio) => entry.images[ratio].map);
   const slider = $("map-ratio");
   show("merge-figure", mapped.length > 0);
-  slider.hidden = mapped.length < 2;
+  show("map-scale", mapped.length > 1);
+  [$("map-low").textContent, $("map-high").textContent] = [mapped[0], mapped.at(-1)];
   slider.max = mapped.length - 1;
   const draw = () => {
     const ratio = mapped[slider.value];

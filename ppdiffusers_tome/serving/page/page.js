@@ -142,6 +142,7 @@ function setBusy(busy) {
   $("again").disabled = busy;
   $("again").title = busy ? $("phase").textContent : "";
   show("progress", busy);
+  if (!busy) $("result-phase").textContent = "";
   $("result").ariaBusy = String(busy);
   if (hadFocus) $(busy ? "cancel" : "generate").focus({ preventScroll: true });
 }
@@ -157,6 +158,7 @@ function showProgress(state) {
     ...(steps > 0 && position === 0 ? [text("step", { step, steps })] : []),
   ];
   $("step").textContent = parts.join(" · ");
+  $("result-phase").textContent = [$("phase").textContent, ...parts].join(" · "); // beside the images, on a phone
   const share = shareOf(state);
   if (share === null) $("bar").removeAttribute("value");
   else $("bar").value = share;

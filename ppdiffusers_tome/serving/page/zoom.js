@@ -139,6 +139,9 @@ export function startViewer() {
   });
   $("full-screen").hidden = !document.fullscreenEnabled;
   $("full-screen").addEventListener("click", toggleFullScreen);
+  document.addEventListener("fullscreenchange", () => {
+    $("full-screen").textContent = text(document.fullscreenElement ? "exitFullScreen" : "fullScreen");
+  });
   document.addEventListener("keydown", onKey);
   for (const pane of frames()) {
     pane.addEventListener("pointerdown", onPointerDown);
