@@ -140,7 +140,7 @@ function setBusy(busy) {
   show("generate", !busy);
   show("all", !busy && hasRatios());
   $("again").disabled = busy;
-  $("again").title = busy ? $("phase").textContent : "";
+  $("again").title = busy ? text("busy") : "";
   show("progress", busy);
   if (!busy) $("result-phase").textContent = "";
   $("result").ariaBusy = String(busy);
