@@ -267,7 +267,7 @@ async function untilReady() {
 
 function startGlossary() {
   const rows = TERMS.map((term) =>
-    make("div", { id: `term-${term}` }, make("dt", { textContent: text(`term_${term}`) }), make("dd", { textContent: text(`about_${term}`) })),
+    make("div", { id: `term-${term}` }, make("dt", { textContent: text(`term_${term}`) }), make("dd", { textContent: text(`about_${term}`).replaceAll("`", "") })),
   );
   $("terms").replaceChildren(...rows);
   for (const button of document.querySelectorAll(".term")) button.textContent = text(`term_${button.dataset.term}`);
