@@ -256,10 +256,11 @@ def test_generate_and_download(browser, bundled):
         if SCREENSHOTS:
             generate(page, done="Done: 2 images", button="#all")
             take_screenshot(page, "page", full_page=True)
+            page.set_viewport_size({"width": 1800, "height": 800})
+            page.locator("#merge-figure").screenshot(path=Path(SCREENSHOTS) / "page_merge_map.png")
             for _ in range(3):
                 page.click("#zoom-in")
             page.click("#pixelated")
-            page.set_viewport_size({"width": 1800, "height": 800})
             take_screenshot(page, "page_zoom")
 
 
@@ -269,7 +270,7 @@ def test_generate_and_download(browser, bundled):
     [
         ("page_zh", {"locale": "zh-CN", "viewport": {"width": 1400, "height": 900}}),
         ("page_dark", {"color_scheme": "dark", "viewport": {"width": 1400, "height": 900}}),
-        ("page_phone", {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "has_touch": True}),
+        ("page_phone", {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True}),
     ],
 )
 def test_screenshots(browser, bundled, name, options):
