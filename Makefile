@@ -179,10 +179,13 @@ frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time,
 
 # Each line continues what its result has; another number of images needs another folder (--output) or no result there.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
+SCENES = --model examples/scenes_sd --size 256
 
 alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both, and write their page: hours
 	for mode in "" --time; do \
-	$(ALTERNATIVES) $(AT_128) --count 8 --output $(RESULTS) $$mode && $(ALTERNATIVES) $(AT_256) --count 4 --output $(RESULTS) $$mode || exit 1; done
+	$(ALTERNATIVES) $(AT_128) --count 32 --output $(RESULTS) $$mode && \
+	$(ALTERNATIVES) $(SCENES) --count 16 --output $(RESULTS) $$mode && \
+	$(ALTERNATIVES) $(SCENES) --count 8 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
 	$(ALTERNATIVES) report --output $(RESULTS)
 
 figures: $(VENV)/.installed ## write the figures of the committed results into the documents

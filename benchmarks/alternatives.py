@@ -1,24 +1,26 @@
 """Compare merging with what a user would choose instead: fewer steps, another scheduler, cached features, and both.
 
-    python benchmarks/alternatives.py --model examples/emoji_sd --size 128        # draw; a repeated run continues
-    python benchmarks/alternatives.py --model examples/emoji_sd --size 128 --time # time whole images: a quiet machine
+    python benchmarks/alternatives.py --model examples/emoji_sd --size 128        # images; a repeated run continues
+    python benchmarks/alternatives.py --model examples/emoji_sd --size 128 --time # time them: a quiet machine
     python benchmarks/alternatives.py report                                      # the page, from the results alone
 
-Every arm draws the same prompts in eager mode from the same noise. Its distance is that to the plain image of all
-steps of the model's own scheduler. Its cost is the multiply-accumulates of a whole image, with text encoder and VAE,
-counted while it is drawn.
+Every arm generates the same prompts from the same noise, by programs in ONNX Runtime that were checked against eager
+mode. Its distance is that to the plain image of all steps of the model's own scheduler. Its cost is the time of a
+whole image, with text encoder and VAE, in ONNX Runtime and in Paddle's predictor: the sum of its passes of the UNet,
+each timed in turns with all others, and of the rest, timed with a UNet that computes nothing.
 """
 
 import argparse
+import json
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import paddle
@@ -27,12 +29,15 @@ from experiments import compare
 from matplotlib.figure import Figure
 from merge_prototypes import merging_queries
 from paddle import nn
+from paddle.utils import flatten, pack_sequence_as
 from PIL import Image
 from point_labels import label_points
-from ppdiffusers import DPMSolverMultistepScheduler
+from ppdiffusers import DPMSolverMultistepScheduler, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome.config import TOMESD_SETTINGS
+from ppdiffusers_tome.evaluation.cache import digest
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import commit, describe_environment, model_files, sources
 from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, figure, link, table
@@ -47,7 +52,6 @@ from ppdiffusers_tome.evaluation.plotting import (
     use_log_scale,
 )
 from ppdiffusers_tome.evaluation.quality.image_generation import (
-    EagerEngine,
     image_paths,
     load_model,
     model_defaults,
@@ -57,18 +61,25 @@ from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, prompts_of, with_seeds
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
+from ppdiffusers_tome.generation.engine import Engine
+from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
+from ppdiffusers_tome.inference.conversion import Converter
+from ppdiffusers_tome.inference.pipeline import RUNTIMES
+from ppdiffusers_tome.models import text_tokens, vae_factor
+from ppdiffusers_tome.patch import attach
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, ALTERNATIVE, BOTH, CALIBRATION = "merging", "alternative", "both", "calibration"
 COLOURS = {OURS: BLUE, ALTERNATIVE: RED, BOTH: PURPLE}
+TIMED = {"onnxruntime": "ONNX Runtime", "paddle": "predictor"}  # the first one generates the images
 TODO = {"merge_attn": "kv", "match": "grid", "blend": 0.0, "proportional": False, "use_rand": False, "ratio": 0.75}
 SHEET = ("default 0.5", "kv 0.75", "10 steps", "DPM-Solver++, 10 steps", "DeepCache 2", "DeepCache 2 + default 0.5")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to draw an image; without arguments the plain one."""
+    """One way to generate an image; without arguments the plain one."""
 
     steps: int | None = None  # of the images; None: all
     dpm_solver: bool = False  # DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095) in place of the model's scheduler
@@ -89,14 +100,22 @@ class Arm:
         steps = f"{self.steps} steps" if self.steps else ""
         caches = f"DeepCache {self.every}{', last layer' if self.last_layer else ''}" if self.every > 1 else ""
         gate = f"{'cross-attention' if self.guided else 'T-GATE'} {self.gate}" if self.gate else ""
-        ratio = self.merging.get("ratio", 0)
-        method = "ToDo" if self.merging == TODO else "kv" if self.merging.get("merge_attn") == "kv" else "default"
-        merging = f"{method} {ratio:g}" if self.merging else ""
-        if self.queries:
-            merging = f"q {self.queries:g}, kv {ratio:g}"
         seed = "another seed" if self.other_seed else ""
         scheduler = ", ".join(filter(None, ["DPM-Solver++" if self.dpm_solver else "", steps]))
-        return " + ".join(filter(None, [scheduler, caches, gate, merging, seed])) or "plain"
+        return " + ".join(filter(None, [scheduler, caches, gate, self.method, seed])) or "plain"
+
+    @property
+    def method(self) -> str:
+        """How it merges; empty if it does not."""
+        ratio = self.merging.get("ratio", 0)
+        if self.queries:
+            return f"q {self.queries:g}, kv {ratio:g}"
+        for name, settings in (("ToDo", TODO), ("tomesd", {**TOMESD_SETTINGS, "ratio": ratio})):
+            if self.merging == settings:
+                return f"{name} {ratio:g}"
+        others = [f"{name}={value}" for name, value in self.merging.items() if name not in ("ratio", "merge_attn")]
+        method = "kv" if self.merging.get("merge_attn") == "kv" else "default"
+        return ", ".join([f"{method} {ratio:g}", *others]) if self.merging else ""
 
     @property
     def group(self) -> str:
@@ -109,26 +128,36 @@ class Arm:
     def config(self) -> ToMeConfig:
         return ToMeConfig(**{"ratio": 0, **self.merging})
 
-    @contextmanager
-    def open(self, pipe: Any) -> Iterator[None]:
-        """While it is open, the pipeline draws in this way but for the number of steps and `config`."""
-        with ExitStack() as stack:
-            if self.dpm_solver:
-                scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
-                stack.enter_context(mock.patch.object(pipe, "scheduler", scheduler))
-            if self.every > 1:
-                stack.enter_context(deep_cache(pipe.unet, self.every, self.last_layer))
-            if self.gate:
-                stack.enter_context(gated(pipe.unet, self.gate, self.guided))
-            if self.queries:
-                stack.enter_context(merging_queries(self.queries)())
-            yield
+    @property
+    def reused(self) -> str:
+        """What its steps other than full ones reuse; empty if all compute everything."""
+        deep = f"deep{'er than the last layer' if self.last_layer else ''}" if self.every > 1 else ""
+        return deep or (f"cross-attention{'' if self.guided else ' without guidance'}" if self.gate else "")
+
+    def is_full(self, number: int) -> bool:
+        """Whether the step of this number computes everything."""
+        return number % self.every == 0 and (self.gate is None or number < self.gate)
+
+    def reused_layers(self, unet: nn.Layer) -> list[nn.Layer]:
+        """The layers whose outputs are reused."""
+        if self.gate:
+            layers = unet.named_sublayers()
+            return [layer for path, layer in layers if path.endswith("attn2") and isinstance(layer, Attention)]
+        if self.every == 1:
+            return []
+        first, last = unet.down_blocks[0], unet.up_blocks[-1]
+        deep = [*first.downsamplers, *list(unet.down_blocks)[1:], unet.mid_block, *list(unet.up_blocks)[:-1]]
+        if self.last_layer:
+            deep += [*first.resnets, *getattr(first, "attentions", [])]
+            deep += [*list(last.resnets)[:-1], *list(getattr(last, "attentions", []))[:-1]]
+        return deep
 
 
 def list_arms() -> list[Arm]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
     half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"merge_attn": "kv", "ratio": 0.75}
     arms = [Arm(merging=half), Arm(merging=seven), Arm(merging=kv), Arm(merging=TODO)]
+    arms += [Arm(merging={**TOMESD_SETTINGS, "ratio": 0.5})]
     arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
     arms += [Arm(every=2), Arm(every=3), Arm(every=2, merging=half), Arm(steps=14, merging=half)]
     arms += [Arm(steps=10, dpm_solver=True), Arm(gate=10, guided=False), Arm(other_seed=True)]
@@ -137,167 +166,266 @@ def list_arms() -> list[Arm]:
     arms += [Arm(every=2, merging=seven), Arm(every=2, merging=kv), Arm(gate=10, guided=False, merging=half)]
     arms += [Arm(every=2, last_layer=True), Arm(every=3, last_layer=True), Arm(gate=10)]
     arms += [Arm(steps=steps, dpm_solver=True) for steps in (20, 14, 12, 8)]
+    arms += [Arm(merging={"ratio": 0.45, "max_downsample": 2}), Arm(merging={**half, "window": None})]
     return [*arms, Arm(steps=8), Arm(merging={"ratio": 0.25}), Arm(every=2, last_layer=True, merging=half)]
 
 
 class Reused:
-    """In place of a layer's `forward`: in passes that are not full, return what the last full one returned."""
+    """In place of a layer's `forward`: its output, or one that was given."""
 
-    def __init__(self, forward: Callable, is_full: Callable[[], bool], store: Callable[[Any], Any]) -> None:
-        self._forward, self._is_full, self._store = forward, is_full, store
+    def __init__(self, forward: Callable) -> None:
+        self._forward = forward
         self.output: Any = None
+        self.is_given = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_full():
-            return self.output
-        output = self._forward(*args, **kwargs)
-        self.output = self._store(output)
-        return output
+        if not self.is_given:
+            self.output = self._forward(*args, **kwargs)
+        return self.output
 
 
-@contextmanager
-def reusing(
-    layers: Sequence[nn.Layer], is_full: Callable[[], bool], store: Callable[[Any], Any] = lambda output: output
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(mock.patch.object(layer, "forward", Reused(layer.forward, is_full, store)))
-        yield
+class Pass(nn.Layer):
+    """A pass of a UNet: its prediction and features, or with features of an earlier pass the prediction alone.
 
-
-@contextmanager
-def counting_passes(unet: nn.Layer) -> Iterator[Callable[[], int]]:
-    """The number of the pass that runs, from 0."""
-    number, forward = [-1], unet.forward
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        number[0] += 1
-        return forward(*args, **kwargs)
-
-    with mock.patch.object(unet, "forward", counted):
-        yield lambda: number[0]
-
-
-@contextmanager
-def deep_cache(unet: nn.Layer, every: int, last_layer: bool = False) -> Iterator[None]:
-    """Passes other than every n-th reuse all features but those of the first level, or of its last layer."""
-    first, last = unet.down_blocks[0], unet.up_blocks[-1]
-    deep = [*first.downsamplers, *list(unet.down_blocks)[1:], unet.mid_block, *list(unet.up_blocks)[:-1]]
-    if last_layer:
-        deep += [*first.resnets, *getattr(first, "attentions", [])]
-        deep += [*list(last.resnets)[:-1], *list(getattr(last, "attentions", []))[:-1]]
-    with counting_passes(unet) as number, reusing(deep, lambda: number() % every == 0):
-        yield
-
-
-@contextmanager
-def gated(unet: nn.Layer, gate: int, guided: bool = True) -> Iterator[None]:
-    """Passes from the number `gate` on reuse the outputs of cross-attention of the pass before.
-
-    Without guidance, as in T-GATE, they compute the conditional half of the batch alone, with the mean of both halves'
-    outputs.
+    Args:
+        denoiser: around the UNet.
+        layers: of the UNet; their outputs are the features.
+        example: inputs of the UNet with a batch of two.
     """
-    layers = [
-        layer for path, layer in unet.named_sublayers() if path.endswith("attn2") and isinstance(layer, Attention)
-    ]
-    halves = lambda output: output.chunk(2)  # noqa: E731
-    store = (lambda output: output) if guided else (lambda output: sum(halves(output)) / 2)
-    with counting_passes(unet) as number:
-        forward = unet.forward
 
-        def conditional(sample: Any, timestep: Any, encoder_hidden_states: Any, **kwargs: Any) -> Any:
-            if number() + 1 < gate:
-                return forward(sample, timestep, encoder_hidden_states=encoder_hidden_states, **kwargs)
-            text = halves(encoder_hidden_states)[1]
-            (output,) = forward(halves(sample)[1], timestep, encoder_hidden_states=text, **kwargs)
-            return (paddle.concat([output, output]),)
+    def __init__(self, denoiser: nn.Layer, layers: Sequence[nn.Layer], example: dict[str, paddle.Tensor]) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        self._reused = [Reused(layer.forward) for layer in layers]
+        for layer, reused in zip(layers, self._reused, strict=True):
+            layer.forward = reused
+        self._used: list[int] = []  # of the tensors in all outputs, those that a pass with features reads
+        if layers:
+            with paddle.no_grad():
+                self(**example)
+            self._structure = [reused.output for reused in self._reused]
+            tensors = [tensor.detach() for tensor in flatten(self._structure)]
+            for tensor in tensors:
+                tensor.stop_gradient = False
+            gradients = paddle.grad(self._continued(tensors, example).sum(), tensors, allow_unused=True)
+            self._used = [number for number, gradient in enumerate(gradients) if gradient is not None]
+            self._shapes = [tensor.shape[1:] for tensor in tensors]
+        shapes = [self._shapes[number] for number in self._used]
+        self.features = tuple(programs.Input(f"feature_{i}", ("batch", *shape)) for i, shape in enumerate(shapes))
 
-        unguided = nullcontext() if guided else mock.patch.object(unet, "forward", conditional)
-        with reusing(layers, lambda: number() < gate, store), unguided:
-            yield
+    def _continued(self, tensors: Sequence[paddle.Tensor], inputs: dict[str, Any]) -> paddle.Tensor:
+        for reused, output in zip(self._reused, pack_sequence_as(self._structure, tensors), strict=True):
+            reused.output, reused.is_given = output, True
+        try:
+            return self.denoiser(**inputs)
+        finally:
+            for reused in self._reused:
+                reused.is_given = False
+
+    @paddle.jit.not_to_static
+    def forward(self, sample: Any, timestep: Any, encoder_hidden_states: Any = None, **features: Any) -> Any:
+        inputs = {"sample": sample, "timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
+        if features:
+            batch = paddle.shape(sample)[0]
+            tensors = [paddle.zeros([batch, *shape]) for shape in self._shapes]
+            for i, number in enumerate(self._used):
+                tensors[number] = features[f"feature_{i}"]
+            return self._continued(tensors, inputs)
+        prediction = self.denoiser(**inputs)
+        tensors = flatten([reused.output for reused in self._reused])
+        return (prediction, *(tensors[number] for number in self._used)) if self._used else prediction
 
 
-@contextmanager
-def counting_macs() -> Iterator[Callable[[], int]]:
-    """Multiply-accumulates of all convolutions, linear layers and matrix products since it was opened."""
-    total, call, matmul = [0], nn.Layer.__call__, paddle.matmul
+class Passes:
+    """In place of a pipeline's UNet: an arm's programs, step by step.
 
-    def counted_call(layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        output = call(layer, *args, **kwargs)
-        if isinstance(layer, nn.Conv2D | nn.Linear):
-            channels = layer.weight.shape[0 if isinstance(layer, nn.Conv2D) else 1]
-            total[0] += output.size * layer.weight.size // channels
-        return output
+    Without guidance, steps that reuse features compute the conditional half of the batch alone, with the mean of both
+    halves' features.
+    """
 
-    def counted_matmul(x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False, name: Any = None) -> Any:
-        output = matmul(x, y, transpose_x, transpose_y)
-        total[0] += output.size * x.shape[-2 if transpose_x else -1]
-        return output
+    dtype = paddle.float32
 
-    with mock.patch.object(nn.Layer, "__call__", counted_call), mock.patch.object(paddle, "matmul", counted_matmul):
-        yield lambda: total[0]
+    def __init__(self, config: Any, arm: Arm, full: Callable, reusing: Callable | None = None) -> None:
+        self.config, self._arm, self._full, self._reusing = config, arm, full, reusing
+        self.number = 0  # of the next step
+        self._features: dict[str, paddle.Tensor] = {}
+
+    def __call__(self, sample: Any, timestep: Any, encoder_hidden_states: Any, **_: Any) -> tuple[paddle.Tensor]:
+        inputs = {"sample": sample, "timestep": paddle.to_tensor(timestep).reshape([1]).cast("float32")}
+        inputs["encoder_hidden_states"] = encoder_hidden_states
+        is_full = self._arm.is_full(self.number)
+        self.number += 1
+        if is_full:
+            prediction, *features = self._full(**inputs)
+            mean = [feature if self._arm.guided else sum(feature.chunk(2)) / 2 for feature in features]
+            self._features = {f"feature_{number}": feature for number, feature in enumerate(mean)}
+            return (prediction,)
+        assert self._reusing is not None
+        if self._arm.guided:
+            return (self._reusing(**inputs, **self._features)[0],)
+        for name in ("sample", "encoder_hidden_states"):
+            inputs[name] = inputs[name].chunk(2)[1]
+        (prediction,) = self._reusing(**inputs, **self._features)
+        return (paddle.concat([prediction, prediction]),)
 
 
-def draw(evaluation: Evaluation, arm: Arm, number: int) -> np.ndarray:
-    """uint8 [H, W, 3]: an image of an arm."""
+def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
+    """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
+    parts = {"merging": arm.merging, "queries": arm.queries, "last_layer": arm.last_layer, "guided": arm.guided}
+    key = Arm(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
+    return [(key, reuses) for reuses in ((False, True) if arm.reused else (False,))]
+
+
+def pass_name(key: Arm, reuses: bool) -> str:
+    """The name of a pass."""
+    return f"{key.method or 'plain'} {key.reused}".strip() + (", reusing" if reuses else "")
+
+
+class Programs:
+    """The programs of a model at one size, in `build/`: each is traced when it is first needed."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._folder = (
+            ROOT / "build" / "alternatives" / digest([sources(), model_files(evaluation.model), evaluation.size])
+        )
+        self._pipeline = self._folder / "pipeline"
+
+    def engine(self, arm: Arm, runtime: str, passes: Passes | None = None) -> tuple[Engine, Passes]:
+        """What generates the images of an arm, and its UNet, whose `number` is to be set to 0 before each image."""
+        if not (self._pipeline / "tome.json").exists():
+            pipe, size = load_model(self._evaluation.model), Size(self._evaluation.size, self._evaluation.size)
+            export_pipeline(pipe, self._pipeline, (0,), [size], image_to_image=True, format="both", overwrite=True)
+        pipe = load_pipeline(self._pipeline, runtime=runtime, threads=self._evaluation.threads)
+        if passes is None:
+            passes = Passes(pipe.unet.config, arm, *(self.load(*key, runtime) for key in programs_of(arm)))
+        parts = {**pipe.components, "unet": passes}
+        if arm.dpm_solver:
+            parts["scheduler"] = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
+        kinds = (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline)
+        return Engine(*(kind(**parts, requires_safety_checker=False) for kind in kinds)), passes
+
+    def load(self, key: Arm, reuses: bool, runtime: str) -> Any:
+        """The program of a pass: see `programs_of`."""
+        folder = self._folder / pass_name(key, reuses)
+        record = folder / "program.json"
+        if not record.exists():
+            file = self._trace(key, reuses, folder)
+            write_result(record, {name: getattr(file, name) for name in ("program", "params", "onnx")})
+        file = ProgramFile("unet", **json.loads(record.read_text(encoding="utf-8")))
+        return RUNTIMES[runtime](threads=self._evaluation.threads).load(folder, file)
+
+    def inputs(self, key: Arm, reuses: bool) -> dict[str, paddle.Tensor]:
+        """Random inputs of the program of a pass, for an image with guidance."""
+        traceable, dims = self._traceable(key, reuses)
+        batch = 1 if reuses and not key.guided else 2
+        return {one.name: one.random(np.random.RandomState(0), {**dims, "batch": batch}) for one in traceable.inputs}
+
+    def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
+        side = self._evaluation.size
+        with merging_queries(key.queries)() if key.queries else nullcontext(), Converter() as converter:
+            traceable, dims = self._traceable(key, reuses)
+            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.constant_ratio)
+            return tracing.save(traceable, planned, folder, "unet", dims, self._evaluation.threads, converter)
+
+    def _traceable(self, key: Arm, reuses: bool) -> tuple[programs.Traceable, dict[str, int]]:
+        """The layer of a pass, and the values of its inputs' named dimensions but the batch."""
+        pipe = load_model(self._evaluation.model)
+        latent = self._evaluation.size // vae_factor(pipe)
+        dims = {"latent_height": latent, "latent_width": latent, "tokens": text_tokens(pipe)}
+        traceable = programs.denoiser(pipe.unet, None)
+        unet, random = traceable.layer.unet, np.random.RandomState(0)
+        example = {one.name: one.random(random, {**dims, "batch": 2}) for one in traceable.inputs}
+        if key.merging:
+            attach(unet, key.config, None)
+        layer = Pass(traceable.layer, key.reused_layers(unet), example)
+        layer.eval()
+        inputs = traceable.inputs
+        if reuses:  # a program has no inputs that it does not read
+            inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
+        return programs.Traceable(layer, inputs), dims
+
+
+def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:
+    """An arm's images."""
     steps = arm.steps and round(arm.steps / (evaluation.strength or 1))
-    evaluation = evaluation if steps is None else Evaluation(**{**vars(evaluation), "steps": steps})
-    job = evaluation.jobs(OTHER_SEEDS if arm.other_seed else PLAIN_IMAGES)[number].job
-    with arm.open(load_model(evaluation.model)):
-        return np.asarray(EagerEngine(evaluation.model, arm.config).generate([job])[0])
+    evaluation = evaluation if steps is None else replace(evaluation, steps=steps)
+    return [prompt.job for prompt in evaluation.jobs(OTHER_SEEDS if arm.other_seed else PLAIN_IMAGES)]
 
 
-def draw_all(evaluation: Evaluation, arm: Arm, folder: Path) -> tuple[np.ndarray, int]:
-    """uint8 [N, H, W, 3], also as files in a folder; and the multiply-accumulates of one image."""
-    with counting_macs() as macs:
-        images = [draw(evaluation, arm, 0)]
-    images += [draw(evaluation, arm, number) for number in range(1, len(evaluation.prompts))]
+def generate(engine: tuple[Engine, Passes], job: Any) -> np.ndarray:
+    """uint8 [H, W, 3]."""
+    engine[1].number = 0
+    return np.asarray(engine[0].generate([job])[0])
+
+
+def generate_all(evaluation: Evaluation, arm: Arm, engine: tuple[Engine, Passes], folder: Path) -> np.ndarray:
+    """uint8 [N, H, W, 3], also as files in a folder."""
+    images = np.stack([generate(engine, job) for job in jobs_of(evaluation, arm)])
     folder.mkdir(parents=True, exist_ok=True)
     for number, image in enumerate(images):
         Image.fromarray(image).save(folder / f"{number:04}.png")
-    return np.stack(images), macs()
+    return images
 
 
 def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
-    """Draw and compare the named arms, or all, that the content lacks; yields a line for each, which is then in it."""
+    """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
+    saved, (runtime, *_) = Programs(evaluation), TIMED
     plain_folder = folder / "images" / "plain"
-    if not content["plain_macs"]:
-        shutil.rmtree(folder, ignore_errors=True)
+    if not content["arms"]:
+        shutil.rmtree(folder / "images", ignore_errors=True)
     if not plain_folder.exists():
-        content["plain_macs"] = draw_all(evaluation, Arm(), plain_folder)[1]
+        generate_all(evaluation, Arm(), saved.engine(Arm(), runtime), plain_folder)
     plain = read_images(image_paths(plain_folder), evaluation.size)
     done = {entry["name"] for entry in content["arms"]}
     for arm in list_arms():
         if arm.name in done or (names and arm.name not in names):
             continue
-        images, macs = draw_all(evaluation, arm, folder / "images" / arm.name)
+        images = generate_all(evaluation, arm, saved.engine(arm, runtime), folder / "images" / arm.name)
         entry = {"name": arm.name, "group": arm.group, "settings": asdict(arm)}
-        entry["macs"] = round(macs / content["plain_macs"], 4)
-        content["arms"].append({**entry, **compare({"": images}, {"": plain})[""], "seconds": None})
-        yield "{name}: MACs {macs:.3f}, {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
+        content["arms"].append({**entry, **compare({"": images}, {"": plain})[""]})
+        yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 
-def time_arms(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Time one whole image of each arm that was drawn and has no time, in turns with a plain one."""
-    arms = {arm.name: arm for arm in list_arms() if not arm.other_seed}
-    for entry in content["arms"]:
-        arm = arms.get(entry["name"])
-        if arm is None or entry["seconds"] or (names and entry["name"] not in names):
-            continue
-        turns = {"plain": lambda: draw(evaluation, Arm(), 0), "arm": lambda arm=arm: draw(evaluation, arm, 0)}
-        entry["seconds"] = time_in_turns(turns, rounds, warm_up=1)
-        yield f"{entry['name']}: {ratio_within_rounds(*entry['seconds'].values()).median:.2f}×"
+def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
+    """Seconds of each pass of the arms in turns, and of the rest of an image, in each runtime."""
+    seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Arm())[0]
+    for runtime in TIMED:
+        engine = saved.engine(Arm(), runtime)
+        without = Passes(engine[1].config, Arm(), lambda sample, **_: [sample])
+        turns: dict[str, Callable] = {"rest": partial(generate, saved.engine(Arm(), runtime, without), job)}
+        for key, reuses in (key for arm in (Arm(), *arms) for key in programs_of(arm)):
+            if pass_name(key, reuses) not in turns:
+                program = saved.load(key, reuses, runtime)
+                turns[pass_name(key, reuses)] = partial(program, **saved.inputs(key, reuses))
+        seconds[runtime] = time_in_turns(turns, rounds, warm_up=1)
+    return seconds
+
+
+def image_seconds(arm: Arm, steps: int, seconds: dict[str, list[float]]) -> list[float]:
+    """Seconds of a whole image of an arm, in each round, from those of its passes."""
+    names = [pass_name(*key) for key in programs_of(arm)]
+    passes = [names[0 if arm.is_full(number) else 1] for number in range(arm.steps or steps)]
+    return [sum(each) for each in zip(seconds["rest"], *(seconds[name] for name in passes), strict=True)]
+
+
+def speed_up(result: dict[str, Any], arm: Arm, runtime: str) -> float:
+    """How many times as fast as plain an arm's images are; NaN if a pass of it was not timed."""
+    steps = round(result["steps"] * (result["strength"] or 1))
+    try:
+        plain, own = (image_seconds(one, steps, result["timing"]["seconds"][runtime]) for one in (Arm(), arm))
+    except (KeyError, TypeError):
+        return np.nan
+    return ratio_within_rounds(plain, own).median
 
 
 def read_frame(result: dict[str, Any]) -> pd.DataFrame:
-    """One row for each arm but other seeds: "fewer" and "speed_up" are plain's MACs and time over those of the arm."""
+    """One row for each arm but other seeds, with its speed-up in each runtime; the fastest first."""
     frame = pd.DataFrame([arm for arm in result["arms"] if arm["group"] != CALIBRATION])
-    frame["fewer"] = 1 / frame["macs"]
-    pairs = frame["seconds"].map(lambda seconds: seconds and ratio_within_rounds(seconds["plain"], seconds["arm"]))
-    frame["speed_up"] = pairs.map(lambda ratio: ratio.median if ratio else np.nan)
-    for measure, nearness in {"psnr": frame["psnr"], "perceptual": -frame["perceptual"]}.items():
-        frame[f"on_{measure}"] = is_on_frontier(frame["fewer"], nearness)
-    return frame.sort_values("fewer", ascending=False, kind="stable", ignore_index=True)
+    for runtime in TIMED:
+        frame[runtime] = [speed_up(result, Arm(**settings), runtime) for settings in frame["settings"]]
+        frame[f"on_{runtime}"] = is_on_frontier(frame[runtime], frame["psnr"])
+    return frame.sort_values(next(iter(TIMED)), ascending=False, kind="stable", ignore_index=True)
 
 
 def plot(frame: pd.DataFrame, title: str, x: str, label: str) -> Figure:
@@ -324,24 +452,21 @@ def plot(frame: pd.DataFrame, title: str, x: str, label: str) -> Figure:
 
 
 INTRODUCTION = """\
-How far images are from the plain ones (all steps, the model's own scheduler, the same noise), and what an image costs:
-merging, what a user would choose instead, and both. Costs are multiply-accumulates (MACs) of the whole image, with
-text encoder and VAE, counted while it was drawn, and where measured the time of a whole image in eager mode, in turns
-with plain. *Fewer MACs* is plain's number over that of the arm: what the time would be if every operation took time by
-its MACs. It does not contain what merging adds (sorting, gathering) nor the softmax that it saves.
+How far images are from the plain ones (all steps, the model's own scheduler, the same noise), and how long an image
+takes: merging, what a user would choose instead, and both. The time of a whole image is the sum of its passes of the
+UNet, each timed in turns with all others, and of the rest: text encoder, scheduler and VAE.
 
 - **n steps**: the model's own scheduler. **DPM-Solver++** (arXiv:2211.01095) is compared with the model's own
-  scheduler too, so a part of its distance is that the two do not draw the same image in any number of steps.
+  scheduler too, so a part of its distance is that the two do not generate the same image in any number of steps.
 - **DeepCache n** (arXiv:2312.00858): each n-th step, from the first on, computes everything; the others compute the
   first level and reuse the features of the deeper ones. With **last layer** they compute the last layer of the UNet
   alone, as DeepCache's code does by default.
 - **T-GATE n** (arXiv:2404.02747): after n steps, cross-attention is its mean over both halves of guidance in step n,
   and the unconditional half is not computed. **cross-attention n** only reuses the outputs of cross-attention.
-- **default**, **kv**, **ToDo**: ways to merge ([methods.md](../docs/methods.md)), with their ratio. **q a, kv b**:
-  queries merge at ratio a, keys and values at b, by one matching; the package does not offer it.
+- **default**, **kv**, **ToDo**, **tomesd**: ways to merge ([methods.md](../docs/methods.md)), with their ratio.
+  **q a, kv b**: queries merge at ratio a, keys and values at b, by one matching; the package does not offer it.
 
-Bold: no other arm has both fewer MACs and a higher PSNR. Eager mode only; a runtime gains less from merging
-([frontier.md](frontier.md)).
+Bold: no other arm is both faster in that runtime and nearer to plain by PSNR.
 """
 
 
@@ -356,28 +481,33 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         lines += ["", f"## {title}", ""]
         lines += [
             f"[{file.name}]({link(file, output)}): {result['steps']} steps, {result['scheduler']}, guidance "
-            f"{result['guidance_scale']:g}, {machine['machine']}, paddlepaddle {machine['paddlepaddle']}, commit "
-            f"`{result['commit']}`, `{result['command']}`",
-            "",
+            f"{result['guidance_scale']:g}, {machine['machine']}, paddlepaddle {machine['paddlepaddle']}, "
+            f"commit `{result['commit']}`, `{result['command']}`",
         ]
-        costs = {"fewer": ("macs", "times fewer MACs than plain, whole image")}
-        if frame["speed_up"].notna().all():
-            costs["speed_up"] = "time", "times as fast as plain, whole image, eager"
-        for x, (name, label) in costs.items():
-            path = output / f"{file.stem}_{name}.png"
-            save_figure(plot(frame, title, x, label), path)
-            lines += figure(path, f"{title}: distance from plain against {label}. Grey: the frontier.", output)
+        if timing := result["timing"]:
+            threads = f"{timing['threads']} thread{'s' * (timing['threads'] > 1)}"
+            machine = timing["environment"]["machine"]
+            lines.append(f"Times: {threads}, {machine}, commit `{timing['commit']}`, `{timing['command']}`")
+        lines.append("")
+        for runtime, name in TIMED.items():
+            if frame[runtime].notna().any():
+                path = output / f"{file.stem}_{runtime}.png"
+                label = f"times as fast as plain, whole image, {name}"
+                save_figure(plot(frame[frame[runtime].notna()], title, runtime, label), path)
+                lines += figure(path, f"{title}: distance from plain against {label}. Grey: the frontier.", output)
         sheet = output / f"{file.stem}_sheet.png"
         if sheet.exists():
             lines += figure(sheet, f"{title}: plain, {', '.join(SHEET)}.", output)
         rows = []
         for row in frame.to_dict("records"):
-            time = NOT_MEASURED if np.isnan(row["speed_up"]) else f"{row['speed_up']:.2f}×"
+            times = []
+            for runtime in TIMED:
+                time = NOT_MEASURED if np.isnan(row[runtime]) else f"{row[runtime]:.2f}×"
+                times.append(f"**{time}**" if row[f"on_{runtime}"] and time != NOT_MEASURED else time)
             low, high = quartiles(row["images"]["psnr"])[1:]
-            cells = [row["name"], row["group"], f"{row['fewer']:.2f}×", time]
-            cells += [f"{row['psnr']:.1f} ({low:.1f}–{high:.1f})", f"{row['perceptual']:.4f}"]
-            rows.append([f"**{cell}**" if row["on_psnr"] and cell != NOT_MEASURED else cell for cell in cells])
-        lines += table(["arm", "kind", "fewer MACs", "time", "PSNR, dB", "ST-LPIPS"], rows)
+            distances = [f"{row['psnr']:.1f} ({low:.1f}–{high:.1f})", f"{row['perceptual']:.4f}"]
+            rows.append([row["name"], row["group"], *times, *distances])
+        lines += table(["arm", "kind", *TIMED.values(), "PSNR, dB", "ST-LPIPS"], rows)
         for arm in result["arms"]:
             if arm["group"] == CALIBRATION:
                 lines += ["", f"{arm['name'].capitalize()}: {arm['psnr']:.1f} dB, ST-LPIPS {arm['perceptual']:.4f}."]
@@ -387,7 +517,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
 
 
 def main() -> None:
-    """Draw or time what the result lacks, and write it after each arm; or write the page."""
+    """Generate or time what the result lacks, and write it after each arm; or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mode", nargs="?", choices=("measure", "report"), default="measure")
     parser.add_argument("--model", default="examples/emoji_sd", help="folder of a pipeline (default: %(default)s)")
@@ -397,8 +527,9 @@ def main() -> None:
     parser.add_argument("--guidance-scale", type=float, help="(default: the model's)")
     parser.add_argument("--strength", type=float, help="image-to-image from photographs (default: from noise)")
     parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to measure (default: all)")
-    parser.add_argument("--time", action="store_true", help="time the arms that were drawn, on a quiet machine")
+    parser.add_argument("--time", action="store_true", help="time the arms that have images, on a quiet machine")
     parser.add_argument("--rounds", type=int, default=5, help="of --time (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
     options = parser.parse_args()
     if options.mode == "report":
@@ -410,8 +541,8 @@ def main() -> None:
     guidance = defaults.guidance_scale if options.guidance_scale is None else options.guidance_scale
     steps = round((options.steps or defaults.steps) / (options.strength or 1))
     prompts = with_seeds(prompts_of(options.model), options.count, 0)
-    size = options.size or defaults.size
-    evaluation = Evaluation(options.model, prompts, size, steps, guidance, "eager", 1, options.strength)
+    size, runtime, threads = options.size or defaults.size, next(iter(TIMED)), options.threads
+    evaluation = Evaluation(options.model, prompts, size, steps, guidance, runtime, threads, options.strength)
     about = {"model": options.model, "model_files": model_files(options.model), "sources": sources(), "size": size}
     about |= {"steps": steps, "guidance_scale": guidance, "strength": options.strength}
     about |= {"scheduler": type(load_model(options.model).scheduler).__name__}
@@ -421,19 +552,20 @@ def main() -> None:
     result = read_json(file) if file.exists() else {}
     if differing := [key for key, value in about.items() if result.get(key, value) != value]:
         sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
-    content = {key: result.get(key, default) for key, default in {"plain_macs": 0, "timing": None, "arms": []}.items()}
+    content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
     command = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]])
     if options.time:
-        content["timing"] = {"command": command, "commit": commit(), "environment": describe_environment()}
-    made = {key: result[key] for key in ("command", "commit", "environment") if options.time}  # of the images
+        about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
+        content["timing"] = {**about_timing, "threads": threads}
+    made = {
+        key: result[key] for key in ("command", "commit", "environment", "threads") if options.time
+    }  # of the images
     folder = ROOT / "build" / file.stem
-    measured = (
-        time_arms(evaluation, content, options.only, options.rounds)
-        if options.time
-        else measure(evaluation, content, options.only, folder)
-    )
-    for line in measured:
-        write_result(file, make_result("experiments", command, **{**about, **content, **made}))
+    if options.time:
+        timed = [Arm(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
+        content["timing"]["seconds"] = time_passes(evaluation, timed, options.rounds)
+    for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):
+        write_result(file, make_result("experiments", command, **{"threads": threads, **about, **content, **made}))
         print(line, flush=True)
     shown = {"plain": "plain", **{name: name for name in SHEET}}
     if all((folder / "images" / name).exists() for name in shown):

@@ -22,6 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import alternatives
+
 from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig, parse_settings
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
 from ppdiffusers_tome.evaluation.quality.quality_report import OTHER_SEEDS, differs_by_kid, read_frame
@@ -399,10 +401,13 @@ def schedule(*name: str) -> list[str]:
     return [f"{100 * row['macs_saved']:.1f} %", f"{row['prompts']['psnr']:.1f}"]
 
 
-def alternative(*name: str) -> list[str]:
-    """How many times fewer MACs, PSNR and ST-LPIPS."""
-    (row,) = [row for row in read("alternatives_emoji_sd_128")["arms"] if row["name"] == " ".join(name)]
-    return [f"{1 / row['macs']:.2f}×", f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
+def alternative(images: str, *name: str) -> list[str]:
+    """Of an arm of "alternatives_{images}.json": speed-ups of whole images in each runtime, PSNR and ST-LPIPS."""
+    result = read(f"alternatives_{images}")
+    (row,) = [row for row in result["arms"] if row["name"] == " ".join(name)]
+    arm = alternatives.Arm(**row["settings"])
+    speed_ups = [f"{alternatives.speed_up(result, arm, runtime):.2f}×" for runtime in alternatives.TIMED]
+    return [*speed_ups, f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
 
 
 def operations(*method: str) -> list[str]:
