@@ -15,7 +15,7 @@ test("distances between images", () => {
 
 test("a map is black without a difference and white at its end", () => {
   assert.deepEqual([0, 16, 17, 255].map(whiteOf), [16, 16, 32, 255]);
-  assert.deepEqual([...mapOf(Uint8Array.of(0, 16, 32), 32)], [0, 0, 0, 255, 255, 85, 0, 255, 255, 255, 255, 255]);
+  assert.deepEqual([...mapOf(Uint8Array.of(0, 8, 32), 32)], [0, 0, 0, 255, 255, 85, 0, 255, 255, 255, 255, 255]);
 });
 
 test("1.000 is for equal images only", () => {

@@ -53,6 +53,8 @@ test("labels of points that are near each other do not overlap", () => {
     }
     for (const { x, y } of points) assert.ok(x + 4 < a.x || x - 4 > a.x + a.width || y + 4 < a.y - 8 || y - 4 > a.y);
   }
+  const [plain, above] = placeLabels([{ x: 283, y: 168, name: "plain" }, { x: 272, y: 157, name: "0.25" }], area);
+  assert.ok(plain.y === 168 && plain.x < 272 && above.y < 157, "beside its point, and not where it would name the other one");
   const alone = placeLabels([{ x: 100, y: 100, name: "0.5" }], area)[0];
   assert.ok(alone.x > 100 && alone.x < 112 && alone.y < 100 && alone.y > 88, "to the right and above");
 });

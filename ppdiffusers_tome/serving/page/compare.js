@@ -128,7 +128,7 @@ function showImages(entry, pair) {
   }
   fitImages(width, height, nameOfRatio(pair[0]));
   const { seed, steps, guidance_scale: guidance, size, negative_prompt: negative, strength } = settings;
-  const details = [text("caption", { seed, steps, guidance, size: size.replace("x", " × ") })];
+  const details = [text("caption", { seed, steps, guidance, size: size.replace("x", "\u00a0×\u00a0") })];
   if (strength) details.push(text("captionStrength", { strength }));
   $("caption").replaceChildren(promptElement(settings.prompt), make("span", { textContent: details.join(" · ") }));
   if (negative) {
@@ -173,6 +173,7 @@ function drawMap(canvas, { levels }, white, { width, height }) {
 function showDifference({ between, white, images }) {
   show("difference-figure", between !== null);
   for (const element of document.querySelectorAll(".scale .white")) element.textContent = white;
+  for (const element of document.querySelectorAll(".scale .middle")) element.textContent = Math.round(white / 4);
   if (!between) return;
   drawMap($("difference"), between, white, Object.values(images)[0]);
   const values = { largest: between.largest, mean: number(between.mean, 1) };
@@ -185,7 +186,8 @@ function showMergeMaps(entry, pair, { ratios, images }) {
   const mapped = ratios.filter((ratio) => entry.images[ratio].map);
   const slider = $("map-ratio");
   show("merge-figure", mapped.length > 0);
-  slider.hidden = mapped.length < 2;
+  show("map-scale", mapped.length > 1);
+  [$("map-low").textContent, $("map-high").textContent] = [mapped[0], mapped.at(-1)];
   slider.max = mapped.length - 1;
   const draw = () => {
     const ratio = mapped[slider.value];
@@ -280,7 +282,7 @@ function showPlot(entry, { ratios, toPlain }) {
   const line = points.map(({ spread, distance }) => `${x(spread.median)},${y(distance)}`).join(" ");
   parts.push(svg("polyline", { class: "curve", points: line }));
   const names = points.map(({ ratio, distance, spread }) => {
-    const name = ratio === 0 ? text("plain") : number(ratio, 2);
+    const name = ratio === 0 ? text("plain") : String(ratio);
     return { x: x(spread.median), y: y(distance), name };
   });
   const places = placeLabels(names, { left, right, top, bottom });

@@ -53,11 +53,11 @@ export function whiteOf(largest) {
   return SCALES.find((scale) => scale >= largest);
 }
 
-/** RGBA of a difference map, from black (0) over orange to white. */
+/** RGBA of a difference map, from black (0) over orange (a quarter of white) to white: roots, so that small levels show. */
 export function mapOf(levels, white) {
   const colors = new Uint8ClampedArray(4 * levels.length);
   levels.forEach((level, pixel) => {
-    const value = level / white;
+    const value = Math.sqrt(level / white);
     colors.set([510 * value, 340 * value - 85, 510 * value - 255, 255], 4 * pixel); // clamped to 0…255
   });
   return colors;

@@ -140,8 +140,9 @@ function setBusy(busy) {
   show("generate", !busy);
   show("all", !busy && hasRatios());
   $("again").disabled = busy;
-  $("again").title = busy ? $("phase").textContent : "";
+  $("again").title = busy ? text("busy") : "";
   show("progress", busy);
+  if (!busy) $("result-phase").textContent = "";
   $("result").ariaBusy = String(busy);
   if (hadFocus) $(busy ? "cancel" : "generate").focus({ preventScroll: true });
 }
@@ -157,6 +158,7 @@ function showProgress(state) {
     ...(steps > 0 && position === 0 ? [text("step", { step, steps })] : []),
   ];
   $("step").textContent = parts.join(" · ");
+  $("result-phase").textContent = [$("phase").textContent, ...parts].join(" · "); // beside the images, on a phone
   const share = shareOf(state);
   if (share === null) $("bar").removeAttribute("value");
   else $("bar").value = share;
@@ -265,7 +267,7 @@ async function untilReady() {
 
 function startGlossary() {
   const rows = TERMS.map((term) =>
-    make("div", { id: `term-${term}` }, make("dt", { textContent: text(`term_${term}`) }), make("dd", { textContent: text(`about_${term}`) })),
+    make("div", { id: `term-${term}` }, make("dt", { textContent: text(`term_${term}`) }), make("dd", { textContent: text(`about_${term}`).replaceAll("`", "") })),
   );
   $("terms").replaceChildren(...rows);
   for (const button of document.querySelectorAll(".term")) button.textContent = text(`term_${button.dataset.term}`);

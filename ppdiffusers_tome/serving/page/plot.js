@@ -2,6 +2,7 @@
 
 const HEIGHT = 11; // px of a label's text
 const RADIUS = 6; // px around a point that labels leave free
+const FAR = 6; // what another px between a label and its point costs, in px² of a covered point
 
 /** Round numbers below, between and above two numbers. */
 export function ticksOf(low, high, most = 4) {
@@ -19,6 +20,8 @@ const widthOf = (name) => [...name].reduce((width, one) => width + (one > "\u2e8
 const overlap = (a, b) =>
   Math.max(0, Math.min(a.right, b.right) - Math.max(a.left, b.left)) * Math.max(0, Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top));
 
+const distance = ({ x, y }, box) => Math.hypot(Math.max(box.left - x, 0, x - box.right), Math.max(box.top - y, 0, y - box.bottom));
+
 /**
  * Where labels overlap neither each other nor a point, if there is room beside their points; otherwise the least.
  * @param points {x, y, name} in px
@@ -26,20 +29,24 @@ const overlap = (a, b) =>
  * @returns {{x: number, y: number}[]} the start of the baseline of each label
  */
 export function placeLabels(points, area) {
-  const taken = points.map(({ x, y }) => ({ left: x - RADIUS, right: x + RADIUS, top: y - RADIUS, bottom: y + RADIUS }));
-  return points.map(({ x, y, name }) => {
+  const taken = points.map(({ x, y }) => ({ left: x - RADIUS, right: x + RADIUS, top: y - RADIUS, bottom: y + RADIUS, weight: 1 }));
+  const places = new Map();
+  for (const point of points.toSorted((a, b) => a.y - b.y)) {
+    const { x, y, name } = point;
     const width = widthOf(name);
     const boxAt = (left, top) => ({ left, right: left + width, top, bottom: top + HEIGHT });
     const columns = [x + RADIUS, x - RADIUS - width, x - width / 2];
-    const boxes = [1.5, 2.7, 3.9].flatMap((rows) =>
+    const boxes = [1.5, 2.7, 3.9, 5.1].flatMap((rows) =>
       columns.flatMap((left) => [boxAt(left, y - rows * HEIGHT), boxAt(left, y + (rows - 1) * HEIGHT)]),
     );
+    boxes.push(...columns.slice(0, 2).map((left) => boxAt(left, y - HEIGHT + 2)));
     const cost = (box) => {
-      const outside = Math.max(0, area.left - box.left, box.right - area.right, area.top - HEIGHT - box.top, box.bottom - area.bottom);
-      return taken.reduce((sum, one) => sum + overlap(box, one), 100 * outside);
+      const outside = Math.max(0, area.left - box.left, box.right - area.right, area.top - HEIGHT - box.top, box.bottom - area.bottom - 2);
+      return taken.reduce((sum, one) => sum + one.weight * overlap(box, one), 100 * outside + FAR * Math.max(0, distance(point, box) - 1.5 * RADIUS));
     };
     const best = boxes.reduce((a, b) => (cost(b) < cost(a) ? b : a));
-    taken.push(best);
-    return { x: best.left, y: best.bottom - 2 };
-  });
+    taken.push({ ...best, weight: 4 });
+    places.set(point, { x: best.left, y: best.bottom - 2 });
+  }
+  return points.map((point) => places.get(point));
 }

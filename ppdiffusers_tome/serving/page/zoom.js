@@ -88,7 +88,6 @@ function onPointerDown(event) {
   pane.addEventListener("pointerup", end, { once: true });
   pane.addEventListener("pointercancel", end, { once: true });
   if (moves) onMove(event);
-  $("split").focus({ preventScroll: true }); // so that the keys are those of the images
 }
 
 function onWheel(event) {
@@ -140,9 +139,13 @@ export function startViewer() {
   });
   $("full-screen").hidden = !document.fullscreenEnabled;
   $("full-screen").addEventListener("click", toggleFullScreen);
+  document.addEventListener("fullscreenchange", () => {
+    $("full-screen").textContent = text(document.fullscreenElement ? "exitFullScreen" : "fullScreen");
+  });
   document.addEventListener("keydown", onKey);
   for (const pane of frames()) {
     pane.addEventListener("pointerdown", onPointerDown);
+    pane.addEventListener("click", () => $("split").focus({ preventScroll: true })); // for the keys
     pane.addEventListener("wheel", onWheel, { passive: false });
     pane.addEventListener("dblclick", (event) => {
       const box = pane.getBoundingClientRect();
