@@ -11,9 +11,9 @@ and 128 px from the UNet in its checkpoint/128. Otherwise:
 
 - 64 px, where an image costs a quarter of one at 128 px, starts from emoji_sd, with positions for 40 tokens, not 24;
 - 128 px starts from 64 px;
-- 256 px starts from 128 px, with the outer level of examples/scenes_sd (of emoji_sd_256 the first time). As in
-  emoji_sd_256's training, the inner levels see pooled latents, whose noise has half its standard deviation, so the time
-  embedding is fitted to that first.
+- 256 px starts from 128 px, with the outer level of examples/scenes_sd (of emoji_sd_256 the first time). As in the
+  training of emoji_sd_256, the inner levels see pooled latents, whose noise has half its standard deviation, so the
+  time embedding is fitted to that first.
 
 Runs on one thread of a CPU, in bfloat16 by autocast.
 """
