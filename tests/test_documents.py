@@ -62,11 +62,6 @@ def test_api_document_lists_what_is_public():
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
 # What the text before a snippet describes, if the snippet does not make it itself.
-PIPE = """
-import ppdiffusers_tome
-from ppdiffusers import StableDiffusionPipeline
-pipe = StableDiffusionPipeline.from_pretrained("examples/emoji_sd", paddle_dtype="float32")
-"""
 TINY = """
 import sys
 import ppdiffusers_tome
@@ -104,9 +99,8 @@ case = json.loads(str(np.load("tests/golden/unet.npz")["cases"]))[0]
 B, h, w, seed = (case[name] for name in ("B", "h", "w", "seed"))
 """
 BEFORE = {
-    ("docs/api.md", 0): f"{PIPE}\nprompt = 'a fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
+    ("docs/api.md", 0): f"{TINY}\nprompt = 'a fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
     ("docs/inference.md", 0): TINY,
-    ("docs/inference.md", 1): f"{TINY}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
     ("docs/serving.md", 0): SERVER,
     ("docs/families.md", 0): VIDEO,
     ("tests/golden/README.md", 1): CASE,
@@ -117,11 +111,11 @@ SMALL = {"128": "32", "192": "48"}  # px, for the exports of the tiny pipeline, 
 
 
 @pytest.fixture(scope="module")
-def run_snippet(tmp_path_factory):
+def run_snippet(tmp_path_factory, exported_folder, onnx_folder):
     """A function that runs a snippet, with the one that continues it, and returns the folder that it ran in.
 
-    It runs as it stands but for the port, on the CPU: exports on a tiny model and at small sizes, others on the
-    bundled model.
+    It runs as it stands but for the port and fewer steps, on the CPU: exports on a tiny model and at small sizes,
+    others on the bundled model.
     """
 
     @cache
@@ -129,15 +123,17 @@ def run_snippet(tmp_path_factory):
         folder = tmp_path_factory.mktemp("snippets")
         for name in ("examples", "tests"):
             (folder / name).symlink_to(ROOT / name)
+        (folder / "build").mkdir()
+        (folder / "build" / "onnx").symlink_to(onnx_folder)
         if document == "docs/serving.md":
-            (folder / "build").symlink_to(run("docs/inference.md", 0) / "build")  # it serves what is exported there
+            (folder / "build" / "emoji").symlink_to(exported_folder)
         codes = []
         for place in ((document, number), (document, number + 1)):
             if place[1] == number or place in CONTINUES:
                 codes += [BEFORE.get(place, ""), snippets(document)[place[1]]]
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        code = "\n".join(codes)
+        code = re.sub(r"(num_inference_steps=)\d+", r"\g<1>2", "\n".join(codes))
         for size, small in SMALL.items() if document in ("docs/inference.md", "docs/serving.md") else ():
             code = code.replace(size, small)
         (folder / "snippet").write_text(code.replace("8000", str(port)), encoding="utf-8")
