@@ -22,7 +22,7 @@ from zoo.parts import unet as unet_of_zoo
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.worker import measure_case
-from ppdiffusers_tome.inference import export_pipeline
+from ppdiffusers_tome.inference import export_pipeline, tracing
 from ppdiffusers_tome.wraps import BlockWrap
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
@@ -41,8 +41,13 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed_and_one_thread(monkeypatch):
+    """Exports within tests compare programs in one thread, because two that share a core wait for each other.
+
+    Those of fixtures compare in two, as users' do: fixtures with a wider scope are set up before this one.
+    """
     paddle.seed(0)
+    monkeypatch.setattr(tracing, "LEAST_THREADS", 1)
 
 
 TINY = {

@@ -36,7 +36,7 @@ from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
 from ppdiffusers_tome.inference.request import check_request
 from ppdiffusers_tome.inference.runtime import Program
-from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
+from ppdiffusers_tome.inference.tracing import LEAST_THREADS, TOLERANCE, relative_difference
 from ppdiffusers_tome.patch import attach
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -314,6 +314,7 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
         return Disturbed(program, errors) if self.optimize and not self.onednn else program
 
     monkeypatch.setattr(PaddleRuntime, "load", load_disturbed)
+    monkeypatch.setattr(tracing, "LEAST_THREADS", LEAST_THREADS)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     if is_accepted:
         assert max(tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
