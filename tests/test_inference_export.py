@@ -406,20 +406,6 @@ def test_size_is_width_before_height():
 # The command
 
 
-def test_command_exports_a_folder(tiny, tmp_path, capsys):
-    tiny.save_pretrained(str(tmp_path / "model"))
-    command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--ratio", "0.5"]
-    assert main([*command, "--size", "32x32", "--seed", "7"]) == 0
-    manifest = read_manifest(tmp_path / "out", verify=True)
-    assert manifest.sizes == (Size(32, 32),) and not manifest.image_to_image
-    assert manifest.merging["0.5"][0].seed == 7
-    printed = capsys.readouterr().out
-    assert "unet/inference." in printed and "sizes 32x32, ratios 0.5" in printed
-    assert f"\n{manifest.methods[0.5]}\n" in printed
-    assert main(command) == 2  # the folder exists
-    assert "--overwrite" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
