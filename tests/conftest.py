@@ -14,6 +14,7 @@ import numpy as np
 import paddle
 import pytest
 from filelock import FileLock
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from ppdiffusers.models.attention_processor import AttnProcessor
 from zoo.parts import ONE_LEVEL, stable_diffusion
@@ -48,6 +49,12 @@ def _seed_and_one_thread(monkeypatch):
     """
     paddle.seed(0)
     monkeypatch.setattr(tracing, "LEAST_THREADS", 1)
+
+
+@pytest.fixture
+def empty_plots(monkeypatch):
+    """Plots are written without what they show, which would take most of the time of a page."""
+    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)
 
 
 TINY = {
