@@ -1,6 +1,7 @@
 """Shared by the tests: tiny random models, pipelines over the bundled one, and tools to inspect passes and plans."""
 
 import copy
+import gc
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import paddle
 import pytest
 from filelock import FileLock
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from ppdiffusers.models.attention_processor import AttnProcessor
 from zoo.parts import ONE_LEVEL, stable_diffusion
@@ -21,7 +23,7 @@ from zoo.parts import unet as unet_of_zoo
 import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.worker import measure_case
-from ppdiffusers_tome.inference import export_pipeline
+from ppdiffusers_tome.inference import export_pipeline, tracing
 from ppdiffusers_tome.wraps import BlockWrap
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
@@ -33,9 +35,26 @@ TEXT = 7  # text tokens of the tiny models' inputs
 ONNX_SETTINGS = {"proportional": True, "window": 4}  # of `onnx_folder`
 
 
+def pytest_collection_finish():
+    """What is imported stays: then the package's `gc.collect()` for each program costs milliseconds, not a third."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed_and_one_thread(monkeypatch):
+    """Exports within tests compare programs in one thread, because two that share a core wait for each other.
+
+    Those of fixtures compare in two, as users' do: fixtures with a wider scope are set up before this one.
+    """
     paddle.seed(0)
+    monkeypatch.setattr(tracing, "LEAST_THREADS", 1)
+
+
+@pytest.fixture
+def empty_plots(monkeypatch):
+    """Plots are written without what they show, which would take most of the time of a page."""
+    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)
 
 
 TINY = {

@@ -9,7 +9,6 @@ import numpy as np
 import paddle
 import pytest
 from conftest import inputs, traces
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from ppdiffusers_tome.evaluation.results import read_json
 from ppdiffusers_tome.inference import programs
@@ -156,8 +155,7 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
         call(*images, "--only", "2 steps")
 
 
-def test_the_page_is_that_of_the_committed_results(alternatives, tmp_path, monkeypatch):
-    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)  # empty plots save most of the time
+def test_the_page_is_that_of_the_committed_results(alternatives, tmp_path, monkeypatch, empty_plots):
     monkeypatch.setattr(alternatives, "label_points", lambda *_: None)
     shutil.copytree(alternatives.RESULTS, tmp_path / "results")
     for sheet in alternatives.RESULTS.parent.glob("alternatives_*_sheet.png"):

@@ -15,7 +15,7 @@ from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome, patch
-from ppdiffusers_tome.inference import export_pipeline
+from ppdiffusers_tome.inference import export_pipeline, unmerged_programs
 
 
 def ratios(target):
@@ -42,10 +42,10 @@ def test_half_precision_weights_on_the_cpu_are_a_warning(half, recwarn):
         pipe("a fox", height=32, width=32, num_inference_steps=1)
 
 
-def test_half_precision_weights_are_exported_in_float32(tmp_path):
-    pipe = tiny_pipeline()
+def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_path):
+    pipe, linked = tiny_pipeline(), unmerged_programs(exported_folder)
     pipe.unet.to(dtype="float16")
-    (unet, *_) = export_pipeline(pipe, tmp_path / "export", 0.5, progress=False).programs
+    (unet, *_) = export_pipeline(pipe, tmp_path / "export", 0.5, linked=linked, progress=False).programs
     assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
 
 

@@ -8,19 +8,21 @@ import shutil
 import socket
 import subprocess
 import sys
-from functools import cache
+import warnings
+from functools import partial
 from importlib.metadata import requires, version
 from types import SimpleNamespace
 
 import frontier
+import numpy as np
 import ops
 import paddle
 import pytest
 from conftest import tiny_pipeline
 from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, text_of
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from ppdiffusers import StableDiffusionPipeline
+from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import cli, config, inference, matching, merging
@@ -61,26 +63,8 @@ def test_api_document_lists_what_is_public():
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
-# What the text before a snippet describes, if the snippet does not make it itself.
-PIPE = """
-import ppdiffusers_tome
-from ppdiffusers import StableDiffusionPipeline
-pipe = StableDiffusionPipeline.from_pretrained("examples/emoji_sd", paddle_dtype="float32")
-"""
-TINY = """
-import sys
-import ppdiffusers_tome
-sys.path.insert(0, "tests")
-from conftest import tiny_pipeline
-pipe = tiny_pipeline()
-"""
-VIDEO = """
-import sys
-sys.path.insert(0, "tests")
-from zoo import ZOO
-tiny = ZOO["TextToVideoSDPipeline"]()
-pipe, call = tiny.pipe, tiny.call
-"""
+OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_")  # results
+SMALL = {"128": "32", "192": "48"}  # px, for exports of the tiny pipeline
 SERVER = """
 import atexit, subprocess, sys, time, urllib.request
 
@@ -98,64 +82,64 @@ while server.poll() is None:
     except OSError:
         time.sleep(0.2)
 """
-CASE = """
-import json, numpy as np
-case = json.loads(str(np.load("tests/golden/unet.npz")["cases"]))[0]
-B, h, w, seed = (case[name] for name in ("B", "h", "w", "seed"))
-"""
-BEFORE = {
-    ("docs/api.md", 0): f"{PIPE}\nprompt = 'a fox'\nppdiffusers_tome.ToMeConfig().save('tome_config.json')",
-    ("docs/inference.md", 0): TINY,
-    ("docs/inference.md", 1): f"{TINY}\nexport_pipeline(pipe, 'build/onnx', 0.5, [(128, 128)], format='onnx')",
-    ("docs/serving.md", 0): SERVER,
-    ("docs/families.md", 0): VIDEO,
-    ("tests/golden/README.md", 1): CASE,
-}
-OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_")  # results
-CONTINUES = [("docs/inference.md", 1)]  # in the process of the snippet before
-SMALL = {"128": "32", "192": "48"}  # px, for the exports of the tiny pipeline, which serving.md serves
+# In a process of their own: what starts a server, and what runs without this package.
+PROCESSES = {"docs/serving.md": SERVER, "examples/emoji_sd/README.md": ""}
 
 
-@pytest.fixture(scope="module")
-def run_snippet(tmp_path_factory):
-    """A function that runs a snippet, with the one that continues it, and returns the folder that it ran in.
+def described(document):
+    """What the text around the snippets of a document describes."""
+    if document == "tests/golden/README.md":
+        case = json.loads(str(np.load(ROOT / "tests" / "golden" / "unet.npz")["cases"]))[0]
+        return {"np": np, **{name: case[name] for name in ("B", "h", "w", "seed")}}
+    tiny = ZOO["TextToVideoSDPipeline"]() if document == "docs/families.md" else None
+    return {"pipe": tiny.pipe, "call": tiny.call} if tiny else {"pipe": tiny_pipeline(), "prompt": "a fox"}
 
-    It runs as it stands but for the port, on the CPU: exports on a tiny model and at small sizes, others on the
-    bundled model.
+
+def run_here(code, variables):
+    """Run a snippet in this process, where all is imported already."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if code.startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(code, variables, "snippet", None, 0)
+            assert doctest.DocTestRunner().run(test).failed == 0
+        else:
+            exec(code, variables)
+
+
+@pytest.mark.parametrize("document", sorted({document for document, _ in SNIPPETS} - {"README_zh.md"}))
+def test_snippets_run(document, request, monkeypatch, tmp_path):
+    """One after the other, as they stand but for the port and fewer steps, on the CPU.
+
+    Exports are of a tiny model at small sizes, and link the programs of the same export; others use the bundled model.
     """
-
-    @cache
-    def run(document, number):
-        folder = tmp_path_factory.mktemp("snippets")
-        for name in ("examples", "tests"):
-            (folder / name).symlink_to(ROOT / name)
-        if document == "docs/serving.md":
-            (folder / "build").symlink_to(run("docs/inference.md", 0) / "build")  # it serves what is exported there
-        codes = []
-        for place in ((document, number), (document, number + 1)):
-            if place[1] == number or place in CONTINUES:
-                codes += [BEFORE.get(place, ""), snippets(document)[place[1]]]
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        code = "\n".join(codes)
-        for size, small in SMALL.items() if document in ("docs/inference.md", "docs/serving.md") else ():
-            code = code.replace(size, small)
-        (folder / "snippet").write_text(code.replace("8000", str(port)), encoding="utf-8")
-        doctest = ["-m", "doctest"] if codes[1].startswith(">>>") else []
-        command = [sys.executable, "-W", "ignore", *doctest, "snippet"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 0, f"{document}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return folder
-
-    return run
-
-
-@pytest.mark.parametrize(("document", "number"), [place for place in SNIPPETS if place[0] != "README_zh.md"])
-def test_snippets_run(document, number, run_snippet):
-    """Each in a process of its own, except those that continue one."""
-    folder = run_snippet(document, number - 1 if (document, number) in CONTINUES else number)
-    for name in re.findall(r"\.save\(\"(.+?\.png)\"\)", snippets(document)[number]):
-        assert Image.open(folder / name).getextrema() != ((255, 255),) * 3
+    (tmp_path / "build").mkdir()
+    for name in ("examples", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    codes = [re.sub(r"(num_inference_steps=)\d+", r"\g<1>2", code) for code in snippets(document)]
+    if document in ("docs/inference.md", "docs/serving.md"):
+        folder, onnx = (request.getfixturevalue(name) for name in ("exported_folder", "onnx_folder"))
+        (tmp_path / "build" / "onnx").symlink_to(onnx)
+        for size, small in SMALL.items():
+            codes = [code.replace(size, small) for code in codes]
+        programs = [(folder, file) for file in inference.read_manifest(folder).programs]
+        monkeypatch.setattr(inference, "export_pipeline", partial(inference.export_pipeline, linked=programs))
+    if document == "docs/serving.md":
+        (tmp_path / "build" / "emoji").symlink_to(folder)
+    if document in PROCESSES:
+        code = "\n".join([PROCESSES[document], *codes]).replace("8000", str(port))
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    else:
+        monkeypatch.chdir(tmp_path)
+        ppdiffusers_tome.ToMeConfig().save("tome_config.json")
+        variables = described(document)
+        for code in codes:
+            run_here(code, variables)
+    for name in re.findall(r"\.save\(\"(.+?\.png)\"\)", "".join(codes)):
+        assert Image.open(tmp_path / name).getextrema() != ((255, 255),) * 3
 
 
 def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
@@ -207,9 +191,8 @@ def test_paddle_is_an_extra_only():
     assert always and not [requirement for requirement in always if requirement.startswith("paddlepaddle")]
 
 
-def test_reports_are_those_of_the_committed_results(tmp_path, monkeypatch):
+def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots):
     """Line by line, so that no report changes unseen; only the images below the quality report's text are left out."""
-    monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)  # empty plots save most of the time
     shutil.copytree(RESULTS, tmp_path / "results")
     shutil.copy(ROOT / "benchmarks" / "published_figures.md", tmp_path)
     files = sorted((tmp_path / "results").glob("*.json"))

@@ -36,7 +36,7 @@ from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
 from ppdiffusers_tome.inference.request import check_request
 from ppdiffusers_tome.inference.runtime import Program
-from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
+from ppdiffusers_tome.inference.tracing import LEAST_THREADS, TOLERANCE, relative_difference
 from ppdiffusers_tome.patch import attach
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -314,6 +314,7 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
         return Disturbed(program, errors) if self.optimize and not self.onednn else program
 
     monkeypatch.setattr(PaddleRuntime, "load", load_disturbed)
+    monkeypatch.setattr(tracing, "LEAST_THREADS", LEAST_THREADS)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     if is_accepted:
         assert max(tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
@@ -403,20 +404,6 @@ def test_size_is_width_before_height():
 
 
 # The command
-
-
-def test_command_exports_a_folder(tiny, tmp_path, capsys):
-    tiny.save_pretrained(str(tmp_path / "model"))
-    command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--ratio", "0.5"]
-    assert main([*command, "--size", "32x32", "--seed", "7"]) == 0
-    manifest = read_manifest(tmp_path / "out", verify=True)
-    assert manifest.sizes == (Size(32, 32),) and not manifest.image_to_image
-    assert manifest.merging["0.5"][0].seed == 7
-    printed = capsys.readouterr().out
-    assert "unet/inference." in printed and "sizes 32x32, ratios 0.5" in printed
-    assert f"\n{manifest.methods[0.5]}\n" in printed
-    assert main(command) == 2  # the folder exists
-    assert "--overwrite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

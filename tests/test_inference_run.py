@@ -168,9 +168,11 @@ def xl_parts(pipe):
     return {name: component for name, component in pipe.components.items() if name not in excluded}
 
 
-def test_sdxl_with_its_additional_inputs(tmp_path):
-    pipe = StableDiffusionXLPipeline(**sdxl(unet=unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH})))
-    export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], image_to_image=True, progress=False)
+def test_sdxl_with_its_additional_inputs(others, tmp_path):
+    models, linked = others
+    of_vae = [program for program in linked["linked"] if program[1].model.startswith("vae")]
+    pipe = StableDiffusionXLPipeline(**sdxl(unet=unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH}), vae=models["vae"]))
+    export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], image_to_image=True, **{**linked, "linked": of_vae})
     exported = load(tmp_path / "out")
     with pipe.tome(ratio=0.5):
         np.testing.assert_allclose(draw(exported), draw(pipe), atol=TOLERANCE)

@@ -45,7 +45,7 @@ from ppdiffusers_tome.models import find_blocks
         {"ratio": 0.5, "seed": None},
     ],
 )
-@pytest.mark.parametrize(("batch", "h", "w"), [(2, 16, 16), (1, 16, 24), (3, 17, 19), (2, 16, 17), (1, 33, 47)])
+@pytest.mark.parametrize(("batch", "h", "w"), [(1, 16, 24), (3, 17, 19)])
 def test_plain_applied_removed(unet, settings, batch, h, w, live_plans):
     before, plain = traces(unet), run(unet, batch=batch, h=h, w=w)
     assert unet.apply_tome(**settings) is unet

@@ -48,7 +48,7 @@ def test_links_lead_to_files_and_the_sheet_shows_evenly_spaced_prompts(written):
         assert json.loads(image.text["rows"]) == ["plain", *(f"{ratio:g}" for ratio in RATIOS)]
 
 
-def test_fid_and_infinite_psnr_are_shown(tmp_path):
+def test_fid_and_infinite_psnr_are_shown(tmp_path, empty_plots):
     result = make_result(count=4)
     result["settings"] = result["settings"][:1]
     result["settings"][0]["fid"] = 12.34
@@ -93,7 +93,7 @@ def summary_of(result, folder):
     return write_quality_page(result, folder, folder / "quality.json").split("## Summary")[1].split("\n## ")[0]
 
 
-def test_summary_has_small_changes_and_the_ratios_above_the_noise_floor(result, tmp_path):
+def test_summary_has_small_changes_and_the_ratios_above_the_noise_floor(result, tmp_path, empty_plots):
     changed = deepcopy(result)
     other = changed["calibration"]["plain, other seeds"]
     for compared, distance in ((default(changed), 1e-4), (other, 2.5e-2)):
@@ -110,7 +110,7 @@ def test_summary_has_small_changes_and_the_ratios_above_the_noise_floor(result, 
 
 
 @pytest.mark.parametrize(("ratio", "name"), [(0.25, "0.25"), (0.3, "0.25"), (0.7, "0.75")])
-def test_default_is_nearest_to_the_ratio_of_the_ablations(ratio, name, tmp_path):
+def test_default_is_nearest_to_the_ratio_of_the_ablations(ratio, name, tmp_path, empty_plots):
     result = make_result()
     for setting in result["settings"]:
         if setting["group"] in ("max_downsample", "layers"):

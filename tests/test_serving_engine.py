@@ -19,7 +19,7 @@ import numpy as np
 import openai
 import paddle
 import pytest
-from conftest import export_once, tiny_pipeline
+from conftest import tiny_pipeline
 from merge_maps import record_plans
 from PIL import Image
 from ppdiffusers import EulerAncestralDiscreteScheduler
@@ -32,7 +32,7 @@ from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
-from ppdiffusers_tome.inference import load_pipeline, read_manifest
+from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest, unmerged_programs
 from ppdiffusers_tome.inference.loading import ModelDefaults, read_defaults
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
@@ -382,7 +382,7 @@ def test_address_for_a_browser(host, url):
     assert url_of(host, 8) == url
 
 
-@pytest.mark.parametrize(("most", "loads"), [(None, 4), (3, 3), (1, 1)])
+@pytest.mark.parametrize(("most", "loads"), [(None, 4), (3, 3)])
 def test_programs_are_loaded_before_the_server_is_ready(exported_folder, most, loads):
     manifest = read_manifest(exported_folder)
     limits = Limits(manifest.sizes, manifest.ratios, image_to_image=True)
@@ -393,7 +393,7 @@ def test_programs_are_loaded_before_the_server_is_ready(exported_folder, most, l
     assert engine.program_loads == loads  # the default has stayed
     for job in jobs:
         engine.generate([job])
-    assert engine.program_loads == loads + (0 if most is None else 4 - most if most > 1 else 3)
+    assert engine.program_loads == loads + (0 if most is None else 4 - most)
 
 
 def test_warm_up_jobs_are_allowed():
@@ -427,9 +427,10 @@ def test_tokens_that_the_text_encoder_reads(exported_folder):
     assert tokens > most and set(cut.split()) == {"fox"}
 
 
-def test_merge_map_is_what_the_last_step_merged(tmp_path_factory):
+def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path):
     """That of the exported program equals the plan of the same pipeline in eager mode; a single step has none."""
-    folder = export_once(tmp_path_factory, "mapped", [(32, 32)], merge_map=True)
+    folder, linked = tmp_path / "mapped", unmerged_programs(exported_folder)
+    export_pipeline(tiny_pipeline(), folder, (0.5, 0), [(32, 32)], linked=linked, merge_map=True, progress=False)
     manifest = read_manifest(folder, verify=True)
     maps = manifest.programs_of("merge_map")
     assert manifest.merge_map and [(file.size, file.ratio) for file in maps] == [((32, 32), 0.5)]

@@ -5,8 +5,10 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+from killed_worker import killed
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import runner, worker
@@ -128,21 +130,12 @@ def test_worker_that_cannot_start_fails_all_arms(tmp_path, stub):
         assert "OSError: no such model" in arm.reason
 
 
-def killed(connection, *_):
-    connection.send(("an arm", "a step"))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def failed(connection, errors, case, *arguments):
-    worker.run(connection, errors, None, *arguments)  # there is no such case
-
-
 @pytest.mark.parametrize(
     ("entry", "ended", "status", "message"),
     [
         (killed, 4, "error", "the worker ended by SIGKILL"),
         (killed, 5, "out of memory", "the worker ended by SIGKILL"),  # the system counts one more
-        (failed, 5, "error", "the worker ended with status 1: AttributeError: 'NoneType' object"),
+        (worker.run, 5, "error", "the worker ended with status 1: AttributeError: 'NoneType' object"),
     ],
 )
 def test_processes_that_end(tmp_path, monkeypatch, entry, ended, status, message):
@@ -151,7 +144,7 @@ def test_processes_that_end(tmp_path, monkeypatch, entry, ended, status, message
     monkeypatch.setattr(worker, "run", entry)
     received = []
     with pytest.raises(WorkerEndedError, match=message) as error:
-        received.extend(worker_messages(cases()[0], Timing(threads=3), tmp_path, []))
+        received.extend(worker_messages(None, SimpleNamespace(threads=3), tmp_path, []))  # without a case
     assert error.value.arm_status == status
     assert "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] != "3"
 

@@ -272,7 +272,7 @@ def test_goals(goal, speed_ups, ratio, words, command, output, monkeypatch, caps
         apply_tome(tiny_pipeline(), config=output)
 
 
-def test_a_whole_run_and_its_repetition(command, output, monkeypatch):
+def test_a_whole_run_and_its_repetition(command, output, monkeypatch, worker_in_this_process):
     """Measured times decide, so any of the candidates may be chosen, or none."""
     options = ["--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75", "--restart"]
     assert command("--psnr", "1", *options) == 0

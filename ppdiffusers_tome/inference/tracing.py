@@ -31,6 +31,7 @@ TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp
 # the other one, so the outputs of an input may differ by more although nothing is wrong: often, with many
 # tokens. Wrong kernels differ on all inputs.
 TRIES = 8
+LEAST_THREADS = 2  # of programs that are compared, so that what threads lose to each other shows
 # Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
 # source text around each frame, which it does not use, an export is a third faster. It also stores the stack, with the
 # paths of this machine, in every operator: four fifths of a file, and a fifth of the time or more. None is stored.
@@ -71,7 +72,7 @@ def save(
         root: of the paths in the result.
         folder: in `root`; created if it does not exist.
         dims: values of all named dimensions except the batch, for the comparison.
-        threads: of the compared programs, but at least two, so that what they lose to each other shows.
+        threads: of the compared programs, but at least LEAST_THREADS.
         converter: converts the program to ONNX too.
 
     Returns:
@@ -82,7 +83,7 @@ def save(
             from eager, or from run to run, by more than TOLERANCE, or FUSED_TOLERANCE in ONNX Runtime.
     """
     return_memory()  # that of the program before
-    label, random, threads = planned.label, np.random.RandomState(0), max(2, threads)
+    label, random, threads = planned.label, np.random.RandomState(0), max(LEAST_THREADS, threads)
     inputs = {batch: [_random_inputs(traceable, random, dims, batch)] for batch in BATCHES}
     with paddle.no_grad():
         eager = {batch: _arrays(traceable.layer(**inputs[batch][0])) for batch in BATCHES}
