@@ -521,7 +521,13 @@ def test_openvino_programs_share_weights(onnx_folder, monkeypatch):
     joined = [model for model in compiled if any(one.get_friendly_name() == "index" for one in model.get_parameters())]
     assert len(joined) == 2, "one for the first batch and one for any"
     places = {constant.get_data().ctypes.data for constant in _large_constants(joined[0])}
-    assert len(places) == len({at for file in programs for at in weight_offsets(onnx_folder / file.onnx).values()})
+    assert len(places) == len({at for file in programs for at in float_offsets(onnx_folder / file.onnx)})
+
+
+def float_offsets(path):
+    """Where the weights of an `.onnx` file lie, without indices, of which OpenVINO computes some ahead."""
+    floats = {t.name for t in onnx.load(str(path)).graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
+    return [at for name, at in weight_offsets(path).items() if name in floats]
 
 
 def _large_constants(model):
@@ -530,7 +536,8 @@ def _large_constants(model):
         if operator.get_type_name() == "If":
             for nth in range(2):
                 yield from _large_constants(operator.get_function(nth))
-        elif operator.get_type_name() == "Constant" and operator.get_byte_size() >= 1024:
+        is_weight = operator.get_type_name() == "Constant" and operator.get_element_type().is_real()
+        if is_weight and operator.get_byte_size() >= 1024:
             yield operator
 
 
