@@ -204,7 +204,7 @@ def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots):
         assert text_of("benchmarks/frontier.md").startswith(frontier.write_frontier_page(of_frontier, tmp_path))
     shutil.copy(ROOT / "benchmarks" / "ops.json", tmp_path)
     assert ops.write_page(tmp_path) == text_of("benchmarks/ops.md")
-    for name, folder in {"quality": ".", "quality_256": "at_256"}.items():
+    for name, folder in {"quality": ".", "quality_256": "at_256", "quality_scenes": "scenes_256"}.items():
         file = tmp_path / "results" / f"{name}.json"
         quality = quality_report.write_quality_page(
             json.loads(file.read_text(encoding="utf-8")), tmp_path / folder, file
