@@ -6,8 +6,8 @@
 
 Every arm generates the same prompts from the same noise, by programs in ONNX Runtime that were checked against eager
 mode. Its distance is that to the plain image of all steps of the model's own scheduler. Its cost is the time of a
-whole image, with text encoder and VAE, in ONNX Runtime and in Paddle's predictor: the sum of its passes of the UNet,
-each timed in turns with all others, and of the rest, timed with a UNet that computes nothing.
+whole image, with text encoder and VAE, in ONNX Runtime: the sum of its passes of the UNet, each timed in turns with
+all others, and of the rest, timed with a UNet that computes nothing.
 """
 
 import argparse
@@ -72,7 +72,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, ALTERNATIVE, BOTH, CALIBRATION = "merging", "alternative", "both", "calibration"
 COLOURS = {OURS: BLUE, ALTERNATIVE: RED, BOTH: PURPLE}
-TIMED = {"onnxruntime": "ONNX Runtime", "paddle": "predictor"}  # the first one generates the images
+TIMED = {"onnxruntime": "ONNX Runtime"}  # the first one generates the images
 TODO = {"merge_attn": "kv", "match": "grid", "blend": 0.0, "proportional": False, "use_rand": False, "ratio": 0.75}
 SHEET = ("default 0.5", "kv 0.75", "10 steps", "DPM-Solver++, 10 steps", "DeepCache 2", "DeepCache 2 + default 0.5")
 

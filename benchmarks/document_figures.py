@@ -35,7 +35,7 @@ DOCUMENTS = [
     *ROOT.glob("README*.md"),
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "benchmarks" / "README.md",
-    ROOT / "examples" / "emoji_sd" / "README.md",
+    *(ROOT / "examples" / model / "README.md" for model in ("emoji_sd", "scenes_sd")),
 ]
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
@@ -402,12 +402,17 @@ def schedule(*name: str) -> list[str]:
 
 
 def alternative(images: str, *name: str) -> list[str]:
-    """Of an arm of "alternatives_{images}.json": speed-ups of whole images in each runtime, PSNR and ST-LPIPS."""
+    """Of an arm of "alternatives_{images}.json": speed-up of whole images, PSNR and ST-LPIPS."""
     result = read(f"alternatives_{images}")
     (row,) = [row for row in result["arms"] if row["name"] == " ".join(name)]
     arm = alternatives.Arm(**row["settings"])
     speed_ups = [f"{alternatives.speed_up(result, arm, runtime):.2f}×" for runtime in alternatives.TIMED]
     return [*speed_ups, f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
+
+
+def arm_psnr(images: str, *name: str) -> str:
+    """The median PSNR of an arm of "alternatives_{images}.json", in dB."""
+    return value(f"alternatives_{images}", f"arms/name={' '.join(name)}/psnr", ".1f")
 
 
 def operations(*method: str) -> list[str]:

@@ -138,8 +138,7 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     call(*images, "--time", "--rounds", "1")
     timed = read_json(file)
     assert {runtime: len(passes) for runtime, passes in timed["timing"]["seconds"].items()} == {
-        "onnxruntime": 5,  # the rest, plain, merged, and both of the gate
-        "paddle": 5,
+        "onnxruntime": 5  # the rest, plain, merged, and both of the gate
     }
     assert (
         timed["commit"] == drawn["commit"]
@@ -148,7 +147,7 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     )
     call("report", "--output", str(tmp_path / "results"))
     text = (tmp_path / "alternatives.md").read_text()
-    assert "1 steps" in text and "| ONNX Runtime | predictor |" in text and len(list(tmp_path.glob("*.png"))) == 2
+    assert "1 steps" in text and "| ONNX Runtime |" in text and len(list(tmp_path.glob("*.png"))) == 2
     with pytest.raises(SystemExit, match="another steps"):
         call(*about, "--steps", "3", "--guidance-scale", "2")
     with pytest.raises(SystemExit):
