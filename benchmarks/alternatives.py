@@ -250,6 +250,11 @@ class Passes:
         self.number = 0  # of the next step
         self._features: dict[str, paddle.Tensor] = {}
 
+    def step(self, number: int, inputs: dict[str, Any]) -> tuple[paddle.Tensor]:
+        """The step of a number."""
+        self.number = number
+        return self(**inputs)
+
     def __call__(self, sample: Any, timestep: Any, encoder_hidden_states: Any, **_: Any) -> tuple[paddle.Tensor]:
         inputs = {"sample": sample, "timestep": paddle.to_tensor(timestep).reshape([1]).cast("float32")}
         inputs["encoder_hidden_states"] = encoder_hidden_states
@@ -291,22 +296,27 @@ class Programs:
         )
         self._pipeline = self._folder / "pipeline"
 
-    def engine(self, arm: Arm, runtime: str, passes: Passes | None = None) -> tuple[Engine, Passes]:
-        """What generates the images of an arm, and its UNet, whose `number` is to be set to 0 before each image."""
+    def engine(self, arm: Arm, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
+        """What generates the images of an arm, and its UNet, whose `number` is to be set to 0 before each image.
+
+        `unet` replaces the programs of the arm's UNet.
+        """
         if not (self._pipeline / "tome.json").exists():
             pipe, size = load_model(self._evaluation.model), Size(self._evaluation.size, self._evaluation.size)
             export_pipeline(pipe, self._pipeline, (0,), [size], image_to_image=True, format="both", overwrite=True)
         pipe = load_pipeline(self._pipeline, runtime=runtime, threads=self._evaluation.threads)
-        if passes is None:
-            passes = Passes(pipe.unet.config, arm, *(self.load(*key, runtime) for key in programs_of(arm)))
+        passes = Passes(pipe.unet.config, arm, *(unet or self.load_all(arm, runtime)))
         parts = {**pipe.components, "unet": passes}
         if arm.dpm_solver:
             parts["scheduler"] = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
         kinds = (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline)
         return Engine(*(kind(**parts, requires_safety_checker=False) for kind in kinds)), passes
 
-    def load(self, key: Arm, reuses: bool, runtime: str) -> Any:
-        """The program of a pass: see `programs_of`."""
+    def load_all(self, arm: Arm, runtime: str) -> list[Any]:
+        """The programs of an arm: see `programs_of`."""
+        return [self._load(*key, runtime) for key in programs_of(arm)]
+
+    def _load(self, key: Arm, reuses: bool, runtime: str) -> Any:
         folder = self._folder / pass_name(key, reuses)
         record = folder / "program.json"
         if not record.exists():
@@ -315,35 +325,31 @@ class Programs:
         file = ProgramFile("unet", **json.loads(record.read_text(encoding="utf-8")))
         return RUNTIMES[runtime](threads=self._evaluation.threads).load(folder, file)
 
-    def inputs(self, key: Arm, reuses: bool) -> dict[str, paddle.Tensor]:
-        """Random inputs of the program of a pass, for an image with guidance."""
-        traceable, dims = self._traceable(key, reuses)
-        batch = 1 if reuses and not key.guided else 2
-        return {one.name: one.random(np.random.RandomState(0), {**dims, "batch": batch}) for one in traceable.inputs}
+    def inputs(self) -> dict[str, paddle.Tensor]:
+        """Random inputs of a pass of the UNet, for an image with guidance."""
+        random, dims = np.random.RandomState(0), {**self._dims(), "batch": 2}
+        unet = load_model(self._evaluation.model).unet
+        return {one.name: one.random(random, dims) for one in programs.unet_inputs(unet)}
 
-    def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
-        side = self._evaluation.size
-        with merging_queries(key.queries)() if key.queries else nullcontext(), Converter() as converter:
-            traceable, dims = self._traceable(key, reuses)
-            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.constant_ratio)
-            return tracing.save(traceable, planned, folder, "unet", dims, self._evaluation.threads, converter)
-
-    def _traceable(self, key: Arm, reuses: bool) -> tuple[programs.Traceable, dict[str, int]]:
-        """The layer of a pass, and the values of its inputs' named dimensions but the batch."""
+    def _dims(self) -> dict[str, int]:
+        """The values of the inputs' named dimensions but the batch."""
         pipe = load_model(self._evaluation.model)
         latent = self._evaluation.size // vae_factor(pipe)
-        dims = {"latent_height": latent, "latent_width": latent, "tokens": text_tokens(pipe)}
-        traceable = programs.denoiser(pipe.unet, None)
-        unet, random = traceable.layer.unet, np.random.RandomState(0)
-        example = {one.name: one.random(random, {**dims, "batch": 2}) for one in traceable.inputs}
-        if key.merging:
-            attach(unet, key.config, None)
-        layer = Pass(traceable.layer, key.reused_layers(unet), example)
-        layer.eval()
-        inputs = traceable.inputs
-        if reuses:  # a program has no inputs that it does not read
-            inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
-        return programs.Traceable(layer, inputs), dims
+        return {"latent_height": latent, "latent_width": latent, "tokens": text_tokens(pipe)}
+
+    def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
+        side, traceable = self._evaluation.size, programs.denoiser(load_model(self._evaluation.model).unet, None)
+        unet, inputs = traceable.layer.unet, traceable.inputs
+        with merging_queries(key.queries)() if key.queries else nullcontext(), Converter() as converter:
+            if key.merging:
+                attach(unet, key.config, None)
+            layer = Pass(traceable.layer, key.reused_layers(unet), self.inputs())
+            layer.eval()
+            if reuses:  # a program has no inputs that it does not read
+                inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
+            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.constant_ratio)
+            traceable = programs.Traceable(layer, inputs)
+            return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
 
 
 def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:
@@ -390,14 +396,16 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
 def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
     """Seconds of each pass of the arms in turns, and of the rest of an image, in each runtime."""
     seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Arm())[0]
+    inputs = saved.inputs()
     for runtime in TIMED:
-        engine = saved.engine(Arm(), runtime)
-        without = Passes(engine[1].config, Arm(), lambda sample, **_: [sample])
-        turns: dict[str, Callable] = {"rest": partial(generate, saved.engine(Arm(), runtime, without), job)}
-        for key, reuses in (key for arm in (Arm(), *arms) for key in programs_of(arm)):
-            if pass_name(key, reuses) not in turns:
-                program = saved.load(key, reuses, runtime)
-                turns[pass_name(key, reuses)] = partial(program, **saved.inputs(key, reuses))
+        nothing = saved.engine(Arm(), runtime, [lambda sample, **_: [sample]])
+        turns: dict[str, Callable] = {"rest": partial(generate, nothing, job)}
+        for arm in (Arm(), *arms):
+            keys = programs_of(arm)
+            if pass_name(*keys[0]) not in turns:
+                passes = Passes(nothing[1].config, keys[0][0], *saved.load_all(arm, runtime))
+                passes(**inputs)  # for its features
+                turns |= {pass_name(*key): partial(passes.step, number, inputs) for number, key in enumerate(keys)}
         seconds[runtime] = time_in_turns(turns, rounds, warm_up=1)
     return seconds
 

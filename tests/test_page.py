@@ -784,9 +784,8 @@ def test_frozen_and_killed_server(browser, fake, relay):
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
         relay.kill()
-        ended = re.compile(
-            "connection ended before the image|cannot be reached"
-        )  # after the request was sent, or before
+        # After the request was sent, or before.
+        ended = re.compile("connection ended before the image|cannot be reached")
         expect(page.locator("#error")).to_have_text(ended)
         expect(page.locator("#silence")).to_contain_text("every two seconds")
         expect(page.locator("#caption")).to_contain_text("seed 2")
