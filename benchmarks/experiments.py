@@ -43,7 +43,6 @@ from paddle.framework import core
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
 from ppdiffusers_tome import ToMeConfig, macs, matching, patch
-from ppdiffusers_tome.config import ratio_at
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import sources
 from ppdiffusers_tome.evaluation.quality.image_generation import EagerEngine, load_model
@@ -56,6 +55,7 @@ from ppdiffusers_tome.inference import ProgramFile, Size, paddle_runtime, progra
 from ppdiffusers_tome.levels import grid_at
 from ppdiffusers_tome.models import shares_left
 from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.schedules import ratio_at
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "emoji_sd")
 RESULT = Path(__file__).parent / "results" / "experiments.json"

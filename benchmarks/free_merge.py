@@ -43,11 +43,12 @@ def attach_free_merge(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> N
     detach(denoiser)
     for block in blocks:
         grid = block_grid(block, latent)
-        kept = grid.tokens - count_removed(grid, config)
+        kept, keys = (grid.tokens - count_removed(grid, config, keys=of_keys) for of_keys in (False, True))
         for name, layers in merging_layers(block, config).items():
             for layer in layers:
-                if name == "attn" and config.merge_attn == KV:
+                is_kv = name == "attn" and config.merge_attn == KV
+                if name == "attn" and (is_kv or keys < kept):
                     for projection in (layer.to_k, layer.to_v):
-                        install(projection, CutWrap(kept, None))
-                else:
+                        install(projection, CutWrap(keys, None))
+                if not is_kv:
                     install(layer, CutWrap(kept, grid.tokens))

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
 
-from .config import Schedule, ToMeConfig
+from .config import ToMeConfig
 from .errors import ToMeConfigError
 from .models import half_on_cpu
 from .patch import attach, attached_configs, detach, restore
+from .schedules import Schedule
 from .summary import ToMeSummary, summarize
 
 PipelineOrModel = TypeVar("PipelineOrModel")

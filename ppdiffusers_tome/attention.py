@@ -10,7 +10,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from .config import KV, ToMeConfig
+from .config import ASYMMETRIC, KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import merge, unmerge
@@ -34,7 +34,7 @@ class MergeWrap(Wrap):
 
 
 class AttentionWrap(Wrap):
-    """Of an attention layer: run it on merged tokens, or in self-attention with `merge_attn="kv"` on merged keys.
+    """Of an attention layer: run it on merged tokens; self-attention may have keys that merge further, or alone.
 
     Args:
         config: the settings of the denoiser.
@@ -55,8 +55,9 @@ class AttentionWrap(Wrap):
         _check_mask(named.get("attention_mask"), plan, self._is_self, named.get("encoder_hidden_states"))
         keys_only = self._is_self and config.merge_attn == KV
         tokens = hidden_states if keys_only else merge(hidden_states, plan, config.blend)
-        if self._is_self and (keys_only or config.proportional):
-            view = AttentionView(layer, plan, config)
+        keys_differ = keys_only or plan.further is not None
+        if self._is_self and (keys_differ or config.proportional):
+            view = AttentionView(layer, plan.keys, config, (tokens, hidden_states) if keys_differ else None)
             output = self._forward_of(layer)(view, tokens, **named)
             view.check(tokens)
         else:
@@ -106,12 +107,21 @@ class AttentionView:
 
     Args:
         layer: the attention layer, which has all other attributes.
-        plan: of the pass.
+        plan: of the pass, for keys.
         config: the settings of the denoiser.
+        unmerged: the tokens that the attention is given, and those from which its keys and values are to be merged;
+            None if the tokens that it is given have all merged.
     """
 
-    def __init__(self, layer: nn.Layer, plan: MergePlan, config: ToMeConfig) -> None:
+    def __init__(
+        self,
+        layer: nn.Layer,
+        plan: MergePlan,
+        config: ToMeConfig,
+        unmerged: tuple[paddle.Tensor, paddle.Tensor] | None,
+    ) -> None:
         self._layer = layer
+        self._unmerged = unmerged
         self._plan = plan
         self._config = config
         self._is_fused = is_joint(layer) or is_fused(layer)
@@ -240,10 +250,10 @@ class AttentionView:
             tokens: what the attention was given.
         """
         name, remedy = type(self._layer.processor).__name__, "set another attention processor, or use"
-        if self._config.merge_attn == KV and self._merged_projections != 2:
+        if self._unmerged is not None and self._merged_projections != 2:
             raise ToMePassError(
-                f"merge_attn={KV!r}: {name} has not called to_k and to_v of the layer that it was given: do not fuse "
-                f"projections, {remedy} merge_attn=True."
+                f"merge_attn={self._config.merge_attn!r}: {name} has not called to_k and to_v of the layer that it "
+                f"was given: do not fuse projections, {remedy} merge_attn=True."
             )
         if self._config.proportional and not self._has_sizes:
             raise ToMePassError(
@@ -259,12 +269,18 @@ class AttentionView:
             )
 
     def _merge(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        """With `merge_attn="kv"`, the merged input of `to_k` or `to_v`: the same for both."""
-        if self._config.merge_attn != KV:
+        """The merged input of `to_k` or `to_v`, usually the same for both."""
+        if self._unmerged is None:
             return tokens
         self._merged_projections += 1
         if self._merged is None or self._merged[0] is not tokens:
-            self._merged = tokens, merge(tokens, self._plan, self._config.blend)
+            given, unmerged = self._unmerged
+            if tokens is not given and given is not unmerged:
+                raise ToMePassError(
+                    f"merge_attn={ASYMMETRIC!r}: {type(self._layer.processor).__name__} computes keys or values from "
+                    "other tokens than those it was given: set another attention processor, or use merge_attn=True."
+                )
+            self._merged = tokens, merge(unmerged if tokens is given else tokens, self._plan, self._config.blend)
         return self._merged[1]
 
     def _widen_queries(self, output: paddle.Tensor, norm: str) -> paddle.Tensor:
@@ -321,7 +337,7 @@ def widen(heads: paddle.Tensor, first: Any, channels: int) -> paddle.Tensor:
 def _check_mask(mask: paddle.Tensor | None, plan: MergePlan, is_self: bool, text: paddle.Tensor | None) -> None:
     if mask is None:
         return
-    keys = plan.kept if is_self or text is None else text.shape[1]
+    keys = plan.keys.kept if is_self or text is None else text.shape[1]
     if mask.shape[-1] != keys:
         raise ToMePassError(
             f"attention_mask has shape {list(mask.shape)} but attention sees {keys} of {plan.tokens} tokens because "

@@ -2,21 +2,24 @@
 
 import json
 import operator
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from .errors import ToMeConfigError
 from .files import write_file
+from .schedules import Schedule, is_schedule, make_schedule, ratio_at
 
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
 _ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
-# Of merge_attn: only keys and values merge, or attention merges and the MLP that is parallel to it does not.
-KV, ALONE = "kv", "alone"
+# Of merge_attn: keys and values merge further than queries, or only they merge, or attention merges and the MLP that
+# is parallel to it does not.
+ASYMMETRIC, KV, ALONE = "asymmetric", "kv", "alone"
+# With ASYMMETRIC and a share of tokens to keep, keys and values keep it to this power, queries to 2 less this power.
+_KEYS_POWER = 3 / 2
 SIMILARITY, GRID = "similarity", "grid"  # of match
 # The settings that tomesd does not have, as it merges without them.
 TOMESD_SETTINGS: dict[str, Any] = {
@@ -29,8 +32,6 @@ TOMESD_SETTINGS: dict[str, Any] = {
 WHOLE_GRID = ", or None for the whole grid"
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 1
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
-# Pairs (share of denoising left, ratio from there on), from the start of denoising (1) towards its end (0).
-Schedule: TypeAlias = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,13 @@ class ToMeConfig:
             that are known when a program is exported, and ignores `window`.
         blend: share of the mean in a merged token, from 0 to 1: 1 is the mean of the tokens that it replaces, 0 its
             dst token unchanged.
-        merge_attn: True merges around self-attention (`attn1`); "kv" merges only the tokens from which its keys and
-            values are computed, so that every token keeps its own query and output; False merges nothing there. In
-            the single-stream blocks of FLUX and HunyuanVideo, True merges around the MLP too, which is parallel to
-            attention there and is most of the work; "alone" does so only with merge_mlp. Elsewhere it is as True.
+        merge_attn: True merges around self-attention (`attn1`), queries, keys and values alike; "asymmetric" merges
+            keys and values further than queries, and attention is as much work: at ratio 0.5 queries merge at 0.29,
+            keys and values at 0.65; other layers merge as queries do. "kv" merges only the tokens from which keys and
+            values are computed, at `ratio`, so that every token keeps its own query and output; False merges nothing
+            there. In the single-stream blocks of FLUX and HunyuanVideo, True and "asymmetric" merge all tokens at
+            `ratio`, around the MLP too, which is parallel to attention there and is most of the work; "alone" does so
+            only with merge_mlp. Elsewhere it is as True.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality.
         min_tokens: grids with fewer tokens stay plain, >= 0. Small images are left alone; each pass decides it by the
@@ -77,11 +81,12 @@ class ToMeConfig:
             message names the argument, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
-    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "kv" and "alone" are new; a ratio above the
-    maximum is an error, where tomesd silently lowers it; and `max_downsample` defaults to None, where tomesd's default
-    of 1 merges nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya et al. 2022,
-    arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024, arXiv:2402.13573)
-    and the IE-KVD of BiGain with blend=0.1 (arXiv:2603.12240).
+    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "asymmetric", "kv" and "alone" are new; a ratio
+    above the maximum is an error, where tomesd silently lowers it; and `max_downsample` defaults to None, where
+    tomesd's default of 1 merges nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya
+    et al. 2022, arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024,
+    arXiv:2402.13573) and the IE-KVD of BiGain with blend=0.1 (arXiv:2603.12240); "asymmetric" is named after AsymRnR
+    (Sun et al. 2024, arXiv:2412.11706), which removes other tokens from queries than from keys and values.
 
     Example:
         >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
@@ -105,8 +110,9 @@ class ToMeConfig:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {name: _flag(name, getattr(self, name)) for name in _FLAGS}
-        if self.merge_attn not in (KV, ALONE):
-            checked["merge_attn"] = _flag("merge_attn", self.merge_attn, f", or {KV!r} or {ALONE!r}")
+        if self.merge_attn not in (ASYMMETRIC, KV, ALONE):
+            others = f", or {ASYMMETRIC!r}, {KV!r} or {ALONE!r}"
+            checked["merge_attn"] = _flag("merge_attn", self.merge_attn, others)
         if not (self.merge_attn or self.merge_crossattn or self.merge_mlp):
             raise ToMeConfigError(
                 "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
@@ -125,26 +131,55 @@ class ToMeConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
-    def removed(self, tokens: int, dst: int) -> int:
+    def removed(self, tokens: int, dst: int, *, keys: bool = False) -> int:
         """Number of tokens of a grid that are merged away, r.
 
         Args:
             tokens: tokens in the grid, N.
             dst: dst tokens among them: one per complete cell; 0 in a grid smaller than one cell, where nothing merges.
+            keys: count those merged away from the keys and values of self-attention, which merge_attn="asymmetric"
+                merges further than all others.
 
         Returns:
             r = ⌊N·ratio⌋, at most N - dst; N - dst with match="grid"; 0 below min_tokens. Where floating point puts
-            N·ratio just below the integer that it is, as 100·0.29, tomesd merges one token less.
+            N·ratio just below the integer that it is, as 100·0.29, tomesd merges one token less. With
+            merge_attn="asymmetric", `ratio` is that of `attention_ratios`.
 
         Raises:
             ToMeConfigError: the ratio follows a schedule.
         """
-        ratio = self.constant_ratio
+        ratio = self.attention_ratios[keys]
         if tokens < self.min_tokens:
             return 0
         if self.match == GRID and ratio and dst:
             return tokens - dst
         return min(int(tokens * ratio + _ROUNDING), tokens - dst) if dst else 0
+
+    @property
+    def attention_ratios(self) -> tuple[float, float]:
+        """The ratio of queries, and that of keys and values.
+
+        They differ with merge_attn="asymmetric": attention multiplies as many pairs of queries and keys as it does if
+        both merge at `ratio`, and keys and values keep the cube of the share that queries keep, as far as cells let
+        them merge.
+
+        Raises:
+            ToMeConfigError: the ratio follows a schedule.
+
+        Example:
+            >>> queries, keys = ToMeConfig(ratio=0.5, merge_attn="asymmetric").attention_ratios
+            >>> round(queries, 3), round(keys, 3), round((1 - queries) * (1 - keys), 3)
+            (0.293, 0.646, 0.25)
+        """
+        ratio = self.constant_ratio
+        if self.merge_attn != ASYMMETRIC:
+            return ratio, ratio
+        keys = min(1 - (1 - ratio) ** _KEYS_POWER, 1 - 1 / (self.sx * self.sy))
+        return 1 - (1 - ratio) ** 2 / (1 - keys) if keys else 0.0, keys
+
+    def equally(self) -> "ToMeConfig":
+        """With merge_attn=True in place of "asymmetric"."""
+        return replace(self, merge_attn=True) if self.merge_attn == ASYMMETRIC else self
 
     @property
     def constant_ratio(self) -> float:
@@ -188,7 +223,8 @@ class ToMeConfig:
     @property
     def method(self) -> str:
         """How tokens merge in words, defaults included; without `ratio` and `seed`."""
-        layers = {True: ["ToMe"], ALONE: ["ToMe around attention alone"]}.get(self.merge_attn, [])
+        of_attention = {True: "ToMe", ASYMMETRIC: "asymmetric ToMe", ALONE: "ToMe around attention alone"}
+        layers = [of_attention[self.merge_attn]] if self.merge_attn in of_attention else []
         layers += [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
         applies = {
             "keys and values": self.merge_attn == KV,
@@ -245,48 +281,6 @@ class ToMeConfig:
             raise ToMeConfigError(f"{path}: {error}") from None
         except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
             raise ToMeConfigError(f"{path} cannot be read as a settings file: {error}") from error
-
-
-def is_schedule(ratio: Any) -> bool:
-    """Whether an argument is a schedule, as a mapping or as pairs, rather than one ratio or several."""
-    return isinstance(ratio, Mapping) or (
-        isinstance(ratio, (tuple, list)) and any(isinstance(pair, (tuple, list)) for pair in ratio)
-    )
-
-
-def make_schedule(pairs: Any, check: Callable[[Any], float]) -> float | Schedule:
-    """A schedule from a mapping or pairs; a number if its ratio never changes.
-
-    Args:
-        pairs: {share: ratio} or pairs of them: 0 < share <= 1, one of them 1.
-        check: returns a ratio as a float, or raises.
-
-    Raises:
-        ToMeConfigError: a share is not allowed or missing, or `check` raises.
-    """
-    items = list(pairs.items() if isinstance(pairs, Mapping) else pairs)
-    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in items):
-        raise ToMeConfigError(f"ratio={pairs!r:.200} is not allowed: a schedule is a mapping of shares to ratios.")
-    shares = [share for share, _ in items]
-    for share in shares:
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
-            raise ToMeConfigError(
-                f"ratio={pairs!r:.200} is not allowed: {share!r:.50} is not a share: shares go from 1, the start "
-                "of denoising, towards 0, its end."
-            )
-    if 1 not in shares or len({*shares}) < len(shares):
-        raise ToMeConfigError(
-            f"ratio={pairs!r:.200} is not allowed: a schedule starts at share 1, and has each share once."
-        )
-    schedule = tuple(sorted(((float(share), check(ratio)) for share, ratio in items), reverse=True))
-    return schedule if len({ratio for _, ratio in schedule}) > 1 else schedule[0][1]
-
-
-def ratio_at(ratio: float | Schedule, share: float) -> float:
-    """The ratio where `share` of denoising is left: that of the smallest share in the schedule from it up."""
-    if not isinstance(ratio, tuple):
-        return ratio
-    return next((value for start, value in reversed(ratio) if share <= start), ratio[0][1])
 
 
 def parse_settings(text: str) -> dict[str, Any]:

@@ -80,24 +80,25 @@ def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
         latent, text, frames: as for `count_macs`.
     """
     grid = block_grid(block, latent)
-    removed = frames * count_removed(grid, config)
-    if not removed:
+    is_whole = merges_whole(block, config)
+    config = config.equally() if is_whole else config
+    tokens, saved = frames * grid.tokens, 0
+    kept, keys = (tokens - frames * count_removed(grid, config, keys=of_keys) for of_keys in (False, True))
+    if keys == tokens:
         return 0
-    tokens = frames * grid.tokens
-    kept, saved = tokens - removed, 0
     for name in merging_layers(block, config):
         queries = tokens if name == "attn" and config.merge_attn == KV else kept
         saved += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
-        saved -= _layer_macs(block, name, queries, _keys(name, kept, text), text)
-    if merges_whole(block, config):
-        saved += removed * (_weights(block.block.proj_mlp) + _weights(block.block.proj_out))
+        saved -= _layer_macs(block, name, queries, _keys(name, keys, text), text)
+    if is_whole:
+        saved += (tokens - kept) * (_weights(block.block.proj_mlp) + _weights(block.block.proj_out))
     return saved - frames * matching_macs(block, config, latent)
 
 
 def matching_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid) -> int:
     """MACs of the matching in one block for one image or frame; 0 if no tokens are compared."""
     grid = block_grid(block, latent)
-    if config.match == GRID or not count_removed(grid, config):
+    if config.match == GRID or not count_removed(grid, config, keys=True):
         return 0
     return count_pairs(grid, config) * next(iter(block.sublayers.values()))[0].out_dim
 

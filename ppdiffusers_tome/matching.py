@@ -33,6 +33,12 @@ class MergePlan:
     weights: paddle.Tensor  # [B·D, 1] float32: 1 / the number of tokens averaged in each dst token
     source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
     frames: int = 1  # F: equal parts of a sequence in which tokens merge separately
+    further: "MergePlan | None" = None  # of keys and values, if they merge further than queries; same tokens, same dst
+
+    @property
+    def keys(self) -> "MergePlan":
+        """The plan of keys and values."""
+        return self.further or self
 
     @property
     def kept(self) -> int:
@@ -64,7 +70,8 @@ def join_frames(plan: MergePlan, frames: int) -> MergePlan:
     if frames == 1:
         return plan
     counts = {name: frames * getattr(plan, name) for name in ("tokens", "removed", "dst")}
-    return replace(plan, frames=frames, **counts)
+    further = None if plan.further is None else join_frames(plan.further, frames)
+    return replace(plan, frames=frames, further=further, **counts)
 
 
 def match_tokens(
@@ -75,6 +82,7 @@ def match_tokens(
     sy: int = 2,
     random_key: Sequence[int] | None = None,
     window: int | None = None,
+    removed_keys: int | None = None,  # removed <= removed_keys <= N - D
 ) -> MergePlan:
     """Pair each src token with its most similar dst token and keep the r best pairs.
 
@@ -89,6 +97,8 @@ def match_tokens(
         sx, sy, random_key: as in `choose_dst`.
         window: side of the windows in which each src token looks for its dst; None for the whole grid. The r best
             pairs are chosen from the whole grid in both cases.
+        removed_keys: tokens per image to merge away from keys and values, if these are more: the best pairs of the
+            same matching, so all that merge in queries merge there too.
 
     Returns:
         The plan. Of pairs that are equally similar, those with the lowest index merge first.
@@ -104,40 +114,66 @@ def match_tokens(
         12
     """
     n, r = grid.tokens, removed
-    _check(metric, grid, r, count_dst(grid, sx, sy))
-    if r == 0:
-        none = paddle.zeros([0], dtype="int64")
-        weights = paddle.ones_like(metric[..., 0], dtype="float32").reshape([-1, 1])
-        return MergePlan(n, r, n, none, None, none, none, weights, none)
+    further = r if removed_keys is None else removed_keys
+    for number in (r, further):
+        _check(metric, grid, number, count_dst(grid, sx, sy))
+    if further < r:
+        raise ToMeConfigError(f"removed_keys={removed_keys} is not allowed: it must be at least removed={r}.")
+    if further == 0:
+        return _merge_none(metric, n)
     positions = constant_positions(grid, sx, sy, None if random_key is None else tuple(random_key), window)
-    d, s, dst_tokens, src_tokens, slot, count_d, count_s, _ = positions
 
     with paddle.no_grad(), _full_precision():
         batch = _count_batch(metric)
         best, similarity = _most_similar(metric, positions)  # [B, S] each
-        merges = _most_similar_pairs(similarity, r)  # [B, S]
-        stays = paddle.logical_not(merges).cast("int64")
-        # No two keys are equal, for the same reason; and they fit into 32 bits, in which OpenVINO computes integers.
-        order = paddle.argsort(count_s + stays * s, axis=1)  # [B, S]: src that merge, then those that stay
+        sorted_ = paddle.sort(similarity, axis=1, descending=True)
 
-        dst_rows = dst_tokens + batch * n
-        ordered = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
-        from_src = paddle.where(merges, best, paddle.cumsum(stays, axis=1) + (d - 1))  # [B, S]: each src's merged row
-        target_rows = (paddle.take_along_axis(from_src, order[:, :r], axis=1) + batch * d).reshape([-1, 1])
-        alone = paddle.ones_like(dst_rows.reshape([-1, 1]), dtype="float32")
-        members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
-        source = paddle.concat([count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
-        return MergePlan(
-            tokens=n,
-            removed=r,
-            dst=d,
-            dst_rows=dst_rows.reshape([-1]),
-            stay_rows=ordered[:, r:].reshape([-1]) if r < s else None,
-            merged_rows=ordered[:, :r].reshape([-1]),
-            target_rows=target_rows,
-            weights=paddle.reciprocal(members),
-            source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
-        )
+        def merge_best(pairs: int) -> MergePlan:
+            return _merge_pairs(positions, batch, best, _best_pairs(similarity, sorted_, pairs), pairs)
+
+        plan = merge_best(r) if r else _merge_none(metric, n)
+        return plan if further == r else replace(plan, further=merge_best(further))
+
+
+def _merge_none(metric: paddle.Tensor, tokens: int) -> MergePlan:
+    none = paddle.zeros([0], dtype="int64")
+    weights = paddle.ones_like(metric[..., 0], dtype="float32").reshape([-1, 1])
+    return MergePlan(tokens, 0, tokens, none, None, none, none, weights, none)
+
+
+def _merge_pairs(
+    positions: Positions,
+    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, … B - 1
+    best: paddle.Tensor,  # [B, S] int64: each src's dst
+    merges: paddle.Tensor,  # [B, S] bool, of which r are true
+    removed: int,  # r
+) -> MergePlan:
+    """The plan that merges these src into their dst."""
+    d, s, dst_tokens, src_tokens, slot, count_d, count_s, _ = positions
+    n, r = d + s, removed
+    stays = paddle.logical_not(merges).cast("int64")
+    # No two keys are equal, so that the order does not depend on whether a platform's sort is stable; and they fit
+    # into 32 bits, in which OpenVINO computes integers.
+    order = paddle.argsort(count_s + stays * s, axis=1)  # [B, S]: src that merge, then those that stay
+
+    dst_rows = dst_tokens + batch * n
+    ordered = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
+    from_src = paddle.where(merges, best, paddle.cumsum(stays, axis=1) + (d - 1))  # [B, S]: each src's merged row
+    target_rows = (paddle.take_along_axis(from_src, order[:, :r], axis=1) + batch * d).reshape([-1, 1])
+    alone = paddle.ones_like(dst_rows.reshape([-1, 1]), dtype="float32")
+    members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
+    source = paddle.concat([count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
+    return MergePlan(
+        tokens=n,
+        removed=r,
+        dst=d,
+        dst_rows=dst_rows.reshape([-1]),
+        stay_rows=ordered[:, r:].reshape([-1]) if r < s else None,
+        merged_rows=ordered[:, :r].reshape([-1]),
+        target_rows=target_rows,
+        weights=paddle.reciprocal(members),
+        source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
+    )
 
 
 def match_cells(
@@ -184,15 +220,16 @@ def match_cells(
         )
 
 
-def _most_similar_pairs(
+def _best_pairs(
     similarity: paddle.Tensor,  # [B, S] float32
+    sorted_: paddle.Tensor,  # [B, S]: the same, descending
     removed: int,  # 1 <= r <= S
 ) -> paddle.Tensor:  # [B, S] bool
     """Which r pairs are the most similar; of those as similar as the last one, the first.
 
     Sorting values, and not pairs, makes the choice independent of whether a platform's sort is stable.
     """
-    least = paddle.sort(similarity, axis=1, descending=True)[:, removed - 1 : removed]
+    least = sorted_[:, removed - 1 : removed]
     is_more, is_tie = similarity > least, similarity == least
     ties = removed - is_more.cast("int64").sum(axis=1, keepdim=True)
     is_first = paddle.cumsum(is_tie.cast("int64"), axis=1) <= ties

@@ -9,7 +9,7 @@ from typing import Any
 from paddle import nn
 
 from .attention import AttentionWrap, MergeWrap
-from .config import ALONE, ToMeConfig
+from .config import ALONE, ASYMMETRIC, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .models import (
     MergeableBlock,
@@ -115,8 +115,8 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
             install(grid_layer, grid)
         text_is_last = mergeable.text_is_last
         wrap = SingleStreamWrap if is_single and not text_is_last else BlockWrap
-        install(block, wrap(config, grid, timestep, mergeable.index))
         is_whole = merges_whole(mergeable, config)
+        install(block, wrap(config, grid, timestep, mergeable.index, is_whole))
         if is_whole:
             install(block.norm, ImagePartWrap(config, before=False, after=True, text_is_last=text_is_last))
             install(block.proj_out, ImagePartWrap(config, before=False, after=False, text_is_last=text_is_last))
@@ -139,7 +139,7 @@ def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bo
 
 def merges_whole(block: MergeableBlock, config: ToMeConfig) -> bool:
     """Whether a config merges around attention and the MLP that is parallel to it, in a single-stream block."""
-    merges_mlp = config.merge_attn is True or (config.merge_attn == ALONE and config.merge_mlp)
+    merges_mlp = config.merge_attn in (True, ASYMMETRIC) or (config.merge_attn == ALONE and config.merge_mlp)
     return block.is_single_stream and merges_mlp
 
 

@@ -100,9 +100,9 @@ def count_dst(grid: Grid, sx: int, sy: int) -> int:
     return (grid.h // sy) * (grid.w // sx)
 
 
-def count_removed(grid: Grid, config: ToMeConfig) -> int:
-    """r: number of tokens of a grid that a config merges away."""
-    return config.removed(grid.tokens, count_dst(grid, config.sx, config.sy))
+def count_removed(grid: Grid, config: ToMeConfig, *, keys: bool = False) -> int:
+    """r: number of tokens of a grid that a config merges away; with `keys` from keys and values of self-attention."""
+    return config.removed(grid.tokens, count_dst(grid, config.sx, config.sy), keys=keys)
 
 
 def count_pairs(grid: Grid, config: ToMeConfig) -> int:

@@ -79,7 +79,7 @@ class ImagePartWrap(Wrap):
 
 
 class RotaryAttentionWrap(Wrap):
-    """Of an attention over image, or text and image: compute it on merged image tokens, with "kv" on merged keys.
+    """Of an attention over image, or text and image: compute it on merged image tokens; keys may merge more, or alone.
 
     Text is an argument of its own, with or without projections of its own, or the first part of the sequence (FLUX's
     single-stream blocks), or absent (Wan).
@@ -109,8 +109,9 @@ class RotaryAttentionWrap(Wrap):
         if text is None and hidden_states.shape[1] > count:
             text, image = hidden_states[:, :-count], hidden_states[:, -count:]
         length = 0 if text is None else text.shape[1]
-        merged = image if self._is_merged else merge(image, plan, config.blend)
-        queries = image if keys_only else merged
+        keys = image if self._is_merged else merge(image, plan.keys, config.blend)
+        is_alike = self._is_merged or plan.further is None
+        queries = image if keys_only else keys if is_alike else merge(image, plan, config.blend)
         has_own = returns_text and getattr(layer, "add_q_proj", None) is not None  # projections of the text
 
         def heads(name: str, image: paddle.Tensor) -> paddle.Tensor:  # [B, T + N, heads, d]
@@ -121,15 +122,15 @@ class RotaryAttentionWrap(Wrap):
             own = _heads(layer, f"add_{name}_proj", f"norm_added_{name}", text)
             return paddle.concat([own, _heads(layer, f"to_{name}", f"norm_{name}", image)], axis=1)
 
-        query, key, value = heads("q", queries), heads("k", merged), heads("v", merged)
+        query, key, value = heads("q", queries), heads("k", keys), heads("v", keys)
         if rows is not None:
             table = rotary_table(rows, plan.tokens, length)
-            merged_table = rotary_rows(table, plan)
-            query = rotate(query, table if keys_only else merged_table)
-            key = rotate(key, merged_table)
-        added = plan.log_sizes() if config.proportional else None
+            of_keys = rotary_rows(table, plan.keys)
+            query = rotate(query, table if keys_only else of_keys if is_alike else rotary_rows(table, plan))
+            key = rotate(key, of_keys)
+        added = plan.keys.log_sizes() if config.proportional else None
         if mask is not None:
-            added = _masked(mask, added, plan, length)
+            added = _masked(mask, added, plan.keys, length)
         output = attend(query, key, value, layer.scale, added).flatten(2)  # [B, T + N - r, heads·d]
         text, image = (None, output) if text is None else (output[:, :length], output[:, length:])
         out = getattr(layer, "to_out", None) or ()

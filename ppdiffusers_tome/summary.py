@@ -22,6 +22,7 @@ class BlockSummary:
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
     kept: int  # tokens after merging, of grid.tokens; of a video in each frame
+    kept_keys: int  # the same for keys and values of self-attention: fewer with merge_attn="asymmetric"
     is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
     # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if kept is all.
     merges: tuple[str, ...]
@@ -48,13 +49,14 @@ class ToMeSummary:
         lines += self.notes
         lines.append(f"latents {self.latent.h}×{self.latent.w}")
         if self.blocks:
-            width = max(len(f"{b.denoiser}.{b.path}") for b in self.blocks)
-            lines.append(f"{'block':<{width}}  level  grid       tokens kept      merges")
+            rows = [("block", "level", "grid", "tokens kept", "merges")]
             for b in self.blocks:
-                grid, kept = f"{b.grid.h}×{b.grid.w}", f"{b.kept} of {b.grid.tokens}"
+                keys = "" if b.kept_keys == b.kept else f" (keys and values {b.kept_keys})"
                 plain = "plain (min_tokens)" if b.is_gated else "plain"
-                name, merges = f"{b.denoiser}.{b.path}", ", ".join(b.merges) or plain
-                lines.append(f"{name:<{width}}  {b.level:>5}  {grid:<9}  {kept:<15}  {merges}")
+                kept, merges = f"{b.kept}{keys} of {b.grid.tokens}", ", ".join(b.merges) or plain
+                rows.append((f"{b.denoiser}.{b.path}", str(b.level), f"{b.grid.h}×{b.grid.w}", kept, merges))
+            w = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += [f"{a:<{w[0]}}  {b:>{w[1]}}  {c:<{w[2]}}  {d:<{w[3]}}  {e}" for a, b, c, d, e in rows]
         if self.macs is None or self.saved_share is None:
             if not any(note.startswith("MACs") for note in self.notes):
                 lines.append("MACs: cannot be counted for this kind of model")
@@ -92,14 +94,15 @@ def summarize(
             notes.append(f"{name}: tokens at ratio {first.ratio:g}, the first of its schedule; MACs are means over it")
         for block in chosen:
             grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
-            if merges_whole(block, config):
-                merges = ("attn", "mlp")
+            is_whole = merges_whole(block, config)
+            merges = ("attn", "mlp") if is_whole else merges
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
-            removed = count_removed(grid, first)
-            kept, merges = grid.tokens - removed, merges if removed else ()
+            counted = first.equally() if is_whole else first
+            kept, keys = (grid.tokens - count_removed(grid, counted, keys=of_keys) for of_keys in (False, True))
+            merges = merges if keys < grid.tokens else ()
             is_gated = grid.tokens < config.min_tokens
-            blocks.append(BlockSummary(name, block.path, block.level, grid, kept, is_gated, merges))
+            blocks.append(BlockSummary(name, block.path, block.level, grid, kept, keys, is_gated, merges))
             if countable:
                 saved += sum(share * saved_macs(block, part, *size) for share, part in config.parts)
     return ToMeSummary(

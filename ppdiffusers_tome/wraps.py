@@ -205,15 +205,19 @@ class BlockWrap(Wrap):
         grid: the wrap that sees the block's token grid.
         timestep: the wrap that chooses the ratio of a schedule; None for a constant ratio.
         index: of the block in its denoiser.
+        is_whole: whether attention gets tokens that are merged already, so that all merge alike.
     """
 
     config: ToMeConfig
 
-    def __init__(self, config: ToMeConfig, grid: GridWrap, timestep: TimestepWrap | None, index: int) -> None:
+    def __init__(
+        self, config: ToMeConfig, grid: GridWrap, timestep: TimestepWrap | None, index: int, is_whole: bool = False
+    ) -> None:
         super().__init__(config)
         self.grid = grid
         self.index = index
         self._timestep = timestep
+        self._is_whole = is_whole
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.config.merge_mlp and is_chunked(layer):
@@ -229,8 +233,9 @@ class BlockWrap(Wrap):
         tokens = metric.shape[1]
         grid = self.grid.grid(tokens)
         config = self.config if self._timestep is None else self._timestep.config_of_pass()
-        removed = count_removed(grid, config)
-        if not removed:
+        config = config.equally() if self._is_whole else config
+        removed, keys = (count_removed(grid, config, keys=of_keys) for of_keys in (False, True))
+        if not keys:
             return None
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
@@ -238,5 +243,5 @@ class BlockWrap(Wrap):
         if config.match == GRID:
             plan = match_cells(metric, grid, config.sx, config.sy, random_key)
         else:
-            plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window)
+            plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window, keys)
         return join_frames(plan, frames)

@@ -66,8 +66,8 @@ def test_defaults():
         ("blend", float("nan"), "from 0"),
         ("blend", True, "a number"),
         ("blend", "1", "a number"),
-        ("merge_attn", None, "True or False, or 'kv' or 'alone'"),
-        ("merge_attn", "keys", "True or False, or 'kv'"),
+        ("merge_attn", None, "True or False, or 'asymmetric', 'kv' or 'alone'"),
+        ("merge_attn", "keys", "True or False, or 'asymmetric', 'kv'"),
         ("merge_crossattn", 0, "True or False"),
         ("merge_mlp", "yes", "True or False"),
     ],
@@ -108,6 +108,27 @@ def test_cells_decide_the_ratio_and_the_error_names_it(sx, sy, named):
     assert ToMeConfig(named, sx=sx, sy=sy).removed(99, 9) <= 90
 
 
+@pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 2), (1, 2)])
+def test_asymmetric_ratios_cost_as_much_as_equal_ones(sx, sy):
+    """Queries times keys, at every ratio; keys merge further until cells stop them, which the largest ratio does."""
+    largest, dst = 1 - 1 / (sx * sy), 400 // (sx * sy)
+    for ratio in np.linspace(0, largest, 21):
+        config = ToMeConfig(ratio, sx=sx, sy=sy, merge_attn="asymmetric")
+        queries, keys = config.attention_ratios
+        assert (1 - queries) * (1 - keys) == pytest.approx((1 - config.ratio) ** 2)
+        assert 0 <= queries <= ratio + 1e-12 and ratio - 1e-12 <= keys <= largest
+        assert 1 - keys == pytest.approx((1 - queries) ** 3) or keys == largest
+        assert config.removed(400, dst) == int(400 * queries + 1e-9)
+        assert config.removed(400, dst, keys=True) == int(400 * keys + 1e-9)
+        assert config.equally().attention_ratios == (config.ratio, config.ratio)
+    assert (queries, keys) == pytest.approx((largest, largest))
+    for merge_attn in (True, "kv", "alone", False):
+        config = ToMeConfig(0.5, merge_attn=merge_attn, merge_mlp=True)
+        assert config.attention_ratios == (0.5, 0.5) and config.equally() is config
+    with pytest.raises(ToMeConfigError, match="a constant ratio is needed"):
+        _ = ToMeConfig({1.0: 0.5, 0.5: 0.25}, merge_attn="asymmetric").attention_ratios
+
+
 def test_cells_take_remainders_with_them():
     """A grid of 7×9 tokens has 3·4 cells of 2×2, and keeps a token of each."""
     assert ToMeConfig(0.75, match="grid").removed(63, 12) == 51 > ToMeConfig(0.75).removed(63, 12)
@@ -125,6 +146,7 @@ def test_cells_take_remainders_with_them():
             "keys and values, 2×2 cells, blend 0, fixed dst",
         ),
         ({"merge_attn": "alone"}, "ToMe around attention alone"),
+        ({"merge_attn": "asymmetric", "merge_mlp": True}, "asymmetric ToMe + mlp"),
         ({"merge_attn": "kv", "merge_mlp": True, "sx": 4}, "keys and values, mlp, 4×2 cells"),
         ({"merge_attn": False, "merge_mlp": True, "proportional": True, "max_downsample": 2}, "mlp, max_downsample 2"),
         ({"merge_crossattn": True, "seed": 3}, "ToMe + crossattn"),

@@ -27,7 +27,14 @@ from ppdiffusers_tome import (
 from ppdiffusers_tome.wraps import install, remove, wrap_of
 
 H, W = 6, 8
-SETTINGS = [{}, {"merge_attn": "kv"}, {"merge_attn": "alone"}, {"proportional": False}, {"merge_mlp": True}]
+SETTINGS = [
+    {},
+    {"merge_attn": "kv"},
+    {"merge_attn": "asymmetric"},
+    {"merge_attn": "alone"},
+    {"proportional": False},
+    {"merge_mlp": True},
+]
 SETTINGS += [{"match": "grid", "ratio": 0.75}]
 
 
@@ -99,6 +106,7 @@ def test_each_image_of_a_batch_is_what_it_is_alone(model, merge_attn):
     ("settings", "queries", "mlp"),
     [
         ({}, 24, 24),
+        ({"merge_attn": "asymmetric"}, 24, 24),
         ({"merge_attn": "kv"}, 48, 48),
         ({"merge_attn": "alone"}, 24, 48),
         ({"merge_attn": "alone", "merge_mlp": True}, 24, 24),
@@ -115,7 +123,9 @@ def test_a_single_stream_block_merges_as_a_whole_unless_attention_alone(model, s
     text = flux.TEXT
     assert seen == {"attn.to_q": text + queries, "attn.to_k": text + 24, "proj_mlp": text + mlp}
     blocks = tome_summary(model, H, W).blocks
-    assert [(block.kept, block.grid) for block in blocks] == [(24, (H, W))] * 4
+    joint = (34, 17) if settings.get("merge_attn") == "asymmetric" else (24, 24)
+    assert [(block.kept, block.kept_keys) for block in blocks] == [joint] * 2 + [(24, 24)] * 2
+    assert {block.grid for block in blocks} == {(H, W)}
 
 
 def controlnet(kind, **config):
@@ -141,7 +151,8 @@ def test_controlnet(kind, kinds, settings):
     merged = apply_tome(model, **settings) and control()
     assert all(not np.allclose(x, y, atol=1e-3) for x, y in zip(merged, plain, strict=True))
     summary = tome_summary(model, 7, 5)
-    assert {block.kept for block in summary.blocks} == {6 if "match" in settings else 18}
+    joint = 6 if "match" in settings else 25 if settings.get("merge_attn") == "asymmetric" else 18
+    assert {block.kept for block in summary.blocks} == {joint, min(joint, 18)}
     assert (summary.macs is None) == bool(kinds)
     remove_tome(model)
     np.testing.assert_array_equal(control(), plain)

@@ -1,4 +1,4 @@
-"""merge_attn="kv": keys and values run on merged tokens, queries and output on all; by pairs, and by cells."""
+"""merge_attn="kv" and "asymmetric": keys and values merge, queries and output do not, or less; by pairs and cells."""
 
 import copy
 
@@ -19,7 +19,7 @@ from zoo.noise import noise
 from zoo.transformers import HIDDEN, dit, sd3
 from zoo.videos import FRAMES, unet_3d
 
-from ppdiffusers_tome import ToMePassError, choose_dst, merge
+from ppdiffusers_tome import ToMePassError, choose_dst, merge, unmerge
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.positions import Grid
 
@@ -30,6 +30,7 @@ PROCESSORS = {
 }
 TOMESD = {"proportional": False, "window": None}
 KV = {**TOMESD, "merge_attn": "kv"}
+ASYMMETRIC = {**TOMESD, "merge_attn": "asymmetric"}
 CELLS = {**KV, "ratio": 0.75, "match": "grid"}
 TODO = {**CELLS, "use_rand": False, "blend": 0}
 TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of size 3
@@ -76,6 +77,47 @@ def test_attention_is_that_over_merged_keys_and_values(processor, name, proporti
     assert float((out - plain).abs().max()) > 10 * TOLERANCE
 
 
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("ratio", [0.5, 0.1])
+@pytest.mark.parametrize("proportional", [False, True])
+def test_asymmetric_attention_is_that_of_merged_queries_over_keys_merged_further(
+    processor, ratio, proportional, plans
+):
+    unet, settings = make_unet(), {**ASYMMETRIC, "ratio": ratio, "window": 4, "proportional": proportional}
+    unet.set_attn_processor(PROCESSORS[processor]())
+    attention = find_blocks(unet)[0].block.attn1
+    tokens, out = record(unet, attention, lambda: run(unet), **settings)
+    plan = plans[0]
+    assert (plan.kept, plan.keys.kept) == {0.5: (182, 91), 0.1: (243, 219)}[ratio]
+    keys = merge(tokens, plan.keys)
+    keys = repeat(keys, sizes_of(plan.keys)) if proportional else keys
+    with paddle.no_grad():
+        expected = unmerge(AttnProcessor()(attention, merge(tokens, plan), encoder_hidden_states=keys), plan)
+    assert float((out - expected).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [{}, {"match": "grid"}, {"merge_mlp": True, "proportional": True}], ids=str)
+def test_asymmetric_at_the_largest_ratio_is_symmetric(settings):
+    """Cells let no key merge further than all tokens do."""
+    unet = make_unet()
+    symmetric = run(unet.apply_tome(0.75, **{**TOMESD, **settings}, merge_attn=True))
+    np.testing.assert_array_equal(run(unet.apply_tome(0.75, **{**ASYMMETRIC, **settings})), symmetric)
+
+
+def test_asymmetric_needs_a_processor_that_computes_keys_of_what_it_is_given():
+    class Scaled(AttnProcessor):
+        def __call__(self, attn, hidden_states, *args, **kwargs):
+            return super().__call__(attn, hidden_states * 2, *args, **kwargs)
+
+    unet = make_unet()
+    unet.set_attn_processor(Scaled())
+    run(unet.apply_tome(merge_attn=True))
+    with pytest.raises(
+        ToMePassError, match="merge_attn='asymmetric': Scaled computes keys or values from other tokens"
+    ):
+        run(unet.apply_tome(merge_attn="asymmetric"))
+
+
 def test_todo_takes_every_second_row_and_column_as_keys_and_values():
     unet = make_unet()
     attention = find_blocks(unet)[0].block.attn1
@@ -107,7 +149,7 @@ def test_grids_with_remainders(settings, h, w):
     assert np.array_equal(run(unet.remove_tome(), h=h, w=w), plain)
 
 
-@pytest.mark.parametrize("settings", [{**KV, "ratio": 0.5}, CELLS], ids=["pairs", "cells"])
+@pytest.mark.parametrize("settings", [{**KV, "ratio": 0.5}, CELLS, ASYMMETRIC], ids=["pairs", "cells", "asymmetric"])
 @pytest.mark.parametrize("proportional", [False, True])
 def test_joint_attention_merges_keys_and_values_of_the_image_only(settings, proportional, plans):
     model = sd3()
@@ -125,19 +167,25 @@ def test_joint_attention_merges_keys_and_values_of_the_image_only(settings, prop
             lambda layer, args, pair: out.update(zip(("image", "text"), pair, strict=True))
         ),
     ]
-    model.apply_tome(**{**settings, "proportional": proportional})
     with paddle.no_grad():
         model(noise(2, 4, 16, 16), **given)
-    for handle in handles:
-        handle.remove()
+        for handle in handles[:2]:
+            handle.remove()
+        model.apply_tome(**{**settings, "proportional": proportional})
+        model(noise(2, 4, 16, 16), **given)
+    handles[2].remove()
     model.remove_tome()
-    merged = merge(seen["image"], plans[0])
-    keys = repeat(merged, sizes_of(plans[0])) if proportional else merged
+    plan = plans[0]
+    is_kv = settings["merge_attn"] == "kv"
+    keys = merge(seen["image"], plan.keys)
+    keys = repeat(keys, sizes_of(plan.keys)) if proportional else keys
     for projection in (attention.to_k, attention.to_v):
-        handles.append(projection.register_forward_pre_hook(lambda layer, args: keys))
+        projection.register_forward_pre_hook(lambda layer, args: keys)
     with paddle.no_grad():
-        image, text = attention(seen["image"], encoder_hidden_states=seen["text"])
-    assert image.shape[1] == out["image"].shape[1] == plans[0].tokens
+        queries = seen["image"] if is_kv else merge(seen["image"], plan)
+        image, text = attention(queries, encoder_hidden_states=seen["text"])
+    image = image if is_kv else unmerge(image, plan)
+    assert image.shape[1] == out["image"].shape[1] == plan.tokens
     assert float((out["image"] - image).abs().max()) < TOLERANCE
     assert float((out["text"] - text).abs().max()) < TOLERANCE
 
@@ -178,7 +226,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("settings", [{**KV, "proportional": True}, CELLS, {**CELLS, "merge_attn": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{**KV, "proportional": True}, CELLS, {**CELLS, "merge_attn": True}, {**ASYMMETRIC, "proportional": True}],
+    ids=str,
+)
 @paddle.no_grad()
 def test_plain_applied_removed(name, settings):
     make, sample = MODELS[name]
@@ -208,20 +260,24 @@ def test_plain_applied_removed(name, settings):
 def test_pipelines_whose_attention_has_more_parts(name):
     tiny = ZOO[name]()
     plain = generate(tiny)
-    tiny.pipe.apply_tome(ratio=0.5, **{**KV, "proportional": True})
-    assert np.abs(generate(tiny) - plain).max() > 1e-4
+    for settings in (KV, ASYMMETRIC):
+        tiny.pipe.apply_tome(ratio=0.5, **{**settings, "proportional": True})
+        assert np.abs(generate(tiny) - plain).max() > 1e-4
     tiny.pipe.remove_tome()
     np.testing.assert_array_equal(generate(tiny), plain)
 
 
-def test_other_layers_still_merge_around():
+@pytest.mark.parametrize(
+    ("settings", "lengths"), [(KV, [(256, None), (128, 7)]), (ASYMMETRIC, [(182, None), (182, 7)])]
+)
+def test_other_layers_still_merge_around(settings, lengths):
     unet, recorder = make_unet(), Recorder()
     unet.set_attn_processor(recorder)
-    run(unet.apply_tome(ratio=0.5, **KV, merge_crossattn=True, merge_mlp=True))
-    assert recorder.lengths[:2] == [(256, None), (128, 7)]
+    run(unet.apply_tome(ratio=0.5, **settings, merge_crossattn=True, merge_mlp=True))
+    assert recorder.lengths[:2] == lengths
 
 
-@pytest.mark.parametrize("settings", [{}, {**KV, "proportional": True}, CELLS], ids=str)
+@pytest.mark.parametrize("settings", [{}, {**KV, "proportional": True}, CELLS, ASYMMETRIC], ids=str)
 def test_gradients_reach_every_token(settings):
     unet, given = make_unet().apply_tome(**settings), inputs()
     given["sample"].stop_gradient = False

@@ -18,7 +18,7 @@ from ppdiffusers_tome import (
     merge,
     unmerge,
 )
-from ppdiffusers_tome.matching import match_cells
+from ppdiffusers_tome.matching import join_frames, match_cells
 
 
 def tokens(batch, grid, channels, seed=0):
@@ -76,6 +76,33 @@ def test_plan_within_windows_is_the_oracles(data):
     expected, expected_groups = roundtrip(x, *grid, sx, sy, removed, dst, window)
     np.testing.assert_array_equal(groups(plan, 2), expected_groups)
     np.testing.assert_allclose(unmerge(merge(paddle.to_tensor(x), plan), plan).numpy(), expected, atol=2e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_plans_of_queries_and_keys_are_those_of_one_cut_each(data):
+    """Of the same order of pairs: where they are as many, there is one plan; also of no pair, and in frames."""
+    grid, frames = Grid(data.draw(st.integers(2, 9), "h"), data.draw(st.integers(2, 9), "w")), 2
+    most = grid.tokens - len(choose_dst(grid))
+    keys = data.draw(st.integers(0, most), "keys")
+    queries = data.draw(st.integers(0, keys), "queries")
+    x = paddle.to_tensor(tokens(2, grid, 5, data.draw(st.integers(0, 999), "seed")))
+    plan = match_tokens(x, grid, queries, random_key=(3,), window=4, removed_keys=keys)
+    assert (plan.removed, plan.keys.removed, plan.further is None) == (queries, keys, queries == keys)
+    for one, removed in ((plan, queries), (plan.keys, keys)):
+        alone = match_tokens(x, grid, removed, random_key=(3,), window=4)
+        np.testing.assert_array_equal(merge(x, one).numpy(), merge(x, alone).numpy())
+        np.testing.assert_array_equal(unmerge(merge(x, one), one).numpy(), unmerge(merge(x, alone), alone).numpy())
+    video = join_frames(plan, frames)
+    assert (video.kept, video.keys.kept) == (frames * (grid.tokens - queries), frames * (grid.tokens - keys))
+
+
+def test_keys_must_not_merge_less_than_queries():
+    x = paddle.to_tensor(tokens(1, Grid(4, 4), 5))
+    with pytest.raises(ToMeConfigError, match="removed_keys=3 is not allowed: it must be at least removed=4"):
+        match_tokens(x, Grid(4, 4), 4, removed_keys=3)
+    with pytest.raises(ToMeConfigError, match=r"removed=13 is not allowed .* from 0 to 12"):
+        match_tokens(x, Grid(4, 4), 4, removed_keys=13)
 
 
 @settings(max_examples=60, deadline=None)

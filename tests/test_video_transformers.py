@@ -1,6 +1,7 @@
 """CogVideoX, Wan and HunyuanVideo: tokens of all frames in one sequence, merged within each frame."""
 
 import copy
+from functools import partial
 
 import cuda_attention
 import numpy as np
@@ -32,6 +33,7 @@ H, W = 6, 8
 SETTINGS = [
     {},
     {"merge_attn": "kv"},
+    {"merge_attn": "asymmetric"},
     {"proportional": False},
     {"merge_mlp": True, "merge_crossattn": True},
     {"match": "grid", "ratio": 0.75},
@@ -308,14 +310,19 @@ def heads(layer, projection, norm, x, rows=None):
 
 def oracle(layer, image, text, plan, rows, keys_only, mask):
     """Attention of one sequence in float64: tokens are means, and count as often as tokens they are the mean of."""
-    source = plan.source_rows.numpy()
-    sizes = np.bincount(source, minlength=plan.kept)
-    merged = np.stack([image[source == row].mean(0) for row in range(plan.kept)])
-    per_frame = [rows_of.numpy().reshape(plan.frames, -1) for rows_of in (plan.dst_rows, plan.stay_rows)]
-    positions = np.concatenate(per_frame, axis=1).reshape(-1)
-    np.testing.assert_array_equal(source[positions], np.arange(plan.kept))
-    merged_rows = None if rows is None else [table[positions] for table in rows]
-    queries, query_rows = (image, rows) if keys_only else (merged, merged_rows)
+
+    def merged_by(plan):
+        source = plan.source_rows.numpy()
+        merged = np.stack([image[source == row].mean(0) for row in range(plan.kept)])
+        per_frame = [rows_of.numpy().reshape(plan.frames, -1) for rows_of in (plan.dst_rows, plan.stay_rows)]
+        positions = np.concatenate(per_frame, axis=1).reshape(-1)
+        np.testing.assert_array_equal(source[positions], np.arange(plan.kept))
+        return source, merged, None if rows is None else [table[positions] for table in rows]
+
+    source, queries, query_rows = merged_by(plan)
+    of_keys, merged, merged_rows = merged_by(plan.keys)
+    sizes = np.bincount(of_keys, minlength=plan.keys.kept)
+    queries, query_rows = (image, rows) if keys_only else (queries, query_rows)
     query = heads(layer, "to_q", "norm_q", queries, query_rows)
     key, value = heads(layer, "to_k", "norm_k", merged, merged_rows), heads(layer, "to_v", "", merged)
     has_own = getattr(layer, "add_q_proj", None) is not None
@@ -339,14 +346,22 @@ def oracle(layer, image, text, plan, rows, keys_only, mask):
 
 
 @paddle.no_grad()
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("merge_attn", [True, "asymmetric", "kv"])
 def test_merged_attention_is_that_of_float64(family, model, merge_attn, monkeypatch):
+    match = partial(
+        match_tokens,
+        grid=Grid(H, W),
+        removed=20,
+        random_key=(1,),
+        window=4,
+        removed_keys=30 if merge_attn == "asymmetric" else None,
+    )
     blocks = [*getattr(model, "transformer_blocks", ()), *getattr(model, "single_transformer_blocks", ())]
     for block in blocks or model.blocks:
         layer = block.attn if family.is_hunyuan else block.attn1
         image = noise(2, FRAMES * H * W, CHANNELS, seed=3)
         frames = image.reshape([-1, H * W, CHANNELS])
-        plan = join_frames(match_tokens(frames, Grid(H, W), removed=20, random_key=(1,), window=4), FRAMES)
+        plan = join_frames(match(frames), FRAMES)
         text = None if family.name == "Wan" else noise(2, TEXT, CHANNELS, seed=4)
         rows = None if family.name == "CogVideoX-2b" else zoo.rotary_rows(FRAMES, H, W)
         arguments = {} if text is None else {"encoder_hidden_states": text}
@@ -366,9 +381,7 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, monkeypa
         actual, actual_text = actual if isinstance(actual, tuple) else (actual, None)
         assert sizes_of(plan).max() > 2
         for i in range(2):
-            alone = match_tokens(
-                frames[i * FRAMES : (i + 1) * FRAMES], Grid(H, W), removed=20, random_key=(1,), window=4
-            )
+            alone = match(frames[i * FRAMES : (i + 1) * FRAMES])
             expected, expected_text = oracle(
                 layer,
                 image[i].numpy().astype("float64"),
@@ -416,7 +429,7 @@ def test_controlnet_of_cogvideox(kind, settings):
     plain, before = control(), traces(model)
     apply_tome(model, **settings)
     assert not np.allclose(control(), plain, atol=1e-4)
-    removed = int(settings.get("ratio", 0.5) * H * W)
+    removed = ToMeConfig(**settings).removed(H * W, H * W // 4)
     assert [block.kept for block in tome_summary(model, 2 * H, 2 * W).blocks] == [H * W - removed] * 2
     remove_tome(model)
     np.testing.assert_array_equal(control(), plain)

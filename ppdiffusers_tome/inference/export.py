@@ -10,10 +10,11 @@ from typing import Any
 from ppdiffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
-from ..config import Schedule, ToMeConfig, is_schedule
+from ..config import ToMeConfig
 from ..errors import ToMeConfigError
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
+from ..schedules import Schedule, is_schedule
 from . import programs
 from .conversion import Converter
 from .layout import copy_parts, describe_export, share_weights

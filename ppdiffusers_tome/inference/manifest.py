@@ -14,8 +14,9 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapte
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import TOMESD_SETTINGS, Schedule, ToMeConfig, make_schedule
+from ..config import TOMESD_SETTINGS, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
+from ..schedules import Schedule, make_schedule
 from .replacement import restore
 
 MANIFEST = "tome.json"

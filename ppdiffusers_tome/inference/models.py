@@ -17,9 +17,9 @@ from ppdiffusers.models.autoencoder_kl import AutoencoderKLOutput
 from ppdiffusers.models.unet_2d_condition import UNet2DConditionOutput
 from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 
-from ..config import Schedule, is_schedule, make_schedule, ratio_at
 from ..errors import ToMeConfigError
 from ..models import shares_left
+from ..schedules import Schedule, is_schedule, make_schedule, ratio_at
 from .manifest import Manifest, ProgramFile, Size, find_ratio
 from .runtime import Load, Program, return_memory
 

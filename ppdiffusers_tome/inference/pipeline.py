@@ -11,8 +11,8 @@ from typing import Any
 import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
-from ..config import Schedule
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
+from ..schedules import Schedule
 from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
 from .manifest import MANIFEST, Manifest, read_manifest
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE

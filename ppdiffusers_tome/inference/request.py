@@ -10,10 +10,11 @@ from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
 from ..api import controlnet_config
-from ..config import Schedule, ToMeConfig
+from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
+from ..schedules import Schedule
 from .conversion import check_converter
 from .manifest import FORMATS, MANIFEST, READERS, Size, ratio_name
 from .models import ExportedUNet

@@ -149,8 +149,9 @@ class Case:
             raise ToMeConfigError(
                 f"--max-downsample {level} is not allowed: {self.model} has attention from level {first} on."
             )
-        removed = count_removed(self.architecture.first_grid(self.size), config)
-        if not removed:
+        grid = self.architecture.first_grid(self.size)
+        removed = count_removed(grid, config)
+        if not count_removed(grid, config, keys=True):
             raise ToMeConfigError(
                 f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
             )

@@ -131,7 +131,7 @@ def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
     if (side := ToMeConfig().window) is not None and max(grid.h, grid.w) <= side:
         configs = [config for config in configs if config.window is not None]
     configs += [ToMeConfig(**method, max_downsample=level) for level in levels[1:2] for method in DEEPER]
-    return [config for config in configs if count_removed(grid, config)]
+    return [config for config in configs if count_removed(grid, config, keys=True)]
 
 
 def search(
