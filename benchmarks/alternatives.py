@@ -27,7 +27,7 @@ import paddle
 import pandas as pd
 from experiments import compare
 from matplotlib.figure import Figure
-from merge_prototypes import merging_queries
+from merge_prototypes import splitting
 from paddle import nn
 from paddle.utils import flatten, pack_sequence_as
 from PIL import Image
@@ -92,7 +92,8 @@ class Arm:
     gate: int | None = None  # steps after which the outputs of cross-attention are reused
     guided: bool = True  # after the gate; False as in T-GATE (Zhang et al. 2024, arXiv:2404.02747)
     merging: dict[str, Any] = field(default_factory=dict, hash=False)  # of ToMeConfig
-    queries: float = 0.0  # ratio of queries; `merging` then has that of keys and values
+    # Ratios of queries, and of keys and values, in place of the default's.
+    split: Sequence[float] | None = field(default=None, hash=False)
     other_seed: bool = False
 
     @property
@@ -108,13 +109,13 @@ class Arm:
     def method(self) -> str:
         """How it merges; empty if it does not."""
         ratio = self.merging.get("ratio", 0)
-        if self.queries:
-            return f"q {self.queries:g}, kv {ratio:g}"
+        if self.split:
+            return "q {:g}, kv {:g}".format(*self.split)
         for name, settings in (("ToDo", TODO), ("tomesd", {**TOMESD_SETTINGS, "ratio": ratio})):
             if self.merging == settings:
                 return f"{name} {ratio:g}"
         others = [f"{name}={value}" for name, value in self.merging.items() if name not in ("ratio", "merge_attn")]
-        method = "kv" if self.merging.get("merge_attn") == "kv" else "default"
+        method = {"kv": "kv", True: "symmetric"}.get(self.merging.get("merge_attn", ""), "default")
         return ", ".join([f"{method} {ratio:g}", *others]) if self.merging else ""
 
     @property
@@ -156,12 +157,12 @@ class Arm:
 def list_arms() -> list[Arm]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
     half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"merge_attn": "kv", "ratio": 0.75}
-    arms = [Arm(merging=half), Arm(merging=seven), Arm(merging=kv), Arm(merging=TODO)]
-    arms += [Arm(merging={**TOMESD_SETTINGS, "ratio": 0.5})]
+    arms = [Arm(merging=half), Arm(merging={**half, "merge_attn": True}), Arm(merging=kv)]
+    arms += [Arm(merging={**TOMESD_SETTINGS, "ratio": 0.5}), Arm(merging=TODO), Arm(merging=seven)]
     arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
     arms += [Arm(every=2), Arm(every=3), Arm(every=2, merging=half), Arm(steps=14, merging=half)]
     arms += [Arm(steps=10, dpm_solver=True), Arm(gate=10, guided=False), Arm(other_seed=True)]
-    arms += [Arm(queries=q, merging={**kv, "ratio": k}) for q, k in ((0.375, 0.6), (0.25, 0.667), (0.25, 0.5))]
+    arms += [Arm(split=split, merging=half) for split in ((0.37, 0.603), (0.293, 0.646), (0.206, 0.685))]
     arms += [Arm(steps=10, merging=half), Arm(steps=10, dpm_solver=True, merging=half), Arm(every=3, merging=half)]
     arms += [Arm(every=2, merging=seven), Arm(every=2, merging=kv), Arm(gate=10, guided=False, merging=half)]
     arms += [Arm(every=2, last_layer=True), Arm(every=3, last_layer=True), Arm(gate=10)]
@@ -276,7 +277,7 @@ class Passes:
 
 def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
     """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
-    parts = {"merging": arm.merging, "queries": arm.queries, "last_layer": arm.last_layer, "guided": arm.guided}
+    parts = {"merging": arm.merging, "split": arm.split, "last_layer": arm.last_layer, "guided": arm.guided}
     key = Arm(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
     return [(key, reuses) for reuses in ((False, True) if arm.reused else (False,))]
 
@@ -340,7 +341,7 @@ class Programs:
     def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
         side, traceable = self._evaluation.size, programs.denoiser(load_model(self._evaluation.model).unet, None)
         unet, inputs = traceable.layer.unet, traceable.inputs
-        with merging_queries(key.queries)() if key.queries else nullcontext(), Converter() as converter:
+        with splitting(*key.split)() if key.split else nullcontext(), Converter() as converter:
             if key.merging:
                 attach(unet, key.config, None)
             layer = Pass(traceable.layer, key.reused_layers(unet), self.inputs())
@@ -472,7 +473,8 @@ UNet, each timed in turns with all others, and of the rest: text encoder, schedu
 - **T-GATE n** (arXiv:2404.02747): after n steps, cross-attention is its mean over both halves of guidance in step n,
   and the unconditional half is not computed. **cross-attention n** only reuses the outputs of cross-attention.
 - **default**, **kv**, **ToDo**, **tomesd**: ways to merge ([methods.md](../docs/methods.md)), with their ratio.
-  **q a, kv b**: queries merge at ratio a, keys and values at b, by one matching; the package does not offer it.
+  **symmetric** is the default with `merge_attn=True`, **q a, kv b** the default with other ratios of queries (a), and
+  of keys and values (b).
 
 Bold: no other arm is both faster in that runtime and nearer to plain by PSNR.
 """

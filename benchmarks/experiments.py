@@ -32,12 +32,12 @@ from merge_prototypes import (
     kept,
     laplacian_match,
     matching_by,
-    merging_queries,
     projected_match,
     random_offset,
     ratios_by_height,
     shared,
     shifted,
+    splitting,
 )
 from paddle.framework import core
 from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
@@ -79,12 +79,11 @@ class Variant:
     prototype: Prototype = nullcontext
     is_eager: bool = False  # drawn in eager mode
     steps: range = range(STEPS)  # that merge; the others are plain
-    query_ratio: float = 0.0  # of `merging_queries`
     level_ratios: dict[int, float] = field(default_factory=dict, hash=False)  # by level; the others have the config's
 
     @property
     def config(self) -> ToMeConfig:
-        return ToMeConfig(**{"proportional": True, "window": None, **self.settings})
+        return ToMeConfig(**{"proportional": True, "window": None, "merge_attn": True, **self.settings})
 
     @property
     def ratios_by_level(self) -> Prototype:
@@ -102,18 +101,15 @@ class Variant:
         for block in patch.chosen_blocks(unet, self.config):
             ratio = self.level_ratios.get(block.level, self.config.ratio)
             for length, config in replace(self.config, ratio=ratio).parts:
-                saved += length * macs.saved_macs(block, config, LATENT, TEXT)
-            if self.query_ratio:
-                n = grid_at(LATENT, block.level).tokens
-                kept_keys = n - int(n * self.config.constant_ratio)
-                attention = [macs._layer_macs(block, "attn", q, kept_keys) for q in (n, n - int(n * self.query_ratio))]
-                saved += attention[0] - attention[1]
+                with self.prototype():
+                    saved += length * macs.saved_macs(block, config, LATENT, TEXT)
         return saved / macs.count_macs(unet, LATENT, TEXT) * len(self.steps) / STEPS
 
 
 def list_variants() -> list[Variant]:
     """All variants; those of experiment 1 are the baselines."""
     half, most, kv = {"ratio": 0.5}, {"ratio": 0.75}, {"merge_attn": "kv"}
+    asymmetric = {"merge_attn": "asymmetric"}
     w8, w16 = {"window": 8}, {"window": 16}
     half_shift, random_shift = shifted(half_in_second), shifted(random_offset)
     fall = lambda: mock.patch.object(matching, "_most_similar", fall_back)  # noqa: E731
@@ -138,8 +134,8 @@ def list_variants() -> list[Variant]:
         Variant("window 8, fall-back 0.75", 6, most | w8, fall),
         Variant("window 16, fall-back 0.75", 6, most | w16, fall),
         Variant("kv 0.75", 1, most | kv),
-        Variant("queries 0.25, kv 0.75", 5, most | kv, merging_queries(0.25), query_ratio=0.25),
-        Variant("queries 0.5, kv 0.75", 5, most | kv, merging_queries(0.5), query_ratio=0.5),
+        Variant("queries 0.25, kv 0.75", 5, asymmetric, splitting(0.25, 0.75)),
+        Variant("queries 0.5, kv 0.75", 5, asymmetric, splitting(0.5, 0.75)),
         Variant("every step 0.375", 9, {"ratio": 0.375} | w16),
         Variant("first half of the steps 0.75", 9, most | w16, steps=range(STEPS // 2)),
         Variant("second half of the steps 0.75", 9, most | w16, steps=range(STEPS // 2, STEPS)),

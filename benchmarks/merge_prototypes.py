@@ -4,8 +4,8 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +15,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from ppdiffusers_tome import attention, matching, patch, positions, wraps
-from ppdiffusers_tome.merging import merge, unmerge
+from ppdiffusers_tome import ToMeConfig, matching, positions, wraps
 from ppdiffusers_tome.positions import Grid, choose_dst
 
 Match = Callable[..., matching.MergePlan]  # with the arguments of `match_tokens`
@@ -150,39 +149,6 @@ def fall_back(metric: paddle.Tensor, places: Any) -> tuple[paddle.Tensor, paddle
 _most_similar = matching._most_similar
 
 
-def merging_queries(ratio: float) -> Prototype:
-    """With merge_attn="kv": merge queries too, at a ratio of their own, from the same similarities."""
-    query_plans: list[Plan] = [None]  # of the block that runs
-
-    def build(original: Callable, wrap: wraps.BlockWrap, metric: paddle.Tensor) -> Plan:
-        config, similar = wrap.config, []
-
-        def match_once(*arguments: Any) -> tuple[paddle.Tensor, paddle.Tensor]:
-            if not similar:
-                similar.append(_most_similar(*arguments))
-            return similar[0]
-
-        with mock.patch.object(matching, "_most_similar", match_once):
-            wrap.config = replace(config, ratio=ratio)
-            query_plans[0] = original(metric)
-            wrap.config = config
-            return original(metric)
-
-    class QueryView(attention.AttentionView):
-        def to_q(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
-            return super().to_q(merge(tokens, query_plans[0]), *args)
-
-    class QueryWrap(attention.AttentionWrap):
-        def __call__(self, layer: Any, *args: Any, **kwargs: Any) -> paddle.Tensor:
-            return unmerge(super().__call__(layer, *args, **kwargs), query_plans[0])
-
-    @contextmanager
-    def prototype() -> Iterator[None]:
-        with (
-            building(lambda: build)(),
-            mock.patch.object(patch, "AttentionWrap", QueryWrap),
-            mock.patch.object(attention, "AttentionView", QueryView),
-        ):
-            yield
-
-    return prototype
+def splitting(queries: float, keys: float) -> Prototype:
+    """With merge_attn="asymmetric": other ratios of queries, and of keys and values."""
+    return lambda: mock.patch.object(ToMeConfig, "attention_ratios", property(lambda config: (queries, keys)))

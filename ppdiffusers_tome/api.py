@@ -54,7 +54,7 @@ def apply_tome(
     proportional: bool = _default(True),
     match: str = _default("similarity"),
     blend: float = _default(1.0),
-    merge_attn: bool | str = _default(True),
+    merge_attn: bool | str = _default("asymmetric"),
     merge_crossattn: bool = _default(False),
     merge_mlp: bool = _default(False),
     min_tokens: int = _default(0),

@@ -19,14 +19,15 @@ _ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions o
 # is parallel to it does not.
 ASYMMETRIC, KV, ALONE = "asymmetric", "kv", "alone"
 # With ASYMMETRIC and a share of tokens to keep, keys and values keep it to this power, queries to 2 less this power.
-_KEYS_POWER = 3 / 2
+_KEYS_POWER = 5 / 3
 SIMILARITY, GRID = "similarity", "grid"  # of match
-# The settings that tomesd does not have, as it merges without them.
+# As tomesd merges, which has no such settings but `merge_attn`.
 TOMESD_SETTINGS: dict[str, Any] = {
     "window": None,
     "proportional": False,
     "match": SIMILARITY,
     "blend": 1.0,
+    "merge_attn": True,
     "min_tokens": 0,
 }
 WHOLE_GRID = ", or None for the whole grid"
@@ -65,8 +66,8 @@ class ToMeConfig:
         blend: share of the mean in a merged token, from 0 to 1: 1 is the mean of the tokens that it replaces, 0 its
             dst token unchanged.
         merge_attn: True merges around self-attention (`attn1`), queries, keys and values alike; "asymmetric" merges
-            keys and values further than queries, and attention is as much work: at ratio 0.5 queries merge at 0.29,
-            keys and values at 0.65; other layers merge as queries do. "kv" merges only the tokens from which keys and
+            keys and values further than queries, and attention is as much work: at ratio 0.5 queries merge at 0.21,
+            keys and values at 0.69; other layers merge as queries do. "kv" merges only the tokens from which keys and
             values are computed, at `ratio`, so that every token keeps its own query and output; False merges nothing
             there. In the single-stream blocks of FLUX and HunyuanVideo, True and "asymmetric" merge all tokens at
             `ratio`, around the MLP too, which is parallel to attention there and is most of the work; "alone" does so
@@ -103,7 +104,7 @@ class ToMeConfig:
     proportional: bool = True
     match: str = SIMILARITY
     blend: float = 1.0
-    merge_attn: bool | str = True
+    merge_attn: bool | str = ASYMMETRIC
     merge_crossattn: bool = False
     merge_mlp: bool = False
     min_tokens: int = 0
@@ -160,7 +161,7 @@ class ToMeConfig:
         """The ratio of queries, and that of keys and values.
 
         They differ with merge_attn="asymmetric": attention multiplies as many pairs of queries and keys as it does if
-        both merge at `ratio`, and keys and values keep the cube of the share that queries keep, as far as cells let
+        both merge at `ratio`, and keys and values keep the fifth power of the share that queries keep, as far as cells let
         them merge.
 
         Raises:
@@ -169,7 +170,7 @@ class ToMeConfig:
         Example:
             >>> queries, keys = ToMeConfig(ratio=0.5, merge_attn="asymmetric").attention_ratios
             >>> round(queries, 3), round(keys, 3), round((1 - queries) * (1 - keys), 3)
-            (0.293, 0.646, 0.25)
+            (0.206, 0.685, 0.25)
         """
         ratio = self.constant_ratio
         if self.merge_attn != ASYMMETRIC:

@@ -113,8 +113,8 @@ def test_fall_back_looks_everywhere_for_the_worse_half(prototypes):
 def test_queries_merge_at_a_ratio_of_their_own_and_leave_nothing_behind(unet, prototypes):
     before, lengths = traces(unet), {}
     attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    with prototypes.merging_queries(0.5)():
-        apply_tome(unet, ratio=0.75, merge_attn="kv", proportional=True)
+    with prototypes.splitting(0.5, 0.75)():
+        apply_tome(unet, merge_attn="asymmetric")
         for name in ("to_q", "to_k", "to_v"):
             getattr(attention, name).register_forward_post_hook(
                 lambda layer, inputs, output, name=name: lengths.__setitem__(name, output.shape[1])

@@ -123,7 +123,7 @@ def test_a_single_stream_block_merges_as_a_whole_unless_attention_alone(model, s
     text = flux.TEXT
     assert seen == {"attn.to_q": text + queries, "attn.to_k": text + 24, "proj_mlp": text + mlp}
     blocks = tome_summary(model, H, W).blocks
-    joint = (34, 17) if settings.get("merge_attn") == "asymmetric" else (24, 24)
+    joint = (39, 16) if settings.get("merge_attn") == "asymmetric" else (24, 24)
     assert [(block.kept, block.kept_keys) for block in blocks] == [joint] * 2 + [(24, 24)] * 2
     assert {block.grid for block in blocks} == {(H, W)}
 
@@ -151,7 +151,7 @@ def test_controlnet(kind, kinds, settings):
     merged = apply_tome(model, **settings) and control()
     assert all(not np.allclose(x, y, atol=1e-3) for x, y in zip(merged, plain, strict=True))
     summary = tome_summary(model, 7, 5)
-    joint = 6 if "match" in settings else 25 if settings.get("merge_attn") == "asymmetric" else 18
+    joint = 6 if "match" in settings else 28 if settings.get("merge_attn") == "asymmetric" else 18
     assert {block.kept for block in summary.blocks} == {joint, min(joint, 18)}
     assert (summary.macs is None) == bool(kinds)
     remove_tome(model)

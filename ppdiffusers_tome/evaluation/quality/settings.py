@@ -21,9 +21,10 @@ from ..speed.cases import IN_FP32
 
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
-TOMESD = ToMeConfig(**TOMESD_SETTINGS, merge_attn=True)
+TOMESD = ToMeConfig(**TOMESD_SETTINGS)
 BASES = {  # the methods of docs/methods.md, whose names are those of plots and tables
     "default": ToMeConfig(),
+    "symmetric": ToMeConfig(merge_attn=True),
     "tomesd's": TOMESD,
     "keys and values": ToMeConfig(merge_attn=KV),
     "ToDo": replace(TOMESD, merge_attn=KV, match=GRID, ratio=0.75, blend=0, use_rand=False),
@@ -163,9 +164,8 @@ def list_settings(
 
 def name_of(config: ToMeConfig) -> str:
     """A way to merge by the name of its method in the documents and what differs from that; without ratio and seed."""
-    is_tomesd = not config.proportional and config.merge_attn is True
-    name = "ToDo" if config.match == GRID else "keys and values" if config.merge_attn == KV else "default"
-    name = "tomesd's" if name == "default" and is_tomesd else name
+    of_attention = {KV: "keys and values", True: "symmetric" if config.proportional else "tomesd's"}
+    name = "ToDo" if config.match == GRID else of_attention.get(config.merge_attn, "default")
     values, base = asdict(config), asdict(BASES[name])
     words = {
         "sx": f"{config.sx}×{config.sy} cells",

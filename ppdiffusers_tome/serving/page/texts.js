@@ -333,6 +333,7 @@ export const CHINESE = {
 // The words of ToMeConfig.method.
 const METHOD_WORDS = [
   [/^keys and values$/, "键和值"],
+  [/^asymmetric /, "非对称 "],
   [/^(.+) cells$/, "$1 单元"],
   [/^blend (.+)$/, "混合 $1"],
   [/^windows of (.+)$/, "窗口 $1"],
