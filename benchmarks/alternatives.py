@@ -162,13 +162,14 @@ def list_arms() -> list[Arm]:
     arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
     arms += [Arm(every=2), Arm(every=3), Arm(every=2, merging=half), Arm(steps=14, merging=half)]
     arms += [Arm(steps=10, dpm_solver=True), Arm(gate=10, guided=False), Arm(other_seed=True)]
-    arms += [Arm(split=split, merging=half) for split in ((0.37, 0.603), (0.293, 0.646), (0.206, 0.685))]
+    arms += [Arm(split=split, merging=half) for split in ((0.37, 0.603), (0.293, 0.646))]
     arms += [Arm(steps=10, merging=half), Arm(steps=10, dpm_solver=True, merging=half), Arm(every=3, merging=half)]
     arms += [Arm(every=2, merging=seven), Arm(every=2, merging=kv), Arm(gate=10, guided=False, merging=half)]
     arms += [Arm(every=2, last_layer=True), Arm(every=3, last_layer=True), Arm(gate=10)]
     arms += [Arm(steps=steps, dpm_solver=True) for steps in (20, 14, 12, 8)]
     arms += [Arm(merging={"ratio": 0.45, "max_downsample": 2}), Arm(merging={**half, "window": None})]
-    return [*arms, Arm(steps=8), Arm(merging={"ratio": 0.25}), Arm(every=2, last_layer=True, merging=half)]
+    arms += [Arm(merging={"ratio": 0.25}), Arm(merging={"ratio": 0.8, "sx": 4})]
+    return [*arms, Arm(steps=8), Arm(every=2, last_layer=True, merging=half)]
 
 
 class Reused:

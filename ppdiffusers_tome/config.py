@@ -161,8 +161,8 @@ class ToMeConfig:
         """The ratio of queries, and that of keys and values.
 
         They differ with merge_attn="asymmetric": attention multiplies as many pairs of queries and keys as it does if
-        both merge at `ratio`, and keys and values keep the fifth power of the share that queries keep, as far as cells let
-        them merge.
+        both merge at `ratio`. Keys and values keep the fifth power of the share that queries keep, or as much as cells
+        let them.
 
         Raises:
             ToMeConfigError: the ratio follows a schedule.
