@@ -123,14 +123,14 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output benchmarks
 	$(BENCH) --architecture sd15 --size 512 --batch 2 --ratio 0.25 0.5 0.75 --arms plain memory-efficient tome both --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet.json
 	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
-	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(if $(TORCH_PYTHON),PyTorch) --arms plain memory-efficient tome both built-in limit --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
+	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(if $(TORCH_PYTHON),PyTorch) --arms plain memory-efficient tome both built-in limit --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
 	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch-bf16) --arms plain tome --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_ -e /program_memory_) --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
-	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging proportional=false,window=none,ratio=0.5 --output build/evaluate
+	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging merge_attn=true,proportional=false,window=none,ratio=0.5 --output build/evaluate
 	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py build/evaluate --ratio 0.5 $(TORCH))
 	mkdir -p $(RESULTS) && cp build/evaluate/quality.json $(RESULTS)/
 	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
@@ -140,24 +140,24 @@ bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the 
 # match=grid with blend=0 is ToDo's, with blend=0.1 BiGain's. Photographs at 128 px are fast enough for more.
 GRID = merge_attn=kv,match=grid,blend=$(1),proportional=false,use_rand=false
 MERGING ?= \
-	proportional=false,window=none,ratio=0.5 \
-	$(foreach ratio,0.5 0.7,proportional,window=16,ratio=$(ratio)) \
-	proportional,window=none,ratio=0.5 \
+	merge_attn=true,proportional=false,window=none,ratio=0.5 \
+	$(foreach ratio,0.5 0.7,merge_attn=true,proportional,window=16,ratio=$(ratio)) \
+	merge_attn=true,proportional,window=none,ratio=0.5 \
 	merge_attn=kv,proportional,window=16,ratio=0.75 \
 	$(call GRID,0),ratio=0.75
 MORE_MERGING ?= \
-	proportional=false,window=none,ratio=0.75 \
-	proportional=false,window=8,ratio=0.5 \
-	proportional,window=8,ratio=0.5 \
-	proportional,window=16,ratio=0.6 \
+	merge_attn=true,proportional=false,window=none,ratio=0.75 \
+	merge_attn=true,proportional=false,window=8,ratio=0.5 \
+	merge_attn=true,proportional,window=8,ratio=0.5 \
+	merge_attn=true,proportional,window=16,ratio=0.6 \
 	merge_attn=kv,proportional,window=16,ratio=0.5 \
 	$(foreach ratio,0.5 0.75,merge_attn=kv,proportional,window=none,ratio=$(ratio)) \
 	$(foreach blend,0.1 1,$(call GRID,$(blend)),ratio=0.75)
 # Added at 256 px: ratios that are about as far from plain as tomesd at 0.5, also of larger cells, and the next level too.
 HIGH = \
-	proportional,window=16,ratio=0.75 \
-	proportional,window=16,max_downsample=2,ratio=0.45 \
-	$(foreach ratio,0.8 0.85,proportional,window=16,sx=4,ratio=$(ratio)) \
+	merge_attn=true,proportional,window=16,ratio=0.75 \
+	merge_attn=true,proportional,window=16,max_downsample=2,ratio=0.45 \
+	$(foreach ratio,0.8 0.85,merge_attn=true,proportional,window=16,sx=4,ratio=$(ratio)) \
 	merge_attn=kv,proportional,window=16,sx=4,ratio=0.85 \
 	$(call GRID,0),sx=4,ratio=0.875 \
 	$(call GRID,0),sx=4,max_downsample=2,ratio=0.875
@@ -185,7 +185,7 @@ alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cache
 	for mode in "" --time; do \
 	$(ALTERNATIVES) $(AT_128) --count 32 --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 16 --output $(RESULTS) $$mode && \
-	$(ALTERNATIVES) $(SCENES) --count 8 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
+	$(ALTERNATIVES) $(SCENES) --count 12 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
 	$(ALTERNATIVES) report --output $(RESULTS)
 
 figures: $(VENV)/.installed ## write the figures of the committed results into the documents

@@ -24,9 +24,9 @@ from typing import Any
 
 import alternatives
 
-from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig, parse_settings
+from ppdiffusers_tome.config import ToMeConfig, parse_settings
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
-from ppdiffusers_tome.evaluation.quality.quality_report import OTHER_SEEDS, differs_by_kid, read_frame
+from ppdiffusers_tome.evaluation.quality.quality_report import differs_by_kid, read_frame
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -40,9 +40,7 @@ DOCUMENTS = [
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
-DEFAULT, TOMESD = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.5, **TOMESD_SETTINGS)
 PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # of an arm in its result
-PHOTOGRAPHS = "frontier_photographs_"  # start of the names of results of image-to-image
 
 
 def update(text: str) -> str:
@@ -224,26 +222,16 @@ def noise(*backends: str) -> str:
     return f"{100 * max(spreads):.0f} %"
 
 
-def setting(file: str, config: ToMeConfig) -> dict[str, Any] | None:
-    """The setting of a quality result that merges by a config in Paddle; None if there is none."""
-    rows = [row for row in read(file)["settings"] if row["framework"] == "Paddle"]
-    return next((row for row in rows if ToMeConfig(**row["config"]) == config), None)
-
-
-def median(row: dict[str, Any], measure: str) -> float:
-    return statistics.median(row["pairs"][measure])
-
-
-def gain(file: str) -> str:
+def gain(images: str) -> str:
     """Of the default against tomesd's method, both at ratio 0.5, in dB."""
-    default, tomesd = (median(setting(file, config), "psnr") for config in (DEFAULT, TOMESD))
+    default, tomesd = (arm_of(images, f"{method} 0.5")["psnr"] for method in ("default", "tomesd"))
     return f"{default - tomesd:.0f}"
 
 
-def seed_against_change(file: str) -> str:
-    """How many times as far another seed moves an image as the default at ratio 0.5."""
-    seed = median(read(file)["calibration"][OTHER_SEEDS], "perceptual")
-    return f"{seed / median(setting(file, DEFAULT), 'perceptual'):.0f}×"
+def seed_against_change(images: str) -> str:
+    """How many times as far another seed moves an image as the default at ratio 0.5, by ST-LPIPS."""
+    seed, default = (arm_of(images, name)["perceptual"] for name in ("another seed", "default 0.5"))
+    return f"{seed / default:.0f}×"
 
 
 def separated_by_kid(none: str, *words: str) -> str:
@@ -303,55 +291,22 @@ def run(file: str, backend: str, size: str, batch: str) -> list[str | None]:
     return [f"{size} px", batch, None, *seconds, speed_up(file, backend, size, batch), *memory]
 
 
-def distance(size: str, *settings: str) -> list[str | None]:
-    """Size, method and ratio; distances of prompts and of image-to-image, and one pass in the predictor.
-
-    Without settings, another seed in place of merging.
-    """
-    file, times_file = {"128": ("frontier_128", "frontier_speed_128"), "256": ("quality_256", "emoji_256_unet")}[size]
-    config = ToMeConfig(**parse_settings(settings[0])) if settings else None
-    prompts, photographs = (
-        setting(name, config) if config else read(name)["calibration"][OTHER_SEEDS]
-        for name in (file, f"{PHOTOGRAPHS}{size}")
-    )
-    psnr = [f"{median(row, 'psnr'):.1f}" if row else "–" for row in (prompts, photographs)]
-    distances = [psnr[0], f"{median(prompts, 'perceptual'):.4f}", psnr[1]]
-    if config is None:
-        return [f"{size} px", None, "–", *distances, "–", "–", "–"]
-    fixed = replace(config, use_rand=False)  # `bench` times fixed dst: random dst take the same time
-    ((merged, plain),) = [pair for pair in predictor_passes(times_file) if ToMeConfig(**pair[0]["config"]) == fixed]
-    passed = [milliseconds(plain), milliseconds(merged), f"{times(merged, plain):.2f}×"]
-    return [f"{size} px", None, f"{config.ratio:g}", *distances, *passed]
+def choice(*name: str) -> list[str]:
+    """Of a way to merge: the speed-up of a whole scene, and the PSNR of scenes and of photographs."""
+    speed, psnr, _ = alternative("scenes_sd_256", *name)
+    return [speed, psnr, alternative("scenes_sd_256_photographs", *name)[1]]
 
 
-def choice(settings: str) -> list[str]:
-    """Of a way to merge at 256 px: the speed-up of a pass in the predictor, and the PSNR of both kinds of images."""
-    config = ToMeConfig(**parse_settings(settings))
-    fixed = replace(config, use_rand=False)  # `bench` times fixed dst: random dst take the same time
-    passes = [row for file in ("frontier_speed_256", "emoji_256_unet") for row in predictor_passes(file)]
-    row, plain = next((row, plain) for row, plain in passes if ToMeConfig(**row["config"]) == fixed)
-    prompts = setting("frontier_256", config) or setting("quality_256", config)
-    rows = (prompts, setting(f"{PHOTOGRAPHS}256", config))
-    return [f"{times(row, plain):.2f}×", *(f"{median(row, 'psnr'):.1f}" if row else "–" for row in rows)]
-
-
-def predictor_passes(file: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The merged arms of a result in the predictor, each with the plain one."""
-    passes = [row for row in arms(file) if row["backend"] == "predictor"]
-    (plain,) = [row for row in passes if row["arm"] == "plain"]
-    return [(row, plain) for row in passes if row["arm"] == "tome"]
+def distances(*name: str) -> list[str]:
+    """Of a way to merge, or another seed: PSNR and ST-LPIPS of scenes, of photographs, and of simple images."""
+    sets = ("scenes_sd_256", "scenes_sd_256_photographs", "emoji_sd_128")
+    return [cell for images in sets for cell in alternative(images, *name)[-2:]]
 
 
 def by_model(file: str, backend: str, size: str, batch: str) -> list[str]:
     """Of ToMe at ratio 0.5: the speed-up, and the peaks of memory without and with merging in GB."""
     *_, speed, plain, merged = run(file, backend, size, batch)
     return [f"{speed}", f"{plain} → {merged}"]
-
-
-def by_size(size: str, settings: str) -> list[str]:
-    """Of a way to merge: the speed-up of a pass in the predictor, and the PSNR of both kinds of images."""
-    _, _, _, psnr, _, photographs, *_, speed = distance(size, settings)
-    return [f"{speed}", f"{psnr}", f"{photographs}"]
 
 
 def by_runtime(backend: str) -> list[str]:
@@ -401,18 +356,28 @@ def schedule(*name: str) -> list[str]:
     return [f"{100 * row['macs_saved']:.1f} %", f"{row['prompts']['psnr']:.1f}"]
 
 
+def arm_of(images: str, name: str) -> dict[str, Any]:
+    """An arm of "alternatives_{images}.json"."""
+    (row,) = [row for row in read(f"alternatives_{images}")["arms"] if row["name"] == name]
+    return row
+
+
 def alternative(images: str, *name: str) -> list[str]:
-    """Of an arm of "alternatives_{images}.json": speed-up of whole images, PSNR and ST-LPIPS."""
-    result = read(f"alternatives_{images}")
-    (row,) = [row for row in result["arms"] if row["name"] == " ".join(name)]
+    """Of an arm: speed-up of whole images, PSNR and ST-LPIPS."""
+    result, row = read(f"alternatives_{images}"), arm_of(images, " ".join(name))
     arm = alternatives.Arm(**row["settings"])
     speed_ups = [f"{alternatives.speed_up(result, arm, runtime):.2f}×" for runtime in alternatives.TIMED]
     return [*speed_ups, f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
 
 
 def arm_psnr(images: str, *name: str) -> str:
-    """The median PSNR of an arm of "alternatives_{images}.json", in dB."""
-    return value(f"alternatives_{images}", f"arms/name={' '.join(name)}/psnr", ".1f")
+    """The median PSNR of an arm, in dB."""
+    return f"{arm_of(images, ' '.join(name))['psnr']:.1f}"
+
+
+def arm_perceptual(images: str, *name: str) -> str:
+    """The median ST-LPIPS of an arm."""
+    return f"{arm_of(images, ' '.join(name))['perceptual']:.4f}"
 
 
 def operations(*method: str) -> list[str]:

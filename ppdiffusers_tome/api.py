@@ -66,9 +66,9 @@ def apply_tome(
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
             video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
             FLUX transformers, and CogVideoX, Wan and HunyuanVideo.
-        ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy). The main setting: a higher ratio is
-            faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or a schedule
-            from the start (1.0) to the end (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half,
+        ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy); see merge_attn. The main setting: a
+            higher ratio is faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or
+            a schedule from the start (1.0) to the end (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half,
             then 0.4. At the same mean ratio, one that falls a little is slightly nearer to the plain image than a
             constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion and
             Stable Video Diffusion.
@@ -85,14 +85,16 @@ def apply_tome(
         window: side, in tokens, of the square windows in which tokens look for their dst, rounded up to a multiple of
             sx and sy. None is the whole grid, in which matching is much slower.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces. Raises
-            in the pass if the attention processor takes neither a mask nor more channels. False, with window=None,
-            merges as tomesd does.
+            in the pass if the attention processor takes neither a mask nor more channels. False, with window=None and
+            merge_attn=True, merges as tomesd does.
         match: "similarity" merges the most similar pairs; "grid" merges each sx×sy cell into its dst without
             comparing tokens, and needs ratio = 1 - 1/(sx·sy).
         blend: share of the mean in a merged token: 1 for the mean of the tokens that it replaces, 0 for its dst.
-        merge_attn: True to merge around self-attention, "kv" to merge only its keys and values; never the
-            text of a joint attention. In the single-stream blocks of FLUX and HunyuanVideo, True also merges around
-            the MLP, which is parallel to attention there; "alone" does so only with merge_mlp.
+        merge_attn: "asymmetric" to merge around self-attention, keys and values further than queries, so that it is
+            as much work as if all merged at `ratio`; True to merge all alike, "kv" to merge only keys and values, at
+            `ratio`; never the text of a joint attention. In the single-stream blocks of FLUX and HunyuanVideo,
+            "asymmetric" and True merge all alike, around the MLP too, which is parallel to attention there; "alone"
+            does so only with merge_mlp, and is as True elsewhere.
         merge_crossattn: merge around cross-attention; rarely worth it.
         merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
         min_tokens: grids with fewer tokens stay plain, >= 0: small images are left alone. Each pass decides it by the

@@ -40,8 +40,8 @@ class ToMeConfig:
     """Settings of token merging. Immutable; two configs with equal fields are equal.
 
     Args:
-        ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy). 0.5, the default and a good start, halves
-            them; 0 merges nothing. Or a schedule from the start (1.0) to the end (0.0) of denoising, as a mapping:
+        ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy); see merge_attn. 0.5, the default, is a good
+            start; 0 merges nothing. Or a schedule from the start (1.0) to the end (0.0) of denoising, as a mapping:
             {1.0: 0.7, 0.5: 0.5, 0.1: 0.0} is ratio 0.7 at first, 0.5 in the second half, and plain in the last tenth.
             Each pass reads where it is from the timestep that the model gets. The attribute is then a tuple of the
             pairs.

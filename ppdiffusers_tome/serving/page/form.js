@@ -6,7 +6,7 @@ import { FIELDS, check, choiceOf, linkOf, nameOf, readFile, readLink } from "./s
 import { methodText, number, text } from "./texts.js";
 
 const COUNT_DELAY = 300; // ms after the last key
-const EXPLAINED = { window: /windows of/, proportional: /proportional/ }; // terms of a method
+const EXPLAINED = { asymmetric: /asymmetric/, window: /windows of/, proportional: /proportional/ }; // terms of a method
 
 let model = null;
 let source = null; // the start image: {blob, name}, cut to the size in the form
