@@ -74,7 +74,7 @@ OURS, ALTERNATIVE, BOTH, CALIBRATION = "merging", "alternative", "both", "calibr
 COLOURS = {OURS: BLUE, ALTERNATIVE: RED, BOTH: PURPLE}
 TIMED = {"onnxruntime": "ONNX Runtime"}  # the first one generates the images
 TODO = {"merge_attn": "kv", "match": "grid", "blend": 0.0, "proportional": False, "use_rand": False, "ratio": 0.75}
-SHEET = ("default 0.5", "kv 0.75", "10 steps", "DPM-Solver++, 10 steps", "DeepCache 2", "DeepCache 2 + default 0.5")
+SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
 
 @dataclass(frozen=True)

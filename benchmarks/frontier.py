@@ -158,13 +158,13 @@ def _cells(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _write_sheet(result: dict[str, Any], images: Path, output: Path) -> tuple[Path, str]:
-    """A contact sheet of plain images, tomesd's method and the default, evenly spaced prompts; its file and caption.
+    """A contact sheet of plain images, tomesd's method, the symmetric one and the default; its file and caption.
 
     Raises:
         ToMeConfigError: an image is missing.
     """
     frame, shown = read_frame(result), {"plain": "plain"}
-    for method in ("tomesd's", "default"):
+    for method in ("tomesd's", "symmetric", "default"):
         ratios = frame.loc[frame["method"] == method, "ratio"].sort_values()
         shown |= {f"{method} {ratio:g}": name for name, ratio in ratios.items()}
     titles, source = evenly_spaced(result), _source(result)

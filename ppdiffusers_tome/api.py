@@ -67,11 +67,11 @@ def apply_tome(
             video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
             FLUX transformers, and CogVideoX, Wan and HunyuanVideo.
         ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy); see merge_attn. The main setting: a
-            higher ratio is faster, and the image differs more from the plain one. 0.5, the default, is a good start. Or
-            a schedule from the start (1.0) to the end (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half,
-            then 0.4. At the same mean ratio, one that falls a little is slightly nearer to the plain image than a
-            constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion and
-            Stable Video Diffusion.
+            higher ratio is faster, and the image differs more from the plain one. 0.5, the default, is a good start.
+            Or a schedule from the start (1.0) to the end (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the
+            first half, then 0.4. At the same mean ratio, one that falls a little is slightly nearer to the plain image
+            than a constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion
+            and Stable Video Diffusion.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
         max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. With

@@ -90,7 +90,7 @@ class ToMeConfig:
     (Sun et al. 2024, arXiv:2412.11706), which removes other tokens from queries than from keys and values.
 
     Example:
-        >>> ToMeConfig(ratio=0.5).removed(4096, dst=1024)
+        >>> ToMeConfig(ratio=0.5, merge_attn=True).removed(4096, dst=1024)
         2048
     """
 

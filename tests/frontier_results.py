@@ -9,8 +9,8 @@ from quality_support import make_result
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.evaluation.speed.cases import Case
 
-TOMESD = ToMeConfig(proportional=False, window=None)
-DEFAULT = replace(TOMESD, proportional=True, window=16)
+TOMESD = ToMeConfig(merge_attn=True, proportional=False, window=None)
+DEFAULT = ToMeConfig()
 # Config → distance, and share of plain's time in the predictor.
 POINTS = {
     replace(TOMESD, ratio=0.5): (0.04, 0.7),
