@@ -185,7 +185,7 @@ alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cache
 	for mode in "" --time; do \
 	$(ALTERNATIVES) $(AT_128) --count 32 --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 16 --output $(RESULTS) $$mode && \
-	$(ALTERNATIVES) $(SCENES) --count 12 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
+	$(ALTERNATIVES) $(SCENES) --count 8 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
 	$(ALTERNATIVES) report --output $(RESULTS)
 
 figures: $(VENV)/.installed ## write the figures of the committed results into the documents

@@ -356,10 +356,16 @@ def schedule(*name: str) -> list[str]:
     return [f"{100 * row['macs_saved']:.1f} %", f"{row['prompts']['psnr']:.1f}"]
 
 
-def arm_of(images: str, name: str) -> dict[str, Any]:
-    """An arm of "alternatives_{images}.json"."""
-    (row,) = [row for row in read(f"alternatives_{images}")["arms"] if row["name"] == name]
+def arm_of(images: str, name: str, kind: str = "alternatives") -> dict[str, Any]:
+    """An arm of "{kind}_{images}.json"."""
+    (row,) = [row for row in read(f"{kind}_{images}")["arms"] if row["name"] == name]
     return row
+
+
+def split(*name: str) -> list[str]:
+    """Of ratios of queries, and of keys and values: PSNR and ST-LPIPS of scenes and of photographs."""
+    rows = [arm_of(images, " ".join(name), "splits") for images in ("scenes_sd_256", "scenes_sd_256_photographs")]
+    return [cell for row in rows for cell in (f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}")]
 
 
 def alternative(images: str, *name: str) -> list[str]:
