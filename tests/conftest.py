@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import absl.logging
@@ -225,6 +226,16 @@ def sizes_of(plan):
 def repeat(tokens, sizes):
     """[B, N-r, C] → [B, N, C]: each merged token as often as it counts."""
     return paddle.to_tensor(np.stack([np.repeat(x, n, axis=0) for x, n in zip(tokens.numpy(), sizes, strict=True)]))
+
+
+@contextmanager
+def keys_of(attention, tokens):
+    """Let an attention layer compute keys and values from these tokens."""
+    layers = attention.to_k, attention.to_v
+    handles = [layer.register_forward_pre_hook(lambda layer, args: (tokens, *args[1:])) for layer in layers]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def load_bundled(cls=StableDiffusionPipeline):

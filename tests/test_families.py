@@ -88,7 +88,7 @@ def test_family_in_which_nothing_merges(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),  # self-attention in one pass: tokens that reach its kernel, and how often
+    ("name", "expected"),  # self-attention in one pass: queries that reach its kernel, and how often
     [
         ("StableDiffusionPipeline", {"unet": {128: 3, 64: 4}}),
         ("StableDiffusionPipeline_v2", {"unet": {128: 3, 64: 4}}),
