@@ -147,17 +147,26 @@ def traces(model):
 
 
 class Recorder(AttnProcessor):
-    """Records what reaches the attention kernel: token counts of queries and context, None for self-attention."""
+    """Records what reaches the attention kernel: token counts of queries and context, None for self-attention.
+
+    `of_self` has those of queries and keys in self-attention, whose keys may have merged further.
+    """
 
     def __init__(self):
-        self.lengths = []
+        self.lengths, self.of_self = [], []
         self.all_contiguous = True
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
         context = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         self.lengths.append((hidden_states.shape[1], context))
         self.all_contiguous &= hidden_states.is_contiguous()
-        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        keys = []
+        handle = attn.to_k.register_forward_post_hook(lambda layer, inputs, out: keys.append(out.shape[1]))
+        out = super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        handle.remove()
+        if context is None:
+            self.of_self.append((hidden_states.shape[1], *keys))
+        return out
 
 
 def record_plans(monkeypatch, record):
