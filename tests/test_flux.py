@@ -241,12 +241,13 @@ def test_sizes_count_keys_as_often(dtype):
 
 
 @paddle.no_grad()
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("merge_attn", [True, "asymmetric", "kv"])
 def test_merged_attention_is_that_of_float64(model, merge_attn, monkeypatch):
     inputs, channels = flux.inputs(), flux.HEADS * flux.WIDTH
     rows = model.pos_embed(paddle.concat([inputs["txt_ids"], inputs["img_ids"]]))
     image, text = noise(2, H * W, channels, seed=3), noise(2, flux.TEXT, channels, seed=4)
     settings = {"grid": Grid(H, W), "removed": 20, "random_key": (1,), "window": 4}
+    settings |= {"removed_keys": 30} if merge_attn == "asymmetric" else {}
     plan = match_tokens(image, **settings)
     for layer in (model.transformer_blocks[0].attn, model.single_transformer_blocks[0].attn):
         is_joint = getattr(layer, "add_q_proj", None) is not None
