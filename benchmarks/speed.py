@@ -63,7 +63,7 @@ def attach_built_in(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> Non
 
 
 def tomesd_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
-    """The same tokens removed by the method of tomesd and of ppdiffusers' built-in ToMe."""
+    """The same ratios by the method of tomesd and of ppdiffusers' built-in ToMe."""
     return [replace(config, **{**TOMESD_SETTINGS, "merge_attn": bool(config.merge_attn)}) for config in configs]
 
 

@@ -24,7 +24,7 @@ class BlockSummary:
     kept: int  # tokens after merging, of grid.tokens; of a video in each frame
     kept_keys: int  # the same for keys and values of self-attention: fewer with merge_attn="asymmetric"
     is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
-    # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if kept is all.
+    # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if nothing merges.
     merges: tuple[str, ...]
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import absl.logging
@@ -146,17 +147,26 @@ def traces(model):
 
 
 class Recorder(AttnProcessor):
-    """Records what reaches the attention kernel: token counts of queries and context, None for self-attention."""
+    """Records what reaches the attention kernel: token counts of queries and context, None for self-attention.
+
+    `of_self` has those of queries and keys in self-attention, whose keys may have merged further.
+    """
 
     def __init__(self):
-        self.lengths = []
+        self.lengths, self.of_self = [], []
         self.all_contiguous = True
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
         context = None if encoder_hidden_states is None else encoder_hidden_states.shape[1]
         self.lengths.append((hidden_states.shape[1], context))
         self.all_contiguous &= hidden_states.is_contiguous()
-        return super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        keys = []
+        handle = attn.to_k.register_forward_post_hook(lambda layer, inputs, out: keys.append(out.shape[1]))
+        out = super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
+        handle.remove()
+        if context is None:
+            self.of_self.append((hidden_states.shape[1], *keys))
+        return out
 
 
 def record_plans(monkeypatch, record):
@@ -225,6 +235,16 @@ def sizes_of(plan):
 def repeat(tokens, sizes):
     """[B, N-r, C] → [B, N, C]: each merged token as often as it counts."""
     return paddle.to_tensor(np.stack([np.repeat(x, n, axis=0) for x, n in zip(tokens.numpy(), sizes, strict=True)]))
+
+
+@contextmanager
+def keys_of(attention, tokens):
+    """Let an attention layer compute keys and values from these tokens."""
+    layers = attention.to_k, attention.to_v
+    handles = [layer.register_forward_pre_hook(lambda layer, args: (tokens, *args[1:])) for layer in layers]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def load_bundled(cls=StableDiffusionPipeline):

@@ -11,7 +11,8 @@ from zoo.transformers import HIDDEN, sd3
 from ppdiffusers_tome import attention, matching, wraps
 from ppdiffusers_tome.errors import ToMeConfigError
 
-TOMESD = {"window": None, "proportional": False}
+WHOLE = {"window": None, "proportional": False}
+TOMESD = {**WHOLE, "merge_attn": True}
 
 
 @pytest.fixture
@@ -42,15 +43,18 @@ def blocks(unet):
 @pytest.mark.parametrize(
     ("settings", "shares"),
     [  # in each block: 4 s of matching, 1 s of cells, 2 s of merging, 1 s of unmerging, 5 s of sizes, 3 s of the rest
-        ({"window": 8}, (4, 2, 1, 0)),
-        ({"merge_mlp": True}, (4, 4, 2, 0)),  # merges before attention and before the feed-forward layers
-        ({"proportional": True}, (4, 2, 1, 5)),
+        ({"window": 8}, (4, 4, 1, 0)),  # of queries, and of keys and values
+        ({"merge_mlp": True}, (4, 6, 2, 0)),  # merges before attention and before the feed-forward layers
+        ({"proportional": True}, (4, 4, 1, 5)),
+        ({"merge_attn": True, "window": 8}, (4, 2, 1, 0)),
+        ({"merge_attn": True, "merge_mlp": True}, (4, 4, 2, 0)),
+        ({"merge_attn": True, "proportional": True}, (4, 2, 1, 5)),
         ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, (1, 2, 0, 0)),  # keys and values share one merge
         ({"merge_attn": "kv", "proportional": True}, (4, 2, 0, 5)),
     ],
 )
 def test_every_method_has_its_shares(unet, clock, settings, shares):
-    unet.apply_tome(**{"ratio": 0.5, **TOMESD, **settings})
+    unet.apply_tome(**{"ratio": 0.5, **WHOLE, **settings})
     clock.takes(wraps, "match_tokens", 4.0)
     clock.takes(wraps, "match_cells", 1.0)
     clock.takes(attention, "merge", 2.0)
@@ -68,7 +72,12 @@ def test_every_method_has_its_shares(unet, clock, settings, shares):
 
 @pytest.mark.parametrize(
     ("settings", "shares"),
-    [(TOMESD, (0.4, 0.2, 0.1, 0.0)), ({"proportional": True, "window": None}, (0.25, 0.125, 0.0625, 0.375))],
+    [
+        (WHOLE, (4 / 12, 4 / 12, 1 / 12, 0.0)),
+        ({"proportional": True, "window": None}, (4 / 18, 4 / 18, 1 / 18, 6 / 18)),
+        (TOMESD, (0.4, 0.2, 0.1, 0.0)),
+        ({**TOMESD, "proportional": True}, (0.25, 0.125, 0.0625, 0.375)),
+    ],
 )
 def test_joint_attention_is_timed_where_its_norm_merges(clock, settings, shares):
     """Its processors have no mask, so sizes are channels."""

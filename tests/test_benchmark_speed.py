@@ -29,7 +29,7 @@ from ppdiffusers_tome.positions import Grid
 
 SCRIPT = Path(speed.__file__)
 TORCH_PYTHON = os.environ.get("TOME_TORCH_PYTHON") or (sys.executable if find_spec("tomesd") else None)
-TOMESD = {"window": None, "proportional": False}
+TOMESD = {"window": None, "proportional": False, "merge_attn": True}
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +54,14 @@ def open_backend(name, workload, folder):
 
 def test_arms_have_their_own_configs():
     texts = ("window=8", "proportional,window=none", "merge_attn=kv,match=grid,ratio=0.75", "merge_attn=kv,ratio=0.75")
-    mergings = [TOMESD, *({**TOMESD, **parse_settings(text)} for text in texts)]
+    mergings = [TOMESD, *({**TOMESD, **parse_settings(text)} for text in texts), {"window": 4}, {"window": 8}]
     arms = make_arms(
         tiny(), ["plain", "tome", "built-in", "limit"], ["eager", "PyTorch"], make_configs([0.5], [None], mergings)
     )
     assert [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"] == [  # one for each number of tokens
         ("limit 0.5, eager", 128),
         ("limit 0.75, keys and values, eager", 64),
+        ("limit 0.5, asymmetric ToMe, eager", 204),
     ]
     assert [arm.name for arm in arms if arm.arm == "built-in"] == ["built-in 0.5, eager"]  # it does not allow 0.75
     assert [arm.name for arm in arms if arm.backend == "PyTorch"] == [
@@ -93,19 +94,28 @@ def test_arms_compute_what_they_should_and_leave_no_trace(scope, tmp_path):
     assert parity.definition_of(Arm("limit", "predictor", config(0.5))) == Arm("limit", config=config(0.5))
 
 
-@pytest.mark.parametrize("ratio", [0.5, 0.7])
+@pytest.mark.parametrize(
+    ("ratio", "merge_attn", "kept"),
+    [
+        (0.5, "asymmetric", (204, 81)),
+        (0.7, "asymmetric", (93, 64)),
+        (0.5, True, (128, 128)),
+        (0.7, True, (77, 77)),
+        (0.5, "kv", (256, 128)),
+    ],
+)
 @paddle.no_grad()
-def test_free_merge_cuts_as_many_tokens_as_merging_and_comes_off(ratio):
+def test_free_merge_cuts_as_many_tokens_as_merging_and_comes_off(ratio, merge_attn, kept):
     unet = make_unet()
     unet.set_attn_processor(Recorder())
     plain, lengths = run(unet), []
     for attach_to, latent in ((attach, None), (attach_free_merge, Grid(16, 16))):
-        attach_to(unet, ToMeConfig(ratio=ratio), latent)
+        attach_to(unet, ToMeConfig(ratio=ratio, merge_attn=merge_attn), latent)
         recorder = Recorder()
         unet.set_attn_processor(recorder)
         assert np.abs(run(unet) - plain).max() > 1e-3
-        lengths.append(recorder.lengths)
-    assert lengths[0] == lengths[1] and (256 - int(256 * ratio), None) in lengths[0]
+        lengths.append((recorder.lengths, recorder.of_self))
+    assert lengths[0] == lengths[1] and kept in lengths[0][1]
     detach(unet)
     np.testing.assert_array_equal(run(unet), plain)
 

@@ -20,7 +20,7 @@ def test_defaults():
         "proportional": True,
         "match": "similarity",
         "blend": 1.0,
-        "merge_attn": True,
+        "merge_attn": "asymmetric",
         "merge_crossattn": False,
         "merge_mlp": False,
         "min_tokens": 0,
@@ -138,18 +138,21 @@ def test_cells_take_remainders_with_them():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "ToMe"),
-        ({"ratio": 0.7, "proportional": True, "window": 16}, "ToMe, windows of 16, proportional"),
+        ({}, "asymmetric ToMe"),
+        ({"ratio": 0.7, "proportional": True, "window": 16}, "asymmetric ToMe, windows of 16, proportional"),
+        ({"merge_attn": True}, "ToMe"),
+        ({"merge_attn": True, "proportional": True, "window": 16}, "ToMe, windows of 16, proportional"),
         ({"ratio": 0.75, "merge_attn": "kv", "match": "grid"}, "keys and values, 2×2 cells"),
         (
             {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0, "use_rand": False, "window": 8},
             "keys and values, 2×2 cells, blend 0, fixed dst",
         ),
         ({"merge_attn": "alone"}, "ToMe around attention alone"),
-        ({"merge_attn": "asymmetric", "merge_mlp": True}, "asymmetric ToMe + mlp"),
+        ({"merge_mlp": True}, "asymmetric ToMe + mlp"),
         ({"merge_attn": "kv", "merge_mlp": True, "sx": 4}, "keys and values, mlp, 4×2 cells"),
         ({"merge_attn": False, "merge_mlp": True, "proportional": True, "max_downsample": 2}, "mlp, max_downsample 2"),
-        ({"merge_crossattn": True, "seed": 3}, "ToMe + crossattn"),
+        ({"merge_crossattn": True, "seed": 3}, "asymmetric ToMe + crossattn"),
+        ({"merge_attn": True, "merge_crossattn": True}, "ToMe + crossattn"),
     ],
 )
 def test_method_in_words_does_not_depend_on_defaults(settings, words):
@@ -189,26 +192,29 @@ def test_frozen():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "tokens", "dst", "removed"),
+    ("ratio", "tokens", "dst", "removed", "queries", "keys"),
     [
-        (0.5, 4096, 1024, 2048),
-        (0.75, 64, 16, 48),
-        (0.5, 35, 6, 17),
-        (0.29, 100, 25, 29),  # 28.999999999999996
-        (0.2899999, 100, 25, 28),
-        (0, 64, 16, 0),
-        (0.5, 1, 0, 0),
-        (0.5, 3, 0, 0),
+        (0.5, 4096, 1024, 2048, 845, 2805),
+        (0.75, 64, 16, 48, 48, 48),
+        (0.5, 35, 6, 17, 7, 23),
+        (0.29, 100, 25, 29, 10, 43),  # 28.999999999999996
+        (0.2899999, 100, 25, 28, 10, 43),
+        (0, 64, 16, 0, 0, 0),
+        (0.5, 1, 0, 0, 0, 0),
+        (0.5, 3, 0, 0, 0, 0),
     ],
 )
-def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed):
-    assert ToMeConfig(ratio=ratio).removed(tokens, dst) == removed
+def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed, queries, keys):
+    assert ToMeConfig(ratio, merge_attn=True).removed(tokens, dst) == removed
+    assert ToMeConfig(ratio, merge_attn=True).removed(tokens, dst, keys=True) == removed
+    assert ToMeConfig(ratio).removed(tokens, dst) == queries
+    assert ToMeConfig(ratio).removed(tokens, dst, keys=True) == keys
 
 
 @pytest.mark.parametrize("tokens", [100, 64**2, 256**2, 1000**2])
 def test_removed_is_the_exact_share_whatever_floating_point_makes_of_it(tokens):
     for hundredths in range(100):
-        config = ToMeConfig(hundredths / 100, sx=10, sy=10)
+        config = ToMeConfig(hundredths / 100, sx=10, sy=10, merge_attn=True)
         assert config.removed(tokens, 1) == min(tokens * hundredths // 100, tokens - 1)
 
 
@@ -262,10 +268,12 @@ def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, 
 # The gate
 
 
-@pytest.mark.parametrize(("tokens", "removed"), [(255, 0), (256, 128), (1024, 512)])
+@pytest.mark.parametrize(("tokens", "removed"), [(255, (0, 0, 0)), (256, (52, 175, 128)), (1024, (211, 701, 512))])
 def test_grids_with_fewer_tokens_stay_plain(tokens, removed):
-    assert ToMeConfig(0.5, min_tokens=256).removed(tokens, tokens // 4) == removed
-    assert ToMeConfig(0.75, match="grid", min_tokens=256).removed(tokens, tokens // 4) == 1.5 * removed
+    config, dst = ToMeConfig(0.5, min_tokens=256), tokens // 4
+    counts = (config.removed(tokens, dst), config.removed(tokens, dst, keys=True))
+    assert (*counts, config.equally().removed(tokens, dst)) == removed
+    assert ToMeConfig(0.75, match="grid", min_tokens=256).removed(tokens, dst) == 1.5 * removed[-1]
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "64", None])

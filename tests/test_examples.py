@@ -112,7 +112,7 @@ def test_result_has_the_figures_of_the_table_and_their_origin(output):
     assert [(arm["arm"], arm["tokens"], arm["kept"]) for arm in result["arms"]] == [
         ("plain", 256, 256),
         ("0", 256, 256),
-        ("0.5", 256, 128),
+        ("0.5", 256, 204),
     ]
     plain, _, half = result["arms"]
     assert plain["psnr"] is None and 10 < half["psnr"] < 80 and half["macs_saved"] > 0
@@ -152,7 +152,7 @@ def test_table(output):
     assert float(seconds) > 0
     assert rows["0"][:4] == ["256", "→", "256", "0.0%"]
     assert rows["0"][-2:] == ["inf", "1.000"]
-    assert rows["0.5"][:3] == ["256", "→", "128"]
+    assert rows["0.5"][:3] == ["256", "→", "204"]
     merged_seconds, merged_speed_up = float(rows["0.5"][4]), float(rows["0.5"][5].rstrip("×"))
     assert merged_speed_up == pytest.approx(float(seconds) / merged_seconds, rel=0.1)
     assert 10 < float(rows["0.5"][6]) < 80
@@ -225,9 +225,9 @@ def test_inpaint_regenerates_the_white_region_and_merges(examples, tmp_path):
 
 
 TINY = {  # rows above the plain one, tokens plain and at ratio 0.5, the pipeline's default guidance scale
-    "sdxl": ([], 256, 128, 5.0),  # level 2 of 32×32 latent pixels
-    "sd3": ([], 256, 128, 7.0),  # patches of 2×2
-    "inpaint": (["input", "mask"], 1024, 512, 7.5),
+    "sdxl": ([], 256, 204, 5.0),  # level 2 of 32×32 latent pixels
+    "sd3": ([], 256, 204, 7.0),  # patches of 2×2
+    "inpaint": (["input", "mask"], 1024, 813, 7.5),
 }
 
 

@@ -88,17 +88,21 @@ def test_family_in_which_nothing_merges(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),  # self-attention in one pass: tokens that reach its kernel, and how often
+    ("name", "expected"),  # self-attention in one pass: queries and keys that reach its kernel, and how often
     [
-        ("StableDiffusionPipeline", {"unet": {128: 3, 64: 4}}),
-        ("StableDiffusionPipeline_v2", {"unet": {128: 3, 64: 4}}),
-        ("StableDiffusionInpaintPipeline", {"unet": {128: 3, 64: 4}}),
-        ("StableDiffusionXLPipeline", {"unet": {32: 3, 16: 8}}),
-        ("StableDiffusionUpscalePipeline", {"unet": {8: 4}}),
+        ("StableDiffusionPipeline", {"unet": {(204, 81): 3, (64, 64): 4}}),
+        ("StableDiffusionPipeline_v2", {"unet": {(204, 81): 3, (64, 64): 4}}),
+        ("StableDiffusionInpaintPipeline", {"unet": {(204, 81): 3, (64, 64): 4}}),
+        ("StableDiffusionXLPipeline", {"unet": {(51, 21): 3, (16, 16): 8}}),
+        ("StableDiffusionUpscalePipeline", {"unet": {(13, 6): 4}}),
         ("StableDiffusionControlNetPipeline_two", {
-            "unet": {128: 3, 64: 4}, "controlnet.nets.0": {128: 1, 64: 2}, "controlnet.nets.1": {128: 1, 64: 2},
+            "unet": {(204, 81): 3, (64, 64): 4},
+            "controlnet.nets.0": {(204, 81): 1, (64, 64): 2},
+            "controlnet.nets.1": {(204, 81): 1, (64, 64): 2},
         }),
-        ("StableDiffusionXLControlNetPipeline", {"unet": {32: 3, 16: 8}, "controlnet": {32: 1, 16: 4}}),
+        ("StableDiffusionXLControlNetPipeline", {
+            "unet": {(51, 21): 3, (16, 16): 8}, "controlnet": {(51, 21): 1, (16, 16): 4},
+        }),
     ],
 )  # fmt: skip
 def test_attention_sees_the_merged_tokens(name, expected):
@@ -110,7 +114,7 @@ def test_attention_sees_the_merged_tokens(name, expected):
         models[model].set_attn_processor(recorder)
     generate(tiny, num_inference_steps=1, **({"strength": 1.0} if "strength" in tiny.call else {}))
     for model, recorder in recorders.items():
-        assert Counter(tokens for tokens, context in recorder.lengths if context is None) == expected[model]
+        assert Counter(recorder.of_self) == expected[model]
         assert recorder.all_contiguous
 
 
@@ -255,7 +259,8 @@ def test_controlnet_setting(name):
     np.testing.assert_array_equal(output(controlnet=0.0), unet_only)
     less = output(controlnet=0.25)
     blocks = [block for block in tiny.pipe.tome_summary().blocks if block.denoiser in nets]
-    assert blocks and all(block.kept == 0.75 * block.grid.tokens for block in blocks)
+    kept = {256: (233, 159), 64: (59, 40)}  # queries, and keys and values, at ratio 0.25
+    assert blocks and all((block.kept, block.kept_keys) == kept[block.grid.tokens] for block in blocks)
     tiny.pipe.remove_tome()
     for net in nets:
         ppdiffusers_tome.models.denoisers(tiny.pipe)[net].apply_tome(ratio=0.5)

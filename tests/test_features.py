@@ -291,10 +291,11 @@ TEXT = 24  # text tokens of a prompt, the tokenizer's maximum
     ("settings", "expected"),  # number of layers by the lengths of queries, keys and values
     [
         (None, {(64, 64, 64): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({}, {(32, 32, 32): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({"ratio": 0.3}, {(45, 45, 45): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({"max_downsample": 2}, {(32, 32, 32): 3, (8, 8, 8): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({"merge_crossattn": True}, {(32, 32, 32): 3, (16, 16, 16): 4, (32, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
+        ({}, {(51, 21, 21): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
+        ({"merge_attn": True}, {(32, 32, 32): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
+        ({"ratio": 0.3}, {(57, 36, 36): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
+        ({"max_downsample": 2}, {(51, 21, 21): 3, (13, 6, 6): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
+        ({"merge_crossattn": True}, {(51, 21, 21): 3, (16, 16, 16): 4, (51, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
     ],
 )
 def test_queries_keys_and_values_are_merged_and_contiguous(settings, expected):
@@ -523,7 +524,11 @@ def dtypes(unet, dtype):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     ("method", "moves"),  # of attention, cross-attention and feed-forward in a block: merge and unmerge
-    [({"window": 4, "ratio": 0.5}, 6), ({"merge_attn": "kv", "match": "grid", "blend": 0.1, "ratio": 0.75}, 5)],
+    [
+        ({"window": 4, "ratio": 0.5}, 7),
+        ({"window": 4, "ratio": 0.5, "merge_attn": True}, 6),
+        ({"merge_attn": "kv", "match": "grid", "blend": 0.1, "ratio": 0.75}, 5),
+    ],
 )
 def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves, monkeypatch):
     dtype = "float32" if autocast else half

@@ -30,7 +30,7 @@ H, W = 6, 8
 SETTINGS = [
     {},
     {"merge_attn": "kv"},
-    {"merge_attn": "asymmetric"},
+    {"merge_attn": True},
     {"merge_attn": "alone"},
     {"proportional": False},
     {"merge_mlp": True},
@@ -92,7 +92,7 @@ def test_equal_tokens_at_equal_positions_merge_without_a_difference(model, setti
     assert np.abs(without - plain).max() > 1e-3 * np.abs(plain).max()
 
 
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
 def test_each_image_of_a_batch_is_what_it_is_alone(model, merge_attn):
     apply_tome(model, merge_attn=merge_attn)
     inputs = flux.inputs()
@@ -106,7 +106,7 @@ def test_each_image_of_a_batch_is_what_it_is_alone(model, merge_attn):
     ("settings", "queries", "mlp"),
     [
         ({}, 24, 24),
-        ({"merge_attn": "asymmetric"}, 24, 24),
+        ({"merge_attn": True}, 24, 24),
         ({"merge_attn": "kv"}, 48, 48),
         ({"merge_attn": "alone"}, 24, 48),
         ({"merge_attn": "alone", "merge_mlp": True}, 24, 24),
@@ -123,7 +123,7 @@ def test_a_single_stream_block_merges_as_a_whole_unless_attention_alone(model, s
     text = flux.TEXT
     assert seen == {"attn.to_q": text + queries, "attn.to_k": text + 24, "proj_mlp": text + mlp}
     blocks = tome_summary(model, H, W).blocks
-    joint = (39, 16) if settings.get("merge_attn") == "asymmetric" else (24, 24)
+    joint = (24, 24) if "merge_attn" in settings else (39, 16)
     assert [(block.kept, block.kept_keys) for block in blocks] == [joint] * 2 + [(24, 24)] * 2
     assert {block.grid for block in blocks} == {(H, W)}
 
@@ -151,7 +151,7 @@ def test_controlnet(kind, kinds, settings):
     merged = apply_tome(model, **settings) and control()
     assert all(not np.allclose(x, y, atol=1e-3) for x, y in zip(merged, plain, strict=True))
     summary = tome_summary(model, 7, 5)
-    joint = 6 if "match" in settings else 28 if settings.get("merge_attn") == "asymmetric" else 18
+    joint = 6 if "match" in settings else 18 if "merge_attn" in settings else 28
     assert {block.kept for block in summary.blocks} == {joint, min(joint, 18)}
     assert (summary.macs is None) == bool(kinds)
     remove_tome(model)
@@ -241,12 +241,13 @@ def test_sizes_count_keys_as_often(dtype):
 
 
 @paddle.no_grad()
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("merge_attn", [True, "asymmetric", "kv"])
 def test_merged_attention_is_that_of_float64(model, merge_attn, monkeypatch):
     inputs, channels = flux.inputs(), flux.HEADS * flux.WIDTH
     rows = model.pos_embed(paddle.concat([inputs["txt_ids"], inputs["img_ids"]]))
     image, text = noise(2, H * W, channels, seed=3), noise(2, flux.TEXT, channels, seed=4)
     settings = {"grid": Grid(H, W), "removed": 20, "random_key": (1,), "window": 4}
+    settings |= {"removed_keys": 30} if merge_attn == "asymmetric" else {}
     plan = match_tokens(image, **settings)
     for layer in (model.transformer_blocks[0].attn, model.single_transformer_blocks[0].attn):
         is_joint = getattr(layer, "add_q_proj", None) is not None

@@ -97,9 +97,10 @@ def test_manifest_of_an_earlier_release_has_its_method(exported_folder, tmp_path
     for config in data["merging"]["0.5"]:
         for name in ("window", "proportional", "match", "blend"):
             del config[name]
+        config["merge_attn"] = True
     (folder / "tome.json").write_text(json.dumps(data))
     manifest = read_manifest(folder)
-    tomesd = ToMeConfig(0.5, window=None, proportional=False, match="similarity", blend=1.0)
+    tomesd = ToMeConfig(0.5, window=None, proportional=False, match="similarity", blend=1.0, merge_attn=True)
     assert manifest.merging["0.5"] == (tomesd, tomesd) and manifest.methods == {0.5: "ToMe", 0.0: ""}
 
 

@@ -28,7 +28,7 @@ PROCESSORS = {
     "xformers": XFormersAttnProcessor,
     "sliced": lambda: SlicedAttnProcessor(1),
 }
-TOMESD = {"proportional": False, "window": None}
+TOMESD = {"proportional": False, "window": None, "merge_attn": True}
 KV = {**TOMESD, "merge_attn": "kv"}
 ASYMMETRIC = {**TOMESD, "merge_attn": "asymmetric"}
 CELLS = {**KV, "ratio": 0.75, "match": "grid"}
@@ -100,7 +100,7 @@ def test_asymmetric_attention_is_that_of_merged_queries_over_keys_merged_further
 def test_asymmetric_at_the_largest_ratio_is_symmetric(settings):
     """Cells let no key merge further than all tokens do."""
     unet = make_unet()
-    symmetric = run(unet.apply_tome(0.75, **{**TOMESD, **settings}, merge_attn=True))
+    symmetric = run(unet.apply_tome(0.75, **{**TOMESD, **settings}))
     np.testing.assert_array_equal(run(unet.apply_tome(0.75, **{**ASYMMETRIC, **settings})), symmetric)
 
 
@@ -308,21 +308,21 @@ def adapt(unet, names):
 
 
 @pytest.mark.parametrize("processor", ["plain", "xformers"])
-@pytest.mark.parametrize(
-    "settings", [{"merge_attn": "kv"}, {"merge_attn": "kv", "match": "grid", "ratio": 0.75}, {}], ids=str
-)
+@pytest.mark.parametrize("settings", [KV, CELLS, ASYMMETRIC, TOMESD], ids=str)
 def test_adapters_around_projections(processor, settings, plans):
     """Merging is the same, applied before or after them."""
-    unet, settings = make_unet(), {**TOMESD, **settings, "proportional": True}
+    unet, settings = make_unet(), {**settings, "proportional": True}
     unet.set_attn_processor(PROCESSORS[processor]())
     adapt(unet, ["to_k", "to_v", "to_q"])
     attention = find_blocks(unet)[0].block.attn1
     tokens, out = record(unet, attention, lambda: run(unet), **settings)
-    if "merge_attn" in settings:
-        keys = repeat(merge(tokens, plans[0]), sizes_of(plans[0]))
-        with paddle.no_grad():
-            expected = AttnProcessor()(attention, tokens, encoder_hidden_states=keys)
-        assert float((out - expected).abs().max()) < TOLERANCE
+    plan, keeps_queries = plans[0], settings["merge_attn"] == "kv"
+    keys = repeat(merge(tokens, plan.keys), sizes_of(plan.keys))
+    with paddle.no_grad():
+        queries = tokens if keeps_queries else merge(tokens, plan)
+        expected = AttnProcessor()(attention, queries, encoder_hidden_states=keys)
+        expected = expected if keeps_queries else unmerge(expected, plan)
+    assert float((out - expected).abs().max()) < TOLERANCE
     assert unet.apply_tome(**settings).tome_summary(16, 16).saved > 0
 
     fresh = make_unet()
@@ -367,7 +367,7 @@ def test_lora_of_ppdiffusers_sees_merged_tokens(processor):
     assert np.abs(outputs[0] - plain).max() > 1e-4
 
 
-@pytest.mark.parametrize("settings", [KV, {**TOMESD, "proportional": True}], ids=str)
+@pytest.mark.parametrize("settings", [KV, ASYMMETRIC, {**TOMESD, "proportional": True}], ids=str)
 def test_fused_projections_are_refused(settings):
     """ppdiffusers 0.29 has the processor of SD3's fused projections, but its `fuse_qkv_projections()` raises."""
     model = sd3()
@@ -401,7 +401,15 @@ CALLS = {
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"window": 8}, {"window": 4, "proportional": True}, {**KV, "proportional": True}, CELLS, {"use_rand": False}],
+    [
+        {},
+        {"window": 8},
+        {"window": 4, "proportional": True},
+        {**KV, "proportional": True},
+        {**ASYMMETRIC, "window": 4, "proportional": True},
+        CELLS,
+        {"use_rand": False},
+    ],
     ids=str,
 )
 def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settings, monkeypatch):

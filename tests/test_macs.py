@@ -85,6 +85,8 @@ def test_controlnet_is_counted_as_measured(controlnet):
         {"ratio": 0.5},
         {"ratio": 0.75},
         {"ratio": 0.5, "max_downsample": 2},
+        {"ratio": 0.5, "merge_attn": True},
+        {"ratio": 0.5, "window": 4, "merge_attn": True, "merge_mlp": True},
         {"ratio": 0.4, "merge_crossattn": True},
         {"ratio": 0.4, "merge_mlp": True},
         {"ratio": 0.5, "window": 4, "proportional": True},
@@ -192,6 +194,7 @@ def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
     assert count_macs(model, latent, text, frames) == plain
     for settings in (
         {},
+        {"merge_attn": True},
         {"merge_attn": "kv", "ratio": 0.6},
         {"merge_attn": "alone", "window": 4},
         {"merge_mlp": True, "merge_crossattn": True},
@@ -215,14 +218,14 @@ def test_summary_of_a_video_needs_its_frames():
     assert without.macs is None and "pass frames, the number of its latent frames" in str(without)
     few, many = (tome_summary(model, 12, 16, frames=frames) for frames in (2, 20))
     assert few.macs < many.macs and 0 < few.saved_share < many.saved_share
-    assert {block.kept for block in many.blocks} == {24}  # in each frame
+    assert {(block.kept, block.kept_keys) for block in many.blocks} == {(39, 16)}  # in each frame
     with pytest.raises(ToMeConfigError, match="frames=0 is not allowed"):
         tome_summary(model, 12, 16, frames=0)
 
 
 def test_summary_of_a_single_stream_block():
     model = flux.double()
-    merges = {"alone": ("attn",), True: ("attn", "mlp"), "kv": ("kv",)}
+    merges = {"alone": ("attn",), True: ("attn", "mlp"), "asymmetric": ("attn", "mlp"), "kv": ("kv",)}
     for merge_attn, expected in merges.items():
         summary = tome_summary(apply_tome(model, merge_attn=merge_attn), 16, 16)
         assert [block.merges for block in summary.blocks][2:] == [expected] * 2
@@ -233,12 +236,17 @@ def test_summary_of_the_bundled_pipeline(pipe):
     pipe.apply_tome(ratio=0.5)
     small, large = pipe.tome_summary(), pipe.tome_summary(height=256, width=192)
     assert (small.latent, large.latent) == (Grid(32, 32), Grid(64, 48))
-    assert {(b.level, b.grid, b.kept, b.merges) for b in small.blocks} == {(1, Grid(32, 32), 512, ("attn",))}
-    assert {b.kept for b in large.blocks} == {64 * 48 // 2}
+    of_small = {(b.level, b.grid, b.kept, b.kept_keys, b.merges) for b in small.blocks}
+    assert of_small == {(1, Grid(32, 32), 813, 323, ("attn",))}
+    assert {(b.kept, b.kept_keys) for b in large.blocks} == {(2439, 968)}
     assert 0 < small.saved_share < large.saved_share < 1
     text = str(large)
-    assert "unet: ratio=0.5" in text and "latents 64×48" in text and "1536 of 3072" in text
+    assert "unet: ratio=0.5" in text and "latents 64×48" in text
+    assert " 2439 (keys and values 968) of 3072  attn" in text
     assert f"{large.saved_share:.1%} of" in text
+    equal = pipe.apply_tome(ratio=0.5, merge_attn=True).tome_summary(height=256, width=192)
+    assert {(b.kept, b.kept_keys) for b in equal.blocks} == {(1536, 1536)}
+    assert " 1536 of 3072  attn" in str(equal) and "keys and values" not in str(equal)
 
 
 def test_summary_of_keys_and_values(pipe):
@@ -260,9 +268,9 @@ def test_summary_at_ratio_0_and_of_grids_too_small_to_merge(pipe):
         (0.5, 8),
     ):  # 8 px: 2×2 and 1×1 tokens
         summary = pipe.apply_tome(ratio, max_downsample=2).tome_summary(height=size, width=size)
-        nothing = {b.merges for b in summary.blocks if b.kept == b.grid.tokens}
+        nothing = {b.merges for b in summary.blocks if b.kept_keys == b.grid.tokens}
         assert nothing == {()} and str(summary).count("  plain\n") == sum(not b.merges for b in summary.blocks)
-        assert all(b.merges == ("attn",) for b in summary.blocks if b.kept < b.grid.tokens)
+        assert all(b.merges == ("attn",) for b in summary.blocks if b.kept_keys < b.grid.tokens)
 
 
 def test_summary_with_merging_off(pipe):

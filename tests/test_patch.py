@@ -29,6 +29,7 @@ from ppdiffusers_tome import (
     patch,
     wraps,
 )
+from ppdiffusers_tome.config import TOMESD_SETTINGS
 from ppdiffusers_tome.models import find_blocks
 
 
@@ -72,7 +73,8 @@ def test_applying_again_replaces(unet):
 def test_ratio_that_removes_no_token_gives_the_plain_result(unet):
     plain = run(unet)
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0)), plain)
-    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003)), plain)  # ⌊256 · 0.003⌋ = 0
+    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.002)), plain)  # ⌊256 · 0.0033⌋ = 0 keys
+    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003, merge_attn=True)), plain)  # ⌊256 · 0.003⌋ = 0
 
 
 def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
@@ -139,9 +141,12 @@ def test_each_block_merges_by_its_own_input_and_seed(unet, plans):
     run(unet.apply_tome(max_downsample=2, seed=3), h=17, w=12)
     grids = [Grid(17, 12), *[Grid(9, 6)] * 4, *[Grid(17, 12)] * 2]  # in the order of a pass: down, middle, up
     indices = [block.index for stage in ("down", "mid", "up") for block in blocks if block.path.startswith(stage)]
+    removed = {17 * 12: (42, 139), 9 * 6: (11, 36)}  # from queries, and from keys and values
     for plan, metric, grid, index in zip(plans, metrics, grids, indices, strict=True):
-        expected = match_tokens(metric, grid, grid.tokens // 2, random_key=(3, index), window=16)
+        queries, keys = removed[grid.tokens]
+        expected = match_tokens(metric, grid, queries, random_key=(3, index), window=16, removed_keys=keys)
         np.testing.assert_array_equal(plan.source_rows, expected.source_rows)
+        np.testing.assert_array_equal(plan.keys.source_rows, expected.keys.source_rows)
 
 
 # Errors leave the model unchanged
@@ -299,7 +304,7 @@ def test_wraps_of_others_below_and_above(unet, name):
     """Ours comes off from between them; both stay. Applied again, it merges as before."""
     block = find_blocks(unet)[0].block
     layer = block if name == "block" else getattr(block, name)
-    settings = {"merge_crossattn": True, "merge_mlp": True, "proportional": False}
+    settings = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True, "proportional": False}
     wrap_forward(layer, 0.5)
     wrap_forward(layer, 3.0)
     plain = run(unet)
@@ -318,7 +323,7 @@ def test_wraps_of_others_below_and_above(unet, name):
 
 
 def test_a_method_below_gets_what_merging_adds(unet):
-    """The sizes of merged tokens pass through a wrap that is a method of the layer, and not through a function."""
+    """Merged keys and their sizes pass through a wrap that is a method of the layer, and not through a function."""
     attention, expected = find_blocks(unet)[0].block.attn1, run(unet.apply_tome())
     unet.remove_tome()
     attention.forward = types.MethodType(
@@ -327,9 +332,11 @@ def test_a_method_below_gets_what_merging_adds(unet):
     np.testing.assert_array_equal(run(unet.apply_tome()), expected)
     unet.remove_tome()
     wrap_forward(attention, 1.0)
-    with pytest.raises(ToMePassError, match="proportional=True: AttnProcessor has neither"):
+    with pytest.raises(ToMePassError, match="merge_attn='asymmetric': AttnProcessor has not called to_k and to_v"):
         run(unet.apply_tome())
-    assert np.isfinite(run(unet.apply_tome(proportional=False))).all()
+    with pytest.raises(ToMePassError, match="proportional=True: AttnProcessor has neither"):
+        run(unet.apply_tome(merge_attn=True))
+    assert np.isfinite(run(unet.apply_tome(merge_attn=True, proportional=False))).all()
 
 
 # Copies, files, other features of ppdiffusers
@@ -449,7 +456,7 @@ def apply_builtin(model, ratio):
 @pytest.mark.parametrize("action", ["apply", "remove"])
 def test_built_in_merging_is_removed_first(unet, action):
     before, plain = traces(unet), run(unet)
-    settings = {"use_rand": False, "window": None, "proportional": False}  # ppdiffusers' method is tomesd's
+    settings = {**TOMESD_SETTINGS, "use_rand": False}  # ppdiffusers' method is tomesd's
     expected = run(unet.apply_tome(0.5, **settings))
     unet.remove_tome()
     apply_builtin(unet, 0.5)

@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
-from conftest import inputs, make_unet, repeat, run, sizes_of
+from conftest import inputs, keys_of, make_unet, repeat, run, sizes_of
 from ppdiffusers.models.attention_processor import (
     AttnProcessor,
     AttnProcessor2_5,
@@ -18,7 +18,7 @@ from zoo.noise import noise
 from zoo.transformers import HIDDEN, sd3
 from zoo.videos import CrossFrameAttention
 
-from ppdiffusers_tome import ToMePassError, match_cells, match_tokens, merge, unmerge
+from ppdiffusers_tome import ToMePassError, match_cells, match_tokens, unmerge
 from ppdiffusers_tome import attention as attention_module
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.positions import Grid
@@ -34,24 +34,25 @@ TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of
 
 
 def record(model, attention, make_pass, **settings):
-    """What an attention layer computes from, on merged tokens, and what it returns."""
+    """What an attention layer computes queries from and keys from, on merged tokens, and what it returns."""
     seen = {}
     handles = [attention.register_forward_post_hook(lambda layer, args, out: seen.update(out=out))]
     model.apply_tome(proportional=True, **settings)
-    first = attention.to_q  # called by position in every processor
-    handles.append(first.register_forward_pre_hook(lambda layer, args: seen.update(tokens=args[0])))
+    for name in ("to_q", "to_k"):  # called by position in every processor
+        layer = getattr(attention, name)
+        handles.append(layer.register_forward_pre_hook(lambda layer, args, name=name: seen.update({name: args[0]})))
     with paddle.no_grad():
         make_pass()
     for handle in handles:
         handle.remove()
     model.remove_tome()
-    return seen["tokens"], seen["out"]
+    return seen["to_q"], seen["to_k"], seen["out"]
 
 
 def test_log_sizes_are_those_of_the_groups(plans):
     unet = make_unet().apply_tome(ratio=0.6, proportional=True)
     run(unet)
-    for plan in plans:
+    for plan in (plan for of_block in plans for plan in (of_block, of_block.keys)):
         assert np.allclose(np.exp(plan.log_sizes().numpy()), sizes_of(plan), rtol=1e-6)
         assert (sizes_of(plan).sum(axis=1) == plan.tokens).all() and sizes_of(plan).max() > 2
 
@@ -64,21 +65,26 @@ def test_log_sizes_are_0_where_nothing_merges(match):
 
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("window", [None, 4])
-def test_attention_is_that_over_repeated_keys(name, window, plans):
+@pytest.mark.parametrize("merge_attn", ["asymmetric", True])
+def test_attention_is_that_over_repeated_keys(name, window, merge_attn, plans):
     unet = make_unet()
     unet.set_attn_processor(PROCESSORS[name]())
     attention = find_blocks(unet)[0].block.attn1
-    tokens, out = record(unet, attention, lambda: run(unet), ratio=0.5, window=window)
+    settings = {"ratio": 0.5, "window": window, "merge_attn": merge_attn}
+    queries, keys, out = record(unet, attention, lambda: run(unet), **settings)
+    assert (queries.shape[1], keys.shape[1]) == ((128, 128) if merge_attn is True else (204, 81))
     with paddle.no_grad():
-        expected = AttnProcessor()(attention, tokens, encoder_hidden_states=repeat(tokens, sizes_of(plans[0])))
-        without = AttnProcessor()(attention, tokens)
+        repeated = repeat(keys, sizes_of(plans[0].keys))
+        expected = AttnProcessor()(attention, queries, encoder_hidden_states=repeated)
+        without = AttnProcessor()(attention, queries, encoder_hidden_states=keys)
         expected, without = (unmerge(x, plans[0]) for x in (expected, without))
     assert float((out - expected).abs().max()) < TOLERANCE
     assert float((out - without).abs().max()) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("text_continues", [True, False])
-def test_joint_attention_is_that_over_repeated_image_tokens(text_continues, plans):
+@pytest.mark.parametrize("merge_attn", ["asymmetric", True])
+def test_joint_attention_is_that_over_repeated_image_tokens(text_continues, merge_attn, plans):
     """Text tokens count once. In the last block, whose text goes nowhere, too."""
     model = sd3()
     index = 0 if text_continues else -1
@@ -91,12 +97,11 @@ def test_joint_attention_is_that_over_repeated_image_tokens(text_continues, plan
         "pooled_projections": noise(2, 2 * HIDDEN, seed=2),
         "timestep": paddle.to_tensor([10, 10]),
     }
-    tokens, out = record(model, attention, lambda: model(noise(2, 4, 16, 16), **given), ratio=0.5)
-    sizes = sizes_of(plans[index])
-    with paddle.no_grad():
-        image, context = attention(repeat(tokens, sizes), encoder_hidden_states=text["tokens"])
-    firsts = np.cumsum(sizes, axis=1) - sizes
-    expected = paddle.to_tensor(np.take_along_axis(image.numpy(), firsts[..., None], axis=1))
+    settings = {"ratio": 0.5, "merge_attn": merge_attn}
+    queries, keys, out = record(model, attention, lambda: model(noise(2, 4, 16, 16), **given), **settings)
+    assert (queries.shape[1], keys.shape[1]) == ((32, 32) if merge_attn is True else (51, 21))
+    with paddle.no_grad(), keys_of(attention, repeat(keys, sizes_of(plans[index].keys))):
+        expected, context = attention(queries, encoder_hidden_states=text["tokens"])
     assert np.abs((out[0] - unmerge(expected, plans[index])).numpy()).max() < TOLERANCE
     if text_continues:
         assert np.abs((out[1] - context).numpy()).max() < TOLERANCE
@@ -132,9 +137,11 @@ class Mixing(AttnProcessor):
 def test_keys_of_unknown_tokens_are_an_error():
     unet = make_unet()
     unet.set_attn_processor(Mixing())
-    run(unet.apply_tome(ratio=0.5, proportional=False))
+    run(unet.apply_tome(ratio=0.5, merge_attn=True, proportional=False))
     with pytest.raises(ToMePassError, match="proportional=True: Mixing attends to other tokens than its own"):
-        run(unet.apply_tome(ratio=0.5, proportional=True))
+        run(unet.apply_tome(ratio=0.5, merge_attn=True, proportional=True))
+    with pytest.raises(ToMePassError, match="merge_attn='asymmetric': Mixing computes keys or values from other"):
+        run(unet.apply_tome(ratio=0.5, proportional=False))
 
 
 # Text2Video-Zero, whose frames attend to the first one
@@ -145,17 +152,17 @@ def test_keys_of_the_first_frame_have_its_sizes(plans):
     unet = make_unet()
     unet.set_attn_processor(CrossFrameAttention())
     attention = find_blocks(unet)[0].block.attn1
-    for settings in ({"window": None}, {"merge_attn": "kv", "ratio": 0.6}):
+    for settings in ({"window": None}, {"merge_attn": True}, {"merge_attn": "kv", "ratio": 0.6}):
         plans.clear()
-        tokens, out = record(unet, attention, lambda: run(unet, batch=4), **{"ratio": 0.5, **settings})
-        merged = merge(tokens, plans[0]) if "merge_attn" in settings else tokens
-        keys = repeat(merged, sizes_of(plans[0]))
+        queries, keys, out = record(unet, attention, lambda: run(unet, batch=4), **{"ratio": 0.5, **settings})
+        sizes = sizes_of(plans[0].keys)
+        keys = repeat(keys, sizes)
         first = paddle.stack([keys[0], keys[0], keys[2], keys[2]])
         with paddle.no_grad():
-            expected = AttnProcessor()(attention, tokens, encoder_hidden_states=first)
-        expected = expected if "merge_attn" in settings else unmerge(expected, plans[0])
+            expected = AttnProcessor()(attention, queries, encoder_hidden_states=first)
+        expected = expected if settings.get("merge_attn") == "kv" else unmerge(expected, plans[0])
         assert float((out - expected).abs().max()) < TOLERANCE
-        assert (sizes_of(plans[0])[0] != sizes_of(plans[0])[1]).any()
+        assert (sizes[0] != sizes[1]).any()
 
 
 def test_frames_in_fused_attention_are_an_error():
@@ -224,9 +231,10 @@ def test_attention_whose_kernel_ignores_the_scale_is_that_over_repeated_keys(pla
     monkeypatch.setattr(F, "scaled_dot_product_attention_", lambda *heads, scale, **given: attend(*heads, **given))
     unet.set_attn_processor(XFormersAttnProcessor())
     attention = find_blocks(unet)[0].block.attn1
-    tokens, out = record(unet, attention, lambda: run(unet), ratio=0.5)
+    queries, keys, out = record(unet, attention, lambda: run(unet), ratio=0.5)
     with paddle.no_grad():
-        expected = AttnProcessor()(attention, tokens, encoder_hidden_states=repeat(tokens, sizes_of(plans[0])))
+        repeated = repeat(keys, sizes_of(plans[0].keys))
+        expected = AttnProcessor()(attention, queries, encoder_hidden_states=repeated)
     assert float((out - unmerge(expected, plans[0])).abs().max()) < TOLERANCE
 
 
@@ -238,7 +246,7 @@ def test_scores_with_a_channel_are_those_with_a_mask(upcast, sliced, monkeypatch
     for name, value in upcast.items():
         setattr(attention, name, value)
     unet.set_attn_processor(SlicedAttnProcessor(2) if sliced else AttnProcessor())
-    _, by_channel = record(unet, attention, lambda: run(unet), ratio=0.5)
+    *_, by_channel = record(unet, attention, lambda: run(unet), ratio=0.5)
     own = type(
         "Own", (type(attention.processor),), {"__call__": lambda self, *args, **given: call(self, *args, **given)}
     )
@@ -248,7 +256,7 @@ def test_scores_with_a_channel_are_those_with_a_mask(upcast, sliced, monkeypatch
     monkeypatch.setattr(
         type(attention), "get_attention_scores", lambda *args: (masks.append(args[3] is not None), scores(*args))[1]
     )
-    _, by_mask = record(unet, attention, lambda: run(unet), ratio=0.5)
+    *_, by_mask = record(unet, attention, lambda: run(unet), ratio=0.5)
     assert any(masks) and float((by_channel - by_mask).abs().max()) < TOLERANCE
 
 
@@ -262,7 +270,7 @@ def test_a_mask_over_the_text_stays_with_merged_cross_attention(plans):
     def make_pass():
         unet(given["sample"], 10, given["encoder_hidden_states"], encoder_attention_mask=mask)
 
-    tokens, out = record(unet, attention, make_pass, ratio=0.5, merge_crossattn=True)
+    tokens, _, out = record(unet, attention, make_pass, ratio=0.5, merge_crossattn=True)
     with paddle.no_grad():
         expected = AttnProcessor()(attention, tokens, encoder_hidden_states=given["encoder_hidden_states"])
     assert float((out - unmerge(expected, plans[0])).abs().max()) < TOLERANCE

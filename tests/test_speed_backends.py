@@ -18,7 +18,7 @@ from ppdiffusers_tome.evaluation.speed.backends import EagerBackend, ProgramBack
 from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, Arm, make_arms, make_case, make_configs
 from ppdiffusers_tome.evaluation.speed.workloads import open_workload
 
-TOMESD = {"window": None, "proportional": False}
+WHOLE = {"window": None, "proportional": False}
 
 
 def tiny(**fields):
@@ -31,11 +31,14 @@ def open_backends(workload, folder, *names):
 
 
 def test_arms_are_backends_by_ratios_by_levels():
-    configs = make_configs([0.5, 0.75], [None], [TOMESD])
+    configs = make_configs([0.5, 0.75], [None], [WHOLE])
     arms = make_arms(tiny(), list(ARM_NAMES), ["eager", "predictor"], configs)
     names = [arm.name for arm in arms]
-    assert names[:4] == ["plain, eager", "memory-efficient, eager", "ToMe 0.5, eager", "ToMe 0.75, eager"]
-    assert len({*names}) == len(names) and [arm.kept for arm in arms[:4]] == [256, 256, 128, 64]
+    assert names[:4] == [
+        *("plain, eager", "memory-efficient, eager"),
+        *("asymmetric ToMe 0.5, eager", "asymmetric ToMe 0.75, eager"),
+    ]
+    assert len({*names}) == len(names) and [arm.kept for arm in arms[:4]] == [256, 256, 204, 64]
     assert [arm.arm for arm in arms if arm.backend == "predictor"] == ["plain", "tome", "tome"]
     assert {arm.status for arm in arms} == {"planned"}
     half = make_arms(tiny(dtype="bfloat16"), ["plain"], ["eager", "predictor"], [])
@@ -43,16 +46,23 @@ def test_arms_are_backends_by_ratios_by_levels():
 
 
 def test_merging_arms_take_every_ratio_or_their_own():
-    texts = ("window=8", "proportional,window=none", "merge_attn=kv,match=grid,ratio=0.75", "merge_attn=kv,ratio=0.75")
+    texts = (
+        "window=8",
+        "proportional,window=none",
+        "merge_attn=true",
+        "merge_attn=kv,match=grid,ratio=0.75",
+        "merge_attn=kv,ratio=0.75",
+    )
     base = "window=none,proportional=false"
     mergings = [parse_settings(base), *({**parse_settings(base), **parse_settings(text)} for text in texts)]
     configs = make_configs([0.5, 0.25, 0.5], [None], mergings)
     assert all(not config.use_rand for config in configs)
     arms = make_arms(tiny(), ["tome"], ["eager"], configs)
     assert [arm.name.removesuffix(", eager") for arm in arms] == [
-        *("ToMe 0.5", "ToMe 0.5, windows of 8", "ToMe 0.5, proportional"),
+        *("asymmetric ToMe 0.5", "asymmetric ToMe 0.5, windows of 8", "asymmetric ToMe 0.5, proportional", "ToMe 0.5"),
         *("keys and values 0.75, 2×2 cells", "keys and values 0.75"),
-        *("ToMe 0.25", "ToMe 0.25, windows of 8", "ToMe 0.25, proportional"),
+        *("asymmetric ToMe 0.25", "asymmetric ToMe 0.25, windows of 8", "asymmetric ToMe 0.25, proportional"),
+        "ToMe 0.25",
     ]
 
 
@@ -93,7 +103,7 @@ def test_memory_limit_is_that_of_the_case(tmp_path):
 def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     case = tiny()
     with patch("paddle.get_device", return_value="gpu:0"):
-        configs = make_configs([0.5], [None], [TOMESD])
+        configs = make_configs([0.5], [None], [WHOLE])
         efficient, both = make_arms(case, ["memory-efficient", "both"], ["eager"], configs)
     assert efficient.attention == both.attention == "xformers"
     workload, attend = open_workload(case), XFormersAttnProcessor.__call__
@@ -105,14 +115,20 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
         merged, fused = eager.output(both), eager.output(efficient)
     assert processor.called
     np.testing.assert_allclose(fused, workload.run().numpy(), atol=1e-5)
-    np.testing.assert_allclose(merged, eager.output(Arm("tome", config=config(0.5))), atol=1e-5)
+    np.testing.assert_allclose(merged, eager.output(Arm("tome", config=configs[0])), atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"window": 8, "proportional": True}, {"merge_attn": "kv", "match": "grid", "blend": 0.0}]
+    ("ratio", "settings"),
+    [
+        (0.75, {}),
+        (0.75, {"window": 8, "proportional": True}),
+        (0.5, {"window": 8, "proportional": True, "merge_attn": "asymmetric"}),
+        (0.75, {"merge_attn": "kv", "match": "grid", "blend": 0.0}),
+    ],
 )
-def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(settings, tmp_path):
-    workload, merging = open_workload(tiny()), config(0.75, **settings)
+def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio, settings, tmp_path):
+    workload, merging = open_workload(tiny()), config(ratio, **settings)
     eager, predictor = open_backends(workload, tmp_path, "eager", "predictor")
     plain = workload.run().numpy()
     expected = eager.output(Arm("tome", config=merging))

@@ -29,12 +29,12 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     assert main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
     assert "tiny, one UNet pass, 128 px, batch 2, float32: 256 tokens" in printed
-    assert re.search(r"ToMe 0\.5, eager +128 +\d\.\d{4} +\d+\.\d\d× +\d\.\d\n", printed)
+    assert re.search(r"asymmetric ToMe 0\.5, eager +204 +\d\.\d{4} +\d+\.\d\d× +\d\.\d\n", printed)
     assert json.loads(out.read_text())["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
     assert [arm.arm for arm in case.with_status("measured")] == ["plain", "tome", "both"]
     plain, tome, both = case.arms
     assert all(len(arm.seconds) == 2 for arm in case.arms)
-    assert both.parity["against"] == "ToMe 0.5, eager" and both.parity["difference"] < 1e-4
+    assert both.parity["against"] == "asymmetric ToMe 0.5, eager" and both.parity["difference"] < 1e-4
     assert both.peak_memory_bytes <= tome.peak_memory_bytes < plain.peak_memory_bytes
     assert both.macs == tome.macs < plain.macs
 
@@ -47,7 +47,7 @@ def test_methods_are_measured_and_reported(worker_in_this_process, tmp_path, cap
     case = read(out)
     assert [arm.status for arm in case.arms] == ["measured"] * 3
     windows, cells = (arm for arm in case.arms if arm.arm == "tome")
-    assert (windows.name, windows.kept) == ("ToMe 0.5, windows of 8, eager", 128)
+    assert (windows.name, windows.kept) == ("asymmetric ToMe 0.5, windows of 8, eager", 204)
     assert (cells.name, cells.kept) == ("keys and values 0.75, 2×2 cells, proportional, eager", 64)
     assert cells.config.proportional and not cells.config.use_rand
     capsys.readouterr()
@@ -132,7 +132,7 @@ def test_pipelines_are_timed_by_both_backends(worker_in_this_process, tmp_path):
     assert (case.scope, case.steps, case.guidance_scale, case.tokens) == ("pipeline", 2, 7.5, 256)
     eager, predictor = case.with_status("measured")
     for arm in (eager, predictor):
-        assert len(arm.seconds) == 1 and arm.kept == 128
+        assert len(arm.seconds) == 1 and arm.kept == 204
         assert arm.peak_memory_bytes > 0 and arm.macs > 0
     assert (eager.backend, predictor.backend) == ("eager", "predictor")
     assert eager.parity is None and predictor.parity["difference"] < 1e-2

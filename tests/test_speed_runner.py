@@ -84,7 +84,7 @@ def test_result_has_what_was_measured(tmp_path, stub):
     (case,) = read_cases(result, "speed.json")
     assert case.arms == [*arms.values()] and (case.latent, case.tokens) == ([16, 16], 256)
     tome = arms["tome"]
-    assert (tome.seconds, tome.status, tome.kept) == ([0.5, 1.5, 2.5], "measured", 128)
+    assert (tome.seconds, tome.status, tome.kept) == ([0.5, 1.5, 2.5], "measured", 204)
 
 
 @pytest.mark.parametrize(

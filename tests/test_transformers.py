@@ -5,7 +5,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 import pytest
-from conftest import program_of, repeat, sizes_of, traces
+from conftest import keys_of, program_of, repeat, sizes_of, traces
 from paddle import nn
 from ppdiffusers.models.attention import JointTransformerBlock
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, JointAttnProcessor2_5
@@ -125,12 +125,14 @@ def widths(model, ending):
 
 def test_self_attention_gets_merged_tokens(make):
     model = make().apply_tome(ratio=0.5)
+    keys = widths(model, ("attn.to_k", "attn1.to_k", "attn.to_v", "attn1.to_v"))
     seen = record(make, model)
-    if make is sd3:  # 32 of 64 image tokens and all of the text, into one attention and out of it again
-        assert set(seen.values()) == {(32, TEXT, 32, TEXT)}
+    if make is sd3:  # 51 of 64 image tokens and all of the text, into one attention and out of it again
+        assert set(seen.values()) == {(51, TEXT, 51, TEXT)}
     else:
-        assert {shape for path, shape in seen.items() if path.endswith("attn1")} == {(32, None)}
+        assert {shape for path, shape in seen.items() if path.endswith("attn1")} == {(51, None)}
         assert {shape for path, shape in seen.items() if path.endswith("attn2")} <= {(64, TEXT)}
+    assert set(keys.values()) == {21} and len(keys) == 2 * len(model.transformer_blocks)
     assert len(seen) >= len(model.transformer_blocks)
 
 
@@ -242,19 +244,19 @@ def test_heads_that_are_normalized(sd35, settings, h, w):
     assert traces(sd35) == before
 
 
-@pytest.mark.parametrize(("merge_attn", "queries"), [(True, 32), ("kv", 64)])
-def test_second_attention_merges_by_the_plan_of_its_block(sd35, merge_attn, queries):
+@pytest.mark.parametrize(("merge_attn", "queries", "keys"), [("asymmetric", 51, 21), (True, 32, 32), ("kv", 64, 32)])
+def test_second_attention_merges_by_the_plan_of_its_block(sd35, merge_attn, queries, keys):
     sd35.apply_tome(merge_attn=merge_attn)
     projected = {name: widths(sd35, name) for name in ("attn.to_q", "attn.to_k", "attn2.to_q", "attn2.to_k")}
     draw(sd3, sd35)
     assert {name: set(seen.values()) for name, seen in projected.items()} == {
-        "attn.to_q": {queries}, "attn.to_k": {32}, "attn2.to_q": {queries}, "attn2.to_k": {32},
+        "attn.to_q": {queries}, "attn.to_k": {keys}, "attn2.to_q": {queries}, "attn2.to_k": {keys},
     }  # fmt: skip
-    assert sd35.tome_summary(16, 16).blocks[0].merges == ("attn" if merge_attn is True else "kv",)
+    assert sd35.tome_summary(16, 16).blocks[0].merges == ("kv" if merge_attn == "kv" else "attn",)
 
 
 @paddle.no_grad()
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
 def test_each_half_of_a_batch_is_what_it_is_alone(sd35, merge_attn):
     """As under guidance: the same latents with two texts."""
     sd35.apply_tome(merge_attn=merge_attn)
@@ -269,24 +271,24 @@ def test_each_half_of_a_batch_is_what_it_is_alone(sd35, merge_attn):
 
 @paddle.no_grad()
 @pytest.mark.parametrize("name", ["attn", "attn2"])
-def test_sizes_are_added_after_the_norm_of_a_head(sd35, name, monkeypatch):
+@pytest.mark.parametrize("removed_keys", [None, 16])
+def test_sizes_are_added_after_the_norm_of_a_head(sd35, name, removed_keys, monkeypatch):
     """The attention is that over image tokens repeated by their sizes; text tokens count once."""
     attention = getattr(sd35.transformer_blocks[0], name)
     image = noise(2, 24, HIDDEN, seed=1)
     text = {"encoder_hidden_states": noise(2, TEXT, HIDDEN, seed=2)} if name == "attn" else {}
-    plan = match_tokens(image, Grid(4, 6), removed=12)
+    plan = match_tokens(image, Grid(4, 6), removed=12, removed_keys=removed_keys)
     monkeypatch.setattr(wraps._current, "plan", plan)
     install(attention, AttentionWrap(ToMeConfig(), is_self=True))
     merged = attention(hidden_states=image, **text)
     remove(attention)
-    sizes = sizes_of(plan)
-    full = attention(hidden_states=repeat(merge(image, plan), sizes), **text)
+    sizes = sizes_of(plan.keys)
+    with keys_of(attention, repeat(merge(image, plan.keys), sizes)):
+        expected = attention(hidden_states=merge(image, plan), **text)
     if text:
-        (merged, merged_text), (full, full_text) = merged, full
-        np.testing.assert_allclose(merged_text.numpy(), full_text.numpy(), atol=5e-6)
-    firsts = (np.cumsum(sizes, axis=1) - sizes)[..., None]
-    expected = unmerge(paddle.to_tensor(np.take_along_axis(full.numpy(), firsts, axis=1)), plan)
-    np.testing.assert_allclose(merged.numpy(), expected.numpy(), atol=5e-6)
+        (merged, merged_text), (expected, expected_text) = merged, expected
+        np.testing.assert_allclose(merged_text.numpy(), expected_text.numpy(), atol=5e-6)
+    np.testing.assert_allclose(merged.numpy(), unmerge(expected, plan).numpy(), atol=5e-6)
     assert sizes.max() > 2
 
 
@@ -300,9 +302,9 @@ def test_program_of_heads_that_are_normalized_equals_eager(sd35):
     np.testing.assert_allclose(program(*arguments).numpy(), merged, atol=1e-6)
 
 
-@pytest.mark.parametrize(("h", "w"), [(16, 16), (12, 20)])
+@pytest.mark.parametrize(("h", "w", "kept"), [(16, 16, 51), (12, 20, 48)])
 @pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}, {"merge_mlp": True}], ids=str)
-def test_controlnet_of_sd3(settings, h, w):
+def test_controlnet_of_sd3(settings, h, w, kept):
     """Its outputs are 0 until it is trained, so those layers are random here."""
     controlnet = sd3_controlnet()
 
@@ -314,7 +316,8 @@ def test_controlnet_of_sd3(settings, h, w):
     plain, before = control(), traces(controlnet)
     assert not np.allclose(plain, 0, atol=1e-3)
     assert not np.allclose(controlnet.apply_tome(**settings) and control(), plain, atol=1e-3)
-    assert [block.kept for block in controlnet.tome_summary(h, w).blocks] == [h * w // 8] * 2
+    kept = h * w // 8 if "merge_attn" in settings else kept
+    assert [block.kept for block in controlnet.tome_summary(h, w).blocks] == [kept] * 2
     controlnet.remove_tome()
     np.testing.assert_array_equal(control(), plain)
     assert traces(controlnet) == before
@@ -337,7 +340,7 @@ def test_merge_mlp_only_merges_image_tokens(make):
     model = make().apply_tome(ratio=0.5, merge_mlp=True)
     image, text = widths(model, ".ff.net.0"), widths(model, ".ff_context")
     draw(make, model)
-    assert set(image.values()) == {32}
+    assert set(image.values()) == {51}
     assert len(image) == len(model.transformer_blocks)
     assert set(text.values()) == ({TEXT} if make is sd3 else set())
 
@@ -351,17 +354,19 @@ def test_merge_mlp_without_merge_attn_leaves_attention_plain(make):
 
 def test_cross_attention_merges_under_a_text_mask():
     model = pixart().apply_tome(ratio=0.5, merge_crossattn=True)
-    assert set(record(pixart, model).values()) == {(32, None), (32, TEXT)}
+    assert set(record(pixart, model).values()) == {(51, None), (51, TEXT)}
 
 
 @pytest.mark.parametrize("make", [pixart, pixart_of_1024_px, sd3], ids=lambda make: make.__name__)
-@pytest.mark.parametrize(("h", "w", "kept"), [(12, 20, 30), (20, 12, 30), (10, 14, 18)])
-def test_latents_that_are_not_square(make, h, w, kept):
-    """5×7 patches have 6 complete cells; half of the 35 tokens, rounded down, merge away."""
+@pytest.mark.parametrize(("h", "w", "kept", "kept_keys"), [(12, 20, 48, 19), (20, 12, 48, 19), (10, 14, 28, 12)])
+def test_latents_that_are_not_square(make, h, w, kept, kept_keys):
+    """5×7 patches have 6 complete cells; of the 35 tokens, 7.2 queries and 23.98 keys, rounded down, merge away."""
     model = make()
     plain = draw(make, model, h=h, w=w)
     model.apply_tome(ratio=0.5)
+    keys = widths(model, ("attn.to_k", "attn1.to_k"))
     assert {shape[0] for shape in attended(make, model, h=h, w=w)} == {kept}
+    assert set(keys.values()) == {kept_keys}
     assert draw(make, model, h=h, w=w).shape == plain.shape
     assert np.array_equal(draw(make, model.remove_tome(), h=h, w=w), plain)
 

@@ -33,7 +33,7 @@ H, W = 6, 8
 SETTINGS = [
     {},
     {"merge_attn": "kv"},
-    {"merge_attn": "asymmetric"},
+    {"merge_attn": True},
     {"proportional": False},
     {"merge_mlp": True, "merge_crossattn": True},
     {"match": "grid", "ratio": 0.75},
@@ -208,7 +208,7 @@ def test_equal_tokens_at_equal_positions_merge_without_a_difference(family, mode
     assert (np.abs(without - plain).max() > 1e-3 * np.abs(plain).max()) == (family.name != "Wan")
 
 
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
 def test_each_video_of_a_batch_is_what_it_is_alone(family, model, merge_attn):
     """As under guidance: the same latents with two texts."""
     model.apply_tome(merge_attn=merge_attn)
@@ -225,16 +225,18 @@ def test_tokens_merge_in_each_frame_with_the_same_dst(family, model, plans):
     inputs = family.inputs()
     run(model.apply_tome(ratio=0.4, window=4), inputs)
     assert len(plans) == 2
-    removed = int(0.4 * H * W)
-    for plan in plans:
+    of_blocks = [(7, 27), (19, 19) if family.is_hunyuan else (7, 27)]  # HunyuanVideo's second block merges as a whole
+    parts = [part for plan in plans for part in (plan, plan.keys)]
+    for plan, removed in zip(parts, sum(of_blocks, ()), strict=True):
         assert (plan.frames, plan.tokens, plan.removed) == (FRAMES, FRAMES * H * W, FRAMES * removed)
         dst, merged = (rows.numpy().reshape(2 * FRAMES, -1) for rows in (plan.dst_rows, plan.merged_rows))
         offsets = H * W * np.arange(2 * FRAMES)[:, None]
         assert (dst - offsets == dst[0]).all()
         assert ((merged >= offsets) & (merged < offsets + H * W)).all()
         assert not (np.sort(merged - offsets) == np.sort(merged[0])).all()
-    for block in tome_summary(model, 2 * H, 2 * W).blocks:
-        assert (block.grid, block.kept) == ((H, W), H * W - removed)
+    blocks = tome_summary(model, 2 * H, 2 * W).blocks
+    assert {block.grid for block in blocks} == {(H, W)}
+    assert [(H * W - block.kept, H * W - block.kept_keys) for block in blocks] == of_blocks
 
 
 def widths(model, inputs):
@@ -254,16 +256,21 @@ def widths(model, inputs):
 def test_which_layers_get_merged_tokens(family, model):
     settings = {"merge_mlp": True, "merge_crossattn": True}
     seen = widths(model.apply_tome(**settings), family.inputs())
-    tokens, text = FRAMES * H * W // 2, TEXT
+    tokens, keys, text = FRAMES * 39, FRAMES * 16, TEXT
     mlp = {tokens_in for path, tokens_in in seen.items() if path.split(".")[-3:-2] == ["net"] or ".ff" in f".{path}"}
     if family.is_cog:
-        assert seen["attn1.to_q"] == seen["attn1.to_k"] == tokens + text and tokens + text in mlp
+        assert (seen["attn1.to_q"], seen["attn1.to_k"], seen["attn1.to_v"]) == (tokens + text, *[keys + text] * 2)
+        assert tokens + text in mlp
     elif family.is_hunyuan:
-        assert seen["attn.to_q"] == seen["attn.to_k"] == tokens and seen["attn.add_q_proj"] == text
-        assert seen["single.attn.to_q"] == seen["single.proj_mlp"] == seen["single.proj_out"] == tokens + text
+        assert (seen["attn.to_q"], seen["attn.to_k"], seen["attn.to_v"]) == (tokens, keys, keys)
+        assert seen["attn.add_q_proj"] == text
+        whole = [seen[f"single.{name}"] for name in ("attn.to_q", "attn.to_k", "proj_mlp", "proj_out")]
+        assert whole == [FRAMES * H * W // 2 + text] * 4
     else:
-        paths = ("blocks.0.attn1.to_q", "blocks.0.attn1.to_k", "blocks.0.attn2.to_q")
-        assert {seen[path] for path in paths} == {tokens} and seen["blocks.0.attn2.to_k"] == text
+        assert seen["blocks.0.attn1.to_q"] == seen["blocks.0.attn2.to_q"] == tokens
+        assert (
+            seen["blocks.0.attn1.to_k"] == seen["blocks.0.attn1.to_v"] == keys and seen["blocks.0.attn2.to_k"] == text
+        )
         assert tokens in {seen[path] for path in seen if ".ffn." in path}
 
 
@@ -271,7 +278,7 @@ def test_masked_text_is_left_out():
     """HunyuanVideo's mask, over merged tokens: a padded text gives what the shorter one gives."""
     family = FAMILIES[-1]
     model = family.double()
-    for merge_attn in (True, "kv"):
+    for merge_attn in ("asymmetric", True, "kv"):
         for proportional in (True, False):
             model.apply_tome(merge_attn=merge_attn, proportional=proportional)
             inputs = family.inputs()
@@ -546,7 +553,7 @@ def test_attention_that_is_cached(family, merge_attn):
     np.testing.assert_array_equal(run(model.remove_tome(), inputs), plain)
 
 
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
 @pytest.mark.parametrize("kind", ["double", "real"])
 def test_wan_with_an_image(kind, merge_attn):
     """Image to video: cross-attention also gets the tokens of an image."""

@@ -52,18 +52,22 @@ def model(request):
 
 
 class Recorder(AttnProcessor):
-    """Records the input shape of an attention layer: rows and tokens."""
+    """Records the input shape of an attention layer: rows, tokens, and tokens of which keys are."""
 
     def __init__(self, path, seen):
         self.path, self.seen = path, seen
 
     def __call__(self, attn, hidden_states, *args, **kwargs):
-        self.seen[self.path] = tuple(hidden_states.shape[:2])
-        return super().__call__(attn, hidden_states, *args, **kwargs)
+        keys = []
+        handle = attn.to_k.register_forward_pre_hook(lambda layer, inputs: keys.append(inputs[0].shape[1]))
+        out = super().__call__(attn, hidden_states, *args, **kwargs)
+        handle.remove()
+        self.seen[self.path] = (*hidden_states.shape[:2], *keys)
+        return out
 
 
 def record(model):
-    """Rows and tokens of each attention layer in one pass, by path: over frames, and over pixels."""
+    """Rows, tokens and keys of each attention layer in one pass, by path: over frames, and over pixels."""
     seen = {}
     for path, layer in model.named_sublayers():
         if isinstance(layer, Attention):
@@ -77,25 +81,26 @@ def self_attention(over_pixels):
     return {path: shape for path, shape in over_pixels.items() if path.endswith("attn1")}
 
 
-def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model):
+@pytest.mark.parametrize(("settings", "queries", "keys"), [({}, 51, 21), ({"merge_attn": True}, 32, 32)], ids=str)
+def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model, settings, queries, keys):
     plain_frames, plain_pixels = record(model)
-    model.apply_tome(ratio=0.5)
+    model.apply_tome(ratio=0.5, **settings)
     over_frames, over_pixels = record(model)
     assert plain_frames
     assert over_frames == plain_frames
-    assert {tokens for _, tokens in over_frames.values()} == {FRAMES}
-    assert {rows for rows, _ in over_frames.values()} <= {VIDEOS * PIXELS, VIDEOS * PIXELS // 4}  # levels 1 and 2
+    assert {tokens for _, tokens, _ in over_frames.values()} == {FRAMES}
+    assert {rows for rows, _, _ in over_frames.values()} <= {VIDEOS * PIXELS, VIDEOS * PIXELS // 4}  # levels 1 and 2
     at_level_1 = {path for path, shape in self_attention(plain_pixels).items() if shape[1] == PIXELS}
     assert at_level_1
     for path, shape in plain_pixels.items():
-        merged = (VIDEOS * FRAMES, PIXELS // 2)
+        merged = (VIDEOS * FRAMES, queries, keys)
         assert over_pixels[path] == (merged if path in at_level_1 else shape), path
 
 
 def test_frames_share_dst_positions_but_not_pairs(model, plans):
     draw(model.apply_tome(ratio=0.5))
     assert plans
-    for plan in plans:
+    for plan in (plan for of_block in plans for plan in (of_block, of_block.keys)):
         dst, merged = (rows.numpy().reshape(VIDEOS * FRAMES, -1) for rows in (plan.dst_rows, plan.merged_rows))
         offsets = PIXELS * np.arange(VIDEOS * FRAMES)[:, None]
         assert (dst - offsets == dst[0]).all()
