@@ -9,7 +9,7 @@ import pytest
 from frontier import NOISE
 from markdown_text import ROOT, documents, prose
 
-from ppdiffusers_tome.config import ToMeConfig, parse_settings
+from ppdiffusers_tome.config import ToMeConfig
 
 DOCUMENTS = documents("README*.md", "docs/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
 
@@ -33,16 +33,17 @@ CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
 
 
 @pytest.mark.parametrize("document", ["README.md", "README_zh.md", "docs/choose-a-setting.md"])
-def test_calls_that_documents_recommend_are_those_that_were_measured(document):
+def test_calls_that_documents_recommend_are_those_that_were_measured(document, figures):
     text = (ROOT / document).read_text(encoding="utf-8")
     for call in re.findall(CALL, text):
         arguments(call)  # an argument that is not allowed raises
     measured = re.findall(
-        r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|by_size \d+) (.+?) -->", text, re.MULTILINE
+        r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|alternative \S+) (.+?) -->", text, re.MULTILINE
     )
-    assert measured
-    for call, settings in measured:
-        assert arguments(call) == ToMeConfig(**parse_settings(settings)), f"{document}: {call}"
+    assert len(measured) >= 5
+    arms = {arm.name: arm for arm in figures.alternatives.list_arms()}
+    for call, name in measured:
+        assert arguments(call) == arms[name].config, f"{document}: {call}"
 
 
 def arguments(call):
