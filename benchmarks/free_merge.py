@@ -12,7 +12,7 @@ from paddle import nn
 from ppdiffusers_tome.config import KV, ToMeConfig
 from ppdiffusers_tome.models import block_grid
 from ppdiffusers_tome.patch import chosen_blocks, detach, merging_layers
-from ppdiffusers_tome.positions import Grid, count_removed
+from ppdiffusers_tome.positions import Grid, tokens_kept
 from ppdiffusers_tome.wraps import Wrap, install
 
 
@@ -43,7 +43,7 @@ def attach_free_merge(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> N
     detach(denoiser)
     for block in blocks:
         grid = block_grid(block, latent)
-        kept, keys = (grid.tokens - count_removed(grid, config, keys=of_keys) for of_keys in (False, True))
+        kept, keys = tokens_kept(grid, config)
         for name, layers in merging_layers(block, config).items():
             for layer in layers:
                 is_kv = name == "attn" and config.merge_attn == KV

@@ -43,9 +43,9 @@ def matching_by(match: Match) -> Prototype:
 
 def ratios_by_height(ratios: Mapping[int, float]) -> Prototype:
     """A ratio for the grids of each height, in tokens."""
-    original = wraps.count_removed
+    original = wraps.tokens_kept
     return lambda: mock.patch.object(
-        wraps, "count_removed", lambda grid, config: original(grid, replace(config, ratio=ratios[grid.h]))
+        wraps, "tokens_kept", lambda grid, config: original(grid, replace(config, ratio=ratios[grid.h]))
     )
 
 

@@ -10,7 +10,7 @@ from .config import GRID, KV, ToMeConfig
 from .levels import grid_at, level_of
 from .models import MergeableBlock, block_grid, find_blocks
 from .patch import merges_whole, merging_layers
-from .positions import Grid, count_pairs, count_removed
+from .positions import Grid, count_pairs, count_removed, tokens_kept
 
 # Of a joint attention for the text, or in Wan's image-to-video for the image, which queries also attend to.
 ADDED_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -83,7 +83,7 @@ def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
     is_whole = merges_whole(block, config)
     config = config.equally() if is_whole else config
     tokens, saved = frames * grid.tokens, 0
-    kept, keys = (tokens - frames * count_removed(grid, config, keys=of_keys) for of_keys in (False, True))
+    kept, keys = (frames * count for count in tokens_kept(grid, config))
     if keys == tokens:
         return 0
     for name in merging_layers(block, config):

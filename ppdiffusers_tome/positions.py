@@ -105,6 +105,11 @@ def count_removed(grid: Grid, config: ToMeConfig, *, keys: bool = False) -> int:
     return config.removed(grid.tokens, count_dst(grid, config.sx, config.sy), keys=keys)
 
 
+def tokens_kept(grid: Grid, config: ToMeConfig) -> tuple[int, int]:
+    """Tokens of a grid after merging: all but those of `count_removed`, and the same with `keys`."""
+    return grid.tokens - count_removed(grid, config), grid.tokens - count_removed(grid, config, keys=True)
+
+
 def count_pairs(grid: Grid, config: ToMeConfig) -> int:
     """The number of pairs of src and dst tokens that matching compares: all, or those in the same window."""
     window = window_of(grid, config.sx, config.sy, config.window)

@@ -10,7 +10,7 @@ from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
 from .models import block_grid, count_frames, denoisers, is_countable, latent_grid, text_tokens, vae_factor
 from .patch import chosen_blocks, config_of, merges_whole, merging_layers
-from .positions import Grid, count_removed
+from .positions import Grid, tokens_kept
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def summarize(
             merges = ("attn", "mlp") if is_whole else merges
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
-            counted = first.equally() if is_whole else first
-            kept, keys = (grid.tokens - count_removed(grid, counted, keys=of_keys) for of_keys in (False, True))
+            kept, keys = tokens_kept(grid, first.equally() if is_whole else first)
             merges = merges if keys < grid.tokens else ()
             is_gated = grid.tokens < config.min_tokens
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept, keys, is_gated, merges))

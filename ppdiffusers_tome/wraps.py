@@ -19,7 +19,7 @@ from .config import GRID, SEEDS, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
 from .matching import MergePlan, join_frames, match_cells, match_tokens
 from .models import has_frames, is_chunked, shares_left, token_grid
-from .positions import Grid, count_removed
+from .positions import Grid, tokens_kept
 
 ATTRIBUTE = "_tome"  # of a layer: its wrap
 CHUNKED_FEED_FORWARD = (
@@ -234,8 +234,8 @@ class BlockWrap(Wrap):
         grid = self.grid.grid(tokens)
         config = self.config if self._timestep is None else self._timestep.config_of_pass()
         config = config.equally() if self._is_whole else config
-        removed, keys = (count_removed(grid, config, keys=of_keys) for of_keys in (False, True))
-        if not keys:
+        removed, removed_keys = (grid.tokens - kept for kept in tokens_kept(grid, config))
+        if not removed_keys:
             return None
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
@@ -243,5 +243,5 @@ class BlockWrap(Wrap):
         if config.match == GRID:
             plan = match_cells(metric, grid, config.sx, config.sy, random_key)
         else:
-            plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window, keys)
+            plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window, removed_keys)
         return join_frames(plan, frames)

@@ -127,6 +127,13 @@ def test_queries_merge_at_a_ratio_of_their_own_and_leave_nothing_behind(unet, pr
     assert traces(unet) == before
 
 
+def test_each_level_merges_at_the_ratio_of_its_height(unet, prototypes, plans):
+    with prototypes.ratios_by_height({16: 0.25, 8: 0.5})():
+        run(apply_tome(unet, max_downsample=2, merge_attn=True))
+    assert {(plan.tokens, plan.removed) for plan in plans} == {(256, 64), (64, 32)}
+    remove_tome(unet)
+
+
 def test_bfloat16_inspection_finds_the_operation_without_kernel(tmp_path):
     """A program that casts float32 to bool between bfloat16 operations, as matching does."""
     if paddle.__version__.startswith("3"):

@@ -16,7 +16,7 @@ import paddle
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
-from ...positions import count_removed
+from ...positions import tokens_kept
 from ..results import check_result
 from .architectures import Architecture, architecture_of
 
@@ -149,13 +149,12 @@ class Case:
             raise ToMeConfigError(
                 f"--max-downsample {level} is not allowed: {self.model} has attention from level {first} on."
             )
-        grid = self.architecture.first_grid(self.size)
-        removed = count_removed(grid, config)
-        if not count_removed(grid, config, keys=True):
+        kept, keys = tokens_kept(self.architecture.first_grid(self.size), config)
+        if keys == self.tokens:
             raise ToMeConfigError(
                 f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
             )
-        return self.tokens - removed
+        return kept
 
 
 @dataclass(frozen=True)
