@@ -356,9 +356,10 @@ class ImageQueue:
                 progress.seconds, progress.batch = progress.seconds + seconds, len(tickets)
                 progress.step_seconds = call.step_seconds
                 progress.generated += count
-            for ticket, image in zip(tickets, images, strict=True):
-                is_wanted = ticket.future.set_running_or_notify_cancel()
-                self.metrics.images.labels("generated" if is_wanted else "abandoned").inc()
+            are_wanted = [ticket.future.set_running_or_notify_cancel() for ticket in tickets]
+            for outcome, count in (("generated", sum(are_wanted)), ("abandoned", are_wanted.count(False))):
+                self.metrics.images.labels(outcome).inc(count)
+            for ticket, image, is_wanted in zip(tickets, images, are_wanted, strict=True):
                 if is_wanted:
                     ticket.future.set_result(image)
 
