@@ -28,7 +28,7 @@ from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_shee
 from ppdiffusers_tome.evaluation.results import check_result, read_json
 from ppdiffusers_tome.evaluation.speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases
 
-NOISE = 0.08  # by which a speed-up in the predictor differs if it is measured again in another run
+NOISE = 0.08  # by which a speed-up in the predictor has differed when it was measured again in another run
 IMAGES = {"Prompts": "Prompts", "Photographs": "Image-to-image"}  # source → heading
 TABLE = {  # column of the frame → title and form of the table's
     "method": ("method", "{method}"),

@@ -58,7 +58,7 @@ def test_a_figure_follows_its_result(figures, tmp_path, monkeypatch):
     text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
     assert figures.update(text) == text.replace("?", "10").replace("9<", "320.0<")
     monkeypatch.undo()
-    assert figures.noise("predictor") == f"{100 * NOISE:g} %", "what another run changes is no place on the frontier"
+    assert 0 < float(figures.noise("predictor").rstrip(" %")) <= 100 * NOISE, "what another run changes is no place"
     assert figures.read("load")["violations"] == []
 
 
