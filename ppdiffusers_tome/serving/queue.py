@@ -356,12 +356,12 @@ class ImageQueue:
                 progress.seconds, progress.batch = progress.seconds + seconds, len(tickets)
                 progress.step_seconds = call.step_seconds
                 progress.generated += count
-            are_wanted = [ticket.future.set_running_or_notify_cancel() for ticket in tickets]
-            for outcome, count in (("generated", sum(are_wanted)), ("abandoned", are_wanted.count(False))):
-                self.metrics.images.labels(outcome).inc(count)
-            for ticket, image, is_wanted in zip(tickets, images, are_wanted, strict=True):
-                if is_wanted:
-                    ticket.future.set_result(image)
+            pairs = zip(tickets, images, strict=True)
+            wanted = [(ticket, image) for ticket, image in pairs if ticket.future.set_running_or_notify_cancel()]
+            self.metrics.images.labels("generated").inc(len(wanted))
+            self.metrics.images.labels("abandoned").inc(len(tickets) - len(wanted))
+            for ticket, image in wanted:
+                ticket.future.set_result(image)
 
     def _repeat(self, tickets: Sequence[Ticket]) -> None:
         """Put tickets back, to run alone, in front of all that may share a call."""
