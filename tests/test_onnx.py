@@ -33,7 +33,8 @@ from ppdiffusers_tome.inference import (
     tracing,
 )
 from ppdiffusers_tome.inference.conversion import Converter
-from ppdiffusers_tome.inference.onnx_programs import OPTIMIZED, fused, weight_offsets
+from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program
+from ppdiffusers_tome.inference.onnx_programs import OPTIMIZED, WEIGHTS_FOLDER, fused, weight_offsets
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
 from ppdiffusers_tome.patch import attach
@@ -341,6 +342,68 @@ def test_optimized_programs_follow_their_program(own_folder):
     assert np.abs(outputs_of(load_file(runtime, path))[0] - earlier[0]).max() > 1e-3
 
 
+def on_cpu(program, folder):
+    """The outputs of a program for a GPU, computed on the CPU."""
+    onnxruntime, options = load_module("onnxruntime"), load_module("onnxruntime").SessionOptions()
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
+    session = onnxruntime.InferenceSession(program, options, providers=["CPUExecutionProvider"])
+    return outputs_of(
+        lambda **inputs: map(paddle.to_tensor, session.run(None, {k: x.numpy() for k, x in inputs.items()}))
+    )
+
+
+def test_programs_for_gpus_compute_the_same(own_folder):
+    """Merged heads of attention get channels, until their number is a multiple of 8."""
+    widened = {}  # number of operators, by program
+    for path in unets_of(own_folder):
+        expected = outputs_of(OnnxProgram(path, RUNTIMES["onnxruntime"], is_temporary=True))
+        program = gpu_program(path)
+        np.testing.assert_allclose(on_cpu(program, path.parent), expected, atol=1e-5)
+        nodes = onnx.load_model_from_string(program).graph.node
+        assert "MultiHeadAttention" in {node.op_type for node in nodes}
+        widened[path.stem] = sum(node.op_type == "Pad" for node in nodes)
+    assert [name for name, count in widened.items() if count] == ["unet_40x32_0.5"]
+
+
+def test_half_programs_are_near_and_have_half_of_the_weights(own_folder):
+    sizes = []
+    for path in unets_of(own_folder):
+        (expected,) = outputs_of(OnnxProgram(path, RUNTIMES["onnxruntime"], is_temporary=True))
+        half = half_program(path)
+        (actual,) = on_cpu(str(half), half.parent)
+        assert actual.dtype == np.float32
+        difference = np.sqrt(np.square(actual - expected).mean() / np.square(expected).mean())
+        assert 1e-5 < difference < 0.03
+        assert half_program(path) == half
+        sizes.append((half.parent / "weights").stat().st_size)
+    written = (own_folder / "unet.weights").stat().st_size
+    assert 0.4 * written < sizes[0] < 0.7 * written
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_devices_choose_their_programs(own_folder, monkeypatch):
+    """CUDA's provider is not in the tests' build, so the session is the CPU's."""
+    onnxruntime = load_module("onnxruntime")
+    session, made = onnxruntime.InferenceSession, []
+
+    def on_the_cpu(program, options, providers):
+        made.append((program, providers))
+        own = session(program, options, providers=["CPUExecutionProvider"])
+        own.get_providers = lambda: ["CUDAExecutionProvider"]
+        return own
+
+    path = unets_of(own_folder)[0]
+    expected = outputs_of(OnnxProgram(path, RUNTIMES["onnxruntime"], is_temporary=True))[0]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr(onnxruntime, "InferenceSession", on_the_cpu)
+    for precision, tolerance in (("fp32", 1e-5), ("fp16", 0.05)):
+        runtime = choose_runtime("onnxruntime", device="cuda:1", precision=precision)
+        (output,) = outputs_of(load_file(runtime, path))
+        assert abs(output - expected).mean() < tolerance * abs(expected).mean()
+    assert [providers for _, providers in made] == [[("CUDAExecutionProvider", {"device_id": 1})]] * 2
+    assert isinstance(made[0][0], bytes) and "float16" in made[1][0]
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):
     (own_folder / OPTIMIZED).write_text("a file in the way", encoding="utf-8")
     runtime, path = RUNTIMES["onnxruntime"], unets_of(own_folder)[0]
@@ -413,6 +476,7 @@ def test_the_converter_works_again_after_it_was_aborted(tmp_path):
         ("onnxruntime", {"device": "cuda"}, "not in this build"),
         ("onnxruntime", {"device": "cpu:1"}, "device='cpu:1'"),
         ("onnxruntime", {"precision": "bf16"}, "precision='bf16'"),
+        ("onnxruntime", {"precision": "fp16"}, "precision='fp16'.*device='cuda' also in fp16"),
         ("onnxruntime", {"onednn": True}, "onednn: .*only the settings device, threads, precision"),
         ("onnxruntime", {"threads": 0}, "threads=0"),
         ("openvino", {"device": "tpu"}, "device='tpu'.*cpu"),

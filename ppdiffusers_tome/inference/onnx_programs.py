@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -99,7 +99,7 @@ class SharedWeights:
                 return str(self.store(own.read(int(length))))
 
             for tensor in tensors:
-                places = {entry.key: entry.value for entry in tensor.external_data}
+                places = external_places(tensor)
                 places |= {"location": self.path.name, "offset": move(places["offset"], places["length"])}
                 for key in (key for key in places if key.startswith("prepacked")):
                     operator, *blobs = places[key].split("|")
@@ -107,7 +107,7 @@ class SharedWeights:
                     moved = [";".join([move(offset, length), length, *rest]) for offset, length, *rest in parts]
                     places[key] = "|".join([operator, *moved])
                 del tensor.external_data[:]
-                _set_places(tensor, places)
+                set_places(tensor, places)
         onnx.save(model, str(target))
 
     def store(self, data: bytes) -> int:
@@ -128,11 +128,16 @@ class SharedWeights:
         stored = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
         stored.data_location = onnx.TensorProto.EXTERNAL
         data = tensor.raw_data
-        _set_places(stored, {"location": self.path.name, "offset": str(self.store(data)), "length": str(len(data))})
+        set_places(stored, {"location": self.path.name, "offset": str(self.store(data)), "length": str(len(data))})
         return stored
 
 
-def _set_places(tensor: "onnx.TensorProto", places: dict[str, str]) -> None:
+def external_places(tensor: "onnx.TensorProto") -> dict[str, str]:
+    """Where the data of a tensor lies: the file "location", "offset" and "length" in bytes, and others."""
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def set_places(tensor: "onnx.TensorProto", places: dict[str, str]) -> None:
     for key, value in places.items():
         tensor.external_data.add(key=key, value=value)
 
@@ -298,24 +303,42 @@ def weight_offsets(path: Path) -> dict[str, int]:
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph
-    places = {t.name: {entry.key: entry.value for entry in t.external_data} for t in graph.initializer}
+    places = {t.name: external_places(t) for t in graph.initializer}
     return {name: int(place["offset"]) for name, place in places.items() if "offset" in place}
 
 
 def optimized(path: Path, threads: int) -> Path:
     """The program of an `.onnx` file as this ONNX Runtime runs it on this processor, without further optimization.
 
-    It is made by the first call and lies in a folder beside the program, for later calls and other processes. The
-    folder's name depends on the version of ONNX Runtime and the processor, and the program's on its content and on the
-    time and size of its weights.
-
     Raises:
         OSError: the folder cannot be written.
         Exception: ONNX Runtime cannot load the program.
     """
+
+    def write(target: Path, weights: SharedWeights) -> None:
+        unshared = target.with_name("unshared.onnx")
+        _write_optimized(path, threads, unshared)
+        weights.copy_optimized(unshared, target)
+
+    return cached(path, "one" if threads == 1 else "several", write)
+
+
+def cached(path: Path, form: str, write: Callable[[Path, SharedWeights], None]) -> Path:
+    """Another form of the program of an `.onnx` file, which the first call makes for later ones and other processes.
+
+    It lies in a folder beside the program, whose name depends on the version of ONNX Runtime and the processor. The
+    file's name depends on the content of the program, and on the time and size of its weights.
+
+    Args:
+        path: of the program.
+        form: part of the file's name.
+        write: writes the file, and its weights to a file that all programs of the folder share.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     folder = path.parent / OPTIMIZED / _machine()
-    threads_name = "one" if threads == 1 else "several"
-    target = folder / f"{path.stem}-{threads_name}-{_state(path)}.onnx"
+    target = folder / f"{path.stem}-{form}-{_state(path)}.onnx"
     if target.is_file():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -324,12 +347,10 @@ def optimized(path: Path, threads: int) -> Path:
         if target.is_file():  # another process was faster
             return target
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            unshared = Path(temporary) / "program.onnx"
-            _write_optimized(path, threads, unshared)
             weights = SharedWeights(folder / "weights", folder / "weights.json")
-            weights.copy_optimized(unshared, Path(temporary) / "shared.onnx")
+            write(Path(temporary) / "program.onnx", weights)
             weights.save_index()
-            (Path(temporary) / "shared.onnx").replace(target)
+            (Path(temporary) / "program.onnx").replace(target)
     return target
 
 

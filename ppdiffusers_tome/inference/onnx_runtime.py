@@ -12,6 +12,7 @@ import paddle
 
 from ..errors import ToMeConfigError, ToMeExportError
 from .manifest import ProgramFile
+from .onnx_gpu import gpu_program, half_program
 from .onnx_programs import OPTIMIZED, WEIGHTS_FOLDER, fused, optimized
 from .runtime import Program, Runtime, load_error, load_module
 
@@ -30,9 +31,9 @@ class OnnxRuntime(Runtime):
 
     Args:
         device: the execution provider: "cpu"; with another build of ONNX Runtime "cuda", "tensorrt" (or "cuda:1" for
-            the second GPU) or "openvino". Only "cpu" has been tested.
+            the second GPU) or "openvino". "cpu" is tested, and the programs of "cuda" have run on a GPU.
         threads: as in `Runtime`.
-        precision: "fp32".
+        precision: "fp32"; with device="cuda" also "fp16".
 
     Raises:
         ToMeConfigError: a value is not allowed, or this build of ONNX Runtime does not have the provider.
@@ -47,8 +48,11 @@ class OnnxRuntime(Runtime):
         if kind not in PROVIDERS or (index and not (kind in ("cuda", "tensorrt") and index.isdecimal())):
             names = ", ".join(PROVIDERS)
             raise ToMeConfigError(f"device={self.device!r} is not allowed: it must be {names}, cuda:N or tensorrt:N.")
-        if self.precision != "fp32":
-            raise ToMeConfigError(f"precision={self.precision!r} is not allowed: ONNX Runtime computes in fp32 here.")
+        if self.precision not in (("fp32", "fp16") if kind == "cuda" else ("fp32",)):
+            raise ToMeConfigError(
+                f"precision={self.precision!r} is not allowed: ONNX Runtime computes in fp32 here, and on "
+                "device='cuda' also in fp16."
+            )
         available = load_module("onnxruntime").get_available_providers()
         if PROVIDERS[kind] not in available:
             raise ToMeConfigError(
@@ -64,7 +68,7 @@ class OnnxProgram(Program):
     """A program in ONNX Runtime, whose sessions may run in several threads at once.
 
     On a CPU its attention is fused, and it shares its weights with the other programs of its folder: see
-    `onnx_programs`.
+    `onnx_programs`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
 
     Args:
         path: `.onnx` file.
@@ -86,6 +90,8 @@ class OnnxProgram(Program):
         try:
             if kind == "cpu":
                 program = fused(path, threads) if is_temporary else _optimized(path, threads, options, onnxruntime)
+            elif kind == "cuda":
+                program = str(half_program(path)) if runtime.precision == "fp16" else gpu_program(path)
             if isinstance(program, bytes):
                 options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
             self._session = onnxruntime.InferenceSession(program, options, providers=[provider])
