@@ -127,7 +127,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch-bf16) --arms plain tome --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
-	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_ -e /program_memory_) --output $(RESULTS)/..
+	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
 bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
 	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging merge_attn=true,proportional=false,window=none,ratio=0.5 --output build/evaluate

@@ -159,6 +159,13 @@ def speed_up_by_macs(file: str, size: str, batch: str, form: str) -> str:
     return f"{plain['macs'] / merged['macs']:{form}}×"
 
 
+def on_gpu(size: str, *arm: str) -> str:
+    """Of a pass of Stable Diffusion 1.5's UNet on a GPU, batch 2: the speed-up against plain in the same program."""
+    rows = {row["arm"]: row for row in read("gpu_onnx")["rows"] if (f"{row['size']}", row["batch"]) == (size, 2)}
+    plain, merged = rows[f"{arm[0]} plain"], rows[" ".join(arm)]
+    return f"{statistics.median(a / b for a, b in zip(plain['ms'], merged['ms'], strict=True)):.2f}×"
+
+
 def speed_up_of_level(size: str, level: str) -> str:
     """Of ToMe at ratio 0.5 up to a level against plain."""
     plain, *merged = [row for row in arms("unet_levels") if f"{row['size']}" == size]

@@ -63,7 +63,7 @@ def test_api_document_lists_what_is_public():
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
-OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_")  # results
+OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_", "gpu_")  # results
 SMALL = {"128": "32", "192": "48"}  # px, for exports of the tiny pipeline
 SERVER = """
 import atexit, subprocess, sys, time, urllib.request

@@ -1,0 +1,63 @@
+"""benchmarks/gpu_onnx.py: the programs that it carries to a GPU, and that its page is that of the committed result."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import gpu_onnx
+import numpy as np
+import onnx
+import pytest
+
+from ppdiffusers_tome.inference.runtime import load_module
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", *map(str, arguments)])
+    gpu_onnx.main()
+
+
+def test_programs_have_no_weights_but_their_statistics(monkeypatch, tmp_path):
+    run(monkeypatch, "export", tmp_path, "--architecture", "tiny", "--size", 128)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["128 default 0.5.onnx", "128 plain.onnx"]
+    for path in tmp_path.iterdir():
+        tensors = onnx.load(str(path), load_external_data=False).graph.initializer
+        outside = [tensor for tensor in tensors if tensor.data_location == onnx.TensorProto.EXTERNAL]
+        assert sum(np.prod(tensor.dims) for tensor in outside) > 170_000
+        for tensor in outside:
+            places = {entry.key: float(entry.value) for entry in tensor.external_data if entry.key != "location"}
+            assert tensor.data_type == onnx.TensorProto.FLOAT16 and {*places} == {"mean", "std"}
+            if tensor.name.endswith("norm1.weight"):
+                assert places == {"mean": 1, "std": 0}
+
+
+def test_arms_take_turns():
+    order = []
+    arms = {name: (lambda name=name: order.append(name), lambda: None) for name in ("a", "b")}
+    times = gpu_onnx.in_turns(arms, lambda: None)
+    assert order == ["a", "b"] * (1 + gpu_onnx.ROUNDS)
+    assert all(len(rounds) == gpu_onnx.ROUNDS and min(rounds) > 0 for rounds in times.values())
+
+
+def test_page_is_that_of_the_result(monkeypatch, tmp_path):
+    (tmp_path / "results").mkdir()
+    shutil.copy(gpu_onnx.RESULT, tmp_path / "results")
+    run(monkeypatch, "report", "--result", tmp_path / "results" / "gpu_onnx.json")
+    page = (BENCHMARKS / "gpu_onnx.md").read_text(encoding="utf-8")
+    assert (tmp_path / "gpu_onnx.md").read_text(encoding="utf-8") == page
+    rows = json.loads(gpu_onnx.RESULT.read_text(encoding="utf-8"))["rows"]
+    assert {(row["size"], row["batch"]) for row in rows} == {*gpu_onnx.CELLS}
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_a_provider_that_is_missing_is_an_error(tmp_path):
+    graph = onnx.parser.parse_graph("main (float[1] sample) => (float[1] y) { y = Identity(sample) }")
+    program = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)]).SerializeToString()
+    feed = {"sample": np.zeros(1, "float32"), "encoder_hidden_states": np.zeros([1, 1, 1], "float32")}
+    if "CUDAExecutionProvider" in load_module("onnxruntime").get_available_providers():
+        pytest.skip("this machine has it")
+    with pytest.raises(SystemExit, match="cannot use CUDAExecutionProvider"):
+        gpu_onnx.Session(program, tmp_path, feed, "cuda")
