@@ -4,8 +4,8 @@
 
 A stage is a size and its seconds. The first starts from checkpoint/128, each other from the one before. Worker
 processes compose fresh scenes of 256 px all the time; each is encoded at all sizes, as it is and mirrored, and stays
-in the GPU's memory, from which batches are drawn. OUT/SIZE has the averaged weights in float16, in diffusers' names,
-and a sheet of images.
+in the GPU's memory, from which batches are drawn. OUT/SIZE is a pipeline in diffusers' format, with averaged weights
+in float16, and a sheet of images.
 """
 
 import argparse
@@ -20,13 +20,11 @@ import scenes
 import torch
 import torch.nn.functional as F
 import train_unet as base
-from safetensors.torch import save_file
 from train_vae import load as load_vae
 
 FREQUENT_SHARE = 0.35  # of things; on a CPU's short training it is larger
 EMA, WARM_UP, DECAY_FROM = 0.999, 100, 0.55
 BATCH, RATE = {64: 512, 128: 256, 256: 64}, {64: 1e-3, 128: 8e-4, 256: 5e-4}
-PREFIX = "text_model."  # of the names of the text encoder's weights
 LATE = {64: 0.1, 128: 0.15, 256: 0.25}
 CHUNK = 16  # scenes that a worker sends at once
 CAPACITY, FIRST = 250_000, 4_000  # entries of the pool, two for each scene: at most, and before training starts
@@ -158,17 +156,6 @@ def train(size, seconds, unet, encoder, pool, device):
     print(f"{size} px: {step} steps of {batch}", flush=True)
 
 
-def save(folder, unet, encoder, vae, tokenizer, size, device):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, model in (("unet", unet), ("text_encoder", encoder)):
-        prefix = "" if model is unet else PREFIX
-        state = {prefix + k.removeprefix(prefix): x.detach().half() for k, x in model.state_dict().items()}
-        state = {k: x.cpu().contiguous() for k, x in state.items() if "position_ids" not in k}
-        save_file(state, folder / f"{name}.safetensors")
-    images = sample(unet, encoder, vae, tokenizer, size, device, base.PROMPTS)
-    scenes.sheet(images, 4).save(folder / "sheet.png")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("things", type=Path)
@@ -187,9 +174,7 @@ def main():
     pool = Pool(results, vae, tokenizer, device)
     unet, encoder = base.new_unet(64), base.new_text_encoder()
     unet.load_state_dict(base.weights_in(base.EXAMPLE / "checkpoint" / "128"))
-    state = base.paddle_weights_in(base.EXAMPLE / "text_encoder")
-    own = set(encoder.state_dict())  # transformers 5 has dropped the prefix
-    encoder.load_state_dict({k if k in own else k.removeprefix(PREFIX): x for k, x in state.items()})
+    encoder.load_state_dict(base.paddle_weights_in(base.EXAMPLE / "text_encoder"))
     unet, encoder = unet.to(device, memory_format=torch.channels_last), encoder.to(device)
     pool.fill(FIRST)
     print(f"pool of {pool.count} after {time.monotonic() - begin:.0f} s", flush=True)
@@ -208,7 +193,9 @@ def main():
                 parameter.grad = None
             print(f"grown after {time.monotonic() - begin:.0f} s", flush=True)
         train(size, seconds, unet, encoder, pool, device)
-        save(options.out / str(size), unet, encoder, vae, tokenizer, size, device)
+        folder = options.out / str(size)
+        base.write_pipeline(folder, unet, encoder, vae, tokenizer)
+        scenes.sheet(sample(unet, encoder, vae, tokenizer, size, device, base.PROMPTS), 4).save(folder / "sheet.png")
         print(f"saved {size} px after {time.monotonic() - begin:.0f} s", flush=True)
 
 

@@ -19,6 +19,7 @@ Runs on one thread of a CPU, in bfloat16 by autocast.
 """
 
 import argparse
+import copy
 import os
 import time
 from pathlib import Path
@@ -223,6 +224,14 @@ def sample(unet, encoder, vae, tokenizer, size, prompts, steps=20, guidance=3.0)
     return [(image.permute(1, 2, 0).numpy() * 127.5 + 128).clip(0, 255).astype(np.uint8) for image in images]
 
 
+def write_pipeline(folder, unet, encoder, vae, tokenizer):
+    """Write copies of the models in float16, in diffusers' format."""
+    unet, encoder = (copy.deepcopy(model).cpu() for model in (unet, encoder))
+    vae = complete(vae, vae.config.scaling_factor)
+    pipe = StableDiffusionPipeline(vae, encoder, tokenizer, unet, scheduler, None, None, requires_safety_checker=False)
+    pipe.to(dtype=torch.float16).save_pretrained(folder)
+
+
 class Trainer:
     def __init__(self, options):
         self.size, self.folder = options.size, options.out / str(options.size)
@@ -320,12 +329,7 @@ class Trainer:
         self.put(self.averages)
         images = sample(self.unet, self.encoder, self.vae, self.tokenizer, self.size, PROMPTS)
         sheet(images, 4).save(self.folder / "sheet.png")
-        vae = complete(self.vae, self.vae.config.scaling_factor)
-        pipe = StableDiffusionPipeline(
-            vae, self.encoder, self.tokenizer, self.unet, scheduler, None, None, requires_safety_checker=False
-        )
-        pipe.to(dtype=torch.float16).save_pretrained(self.folder)
-        pipe.to(dtype=torch.float32)
+        write_pipeline(self.folder, self.unet, self.encoder, self.vae, self.tokenizer)
         self.put(current)
 
     @torch.no_grad()
