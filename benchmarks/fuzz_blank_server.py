@@ -17,6 +17,9 @@ class BlankEngine:
     def batch_key(self, job):
         return None
 
+    def load_next(self):
+        return False
+
     def generate(self, jobs, should_stop=None):
         return [Image.new("RGB", (job.width, job.height)) for job in jobs]
 

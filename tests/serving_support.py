@@ -45,6 +45,7 @@ class FakeEngine:
         self.gate.set()
         self.step_seconds = 0.0
         self.started = threading.Semaphore(0)  # released at the start of every call
+        self.programs = []  # events: each loads when it is set
 
     def batch_key(self, job):
         return None if job.image else job.batch_key
@@ -53,6 +54,12 @@ class FakeEngine:
         """Words, of which the text encoder reads the first five."""
         words = prompt.split()
         return len(words) + 2, 7, " ".join(words[5:])
+
+    def load_next(self):
+        if self.programs:
+            self.programs[0].wait(5)
+            self.programs.pop(0)
+        return bool(self.programs)
 
     def generate(self, jobs, should_stop=None):
         self.calls.append(list(jobs))

@@ -337,6 +337,8 @@ class Engine:
     name, sampler, methods = "model", "DDIM", {}
     def batch_key(self, job):
         return "same"
+    def load_next(self):
+        return False
     def generate(self, jobs, should_stop=None):
         if any("die" in job.prompt for job in jobs):
             os._exit(1)

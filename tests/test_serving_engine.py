@@ -382,18 +382,26 @@ def test_address_for_a_browser(host, url):
     assert url_of(host, 8) == url
 
 
-@pytest.mark.parametrize(("most", "loads"), [(None, 4), (3, 3)])
-def test_programs_are_loaded_before_the_server_is_ready(exported_folder, most, loads):
-    manifest = read_manifest(exported_folder)
+@pytest.mark.parametrize(
+    ("runtime", "most", "at_once", "loads"),
+    [("paddle", None, 4, 4), ("paddle", 3, 3, 3), ("onnxruntime", None, 1, 2), ("onnxruntime", 1, 1, 1)],
+)
+def test_programs_are_loaded_before_they_are_needed(exported_folder, onnx_folder, runtime, most, at_once, loads):
+    """In Paddle before the server is ready, since it would not answer meanwhile; others when it is idle."""
+    folder = exported_folder if runtime == "paddle" else onnx_folder
+    manifest = read_manifest(folder)
     limits = Limits(manifest.sizes, manifest.ratios, image_to_image=True)
-    engine = load_warm_engine(exported_folder, limits, 2.0, {"max_programs": most}, 1)
+    engine = load_warm_engine(folder, limits, 2.0, {"runtime": runtime, "max_programs": most}, 1)
+    assert engine.program_loads == at_once
+    while engine.load_next():
+        pass
     assert engine.program_loads == loads
     jobs = [Job("", *size, ratio, 0, steps=2) for size in manifest.sizes for ratio in manifest.ratios]
     engine.generate([jobs[0]])
     assert engine.program_loads == loads  # the default has stayed
     for job in jobs:
         engine.generate([job])
-    assert engine.program_loads == loads + (0 if most is None else 4 - most)
+    assert engine.program_loads == loads + (0 if most is None else len(jobs) - most)
 
 
 def test_warm_up_jobs_are_allowed():

@@ -409,6 +409,33 @@ def test_counts_agree_and_all_places_are_free_after_many_requests(pool):
         assert ask(server).status_code == 200
 
 
+# Programs that are loaded while no image waits
+
+
+def test_images_come_before_programs(pool):
+    engine = FakeEngine()
+    first, second = engine.programs = [threading.Event(), threading.Event()]
+    with serving(engine) as server:  # which is ready
+        request = pool.submit(ask, server)
+        wait_for_queue(server, 1)  # while the first program is loaded
+        first.set()
+        assert request.result().status_code == 200
+        assert engine.programs == [second]
+        second.set()
+        until(lambda: not engine.programs)
+        assert ask(server).status_code == 200
+
+
+def test_a_program_that_cannot_be_loaded_ends_the_server():
+    class DamagedEngine(FakeEngine):
+        def load_next(self):
+            raise ToMeConfigError("unet_64x64.onnx is damaged")
+
+    with serving(DamagedEngine(), load=DamagedEngine) as server:
+        until(lambda: server.queue.state == "failed")
+        assert "is damaged" in str(server.queue.failure)
+
+
 # Several engines, which may be lost
 
 

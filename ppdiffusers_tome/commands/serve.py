@@ -133,23 +133,26 @@ def open_page(url: str) -> None:
 def load_warm_engine(
     folder: Path, limits: Limits, guidance_scale: float, settings: dict[str, Any], threads: int | None
 ) -> "Engine":
-    """Load an engine and its programs, the default last, and warm it up."""
+    """Load an engine with its default program, and warm it up. The queue loads the others while it is idle.
+
+    Paddle's programs are all loaded here: while it creates a predictor it holds Python's global lock, for over a
+    second, and the server could not answer.
+    """
     from ..generation.engine import load_engine
 
-    engine = load_engine(folder, threads=threads, **settings)
-    programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios][: settings["max_programs"]]
-    for size, ratio in reversed(programs):
-        engine.load_program(size, ratio)
+    programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios]
+    engine = load_engine(folder, programs, threads=threads, **settings)
     for job in warm_up_jobs(limits, guidance_scale):
         engine.generate([job])
+    while settings["runtime"] == "paddle" and engine.load_next():
+        pass
     return engine
 
 
 def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
     """A small job with the defaults, and one from an image, to run before the server is ready.
 
-    They load the models beside the UNet. A predictor is created at its first use. Meanwhile Paddle holds Python's
-    global lock for seconds, and the server cannot answer.
+    They load the models beside the UNet, whose predictors are created at their first use.
     """
     height, width = limits.sizes[0]
     job = Job("", height, width, limits.ratios[0], seed=0, steps=2, guidance_scale=guidance_scale)

@@ -55,6 +55,7 @@ class Engine:
         image_to_image: a pipeline over the same models; None if the VAE's encoder was not exported.
         name: the model's name for clients.
         methods: how tokens merge, in words, by ratio; for the images' metadata.
+        programs: sizes and ratios of the UNet's programs that `load_next` loads, in this order.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Engine:
         image_to_image: Any | None = None,
         name: str = "model",
         methods: Mapping[float, str] | None = None,
+        programs: Sequence[tuple[Size, float]] = (),
     ) -> None:
         self.name, self.methods = name, methods or {}
+        self._programs = [*programs]
         self._text_to_image = text_to_image
         self._image_to_image = image_to_image
         for pipe in (text_to_image, image_to_image):
@@ -72,9 +75,11 @@ class Engine:
                 pipe.set_progress_bar_config(disable=True)
                 pipe.image_processor = FiniteImageProcessor.from_config(pipe.image_processor.config)
 
-    def load_program(self, size: Size, ratio: float) -> None:
-        """Load the UNet's program for a size and a ratio, if it is not loaded."""
-        self._text_to_image.unet.load(size, ratio)
+    def load_next(self) -> bool:
+        """Load the next program that may be needed, if it is not loaded; returns whether there are others."""
+        if self._programs:
+            self._text_to_image.unet.load(*self._programs.pop(0))
+        return bool(self._programs)
 
     @property
     def program_loads(self) -> int:
@@ -205,11 +210,12 @@ class Engine:
         return DETERMINISTIC.get(name, name.removesuffix("Scheduler"))
 
 
-def load_engine(folder: Path, **settings: Any) -> Engine:
+def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **settings: Any) -> Engine:
     """Load an exported folder, with image-to-image if it was exported.
 
     Args:
         folder: the output of `export_pipeline`.
+        programs: see `Engine`.
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
@@ -232,7 +238,7 @@ def load_engine(folder: Path, **settings: Any) -> Engine:
     if manifest.image_to_image:
         safety = {} if is_xl else {"requires_safety_checker": False}
         image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
-    return Engine(pipe, image_to_image, manifest.name, manifest.methods)
+    return Engine(pipe, image_to_image, manifest.name, manifest.methods, programs)
 
 
 def _settings(jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> dict[str, Any]:

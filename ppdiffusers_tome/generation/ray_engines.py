@@ -90,6 +90,10 @@ class EngineProcess:
         plain = Job("", 64, 64, 0.0, seed=0)
         return engine.name, engine.sampler, engine.methods, engine.batch_key(plain) is not None
 
+    def load_next(self) -> bool:
+        """See `Engine.load_next`."""
+        return self._engine.load_next()
+
     def generate(self, call: int, jobs: Sequence[Job]) -> list[Image]:
         """See `Engine.generate`; `progress` reports and stops the call of this number."""
         self._call, self._step, self._should_stop = call, (0, jobs[0].steps_to_run), False
@@ -157,6 +161,10 @@ class RemoteEngine:
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
         """See `Engine.count_tokens`."""
         return ray.get(self._actor.count_tokens.remote(prompt), timeout=self._hung_seconds)
+
+    def load_next(self) -> bool:
+        """See `Engine.load_next`."""
+        return self._result(self._actor.load_next.remote(), lambda: None)
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image]:
         """See `Engine.generate`; should_stop is called several times a second, with the last step known here.

@@ -53,15 +53,19 @@ class ExportedModel:
         if program is None:
             while self._most is not None and len(self._loaded) >= self._most:
                 del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
-            return_memory()  # theirs
-            start = time.perf_counter()
-            program = self._load(file)
-            return_memory()  # what only loading needed
-            seconds = time.perf_counter() - start
-            self.loads, self.loading_seconds = self.loads + 1, self.loading_seconds + seconds
-            if self._most is not None:
-                logger.info("loaded %s for %s at ratio %s in %.1f s", file.model, file.size, file.ratio, seconds)
+            program = self._load_program(file)
         self._loaded[file] = program
+        return program
+
+    def _load_program(self, file: ProgramFile) -> Program:
+        return_memory()  # of programs that have left
+        start = time.perf_counter()
+        program = self._load(file)
+        return_memory()  # what only loading needed
+        seconds = time.perf_counter() - start
+        self.loads, self.loading_seconds = self.loads + 1, self.loading_seconds + seconds
+        if self._most is not None:
+            logger.info("loaded %s for %s at ratio %s in %.1f s", file.model, file.size, file.ratio, seconds)
         return program
 
 
@@ -174,8 +178,15 @@ class ExportedUNet(ExportedModel):
         return [(file.size, file.ratio) for file in self._loaded if file.size is not None and file.ratio is not None]
 
     def load(self, size: Size, ratio: float) -> None:
-        """Load a program before it first runs. Raises ToMeConfigError if it was not exported."""
-        self._loaded_program(self._manifest.denoiser(size, ratio))
+        """Load a program before it first runs, unless another would leave for it.
+
+        Raises:
+            ToMeConfigError: it was not exported.
+        """
+        file = self._manifest.denoiser(size, ratio)
+        if file not in self._loaded and (self._most is None or len(self._loaded) < self._most):
+            # It has not run, so it is the next to leave.
+            self._loaded = {file: self._load_program(file), **self._loaded}
 
     def merge_map(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> np.ndarray:
         """Which tokens the first merging block merges at the ratio: the group of each token, [h, w] int.

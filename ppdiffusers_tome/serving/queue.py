@@ -233,8 +233,7 @@ class ImageQueue:
                     if self.state == "loading":
                         self.state = "ready"
                 try:
-                    while call := self._next_call(SCALE_DOWN_SECONDS if is_temporary else inf):
-                        self._generate(engine, call)
+                    self._run_calls(engine, SCALE_DOWN_SECONDS if is_temporary else inf)
                     if not is_temporary:
                         return
                 except EngineLostError as lost:
@@ -251,6 +250,18 @@ class ImageQueue:
                 for ticket in self._waiting:
                     ticket.fail(error)
                 self._set_waiting([])
+
+    def _run_calls(self, engine: Engine, idle_seconds: float) -> None:
+        """Run calls until the queue is closed or idle for so long. When it is first idle, load what may be needed."""
+        is_loading = True
+        while True:
+            call = self._next_call(0.0 if is_loading else idle_seconds)
+            if call is not None:
+                self._generate(engine, call)
+            elif is_loading and not self.is_closed:
+                is_loading = engine.load_next()
+            else:
+                return
 
     def _wait_until_needed(self) -> bool:
         """Wait until an image has waited for long, and return True; or False if the queue was closed."""
