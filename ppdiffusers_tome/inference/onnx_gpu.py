@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import onnx
 
 HEAD_CHANNELS = 8  # the kernels of fused attention need a multiple of it
-# What decides which tokens merge compares similarities in float32, as do its inputs back to these: where two kernels
-# round one number differently, more tokens would merge than there is room for.
+# Comparisons decide which tokens merge. They stay in float32, and so does what leads to them from the results of
+# ROUNDED. Otherwise one kernel compares a similarity that another has rounded, and more tokens merge than have room.
 COMPARING = ("TopK", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")
 ROUNDED = ("Conv", "LayerNormalization", "MatMul", "Div", "ReduceSum", "ReduceMax", "ArgMax")
 SUMS = "ScatterElements"  # of merged tokens, as in eager mode: summed in float32, and rounded once
