@@ -233,7 +233,12 @@ class ImageQueue:
                     if self.state == "loading":
                         self.state = "ready"
                 try:
-                    self._run_calls(engine, SCALE_DOWN_SECONDS if is_temporary else inf)
+                    idle_seconds, loads = SCALE_DOWN_SECONDS if is_temporary else inf, True
+                    while (call := self._next_call(0.0 if loads else idle_seconds)) or (loads and not self.is_closed):
+                        if call:
+                            self._generate(engine, call)
+                        else:  # while no image waits
+                            loads = engine.load_next()
                     if not is_temporary:
                         return
                 except EngineLostError as lost:
@@ -250,18 +255,6 @@ class ImageQueue:
                 for ticket in self._waiting:
                     ticket.fail(error)
                 self._set_waiting([])
-
-    def _run_calls(self, engine: Engine, idle_seconds: float) -> None:
-        """Run calls until the queue is closed or idle for so long. When it is first idle, load what may be needed."""
-        is_loading = True
-        while True:
-            call = self._next_call(0.0 if is_loading else idle_seconds)
-            if call is not None:
-                self._generate(engine, call)
-            elif is_loading and not self.is_closed:
-                is_loading = engine.load_next()
-            else:
-                return
 
     def _wait_until_needed(self) -> bool:
         """Wait until an image has waited for long, and return True; or False if the queue was closed."""
@@ -383,10 +376,7 @@ class ImageQueue:
             self._changed.notify_all()
 
     def _check_model(self, engine: Engine, job: Job) -> None:
-        """Count a failure if the model fails on a plain job too, so that the job is not the cause.
-
-        This stops clients whose requests fail from making /health ask for another process.
-        """
+        """Count a failure if the model fails on a plain job too. No client can make /health ask for another process."""
         plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
         try:
             engine.generate([plain], lambda *step: self.is_closed)
