@@ -376,7 +376,7 @@ class ImageQueue:
             self._changed.notify_all()
 
     def _check_model(self, engine: Engine, job: Job) -> None:
-        """Count a failure if the model fails on a plain job too. No client can make /health ask for another process."""
+        """Count a failure if the model fails on a plain job too, so that no client can make /health fail."""
         plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
         try:
             engine.generate([plain], lambda *step: self.is_closed)
