@@ -391,6 +391,7 @@ def test_finished_plain_image_stays(browser, fake):
         expect(page.locator("#split")).to_be_hidden()
         expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
         assert "seed=5" in page.url, "the link is there from the start"
+        until(lambda: len(fake.engine.calls) == 2)
         page.keyboard.press("Escape")
         expect(page.locator("#phase")).to_contain_text("finished images stay")
         expect(page.locator("#right")).to_be_visible()
