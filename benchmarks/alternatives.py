@@ -6,14 +6,13 @@
 
 Every arm generates the same prompts from the same noise, by programs in ONNX Runtime that were checked against eager
 mode. Its distance is that to the plain image of all steps of the model's own scheduler. Its cost is the time of a
-whole image, with text encoder and VAE, in ONNX Runtime: the sum of its passes of the UNet, each timed in turns with
-all others, and of the rest, timed with a UNet that computes nothing.
+whole image, with text encoder and VAE, in ONNX Runtime and Paddle Inference: the sum of its passes of the UNet, each
+timed in turns with all others, and of the rest, timed with a UNet that computes nothing.
 """
 
 import argparse
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -52,7 +51,6 @@ from ppdiffusers_tome.evaluation.plotting import (
     use_log_scale,
 )
 from ppdiffusers_tome.evaluation.quality.image_generation import (
-    image_paths,
     load_model,
     model_defaults,
     read_images,
@@ -72,7 +70,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS, ALTERNATIVE, BOTH, CALIBRATION = "merging", "alternative", "both", "calibration"
 COLOURS = {OURS: BLUE, ALTERNATIVE: RED, BOTH: PURPLE}
-TIMED = {"onnxruntime": "ONNX Runtime"}  # the first one generates the images
+TIMED = {"onnxruntime": "ONNX Runtime", "paddle": "Paddle Inference"}  # the first one generates the images
 TODO = {"merge_attn": "kv", "match": "grid", "blend": 0.0, "proportional": False, "use_rand": False, "ratio": 0.75}
 SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
@@ -367,29 +365,27 @@ def generate(engine: tuple[Engine, Passes], job: Any) -> np.ndarray:
     return np.asarray(engine[0].generate([job])[0])
 
 
-def generate_all(evaluation: Evaluation, arm: Arm, engine: tuple[Engine, Passes], folder: Path) -> np.ndarray:
-    """uint8 [N, H, W, 3], also as files in a folder."""
-    images = np.stack([generate(engine, job) for job in jobs_of(evaluation, arm)])
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, image in enumerate(images):
-        Image.fromarray(image).save(folder / f"{number:04}.png")
-    return images
+def generate_all(evaluation: Evaluation, saved: Programs, arm: Arm, folder: Path) -> np.ndarray:
+    """uint8 [N, H, W, 3], as files in a folder: those that it lacks are generated."""
+    paths = {folder / f"{number:04}.png": job for number, job in enumerate(jobs_of(evaluation, arm))}
+    if lacking := [path for path in paths if not path.exists()]:
+        folder.mkdir(parents=True, exist_ok=True)
+        engine = saved.engine(arm, next(iter(TIMED)))
+        for path in lacking:
+            Image.fromarray(generate(engine, paths[path])).save(part := path.with_suffix(".part"), "PNG")
+            part.rename(path)
+    return read_images(list(paths), evaluation.size)
 
 
 def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
     """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
-    saved, (runtime, *_) = Programs(evaluation), TIMED
-    plain_folder = folder / "images" / "plain"
-    if not content["arms"]:
-        shutil.rmtree(folder / "images", ignore_errors=True)
-    if not plain_folder.exists():
-        generate_all(evaluation, Arm(), saved.engine(Arm(), runtime), plain_folder)
-    plain = read_images(image_paths(plain_folder), evaluation.size)
+    saved = Programs(evaluation)
+    plain = generate_all(evaluation, saved, Arm(), folder / "images" / "plain")
     done = {entry["name"] for entry in content["arms"]}
     for arm in list_arms():
         if arm.name in done or (names and arm.name not in names):
             continue
-        images = generate_all(evaluation, arm, saved.engine(arm, runtime), folder / "images" / arm.name)
+        images = generate_all(evaluation, saved, arm, folder / "images" / arm.name)
         entry = {"name": arm.name, "group": arm.group, "settings": asdict(arm)}
         content["arms"].append({**entry, **compare({"": images}, {"": plain})[""]})
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
@@ -500,25 +496,25 @@ def write_report(files: Sequence[Path], output: Path) -> str:
             machine = timing["environment"]["machine"]
             lines.append(f"Times: {threads}, {machine}, commit `{timing['commit']}`, `{timing['command']}`")
         lines.append("")
-        for runtime, name in TIMED.items():
-            if frame[runtime].notna().any():
-                path = output / f"{file.stem}_{runtime}.png"
-                label = f"times as fast as plain, whole image, {name}"
-                save_figure(plot(frame[frame[runtime].notna()], title, runtime, label), path)
-                lines += figure(path, f"{title}: distance from plain against {label}. Grey: the frontier.", output)
+        timed = [runtime for runtime in TIMED if frame[runtime].notna().any()]
+        for runtime in timed:
+            path = output / f"{file.stem}_{runtime}.png"
+            label = f"times as fast as plain, whole image, {TIMED[runtime]}"
+            save_figure(plot(frame[frame[runtime].notna()], title, runtime, label), path)
+            lines += figure(path, f"{title}: distance from plain against {label}. Grey: the frontier.", output)
         sheet = output / f"{file.stem}_sheet.png"
         if sheet.exists():
             lines += figure(sheet, f"{title}: plain, {', '.join(SHEET)}.", output)
         rows = []
         for row in frame.to_dict("records"):
             times = []
-            for runtime in TIMED:
+            for runtime in timed:
                 time = NOT_MEASURED if np.isnan(row[runtime]) else f"{row[runtime]:.2f}×"
                 times.append(f"**{time}**" if row[f"on_{runtime}"] and time != NOT_MEASURED else time)
             low, high = quartiles(row["images"]["psnr"])[1:]
             distances = [f"{row['psnr']:.1f} ({low:.1f}–{high:.1f})", f"{row['perceptual']:.4f}"]
             rows.append([row["name"], row["group"], *times, *distances])
-        lines += table(["arm", "kind", *TIMED.values(), "PSNR, dB", "ST-LPIPS"], rows)
+        lines += table(["arm", "kind", *map(TIMED.get, timed), "PSNR, dB", "ST-LPIPS"], rows)
         for arm in result["arms"]:
             if arm["group"] == CALIBRATION:
                 lines += ["", f"{arm['name'].capitalize()}: {arm['psnr']:.1f} dB, ST-LPIPS {arm['perceptual']:.4f}."]
@@ -571,7 +567,8 @@ def main() -> None:
     made = {
         key: result[key] for key in ("command", "commit", "environment", "threads") if options.time
     }  # of the images
-    folder = ROOT / "build" / file.stem
+    decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images
+    folder = ROOT / "build" / file.stem / digest(decisive)
     if options.time:
         timed = [Arm(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
         content["timing"]["seconds"] = time_passes(evaluation, timed, options.rounds)

@@ -132,22 +132,35 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     assert call(*images, "--only", "DPM-Solver++, 1 steps")[-1] == "DPM-Solver++, 1 steps"
     assert call(*images)[-3:] == ["default 0.5", "another seed", "T-GATE 1"]
     (file,) = (tmp_path / "results").glob("*.json")
+    generated = {path: path.stat().st_mtime_ns for path in tmp_path.glob("build/alternatives_*/*/images/*/*.png")}
+    assert len(generated) == 10
     drawn = read_json(file)
     assert [arm["group"] for arm in drawn["arms"]] == ["alternative", "merging", "calibration", "alternative"]
     assert all(len(arm["images"]["psnr"]) == 2 and arm["psnr"] < 100 for arm in drawn["arms"])
     call(*images, "--time", "--rounds", "1")
     timed = read_json(file)
-    assert {runtime: len(passes) for runtime, passes in timed["timing"]["seconds"].items()} == {
-        "onnxruntime": 5  # the rest, plain, merged, and both of the gate
-    }
+    # the rest, plain, merged, and both of the gate
+    timings = timed["timing"]["seconds"]
+    assert {runtime: len(passes) for runtime, passes in timings.items()} == {"onnxruntime": 5, "paddle": 5}
     assert (
         timed["commit"] == drawn["commit"]
         and timed["command"] == drawn["command"]
         and "--time" in timed["timing"]["command"]
     )
+    more = [
+        str(tmp_path / "more") if one == str(tmp_path / "results") else "3" if one == "2" else one for one in about
+    ]
+    assert call(*more, "--steps", "2", "--guidance-scale", "2")[-1] == "T-GATE 1"
+    assert all(path.stat().st_mtime_ns == before for path, before in generated.items()), "images are generated once"
+    extended = read_json(next((tmp_path / "more").glob("*.json")))["arms"]
+    assert {arm["name"]: arm["images"]["psnr"][:2] for arm in extended} == {
+        arm["name"]: arm["images"]["psnr"] for arm in drawn["arms"]
+    }
     call("report", "--output", str(tmp_path / "results"))
     text = (tmp_path / "alternatives.md").read_text()
-    assert "1 steps" in text and "| ONNX Runtime |" in text and len(list(tmp_path.glob("*.png"))) == 1
+    assert (
+        "1 steps" in text and "| ONNX Runtime | Paddle Inference |" in text and len(list(tmp_path.glob("*.png"))) == 2
+    )
     with pytest.raises(SystemExit, match="another steps"):
         call(*about, "--steps", "3", "--guidance-scale", "2")
     with pytest.raises(SystemExit):
