@@ -16,12 +16,10 @@ that two fields contradict each other, so a hook sets such fields in bodies that
 import argparse
 import base64
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 from pathlib import Path
 from random import Random
@@ -29,6 +27,7 @@ from random import Random
 import requests
 import schemathesis
 from schemathesis.generation import GenerationMode
+from server_process import start_server
 
 KEY = "fuzz"
 HOSTS = ["x/health?", "x/ready?", "x/page/?", "x/page/#", "/health", "?", "#", "[", "]", "[evil]", "a]b", "a@b", "a b"]
@@ -66,21 +65,6 @@ def png() -> str:
     return base64.b64encode(file).decode()
 
 
-def start_server(command: list[str], log: Path) -> tuple[subprocess.Popen, str]:
-    """Start a server; returns the process and its URL when it is ready."""
-    with log.open("w") as file:
-        environment = {**os.environ, "PPDIFFUSERS_TOME_API_KEY": KEY}
-        server = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and server.poll() is None:
-        address = re.search(r"listening at (http://\S+)", log.read_text())
-        if address and requests.get(f"{address[1]}/ready", timeout=120).status_code == 200:
-            return server, address[1]
-        time.sleep(0.5)
-    server.kill()
-    raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
-
-
 def check_hosts(url: str, seed: str) -> list[str]:
     """Findings about malformed Host headers: all must be refused with 400 before anything else."""
     session, random, findings = requests.Session(), Random(seed), []
@@ -105,7 +89,7 @@ def check(command: list[str], seed: str, *flags: str) -> list[str]:
     """Findings about the server that the command starts."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        server, url = start_server(command, log)
+        server, url = start_server(command, log, PPDIFFUSERS_TOME_API_KEY=KEY)
         try:
             schema = [f"{url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", "--checks", "all"]
             output = ["--continue-on-failure", "--generation-database", "none", "--no-color"]

@@ -14,7 +14,6 @@ one image of 128x128 (48 KiB) per answer would exceed it after 700 answers.
 """
 
 import argparse
-import contextlib
 import itertools
 import re
 import shlex
@@ -32,6 +31,7 @@ from typing import Any
 import httpx
 import psutil
 from load_clients import DRAWING, OPENAI, UNCOUNTED, Load
+from server_process import start_server
 
 from ppdiffusers_tome.evaluation.results import make_result, write_result
 
@@ -42,22 +42,6 @@ TIMEOUT = 120.0  # seconds for a request, and from SIGTERM to the end
 SERVE = ["--port", "0", "--queue", "12", "--batch", "4", "--max-body", "1000000", "--timeout", f"{TIMEOUT:g}"]
 STEPS = 20  # of the timed images
 OUTCOMES = ("generated", "abandoned", "failed")  # of images, in /metrics
-
-
-def start_server(model: Path, log: Path, threads: int) -> tuple[subprocess.Popen, str]:
-    """Start the command serve; returns the process and its URL when it is ready."""
-    serve = [sys.executable, "-m", "ppdiffusers_tome", "serve", "--model", str(model), "--threads", str(threads)]
-    with log.open("w") as file:
-        process = subprocess.Popen([*serve, *SERVE], stderr=file, stdout=file)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        address = re.search(r"listening at (http://\S+)", log.read_text())
-        with contextlib.suppress(httpx.ConnectError):  # the server may have ended
-            if address and httpx.get(f"{address[1]}/ready", timeout=120).status_code == 200:
-                return process, address[1]
-        time.sleep(0.5)
-    process.kill()
-    raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
 
 
 def time_images(url: str, sizes: list[str], ratios: list[float], images: int) -> list[dict[str, Any]]:
@@ -206,7 +190,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        process, url = start_server(options.model, log, options.threads)
+        serve = ["serve", "--model", str(options.model), "--threads", str(options.threads), *SERVE]
+        process, url = start_server([sys.executable, "-m", "ppdiffusers_tome", *serve], log)
         try:
             result = run(process, url, options)
         finally:

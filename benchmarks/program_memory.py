@@ -2,24 +2,33 @@
 
     python benchmarks/program_memory.py measure --model examples/emoji_sd --size 128 192
     python benchmarks/program_memory.py measure --architecture sd15 --size 256 320
+    python benchmarks/program_memory.py serve --model examples/emoji_sd --size 128 192
     python benchmarks/program_memory.py report
 
 Each figure comes from processes of their own, which load the first programs of one export (sizes × ratios 0.5, 0.25,
 0.75, 0) as `load_pipeline` does and run each once, batch 2. Memory is PSS: what is mapped several times counts once,
 and what several processes share counts in equal parts. That of the process before the first program is subtracted.
+
+`serve` is the command with so many programs: the seconds from its start until `/ready` answers 200, and the PSS of the
+whole process once each program has generated an image of one step; medians of three starts, in turns with one program
+and with all.
 """
 
 import argparse
 import json
 import shlex
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import paddle
+import requests
 from ppdiffusers import StableDiffusionPipeline
+from server_process import start_server
 
 from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
@@ -36,6 +45,7 @@ RUNTIMES = {
     "openvino": {"runtime": "openvino"},
     "openvino, share_weights": {"runtime": "openvino", "share_weights": True},
 }
+STARTS = 3  # of `serve`, timed
 BOUND = 2  # of the measurement with `max_programs`
 
 
@@ -80,22 +90,55 @@ def run_process(folder: str, runtime: str, count: str, most: str | None = None) 
     sys.stdin.readline()
 
 
-def proportional_bytes() -> int:
-    """The proportional set size of this process."""
-    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+def proportional_bytes(process: int | str = "self") -> int:
+    """The proportional set size of a process."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def export(options: argparse.Namespace) -> Path:
-    """The folder of the export, which a repeated run uses again."""
+def serve(folder: Path, runtime: str) -> dict[str, Any]:
+    """Seconds until a server with the programs of a folder is ready, and its bytes when each has been used."""
+    settings = RUNTIMES[runtime]
+    command = [sys.executable, "-m", "ppdiffusers_tome", "serve", "--model", str(folder), "--port", "0"]
+    command += ["--threads", "1", "--no-verify", "--runtime", str(settings["runtime"])]
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as logs:
+        process, url = start_server(command + ["--share-weights"] * ("share_weights" in settings), Path(logs, "log"))
+        seconds = time.perf_counter() - start
+        for file in read_manifest(folder).programs_of("unet"):
+            body = {"prompt": "a fox", "steps": 1, "size": str(file.size), "tome_ratio": file.ratio}
+            requests.post(f"{url}/v1/images/generations", json=body, timeout=300).raise_for_status()
+        memory = proportional_bytes(process.pid)
+        process.terminate()
+        process.wait()
+    return {"seconds": seconds, "bytes": memory}
+
+
+def measure_serve(options: argparse.Namespace) -> None:
+    """Add starts of `serve` to a result: for each runtime, with one program and with all, medians of both in turns."""
+    folders = [export(options, 1), export(options)]
+    path, rows = options.output / f"program_memory_{folders[1].name}.json", []
+    for runtime in options.runtime:
+        starts = [[serve(folder, runtime) for folder in folders] for _ in range(1 + STARTS)][1:]  # the first warms up
+        for folder, each in zip(folders, zip(*starts, strict=True), strict=True):
+            about = {"runtime": runtime, "programs": len(read_manifest(folder).programs_of("unet"))}
+            rows.append(about | {name: statistics.median(start[name] for start in each) for name in each[0]})
+            print(rows[-1])
+    command = shlex.join(["python", "benchmarks/program_memory.py", *sys.argv[1:]])
+    write_result(path, {**read_json(path), "serve": make_result("experiments", command, rows=rows)})
+
+
+def export(options: argparse.Namespace, most: int = len(RATIOS)) -> Path:
+    """The folder of the export, which a repeated run uses again, with so many of the ratios and sizes."""
     folder = ROOT / "build" / "program_memory" / (options.architecture or Path(options.model).name)
+    folder = folder if most == len(RATIOS) else folder.with_name(f"{folder.name}_{most}")
     if not (folder / "tome.json").is_file():
         pipe = load_for_export(options.model)
         if options.architecture:
             unet = ARCHITECTURES[options.architecture].build()
             unet.eval()
             pipe = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
-        export_pipeline(pipe, folder, RATIOS, [(size, size) for size in options.size], format="both")
+        export_pipeline(pipe, folder, RATIOS[:most], [(side, side) for side in options.size[:most]], format="both")
     return folder
 
 
@@ -121,37 +164,39 @@ def measure(options: argparse.Namespace) -> None:
         write_result(path, make_result("experiments", command, model=folder.name, weights=weights, rows=rows))
 
 
+def memory_table(rows: list[dict[str, Any]], timed: str) -> list[str]:
+    """The lines of a table of memory and time, each against that of one program of the same runtime."""
+    one = {row["runtime"]: row for row in rows if row["programs"] == 1}
+    cells = []
+    for row in rows:
+        base, name = one[row["runtime"]], row["runtime"]
+        name += f", max_programs {row['max_programs']}" if row.get("max_programs") else ""
+        name += f", each of {row['processes']} processes" if row.get("processes", 1) > 1 else ""
+        if "error" in row:
+            cells.append([name, str(row["programs"]), row["error"], "–", "–", "–"])
+            continue
+        ratio, times = row["bytes"] / base["bytes"], row["seconds"] / base["seconds"]
+        figures = [f"{row['bytes'] / 2**20:,.0f}", f"{ratio:.2f}×", f"{row['seconds']:.1f}", f"{times:.1f}×"]
+        cells.append([name, str(row["programs"]), *figures])
+    return table(["runtime", "programs", "MiB", "against one", f"s to {timed}", "against one, of time"], cells)
+
+
 def report(options: argparse.Namespace) -> None:
     """Write `program_memory.md`, beside the folder of the results."""
     lines = [f"# Memory of a UNet's programs{chr(10)}", *(__doc__ or "").split("\n\n")[2:]]
     for path in sorted(options.output.glob("program_memory_*.json")):
         result = read_json(path)
-        one = {row["runtime"]: row for row in result["rows"] if row["programs"] == 1}
-        cells = []
-        for row in result["rows"]:
-            base, name = one[row["runtime"]], row["runtime"]
-            name += f", max_programs {row['max_programs']}" if row["max_programs"] else ""
-            name += f", each of {row['processes']} processes" if row["processes"] > 1 else ""
-            if "error" in row:
-                cells.append([name, str(row["programs"]), row["error"], "–", "–", "–"])
-                continue
-            ratio, times = row["bytes"] / base["bytes"], row["seconds"] / base["seconds"]
-            figures = [
-                f"{row['bytes'] / 2**20:,.0f}",
-                f"{ratio:.2f}×",
-                f"{row['seconds']:.1f}",
-                f"{times:.1f}×",
-            ]
-            cells.append([name, str(row["programs"]), *figures])
         about = result["environment"]
         lines += [
             f"## `{result['model']}`, weights of {result['weights'] / 2**20:,.0f} MiB\n",
-            *table(
-                ["runtime", "programs", "MiB", "against one", "s to load and run once", "against one, of time"], cells
-            ),
+            *memory_table(result["rows"], "load and run once"),
             f"\n[{path.name}](results/{path.name}): {about['machine']}, Paddle {about['paddlepaddle']}, ONNX Runtime "
             f"{about['onnxruntime']}, OpenVINO {about['openvino']}; `{result['command']}`\n",
         ]
+        if served := result.get("serve"):
+            machine = served["environment"]["machine"]
+            lines += [f"`serve` (commit `{served['commit']}`, {machine}; `{served['command']}`):\n"]
+            lines += [*memory_table(served["rows"], "`/ready`"), ""]
     (options.output.parent / "program_memory.md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -160,7 +205,7 @@ def main() -> None:
         run_process(*sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["measure", "report"])
+    parser.add_argument("command", choices=["measure", "serve", "report"])
     parser.add_argument("--model", default=str(ROOT / "examples" / "emoji_sd"), help="default: %(default)s")
     parser.add_argument("--architecture", choices=ARCHITECTURES, help="a UNet with random weights in its place")
     parser.add_argument("--size", nargs="+", type=int, default=[128, 192], help="px (default: 128 192)")
@@ -168,7 +213,7 @@ def main() -> None:
     parser.add_argument("--runtime", nargs="+", choices=RUNTIMES, default=[*RUNTIMES], help="default: all")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="default: %(default)s")
     options = parser.parse_args()
-    {"measure": measure, "report": report}[options.command](options)
+    {"measure": measure, "serve": measure_serve, "report": report}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,11 @@ def test_a_process_that_fails_is_a_row(tmp_path):
     assert "ended with status [1]" in program_memory.measured(tmp_path, "onnxruntime", 1)["error"]
 
 
+def test_a_server_is_measured_once_each_program_has_been_used(onnx_folder):
+    measured = program_memory.serve(onnx_folder, "onnxruntime")
+    assert 0 < measured["seconds"] < 300 and measured["bytes"] > 2**26
+
+
 def test_page_is_that_of_the_results(tmp_path):
     results = sorted((BENCHMARKS / "results").glob("program_memory_*.json"))
     assert results
