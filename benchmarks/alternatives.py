@@ -256,7 +256,8 @@ class Passes:
         return self(**inputs)
 
     def __call__(self, sample: Any, timestep: Any, encoder_hidden_states: Any, **_: Any) -> tuple[paddle.Tensor]:
-        inputs = {"sample": sample, "timestep": paddle.to_tensor(timestep).reshape([1]).cast("float32")}
+        timestep = timestep if paddle.is_tensor(timestep) else paddle.to_tensor(timestep)
+        inputs = {"sample": sample, "timestep": timestep.reshape([1]).cast("float32")}
         inputs["encoder_hidden_states"] = encoder_hidden_states
         is_full = self._arm.is_full(self.number)
         self.number += 1

@@ -376,11 +376,21 @@ def split(*name: str) -> list[str]:
 
 
 def alternative(images: str, *name: str) -> list[str]:
-    """Of an arm: speed-up of whole images, PSNR and ST-LPIPS."""
-    result, row = read(f"alternatives_{images}"), arm_of(images, " ".join(name))
-    arm = alternatives.Arm(**row["settings"])
-    speed_ups = [f"{alternatives.speed_up(result, arm, runtime):.2f}×" for runtime in alternatives.TIMED]
-    return [*speed_ups, f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
+    """Of an arm: speed-up of whole images in ONNX Runtime, PSNR and ST-LPIPS."""
+    row = arm_of(images, " ".join(name))
+    return [image_speed_up(images, "onnxruntime", *name), f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
+
+
+def in_both(images: str, *name: str) -> list[str]:
+    """Of an arm: speed-up of whole images in ONNX Runtime and in Paddle Inference, PSNR and ST-LPIPS."""
+    speed, *distances = alternative(images, *name)
+    return [speed, image_speed_up(images, "paddle", *name), *distances]
+
+
+def image_speed_up(images: str, runtime: str, *name: str) -> str:
+    """How many times as fast as plain whole images of an arm are in a runtime."""
+    result, arm = read(f"alternatives_{images}"), alternatives.Arm(**arm_of(images, " ".join(name))["settings"])
+    return f"{alternatives.speed_up(result, arm, runtime):.2f}×"
 
 
 def arm_psnr(images: str, *name: str) -> str:

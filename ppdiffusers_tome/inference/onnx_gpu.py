@@ -85,6 +85,8 @@ def widen_heads(model: "onnx.ModelProto") -> None:
     def last(shape: str) -> int:
         """The last number of a constant shape, or 0."""
         node = makers.get(shape)
+        while node is not None and node.op_type == "Identity":  # as Paddle 3 exports it
+            node = makers.get(node.input[0])
         if node is None or node.op_type != "Constant" or node.attribute[0].name != "value":
             return 0
         return int(numpy_helper.to_array(node.attribute[0].t).reshape([-1])[-1])
