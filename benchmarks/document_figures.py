@@ -244,7 +244,7 @@ def seed_against_change(images: str) -> str:
 def separated_by_kid(none: str, *words: str) -> str:
     """The settings whose KID is above that of plain images by more than two standard deviations of both."""
     above = []
-    for file in ("frontier_128", "quality_256"):
+    for file in ("frontier_128", "quality_256", "quality_scenes"):
         frame = read_frame(read(file))
         differs = differs_by_kid(frame) & (frame["group"] != "calibration")
         above += [f"{name} at {read(file)['size']} px" for name in frame.index[differs]]
