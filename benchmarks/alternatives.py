@@ -81,12 +81,10 @@ class Arm:
 
     steps: int | None = None  # of the images; None: all
     dpm_solver: bool = False  # DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095) in place of the model's scheduler
-    every: int = (
-        1  # DeepCache (Ma et al. 2023, arXiv:2312.00858): the n-th steps compute everything, from the first on
-    )
-    last_layer: bool = (
-        False  # the others compute the last layer alone, as its code does by default, not the whole level
-    )
+    # DeepCache (Ma et al. 2023, arXiv:2312.00858): the n-th steps compute everything, from the first on. With
+    # `last_layer` the others compute the last layer alone, as its code does by default, not the whole level.
+    every: int = 1
+    last_layer: bool = False
     gate: int | None = None  # steps after which the outputs of cross-attention are reused
     guided: bool = True  # after the gate; False as in T-GATE (Zhang et al. 2024, arXiv:2404.02747)
     merging: dict[str, Any] = field(default_factory=dict, hash=False)  # of ToMeConfig

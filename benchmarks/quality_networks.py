@@ -62,9 +62,8 @@ def read_tensors(weights: Weights, unused: Sequence[str]) -> Iterator[tuple[Tens
             return key
 
     sizes: dict[str, int] = {}  # of the storages, bytes
-    _, _, _, state, keys = (
-        Unpickler(file).load() for _ in range(5)
-    )  # the first three: magic number, protocol, machine
+    # The first three: magic number, protocol, machine.
+    _, _, _, state, keys = (Unpickler(file).load() for _ in range(5))
     offsets, position = {}, file.tell()
     for key in keys:
         offsets[key] = position + 8  # after the storage's length

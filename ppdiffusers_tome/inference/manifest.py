@@ -80,9 +80,8 @@ class ProgramFile:
     """One program of a folder, planned or written; several may share one file of weights."""
 
     model: str  # "unet", "text_encoder", "vae_decoder", ...
-    program: InnerPath | None = (
-        None  # "unet/inference.pdmodel", with Paddle 3 "….json"; None if only ONNX was exported
-    )
+    # "unet/inference.pdmodel", with Paddle 3 "….json"; None if only ONNX was exported
+    program: InnerPath | None = None
     params: InnerPath | None = None  # "unet/inference.pdiparams"
     size: Size | None = None  # of its images; None: any
     ratio: Ratio | None = None  # 0 for a plain denoiser; None for models that do not merge
@@ -137,9 +136,8 @@ class Manifest:
     sizes: Annotated[tuple[Size, ...], Field(min_length=1)]  # in the order of the arguments
     ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)]  # the first is the default
     image_to_image: bool  # whether the VAE's encoder was exported
-    residuals: Annotated[
-        int, Field(ge=0)
-    ]  # of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet
+    # Of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet.
+    residuals: Annotated[int, Field(ge=0)]
     vae_factor: Side  # image pixels per latent pixel, along each side
     # By ratio: the configs of UNet and ControlNet; None if it is plain or absent.
     merging: dict[str, tuple[MergeSettings | None, MergeSettings | None]]

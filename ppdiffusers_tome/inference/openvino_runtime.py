@@ -123,9 +123,8 @@ class Compiled:
             for axis, length in enumerate(parameter.get_partial_shape())
             if length.is_dynamic
         ]
-        self._models: dict[
-            Lengths | None, tuple[Any, list[np.ndarray], list[dict[str, int]]]
-        ] = {}  # None: any lengths
+        # By lengths; None: any.
+        self._models: dict[Lengths | None, tuple[Any, list[np.ndarray], list[dict[str, int]]]] = {}
         self._lock = threading.Lock()
 
     def run(self, nth: int, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:

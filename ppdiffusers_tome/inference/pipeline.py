@@ -137,10 +137,9 @@ def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: An
     """The components that are programs, under their names in ordinary pipelines."""
     paths = {name: folder / subfolder / "config.json" for name, subfolder in CONFIGS.items()}
     configs = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
-    if manifest.sizes and manifest.sizes[0].height == manifest.sizes[0].width:
-        configs["unet"]["sample_size"] = (
-            manifest.sizes[0].height // manifest.vae_factor
-        )  # the default height and width
+    height, width = manifest.sizes[0]
+    if height == width:
+        configs["unet"]["sample_size"] = height // manifest.vae_factor  # the default height and width
     encoders = [name for name in ("text_encoder", "text_encoder_2") if name in configs]
     exported: dict[str, Any] = {
         name: ExportedTextEncoder(configs[name], manifest, load, name, len(encoders) == 2) for name in encoders
