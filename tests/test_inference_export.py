@@ -3,8 +3,10 @@
 import argparse
 import copy
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -322,6 +324,31 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
     else:
         with pytest.raises(ToMeExportError, match=r"layer differs from the model, or from run to run, .* batch 2"):
             tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1)
+
+
+class Untraceable(paddle.nn.Linear):
+    """A layer whose trace fails after its parameters were used."""
+
+    def forward(self, input):
+        output = paddle.nn.functional.linear(input, self.weight, self.bias)
+        if not paddle.in_dynamic_mode():
+            raise ValueError("not in a program")
+        return output
+
+
+def test_an_export_after_one_that_failed(tmp_path):
+    """Paddle 3 crashed here; Paddle 2.6 kept the parameters, and gave them to a program of later."""
+    inputs = (programs.Input("input", ("batch", 4)),)
+    for number in range(5):
+        layer = Untraceable(4, 4)
+        weight = weakref.ref(layer.weight)
+        with pytest.raises(ToMeExportError, match=r"cannot export the layer: .*not in a program"):
+            tracing.save(programs.Traceable(layer, inputs), ProgramFile("layer"), tmp_path, f"{number}", {}, 1)
+        del layer
+        gc.collect()
+        assert weight() is None
+        traceable = programs.Traceable(paddle.nn.Linear(4, 4), inputs)
+        assert tracing.save(traceable, ProgramFile("layer"), tmp_path, f"{number}", {}, 1).parity
 
 
 # Errors before anything is written

@@ -1,12 +1,12 @@
 """Trace and save one program, load it again and compare it with its layer."""
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,19 @@ _TRANSLATOR = importlib.import_module("paddle.jit.dy2static.program_translator")
 # Paddle does not restore its global state after `auto_cast` in a static program. ppdiffusers reads it, and then puts a
 # check for infinity into the VAE's program, which paddle2onnx cannot convert.
 _AMP = importlib.import_module("paddle.amp.auto_cast")  # `paddle.amp.auto_cast` is the function
+# Paddle notes the parameters of each program under the `id` of the program, and forgets to take them out if tracing
+# fails: they stay in memory, and a later program at the same address gets them as its own (2.6), or crashes (3).
+_RECORDS: list[tuple[Any, str]] = [
+    (_TRANSLATOR.ProgramTranslator.get_instance()._params_recorder, "params_dict"),
+    (_TRANSLATOR.ProgramTranslator.get_instance()._inplace_map, "params_dict"),
+]
+if importlib.util.find_spec("paddle.jit.dy2static.parameter_recorder"):  # Paddle 3
+    _RECORDER = importlib.import_module("paddle.jit.dy2static.parameter_recorder")
+    _RECORDS += [
+        (_RECORDER._global_parameter_recorder, "params_dict"),
+        (_RECORDER._global_parameter_recorder, "tensor2value"),
+        (_RECORDER._global_inplace_map, "params_dict"),
+    ]
 
 
 class _ByName(nn.Layer):
@@ -190,10 +203,24 @@ def without_origins() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _own_records() -> Iterator[None]:
+    """A context in which Paddle's records (see `_RECORDS`) are empty; what it leaves there is forgotten."""
+    with ExitStack() as stack:
+        for owner, name in _RECORDS:
+            stack.enter_context(mock.patch.object(owner, name, {}))
+        yield
+
+
 def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
     spec = [{field.name: field.spec(fixed) for field in traceable.inputs}]
     try:
-        with warnings.catch_warnings(), without_origins(), mock.patch.object(_AMP, "_g_amp_state_", None):
+        with (
+            warnings.catch_warnings(),
+            without_origins(),
+            _own_records(),
+            mock.patch.object(_AMP, "_g_amp_state_", None),
+        ):
             warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
             layer = _ByName(traceable.layer)
             layer.eval()
