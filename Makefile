@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality frontier alternatives figures load fuzz lock dist clean
+.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality frontier pass-frontier figures load fuzz lock dist clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -166,7 +166,7 @@ AT_256 = --model examples/emoji_sd_256 --size 256
 FRONTIER = --ratio 0.5 --threads 1 --merging $(MERGING)
 FRONTIER_IMAGES = frontier_128 frontier_256 frontier_photographs_128 frontier_photographs_256
 
-frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time, and write their page: hours
+pass-frontier: $(VENV)/.installed-test ## compare ways to merge by distance and by the time of a UNet pass, and write their page: hours
 	$(EVALUATE) $(IMAGES) $(FRONTIER) --ablations $(AT_128) --count 256 --output build/frontier_128
 	$(EVALUATE) $(IMAGES) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 16 --backend onnxruntime --output build/frontier_256
 	$(EVALUATE) $(IMAGES) $(FRONTIER) $(MORE_MERGING) --ablations $(AT_128) --count 32 --strength 0.4 --output build/frontier_photographs_128
@@ -177,15 +177,15 @@ frontier: $(VENV)/.installed-test ## compare ways to merge by distance and time,
 	$(BENCH) $(FRONTIER) $(HIGH) $(AT_256) --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed_256.json
 	$(PY) benchmarks/frontier.py $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed_*.json --images build --output $(RESULTS)/..
 
-# Each line continues what its result has; another number of images needs another folder (--output) or no result there.
+# Each line continues what its result has. Another number of images or other sources need a folder without results: RESULTS=build/frontier/results.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
 SCENES = --model examples/scenes_sd --size 256
 
-alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both, and write their page: hours
+frontier: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
 	for mode in "" --time; do \
 	$(ALTERNATIVES) $(AT_128) --count 32 --output $(RESULTS) $$mode && \
-	$(ALTERNATIVES) $(SCENES) --count 16 --output $(RESULTS) $$mode && \
-	$(ALTERNATIVES) $(SCENES) --count 8 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
+	$(ALTERNATIVES) $(SCENES) --count 64 --output $(RESULTS) $$mode && \
+	$(ALTERNATIVES) $(SCENES) --count 24 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
 	$(ALTERNATIVES) report --output $(RESULTS)
 
 figures: $(VENV)/.installed ## write the figures of the committed results into the documents

@@ -2,8 +2,8 @@
 
     python benchmarks/frontier.py benchmarks/results/frontier_*.json --images build --output benchmarks
 
-Joins results of `evaluate` with those of `bench`, of the same model, sizes, `--ratio` and `--merging`; `make frontier`
-measures both.
+Joins results of `evaluate` with those of `bench`, of the same model, sizes, `--ratio` and `--merging`; `make
+pass-frontier` measures both.
 """
 
 import argparse

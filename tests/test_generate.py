@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -342,6 +343,20 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
     alone = engine.generate([job])[0]
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
+
+
+def test_steps_and_guidance_scale_are_the_models_own(tmp_path, exported_folder):
+    folder, prompts = tmp_path / "export", tmp_path / "prompts.txt"
+    shutil.copytree(exported_folder, folder)
+    (folder / "defaults.json").write_text('{"steps": 3, "guidance_scale": 4}')
+    prompts.write_text("fox")
+    for options, steps in ([], 3), (["--steps", "2"], 2):
+        out = tmp_path / str(steps)
+        arguments = ["--prompts", prompts, "--model", folder, "--output", out, "--threads", "1", *options]
+        assert main(["generate", *map(str, arguments)]) == 0
+        (image,) = out.glob("0*.png")
+        metadata = json.loads(Image.open(image).text["ppdiffusers_tome"])
+        assert (metadata["steps"], metadata["guidance_scale"]) == (steps, 4.0)
 
 
 @pytest.mark.parametrize(

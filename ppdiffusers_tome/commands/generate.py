@@ -11,13 +11,16 @@ from ..generation.engine import load_engine
 from ..generation.jobs import Job, JobError, Limits
 from ..generation.offline import generate
 from ..generation.prompt_file import read_prompts
+from ..inference.loading import read_defaults
 from ..inference.manifest import Manifest, parse_size, read_manifest
 from .image_options import (
     add_options,
     add_runtime_options,
+    add_step_options,
     check_runtime,
     open_image_backend,
     runtime_settings,
+    step_settings,
     threads,
     uses_gpu,
 )
@@ -32,10 +35,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--prompts", type=Path, required=True, help=".txt: a prompt per line; .jsonl: a JSON object per line")
     option("--output", type=Path, required=True, help="folder for the images")
     option("--model", type=Path, required=True, help="folder written by the command export")
-    option("--steps", type=int, default=20, help="denoising steps (default: %(default)s)")
-    option(
-        "--guidance-scale", type=float, default=7.5, help="weight of classifier-free guidance (default: %(default)s)"
-    )
+    add_step_options(command)
     option("--size", help="px or WIDTHxHEIGHT in px, an exported one (default: the first)")
     option("--ratio", type=float, help="share of tokens to merge (default: the first exported)")
     option("--seed", type=int, default=0, help="of the first prompt; each further one adds 1 (default: %(default)s)")
@@ -77,8 +77,8 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Job, Lim
     height, width = parse_size(options.size) if options.size else manifest.sizes[0]
     ratio = manifest.ratios[0] if options.ratio is None else options.ratio
     limits = Limits(manifest.sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
-    names = ("seed", "negative_prompt", "steps", "guidance_scale")
-    defaults = Job("", height, width, ratio, **{name: getattr(options, name) for name in names})
+    settings = step_settings(options, read_defaults(options.model))
+    defaults = Job("", height, width, ratio, options.seed, options.negative_prompt, **settings)
     try:
         return limits.check(defaults), limits
     except JobError as error:

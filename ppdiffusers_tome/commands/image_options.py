@@ -10,11 +10,14 @@ from typing import Any
 
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..evaluation.quality.settings import prompts_of, with_seeds
+from ..generation.jobs import Job
 from ..generation.offline import MakeImageBackend, generate_here
 from ..inference import RUNTIMES, Manifest, choose_runtime
+from ..inference.loading import ModelDefaults
 from ..inference.pipeline import check_format
 
 OWN = "(default: the model's own)"
+FALLBACK = ModelDefaults(steps=Job.steps, guidance_scale=Job.guidance_scale)  # of models that have none of their own
 
 
 def add_image_options(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
@@ -43,6 +46,21 @@ def image_settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
         own = model_defaults(model)
         numbers = {name: getattr(own, name) if value is None else value for name, value in numbers.items()}
     return {"model": model, "prompts": prompts, **numbers}
+
+
+def add_step_options(command: argparse.ArgumentParser) -> None:
+    """Add the options that `step_settings` reads."""
+    own = "(default: the model's own, or {})"
+    command.add_argument("--steps", type=int, help=f"denoising steps {own.format(FALLBACK.steps)}")
+    scale = f"weight of classifier-free guidance {own.format(FALLBACK.guidance_scale)}"
+    command.add_argument("--guidance-scale", type=float, help=scale)
+
+
+def step_settings(options: argparse.Namespace, own: ModelDefaults) -> dict[str, Any]:
+    """The number of steps and the guidance scale that an exported model generates with unless a job sets them."""
+    sources = (options, own, FALLBACK)
+    names = ("steps", "guidance_scale")
+    return {name: next(v for s in sources if (v := getattr(s, name)) is not None) for name in names}
 
 
 def add_runtime_options(command: argparse.ArgumentParser) -> None:

@@ -19,7 +19,15 @@ from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
 from ..inference.loading import read_defaults
 from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
-from .image_options import add_runtime_options, check_runtime, import_ray_engines, runtime_settings, uses_gpu
+from .image_options import (
+    add_runtime_options,
+    add_step_options,
+    check_runtime,
+    import_ray_engines,
+    runtime_settings,
+    step_settings,
+    uses_gpu,
+)
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
@@ -48,9 +56,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
     option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
     option("--timeout", type=float, default=DEFAULTS["request_seconds"], help=f"seconds for one request {default}")
-    own = "(default: the model's own, or {})"
-    option("--steps", type=int, help=f"for requests without steps {own.format(DEFAULTS['steps'])}")
-    option("--guidance-scale", type=float, help=f"for requests without it {own.format(DEFAULTS['guidance_scale'])}")
+    add_step_options(serve)
     option("--max-images", type=int, default=LIMITS["images"], help=f"most images in one request {default}")
     option("--max-steps", type=int, default=LIMITS["steps"], help=f"most steps {default}")
     option("--max-prompt", type=int, default=LIMITS["prompt_characters"], help=f"characters of a prompt {default}")
@@ -88,8 +94,6 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     manifest = read_manifest(options.model)
     limits = limits_of(manifest, options)
     own = read_defaults(options.model)
-    given = {name: getattr(options, name) for name in ("steps", "guidance_scale")}
-    numbers = {name: getattr(own, name) if value is None else value for name, value in given.items()}
     config = AppConfig(
         api_key=key_from_environment(),
         request_seconds=options.timeout,
@@ -98,7 +102,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         origins=tuple(options.allow_origin),
         page=not options.no_page,
         prompts=own.prompts,
-        **{name: value for name, value in numbers.items() if value is not None},
+        **step_settings(options, own),
     )
     first, *_ = warm_up_jobs(limits, config.guidance_scale)
     limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
