@@ -6,9 +6,9 @@ The first run is against the server of `--model`, with a few bodies per endpoint
 against the same HTTP application with an engine that returns blank images at once (fuzz_blank_server.py). Both servers
 have an API key and get malformed Host headers on every path, with the key and without.
 
-The exit status is 1 if a malformed Host gets another answer than 400 or that of an ordinary one, an answer does not match
-the schema (status, body, headers), an allowed request is refused, a forbidden one is accepted, or the server's log has
-a traceback.
+The exit status is 1 if a malformed Host gets another answer than 400 or that of an ordinary one, an answer does not
+match the schema (status, body, headers), an allowed request is refused, a forbidden one is accepted, or the server's
+log has a traceback.
 
 This file is also the module of hooks that schemathesis loads. JSON Schema cannot express that a string is an image, or
 that two fields contradict each other, so a hook sets such fields in bodies that must be accepted.
