@@ -350,7 +350,6 @@ from PIL import Image
 from ppdiffusers_tome.generation.jobs import GenerationError
 from ppdiffusers_tome.generation.jobs import Job
 from ppdiffusers_tome.generation.prompt_file import Prompt
-from ppdiffusers_tome.generation.offline import Failure
 from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError
 from ppdiffusers_tome.generation.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
 
@@ -383,7 +382,7 @@ def crash(log=sys.argv[1]):
 
 prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
-    made = {p.index: d.reason if isinstance(d, Failure) else "png"
+    made = {p.index: d if isinstance(d, str) else "png"
              for p, d in generate_on_ray(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
     for broken in (load, crash):
         try:

@@ -201,8 +201,8 @@ def test_damaged_weights_are_refused_or_give_no_image(damaged_folder):
     for job in (JOB, replace(JOB, image=start, strength=0.7)):
         with pytest.raises(GenerationError, match="not finite"):
             engine.generate([job])
-    [(_, failure)] = generate_batch(engine, [Prompt(0, JOB)])
-    assert "not finite" in failure.reason
+    [(_, reason)] = generate_batch(engine, [Prompt(0, JOB)])
+    assert "not finite" in reason
 
 
 def test_server_does_not_start_with_damaged_weights(damaged_folder, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import ToMeConfigError
 from ..generation.engine import load_engine
 from ..generation.jobs import Job, JobError, Limits
-from ..generation.offline import generate
+from ..generation.offline import generate, model_hash
 from ..generation.prompt_file import read_prompts
 from ..inference.loading import read_defaults
 from ..inference.manifest import Manifest, parse_size, read_manifest
@@ -60,10 +60,10 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     with open_image_backend(options, gpu=uses_gpu(options)) as make_backend:
         settings = runtime_settings(options)
         backend = make_backend(partial(load_engine, model, threads=load_threads, **settings))
-        runtime = {name: settings[name] for name in ("runtime", "device", "precision")}
-        summary = generate(prompts, model, options.output, options.batch, backend, **runtime)
-    for prompt, failure in summary.failures:
-        print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
+        identity = model_hash(model, {name: settings[name] for name in ("runtime", "device", "precision")})
+        summary = generate(prompts, identity, options.output, options.batch, backend)
+    for prompt, reason in summary.failures:
+        print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {reason}", file=sys.stderr)
     print(f"{summary} of {len(prompts)}, in {options.output}")
     return 1 if summary.failures else 0
 
