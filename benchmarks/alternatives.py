@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
-from experiments import compare
+from experiments import compare, earlier_result
 from matplotlib.figure import Figure
 from merge_prototypes import splitting
 from paddle import nn
@@ -287,9 +287,8 @@ class Programs:
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        self._folder = (
-            ROOT / "build" / "alternatives" / digest([sources(), model_files(evaluation.model), evaluation.size])
-        )
+        decisive = [sources(), model_files(evaluation.model), evaluation.size]
+        self._folder = ROOT / "build" / "alternatives" / digest(decisive)
         self._pipeline = self._folder / "pipeline"
 
     def engine(self, arm: Arm, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
@@ -517,22 +516,17 @@ def main() -> None:
     about |= {"prompts": [{"prompt": text, "seed": seed} for text, seed in prompts]}
     kind = "" if options.strength is None else "_photographs"
     file = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json"
-    result = read_json(file) if file.exists() else {}
-    if differing := [key for key, value in about.items() if result.get(key, value) != value]:
-        sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
+    result = earlier_result(file, about)
     content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
-    command = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]])
-    if options.time:
-        about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
-        content["timing"] = {**about_timing, "threads": threads}
-    made = {
-        key: result[key] for key in ("command", "commit", "environment", "threads") if options.time
-    }  # of the images
+    command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
     decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images
     folder = ROOT / "build" / file.stem / digest(decisive)
     if options.time:
+        made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images
+        about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
         timed = [Arm(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
-        content["timing"]["seconds"] = time_passes(evaluation, timed, options.rounds)
+        seconds = time_passes(evaluation, timed, options.rounds)
+        content["timing"] = {**about_timing, "threads": threads, "seconds": seconds}
     for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):
         write_result(file, make_result("experiments", command, **{"threads": threads, **about, **content, **made}))
         print(line, flush=True)

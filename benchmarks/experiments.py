@@ -389,6 +389,14 @@ def onednn_predictor(saved: Program, **options: Any) -> paddle_runtime.Predictor
         return paddle_runtime.PaddleRuntime(threads=1, onednn=True).load(*saved)
 
 
+def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The result that a run continues, {} if there is none; ends the script if it is about other images or sources."""
+    result = read_json(file) if file.exists() else {}
+    if differing := [key for key, value in about.items() if result.get(key, value) != value]:
+        sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
+    return result
+
+
 def main() -> None:
     """Measure what the file lacks, and write it after each variant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -403,9 +411,7 @@ def main() -> None:
     about = {"sources": sources(), "prompts": options.prompts, "photographs": options.photographs}
     about |= {"model": "examples/emoji_sd", "size": SIZE, "steps": STEPS, "guidance_scale": GUIDANCE}
     about |= {"strength": STRENGTH, "scheduler": type(load_model(MODEL).scheduler).__name__}
-    result = read_json(options.output) if options.output.exists() else {}
-    if any(result.get(key, value) != value for key, value in about.items()):
-        sys.exit(f"{options.output} has results of other sources or images: remove it, or choose another --output.")
+    result = earlier_result(options.output, about)
     command = shlex.join(["python", "benchmarks/experiments.py", *sys.argv[1:]])
     content: dict[str, Any] = {key: result.get(key, default) for key, default in NOTHING_MEASURED.items()}
 
