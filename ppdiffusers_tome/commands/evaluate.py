@@ -15,6 +15,7 @@ from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
+from .merge_options import add_merging
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
 
@@ -31,14 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_image_options(command)
     option("--count", type=int, default=256, help=f"images of each setting; prompts repeat with other seeds {default}")
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
-    option(
-        "--merging",
-        nargs="+",
-        default=[],
-        metavar="SETTINGS",
-        help="other ways to merge, at each --ratio or at their own: window=16,proportional "
-        "merge_attn=kv,match=grid,ratio=0.75 …",
-    )
+    add_merging(command, "other ways to merge, at each --ratio or at their own")
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")

@@ -28,9 +28,8 @@ from .image_options import (
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `generate` to the command line."""
-    command = commands.add_parser(
-        "generate", help="generate an image for each prompt of a file; run it again to resume"
-    )
+    about = "generate an image for each prompt of a file; run it again to resume"
+    command = commands.add_parser("generate", help=about)
     option = command.add_argument
     option("--prompts", type=Path, required=True, help=".txt: a prompt per line; .jsonl: a JSON object per line")
     option("--output", type=Path, required=True, help="folder for the images")

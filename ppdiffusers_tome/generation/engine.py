@@ -94,14 +94,11 @@ class Engine:
         return len(tokens), most, cut
 
     def batch_key(self, job: Job) -> Hashable | None:
-        """Jobs with equal keys may share a pipeline call; None: this job must run alone.
+        """Jobs with equal keys may share a pipeline call; None: this job must run alone, as by `Job.batch_key`.
 
-        Jobs run alone if ppdiffusers samples noise for the whole batch at once: in image-to-image pipelines, and with
-        schedulers whose steps sample noise.
+        With schedulers whose steps sample noise all do, because ppdiffusers samples it for the whole batch at once.
         """
-        if job.image is not None or job.second_pass is not None or not self._is_deterministic():
-            return None
-        return job.batch_key
+        return job.batch_key if self._is_deterministic() else None
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
         """Generate the images of the jobs in one pipeline call.

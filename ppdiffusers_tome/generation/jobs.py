@@ -86,7 +86,7 @@ class Job:
         seed: 0 to 2**32 - 1. Equal jobs give equal images, whatever else is in their batch.
         steps: denoising steps.
         guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt has no effect.
-        image: RGB, the image to start from; None for noise. It may be added later, see `Service.submit`.
+        image: RGB, the image to start from; None for noise. It may be added later, see `ImageQueue.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
         second_pass: what follows; only without an image.
         merge_map: whether the image's `info` is to have the group of each token, which merge at the last step.
@@ -128,8 +128,13 @@ class Job:
         return replace(job, image=image, strength=second.strength, steps=second.schedule)
 
     @property
-    def batch_key(self) -> tuple[float, ...]:
-        """Settings that all jobs of one pipeline call share."""
+    def batch_key(self) -> tuple[float, ...] | None:
+        """Settings that all jobs of one pipeline call share; None for jobs that image-to-image makes, one by one.
+
+        Its pipelines sample noise for the whole batch at once, so an image would depend on the rest of its batch.
+        """
+        if self.image is not None or self.second_pass is not None:
+            return None
         return self.height, self.width, self.steps, self.guidance_scale, self.ratio
 
     def settings(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int,
 def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     """Batches of prompts with equal size, steps, guidance scale and ratio, in the order of their first prompts."""
     batches: list[list[Prompt]] = []
-    unfilled: dict[tuple[float, ...], list[Prompt]] = {}
+    unfilled: dict[tuple[float, ...] | None, list[Prompt]] = {}
     for prompt in prompts:
         key = prompt.job.batch_key
         if len(unfilled.get(key, ())) in (0, batch):

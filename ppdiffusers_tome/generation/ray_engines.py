@@ -160,8 +160,7 @@ class RemoteEngine:
 
     def batch_key(self, job: Job) -> Hashable | None:
         """See `Engine.batch_key`."""
-        is_plain = job.image is None and job.second_pass is None
-        return job.batch_key if is_plain and self._shares_calls else None
+        return job.batch_key if self._shares_calls else None
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
         """See `Engine.count_tokens`."""
