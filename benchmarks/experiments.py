@@ -295,9 +295,8 @@ def time_plans(rounds: int) -> list[dict[str, Any]]:
         inputs = paddle.randn([2, 4, side, side]), 500, paddle.randn([2, TEXT, unet.config.cross_attention_dim])
         config = ToMeConfig(window=window, proportional=True)
         blocks = patch.chosen_blocks(unet, config)
-        pass_macs = macs.count_macs(unet, latent, TEXT) - sum(
-            macs.saved_macs(block, config, latent, TEXT) for block in blocks
-        )
+        saved = sum(macs.saved_macs(block, config, latent, TEXT) for block in blocks)
+        pass_macs = macs.count_macs(unet, latent, TEXT) - saved
         plan_macs = sum(macs.matching_macs(block, config, latent) for block in blocks)
         patch.attach(unet, config, None)
         keep = kept(10**9)
@@ -400,9 +399,8 @@ def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Measure what the file lacks, and write it after each variant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="*", default=[], metavar="NAME", help="variants to measure, bfloat16, plans (default: all)"
-    )
+    only = "variants to measure, bfloat16, plans (default: all)"
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help=only)
     parser.add_argument("--prompts", type=int, default=16, help="images from noise (default: %(default)s)")
     parser.add_argument("--photographs", type=int, default=8, help="images from photographs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="of what is timed (default: %(default)s)")

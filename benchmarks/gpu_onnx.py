@@ -221,10 +221,8 @@ def measure(options: argparse.Namespace) -> None:
             memory = {}
             for name in names:
                 program = weights.place(options.folder / f"{size} {name}.onnx")
-                forms = {"": {}} | (
-                    FORMS if is_gpu and (size, batch) in IN_ALL_FORMS and name in (PLAIN, DEFAULT) else {}
-                )
-                for form, settings in forms.items():
+                has_forms = is_gpu and (size, batch) in IN_ALL_FORMS and name in (PLAIN, DEFAULT)
+                for form, settings in {"": {}, **(FORMS if has_forms else {})}.items():
                     session = Session(program, Path(shared), feed, device, **settings)
                     before = used_bytes(is_gpu)
                     session()

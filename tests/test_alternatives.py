@@ -1,6 +1,5 @@
 """What benchmarks/alternatives.py compares merging with does what it says; measuring it takes hours."""
 
-import shutil
 import sys
 
 import alternatives
@@ -143,12 +142,3 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
         call(*images, "--steps", "3")
     with pytest.raises(SystemExit):
         call(*images, "--only", "2 steps")
-
-
-def test_the_page_is_that_of_the_committed_results(tmp_path, monkeypatch, empty_plots):
-    monkeypatch.setattr(alternatives, "label_points", lambda *_: None)
-    shutil.copytree(alternatives.RESULTS, tmp_path / "results")
-    for sheet in alternatives.RESULTS.parent.glob("alternatives_*_sheet.png"):
-        shutil.copy(sheet, tmp_path)
-    text = alternatives.write_report(sorted((tmp_path / "results").glob("alternatives_*.json")), tmp_path)
-    assert text == (alternatives.RESULTS.parent / "alternatives.md").read_text(encoding="utf-8")

@@ -22,9 +22,8 @@ QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "b
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `evaluate` to the command line."""
-    command = commands.add_parser(
-        "evaluate", help="generate images plain and merged from the same noise, and measure how much the images differ"
-    )
+    about = "generate images plain and merged from the same noise, and measure how much the images differ"
+    command = commands.add_parser("evaluate", help=about)
     option = command.add_argument
     default = "(default: %(default)s)"
     bundled = "the bundled model that was trained at this size, examples/emoji_sd or emoji_sd_256"

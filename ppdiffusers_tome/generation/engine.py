@@ -39,9 +39,8 @@ class FiniteImageProcessor(VaeImageProcessor):
 
     def postprocess(self, image: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not paddle.isfinite(image.cast("float32")).all():
-            raise GenerationError(
-                "an image has values that are not finite: the weights are damaged, or activations overflow"
-            )
+            reason = "the weights are damaged, or activations overflow"
+            raise GenerationError(f"an image has values that are not finite: {reason}")
         return super().postprocess(image, *args, **kwargs)
 
 
@@ -183,10 +182,8 @@ class Engine:
         except (ValueError, IndexError):  # more steps than trained timesteps; some schedulers need two or four
             first = inf
         if first >= scheduler.config.num_train_timesteps:  # an index out of range in the scheduler's tables
-            message = (
-                f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps: choose another number"
-            )
-            raise JobError(field, f"{message}, such as 20")
+            message = f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps"
+            raise JobError(field, f"{message}: choose another number, such as 20")
 
     def _noise(self, job: Job) -> paddle.Tensor:
         """[1, C, height / f, width / f]: the noise that the pipeline itself would sample after paddle.seed(seed)."""
