@@ -68,6 +68,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 OURS, ALTERNATIVE, BOTH, CALIBRATION = "merging", "alternative", "both", "calibration"
 COLOURS = {OURS: BLUE, ALTERNATIVE: RED, BOTH: PURPLE}
 TIMED = {"onnxruntime": "ONNX Runtime", "paddle": "Paddle Inference"}  # the first one generates the images
+TABLE = {  # column of the frame → title and form of the table's
+    "name": ("arm", "{name}"),
+    "group": ("kind", "{group}"),
+    **{runtime: (label, f"{{{runtime}:.2f}}×") for runtime, label in TIMED.items()},
+    "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
+    "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
+}
 TODO = {"merge_attn": "kv", "match": "grid", "blend": 0.0, "proportional": False, "use_rand": False, "ratio": 0.75}
 SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
@@ -461,13 +468,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
         title = f"{Path(result['model']).name}, {result['size']} px, {len(result['prompts'])} images"
         title += f", strength {result['strength']:g}" if result["strength"] else ""
         frame[["low", "high"]] = [quartiles(images["psnr"])[1:] for images in frame["images"]]
-        columns = {"name": ("arm", "{name}"), "group": ("kind", "{group}")}
-        columns |= {runtime: (label, f"{{{runtime}:.2f}}×") for runtime, label in TIMED.items()}
-        columns |= {
-            "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
-            "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
-        }
-        cells = cells_of(frame, columns).set_index("arm")
+        cells = cells_of(frame, TABLE).set_index("arm")
         for runtime, name in TIMED.items():
             is_best = frame[f"on_{runtime}"].to_numpy()
             cells.loc[is_best, name] = "**" + cells.loc[is_best, name] + "**"
