@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
-from experiments import compare
+from experiments import compare, earlier_result
 from matplotlib.figure import Figure
 from merge_prototypes import splitting
 from paddle import nn
@@ -39,7 +39,7 @@ from ppdiffusers_tome.config import TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.cache import digest
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import commit, describe_environment, model_files, sources
-from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, figure, link, table
+from ppdiffusers_tome.evaluation.markdown import write_page
 from ppdiffusers_tome.evaluation.plotting import (
     BLUE,
     PURPLE,
@@ -50,12 +50,9 @@ from ppdiffusers_tome.evaluation.plotting import (
     set_title,
     use_log_scale,
 )
-from ppdiffusers_tome.evaluation.quality.image_generation import (
-    load_model,
-    model_defaults,
-    read_images,
-)
+from ppdiffusers_tome.evaluation.quality.image_generation import load_model, model_defaults, read_images
 from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
+from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, prompts_of, with_seeds
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
@@ -71,6 +68,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 OURS, ALTERNATIVE, BOTH, CALIBRATION = "merging", "alternative", "both", "calibration"
 COLOURS = {OURS: BLUE, ALTERNATIVE: RED, BOTH: PURPLE}
 TIMED = {"onnxruntime": "ONNX Runtime", "paddle": "Paddle Inference"}  # the first one generates the images
+TABLE = {  # column of the frame → title and form of the table's
+    "name": ("arm", "{name}"),
+    "group": ("kind", "{group}"),
+    **{runtime: (label, f"{{{runtime}:.2f}}×") for runtime, label in TIMED.items()},
+    "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
+    "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
+}
 TODO = {"merge_attn": "kv", "match": "grid", "blend": 0.0, "proportional": False, "use_rand": False, "ratio": 0.75}
 SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
@@ -290,9 +294,8 @@ class Programs:
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        self._folder = (
-            ROOT / "build" / "alternatives" / digest([sources(), model_files(evaluation.model), evaluation.size])
-        )
+        decisive = [sources(), model_files(evaluation.model), evaluation.size]
+        self._folder = ROOT / "build" / "alternatives" / digest(decisive)
         self._pipeline = self._folder / "pipeline"
 
     def engine(self, arm: Arm, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
@@ -456,70 +459,29 @@ def plot(frame: pd.DataFrame, title: str, x: str, label: str) -> Figure:
     return plotted
 
 
-INTRODUCTION = """\
-How far images are from the plain ones (all steps, the model's own scheduler, the same noise), and how long an image
-takes: merging, what a user would choose instead, and both. The time of a whole image is the sum of its passes of the
-UNet, each timed in turns with all others, and of the rest: text encoder, scheduler and VAE.
-
-- **n steps**: the model's own scheduler. **DPM-Solver++** (arXiv:2211.01095) is compared with the model's own
-  scheduler too, so a part of its distance is that the two do not generate the same image in any number of steps.
-- **DeepCache n** (arXiv:2312.00858): each n-th step, from the first on, computes everything; the others compute the
-  first level and reuse the features of the deeper ones. With **last layer** they compute the last layer of the UNet
-  alone, as DeepCache's code does by default.
-- **T-GATE n** (arXiv:2404.02747): after n steps, cross-attention is its mean over both halves of guidance in step n,
-  and the unconditional half is not computed. **cross-attention n** only reuses the outputs of cross-attention.
-- **default**, **kv**, **ToDo**, **tomesd**: ways to merge ([methods.md](../docs/methods.md)), with their ratio.
-  **symmetric** is the default with `merge_attn=True`, **q a, kv b** the default with other ratios of queries (a), and
-  of keys and values (b).
-
-Bold: no other arm is both faster in that runtime and nearer to plain by PSNR.
-"""
-
-
 def write_report(files: Sequence[Path], output: Path) -> str:
     """Write `alternatives.md` and its plots from results alone; return its text."""
-    lines = ["# Merging, and what to choose instead", "", *INTRODUCTION.splitlines()]
+    sections = []
     for file in files:
         result = read_json(file)
-        frame, machine = read_frame(result), result["environment"]
+        frame, figures = read_frame(result), []
         title = f"{Path(result['model']).name}, {result['size']} px, {len(result['prompts'])} images"
         title += f", strength {result['strength']:g}" if result["strength"] else ""
-        lines += ["", f"## {title}", ""]
-        lines += [
-            f"[{file.name}]({link(file, output)}): {result['steps']} steps, {result['scheduler']}, guidance "
-            f"{result['guidance_scale']:g}, {machine['machine']}, paddlepaddle {machine['paddlepaddle']}, "
-            f"commit `{result['commit']}`, `{result['command']}`",
-        ]
-        if timing := result["timing"]:
-            threads = f"{timing['threads']} thread{'s' * (timing['threads'] > 1)}"
-            machine = timing["environment"]["machine"]
-            lines.append(f"Times: {threads}, {machine}, commit `{timing['commit']}`, `{timing['command']}`")
-        lines.append("")
-        timed = [runtime for runtime in TIMED if frame[runtime].notna().any()]
-        for runtime in timed:
-            path = output / f"{file.stem}_{runtime}.png"
-            label = f"times as fast as plain, whole image, {TIMED[runtime]}"
-            save_figure(plot(frame[frame[runtime].notna()], title, runtime, label), path)
-            lines += figure(path, f"{title}: distance from plain against {label}. Grey: the frontier.", output)
+        frame[["low", "high"]] = [quartiles(images["psnr"])[1:] for images in frame["images"]]
+        cells = cells_of(frame, TABLE).set_index("arm")
+        for runtime, name in TIMED.items():
+            is_best = frame[f"on_{runtime}"].to_numpy()
+            cells.loc[is_best, name] = "**" + cells.loc[is_best, name] + "**"
+            if frame[runtime].notna().any():
+                path = output / f"{file.stem}_{runtime}.png"
+                label = f"times as fast as plain, whole image, {name}"
+                save_figure(plot(frame[frame[runtime].notna()], title, runtime, label), path)
+                figures.append((path, f"{title}: distance from plain against {label}. Grey: the frontier."))
         sheet = output / f"{file.stem}_sheet.png"
         if sheet.exists():
-            lines += figure(sheet, f"{title}: plain, {', '.join(SHEET)}.", output)
-        rows = []
-        for row in frame.to_dict("records"):
-            times = []
-            for runtime in timed:
-                time = NOT_MEASURED if np.isnan(row[runtime]) else f"{row[runtime]:.2f}×"
-                times.append(f"**{time}**" if row[f"on_{runtime}"] and time != NOT_MEASURED else time)
-            low, high = quartiles(row["images"]["psnr"])[1:]
-            distances = [f"{row['psnr']:.1f} ({low:.1f}–{high:.1f})", f"{row['perceptual']:.4f}"]
-            rows.append([row["name"], row["group"], *times, *distances])
-        lines += table(["arm", "kind", *map(TIMED.get, timed), "PSNR, dB", "ST-LPIPS"], rows)
-        for arm in result["arms"]:
-            if arm["group"] == CALIBRATION:
-                lines += ["", f"{arm['name'].capitalize()}: {arm['psnr']:.1f} dB, ST-LPIPS {arm['perceptual']:.4f}."]
-    text = "\n".join(lines) + "\n"
-    (output / "alternatives.md").write_text(text, encoding="utf-8")
-    return text
+            figures.append((sheet, f"{title}: plain, {', '.join(SHEET)}."))
+        sections.append((title, file, result, figures, cells))
+    return write_page(Path(__file__).with_name("templates") / "alternatives.md", output, sections=sections)
 
 
 def main() -> None:
@@ -555,22 +517,17 @@ def main() -> None:
     about |= {"prompts": [{"prompt": text, "seed": seed} for text, seed in prompts]}
     kind = "" if options.strength is None else "_photographs"
     file = options.output / f"alternatives_{Path(options.model).name}_{size}{kind}.json"
-    result = read_json(file) if file.exists() else {}
-    if differing := [key for key, value in about.items() if result.get(key, value) != value]:
-        sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
+    result = earlier_result(file, about)
     content = {key: result.get(key, default) for key, default in {"timing": None, "arms": []}.items()}
-    command = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]])
-    if options.time:
-        about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
-        content["timing"] = {**about_timing, "threads": threads}
-    made = {
-        key: result[key] for key in ("command", "commit", "environment", "threads") if options.time
-    }  # of the images
+    command, made = shlex.join(["python", "benchmarks/alternatives.py", *sys.argv[1:]]), {}
     decisive = {**about, "prompts": prompts_of(options.model)}  # a larger --count continues with the same images
     folder = ROOT / "build" / file.stem / digest(decisive)
     if options.time:
+        made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images
+        about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
         timed = [Arm(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
-        content["timing"]["seconds"] = time_passes(evaluation, timed, options.rounds)
+        seconds = time_passes(evaluation, timed, options.rounds)
+        content["timing"] = {**about_timing, "threads": threads, "seconds": seconds}
     for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):
         write_result(file, make_result("experiments", command, **{"threads": threads, **about, **content, **made}))
         print(line, flush=True)

@@ -55,9 +55,8 @@ def update(text: str) -> str:
 
     broken = re.search(r"^<!--= .*", text, re.MULTILINE)
     assert not broken, f"{broken and broken[0]}: a figure must not begin a line"
-    assert len(MARKED.findall(text)) == len(re.findall("<!--= ", text)) == len(re.findall("<!--/", text)), (
-        "half a mark"
-    )
+    ends = [len(re.findall(mark, text)) for mark in ("<!--= ", "<!--/")]
+    assert [len(MARKED.findall(text))] * 2 == ends, "half a mark"
     assert len(ROW.findall(text)) == len(re.findall("<!--[:|]", text)), "a mark of a row is not at its end"
     return ROW.sub(row, MARKED.sub(lambda match: f"<!--= {match[1]} -->{call(match[1])}<!--/-->", text))
 

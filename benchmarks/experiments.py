@@ -295,9 +295,8 @@ def time_plans(rounds: int) -> list[dict[str, Any]]:
         inputs = paddle.randn([2, 4, side, side]), 500, paddle.randn([2, TEXT, unet.config.cross_attention_dim])
         config = ToMeConfig(window=window, proportional=True)
         blocks = patch.chosen_blocks(unet, config)
-        pass_macs = macs.count_macs(unet, latent, TEXT) - sum(
-            macs.saved_macs(block, config, latent, TEXT) for block in blocks
-        )
+        saved = sum(macs.saved_macs(block, config, latent, TEXT) for block in blocks)
+        pass_macs = macs.count_macs(unet, latent, TEXT) - saved
         plan_macs = sum(macs.matching_macs(block, config, latent) for block in blocks)
         patch.attach(unet, config, None)
         keep = kept(10**9)
@@ -389,12 +388,19 @@ def onednn_predictor(saved: Program, **options: Any) -> paddle_runtime.Predictor
         return paddle_runtime.PaddleRuntime(threads=1, onednn=True).load(*saved)
 
 
+def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The result that a run continues, {} if there is none; ends the script if it is about other images or sources."""
+    result = read_json(file) if file.exists() else {}
+    if differing := [key for key, value in about.items() if result.get(key, value) != value]:
+        sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
+    return result
+
+
 def main() -> None:
     """Measure what the file lacks, and write it after each variant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="*", default=[], metavar="NAME", help="variants to measure, bfloat16, plans (default: all)"
-    )
+    only = "variants to measure, bfloat16, plans (default: all)"
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help=only)
     parser.add_argument("--prompts", type=int, default=16, help="images from noise (default: %(default)s)")
     parser.add_argument("--photographs", type=int, default=8, help="images from photographs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="of what is timed (default: %(default)s)")
@@ -403,9 +409,7 @@ def main() -> None:
     about = {"sources": sources(), "prompts": options.prompts, "photographs": options.photographs}
     about |= {"model": "examples/emoji_sd", "size": SIZE, "steps": STEPS, "guidance_scale": GUIDANCE}
     about |= {"strength": STRENGTH, "scheduler": type(load_model(MODEL).scheduler).__name__}
-    result = read_json(options.output) if options.output.exists() else {}
-    if any(result.get(key, value) != value for key, value in about.items()):
-        sys.exit(f"{options.output} has results of other sources or images: remove it, or choose another --output.")
+    result = earlier_result(options.output, about)
     command = shlex.join(["python", "benchmarks/experiments.py", *sys.argv[1:]])
     content: dict[str, Any] = {key: result.get(key, default) for key, default in NOTHING_MEASURED.items()}
 

@@ -107,9 +107,8 @@ def read_points(results: Sequence[tuple[Path, dict[str, Any]]]) -> pd.DataFrame:
     for size, of_size in frame.groupby("size"):
         models = sorted({*of_size["model"], *([cases[size].model] if size in cases else [])})
         if len(models) > 1:
-            raise ToMeConfigError(
-                f"{size} px: the results are of several models, {', '.join(models)}: give those of one."
-            )
+            several = ", ".join(models)
+            raise ToMeConfigError(f"{size} px: the results are of several models, {several}: give those of one.")
     times = {(size, *key): value for size, case in cases.items() for key, value in _speed_ups(case).items()}
     timed = sorted({size for size, backend, _ in times if backend == PREDICTOR})
     if frame.empty or not set(timed) >= set(frame["size"]):
@@ -175,13 +174,10 @@ def _write_sheet(result: dict[str, Any], images: Path, output: Path) -> tuple[Pa
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging"
-    )
-    parser.add_argument(
-        "--images", type=Path, help="folder with the output of each evaluate, named like its result, to show images"
-    )
-    parser.add_argument("--output", type=Path, default=Path("benchmarks"), help="folder (default: %(default)s)")
+    add, images = parser.add_argument, "folder with the output of each evaluate, named like its result, to show images"
+    add("files", type=Path, nargs="+", help="results of evaluate, and of bench with the same --merging")
+    add("--images", type=Path, help=images)
+    add("--output", type=Path, default=Path("benchmarks"), help="folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     print(write_frontier_page(options.files, options.output, options.images))
 

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError
+from ppdiffusers_tome.evaluation import markdown
 from ppdiffusers_tome.evaluation.environment import describe_environment
 from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, number, table
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
@@ -149,34 +151,22 @@ def measured_cells(path: Path, about: dict[str, Any]) -> dict[tuple[str, str, st
 
 def write_page(result: dict[str, Any], path: Path) -> str:
     """Write the page of a result, a table for each ratio with the published figures beside; returns its text."""
-    cells = read_cases(result, path)
-    about, first = result["environment"], cells[0]
-    planned = sum(bool(cell.with_status(PLANNED)) for cell in cells)
-    lines = [
-        f"# Token merging on {about['device']}\n",
-        f"Seconds of {PASSES} passes of the UNet of `{first.model}` in {first.dtype} with guidance, which is {GUIDED} "
-        "rows for each image: text encoder, scheduler and VAE are not included. In parentheses: how many times as "
-        "fast as plain, and the peak memory with the weights. OOM: out of memory. Medians of n = "
-        f"{result['rounds']} rounds.\n",
-        "The last columns are published seconds of whole images on other machines, plain / ToMe / ToMe + xFormers "
-        "([published_figures.md](published_figures.md)).\n",
-        *(f"- {name}: {value}" for name, value in about.items()),
-        f"- commit: {result['commit']}",
-        f"- command: `{result['command']}`",
-    ]
-    if planned:
-        lines += ["", f"**{planned} of {len(cells)} cells are not measured yet**: run the command again."]
-    for ratio in sorted({cell.arms[0].ratio for cell in cells} - {0.0} or {0.0}):
-        lines += [f"\n## Ratio {ratio:g}\n", *ratio_table(cells, ratio)]
-    reasons: dict[str, list[str]] = {}
+    cells, reasons = read_cases(result, path), defaultdict(list)
     for cell in cells:
         if reason := cell.arms[0].reason:
-            reasons.setdefault(reason, []).append(f"{cell.size} px, batch {cell.batch}, {cell.arms[0].name}")
-    if reasons:
-        lines += ["\n## Not measured\n", *(f"- {reason}: {'; '.join(names)}" for reason, names in reasons.items())]
-    text = "\n".join(lines) + "\n"
-    path.write_text(text, encoding="utf-8")
-    return text
+            reasons[reason].append(f"{cell.size} px, batch {cell.batch}, {cell.arms[0].name}")
+    ratios = sorted({cell.arms[0].ratio for cell in cells} - {0.0} or {0.0})
+    return markdown.write_page(
+        Path(__file__).with_name("templates") / "gpu.md",
+        path.parent,
+        result=result,
+        first=cells[0],
+        passes=PASSES,
+        guided=GUIDED,
+        planned=sum(bool(cell.with_status(PLANNED)) for cell in cells),
+        tables=[(ratio, ratio_table(cells, ratio)) for ratio in ratios],
+        reasons=reasons,
+    )
 
 
 def ratio_table(cells: Sequence[Case], ratio: float) -> list[str]:

@@ -170,17 +170,9 @@ class Torch:
 
     def prepare(self) -> None:
         """Merge in the UNet, which all arms share, at this arm's ratio."""
-        import tomesd
+        from torch_worker import merge
 
-        tomesd.remove_patch(self._unet)
-        if not self._ratio:
-            return
-        tomesd.apply_patch(self._unet, ratio=self._ratio)
-        for block in self._unet.modules():  # tomesd's old forward reads attributes that newer diffusers may lack
-            if type(block).__name__ == "ToMeBlock":
-                for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
-                    if not hasattr(block, name):
-                        setattr(block, name, False)
+        merge(self._unet, {"ratio": self._ratio} if self._ratio else None)
 
     def __call__(self) -> None:
         import torch
@@ -229,10 +221,8 @@ def measure(options: argparse.Namespace) -> None:
             memory = {}
             for name in names:
                 program = weights.place(options.folder / f"{size} {name}.onnx")
-                forms = {"": {}} | (
-                    FORMS if is_gpu and (size, batch) in IN_ALL_FORMS and name in (PLAIN, DEFAULT) else {}
-                )
-                for form, settings in forms.items():
+                has_forms = is_gpu and (size, batch) in IN_ALL_FORMS and name in (PLAIN, DEFAULT)
+                for form, settings in {"": {}, **(FORMS if has_forms else {})}.items():
                     session = Session(program, Path(shared), feed, device, **settings)
                     before = used_bytes(is_gpu)
                     session()

@@ -57,7 +57,7 @@ class Load:
 
     def __init__(self, url: str, sizes: list[str], ratios: list[float]) -> None:
         self.url, self.sizes, self.ratios = url, sizes, ratios
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # of the counts
         self.answers: Counter = Counter()  # (kind, status)
         self.abandoned = 0
         self.seconds: dict[str, list[float]] = {}  # by kind, of answers with images and of answers to invalid requests
@@ -90,8 +90,7 @@ class Load:
                     else:
                         self.draw(http, kind, rng)
                 except Exception as error:
-                    with self.lock:
-                        self.wrong.append(f"{kind}: no answer: {error!r}")
+                    self.wrong.append(f"{kind}: no answer: {error!r}")
 
     def check(self, kind: str, answer: httpx.Response, statuses: tuple[int, ...]) -> None:
         problem = f"{answer.status_code} instead of {statuses}: {answer.text[:200]}"
@@ -159,8 +158,7 @@ class Load:
             except ConnectionError:  # the server may close any of them
                 pass
             except OSError as error:
-                with self.lock:
-                    self.wrong.append(f"idle: the server accepts no connection: {error!r}")
+                self.wrong.append(f"idle: the server accepts no connection: {error!r}")
 
     def read_nothing(self, end: float) -> None:
         """Send 40,000 requests at once and read no answer, until the server closes the connection or the end."""
@@ -183,8 +181,7 @@ class Load:
                     client.sendall(data)
                     answer = client.recv(4096)
                     if not answer.startswith(b"HTTP/1.1 4"):
-                        with self.lock:
-                            self.wrong.append(f"garbage: {answer[:200]!r} for {data[:100]!r}")
+                        self.wrong.append(f"garbage: {answer[:200]!r} for {data[:100]!r}")
             time.sleep(0.5)
 
     def abandon(self, rng: random.Random) -> None:

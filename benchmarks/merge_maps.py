@@ -206,10 +206,9 @@ def generate_merge_map(result: dict[str, Any], path: Path) -> tuple[Path, str]:
     (prompt,) = evaluation.jobs(Setting("default", "ratio", config))
     engine = Engine(pipe, from_image(pipe))
     about = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
+    about["model"] = result["model"]
     with pipe.tome(**asdict(config)):
-        return write_merge_map(
-            pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), path, **about, model=result["model"]
-        )
+        return write_merge_map(pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), path, **about)
 
 
 def main() -> None:

@@ -90,9 +90,8 @@ def laplacian_match(metric: paddle.Tensor, grid: Grid, r: int, sx: int, sy: int,
         cells = (choose_dst(grid)[:, None] + np.array([0, 1, w, w + 1])).reshape(-1)  # positions, cell by cell
         slot = np.argsort(cells)  # of each position in that order
         cell = paddle.to_tensor(slot // 4 * 2).cast("float64")
-        by_cell = paddle.argsort(
-            cell + (contrast / (contrast.max(axis=1, keepdim=True) + 1e-30)).cast("float64"), axis=1
-        )
+        within = contrast / (contrast.max(axis=1, keepdim=True) + 1e-30)  # 0 to 1
+        by_cell = paddle.argsort(cell + within.cast("float64"), axis=1)
         position = paddle.gather(by_cell, paddle.to_tensor(slot), axis=1)  # [B, N]: the token that moves to each place
         batch = (paddle.cumsum(paddle.ones_like(position[:, :1]), axis=0) - 1) * h * w
         rows, places = ((x + batch).reshape([-1]) for x in (position, paddle.argsort(position, axis=1)))

@@ -17,6 +17,7 @@ from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_rando
 
 from ppdiffusers_tome import ToMeConfig, ToMeError
 from ppdiffusers_tome.config import GRID, SIMILARITY
+from ppdiffusers_tome.evaluation import markdown
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
@@ -121,41 +122,20 @@ def time_growth(case: dict[str, Any], sides: list[int], rounds: int, limit: floa
     return {"channels": case["channels"], "rounds": rounds, "limit_gb": limit, "plans": plans}
 
 
-def describe_operations(result: dict[str, Any]) -> list[str]:
-    """The results of `time_operations` and, as "growth", of `time_growth`, as lines of Markdown."""
-    growth = result["growth"]
-    lines = [
-        "B={batch}, {height}×{width} tokens, C={channels}, ratio {ratio}".format(**result["case"])
-        + f" (cells: 0.75); medians of {result['rounds']} rounds in milliseconds, and how many times as fast as the "
-        f"built-in; the global plan agrees with it to {result['difference']:.1e}.",
-        "",
-        *table(["method", *OPERATIONS], [[row["method"], *_cells(row)] for row in result["methods"]]),
-    ]
-    plans = {(plan["method"], plan["side"]): plan for plan in growth["plans"]}
-    methods, sides = (list(dict.fromkeys(key[nth] for key in plans)) for nth in (0, 1))
-    if plans:
-        rows = [[f"{side}×{side}", *(_growth_cell(plans[method, side]) for method in methods)] for side in sides]
-        lines += [
-            "",
-            f"The plan of one image alone, C={growth['channels']}, medians of {growth['rounds']} rounds in "
-            f"milliseconds, and microseconds for each token. The scores of a plan may take {growth['limit_gb']:g} GB.",
-            "",
-            *table(["tokens", *methods], rows),
-        ]
-    return lines
-
-
 def write_page(output: Path) -> str:
     """Write ops.md in a folder from the ops.json there; returns its text."""
     result = read_json(output / "ops.json")
     check_result(result, "operations", output / "ops.json")
-    about = result["environment"]
-    versions = ", ".join(f"{name} {about[name]}" for name in ("paddlepaddle", "ppdiffusers", "ppdiffusers_tome"))
-    source = f"[ops.json](ops.json): {about['machine']}, {about['device']}, threads: {about['threads']}; {versions}; "
-    source += f"commit {result['commit']}; `{result['command']}`"
-    text = "\n".join(["# Plan, merge and unmerge", "", source, "", *describe_operations(result), ""])
-    (output / "ops.md").write_text(text, encoding="utf-8")
-    return text
+    plans = {(plan["method"], plan["side"]): plan for plan in result["growth"]["plans"]}
+    methods, sides = (list(dict.fromkeys(key[nth] for key in plans)) for nth in (0, 1))
+    rows = [[f"{side}×{side}", *(_growth_cell(plans[method, side]) for method in methods)] for side in sides]
+    return markdown.write_page(
+        Path(__file__).with_name("templates") / "ops.md",
+        output,
+        **result,
+        operations=table(["method", *OPERATIONS], [[row["method"], *_cells(row)] for row in result["methods"]]),
+        plans=table(["tokens", *methods], rows),
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

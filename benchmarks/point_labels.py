@@ -31,9 +31,8 @@ def label_points(figure: Figure, axes: Axes, labels: Sequence[tuple[str, float, 
     taken = np.hstack([marks - MARKER, marks + MARKER])  # [K, 4]: left, bottom, right and top, in dots
     lines = [line.get_transform().transform(np.asarray(line.get_xydata())) for line in axes.lines]
     ends = [pair for line in lines for pair in pairwise(line)]
-    dots_of_lines = np.array([p + share * (q - p) for p, q in ends for share in np.linspace(0, 1, 150)]).reshape(
-        [-1, 2]
-    )
+    on_lines = [p + share * (q - p) for p, q in ends for share in np.linspace(0, 1, 150)]
+    dots_of_lines = np.array(on_lines).reshape([-1, 2])
     for (text, x, y, colour), mark in zip(labels, marks, strict=True):
         label = axes.annotate(text, (x, y), fontsize=9)
         size = np.array(label.get_window_extent(renderer).size)

@@ -72,9 +72,8 @@ def measured(folder: Path, runtime: str, count: int, most: int | None = None, pr
 def run_process(folder: str, runtime: str, count: str, most: str | None = None) -> None:
     """Load programs and run each once, write the seconds; wait for a line, write the memory."""
     manifest = read_manifest(folder)
-    pipe = load_pipeline(
-        folder, **RUNTIMES[runtime], threads=1, verify=False, max_programs=None if most is None else int(most)
-    )
+    bound = None if most is None else int(most)
+    pipe = load_pipeline(folder, **RUNTIMES[runtime], threads=1, verify=False, max_programs=bound)
     paddle.seed(0)
     text = paddle.randn([2, 77, pipe.unet.config.cross_attention_dim])
     before, start = proportional_bytes(), time.perf_counter()

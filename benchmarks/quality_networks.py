@@ -157,9 +157,8 @@ def write_st_lpips() -> None:
     convolutions = [(graph.weight(), graph.weight(), padding) for padding in PADDINGS]
     linear = [graph.weight() for _ in PADDINGS]
     line = np.array([1, 2, 1]) / 4
-    border = graph.constant(
-        [0, 0, 2, 2, 0, 0, 2, 2], "int64"
-    )  # twice what the blur needs: the weights were trained so
+    # Twice what the blur needs: the weights were trained so.
+    border = graph.constant([0, 0, 2, 2, 0, 0, 2, 2], "int64")
     blurs = {c: graph.constant(np.tile(np.outer(line, line), (c, 1, 1, 1))) for c in (64, 192)}
 
     def halved(x: str, channels: int) -> str:

@@ -63,9 +63,8 @@ def render_icon(icons, name, size):
         f'viewBox="{icon.get("left", 0)} {icon.get("top", 0)} {width} {height}" '
         f'width="{size}" height="{size}">{icon["body"]}</svg>'
     )
-    return Image.open(io.BytesIO(bytes(resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size)))).convert(
-        "RGBA"
-    )
+    png = bytes(resvg_py.svg_to_bytes(svg_string=svg, width=size, height=size))
+    return Image.open(io.BytesIO(png)).convert("RGBA")
 
 
 def on_white(image, size):

@@ -38,7 +38,8 @@ class Worker:
     def run(self, merging: dict[str, Any] | None, output: str | None = None) -> float:
         """One pass: the seconds that it took; with a path its output is written there as a NumPy file."""
         if merging != self.merging:
-            self._merge(merging)
+            merge(self.unet, merging)
+            self.merging = merging
         others = dict(self.inputs)
         # By position, because tomesd does not see keyword arguments.
         positional = [others.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")]
@@ -50,16 +51,18 @@ class Worker:
             np.save(output, predicted.float().numpy())
         return seconds
 
-    def _merge(self, merging: dict[str, Any] | None) -> None:
-        tomesd.remove_patch(self.unet)
-        if merging is not None:
-            tomesd.apply_patch(self.unet, **merging)
-            for block in self.unet.modules():  # tomesd's old forward reads attributes that newer diffusers may lack
-                if type(block).__name__ == "ToMeBlock":
-                    for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
-                        if not hasattr(block, name):
-                            setattr(block, name, False)
-        self.merging = merging
+
+def merge(unet: Any, merging: dict[str, Any] | None) -> None:
+    """Merge in a UNet by tomesd with these arguments, in place of those before; None merges nothing."""
+    tomesd.remove_patch(unet)
+    if merging is None:
+        return
+    tomesd.apply_patch(unet, **merging)
+    for block in unet.modules():  # tomesd's old forward reads attributes that newer diffusers may lack
+        if type(block).__name__ == "ToMeBlock":
+            for name in ("use_ada_layer_norm", "use_ada_layer_norm_zero", "only_cross_attention"):
+                if not hasattr(block, name):
+                    setattr(block, name, False)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ def load(parser, args):
     except OSError as error:
         parser.error(f"--controlnet {args.controlnet}: {' '.join(str(error).split())}")
     controlnet.eval()
-    pipe = StableDiffusionControlNetPipeline(
-        **without.components, controlnet=controlnet, requires_safety_checker=False
-    )
+    parts = {**without.components, "controlnet": controlnet}
+    pipe = StableDiffusionControlNetPipeline(**parts, requires_safety_checker=False)
     if args.xformers:
         pipe.enable_xformers_memory_efficient_attention()
     return without, pipe
@@ -45,10 +44,8 @@ def draw_without_controlnet(pipe, args, size, prompt):
     import paddle
 
     paddle.seed(args.seed)
-    steps = options.steps_for(args, size)
-    return pipe(prompt, height=size, width=size, num_inference_steps=steps, guidance_scale=args.guidance_scale).images[
-        0
-    ]
+    settings = {"num_inference_steps": options.steps_for(args, size), "guidance_scale": args.guidance_scale}
+    return pipe(prompt, height=size, width=size, **settings).images[0]
 
 
 def edge_distances(input_edges, without, arms) -> dict:
@@ -64,12 +61,8 @@ def edge_distances(input_edges, without, arms) -> dict:
 def main(argv=None) -> None:
     parser = options.make_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--image",
-        type=Path,
-        default=CONTROLNET / "penguin.png",
-        help="image whose edges to follow (default: a penguin)",
-    )
+    penguin = CONTROLNET / "penguin.png"
+    add("--image", type=Path, default=penguin, help="image whose edges to follow (default: a penguin)")
     add("--controlnet", default=CONTROLNET, help="ppdiffusers folder or hub name (default: the bundled one)")
     add("--plain-controlnet", action="store_true", help="merge only in the UNet")
     args = options.parse(parser, argv)

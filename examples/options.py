@@ -24,13 +24,11 @@ def make_parser(doc: str, tiny: str | None = None, bundled: bool = True) -> argp
     add("prompts", nargs="*", help="one column each; put them before the options")
     which = parser.add_mutually_exclusive_group(required=not bundled)
     default = " (default: the bundled model)" if bundled else ""
-    which.add_argument(
-        "--model", default=BUNDLED if bundled else None, help=f"ppdiffusers folder or hub name{default}"
-    )
+    model = BUNDLED if bundled else None
+    which.add_argument("--model", default=model, help=f"ppdiffusers folder or hub name{default}")
     if tiny:
-        which.add_argument(
-            "--tiny", action="store_const", const=tiny, help="a tiny random model: no download, the images are noise"
-        )
+        noise = "a tiny random model: no download, the images are noise"
+        which.add_argument("--tiny", action="store_const", const=tiny, help=noise)
     parser.set_defaults(tiny=None)
     add("--ratio", type=float, nargs="+", help="one row each (default: 0.25 0.5 0.75, or --config's)")
     add("--config", type=Path, help="settings file, which ToMeConfig.save writes (default: the default settings)")

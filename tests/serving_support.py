@@ -48,7 +48,7 @@ class FakeEngine:
         self.programs = []  # events: each loads when it is set
 
     def batch_key(self, job):
-        return None if job.image else job.batch_key
+        return job.batch_key
 
     def count_tokens(self, prompt):
         """Words, of which the text encoder reads the first five."""

@@ -1,26 +1,19 @@
 """What benchmarks/alternatives.py compares merging with does what it says; measuring it takes hours."""
 
-import importlib
-import shutil
 import sys
-from pathlib import Path
 
+import alternatives
 import numpy as np
 import paddle
 import pytest
+from alternatives import Arm
 from conftest import inputs, traces
 
 from ppdiffusers_tome.evaluation.results import read_json
 from ppdiffusers_tome.inference import programs
 
 
-@pytest.fixture(autouse=True)
-def alternatives(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    return importlib.import_module("alternatives")
-
-
-def steps(alternatives, unet, arm, count=3):
+def steps(unet, arm, count=3):
     """The predictions of steps with different inputs, by an arm's passes in eager mode."""
     before = traces(unet)
     traceable = programs.denoiser(unet, None)
@@ -38,45 +31,39 @@ def keywords(seed):
     return {name: given[name] for name in ("sample", "timestep", "encoder_hidden_states")}
 
 
+@paddle.no_grad()
 def by_hand(unet, layers, seed, half=False):
     """The prediction for a seed when layers return what they return for seed 0, or the second half with the mean."""
     outputs = {}
-    with paddle.no_grad():
-        handles = [
-            layer.register_forward_post_hook(lambda layer, _, out: outputs.update({layer: out})) for layer in layers
-        ]
-        unet(**keywords(0), return_dict=False)
-        remove(handles)
-        for layer, output in outputs.items():
-            outputs[layer] = sum(output.chunk(2)) / 2 if half else output
-        handles = [layer.register_forward_post_hook(lambda layer, *_: outputs[layer]) for layer in layers]
-        given = keywords(seed)
-        for name in ("sample", "encoder_hidden_states") if half else ():
-            given[name] = given[name][1:]
+
+    def predict(given, hook):
+        handles = [layer.register_forward_post_hook(hook) for layer in layers]
         prediction = unet(**given, return_dict=False)[0].numpy()
-        remove(handles)
-    return prediction
+        for handle in handles:
+            handle.remove()
+        return prediction
 
-
-def remove(handles):
-    for handle in handles:
-        handle.remove()
+    predict(keywords(0), lambda layer, _, out: outputs.update({layer: sum(out.chunk(2)) / 2 if half else out}))
+    given = keywords(seed)
+    for name in ("sample", "encoder_hidden_states") if half else ():
+        given[name] = given[name][1:]
+    return predict(given, lambda layer, *_: outputs[layer])
 
 
 def plain(unet, count=3):
     return [by_hand(unet, [], seed) for seed in range(count)]
 
 
-def test_a_step_of_deep_cache_computes_the_first_level_with_features_of_the_last_full_one(unet, alternatives):
-    own = steps(alternatives, unet, alternatives.Arm(every=2))
+def test_a_step_of_deep_cache_computes_the_first_level_with_features_of_the_last_full_one(unet):
+    own = steps(unet, Arm(every=2))
     expected = plain(unet)
     expected[1] = by_hand(unet, [unet.up_blocks[0]], 1)
     assert len(unet.up_blocks) == 2
     np.testing.assert_array_equal(own, expected)
 
 
-def test_with_last_layer_a_step_of_deep_cache_computes_that_alone(unet, alternatives):
-    own = steps(alternatives, unet, alternatives.Arm(every=2, last_layer=True))
+def test_with_last_layer_a_step_of_deep_cache_computes_that_alone(unet):
+    own = steps(unet, Arm(every=2, last_layer=True))
     expected, last = plain(unet), unet.up_blocks[-1]
     expected[1] = by_hand(unet, [last.resnets[-2], *getattr(last, "attentions", [])[-2:-1]], 1)
     np.testing.assert_array_equal(own, expected)
@@ -86,49 +73,47 @@ def cross_attention(unet):
     return [layer for path, layer in unet.named_sublayers() if path.endswith("attn2")]
 
 
-def test_cross_attention_is_reused_after_the_gate(unet, alternatives):
-    own = steps(alternatives, unet, alternatives.Arm(gate=1))
+def test_cross_attention_is_reused_after_the_gate(unet):
+    own = steps(unet, Arm(gate=1))
     np.testing.assert_array_equal(own, [by_hand(unet, cross_attention(unet), seed) for seed in range(3)])
     assert (own[1] != plain(unet)[1]).any()
 
 
-def test_t_gate_drops_guidance_and_keeps_the_mean_of_both_halves(unet, alternatives):
-    own = steps(alternatives, unet, alternatives.Arm(gate=1, guided=False))
+def test_t_gate_drops_guidance_and_keeps_the_mean_of_both_halves(unet):
+    own = steps(unet, Arm(gate=1, guided=False))
     np.testing.assert_array_equal(own[0], plain(unet, 1)[0])
     for seed in (1, 2):
         half = by_hand(unet, cross_attention(unet), seed, half=True)
         np.testing.assert_allclose(own[seed], np.concatenate([half, half]), atol=1e-6)
 
 
-def test_arms_have_names_of_their_own_and_allowed_settings(alternatives):
+def test_arms_have_names_of_their_own_and_allowed_settings():
     arms = alternatives.list_arms()
     assert len({arm.name for arm in arms}) == len(arms)
     assert all(arm.config.ratio == arm.merging.get("ratio", 0) for arm in arms)
     assert {arm.name for arm in arms} >= set(alternatives.SHEET)
-    assert alternatives.Arm().name == "plain"
+    assert Arm().name == "plain"
     assert {arm.group for arm in arms} == {*alternatives.COLOURS, alternatives.CALIBRATION}
 
 
 def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused(
-    alternatives, model, tmp_path, monkeypatch, capsys
+    model, tmp_path, monkeypatch, capsys
 ):
-    arm = alternatives.Arm
-    arms = [
-        arm(merging={"ratio": 0.5}),
-        arm(steps=1, dpm_solver=True),
-        arm(other_seed=True),
-        arm(gate=1, guided=False),
-    ]
+    arms = [Arm(merging={"ratio": 0.5}), Arm(steps=1, dpm_solver=True), Arm(other_seed=True)]
+    arms += [Arm(gate=1, guided=False)]
     monkeypatch.setattr(alternatives, "list_arms", lambda: arms)
     monkeypatch.setattr(alternatives, "ROOT", tmp_path)
-    about = ["--model", str(model), "--size", "32", "--count", "2", "--output", str(tmp_path / "results")]
+
+    def about(count, folder):
+        return ["--model", str(model), "--size", "32", "--count", count, "--output", str(tmp_path / folder)]
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["alternatives.py", *arguments])
         alternatives.main()
         return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if ": " in line]
 
-    images = [*about, "--steps", "2", "--guidance-scale", "2"]
+    settings = ["--steps", "2", "--guidance-scale", "2"]
+    images = [*about("2", "results"), *settings]
     assert call(*images, "--only", "DPM-Solver++, 1 steps")[-1] == "DPM-Solver++, 1 steps"
     assert call(*images)[-3:] == ["default 0.5", "another seed", "T-GATE 1"]
     (file,) = (tmp_path / "results").glob("*.json")
@@ -142,35 +127,18 @@ def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_ref
     # the rest, plain, merged, and both of the gate
     timings = timed["timing"]["seconds"]
     assert {runtime: len(passes) for runtime, passes in timings.items()} == {"onnxruntime": 5, "paddle": 5}
-    assert (
-        timed["commit"] == drawn["commit"]
-        and timed["command"] == drawn["command"]
-        and "--time" in timed["timing"]["command"]
-    )
-    more = [
-        str(tmp_path / "more") if one == str(tmp_path / "results") else "3" if one == "2" else one for one in about
-    ]
-    assert call(*more, "--steps", "2", "--guidance-scale", "2")[-1] == "T-GATE 1"
+    assert [timed[name] == drawn[name] for name in ("commit", "command")] == [True, True]
+    assert "--time" in timed["timing"]["command"]
+    assert call(*about("3", "more"), *settings)[-1] == "T-GATE 1"
     assert all(path.stat().st_mtime_ns == before for path, before in generated.items()), "images are generated once"
-    extended = read_json(next((tmp_path / "more").glob("*.json")))["arms"]
-    assert {arm["name"]: arm["images"]["psnr"][:2] for arm in extended} == {
-        arm["name"]: arm["images"]["psnr"] for arm in drawn["arms"]
-    }
+    extended = read_json(next((tmp_path / "more").glob("*.json")))
+    first, again = ({arm["name"]: arm["images"]["psnr"][:2] for arm in one["arms"]} for one in (drawn, extended))
+    assert first == again
     call("report", "--output", str(tmp_path / "results"))
     text = (tmp_path / "alternatives.md").read_text()
-    assert (
-        "1 steps" in text and "| ONNX Runtime | Paddle Inference |" in text and len(list(tmp_path.glob("*.png"))) == 2
-    )
+    assert "1 steps" in text and "| ONNX Runtime | Paddle Inference |" in text
+    assert len(list(tmp_path.glob("*.png"))) == 2
     with pytest.raises(SystemExit, match="another steps"):
-        call(*about, "--steps", "3", "--guidance-scale", "2")
+        call(*images, "--steps", "3")
     with pytest.raises(SystemExit):
         call(*images, "--only", "2 steps")
-
-
-def test_the_page_is_that_of_the_committed_results(alternatives, tmp_path, monkeypatch, empty_plots):
-    monkeypatch.setattr(alternatives, "label_points", lambda *_: None)
-    shutil.copytree(alternatives.RESULTS, tmp_path / "results")
-    for sheet in alternatives.RESULTS.parent.glob("alternatives_*_sheet.png"):
-        shutil.copy(sheet, tmp_path)
-    text = alternatives.write_report(sorted((tmp_path / "results").glob("alternatives_*.json")), tmp_path)
-    assert text == (alternatives.RESULTS.parent / "alternatives.md").read_text(encoding="utf-8")

@@ -50,32 +50,21 @@ def predictor(share):
     return run(arm("plain", times(share), backend="predictor"))
 
 
-WITHOUT_PLAIN, SLOW = result([case([tome(0.8)])]), [arm("plain", times(2)), arm("tome", times(1.6), ratio=0.5)]
+MEASURED, WITHOUT_PLAIN = run(tome(0.8)), result([case([tome(0.8)])])
+OF_SLOW_CPU = result([case([arm("plain", times(2)), arm("tome", times(1.6), ratio=0.5)])], machine="A slow CPU")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "heading", "words", "slower"),
     [
-        (
-            run(tome(0.8)),
-            of_status("out of memory"),
-            "Became slower",
-            "now out of memory (the allocator failed)",
-            True,
-        ),
-        (run(tome(0.8)), of_status("error"), "Became slower", "was measured, now error (the allocator failed)", True),
-        (of_status("error"), run(tome(0.8)), "Became faster", "was error, now measured", False),
-        (run(tome(0.8)), of_status("not measured"), "Vanished", "now not measured", False),
-        (of_status("not measured"), run(tome(0.8)), "Appeared", "now measured", False),
+        (MEASURED, of_status("out of memory"), "Became slower", "now out of memory (the allocator failed)", True),
+        (MEASURED, of_status("error"), "Became slower", "was measured, now error (the allocator failed)", True),
+        (of_status("error"), MEASURED, "Became faster", "was error, now measured", False),
+        (MEASURED, of_status("not measured"), "Vanished", "now not measured", False),
+        (of_status("not measured"), MEASURED, "Appeared", "now measured", False),
         (predictor(0.3), predictor(0.4), "Became slower", "of eager plain's time (+33.3 %)", True),
         (WITHOUT_PLAIN, WITHOUT_PLAIN, "Not compared, because a run has no plain arm", "is not known", False),
-        (
-            run(tome(0.8)),
-            result([case(SLOW)], machine="A slow CPU"),
-            None,
-            "Machine, threads or versions differ",
-            False,
-        ),
+        (MEASURED, OF_SLOW_CPU, None, "Machine, threads or versions differ", False),
     ],
 )
 def test_verdicts(compared, old, new, heading, words, slower):

@@ -125,10 +125,8 @@ def test_time_ends_and_the_same_command_continues(run, on_gpu):
     assert "**2 of 4 cells are not measured yet**" in page and table(page, 0.5)[0]["plain"] == "1.00 (1.00 GB)"
     worker.cells.clear()
     result, page = run(worker, *command)
-    assert [name.split(" ")[:3] for _, _, name, _ in worker.cells] == [
-        ["asymmetric", "ToMe", "0.5,"],
-        ["asymmetric", "ToMe", "+"],
-    ]
+    first, second = (name for _, _, name, _ in worker.cells)
+    assert first.startswith("asymmetric ToMe 0.5,") and second.startswith("asymmetric ToMe + ")
     assert {case["arms"][0]["status"] for case in result["cases"]} == {"measured"} and "not measured yet" not in page
     worker.cells.clear()
     run(worker, *command)

@@ -55,20 +55,16 @@ def open_backend(name, workload, folder):
 def test_arms_have_their_own_configs():
     texts = ("window=8", "proportional,window=none", "merge_attn=kv,match=grid,ratio=0.75", "merge_attn=kv,ratio=0.75")
     mergings = [TOMESD, *({**TOMESD, **parse_settings(text)} for text in texts), {"window": 4}, {"window": 8}]
-    arms = make_arms(
-        tiny(), ["plain", "tome", "built-in", "limit"], ["eager", "PyTorch"], make_configs([0.5], [None], mergings)
-    )
+    names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], [None], mergings)
+    arms = make_arms(tiny(), names, ["eager", "PyTorch"], configs)
     assert [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"] == [  # one for each number of tokens
         ("limit 0.5, eager", 128),
         ("limit 0.75, keys and values, eager", 64),
         ("limit 0.5, asymmetric ToMe, eager", 204),
     ]
     assert [arm.name for arm in arms if arm.arm == "built-in"] == ["built-in 0.5, eager"]  # it does not allow 0.75
-    assert [arm.name for arm in arms if arm.backend == "PyTorch"] == [
-        "plain, PyTorch",
-        "ToMe 0.5, PyTorch",
-        "ToMe 0.75, PyTorch",
-    ]
+    of_torch = [arm.name for arm in arms if arm.backend == "PyTorch"]
+    assert of_torch == ["plain, PyTorch", "ToMe 0.5, PyTorch", "ToMe 0.75, PyTorch"]
     configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
     case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16
     arms = make_arms(case, ["limit"], ["eager"], configs)
@@ -141,11 +137,9 @@ def test_transformer_is_the_first_of_the_unet_with_one_block(name, channels, hea
     assert [list(p.shape) for p in alone.parameters()] == [list(p.shape) for p in first.block.parameters()]
     assert alone.attn1.heads == first.block.attn1.heads == heads and alone.norm1.weight.shape[0] == channels
     for around in ("norm", "proj_in", "proj_out"):
-        shapes = [
-            [list(parameter.shape) for parameter in getattr(layer, around).parameters()]
-            for layer in (transformer, first.grid_layer)
-        ]
-        assert shapes[0] == shapes[1]
+        layers = (getattr(layer, around) for layer in (transformer, first.grid_layer))
+        own, of_unet = ([list(p.shape) for p in layer.parameters()] for layer in layers)
+        assert own == of_unet
 
 
 # PyTorch

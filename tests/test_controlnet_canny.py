@@ -22,11 +22,14 @@ CONTROLNET = EXAMPLES / "emoji_sd" / "controlnet"
 PROMPT = "a flat drawing of penguin"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+@pytest.fixture
 def edges():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-        yield importlib.import_module("edges")
+    return importlib.import_module("edges")
 
 
 @pytest.fixture
@@ -73,9 +76,8 @@ def test_edges_and_their_outline(edges):
 def control_pipe(pipe):
     controlnet = ControlNetModel.from_pretrained(str(CONTROLNET), paddle_dtype=paddle.float32)
     controlnet.eval()
-    controlled = StableDiffusionControlNetPipeline(
-        **pipe.components, controlnet=controlnet, requires_safety_checker=False
-    )
+    parts = {**pipe.components, "controlnet": controlnet}
+    controlled = StableDiffusionControlNetPipeline(**parts, requires_safety_checker=False)
     controlled.set_progress_bar_config(disable=True)
     return controlled
 
@@ -128,7 +130,6 @@ def test_invalid_option_is_rejected(case, tmp_path, monkeypatch, capsys):
     arguments, message = BAD[case]
     Image.new("RGB", (32, 32), "white").save(tmp_path / "white.png")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module("controlnet_canny").main(arguments)
     assert stopped.value.code == 2

@@ -1,10 +1,10 @@
 """The figures in the documents are those of the committed results: see benchmarks/document_figures.py."""
 
 import ast
-import importlib
 import re
 import shutil
 
+import document_figures as figures
 import pytest
 from frontier import NOISE
 from markdown_text import ROOT, documents, prose
@@ -14,14 +14,8 @@ from ppdiffusers_tome.config import ToMeConfig
 DOCUMENTS = documents("README*.md", "docs/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("document_figures")
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_figures_are_those_of_the_results(document, figures):
+def test_figures_are_those_of_the_results(document):
     path = ROOT / document
     assert path in figures.DOCUMENTS
     assert path.read_text(encoding="utf-8") == figures.update(path.read_text(encoding="utf-8")), "run `make figures`"
@@ -33,13 +27,12 @@ CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
 
 
 @pytest.mark.parametrize("document", ["README.md", "README_zh.md", "docs/choose-a-setting.md"])
-def test_calls_that_documents_recommend_are_those_that_were_measured(document, figures):
+def test_calls_that_documents_recommend_are_those_that_were_measured(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     for call in re.findall(CALL, text):
         arguments(call)  # an argument that is not allowed raises
-    measured = re.findall(
-        r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|alternative \S+) (.+?) -->", text, re.MULTILINE
-    )
+    marked = r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|alternative \S+) (.+?) -->"
+    measured = re.findall(marked, text, re.MULTILINE)
     assert len(measured) >= 5
     arms = {arm.name: arm for arm in figures.alternatives.list_arms()}
     for call, name in measured:
@@ -52,7 +45,7 @@ def arguments(call):
     return ToMeConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords})
 
 
-def test_a_figure_follows_its_result(figures, tmp_path, monkeypatch):
+def test_a_figure_follows_its_result(tmp_path, monkeypatch):
     shutil.copy(ROOT / "benchmarks" / "ops.json", tmp_path / "a.json")
     monkeypatch.setattr(figures, "FOLDERS", [tmp_path])
     text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
@@ -72,6 +65,6 @@ def test_a_figure_follows_its_result(figures, tmp_path, monkeypatch):
         "| row | 1 <!--| run 1 --> |",
     ],
 )
-def test_a_damaged_mark_is_an_error(figures, text):
+def test_a_damaged_mark_is_an_error(text):
     with pytest.raises(AssertionError):
         figures.update(text)

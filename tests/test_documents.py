@@ -13,10 +13,13 @@ from functools import partial
 from importlib.metadata import requires, version
 from types import SimpleNamespace
 
+import alternatives
 import frontier
+import gpu_onnx
 import numpy as np
 import ops
 import paddle
+import program_memory
 import pytest
 from conftest import tiny_pipeline
 from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, text_of
@@ -26,8 +29,8 @@ from zoo import ZOO
 
 import ppdiffusers_tome
 from ppdiffusers_tome import cli, config, inference, matching, merging
-from ppdiffusers_tome.evaluation.quality import quality_report as quality_report
-from ppdiffusers_tome.evaluation.speed import speed_report as speed_report
+from ppdiffusers_tome.evaluation.quality import quality_report
+from ppdiffusers_tome.evaluation.speed import speed_report
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
@@ -191,25 +194,29 @@ def test_paddle_is_an_extra_only():
     assert always and not [requirement for requirement in always if requirement.startswith("paddlepaddle")]
 
 
-def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots):
+def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots, monkeypatch):
     """Line by line, so that no report changes unseen; only the images below the quality report's text are left out."""
-    shutil.copytree(RESULTS, tmp_path / "results")
-    shutil.copy(ROOT / "benchmarks" / "published_figures.md", tmp_path)
-    files = sorted((tmp_path / "results").glob("*.json"))
-    of_frontier = [file for file in files if file.name.startswith("frontier_")]
-    of_speed = [file for file in files if not file.name.startswith(OF_OTHER_PAGES)]
-    speed = speed_report.write_report(of_speed, tmp_path)
-    assert speed == text_of("benchmarks/speed.md")
-    if of_frontier:
-        assert text_of("benchmarks/frontier.md").startswith(frontier.write_frontier_page(of_frontier, tmp_path))
-    shutil.copy(ROOT / "benchmarks" / "ops.json", tmp_path)
-    assert ops.write_page(tmp_path) == text_of("benchmarks/ops.md")
+    monkeypatch.setattr(alternatives, "label_points", lambda *_: None)
+    results = shutil.copytree(RESULTS, tmp_path / "results")
+    for file in ("published_figures.md", "ops.json", *RESULTS.parent.glob("alternatives_*_sheet.png")):
+        shutil.copy(RESULTS.parent / file, tmp_path)
+    of_speed = [file for file in sorted(results.glob("*.json")) if not file.name.startswith(OF_OTHER_PAGES)]
+    speed_report.write_report(of_speed, tmp_path)
+    frontier.write_frontier_page(sorted(results.glob("frontier_*.json")), tmp_path)
+    alternatives.write_report(sorted(results.glob("alternatives_*.json")), tmp_path)
+    ops.write_page(tmp_path)
+    program_memory.report(SimpleNamespace(output=results))
+    monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", "report", "--result", str(results / "gpu_onnx.json")])
+    gpu_onnx.main()
     for name, folder in {"quality": ".", "quality_256": "at_256", "quality_scenes": "scenes_256"}.items():
-        file = tmp_path / "results" / f"{name}.json"
-        quality = quality_report.write_quality_page(
-            json.loads(file.read_text(encoding="utf-8")), tmp_path / folder, file
-        )
-        assert text_of(f"benchmarks/{folder}/quality.md").startswith(quality)
+        file = results / f"{name}.json"
+        quality_report.write_quality_page(json.loads(file.read_text(encoding="utf-8")), tmp_path / folder, file)
+    pages = list(tmp_path.rglob("*.md"))
+    assert len(pages) == 10
+    for page in pages:
+        committed, text = text_of(f"benchmarks/{page.relative_to(tmp_path)}"), page.read_text(encoding="utf-8")
+        has_more = page.name in ("frontier.md", "quality.md")
+        assert committed.startswith(text) if has_more else committed == text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

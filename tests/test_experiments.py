@@ -1,9 +1,7 @@
 """The prototypes that benchmarks/experiments.py measures do what they say; measuring them takes hours."""
 
-import importlib
-import sys
-from pathlib import Path
-
+import experiments
+import merge_prototypes as prototypes
 import numpy as np
 import paddle
 import pytest
@@ -17,16 +15,6 @@ COLUMN = np.arange(GRID.tokens) % GRID.w
 ROW = np.arange(GRID.tokens) // GRID.w
 
 
-@pytest.fixture(autouse=True)
-def _scripts(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-
-
-@pytest.fixture
-def prototypes():
-    return importlib.import_module("merge_prototypes")
-
-
 def merged(unet, prototype, *seeds, **settings):
     """The UNet's outputs for each seed, within one call of a prototype."""
     apply_tome(unet, **settings)
@@ -35,12 +23,12 @@ def merged(unet, prototype, *seeds, **settings):
 
 
 def test_variants_have_allowed_settings_and_names_of_their_own():
-    variants = importlib.import_module("experiments").list_variants()
+    variants = experiments.list_variants()
     assert len({variant.name for variant in variants}) == len(variants)
     assert all(0 < ratio <= 0.75 for variant in variants for ratio in variant.config.ratios)
 
 
-def test_laplacian_keeps_the_token_of_each_cell_that_is_most_like_its_neighbours(prototypes):
+def test_laplacian_keeps_the_token_of_each_cell_that_is_most_like_its_neighbours():
     metric = paddle.randn([2, GRID.tokens, 5])
     plan = prototypes.laplacian_match(metric, GRID, 40, 2, 2, None, None)
     dst = np.sort(plan.dst_rows.numpy().reshape(2, -1) % GRID.tokens)
@@ -62,7 +50,7 @@ def test_laplacian_keeps_the_token_of_each_cell_that_is_most_like_its_neighbours
     assert (groups(best, 2) != own).any()
 
 
-def test_kept_plan_is_computed_in_every_second_pass(unet, prototypes):
+def test_kept_plan_is_computed_in_every_second_pass(unet):
     def keeping(passes):
         return prototypes.building(lambda: prototypes.kept(passes))
 
@@ -72,7 +60,7 @@ def test_kept_plan_is_computed_in_every_second_pass(unet, prototypes):
     assert [bool((a == b).all()) for a, b in zip(kept, always, strict=True)] == [True, False, True]
 
 
-def test_shared_plan_is_that_of_the_first_block(unet, prototypes):
+def test_shared_plan_is_that_of_the_first_block(unet):
     def sharing(first):
         return prototypes.building(lambda: prototypes.shared(first))
 
@@ -83,7 +71,7 @@ def test_shared_plan_is_that_of_the_first_block(unet, prototypes):
 
 
 @pytest.mark.parametrize("offset", [0, 2])
-def test_shifted_windows_hold_every_pair(prototypes, offset):
+def test_shifted_windows_hold_every_pair(offset):
     metric, key = paddle.randn([2, GRID.tokens, 5]), (0, 0)
     with prototypes.shifted(lambda index, window: (offset, offset))():
         plan = matching.match_tokens(metric, GRID, 32, random_key=key, window=4)
@@ -93,7 +81,7 @@ def test_shifted_windows_hold_every_pair(prototypes, offset):
     assert (own == groups(matching.match_tokens(metric, GRID, 32, random_key=key, window=4), 2)).all() == (offset == 0)
 
 
-def test_fall_back_looks_everywhere_for_the_worse_half(prototypes):
+def test_fall_back_looks_everywhere_for_the_worse_half():
     metric = paddle.randn([2, GRID.tokens, 5])
     windows = constant_positions(GRID, 2, 2, None, 4)
     near, far, both = (
@@ -110,7 +98,7 @@ def test_fall_back_looks_everywhere_for_the_worse_half(prototypes):
         np.testing.assert_array_equal(both[value], np.where(is_worse, far[value], near[value]))
 
 
-def test_queries_merge_at_a_ratio_of_their_own_and_leave_nothing_behind(unet, prototypes):
+def test_queries_merge_at_a_ratio_of_their_own_and_leave_nothing_behind(unet):
     before, lengths = traces(unet), {}
     attention = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     with prototypes.splitting(0.5, 0.75)():
@@ -127,7 +115,7 @@ def test_queries_merge_at_a_ratio_of_their_own_and_leave_nothing_behind(unet, pr
     assert traces(unet) == before
 
 
-def test_each_level_merges_at_the_ratio_of_its_height(unet, prototypes, plans):
+def test_each_level_merges_at_the_ratio_of_its_height(unet, plans):
     with prototypes.ratios_by_height({16: 0.25, 8: 0.5})():
         run(apply_tome(unet, max_downsample=2, merge_attn=True))
     assert {(plan.tokens, plan.removed) for plan in plans} == {(256, 64), (64, 32)}
@@ -138,8 +126,6 @@ def test_bfloat16_inspection_finds_the_operation_without_kernel(tmp_path):
     """A program that casts float32 to bool between bfloat16 operations, as matching does."""
     if paddle.__version__.startswith("3"):
         pytest.skip("Paddle 3 has other programs and no such passes")
-    experiments = importlib.import_module("experiments")
-    assert sys.modules["experiments"] is experiments
     program, startup = paddle.static.Program(), paddle.static.Program()
     paddle.enable_static()
     try:

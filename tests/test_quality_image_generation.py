@@ -34,7 +34,7 @@ from ppdiffusers_tome.evaluation.quality.settings import (
     list_settings,
     photograph,
 )
-from ppdiffusers_tome.generation.offline import Failure, generate_here
+from ppdiffusers_tome.generation.offline import generate_here
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "eager", threads=1)
 FIXED = Setting("0.5", "ratio", ToMeConfig(ratio=0.5, use_rand=False))
@@ -83,7 +83,7 @@ def test_a_model_without_a_size_of_its_own_is_an_error(monkeypatch):
 def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
     def backend(batches):
         for batch in batches:
-            yield batch[0], Failure("out of memory")
+            yield batch[0], "out of memory"
             yield batch[1], b"png"
 
     with pytest.raises(ToMeError, match=r"1 images of 0\.5 failed, the first of 'a fox': out of memory"):

@@ -276,10 +276,8 @@ QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "hea
 def node_of_a_command(address):
     """The node that a new process connects to."""
     code = f"import zlib, ray; ray.init({address!r}); print(ray.get_runtime_context().get_node_id())"
-    printed = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
-    ).stdout
-    return printed.splitlines()[-1]
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.fixture
@@ -290,9 +288,8 @@ def nodes():
     serving.md asks: nodes on which it would not are made again.
     """
     while True:
-        nodes = Nodes(
-            True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False, "_system_config": QUICK}
-        )
+        head = {**NODE, "num_cpus": 0, "include_dashboard": False, "_system_config": QUICK}
+        nodes = Nodes(True, head_node_args=head)
         try:
             for _ in range(2):
                 nodes.add_node(**NODE)
@@ -347,11 +344,8 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys, time
 from PIL import Image
-from ppdiffusers_tome.generation.jobs import GenerationError
-from ppdiffusers_tome.generation.jobs import Job
+from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError, GenerationError, Job
 from ppdiffusers_tome.generation.prompt_file import Prompt
-from ppdiffusers_tome.generation.offline import Failure
-from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError
 from ppdiffusers_tome.generation.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
 
 class Engine:
@@ -383,7 +377,7 @@ def crash(log=sys.argv[1]):
 
 prompts = [Prompt(i, Job(text, 8, 8, 0.5, seed=i)) for i, text in enumerate(["a", "die", "black"])]
 with ray_session(None, 1, 0, shows_logs=False):
-    made = {p.index: d.reason if isinstance(d, Failure) else "png"
+    made = {p.index: d if isinstance(d, str) else "png"
              for p, d in generate_on_ray(Engine, 1)([prompts[:1], prompts[1:2], prompts[2:]])}
     for broken in (load, crash):
         try:
@@ -448,8 +442,6 @@ def test_evaluation_on_actors_writes_the_same_images(tmp_path):
     command = [*PYTHON_M, "evaluate", *options, "--output"]
     subprocess.run([*command, "ray", "--ray", "--actors", "2"], check=True, cwd=tmp_path)
     subprocess.run([*command, "here"], check=True, cwd=tmp_path)
-    made = [
-        {path.name: path.read_bytes() for path in (tmp_path / out / "images").rglob("*.png")}
-        for out in ("ray", "here")
-    ]
-    assert made[0] == made[1] and len(made[0]) == 3 * 4
+    folders = (tmp_path / out / "images" for out in ("ray", "here"))
+    there, here = ({path.name: path.read_bytes() for path in folder.rglob("*.png")} for folder in folders)
+    assert there == here and len(here) == 3 * 4

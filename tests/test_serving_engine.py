@@ -71,9 +71,7 @@ def test_image_equals_the_pipelines(engine, exported_folder):
     pipe = load_pipeline(exported_folder, threads=1)
     pipe.set_progress_bar_config(disable=True)
     paddle.seed(3)
-    own = pipe(JOB.prompt, height=32, width=48, num_inference_steps=3, guidance_scale=2.0, negative_prompt="").images[
-        0
-    ]
+    own = pipe(JOB.prompt, height=32, width=48, num_inference_steps=3, guidance_scale=2.0).images[0]
     assert difference(engine.generate([JOB])[0], own) == 0
 
 
@@ -201,8 +199,8 @@ def test_damaged_weights_are_refused_or_give_no_image(damaged_folder):
     for job in (JOB, replace(JOB, image=start, strength=0.7)):
         with pytest.raises(GenerationError, match="not finite"):
             engine.generate([job])
-    [(_, failure)] = generate_batch(engine, [Prompt(0, JOB)])
-    assert "not finite" in failure.reason
+    [(_, reason)] = generate_batch(engine, [Prompt(0, JOB)])
+    assert "not finite" in reason
 
 
 def test_server_does_not_start_with_damaged_weights(damaged_folder, capsys):
@@ -216,8 +214,7 @@ def test_server_does_not_start_with_damaged_weights(damaged_folder, capsys):
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_only_the_image_that_is_not_finite_fails(engine, monkeypatch, value):
     pipe = engine._text_to_image
-    bad = []
-    decode = pipe.vae.decode
+    bad, decode = [], pipe.vae.decode
 
     def decode_and_spoil(latents, **kwargs):
         image = decode(latents, **kwargs)[0].numpy()
@@ -269,17 +266,14 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             assert difference(load_engine(exported_folder, threads=1).generate([JOB])[0], image) <= 1
 
         answers = []
-        headers = {"Authorization": "Bearer secret"}
+        http = {"headers": {"Authorization": "Bearer secret"}, "timeout": 60}
 
         def ask(steps):
             body = {"prompt": "fox", "steps": steps, "size": "32x32"}
-            answers.append(
-                httpx.post(f"{url}/v1/images/generations", json=body, headers=headers, timeout=60).status_code
-            )
+            answers.append(httpx.post(url + OPENAI, json=body, **http).status_code)
 
         def running():
-            page = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
-            return "ppdiffusers_tome_running_images 1.0" in page
+            return "ppdiffusers_tome_running_images 1.0" in httpx.get(f"{url}/metrics", **http).text
 
         running_one = threading.Thread(target=ask, args=(100,))
         running_one.start()
@@ -308,13 +302,11 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
         (["--queue", "2"], "4 images"),
         (["--batch", "0"], "largest_batch=0"),
         (["--batch-wait", "nan"], "batch_wait=nan is not allowed"),
-        (["--batch-wait", "inf"], "batch_wait=inf is not allowed"),
         (["--batch-wait", "-0.1"], "batch_wait=-0.1 is not allowed"),
         (["--batch-wait", "1e300"], "batch_wait=1e+300 is not allowed"),
         (["--timeout", "nan"], "nan is not allowed"),
         (["--timeout", "inf"], "inf is not allowed"),
         (["--threads", "0"], "threads=0 is not allowed: it must be 1 to 1024"),
-        (["--threads", "-1"], "threads=-1 is not allowed"),
         (["--threads", "1000000000"], "threads=1000000000 is not allowed"),
         (["--device", "tpu"], "device='tpu' is not allowed"),
         (["--device", "gpu:x"], "device='gpu:x' is not allowed"),

@@ -1,12 +1,11 @@
 """benchmarks/tomesd_quality.py: PyTorch replaces the UNet alone, and its settings become a part of the result."""
 
-import importlib
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
+import tomesd_quality
 
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, image_paths, read_images
@@ -34,13 +33,11 @@ class PaddleProcess(AbstractContextManager):
 
 @pytest.mark.parametrize("strength", [[], ["--strength", "1"]])
 def test_tomesd_replaces_the_unet_alone(model, tmp_path, monkeypatch, strength):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    script = importlib.import_module("tomesd_quality")
     options = ["--quick", "--size", "32", "--ratio", "0.25", "--backend", "eager", "--batch", "1", *strength]
     assert main(["evaluate", "--model", str(model), *options, "--output", str(tmp_path)]) == 0
-    monkeypatch.setattr(script, "TorchProcess", PaddleProcess)
+    monkeypatch.setattr(tomesd_quality, "TorchProcess", PaddleProcess)
     for _ in range(2):  # again: nothing is added twice
-        script.add_tomesd(tmp_path, [0.5], "a python")
+        tomesd_quality.add_tomesd(tmp_path, [0.5], "a python")
     result = read_json(tmp_path / "quality.json")
     assert result["torch"] == {"python": "a python"}
     ours, tomesd = result["settings"]

@@ -33,6 +33,7 @@ from ..evaluation.speed.runner import measure_all
 from ..evaluation.speed.workloads import WORKLOADS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
+from .merge_options import add_merging
 
 BUNDLED = Path("examples/emoji_sd")
 DEFAULT = " (default: %(default)s)"  # at the end of help texts
@@ -41,22 +42,14 @@ QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": [EAGER, PR
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `bench` and `bench report` to the command line."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure speed and memory",
-        description="Time a UNet or a pipeline, with and without token merging.",
-    )
+    about = "Time a UNet or a pipeline, with and without token merging."
+    bench = commands.add_parser("bench", help="measure speed and memory", description=about)
     _add_options(bench)
     bench.set_defaults(run=partial(_speed, bench))
     report = bench.add_subparsers(dest="what").add_parser("report", help="make tables and plots of results")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench")
-    report.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        default=Path("outputs"),
-        help="folder for speed.md and its plots (default: outputs)",
-    )
+    page = "folder for speed.md and its plots" + DEFAULT
+    report.add_argument("--output", type=Path, metavar="DIR", default=Path("outputs"), help=page)
     report.set_defaults(run=_report)
 
 
@@ -64,9 +57,8 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     group = bench.add_argument_group("what is measured (several values: all combinations)")
     model = group.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, metavar="DIR", help="folder of a pipeline")
-    model.add_argument(
-        "--architecture", choices=list(ARCHITECTURES), default="sd15", help="UNet with random weights" + DEFAULT
-    )
+    weights = "UNet with random weights" + DEFAULT
+    model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help=weights)
     option = group.add_argument
     option("--scope", choices=list(WORKLOADS), default="unet", help="part of the model" + DEFAULT)
     option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px" + DEFAULT)
@@ -74,14 +66,7 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
     levels = "deepest level that merges (default: only the largest feature maps)"
     option("--max-downsample", type=int, nargs="+", default=[None], help=levels)
-    option(
-        "--merging",
-        nargs="+",
-        default=[],
-        metavar="SETTINGS",
-        help="how to merge, at each ratio or at their own, such as window=16,proportional or "
-        "merge_attn=kv,match=grid,ratio=0.75 (default: as apply_tome, with fixed dst)",
-    )
+    add_merging(group, "how to merge (default: as apply_tome, with fixed dst), at each ratio or at their own")
     option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
     option("--backend", choices=list(ARMS_OF), nargs="+", default=[EAGER], help="one or several" + DEFAULT)
     arms = list(dict.fromkeys(name for names in ARMS_OF.values() for name in names))
@@ -94,13 +79,8 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--threads", type=int, default=usable_cores(), help="of every arm" + DEFAULT)
     option("--memory-limit", type=float, metavar="GB", help="for weights and one pass (default: the machine's memory)")
     option("--quick", action="store_true", help="other defaults: a tiny model in 2 rounds, to see that it runs")
-    option(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        default=Path("outputs/bench.json"),
-        help="JSON file for the result" + DEFAULT,
-    )
+    file = Path("outputs/bench.json")
+    option("--output", type=Path, metavar="FILE", default=file, help="JSON file for the result" + DEFAULT)
     option("--restart", action="store_true", help="do not continue an interrupted run")
 
 
@@ -108,10 +88,9 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
     if options.quick:  # parse again with small defaults; options that were set win
         parser.set_defaults(**QUICK)
         options = parser.parse_args(arguments[1:])
-    if options.output.is_dir():
-        raise ToMeConfigError(
-            f"--output {options.output} is a folder: name a file, such as {options.output}/speed.json."
-        )
+    output = options.output
+    if output.is_dir():
+        raise ToMeConfigError(f"--output {output} is a folder: name a file, such as {output}/speed.json.")
     for backend in set(options.backend) & set(PROGRAMS):
         choose_runtime(**PROGRAMS[backend])  # raises if it is not installed
     timing = Timing(options.rounds, options.warm_up, options.threads)
@@ -120,9 +99,9 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
     configs = make_configs(options.ratio, options.max_downsample, mergings)
     for case in cases:
         case.arms = make_arms(case, options.arms, options.backend, configs)
-    measured = measure_all(cases, timing, options.output, command_line(arguments), options.restart)
+    measured = measure_all(cases, timing, output, command_line(arguments), options.restart)
     print("\n\n".join("\n".join(_lines(case)) for case in measured))
-    print(f"written to {options.output}")
+    print(f"written to {output}")
     return int(not all(case.with_status(MEASURED) for case in measured))
 
 

@@ -15,15 +15,15 @@ from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
+from .merge_options import add_merging
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `evaluate` to the command line."""
-    command = commands.add_parser(
-        "evaluate", help="generate images plain and merged from the same noise, and measure how much the images differ"
-    )
+    about = "generate images plain and merged from the same noise, and measure how much the images differ"
+    command = commands.add_parser("evaluate", help=about)
     option = command.add_argument
     default = "(default: %(default)s)"
     bundled = "the bundled model that was trained at this size, examples/emoji_sd or emoji_sd_256"
@@ -31,14 +31,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_image_options(command)
     option("--count", type=int, default=256, help=f"images of each setting; prompts repeat with other seeds {default}")
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
-    option(
-        "--merging",
-        nargs="+",
-        default=[],
-        metavar="SETTINGS",
-        help="other ways to merge, at each --ratio or at their own: window=16,proportional "
-        "merge_attn=kv,match=grid,ratio=0.75 …",
-    )
+    add_merging(command, "other ways to merge, at each --ratio or at their own")
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import ToMeConfigError
 from ..generation.engine import load_engine
 from ..generation.jobs import Job, JobError, Limits
-from ..generation.offline import generate
+from ..generation.offline import generate, model_hash
 from ..generation.prompt_file import read_prompts
 from ..inference.loading import read_defaults
 from ..inference.manifest import Manifest, parse_size, read_manifest
@@ -28,9 +28,8 @@ from .image_options import (
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `generate` to the command line."""
-    command = commands.add_parser(
-        "generate", help="generate an image for each prompt of a file; run it again to resume"
-    )
+    about = "generate an image for each prompt of a file; run it again to resume"
+    command = commands.add_parser("generate", help=about)
     option = command.add_argument
     option("--prompts", type=Path, required=True, help=".txt: a prompt per line; .jsonl: a JSON object per line")
     option("--output", type=Path, required=True, help="folder for the images")
@@ -60,10 +59,10 @@ def _generate(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     with open_image_backend(options, gpu=uses_gpu(options)) as make_backend:
         settings = runtime_settings(options)
         backend = make_backend(partial(load_engine, model, threads=load_threads, **settings))
-        runtime = {name: settings[name] for name in ("runtime", "device", "precision")}
-        summary = generate(prompts, model, options.output, options.batch, backend, **runtime)
-    for prompt, failure in summary.failures:
-        print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {failure.reason}", file=sys.stderr)
+        identity = model_hash(model, {name: settings[name] for name in ("runtime", "device", "precision")})
+        summary = generate(prompts, identity, options.output, options.batch, backend)
+    for prompt, reason in summary.failures:
+        print(f"failed: image {prompt.index} ({prompt.job.prompt!r:.60}): {reason}", file=sys.stderr)
     print(f"{summary} of {len(prompts)}, in {options.output}")
     return 1 if summary.failures else 0
 

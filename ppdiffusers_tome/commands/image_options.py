@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..evaluation.quality.settings import prompts_of, with_seeds
@@ -17,18 +17,18 @@ from ..inference.loading import ModelDefaults
 from ..inference.pipeline import check_format
 
 OWN = "(default: the model's own)"
+Options: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
 FALLBACK = ModelDefaults(steps=Job.steps, guidance_scale=Job.guidance_scale)  # of models that have none of their own
 
 
-def add_image_options(group: "argparse._ArgumentGroup | argparse.ArgumentParser") -> None:
+def add_image_options(group: Options) -> None:
     """Add the options of the images that `evaluate` and `tune` compare."""
     option, default = group.add_argument, "(default: %(default)s)"
     prompts = "the model's prompts.txt, or a few general ones"
     option("--prompts", type=Path, help=f".txt, .jsonl or .tsv (PartiPrompts) (default: {prompts})")
     option("--size", type=int, help=f"px, height and width {OWN}")
     option("--seed", type=int, default=0, help=f"of the first image; each further one adds 1 {default}")
-    option("--steps", type=int, help=f"denoising steps {OWN}")
-    option("--guidance-scale", type=float, help=f"weight of classifier-free guidance {OWN}")
+    add_step_options(group, OWN)
 
 
 def image_settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -48,12 +48,11 @@ def image_settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
     return {"model": model, "prompts": prompts, **numbers}
 
 
-def add_step_options(command: argparse.ArgumentParser) -> None:
+def add_step_options(group: Options, default: str = "(default: the model's own, or {})") -> None:
     """Add the options that `step_settings` reads."""
-    own = "(default: the model's own, or {})"
-    command.add_argument("--steps", type=int, help=f"denoising steps {own.format(FALLBACK.steps)}")
-    scale = f"weight of classifier-free guidance {own.format(FALLBACK.guidance_scale)}"
-    command.add_argument("--guidance-scale", type=float, help=scale)
+    group.add_argument("--steps", type=int, help=f"denoising steps {default.format(FALLBACK.steps)}")
+    scale = f"weight of classifier-free guidance {default.format(FALLBACK.guidance_scale)}"
+    group.add_argument("--guidance-scale", type=float, help=scale)
 
 
 def step_settings(options: argparse.Namespace, own: ModelDefaults) -> dict[str, Any]:
@@ -95,16 +94,12 @@ def uses_gpu(options: argparse.Namespace) -> bool:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `open_image_backend` reads."""
-    command.add_argument(
-        "--threads",
-        type=int,
-        help="CPU threads per process (default: all cores, divided among the actors; 1 with --ray-address)",
-    )
+    default = "(default: all cores, divided among the actors; 1 with --ray-address)"
+    command.add_argument("--threads", type=int, help=f"CPU threads per process {default}")
     ray = command.add_argument_group(f"on several processes or machines ({install_command('ray')})")
     ray.add_argument("--ray", action="store_true", help="generate on Ray actors; one that dies is restarted")
-    ray.add_argument(
-        "--actors", type=int, default=2, help="number of actors; each loads the model (default: %(default)s)"
-    )
+    actors = "number of actors; each loads the model (default: %(default)s)"
+    ray.add_argument("--actors", type=int, default=2, help=actors)
     ray.add_argument("--ray-address", help="address of a Ray cluster (default: start Ray on this machine)")
 
 

@@ -15,6 +15,12 @@ _MERGE_ATTN: dict[str, bool | str] = {
 }
 
 
+def add_merging(group: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:
+    """Add --merging: ways to merge, which `config.parse_settings` reads."""
+    example = "window=16,proportional merge_attn=kv,match=grid,ratio=0.75 …"
+    group.add_argument("--merging", nargs="+", default=[], metavar="SETTINGS", help=f"{help}: {example}")
+
+
 def add_merge_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `merge_configs` reads, except --ratio."""
     option, defaults = command.add_argument_group("token merging").add_argument, ToMeConfig()

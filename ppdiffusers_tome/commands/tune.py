@@ -17,6 +17,7 @@ from ..evaluation.tuning.search import PERCEPTUAL, PSNR, SPEED_UP, Goal, known_c
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, image_settings
+from .merge_options import add_merging
 
 NOT_REACHED = 1  # exit status
 
@@ -38,13 +39,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     goals.add_argument("--perceptual", type=float, metavar="X", help="at most this ST-LPIPS from plain, and fastest")
     group = command.add_argument_group("what is measured")
     option = group.add_argument
-    option(
-        "--merging",
-        nargs="+",
-        default=[],
-        metavar="SETTINGS",
-        help="candidates in place of the known ones: ratio=0.5 merge_attn=kv,match=grid,ratio=0.75 …",
-    )
+    add_merging(group, "candidates in place of the known ones")
     add_image_options(group)
     option("--count", type=int, default=8, help=f"images of each finalist {default}")
     option("--rounds", type=int, default=9, help=f"timed UNet passes of each finalist; they take turns {default}")

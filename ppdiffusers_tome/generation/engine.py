@@ -39,9 +39,8 @@ class FiniteImageProcessor(VaeImageProcessor):
 
     def postprocess(self, image: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not paddle.isfinite(image.cast("float32")).all():
-            raise GenerationError(
-                "an image has values that are not finite: the weights are damaged, or activations overflow"
-            )
+            reason = "the weights are damaged, or activations overflow"
+            raise GenerationError(f"an image has values that are not finite: {reason}")
         return super().postprocess(image, *args, **kwargs)
 
 
@@ -94,14 +93,11 @@ class Engine:
         return len(tokens), most, cut
 
     def batch_key(self, job: Job) -> Hashable | None:
-        """Jobs with equal keys may share a pipeline call; None: this job must run alone.
+        """Jobs with equal keys may share a pipeline call; None: this job must run alone, as by `Job.batch_key`.
 
-        Jobs run alone if ppdiffusers samples noise for the whole batch at once: in image-to-image pipelines, and with
-        schedulers whose steps sample noise.
+        With schedulers whose steps sample noise all do, because ppdiffusers samples it for the whole batch at once.
         """
-        if job.image is not None or job.second_pass is not None or not self._is_deterministic():
-            return None
-        return job.batch_key
+        return job.batch_key if self._is_deterministic() else None
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
         """Generate the images of the jobs in one pipeline call.
@@ -113,7 +109,8 @@ class Engine:
 
         Returns:
             RGB images, in the order of the jobs. Each equals the image of `paddle.seed(seed); pipe(prompt)` up to
-            rounding, because every job's noise comes from its own seed.
+            rounding, because every job's noise comes from its own seed. The `info` of those with `merge_map` has
+            `MERGE_MAP`, [h, w] int, if there is a step before the last one.
 
         Raises:
             AbandonedError: should_stop returned True.
@@ -131,29 +128,28 @@ class Engine:
             self._check_steps("second_pass.steps", first.second_pass.schedule, first.second_pass.strength)
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
-        after_step = None if should_stop is None else _stopper(should_stop, first.steps_to_run)
-        if any(job.merge_map and job.ratio for job in jobs):
-            return self._with_maps(jobs, after_step)
-        return self._images(jobs, after_step)
+        has_map = any(job.merge_map and job.ratio for job in jobs)
+        inputs: list[tuple[paddle.Tensor, paddle.Tensor]] = []  # of the last step, for the map
+        finished = count(1)
 
-    def _with_maps(self, jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> list[Image.Image]:
-        """Images whose `info` has `MERGE_MAP`, [h, w] int, if there is a step before the last one."""
-        inputs: list[tuple[paddle.Tensor, paddle.Tensor]] = []  # of the last step
-
-        def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            if step == pipe.num_timesteps - 2:
+        def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if has_map and step == pipe.num_timesteps - 2:
                 last = pipe.scheduler.timesteps[-1]
                 inputs.append((pipe.scheduler.scale_model_input(tensors["latents"], last), last))
-            return after_step(pipe, step, timestep, tensors) if after_step else tensors
+            done = next(finished)
+            most = max(first.steps_to_run, pipe.num_timesteps, done)  # some schedulers take more than they are asked
+            if should_stop is not None and should_stop(done, most):
+                raise AbandonedError(f"stopped after step {done}")
+            return tensors
 
-        images = self._images(jobs, note)
+        images = self._images(jobs, after_step)
         for samples, timestep in inputs:
             for index, (job, image) in enumerate(zip(jobs, images, strict=True)):
                 if job.merge_map:
                     image.info[MERGE_MAP] = self._text_to_image.unet.merge_map(samples[index : index + 1], timestep)
         return images
 
-    def _images(self, jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> list[Image.Image]:
+    def _images(self, jobs: Sequence[Job], after_step: Callable[..., Any]) -> list[Image.Image]:
         first = jobs[0]
         if first.image is not None:
             return self._from_image(first, after_step)
@@ -165,7 +161,7 @@ class Engine:
             return self._from_image(first.second_job(images[0]), after_step)
         return images
 
-    def _from_image(self, job: Job, after_step: Callable[..., Any] | None) -> list[Image.Image]:
+    def _from_image(self, job: Job, after_step: Callable[..., Any]) -> list[Image.Image]:
         if self._image_to_image is None or job.image is None:
             raise ToMeConfigError(f"{self.name} has no image-to-image pipeline: export it with --img2img")
         if job.image.mode != "RGB" or job.image.size != (job.width, job.height):
@@ -186,10 +182,8 @@ class Engine:
         except (ValueError, IndexError):  # more steps than trained timesteps; some schedulers need two or four
             first = inf
         if first >= scheduler.config.num_train_timesteps:  # an index out of range in the scheduler's tables
-            message = (
-                f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps: choose another number"
-            )
-            raise JobError(field, f"{message}, such as 20")
+            message = f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps"
+            raise JobError(field, f"{message}: choose another number, such as 20")
 
     def _noise(self, job: Job) -> paddle.Tensor:
         """[1, C, height / f, width / f]: the noise that the pipeline itself would sample after paddle.seed(seed)."""
@@ -241,7 +235,7 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
     return Engine(pipe, image_to_image, manifest.name, manifest.methods, programs)
 
 
-def _settings(jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> dict[str, Any]:
+def _settings(jobs: Sequence[Job], after_step: Callable[..., Any]) -> dict[str, Any]:
     """Arguments of the pipeline calls that both pipelines take."""
     return {
         "prompt": [job.prompt for job in jobs],
@@ -250,15 +244,3 @@ def _settings(jobs: Sequence[Job], after_step: Callable[..., Any] | None) -> dic
         "guidance_scale": jobs[0].guidance_scale,
         "callback_on_step_end": after_step,
     }
-
-
-def _stopper(should_stop: Callable[..., bool], steps: int) -> Callable[..., dict[str, Any]]:
-    finished = count(1)
-
-    def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        done = next(finished)
-        if should_stop(done, max(steps, pipe.num_timesteps, done)):  # some schedulers take more than they are asked
-            raise AbandonedError(f"stopped after step {done}")
-        return tensors
-
-    return after_step

@@ -86,7 +86,7 @@ class Job:
         seed: 0 to 2**32 - 1. Equal jobs give equal images, whatever else is in their batch.
         steps: denoising steps.
         guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt has no effect.
-        image: RGB, the image to start from; None for noise. It may be added later, see `Service.submit`.
+        image: RGB, the image to start from; None for noise. It may be added later, see `ImageQueue.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
         second_pass: what follows; only without an image.
         merge_map: whether the image's `info` is to have the group of each token, which merge at the last step.
@@ -128,8 +128,13 @@ class Job:
         return replace(job, image=image, strength=second.strength, steps=second.schedule)
 
     @property
-    def batch_key(self) -> tuple[float, ...]:
-        """Settings that all jobs of one pipeline call share."""
+    def batch_key(self) -> tuple[float, ...] | None:
+        """Settings that all jobs of one pipeline call share; None for jobs that image-to-image makes, one by one.
+
+        Its pipelines sample noise for the whole batch at once, so an image would depend on the rest of its batch.
+        """
+        if self.image is not None or self.second_pass is not None:
+            return None
         return self.height, self.width, self.steps, self.guidance_scale, self.ratio
 
     def settings(self) -> dict[str, Any]:
@@ -191,20 +196,17 @@ class Limits:
             "guidance_scale": (0, self.guidance_scale),
         }
 
-    def check_count(self, images: int) -> None:
-        """Raise JobError, with the field `images`, unless one request may ask for this many images."""
-        self._check_range("images", images)
-
-    def check(self, job: Job) -> Job:
+    def check(self, job: Job, images: int = 1) -> Job:
         """The job, with the exported ratio that is the same in six digits.
 
         Raises:
-            JobError: it is not allowed; with the field and its allowed values.
+            JobError: it is not allowed, or too many images are; with the field and its allowed values.
         """
+        self._check_range("images", images)
         self._check_texts(job)
         for name in ("seed", "steps", "guidance_scale"):
             self._check_range(name, getattr(job, name))
-        self._check_exported(job)
+        ratio = self._exported_ratio(job)
         if job.strength is not None:
             self._check_strength(job.strength)
             if int(job.steps * job.strength) < 1:
@@ -214,12 +216,12 @@ class Limits:
             raise JobError("merge_map", "merge maps were not exported: export the model with --merge-map")
         if job.second_pass is not None:
             self._check_second_pass(job.second_pass)
-        return replace(job, ratio=find_ratio(job.ratio, self.ratios))
+        return replace(job, ratio=ratio)
 
     def _check_second_pass(self, second: SecondPass) -> None:
         try:
             self._check_range("steps", second.steps)
-            self._check_exported(second)
+            self._exported_ratio(second)
             self._check_strength(second.strength)
             if second.steps > second.strength * LONGEST_SCHEDULE:
                 message = f"{second.strength} leaves less than {second.steps} of {LONGEST_SCHEDULE} steps"
@@ -227,12 +229,12 @@ class Limits:
         except JobError as error:
             raise JobError(f"second_pass.{error.field}", str(error)) from None
 
-    def _check_exported(self, job: Job | SecondPass) -> None:
+    def _exported_ratio(self, job: Job | SecondPass) -> float:
         if job.size not in self.sizes:
             sizes = ", ".join(map(str, self.sizes))
             raise JobError("size", f"{job.size} was not exported: width x height must be one of {sizes}")
         try:
-            find_ratio(job.ratio, self.ratios)
+            return find_ratio(job.ratio, self.ratios)
         except ToMeConfigError:
             ratios = ", ".join(str(ratio) for ratio in self.ratios)
             raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}") from None

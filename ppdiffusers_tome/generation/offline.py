@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +24,8 @@ LOCK = ".ppdiffusers_tome.lock"
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why an image could not be generated."""
-
-    reason: str
-
-
-# A prompt with its PNG file or its failure.
-ImageResult: TypeAlias = tuple[Prompt, bytes | Failure]
+# A prompt with its PNG file, or with the reason why it could not be generated.
+ImageResult: TypeAlias = tuple[Prompt, bytes | str]
 # Generates the images of batches of prompts, in any order.
 ImageBackend: TypeAlias = Callable[[Sequence[Sequence[Prompt]]], Iterable[ImageResult]]
 # Makes a backend from a function that loads an engine, in the process that needs it.
@@ -41,11 +34,11 @@ MakeImageBackend: TypeAlias = Callable[[Callable[[], Engine]], ImageBackend]
 
 @dataclass
 class Summary:
-    """Numbers of generated and of skipped images, and the failures."""
+    """Numbers of generated and of skipped images, and the failures with their reasons."""
 
     made: int = 0
     skipped: int = 0
-    failures: list[tuple[Prompt, Failure]] = field(default_factory=list)
+    failures: list[tuple[Prompt, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.made} made, {self.skipped} skipped (already there), {len(self.failures)} failed"
@@ -55,30 +48,25 @@ class OutputError(ToMeError, RuntimeError):
     """The output folder cannot be written, or another run writes to it."""
 
 
-def generate(
-    prompts: Sequence[Prompt], model: Path, output: Path, batch: int, backend: ImageBackend, **runtime: str
-) -> Summary:
+def model_hash(model: Path, runtime: Mapping[str, str]) -> str:
+    """A hash of an exported folder, by its `tome.json`, and of what else decides the images that it generates."""
+    decisive = json.dumps([sha256(model / MANIFEST), runtime], sort_keys=True)
+    return hashlib.sha256(decisive.encode()).hexdigest()
+
+
+def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int, backend: ImageBackend) -> Summary:
     """Generate the images that are not in the output folder yet.
 
     Args:
         prompts: the complete list.
-        model: an exported folder; the hash of its `tome.json` is part of the images' names.
+        identity: a hash of what generates, which is part of the images' names.
         output: folder for the images; created if it does not exist.
         batch: most images in one pipeline call.
         backend: from `generate_here` or `ray_engines.generate_on_ray`.
-        runtime: what else decides the images and is part of their names: runtime, device and precision of `backend`.
 
     Raises:
         OutputError: a file cannot be written, or another run uses the folder.
     """
-    decisive = json.dumps([sha256(model / MANIFEST), runtime], sort_keys=True)
-    return generate_identified(prompts, hashlib.sha256(decisive.encode()).hexdigest(), output, batch, backend)
-
-
-def generate_identified(
-    prompts: Sequence[Prompt], identity: str, output: Path, batch: int, backend: ImageBackend
-) -> Summary:
-    """`generate` for any backend: `identity` is a hash of what generates, and part of the images' names."""
     paths = {prompt: output / prompt.file_name(identity) for prompt in prompts}
     summary = Summary()
     with _folder(output):
@@ -91,7 +79,7 @@ def generate_identified(
             for prompt, result in backend(batches) if batches else ():
                 if prompt not in missing:
                     continue
-                if isinstance(result, Failure):
+                if isinstance(result, str):
                     summary.failures.append((prompt, result))
                 else:
                     _write(paths[prompt], result)
@@ -103,7 +91,7 @@ def generate_identified(
 def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
     """Batches of prompts with equal size, steps, guidance scale and ratio, in the order of their first prompts."""
     batches: list[list[Prompt]] = []
-    unfilled: dict[tuple[float, ...], list[Prompt]] = {}
+    unfilled: dict[tuple[float, ...] | None, list[Prompt]] = {}
     for prompt in prompts:
         key = prompt.job.batch_key
         if len(unfilled.get(key, ())) in (0, batch):
@@ -131,17 +119,17 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
         EngineLostError: the engine is lost, so another one must run the batch.
     """
     jobs = [prompt.job for prompt in batch]
-    if len(batch) > 1 and engine.batch_key(jobs[0]) is None:
-        return [result for prompt in batch for result in generate_batch(engine, [prompt])]
-    try:
-        images = engine.generate(jobs)
-    except EngineLostError:
-        raise
-    except Exception as error:  # anything from Paddle: the other prompts may still succeed
-        if len(batch) > 1:
-            return [result for prompt in batch for result in generate_batch(engine, [prompt])]
-        return [(batch[0], Failure(f"{type(error).__name__}: {error}"))]
-    return [(prompt, encode_png(image, prompt.job, engine)) for prompt, image in zip(batch, images, strict=True)]
+    if len(batch) == 1 or engine.batch_key(jobs[0]) is not None:
+        try:
+            images = engine.generate(jobs)
+        except EngineLostError:
+            raise
+        except Exception as error:  # anything from Paddle: the other prompts may still succeed
+            if len(batch) == 1:
+                return [(batch[0], f"{type(error).__name__}: {error}")]
+        else:
+            return [(one, encode_png(image, one.job, engine)) for one, image in zip(batch, images, strict=True)]
+    return [result for prompt in batch for result in generate_batch(engine, [prompt])]
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -18,19 +18,15 @@ MOST_SCANS = 100  # of a JPEG, which has about ten. Stops files of a few KB that
 
 
 class Source(Protocol):
-    """What an image is described by beside its job: an engine, or a service."""
+    """What an image is described by beside its job: an `Engine`, or a queue with the same attributes."""
+
+    name: str
 
     @property
-    def name(self) -> str:
-        """The model's name for clients."""
+    def sampler(self) -> str: ...
 
     @property
-    def sampler(self) -> str:
-        """The scheduler's name in Stable Diffusion's user interfaces, for instance "DDIM"."""
-
-    @property
-    def methods(self) -> Mapping[float, str]:
-        """How tokens merge, in words, by ratio."""
+    def methods(self) -> Mapping[float, str]: ...
 
 
 def describe(job: Job, source: Source) -> str:

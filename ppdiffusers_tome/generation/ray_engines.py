@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil, inf
-from queue import Queue, SimpleQueue
+from queue import SimpleQueue
 from threading import Event, Thread
 from time import monotonic
 from typing import Any
@@ -29,7 +29,7 @@ from ray.exceptions import (
 from ..errors import ToMeError
 from .engine import Engine
 from .jobs import AbandonedError, EngineLostError, Job
-from .offline import Failure, ImageBackend, ImageResult, generate_batch
+from .offline import ImageBackend, ImageResult, generate_batch
 from .prompt_file import Prompt
 
 # What the caller of a process gets if the process or its machine died.
@@ -140,10 +140,15 @@ class RemoteEngine:
     ) -> None:
         make = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"control": 1})(EngineProcess).remote
         self._hung_seconds, self._calls = hung_seconds, 0
+
+        def poll() -> None:
+            if should_stop():
+                raise AbandonedError("stopped while the engine was loading")
+
         for attempt in range(ATTEMPTS):
             self._actor = make(load)
             try:
-                described = self._result(self._actor.load.remote(), lambda: _raise_if(should_stop()))
+                described = self._result(self._actor.load.remote(), poll)
                 self.name, self.sampler, self.methods, self._shares_calls = described
                 return
             except EngineLostError as error:
@@ -155,8 +160,7 @@ class RemoteEngine:
 
     def batch_key(self, job: Job) -> Hashable | None:
         """See `Engine.batch_key`."""
-        is_plain = job.image is None and job.second_pass is None
-        return job.batch_key if is_plain and self._shares_calls else None
+        return job.batch_key if self._shares_calls else None
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
         """See `Engine.count_tokens`."""
@@ -203,11 +207,6 @@ class RemoteEngine:
             raise EngineLostError(str(error)) from None
 
 
-def _raise_if(should_stop: bool) -> None:
-    if should_stop:
-        raise AbandonedError("stopped while the engine was loading")
-
-
 def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0, gpus: float = 0.0) -> ImageBackend:
     """A backend of several engines, on the Ray that this process is connected to.
 
@@ -223,14 +222,30 @@ def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0,
     """
 
     def run(batches: Sequence[Sequence[Prompt]]) -> Iterator[ImageResult]:
-        waiting: _Batches = Queue()
+        # Batches with the number of the attempt; None is the end.
+        waiting: SimpleQueue[tuple[Sequence[Prompt], int] | None] = SimpleQueue()
         done: SimpleQueue[Sequence[ImageResult] | Exception] = SimpleQueue()
         is_over = Event()
 
         def work() -> None:
+            engine: Any = None
             try:
-                while _run_batches(RemoteEngine(load, cpus, gpus, inf, is_over.is_set), waiting, done.put):
-                    pass
+                while True:
+                    engine = engine or RemoteEngine(load, cpus, gpus, inf, is_over.is_set)
+                    if (item := waiting.get()) is None:
+                        return
+                    batch, attempt = item
+                    try:
+                        done.put(generate_batch(engine, batch))
+                    except EngineLostError:
+                        engine = None
+                        if attempt < ATTEMPTS:
+                            waiting.put((batch, attempt + 1))
+                        elif len(batch) > 1:  # one of its prompts may be the cause
+                            for prompt in batch:
+                                waiting.put(([prompt], 1))
+                        else:
+                            done.put([(batch[0], f"{ATTEMPTS} engines died with this prompt")])
             except Exception as error:
                 done.put(error)
 
@@ -256,25 +271,3 @@ def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0,
                 waiting.put(None)
 
     return run
-
-
-# With the number of the attempt; None is the end.
-_Batches = Queue[tuple[Sequence[Prompt], int] | None]
-
-
-def _run_batches(engine: Any, waiting: _Batches, done: Callable[[Sequence[ImageResult]], None]) -> bool:
-    """Run batches until the end; returns earlier, and True, if the engine is lost."""
-    while item := waiting.get():
-        batch, attempt = item
-        try:
-            done(generate_batch(engine, batch))
-        except EngineLostError:
-            if attempt < ATTEMPTS:
-                waiting.put((batch, attempt + 1))
-            elif len(batch) > 1:  # one of its prompts may be the cause
-                for prompt in batch:
-                    waiting.put(([prompt], 1))
-            else:
-                done([(batch[0], Failure(f"{ATTEMPTS} engines died with this prompt"))])
-            return True
-    return False

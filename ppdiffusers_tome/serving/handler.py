@@ -43,8 +43,7 @@ class RequestHandler:
         values = {**defaults, "guidance_scale": self._config.guidance_scale, **values}
         first = secrets.randbelow(LARGEST_SEED + 1) if seed is None else seed
         try:
-            limits.check_count(images)
-            job = limits.check(Job(**values, seed=first))
+            job = limits.check(Job(**values, seed=first), images)
         except JobError as error:
             raise self._refusal(error) from None
         return [replace(job, seed=seed_after(first, index)) for index in range(images)]

@@ -20,7 +20,7 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.engine import Engine, load_engine
 from ...generation.jobs import Job
-from ...generation.offline import ImageBackend, MakeImageBackend, generate_identified
+from ...generation.offline import ImageBackend, MakeImageBackend, generate
 from ...inference import Size, export_pipeline, read_manifest, unmerged_programs
 from ...inference.loading import ModelDefaults, load_for_export, read_defaults
 from ...models import latent_grid, vae_factor
@@ -199,12 +199,11 @@ def generate_setting(
     # Threads and the size of a batch change rounding alone.
     of_setting = [evaluation.backend_of(setting), setting.framework, setting.config.describe()]
     identity = digest([sources(), evaluation.model, *of_setting])
-    summary = generate_identified(evaluation.jobs(setting), identity, image_folder(setting, output), batch, backend)
+    summary = generate(evaluation.jobs(setting), identity, image_folder(setting, output), batch, backend)
     if summary.failures:
-        prompt, failure = summary.failures[0]
+        prompt, reason = summary.failures[0]
         raise ToMeError(
-            f"{len(summary.failures)} images of {setting.name} failed, the first of {prompt.job.prompt!r}: "
-            f"{failure.reason}"
+            f"{len(summary.failures)} images of {setting.name} failed, the first of {prompt.job.prompt!r}: {reason}"
         )
 
 
