@@ -21,7 +21,7 @@ from .models import (
     remove_builtin,
     timestep_projection,
 )
-from .rotary import ImagePartWrap, RotaryAttentionWrap, SingleStreamWrap
+from .rotary import RotaryAttentionWrap
 from .unsupported import nothing_to_merge
 from .wraps import (
     CHUNKED_FEED_FORWARD,
@@ -113,13 +113,12 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         if grid is None:
             grid = grids[id(grid_layer)] = GridWrap(config)
             install(grid_layer, grid)
-        text_is_last = mergeable.text_is_last
-        wrap = SingleStreamWrap if is_single and not text_is_last else BlockWrap
-        is_whole = merges_whole(mergeable, config)
-        install(block, wrap(config, grid, timestep, mergeable.index, is_whole))
+        text_is_last, is_whole = mergeable.text_is_last, merges_whole(mergeable, config)
+        text_is_first = is_single and not text_is_last
+        install(block, BlockWrap(config, grid, timestep, mergeable.index, is_whole, text_is_first))
         if is_whole:
-            install(block.norm, ImagePartWrap(config, before=False, after=True, text_is_last=text_is_last))
-            install(block.proj_out, ImagePartWrap(config, before=False, after=False, text_is_last=text_is_last))
+            install(block.norm, MergeWrap(config, before=False, after=True, text_is_last=text_is_last))
+            install(block.proj_out, MergeWrap(config, before=False, text_is_last=text_is_last))
         for name, layers in merging_layers(mergeable, config).items():
             for layer in layers:
                 install(layer, _wrap_for(name, mergeable, config, is_whole))
@@ -127,11 +126,7 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
 
 def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> Wrap:
     if name == "mlp":
-        return (
-            ImagePartWrap(config, before=True, after=False, text_is_last=False)
-            if block.is_rotary
-            else MergeWrap(config)
-        )
+        return MergeWrap(config)
     if name == "attn" and block.is_rotary:
         return RotaryAttentionWrap(config, is_whole)
     return AttentionWrap(config, name == "attn")
