@@ -1,7 +1,7 @@
 """The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,10 +31,7 @@ class _Default:
         return repr(self._value)
 
 
-def _default(value: Any) -> Any:
-    return _Default(value)
-
-
+_default: Callable[[Any], Any] = _Default  # of any type, as the setting is
 RATIO = _default(0.5)
 
 

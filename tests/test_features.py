@@ -248,39 +248,6 @@ def test_merging_before_and_after_a_feature(family, tiny, name):
     np.testing.assert_array_equal(latents(tiny), merged)
 
 
-# Errors of ppdiffusers
-
-
-def enable_xformers(tiny):
-    with cuda_attention.available(False):
-        tiny.pipe.enable_xformers_memory_efficient_attention()
-
-
-def generate_with_free_u(tiny):
-    tiny.pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
-    try:
-        latents(tiny)
-    finally:
-        tiny.pipe.disable_freeu()
-
-
-@pytest.mark.parametrize(
-    ("failing", "error"), [(enable_xformers, NotImplementedError), (generate_with_free_u, ValueError)]
-)
-def test_errors_of_ppdiffusers_do_not_affect_merging(family, tiny, failing, error):
-    _, plain, merged = family
-    with pytest.raises(error) as before:
-        failing(tiny)
-    np.testing.assert_array_equal(latents(tiny), plain)
-    tiny.pipe.apply_tome(ratio=0.5)
-    with pytest.raises(error) as after:
-        failing(tiny)
-    assert type(after.value) is type(before.value) and str(after.value) == str(before.value)
-    np.testing.assert_array_equal(latents(tiny), merged)
-    tiny.pipe.disable_xformers_memory_efficient_attention()
-    np.testing.assert_array_equal(latents(tiny), merged)
-
-
 # Inputs of the attention
 
 

@@ -1,16 +1,15 @@
 """MACs computed from layer shapes equal those of a real forward pass, counted layer by layer."""
 
+from contextlib import contextmanager
+
 import paddle
 import pytest
 from conftest import TEXT, THREE_LEVELS, inputs, make_unet, run
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor
-from test_flux import controlnet as flux_controlnet
-from test_flux import real as real_flux
+from test_rotary import CONTROLNETS, FAMILIES, OF_FLUX, OF_WAN, OTHERS
 from test_transformers import TEXT as TEXT_OF_SD3
 from test_transformers import real_sd35, sd3_inputs
-from test_video_transformers import CONTROLLED, FAMILIES, WAN_WITH_IMAGE, vctrl, vctrl_inputs
-from zoo import flux
-from zoo import video_transformers as zoo
+from zoo import rotary as zoo
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, sd3, sd3_controlnet
 
@@ -34,28 +33,31 @@ class CountingProcessor(AttnProcessor):
         return out
 
 
-def measured(model, call):
-    """MACs of one call for one image, by hooks on all convolutions and linear layers and by counting processors."""
+@contextmanager
+def counting(model):
+    """Count the MACs of convolutions and linear layers, by what they get: tokens may be unmerged after a layer."""
     counted = [0]
 
-    def conv(layer, arguments, out):
-        counted[0] += out.shape[2] * out.shape[3] * layer.weight.size
+    def count(layer, inputs, out):
+        is_linear = isinstance(layer, paddle.nn.Linear)
+        rows = inputs[0].size // inputs[0].shape[-1] if is_linear else out.size // out.shape[1]
+        counted[0] += rows * layer.weight.size
 
-    def linear(layer, arguments, out):
-        counted[0] += out.size // out.shape[-1] * layer.weight.size
-
-    processor = CountingProcessor()
-    hooks = []
-    for layer in model.sublayers():
-        if isinstance(layer, paddle.nn.Conv2D):
-            hooks.append(layer.register_forward_post_hook(conv))
-        elif isinstance(layer, paddle.nn.Linear):
-            hooks.append(layer.register_forward_post_hook(linear))
-        elif isinstance(layer, Attention):
-            layer.set_processor(processor)
-    call()
+    kinds = (paddle.nn.Linear, paddle.nn.Conv2D, paddle.nn.Conv3D)
+    hooks = [layer.register_forward_post_hook(count) for layer in model.sublayers() if isinstance(layer, kinds)]
+    yield counted
     for hook in hooks:
         hook.remove()
+
+
+def measured(model, call):
+    """MACs of one call for one image, by counting layers and processors."""
+    processor = CountingProcessor()
+    for layer in model.sublayers():
+        if isinstance(layer, Attention):
+            layer.set_processor(processor)
+    with counting(model) as counted:
+        call()
     return counted[0] + processor.macs
 
 
@@ -133,55 +135,30 @@ def sd3_controlnet_pass(h, w):
     return sd3_controlnet(), {**sd3_pass(h, w)[1], "controlnet_cond": noise(1, 4, 2 * h, 2 * w, seed=3)}
 
 
-def flux_controlnet_pass(kind, h, w):
-    condition = {"controlnet_cond": noise(1, h * w, 4, seed=5)}
-    return flux_controlnet(kind), {**flux.inputs(h, w, batch=1), **condition}
-
-
 # A model, the arguments of a pass over one image or video of h×w tokens, the width of a head, text tokens, frames.
 PASSES = {
     "SD3": lambda h, w: (*sd3_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
     "SD3.5": lambda h, w: (*sd35_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
     "SD3's ControlNet": lambda h, w: (*sd3_controlnet_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
-    "FLUX": lambda h, w: (flux.double(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
-    "FLUX, real": lambda h, w: (real_flux(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
 }
-VIDEO = (zoo.WIDTH, zoo.TEXT, zoo.FRAMES)
 for kind in ("double", "real"):
-    PASSES[f"FLUX's ControlNet, {kind}"] = lambda h, w, kind=kind: (
-        *flux_controlnet_pass(kind, h, w), flux.WIDTH, flux.TEXT, 1,
-    )  # fmt: skip
-    PASSES[f"VCtrl, {kind}"] = lambda h, w, kind=kind: (vctrl(kind), vctrl_inputs(h, w, batch=1), *VIDEO)
-    for family in (*FAMILIES, CONTROLLED, WAN_WITH_IMAGE):
+    for family in (family for family in (*FAMILIES, *CONTROLNETS, *OTHERS) if not family.is_union):
         PASSES[f"{family.name}, {kind}"] = lambda h, w, family=family, kind=kind: (
-            getattr(family, kind)(), family.inputs(h, w, batch=1), *VIDEO,
+            getattr(family, kind)(), family.inputs(h, w, batch=1), zoo.WIDTH, zoo.TEXT, family.frames,
         )  # fmt: skip
 
 
 def measured_transformer(model, arguments, width, monkeypatch):
     """MACs of one pass: those of layers by hooks, and of attention by the scores of each softmax."""
-    counted = [0]
-
-    def count(layer, inputs, out):
-        # By input: around the last projection of a single-stream block, tokens are unmerged before the hook.
-        rows = (
-            inputs[0].size // inputs[0].shape[-1] if isinstance(layer, paddle.nn.Linear) else out.size // out.shape[1]
-        )
-        counted[0] += rows * layer.weight.size
-
-    kinds = (paddle.nn.Linear, paddle.nn.Conv2D, paddle.nn.Conv3D)
-    hooks = [x.register_forward_post_hook(count) for x in model.sublayers() if isinstance(x, kinds)]
     softmax = paddle.nn.functional.softmax
 
-    def counting(scores, *args, **kwargs):
+    def counting_softmax(scores, *args, **kwargs):
         counted[0] += 2 * scores.size * width
         return softmax(scores, *args, **kwargs)
 
-    with monkeypatch.context() as context, paddle.no_grad():
-        context.setattr(paddle.nn.functional, "softmax", counting)
+    with monkeypatch.context() as context, paddle.no_grad(), counting(model) as counted:
+        context.setattr(paddle.nn.functional, "softmax", counting_softmax)
         model(**arguments)
-    for hook in hooks:
-        hook.remove()
     return counted[0]
 
 
@@ -212,7 +189,7 @@ def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
 
 
 def test_summary_of_a_video_needs_its_frames():
-    model = FAMILIES[2].double()  # Wan
+    model = OF_WAN.double()
     apply_tome(model)
     without = tome_summary(model, 12, 16)
     assert without.macs is None and "pass frames, the number of its latent frames" in str(without)
@@ -224,7 +201,7 @@ def test_summary_of_a_video_needs_its_frames():
 
 
 def test_summary_of_a_single_stream_block():
-    model = flux.double()
+    model = OF_FLUX.double()
     merges = {"alone": ("attn",), True: ("attn", "mlp"), "asymmetric": ("attn", "mlp"), "kv": ("kv",)}
     for merge_attn, expected in merges.items():
         summary = tome_summary(apply_tome(model, merge_attn=merge_attn), 16, 16)
