@@ -248,43 +248,6 @@ def test_merging_before_and_after_a_feature(family, tiny, name):
     np.testing.assert_array_equal(latents(tiny), merged)
 
 
-# Inputs of the attention
-
-
-TEXT = 24  # text tokens of a prompt, the tokenizer's maximum
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),  # number of layers by the lengths of queries, keys and values
-    [
-        (None, {(64, 64, 64): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({}, {(51, 21, 21): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({"merge_attn": True}, {(32, 32, 32): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({"ratio": 0.3}, {(57, 36, 36): 3, (16, 16, 16): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({"max_downsample": 2}, {(51, 21, 21): 3, (13, 6, 6): 4, (64, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-        ({"merge_crossattn": True}, {(51, 21, 21): 3, (16, 16, 16): 4, (51, TEXT, TEXT): 3, (16, TEXT, TEXT): 4}),
-    ],
-)
-def test_queries_keys_and_values_are_merged_and_contiguous(settings, expected):
-    tiny, outputs = ZOO["StableDiffusionPipeline"](), []
-
-    class Processor(XFormersAttnProcessor):
-        def __call__(self, attn, hidden_states, *args, **kwargs):
-            assert hidden_states.is_contiguous()
-            return super().__call__(attn, hidden_states, *args, **kwargs)
-
-    with attention_calls() as lengths:
-        tiny.pipe.unet.set_attn_processor(Processor())
-        if settings is not None:
-            tiny.pipe.apply_tome(**settings)
-        for mergeable in find_blocks(tiny.pipe.unet):
-            mergeable.block.attn1.register_forward_post_hook(lambda layer, arguments, out: outputs.append(out))
-        latents(tiny)
-    assert lengths == expected
-    assert all(out.is_contiguous() for out in outputs)
-    assert Counter(out.shape[1] for out in outputs) == {64: 3, 16: 4}
-
-
 # Batches
 
 

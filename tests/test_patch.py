@@ -9,12 +9,7 @@ import paddle
 import pytest
 from conftest import THREE_LEVELS, in_threads, inputs, make_controlnet, make_unet, run, traces
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
-from ppdiffusers.models.attention_processor import (
-    AttnProcessor,
-    AttnProcessor2_5,
-    SlicedAttnProcessor,
-    XFormersAttnProcessor,
-)
+from ppdiffusers.models.attention_processor import AttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
 from test_transformers import FAMILIES as TRANSFORMERS
 from test_transformers import double_of_sd35, draw, draw_control, real_sd35
@@ -385,23 +380,6 @@ def test_deep_copy_merges_independently(unet):
     twin.apply_tome(ratio=0.25)
     unet.remove_tome()
     assert np.abs(run(twin) - plain).max() > 1e-4
-
-
-PROCESSORS = [AttnProcessor, AttnProcessor2_5, XFormersAttnProcessor, lambda: SlicedAttnProcessor(1)]
-
-
-@pytest.mark.parametrize("processor", PROCESSORS, ids=["default", "2.5", "xformers", "sliced"])
-def test_attention_processors_before_and_after(unet, processor):
-    expected = run(unet.apply_tome())
-    unet.set_attn_processor(processor())
-    merged = run(unet)
-    np.testing.assert_allclose(merged, expected, atol=1e-5)
-    unet = make_unet()
-    unet.set_attn_processor(processor())
-    plain = run(unet)
-    assert np.abs(merged - plain).max() > 1e-4
-    np.testing.assert_array_equal(run(unet.apply_tome()), merged)
-    np.testing.assert_array_equal(run(unet.remove_tome()), plain)
 
 
 def chunk(unet, size):

@@ -23,7 +23,6 @@ from ppdiffusers_tome import (
     apply_tome,
     match_tokens,
     remove_tome,
-    rotary,
     tome_summary,
     wraps,
 )
@@ -391,30 +390,6 @@ def test_masked_text_is_left_out():
             expected = run(model, short)
             np.testing.assert_allclose(run(model, second), expected, atol=1e-5)
             np.testing.assert_allclose(run(model, inputs)[1:], expected, atol=1e-5)
-
-
-def test_merged_tokens_have_the_positions_of_their_dst():
-    plan = match_tokens(paddle.randn([2, H * W, 8]), Grid(H, W), removed=20)
-    table = paddle.arange(3 + H * W, dtype="float32").unsqueeze(1)
-    rows, _ = (x.squeeze(-1).numpy() for x in rotary.rotary_rows((table, table), plan))
-    dst = plan.dst_rows.numpy().reshape([2, -1]) % (H * W)
-    stay = plan.stay_rows.numpy().reshape([2, -1]) % (H * W)
-    np.testing.assert_array_equal(rows, np.concatenate([[[0, 1, 2]] * 2, 3 + dst, 3 + stay], axis=1))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_sizes_count_keys_as_often(dtype):
-    paddle.seed(0)
-    query, key, value = (paddle.randn([2, 7, 3, 8]).cast(dtype) for _ in range(3))
-    sizes = np.array([[1, 4, 2], [3, 1, 1]])
-    actual = rotary.attend(query, key, value, 0.3, paddle.to_tensor(np.log(sizes)))
-    for i in range(2):
-        times = np.concatenate([np.ones(4, int), sizes[i]])
-        q, k, v = (x[i].numpy().astype("float64") for x in (query, key, value))
-        k, v = np.repeat(k, times, axis=0), np.repeat(v, times, axis=0)
-        weights = np.exp(0.3 * np.einsum("qhd,khd->hqk", q, k))
-        expected = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
-        np.testing.assert_allclose(actual[i].numpy(), expected, atol=1e-12 if dtype == "float64" else 1e-5)
 
 
 def linear(layer, x):
