@@ -8,7 +8,7 @@ broken zlib, it repairs that (`compatibility.repair_zlib`). It has no other side
 import zlib  # noqa: F401 - before Paddle 2.6, whose zlib otherwise crashes Pillow's PNG writer; see repair_zlib
 
 from ._version import __version__
-from .compatibility import check_paddle_version, check_ppdiffusers_version, import_pip, repair_zlib
+from .compatibility import check_version, import_pip, repair_zlib
 from .config import ToMeConfig
 from .errors import (
     NoMergeableLayerError,
@@ -26,19 +26,19 @@ except ImportError as error:
         "ppdiffusers_tome needs PaddlePaddle: install paddlepaddle==2.6.2 (CPU) or paddlepaddle-gpu==2.6.2 "
         "(CUDA 11.8), not both."
     ) from error
-check_paddle_version(paddle.__version__)
+check_version("PaddlePaddle", paddle.__version__)
 repair_zlib()
 import_pip()
 
 import ppdiffusers  # noqa: E402
 
-check_ppdiffusers_version(ppdiffusers.__version__)
+check_version("ppdiffusers", ppdiffusers.__version__)
 
-from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome, tome_summary  # noqa: E402
+from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome  # noqa: E402
 from .matching import MergePlan, match_cells, match_tokens  # noqa: E402
 from .merging import merge, unmerge  # noqa: E402
 from .positions import Grid, choose_dst  # noqa: E402
-from .summary import BlockSummary, ToMeSummary  # noqa: E402
+from .summary import BlockSummary, ToMeSummary, tome_summary  # noqa: E402
 
 install_methods()
 

@@ -1,7 +1,7 @@
 """The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,11 +15,9 @@ from .errors import ToMeConfigError
 from .models import half_on_cpu
 from .patch import attach, attached_configs, detach, restore
 from .schedules import Schedule
-from .summary import ToMeSummary, summarize
+from .summary import tome_summary
 
 PipelineOrModel = TypeVar("PipelineOrModel")
-
-
 SETTINGS = tuple(field.name for field in fields(ToMeConfig))
 
 
@@ -33,10 +31,7 @@ class _Default:
         return repr(self._value)
 
 
-def _default(value: Any) -> Any:
-    return _Default(value)
-
-
+_default: Callable[[Any], Any] = _Default  # of any type, as the setting is
 RATIO = _default(0.5)
 
 
@@ -66,39 +61,13 @@ def apply_tome(
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
             video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
             FLUX transformers, and CogVideoX, Wan and HunyuanVideo.
-        ratio: share of the tokens to merge away, 0 <= ratio <= 1 - 1/(sx·sy); see merge_attn. The main setting: a
-            higher ratio is faster, and the image differs more from the plain one. 0.5, the default, is a good start.
-            Or a schedule from the start (1.0) to the end (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the
-            first half, then 0.4. At the same mean ratio, one that falls a little is slightly nearer to the plain image
-            than a constant one, one that falls much or rises is further (docs/methods.md). Not in DiT, VQ-Diffusion
-            and Stable Video Diffusion.
+        ratio: share of the tokens to merge away. The main setting: a higher ratio is faster, and the image differs
+            more from the plain one. 0.5, the default, is a good start. Or a schedule from the start (1.0) to the end
+            (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half, then 0.4.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
-        max_downsample: deepest level that merges: 1, 2, 4 or 8; level d has latent pixels / d tokens per side. With
-            None, the default, only the largest feature maps with self-attention merge, in each model: level 1 in
-            Stable Diffusion, 2 in SDXL. The tokens of a DiT, PixArt or SD3 transformer all lie on one grid, so it has
-            no effect there.
-        sx, sy: width and height, in tokens, of the cells that keep one dst token each.
-        use_rand: choose each cell's dst token at random, or take the cell's first.
-        seed: seed of the random choice: an int for the same in every pass, None for a new one in each. No global
-            random state is read or advanced.
-        window: side, in tokens, of the square windows in which tokens look for their dst, rounded up to a multiple of
-            sx and sy. None is the whole grid, in which matching is much slower.
-        proportional: weight each merged token in self-attention by the number of tokens that it replaces. Raises
-            in the pass if the attention processor takes neither a mask nor more channels. False, with window=None and
-            merge_attn=True, merges as tomesd does.
-        match: "similarity" merges the most similar pairs; "grid" merges each sx×sy cell into its dst without
-            comparing tokens, and needs ratio = 1 - 1/(sx·sy).
-        blend: share of the mean in a merged token: 1 for the mean of the tokens that it replaces, 0 for its dst.
-        merge_attn: "asymmetric" to merge around self-attention, keys and values further than queries, so that it is
-            as much work as if all merged at `ratio`; True to merge all alike, "kv" to merge only keys and values, at
-            `ratio`; never the text of a joint attention. In the single-stream blocks of FLUX and HunyuanVideo,
-            "asymmetric" and True merge all alike, around the MLP too, which is parallel to attention there; "alone"
-            does so only with merge_mlp, and is as True elsewhere.
-        merge_crossattn: merge around cross-attention; rarely worth it.
-        merge_mlp: merge around the feed-forward layers; cannot be combined with `enable_forward_chunking()`.
-        min_tokens: grids with fewer tokens stay plain, >= 0: small images are left alone. Each pass decides it by the
-            grid that it sees.
+        max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend, merge_attn, merge_crossattn,
+            merge_mlp, min_tokens: how tokens merge, and where; `ToMeConfig` describes them, and the range of ratio.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio or
             schedule for them.
 
@@ -183,30 +152,6 @@ def tome(
         yield target
     finally:
         restore(target, before)
-
-
-def tome_summary(
-    target: Any, height: int | None = None, width: int | None = None, frames: int | None = None
-) -> ToMeSummary:
-    """Report which blocks merge, their level and grid, how many tokens they keep, and the share of MACs saved.
-
-    Args:
-        target: a pipeline or model; if merging is off, no block is listed and nothing is saved.
-        height, width: the image size; for a pipeline in image pixels, as in its call, for a model in latent pixels.
-            Each defaults to the size in the config of the denoiser.
-        frames: latent frames of a video whose frames are one sequence (CogVideoX, Wan, HunyuanVideo), for its MACs;
-            by default those in the config, which only CogVideoX has. Tokens are counted in one frame.
-
-    Returns:
-        A ToMeSummary, whose str() is a table. It covers all denoisers of a pipeline, at one latent size.
-
-    Raises:
-        ToMeConfigError: target is not a pipeline or model, or a size or frames is not positive, or a size unknown.
-
-    Example:
-        >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
-    """
-    return summarize(target, height, width, frames)
 
 
 class ToMeMixin:

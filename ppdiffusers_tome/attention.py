@@ -21,16 +21,45 @@ FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multipl
 
 
 class MergeWrap(Wrap):
-    """Of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens."""
+    """Of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens.
+
+    Where text and image are one sequence, only the image tokens merge.
+
+    Args:
+        config: the settings of the denoiser.
+        before: whether tokens merge before the layer; otherwise it gets them as they are, or merged already.
+        after: whether they merge after it; otherwise they are unmerged. Of several results it is the first.
+        text_is_last: whether text comes after the image.
+    """
 
     config: ToMeConfig
+
+    def __init__(
+        self, config: ToMeConfig, *, before: bool = True, after: bool = False, text_is_last: bool = False
+    ) -> None:
+        super().__init__(config)
+        self._before, self._after, self._text_is_last = before, after, text_is_last
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = current_plan()
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
-        merged = merge(hidden_states, plan, self.config.blend)
-        return unmerge(self.forward(layer, merged, *args, **kwargs), plan)
+        tokens = self._move(hidden_states, plan, True) if self._before else hidden_states
+        output = self.forward(layer, tokens, *args, **kwargs)
+        if isinstance(output, tuple):
+            return self._move(output[0], plan, self._after), *output[1:]
+        return self._move(output, plan, self._after)
+
+    def _move(self, tokens: paddle.Tensor, plan: MergePlan, merges: bool) -> paddle.Tensor:
+        def move(image: paddle.Tensor) -> paddle.Tensor:
+            return merge(image, plan, self.config.blend) if merges else unmerge(image, plan)
+
+        count = plan.tokens if merges else plan.kept
+        if tokens.shape[1] in (count, -1):
+            return move(tokens)
+        if self._text_is_last:
+            return paddle.concat([move(tokens[:, :count]), tokens[:, count:]], axis=1)
+        return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
 
 
 class AttentionWrap(Wrap):
@@ -89,9 +118,9 @@ class ProjectionView:
         return getattr(self._layer, name)
 
 
-def projection(call: Callable[..., paddle.Tensor]) -> Any:
-    """Let a method of `AttentionView` stand for the layer of its name."""
-    return property(lambda view: ProjectionView(getattr(view._layer, call.__name__), partial(call, view)))
+PROJECTIONS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")  # of image, and of text
+# Norms over the channels of each head, as in Stable Diffusion 3.5.
+NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class AttentionView:
@@ -129,84 +158,47 @@ class AttentionView:
         self._channels = channels if config.proportional else 0
         self._factor = 1.0  # of queries, for kernels that divide by the root of the width of heads, channels included
         self._has_sizes = False
-        self._queries: paddle.Tensor | None = None  # input of `to_q`
-        self._keys: paddle.Tensor | None = None  # input of `to_k`
+        self._inputs: dict[str, paddle.Tensor] = {}  # of the projections
         self._merged: tuple[paddle.Tensor, paddle.Tensor] | None = None  # an input of `to_k` or `to_v`, and merged
         self._merged_projections = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    @projection
-    def to_q(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
-        self._queries = tokens
-        return self._widen_queries(self._layer.to_q(tokens, *args), "norm_q")
-
-    @projection
-    def to_k(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
-        self._keys = tokens
-        return self._widen_keys(self._layer.to_k(self._merge(tokens), *args))
-
-    @projection
-    def to_v(self, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
-        return self._widen_values(self._layer.to_v(self._merge(tokens), *args))
-
-    # Norms over the channels of each head, as in Stable Diffusion 3.5.
-
-    @property
-    def norm_q(self) -> Any:
-        return self._around("norm_q", self._factor)
-
-    @property
-    def norm_k(self) -> Any:
-        return self._around("norm_k")
-
-    @property
-    def norm_added_q(self) -> Any:
-        return self._around("norm_added_q", self._factor)
-
-    @property
-    def norm_added_k(self) -> Any:
-        return self._around("norm_added_k")
-
-    def _around(self, name: str, factor: float = 1.0) -> Any:
-        """A norm of the layer that leaves the added channels as they are; None if it has no such norm."""
-        norm = getattr(self._layer, name, None)
-        if norm is None or not self._channels:
-            return norm
-
-        def normalize(heads: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
-            own, added = heads[..., : -self._channels], heads[..., -self._channels :]
-            return paddle.concat([norm(own, *args, **kwargs) * factor, added], axis=-1)
-
-        return normalize
-
-    # Text tokens of a joint attention, whose size is 1.
-
-    @projection
-    def add_q_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        return self._widen_queries(self._layer.add_q_proj(tokens), "norm_added_q")
-
-    @projection
-    def add_k_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        return self._widen_values(self._layer.add_k_proj(tokens))
-
-    @projection
-    def add_v_proj(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        return self._widen_values(self._layer.add_v_proj(tokens))
+        part = getattr(self._layer, name)
+        if part is None:
+            return None
+        if name in PROJECTIONS:
+            return ProjectionView(part, partial(self._project, name, part))
+        if name in NORMS and self._channels:
+            return partial(self._normalize, name, part)
+        return self._narrowed(part) if name == "to_add_out" else part
 
     @property
     def to_out(self) -> list[Any]:
         first, *others = self._layer.to_out
-        return [ProjectionView(first, lambda tokens, *args: first(self._narrow(tokens), *args)), *others]
+        return [self._narrowed(first), *others]
 
-    @projection
-    def to_add_out(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        return self._layer.to_add_out(self._narrow(tokens))
+    def _project(self, name: str, layer: nn.Layer, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
+        """What a projection returns, of merged tokens in `to_k` and `to_v`, and with channels; text has size 1."""
+        self._inputs[name] = tokens
+        output = layer(self._merge(tokens) if name in ("to_k", "to_v") else tokens, *args)
+        if not self._channels:
+            return output
+        if name in ("to_q", "add_q_proj"):
+            return self._widen_queries(output, "norm_q" if name == "to_q" else "norm_added_q")
+        if name == "to_k":
+            self._has_sizes = self._is_fused  # of others the scores show it
+            return self._widen(output, cast(self._plan.log_sizes(), output.dtype).unsqueeze([2, 3]))
+        return self._widen(output, 0.0) if self._is_fused else output
+
+    def _normalize(self, name: str, norm: Any, heads: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
+        """What a norm returns, with the added channels as they are."""
+        own, added = heads[..., : -self._channels], heads[..., -self._channels :]
+        factor = self._factor if name in ("norm_q", "norm_added_q") else 1.0
+        return paddle.concat([norm(own, *args, **kwargs) * factor, added], axis=-1)
 
     def head_to_batch_dim(self, tensor: paddle.Tensor, out_dim: int = 4, transpose: bool = True) -> paddle.Tensor:
         """As the layer's, for heads of any width."""
-        heads = self._heads(tensor)
+        heads = split_heads(tensor, self._layer.heads)
         heads = heads.transpose([0, 2, 1, 3]) if transpose or out_dim == 3 else heads
         return heads.flatten(0, 1) if out_dim == 3 else heads
 
@@ -261,7 +253,8 @@ class AttentionView:
                 "and to_k of the layer that it was given, so merged tokens cannot be weighted by their size: do not "
                 f"fuse projections, {remedy} proportional=False."
             )
-        is_own = self._keys is None or self._keys is tokens or self._keys is self._queries
+        keys = self._inputs.get("to_k")
+        is_own = keys is None or keys is tokens or keys is self._inputs.get("to_q")
         if self._config.proportional and not is_own:
             raise ToMePassError(
                 f"proportional=True: {name} attends to other tokens than its own, whose sizes are not known: "
@@ -284,8 +277,6 @@ class AttentionView:
         return self._merged[1]
 
     def _widen_queries(self, output: paddle.Tensor, norm: str) -> paddle.Tensor:
-        if not self._channels:
-            return output
         layer, width = self._layer, output.shape[-1] // self._layer.heads
         wide = width + self._channels
         # A joint attention, and flash attention in ppdiffusers, divide by the root of the new width.
@@ -295,32 +286,24 @@ class AttentionView:
             return self._widen(output if has_norm else output * self._factor, math.sqrt(wide))
         return self._widen(output, 1 / layer.scale)
 
-    def _widen_keys(self, output: paddle.Tensor) -> paddle.Tensor:
-        if not self._channels:
-            return output
-        self._has_sizes = self._is_fused  # of others the scores show it
-        return self._widen(output, cast(self._plan.log_sizes(), output.dtype).unsqueeze([2, 3]))
-
-    def _widen_values(self, output: paddle.Tensor) -> paddle.Tensor:
-        return self._widen(output, 0.0) if self._channels and self._is_fused else output
-
     def _widen(self, output: paddle.Tensor, first: Any) -> paddle.Tensor:
         """Add the channels, the first of which is a number or [B, N, 1, 1], to each head of [B, N, heads·d]."""
-        wide = widen(self._heads(output), first, self._channels)
+        wide = widen(split_heads(output, self._layer.heads), first, self._channels)
         return wide.reshape([0, 0, wide.shape[2] * wide.shape[3]])
 
-    def _narrow(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        """The output of a fused kernel [B, N, heads·d] without the channels."""
-        if not (self._channels and self._is_fused):
-            return tokens
-        if tokens.shape[-1] != self._layer.inner_dim + self._channels * self._layer.heads:
-            self._has_sizes = False
-            self.check()
-        heads = self._heads(tokens)[..., : -self._channels]
-        return heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
+    def _narrowed(self, layer: nn.Layer) -> ProjectionView:
+        """The layer for the output of a fused kernel [B, N, heads·d], which it gets without the channels."""
 
-    def _heads(self, output: paddle.Tensor) -> paddle.Tensor:  # [B, N, heads, d]
-        return split_heads(output, self._layer.heads)
+        def call(tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
+            if self._channels and self._is_fused:
+                if tokens.shape[-1] != self._layer.inner_dim + self._channels * self._layer.heads:
+                    self._has_sizes = False
+                    self.check()
+                heads = split_heads(tokens, self._layer.heads)[..., : -self._channels]
+                tokens = heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
+            return layer(tokens, *args)
+
+        return ProjectionView(layer, call)
 
 
 def split_heads(output: paddle.Tensor, heads: int) -> paddle.Tensor:

@@ -11,8 +11,11 @@ from packaging.version import InvalidVersion, Version
 
 from .errors import UnsupportedVersionError
 
-OLDEST_PADDLE = Version("2.6.1")
-OLDEST_PPDIFFUSERS = Version("0.29.0")
+# The oldest version of each package that gives right results, and what to install instead of an older one.
+SUPPORTED = {
+    "PaddlePaddle": (Version("2.6.1"), "paddlepaddle 2.6.2 or a 3.x release"),
+    "ppdiffusers": (Version("0.29.0"), "ppdiffusers 0.29.0"),
+}
 PADDLE_LIBRARY = "paddle.base.libpaddle"
 # An ELF library on x86_64: tags of its dynamic section, and relocations that hold the address of a function.
 _STRINGS, _SYMBOLS, _TABLES = 5, 6, ((7, 8), (23, 2))  # _TABLES of relocations: where each is, and its size
@@ -21,48 +24,28 @@ _LINK_MAP = 2  # what dlinfo is asked for
 _DEVELOPMENT = Version("0.0.0")  # the version of Paddle's and ppdiffusers' nightly builds
 
 
-def check_paddle_version(version: str) -> None:
-    """Reject versions of Paddle that give wrong results or were never tested.
+def check_version(package: str, version: str) -> None:
+    """Reject versions that give wrong results or were never tested.
 
     Args:
-        version: `paddle.__version__`.
+        package: "PaddlePaddle" or "ppdiffusers".
+        version: its `__version__`.
 
     Raises:
-        UnsupportedVersionError: the version is 2.6.0, whose `put_along_axis` returns wrong values (Paddle issue
-            61257), older, or not a valid version string.
+        UnsupportedVersionError: the version is older than those of `SUPPORTED`, as Paddle 2.6.0, whose
+            `put_along_axis` returns wrong values (Paddle issue 61257), or it is not a valid version string.
     """
-    parsed = _parse("PaddlePaddle", version)
-    if parsed == _DEVELOPMENT or parsed >= OLDEST_PADDLE:
-        return
-    reason = "its put_along_axis returns wrong values" if parsed == Version("2.6.0") else "it was never tested"
-    raise UnsupportedVersionError(
-        f"ppdiffusers_tome does not run on PaddlePaddle {version} ({reason}): "
-        "install paddlepaddle 2.6.2 or a 3.x release."
-    )
-
-
-def check_ppdiffusers_version(version: str) -> None:
-    """Reject versions of ppdiffusers older than 0.29.0.
-
-    Args:
-        version: `ppdiffusers.__version__`.
-
-    Raises:
-        UnsupportedVersionError: the version is older, or not a valid version string.
-    """
-    parsed = _parse("ppdiffusers", version)
-    if parsed != _DEVELOPMENT and parsed < OLDEST_PPDIFFUSERS:
-        raise UnsupportedVersionError(
-            f"ppdiffusers_tome does not run on ppdiffusers {version} (it was never tested): "
-            "install ppdiffusers 0.29.0."
-        )
-
-
-def _parse(package: str, version: str) -> Version:
     try:
-        return Version(version)
+        parsed = Version(version)
     except InvalidVersion:
         raise UnsupportedVersionError(f"ppdiffusers_tome cannot read the version of {package}: {version!r}.") from None
+    oldest, instead = SUPPORTED[package]
+    if parsed != _DEVELOPMENT and parsed < oldest:
+        is_wrong = package == "PaddlePaddle" and parsed == Version("2.6.0")
+        reason = "its put_along_axis returns wrong values" if is_wrong else "it was never tested"
+        raise UnsupportedVersionError(
+            f"ppdiffusers_tome does not run on {package} {version} ({reason}): install {instead}."
+        )
 
 
 def import_pip() -> None:

@@ -2,11 +2,12 @@
 
 import json
 import operator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import ToMeConfigError
 from .files import write_file
@@ -30,7 +31,6 @@ TOMESD_SETTINGS: dict[str, Any] = {
     "merge_attn": True,
     "min_tokens": 0,
 }
-WHOLE_GRID = ", or None for the whole grid"
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 1
 LAYERS = ("attn", "crossattn", "mlp")  # each has a `merge_…` setting
 
@@ -43,8 +43,10 @@ class ToMeConfig:
         ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy); see merge_attn. 0.5, the default, is a good
             start; 0 merges nothing. Or a schedule from the start (1.0) to the end (0.0) of denoising, as a mapping:
             {1.0: 0.7, 0.5: 0.5, 0.1: 0.0} is ratio 0.7 at first, 0.5 in the second half, and plain in the last tenth.
-            Each pass reads where it is from the timestep that the model gets. The attribute is then a tuple of the
-            pairs.
+            Each pass reads where it is from the timestep that the model gets; DiT, VQ-Diffusion and Stable Video
+            Diffusion do not show it. At the same mean ratio, a schedule that falls a little is slightly nearer to the
+            plain image than a constant one, one that falls much or rises is further (docs/methods.md). The attribute
+            is then a tuple of the pairs.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, the default, only the largest feature maps
             with self-attention merge: level 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all
@@ -59,7 +61,9 @@ class ToMeConfig:
             with the number of tokens; with None, the whole grid, with its square. A window needs a height and width
             that are known when a program is exported.
         proportional: weight each merged token in self-attention by the number of tokens that it replaces: the
-            logarithm of this number is added to the scores of its key. Has no effect where merge_attn is False.
+            logarithm of this number is added to the scores of its key. Raises in the pass if the attention processor
+            takes neither a mask nor more channels. Has no effect where merge_attn is False. With False, window=None
+            and merge_attn=True, tokens merge as in tomesd.
         match: "similarity" merges the most similar pairs; "grid" merges every sx×sy cell into its dst, without
             comparing tokens, so `ratio` must be 1 - 1/(sx·sy), 0.75 by default, or 0. "grid" needs a height and width
             that are known when a program is exported, and ignores `window`.
@@ -69,11 +73,12 @@ class ToMeConfig:
             keys and values further than queries, and attention is as much work: at ratio 0.5 queries merge at 0.21,
             keys and values at 0.69; other layers merge as queries do. "kv" merges only the tokens from which keys and
             values are computed, at `ratio`, so that every token keeps its own query and output; False merges nothing
-            there. In the single-stream blocks of FLUX and HunyuanVideo, True and "asymmetric" merge all tokens at
-            `ratio`, around the MLP too, which is parallel to attention there and is most of the work; "alone" does so
-            only with merge_mlp. Elsewhere it is as True.
+            there. The text of a joint attention never merges. In the single-stream blocks of FLUX and HunyuanVideo,
+            True and "asymmetric" merge all tokens at `ratio`, around the MLP too, which is parallel to attention there
+            and is most of the work; "alone" does so only with merge_mlp. Elsewhere it is as True.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
-        merge_mlp: merge around the feed-forward layer; costs the most quality.
+        merge_mlp: merge around the feed-forward layer; costs the most quality. It cannot be combined with
+            `enable_forward_chunking()`.
         min_tokens: grids with fewer tokens stay plain, >= 0. Small images are left alone; each pass decides it by the
             grid that it sees.
 
@@ -110,27 +115,22 @@ class ToMeConfig:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {name: _flag(name, getattr(self, name)) for name in _FLAGS}
-        if self.merge_attn not in (ASYMMETRIC, KV, ALONE):
-            others = f", or {ASYMMETRIC!r}, {KV!r} or {ALONE!r}"
-            checked["merge_attn"] = _flag("merge_attn", self.merge_attn, others)
+        for name, (convert, is_allowed, allowed) in _RULES.items():
+            value = getattr(self, name)
+            if value is None and "None" in allowed:
+                continue
+            converted = convert(value)
+            if converted is None or not is_allowed(converted):
+                raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be {allowed}.")
+            object.__setattr__(self, name, converted)
         if not (self.merge_attn or self.merge_crossattn or self.merge_mlp):
             raise ToMeConfigError(
                 "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
                 "True, or use remove_tome() to turn merging off."
             )
-        if self.match not in (SIMILARITY, GRID):
-            raise ToMeConfigError(f"match={self.match!r} is not allowed: it must be {SIMILARITY!r} or {GRID!r}.")
-        checked["sx"], checked["sy"] = _tokens("sx", self.sx, 1), _tokens("sy", self.sy, 1)
-        check = partial(_ratio, sx=checked["sx"], sy=checked["sy"], is_grid=self.match == GRID)
-        checked["ratio"] = make_schedule(self.ratio, check) if is_schedule(self.ratio) else check(self.ratio)
-        checked["blend"] = _blend(self.blend)
-        checked["min_tokens"] = _tokens("min_tokens", self.min_tokens, 0)
-        checked["window"] = None if self.window is None else _tokens("window", self.window, 1, WHOLE_GRID)
-        checked["max_downsample"] = None if self.max_downsample is None else _level(self.max_downsample)
-        checked["seed"] = None if self.seed is None else _seed(self.seed)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        check = partial(_ratio, sx=self.sx, sy=self.sy, is_grid=self.match == GRID)
+        ratio = make_schedule(self.ratio, check) if is_schedule(self.ratio) else check(self.ratio)
+        object.__setattr__(self, "ratio", ratio)
 
     def removed(self, tokens: int, dst: int, *, keys: bool = False) -> int:
         """Number of tokens of a grid that are merged away, r.
@@ -192,9 +192,7 @@ class ToMeConfig:
     @property
     def ratios(self) -> tuple[float, ...]:
         """The ratios that passes have: one, or those of the schedule in its order, each once."""
-        return (
-            tuple(dict.fromkeys(ratio for _, ratio in self.ratio)) if isinstance(self.ratio, tuple) else (self.ratio,)
-        )
+        return tuple(dict.fromkeys(part.constant_ratio for _, part in self.parts))
 
     def at(self, share: float) -> "ToMeConfig":
         """The settings of a pass at `share`, from the start (1.0) to the end (0.0) of denoising.
@@ -315,13 +313,8 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-_FLAGS = ("use_rand", "proportional", "merge_crossattn", "merge_mlp")
-
-
-def _flag(name: str, value: Any, others: str = "") -> bool:
-    if not isinstance(value, bool):
-        raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be True or False{others}.")
-    return value
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
 
 
 def _integer(value: Any) -> int | None:
@@ -333,41 +326,38 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def _tokens(name: str, value: Any, least: int, others: str = "") -> int:
-    number = _integer(value)
-    if number is None or number < least:
-        raise ToMeConfigError(
-            f"{name}={value!r} is not allowed: it must be an integer number of tokens, {least} or more{others}."
-        )
-    return number
+def _real(value: Any) -> float | None:
+    return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
-def _level(value: Any) -> int:
-    number = _integer(value)
-    if number not in LEVELS:
-        raise ToMeConfigError(
-            f"max_downsample={value!r} is not allowed: it must be 1, 2, 4 or 8, or None for the largest feature "
-            "maps with attention."
-        )
-    return number
-
-
-def _seed(value: Any) -> int:
-    number = _integer(value)
-    if number is None or not 0 <= number < SEEDS:
-        raise ToMeConfigError(
-            f"seed={value!r} is not allowed: it must be an int from 0 to 2**64 - 1, or None for a new choice in each "
-            "pass."
-        )
-    return number
-
-
-def _blend(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise ToMeConfigError(
-            f"blend={value!r} is not allowed: it must be a number from 0, the dst token, to 1, the mean of the tokens."
-        )
-    return float(value)
+_Rule: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], bool], str]
+_EITHER: _Rule = (_flag, lambda value: True, "True or False")
+_CELL: _Rule = (_integer, lambda number: number >= 1, "an integer number of tokens, 1 or more")
+# Of each setting but `ratio`: the conversion, which returns None for a value of another type, what else must hold, and
+# what an error says is allowed.
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(("use_rand", "proportional", "merge_crossattn", "merge_mlp"), _EITHER),
+    "merge_attn": (
+        lambda value: value if isinstance(value, (bool, str)) else None,
+        lambda value: value in (True, False, ASYMMETRIC, KV, ALONE),
+        f"True or False, or {ASYMMETRIC!r}, {KV!r} or {ALONE!r}",
+    ),
+    "match": (lambda value: value, lambda value: value in (SIMILARITY, GRID), f"{SIMILARITY!r} or {GRID!r}"),
+    **dict.fromkeys(("sx", "sy"), _CELL),
+    "blend": (_real, lambda share: 0 <= share <= 1, "a number from 0, the dst token, to 1, the mean of the tokens"),
+    "min_tokens": (_integer, lambda number: number >= 0, "an integer number of tokens, 0 or more"),
+    "window": (*_CELL[:2], f"{_CELL[2]}, or None for the whole grid"),
+    "max_downsample": (
+        _integer,
+        lambda level: level in LEVELS,
+        "1, 2, 4 or 8, or None for the largest feature maps with attention",
+    ),
+    "seed": (
+        _integer,
+        lambda seed: 0 <= seed < SEEDS,
+        "an int from 0 to 2**64 - 1, or None for a new choice in each pass",
+    ),
+}
 
 
 def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:

@@ -13,31 +13,25 @@ def level_of(denoiser: nn.Layer, path: str) -> int:
     if not hasattr(denoiser, "down_blocks"):
         return 1
     stage, _, rest = path.partition(".")
-    entries, exits = [], [1]  # the level at the input of each down block, and at its output
+    exits = [1]  # the level at the input of the first down block, and at the output of each
     for block in denoiser.down_blocks:
-        entries.append(exits[-1])
         exits.append(exits[-1] * (2 if block.downsamplers is not None else 1))
     if stage == "down_blocks":
-        return entries[int(rest.partition(".")[0])]
+        return exits[int(rest.partition(".")[0])]
     if stage == "controlnet_down_blocks":  # one 1×1 convolution per residual of the ControlNet
         levels = [1]
-        for block, entry, exit_ in zip(denoiser.down_blocks, entries, exits[1:], strict=True):
+        for block, entry, exit_ in zip(denoiser.down_blocks, exits, exits[1:], strict=False):
             levels += [entry] * len(block.resnets) + ([exit_] if block.downsamplers is not None else [])
         return levels[int(rest.partition(".")[0])]
     if stage in ("mid_block", "controlnet_mid_block"):
         return exits[-1]
     if stage != "up_blocks":
         return 1
-    position = int(rest.partition(".")[0])
-    before = [block for block in list(denoiser.up_blocks)[:position] if block.upsamplers is not None]
-    return exits[-1] >> (
-        len(before) + (".upsamplers." in path)
-    )  # an upsampler's convolution follows its interpolation
+    before = list(denoiser.up_blocks)[: int(rest.partition(".")[0])]
+    samplers = sum(block.upsamplers is not None for block in before)
+    return exits[-1] >> (samplers + (".upsamplers." in path))  # an upsampler's convolution follows its interpolation
 
 
 def grid_at(latent: Grid, level: int) -> Grid:
     """The grid at a level: each halving rounds up, as a stride-2 convolution does."""
-    h, w = latent
-    while level > 1:
-        h, w, level = -(-h // 2), -(-w // 2), level // 2
-    return Grid(h, w)
+    return Grid(-(-latent.h // level), -(-latent.w // level))

@@ -33,16 +33,17 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
         places[f"{block.path}."] = block
     if not hasattr(denoiser, "down_blocks"):
         return total + _other_macs(denoiser, tokens, text, places)
-    factor = _condition_factor(denoiser)
-    image = Grid(latent.h * factor, latent.w * factor)  # the input of a ControlNet's condition embedding
+    pixels = latent.tokens  # after the last convolution that embeds a ControlNet's image; more after those before it
+    for conv in reversed(list(getattr(denoiser, "controlnet_cond_embedding", nn.Layer()).sublayers())):
+        if isinstance(conv, nn.Conv2D):
+            total += pixels * _weights(conv)
+            pixels *= conv._stride[0] * conv._stride[1]
     for path, layer in denoiser.named_sublayers():
-        if ".transformer_blocks." in path:
+        if ".transformer_blocks." in path or path.startswith("controlnet_cond_embedding."):
             continue
-        if path.startswith("controlnet_cond_embedding.") and isinstance(layer, nn.Conv2D):
-            image = _output_grid(layer, image)
-            total += image.tokens * _weights(layer)
-        elif isinstance(layer, nn.Conv2D):
-            total += _output_grid(layer, grid_at(latent, level_of(denoiser, path))).tokens * _weights(layer)
+        if isinstance(layer, nn.Conv2D):
+            grid, (stride_h, stride_w) = grid_at(latent, level_of(denoiser, path)), layer._stride
+            total += -(-grid.h // stride_h) * -(-grid.w // stride_w) * _weights(layer)  # all have "same" padding
         elif isinstance(layer, nn.Linear):  # a Transformer2DModel's projection, or part of the time embedding
             rows = grid_at(latent, level_of(denoiser, path)).tokens if ".attentions." in path else 1
             total += rows * _weights(layer)
@@ -129,18 +130,3 @@ def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text:
 
 def _weights(layer: nn.Layer) -> int:
     return layer.weight.size
-
-
-def _output_grid(conv: nn.Conv2D, grid: Grid) -> Grid:
-    """The output grid of a convolution with "same" padding, as all convolutions in these models have."""
-    stride_h, stride_w = conv._stride
-    return Grid(-(-grid.h // stride_h), -(-grid.w // stride_w))
-
-
-def _condition_factor(denoiser: nn.Layer) -> int:
-    """Image pixels per latent pixel in a ControlNet's condition embedding; 1 for a model without one."""
-    factor = 1
-    for path, layer in denoiser.named_sublayers():
-        if path.startswith("controlnet_cond_embedding.") and isinstance(layer, nn.Conv2D):
-            factor *= layer._stride[0]
-    return factor

@@ -81,23 +81,17 @@ class MergeableBlock:
     @property
     def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
         """The layers that can run on merged tokens, under the names of the `merge_…` settings."""
-        block = self.block
-        if self.is_single_stream:
-            return {"attn": (block.attn,)}
-        second = getattr(block, "attn2", None)
+        block, second = self.block, getattr(self.block, "attn2", None)
+        mlp = None if self.is_single_stream else getattr(block, "ffn", None) or block.ff
         if hasattr(block, "attn"):  # joint attention of text and image; only the image merges
             # Some blocks of Stable Diffusion 3.5 also have an attention over the image tokens alone.
-            return {"attn": (block.attn,) if second is None else (block.attn, second), "mlp": (block.ff,)}
-        layers: dict[str, list[nn.Layer]] = {
-            "attn": [],
-            "crossattn": [],
-            "mlp": [getattr(block, "ffn", None) or block.ff],
-        }
-        # In Stable Diffusion's upscaler attn1 attends to the text as well.
-        layers["crossattn" if getattr(block, "only_cross_attention", False) else "attn"].append(block.attn1)
-        if second is not None:
-            layers["crossattn"].append(second)
-        return {name: tuple(some) for name, some in layers.items() if some}
+            layers = {"attn": (block.attn, second), "mlp": (mlp,)}
+        elif getattr(block, "only_cross_attention", False):  # Stable Diffusion's upscaler: attn1 attends to text too
+            layers = {"crossattn": (block.attn1, second), "mlp": (mlp,)}
+        else:
+            layers = {"attn": (block.attn1,), "crossattn": (second,), "mlp": (mlp,)}
+        existing = {name: tuple(layer for layer in some if layer is not None) for name, some in layers.items()}
+        return {name: some for name, some in existing.items() if some}
 
 
 def is_chunked(block: nn.Layer) -> bool:

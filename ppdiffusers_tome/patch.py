@@ -21,7 +21,7 @@ from .models import (
     remove_builtin,
     timestep_projection,
 )
-from .rotary import ImagePartWrap, RotaryAttentionWrap, SingleStreamWrap
+from .rotary import RotaryAttentionWrap
 from .unsupported import nothing_to_merge
 from .wraps import (
     CHUNKED_FEED_FORWARD,
@@ -61,10 +61,9 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
             chosen.append((denoiser, blocks, denoiser_config))
     if not chosen:
         raise NoMergeableLayerError(nothing_to_merge(target, config, controlnet))
-    merging = [block.block for _, blocks, denoiser_config in chosen for block in blocks if denoiser_config.ratio]
-    if config.merge_mlp and any(map(is_chunked, merging)):
-        raise ToMeConfigError(CHUNKED_FEED_FORWARD)
-    for denoiser, _, denoiser_config in chosen:
+    for denoiser, blocks, denoiser_config in chosen:
+        if config.merge_mlp and denoiser_config.ratio and any(is_chunked(block.block) for block in blocks):
+            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
         if len(denoiser_config.ratios) > 1 and timestep_projection(denoiser) is None:
             raise ToMeConfigError(
                 f"{denoiser_config.describe()}: {type(denoiser).__name__} has no layer that gets the "
@@ -97,7 +96,6 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 
 
 def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfig) -> None:
-    grids: dict[int, GridWrap] = {}
     timestep = None
     if len(config.ratios) > 1:
         timestep = TimestepWrap(config)
@@ -105,21 +103,19 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         assert projection is not None  # checked in `attach`
         install(projection, timestep)
     for mergeable in blocks:
-        block, grid_layer, is_single = mergeable.block, mergeable.grid_layer, mergeable.is_single_stream
+        block, text_is_last = mergeable.block, mergeable.text_is_last
         if config.ratio == 0:
             install(block, Wrap(config))
             continue
-        grid = grids.get(id(grid_layer))
-        if grid is None:
-            grid = grids[id(grid_layer)] = GridWrap(config)
-            install(grid_layer, grid)
-        text_is_last = mergeable.text_is_last
-        wrap = SingleStreamWrap if is_single and not text_is_last else BlockWrap
-        is_whole = merges_whole(mergeable, config)
-        install(block, wrap(config, grid, timestep, mergeable.index, is_whole))
+        grid = wrap_of(mergeable.grid_layer)
+        if not isinstance(grid, GridWrap):
+            grid = GridWrap(config)
+            install(mergeable.grid_layer, grid)
+        is_whole, text_is_first = merges_whole(mergeable, config), mergeable.is_single_stream and not text_is_last
+        install(block, BlockWrap(config, grid, timestep, mergeable.index, is_whole, text_is_first))
         if is_whole:
-            install(block.norm, ImagePartWrap(config, before=False, after=True, text_is_last=text_is_last))
-            install(block.proj_out, ImagePartWrap(config, before=False, after=False, text_is_last=text_is_last))
+            install(block.norm, MergeWrap(config, before=False, after=True, text_is_last=text_is_last))
+            install(block.proj_out, MergeWrap(config, before=False, text_is_last=text_is_last))
         for name, layers in merging_layers(mergeable, config).items():
             for layer in layers:
                 install(layer, _wrap_for(name, mergeable, config, is_whole))
@@ -127,11 +123,7 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
 
 def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> Wrap:
     if name == "mlp":
-        return (
-            ImagePartWrap(config, before=True, after=False, text_is_last=False)
-            if block.is_rotary
-            else MergeWrap(config)
-        )
+        return MergeWrap(config)
     if name == "attn" and block.is_rotary:
         return RotaryAttentionWrap(config, is_whole)
     return AttentionWrap(config, name == "attn")

@@ -6,7 +6,6 @@ all frames. Internally text always comes first; the order of keys makes no diffe
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -18,7 +17,7 @@ from .config import KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import gather_rows, merge, unmerge
-from .wraps import BlockWrap, Wrap, current_plan, is_outermost
+from .wraps import Wrap, current_plan, is_outermost
 
 Rows = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
 # Attention processors whose arguments and results are those that `RotaryAttentionWrap` computes: whether with a mask.
@@ -30,52 +29,6 @@ PROCESSORS = {
     "HunyuanVideoAttnProcessor2_0": True,
 }
 MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
-
-
-class SingleStreamWrap(BlockWrap):
-    """Of a block whose tokens are text and image in one sequence [B, T + N, C]: the plan is that of the image."""
-
-    def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
-        """See `BlockWrap.build_plan`."""
-        return super().build_plan(metric[:, -self.grid.grid().tokens :])
-
-
-class ImagePartWrap(Wrap):
-    """Of a layer whose tokens are those of the image, or text and image: merge, or unmerge, the image tokens.
-
-    Args:
-        config: the settings of the denoiser.
-        before: whether they merge before the layer.
-        after: whether they merge after it; otherwise they are unmerged. Of several results it is the first.
-        text_is_last: whether the text comes after the image.
-    """
-
-    config: ToMeConfig
-
-    def __init__(self, config: ToMeConfig, *, before: bool, after: bool, text_is_last: bool) -> None:
-        super().__init__(config)
-        self._before, self._after, self._text_is_last = before, after, text_is_last
-
-    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan = current_plan()
-        if plan is None:
-            return self.forward(layer, hidden_states, *args, **kwargs)
-        tokens = self._move(hidden_states, plan, True) if self._before else hidden_states
-        output = self.forward(layer, tokens, *args, **kwargs)
-        if isinstance(output, tuple):
-            return self._move(output[0], plan, self._after), *output[1:]
-        return self._move(output, plan, self._after)
-
-    def _move(self, tokens: paddle.Tensor, plan: MergePlan, merges: bool) -> paddle.Tensor:
-        count = plan.tokens if merges else plan.kept
-        move: Callable[[paddle.Tensor], paddle.Tensor] = lambda image: (  # noqa: E731
-            merge(image, plan, self.config.blend) if merges else unmerge(image, plan)
-        )
-        if tokens.shape[1] == count:
-            return move(tokens)
-        if self._text_is_last:
-            return paddle.concat([move(tokens[:, :count]), tokens[:, count:]], axis=1)
-        return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
 
 
 class RotaryAttentionWrap(Wrap):

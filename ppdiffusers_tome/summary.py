@@ -65,10 +65,27 @@ class ToMeSummary:
         return "\n".join(lines)
 
 
-def summarize(
+def tome_summary(
     target: Any, height: int | None = None, width: int | None = None, frames: int | None = None
 ) -> ToMeSummary:
-    """See `api.tome_summary`, its public form."""
+    """Report which blocks merge, their level and grid, how many tokens they keep, and the share of MACs saved.
+
+    Args:
+        target: a pipeline or model; if merging is off, no block is listed and nothing is saved.
+        height, width: the image size; for a pipeline in image pixels, as in its call, for a model in latent pixels.
+            Each defaults to the size in the config of the denoiser.
+        frames: latent frames of a video whose frames are one sequence (CogVideoX, Wan, HunyuanVideo), for its MACs;
+            by default those in the config, which only CogVideoX has. Tokens are counted in one frame.
+
+    Returns:
+        A ToMeSummary, whose str() is a table. It covers all denoisers of a pipeline, at one latent size.
+
+    Raises:
+        ToMeConfigError: target is not a pipeline or model, or a size or frames is not positive, or a size unknown.
+
+    Example:
+        >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
+    """
     models = denoisers(target)
     configs = {name: config_of(denoiser) for name, denoiser in models.items()}
     factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1

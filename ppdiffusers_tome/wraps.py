@@ -178,19 +178,14 @@ class GridWrap(Wrap):
     def grid(self, tokens: int | None = None) -> Grid:
         """The grid of the current pass in this thread; raises unless it, or each frame, has `tokens`, None for any."""
         grid: Grid | None = getattr(self._thread, "grid", None)
-        # Frames of a video come one after another.
-        rest = (
-            0
-            if grid is None or tokens is None
-            else tokens % grid.tokens
-            if self._thread.has_frames
-            else tokens - grid.tokens
-        )
-        if grid is None or rest:
-            reason = "no feature map was seen" if grid is None else f"the feature map was {grid.h}×{grid.w}"
-            got = "tokens" if tokens is None else f"{tokens} tokens"
-            raise ToMePassError(f"a block got {got} but {reason}: call it through its model, or remove_tome() first.")
-        return grid
+        if grid is None:
+            reason = "no feature map was seen"
+        elif tokens in (None, grid.tokens) or (self._thread.has_frames and tokens % grid.tokens == 0):
+            return grid  # frames of a video come one after another
+        else:
+            reason = f"the feature map was {grid.h}×{grid.w}"
+        got = "tokens" if tokens is None else f"{tokens} tokens"
+        raise ToMePassError(f"a block got {got} but {reason}: call it through its model, or remove_tome() first.")
 
     def random_key(self, block: int) -> tuple[int, ...] | None:
         """The key of a block's random dst in this pass; None if dst is not random."""
@@ -206,18 +201,26 @@ class BlockWrap(Wrap):
         timestep: the wrap that chooses the ratio of a schedule; None for a constant ratio.
         index: of the block in its denoiser.
         is_whole: whether attention gets tokens that are merged already, so that all merge alike.
+        text_is_first: whether the block gets text and image in one sequence [B, T + N, C].
     """
 
     config: ToMeConfig
 
     def __init__(
-        self, config: ToMeConfig, grid: GridWrap, timestep: TimestepWrap | None, index: int, is_whole: bool = False
+        self,
+        config: ToMeConfig,
+        grid: GridWrap,
+        timestep: TimestepWrap | None,
+        index: int,
+        is_whole: bool = False,
+        text_is_first: bool = False,
     ) -> None:
         super().__init__(config)
         self.grid = grid
         self.index = index
         self._timestep = timestep
         self._is_whole = is_whole
+        self._text_is_first = text_is_first
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.config.merge_mlp and is_chunked(layer):
@@ -230,6 +233,8 @@ class BlockWrap(Wrap):
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
         """Choose which tokens merge, from the block's input [B, N, C], in each frame [B, F·N, C]; None if none do."""
+        if self._text_is_first:
+            metric = metric[:, -self.grid.grid().tokens :]
         tokens = metric.shape[1]
         grid = self.grid.grid(tokens)
         config = self.config if self._timestep is None else self._timestep.config_of_pass()

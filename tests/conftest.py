@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import absl.logging
@@ -16,9 +17,10 @@ import paddle
 import pytest
 from filelock import FileLock
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from ppdiffusers import ControlNetModel, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from ppdiffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from ppdiffusers.models.attention_processor import AttnProcessor
-from zoo.parts import ONE_LEVEL, stable_diffusion
+from zoo.parts import ONE_LEVEL, SDXL, stable_diffusion
+from zoo.parts import controlnet as controlnet_of_zoo
 from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
@@ -58,32 +60,13 @@ def empty_plots(monkeypatch):
     monkeypatch.setattr(FigureCanvasAgg, "draw", FigureCanvasAgg.get_renderer)
 
 
-TINY = {
-    "sample_size": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "layers_per_block": 1,
-    "block_out_channels": (32, 64),
-    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 24,
-    "attention_head_dim": 2,
-}
-
-
-THREE_LEVELS = {
-    "block_out_channels": (32, 32, 64),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-}
+THREE_LEVELS = {name: SDXL[name] for name in ("block_out_channels", "down_block_types", "up_block_types")}
 
 
 def make_unet(**changes):
     """A UNet with attention at levels 1 and 2 (also its middle); 0.6 M random parameters."""
     paddle.seed(0)
-    unet = UNet2DConditionModel(**{**TINY, **changes})
-    unet.eval()
-    return unet
+    return unet_of_zoo(**{"cross_attention_dim": 24, **changes})
 
 
 @pytest.fixture
@@ -92,19 +75,9 @@ def unet():
 
 
 def make_controlnet():
-    """A ControlNet for `make_unet`, whose outputs are 0 as in one that was never trained."""
+    """A ControlNet for `make_unet`."""
     paddle.seed(1)
-    model = ControlNetModel(
-        in_channels=4,
-        layers_per_block=1,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        cross_attention_dim=24,
-        attention_head_dim=2,
-        conditioning_embedding_out_channels=(16, 32),
-    )
-    model.eval()
-    return model
+    return controlnet_of_zoo(cross_attention_dim=24)
 
 
 @pytest.fixture
@@ -144,6 +117,19 @@ def traces(model):
         all_hooks = [*layer._forward_pre_hooks.values(), *layer._forward_post_hooks.values()]
         layers[path] = (type(layer), attributes, all_hooks)
     return layers, list(model.state_dict())
+
+
+def widths(model):
+    """A dict that the next pass fills with the number of tokens [B, N, C] that each layer gets, by path."""
+    seen = {}
+
+    def record(layer, arguments, path):
+        if arguments and getattr(arguments[0], "ndim", 0) == 3:
+            seen[path] = arguments[0].shape[1]
+
+    for path, layer in model.named_sublayers():
+        layer.register_forward_pre_hook(partial(record, path=path))
+    return seen
 
 
 class Recorder(AttnProcessor):

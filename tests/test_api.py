@@ -195,6 +195,8 @@ def test_pipelines_over_one_unet_share_its_settings(pipe, image_pipe):
 def test_methods_are_on_pipelines_and_models_through_the_mixin():
     for name in ("apply_tome", "remove_tome", "tome", "tome_summary"):
         assert getattr(StableDiffusionPipeline, name) is getattr(ToMeMixin, name) is getattr(ModelMixin, name)
+    for name in ("apply_tome", "remove_tome"):  # in place of those of ppdiffusers
+        assert getattr(paddle.nn.Layer, name) is getattr(ToMeMixin, name)
     assert not hasattr(paddle.nn.Linear, "tome")  # a name that a model's own sublayer may have
 
 

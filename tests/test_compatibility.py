@@ -8,14 +8,14 @@ import pytest
 from packaging.requirements import Requirement
 
 from ppdiffusers_tome import UnsupportedVersionError
-from ppdiffusers_tome.compatibility import check_paddle_version, check_ppdiffusers_version
+from ppdiffusers_tome.compatibility import check_version
 
 REQUIRED = re.search(r'"(ppdiffusers[<>=].*?)"', (Path(__file__).parents[1] / "setup.py").read_text())[1]
 
 
 @pytest.mark.parametrize("version", ["2.6.1", "2.6.2", "2.6.2.post118", "3.0.0", "3.3.1", "4.0.0", "0.0.0"])
 def test_supported_paddle_is_accepted(version):
-    check_paddle_version(version)
+    check_version("PaddlePaddle", version)
 
 
 @pytest.mark.parametrize(
@@ -30,17 +30,17 @@ def test_supported_paddle_is_accepted(version):
 )
 def test_unsupported_paddle_is_rejected_in_one_sentence(version, reason):
     with pytest.raises(UnsupportedVersionError, match=reason) as caught:
-        check_paddle_version(version)
+        check_version("PaddlePaddle", version)
     assert version in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_old_ppdiffusers_is_rejected():
     for version in ("0.29.0", "0.29.1", "0.30.0", "0.0.0"):
-        check_ppdiffusers_version(version)
+        check_version("ppdiffusers", version)
         assert Requirement(REQUIRED).specifier.contains(version)
     assert not Requirement(REQUIRED).specifier.contains("0.31.0")
     with pytest.raises(UnsupportedVersionError, match=r"0\.24\.1 .* install ppdiffusers 0\.29\.0"):
-        check_ppdiffusers_version("0.24.1")
+        check_version("ppdiffusers", "0.24.1")
 
 
 def test_import_checks_versions():

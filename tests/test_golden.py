@@ -1,4 +1,4 @@
-"""Checked against outputs of tomesd 0.1.3 (tests/golden/README.md), and tomesd itself if PyTorch is installed."""
+"""Checked against outputs of tomesd 0.1.3 (tests/golden/README.md)."""
 
 import json
 from pathlib import Path
@@ -64,17 +64,3 @@ def test_unet_equals_diffusers_with_tomesd(pipe, case):
     np.testing.assert_allclose(plain, arrays["plain"], atol=1e-4)
     np.testing.assert_allclose(merged, arrays["merged"], atol=1e-4)
     assert np.abs(merged - plain).max() == pytest.approx(case["effect"], abs=3e-4)
-
-
-@pytest.mark.parametrize("case", [case for case in cases_of("merge.npz") if not case.values[0]["tie"]])
-def test_merging_equals_tomesd_live(case):
-    torch = pytest.importorskip("torch")
-    tomesd = pytest.importorskip("tomesd.merge")
-    x = tokens_of(case, arrays_of("merge.npz", case))
-    tomesd_merge, tomesd_unmerge = tomesd.bipartite_soft_matching_random2d(
-        torch.from_numpy(x), case["w"], case["h"], case["sx"], case["sy"], case["r"], no_rand=True
-    )
-    plan = plan_for(x, case)
-    actual = unmerge(merge(paddle.to_tensor(x), plan), plan)
-    expected = tomesd_unmerge(tomesd_merge(torch.from_numpy(x))).numpy()
-    np.testing.assert_allclose(actual.numpy(), expected, atol=2e-6)

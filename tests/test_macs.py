@@ -1,82 +1,70 @@
 """MACs computed from layer shapes equal those of a real forward pass, counted layer by layer."""
 
+from functools import partial
+
 import paddle
 import pytest
 from conftest import TEXT, THREE_LEVELS, inputs, make_unet, run
-from ppdiffusers.models.attention_processor import Attention, AttnProcessor
-from test_flux import controlnet as flux_controlnet
-from test_flux import real as real_flux
+from paddle import nn
+from test_rotary import CONTROLNETS, FAMILIES, OF_FLUX, OF_WAN, OTHERS
 from test_transformers import TEXT as TEXT_OF_SD3
 from test_transformers import real_sd35, sd3_inputs
-from test_video_transformers import CONTROLLED, FAMILIES, WAN_WITH_IMAGE, vctrl, vctrl_inputs
-from zoo import flux
-from zoo import video_transformers as zoo
+from zoo import rotary as zoo
 from zoo.noise import noise
-from zoo.transformers import HIDDEN, sd3, sd3_controlnet
+from zoo.transformers import sd3, sd3_controlnet
 
 from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, apply_tome, remove_tome, tome_summary
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
 from ppdiffusers_tome.patch import chosen_blocks
 
 
-class CountingProcessor(AttnProcessor):
-    """ppdiffusers' processor, which also counts the two products of each attention."""
+def measured(model, call, monkeypatch):
+    """MACs of one call for one image: of layers by what they get, and of attention by the scores of each softmax."""
+    counted, width = [0], [0]  # width: of the heads of the attention that runs
 
-    def __init__(self):
-        self.macs = 0
+    def count(layer, inputs, out):
+        # Of linear layers the input, because tokens are unmerged after the last projection of a single-stream block.
+        is_linear = isinstance(layer, nn.Linear)
+        rows = inputs[0].size // inputs[0].shape[-1] if is_linear else out.size // out.shape[1]
+        counted[0] += rows * layer.weight.size
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **kwargs):
-        keys = []  # their number, which is that of the context unless only keys and values merge
-        handle = attn.to_k.register_forward_post_hook(lambda layer, inputs, out: keys.append(out.shape[1]))
-        out = super().__call__(attn, hidden_states, encoder_hidden_states, **kwargs)
-        handle.remove()
-        self.macs += 2 * hidden_states.shape[1] * keys[0] * attn.to_q.weight.shape[1]
-        return out
+    def see_width(attention, projection, inputs, out):
+        width[0] = out.shape[-1] // attention.heads
 
+    def softmax(scores, *args, **kwargs):
+        counted[0] += 2 * scores.size * width[0]
+        return plain_softmax(scores, *args, **kwargs)
 
-def measured(model, call):
-    """MACs of one call for one image, by hooks on all convolutions and linear layers and by counting processors."""
-    counted = [0]
-
-    def conv(layer, arguments, out):
-        counted[0] += out.shape[2] * out.shape[3] * layer.weight.size
-
-    def linear(layer, arguments, out):
-        counted[0] += out.size // out.shape[-1] * layer.weight.size
-
-    processor = CountingProcessor()
-    hooks = []
-    for layer in model.sublayers():
-        if isinstance(layer, paddle.nn.Conv2D):
-            hooks.append(layer.register_forward_post_hook(conv))
-        elif isinstance(layer, paddle.nn.Linear):
-            hooks.append(layer.register_forward_post_hook(linear))
-        elif isinstance(layer, Attention):
-            layer.set_processor(processor)
-    call()
+    layers, plain_softmax = model.sublayers(), nn.functional.softmax
+    kinds = (nn.Linear, nn.Conv2D, nn.Conv3D)
+    hooks = [layer.register_forward_post_hook(count) for layer in layers if isinstance(layer, kinds)]
+    attentions = [layer for layer in layers if hasattr(layer, "to_q")]
+    hooks += [layer.to_q.register_forward_post_hook(partial(see_width, layer)) for layer in attentions]
+    with monkeypatch.context() as context, paddle.no_grad():
+        context.setattr(nn.functional, "softmax", softmax)
+        call()
     for hook in hooks:
         hook.remove()
-    return counted[0] + processor.macs
+    return counted[0]
 
 
 @pytest.mark.parametrize(
     "changes", [{}, THREE_LEVELS, {"use_linear_projection": True}, {"only_cross_attention": (True, False)}]
 )
 @pytest.mark.parametrize(("h", "w"), [(16, 16), (17, 20)])
-def test_unet_is_counted_as_measured(changes, h, w):
+def test_unet_is_counted_as_measured(changes, h, w, monkeypatch):
     unet = make_unet(**changes)
-    assert count_macs(unet, Grid(h, w), TEXT) == measured(unet, lambda: run(unet, batch=1, h=h, w=w))
+    assert count_macs(unet, Grid(h, w), TEXT) == measured(unet, lambda: run(unet, batch=1, h=h, w=w), monkeypatch)
 
 
-def test_controlnet_is_counted_as_measured(controlnet):
+def test_controlnet_is_counted_as_measured(controlnet, monkeypatch):
     arguments = inputs(batch=1)
 
-    @paddle.no_grad()
     def call():
         condition = paddle.randn([1, 3, 32, 32])  # its embedding halves once
         controlnet(arguments["sample"], arguments["timestep"], arguments["encoder_hidden_states"], condition)
 
-    assert count_macs(controlnet, Grid(16, 16), TEXT) == measured(controlnet, call)
+    assert count_macs(controlnet, Grid(16, 16), TEXT) == measured(controlnet, call, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +86,7 @@ def test_controlnet_is_counted_as_measured(controlnet):
         {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
     ],
 )
-def test_saved_macs_are_those_that_a_merged_pass_skips(settings):
+def test_saved_macs_are_those_that_a_merged_pass_skips(settings, monkeypatch):
     settings = {"window": None, "proportional": False, **settings}
     unet, config, grid = make_unet(), ToMeConfig(**settings), Grid(16, 16)
     saved = sum(saved_macs(mergeable, config, grid, TEXT) for mergeable in chosen_blocks(unet, config))
@@ -114,9 +102,9 @@ def test_saved_macs_are_those_that_a_merged_pass_skips(settings):
         else:  # windows with their own dst and src each; the last ones are smaller
             lengths = [min(config.window, side - start) for start in range(0, side, config.window)]
             matching += sum((h * w // cells) * (h * w - h * w // cells) for h in lengths for w in lengths) * channels
-    plain = measured(unet, lambda: run(unet, batch=1))
+    plain = measured(unet, lambda: run(unet, batch=1), monkeypatch)
     unet.apply_tome(**settings)
-    merged = measured(unet, lambda: run(unet, batch=1))
+    merged = measured(unet, lambda: run(unet, batch=1), monkeypatch)
     assert merged < plain
     assert plain - merged == saved + matching
 
@@ -133,64 +121,25 @@ def sd3_controlnet_pass(h, w):
     return sd3_controlnet(), {**sd3_pass(h, w)[1], "controlnet_cond": noise(1, 4, 2 * h, 2 * w, seed=3)}
 
 
-def flux_controlnet_pass(kind, h, w):
-    condition = {"controlnet_cond": noise(1, h * w, 4, seed=5)}
-    return flux_controlnet(kind), {**flux.inputs(h, w, batch=1), **condition}
-
-
-# A model, the arguments of a pass over one image or video of h×w tokens, the width of a head, text tokens, frames.
+# A model, the arguments of a pass over one image or video of h×w tokens, text tokens, frames.
 PASSES = {
-    "SD3": lambda h, w: (*sd3_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
-    "SD3.5": lambda h, w: (*sd35_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
-    "SD3's ControlNet": lambda h, w: (*sd3_controlnet_pass(h, w), HIDDEN // 2, TEXT_OF_SD3, 1),
-    "FLUX": lambda h, w: (flux.double(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
-    "FLUX, real": lambda h, w: (real_flux(), flux.inputs(h, w, batch=1), flux.WIDTH, flux.TEXT, 1),
+    "SD3": lambda h, w: (*sd3_pass(h, w), TEXT_OF_SD3, 1),
+    "SD3.5": lambda h, w: (*sd35_pass(h, w), TEXT_OF_SD3, 1),
+    "SD3's ControlNet": lambda h, w: (*sd3_controlnet_pass(h, w), TEXT_OF_SD3, 1),
 }
-VIDEO = (zoo.WIDTH, zoo.TEXT, zoo.FRAMES)
 for kind in ("double", "real"):
-    PASSES[f"FLUX's ControlNet, {kind}"] = lambda h, w, kind=kind: (
-        *flux_controlnet_pass(kind, h, w), flux.WIDTH, flux.TEXT, 1,
-    )  # fmt: skip
-    PASSES[f"VCtrl, {kind}"] = lambda h, w, kind=kind: (vctrl(kind), vctrl_inputs(h, w, batch=1), *VIDEO)
-    for family in (*FAMILIES, CONTROLLED, WAN_WITH_IMAGE):
+    for family in (family for family in (*FAMILIES, *CONTROLNETS, *OTHERS) if not family.is_union):
         PASSES[f"{family.name}, {kind}"] = lambda h, w, family=family, kind=kind: (
-            getattr(family, kind)(), family.inputs(h, w, batch=1), *VIDEO,
+            getattr(family, kind)(), family.inputs(h, w, batch=1), zoo.TEXT, family.frames,
         )  # fmt: skip
-
-
-def measured_transformer(model, arguments, width, monkeypatch):
-    """MACs of one pass: those of layers by hooks, and of attention by the scores of each softmax."""
-    counted = [0]
-
-    def count(layer, inputs, out):
-        # By input: around the last projection of a single-stream block, tokens are unmerged before the hook.
-        rows = (
-            inputs[0].size // inputs[0].shape[-1] if isinstance(layer, paddle.nn.Linear) else out.size // out.shape[1]
-        )
-        counted[0] += rows * layer.weight.size
-
-    kinds = (paddle.nn.Linear, paddle.nn.Conv2D, paddle.nn.Conv3D)
-    hooks = [x.register_forward_post_hook(count) for x in model.sublayers() if isinstance(x, kinds)]
-    softmax = paddle.nn.functional.softmax
-
-    def counting(scores, *args, **kwargs):
-        counted[0] += 2 * scores.size * width
-        return softmax(scores, *args, **kwargs)
-
-    with monkeypatch.context() as context, paddle.no_grad():
-        context.setattr(paddle.nn.functional, "softmax", counting)
-        model(**arguments)
-    for hook in hooks:
-        hook.remove()
-    return counted[0]
 
 
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize(("h", "w"), [(6, 8), (7, 5)])
 def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
-    model, arguments, width, text, frames = PASSES[name](h, w)
+    model, arguments, text, frames = PASSES[name](h, w)
     latent = Grid(h, w) if name.startswith("FLUX") else Grid(2 * h, 2 * w)
-    plain = measured_transformer(model, arguments, width, monkeypatch)
+    plain = measured(model, lambda: model(**arguments), monkeypatch)
     assert count_macs(model, latent, text, frames) == plain
     for settings in (
         {},
@@ -205,14 +154,14 @@ def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
         saved = sum(saved_macs(block, config, latent, text, frames) for block in blocks)
         matching = frames * sum(matching_macs(block, config, latent) for block in blocks)
         apply_tome(model, config=config)
-        assert plain - measured_transformer(model, arguments, width, monkeypatch) == saved + matching
+        assert plain - measured(model, lambda: model(**arguments), monkeypatch) == saved + matching
         summary = tome_summary(model, latent.h, latent.w, frames=frames)
         assert all(block.merges for block in summary.blocks)
         remove_tome(model)
 
 
 def test_summary_of_a_video_needs_its_frames():
-    model = FAMILIES[2].double()  # Wan
+    model = OF_WAN.double()
     apply_tome(model)
     without = tome_summary(model, 12, 16)
     assert without.macs is None and "pass frames, the number of its latent frames" in str(without)
@@ -224,7 +173,7 @@ def test_summary_of_a_video_needs_its_frames():
 
 
 def test_summary_of_a_single_stream_block():
-    model = flux.double()
+    model = OF_FLUX.double()
     merges = {"alone": ("attn",), True: ("attn", "mlp"), "asymmetric": ("attn", "mlp"), "kv": ("kv",)}
     for merge_attn, expected in merges.items():
         summary = tome_summary(apply_tome(model, merge_attn=merge_attn), 16, 16)

@@ -3,8 +3,8 @@ import pytest
 from conftest import THREE_LEVELS, make_unet
 from ppdiffusers.models.attention import BasicTransformerBlock
 
-from ppdiffusers_tome import Grid, ToMeConfigError, ToMePassError
-from ppdiffusers_tome.models import components, denoisers, find_blocks, token_grid
+from ppdiffusers_tome import Grid, ToMePassError
+from ppdiffusers_tome.models import denoisers, find_blocks, token_grid
 
 
 def test_blocks_have_index_level_and_path():
@@ -21,11 +21,6 @@ def test_denoisers_of_pipelines_and_models(pipe, controlnet):
     assert denoisers(pipe.vae) == {} and denoisers(pipe.text_encoder) == {}
     wrapper = paddle.nn.LayerList([pipe.unet, controlnet])
     assert denoisers(wrapper) == {"LayerList.0": pipe.unet, "LayerList.1": controlnet}
-
-
-def test_components_of_other_objects_are_rejected():
-    with pytest.raises(ToMeConfigError, match=r"not to 'str': pass pipe or pipe\.unet"):
-        components("stable-diffusion")
 
 
 def test_token_grid_is_read_from_the_feature_map(unet):

@@ -5,8 +5,7 @@ import paddle
 import pytest
 from ppdiffusers import FlowMatchEulerDiscreteScheduler
 from ppdiffusers_source import newer_class
-from test_flux import real as flux
-from test_video_transformers import FAMILIES, STATES
+from test_rotary import COG_2B, COG_5B, OF_FLUX, OF_WAN, STATES
 from zoo.noise import noise
 
 from ppdiffusers_tome import ToMeExportError
@@ -15,31 +14,31 @@ from ppdiffusers_tome.inference import export_pipeline
 WITHOUT = {"tokenizer": None, "text_encoder": None, "vae": None}
 
 
-def texts(width):
+def texts():
     """Embeddings of a prompt and of a negative one, for classifier-free guidance."""
-    return {"prompt_embeds": noise(1, 5, width, seed=5), "negative_prompt_embeds": noise(1, 5, width, seed=6)}
+    return {"prompt_embeds": noise(1, 5, STATES, seed=5), "negative_prompt_embeds": noise(1, 5, STATES, seed=6)}
 
 
 def cogvideox(family):
     pipe = newer_class("CogVideoXPipeline")(
         **WITHOUT, transformer=family.real(), scheduler=newer_class("CogVideoXDDIMScheduler")()
     )
-    return pipe, {**texts(STATES), "num_frames": 9}
+    return pipe, {**texts(), "num_frames": 9}
 
 
 def wan(family):
     pipe = newer_class("WanPipeline")(
         **WITHOUT, transformer=family.real(), scheduler=FlowMatchEulerDiscreteScheduler()
     )
-    return pipe, {**texts(STATES), "num_frames": 9}
+    return pipe, {**texts(), "num_frames": 9}
 
 
-def flux_with_negative_prompt(_):
-    pooled = {"pooled_prompt_embeds": noise(1, 6), "negative_pooled_prompt_embeds": noise(1, 6, seed=1)}
-    call = {**texts(6), **pooled, "true_cfg_scale": 2.0}
+def flux_with_negative_prompt(family):
+    pooled = {"pooled_prompt_embeds": noise(1, STATES), "negative_pooled_prompt_embeds": noise(1, STATES, seed=1)}
+    call = {**texts(), **pooled, "true_cfg_scale": 2.0}
     second = {"tokenizer_2": None, "text_encoder_2": None}
     pipe = newer_class("FluxPipeline")(
-        **WITHOUT, **second, transformer=flux(), scheduler=FlowMatchEulerDiscreteScheduler()
+        **WITHOUT, **second, transformer=family.real(), scheduler=FlowMatchEulerDiscreteScheduler()
     )
     if "true_cfg_scale" not in type(pipe).__call__.__code__.co_varnames:  # before 2025-05
         call = {name: value for name, value in call.items() if not name.startswith(("negative", "true"))}
@@ -47,10 +46,10 @@ def flux_with_negative_prompt(_):
 
 
 CASES = {
-    "CogVideoX-2b": (cogvideox, FAMILIES[0]),
-    "CogVideoX-5b": (cogvideox, FAMILIES[1]),
-    "Wan": (wan, FAMILIES[2]),
-    "FLUX": (flux_with_negative_prompt, None),
+    "CogVideoX-2b": (cogvideox, COG_2B),
+    "CogVideoX-5b": (cogvideox, COG_5B),
+    "Wan": (wan, OF_WAN),
+    "FLUX": (flux_with_negative_prompt, OF_FLUX),
 }
 
 

@@ -1,12 +1,15 @@
-"""Dst and src positions of a grid."""
+"""Dst and src positions of a grid, and that their constants outlive a pass."""
 
 import numpy as np
+import paddle
 import pytest
+from conftest import inputs, make_unet, run
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import dst_positions
 
-from ppdiffusers_tome import Grid, choose_dst
+from ppdiffusers_tome import Grid, choose_dst, positions
+from ppdiffusers_tome.config import TOMESD_SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,90 @@ def test_random_dst_never_changes():
 
 
 RECORDED = [6, 9, 11, 14, 16, 19]
+
+
+# Host work
+
+
+CALLS = {
+    "paddle": ("to_tensor", "assign", "arange"),
+    "numpy": ("argsort", "setdiff1d", "bincount"),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"window": 8},
+        {"window": 4, "proportional": True},
+        {"merge_attn": "kv", "proportional": True},
+        {"merge_attn": "asymmetric", "window": 4, "proportional": True},
+        {"merge_attn": "kv", "ratio": 0.75, "match": "grid"},
+        {"use_rand": False},
+    ],
+    ids=str,
+)
+def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settings, monkeypatch):
+    unet, counts = make_unet(), {}
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counting(*args, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    arguments = inputs()
+    run(unet)
+    for name in CALLS["paddle"]:
+        count(paddle, name)
+    for name in CALLS["numpy"]:
+        count(np, name)
+    count(np.random, "RandomState")
+    count(positions, "choose_dst")
+    for cached in (positions.constant_positions, positions.constant_cells):
+        cached.cache_clear()
+
+    def counted():
+        counts.clear()
+        with paddle.no_grad():
+            unet(**arguments)
+        return dict(counts)
+
+    plain = counted()
+    unet.apply_tome(**{**TOMESD_SETTINGS, **settings})
+    first, second = counted(), counted()
+    assert first["choose_dst"] > 0 and first["to_tensor"] > plain.get("to_tensor", 0)
+    assert second == plain  # what ppdiffusers itself does
+    unet.apply_tome(**{**TOMESD_SETTINGS, "merge_mlp": True, **settings})
+    assert counted() == plain  # the same positions in another method
+
+
+def test_kept_positions_are_bounded():
+    for side in range(4, 4 + positions.KEPT + 8):
+        positions.constant_positions(Grid(4, side), 2, 2, (0, 0))
+        positions.constant_cells(Grid(4, side), 2, 2, (0, 0))
+    for cached in (positions.constant_positions, positions.constant_cells):
+        assert cached.cache_info().currsize == cached.cache_info().maxsize == positions.KEPT
+        cached.cache_clear()
+
+
+def test_kept_positions_are_those_of_their_key():
+    for key in ((0, 0), (1, 0), (0, 1), None):
+        for h, w, sx in ((8, 6, 2), (6, 8, 2), (8, 6, 3)):
+            for _ in range(2):
+                kept = positions.constant_positions(Grid(h, w), sx, 2, key)
+                assert kept.dst.tolist() == choose_dst(Grid(h, w), sx, 2, key).tolist()
+
+
+def test_without_a_seed_nothing_is_kept(plans):
+    """Each pass draws its own dst, which no other pass uses."""
+    before = positions.constant_positions.cache_info().currsize
+    unet = make_unet().apply_tome(seed=None)
+    run(unet), run(unet)
+    half = len(plans) // 2
+    assert not np.array_equal(plans[0].dst_rows.numpy(), plans[half].dst_rows.numpy())
+    assert positions.constant_positions.cache_info().currsize == before

@@ -1,10 +1,12 @@
 """Video UNets: pixels merge within each frame, frames never merge, and all frames share their dst positions."""
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
 from ppdiffusers import UNetMotionModel
-from ppdiffusers.models.attention_processor import Attention, AttnProcessor
+from ppdiffusers.models.attention_processor import Attention
 from zoo import parts
 from zoo.noise import noise
 from zoo.videos import motion_adapter, unet_3d, unet_hotshot, unet_spatio_temporal
@@ -51,30 +53,21 @@ def model(request):
     return FAMILIES[request.param]()
 
 
-class Recorder(AttnProcessor):
-    """Records the input shape of an attention layer: rows, tokens, and tokens of which keys are."""
-
-    def __init__(self, path, seen):
-        self.path, self.seen = path, seen
-
-    def __call__(self, attn, hidden_states, *args, **kwargs):
-        keys = []
-        handle = attn.to_k.register_forward_pre_hook(lambda layer, inputs: keys.append(inputs[0].shape[1]))
-        out = super().__call__(attn, hidden_states, *args, **kwargs)
-        handle.remove()
-        self.seen[self.path] = (*hidden_states.shape[:2], *keys)
-        return out
-
-
 def record(model):
     """Rows, tokens and keys of each attention layer in one pass, by path: over frames, and over pixels."""
     seen = {}
+
+    def shape_of(layer, arguments, path, name):
+        seen.setdefault(path, {})[name] = arguments[0].shape[:2]
+
     for path, layer in model.named_sublayers():
         if isinstance(layer, Attention):
-            layer.set_processor(Recorder(path, seen))
+            for name in ("to_q", "to_k"):
+                getattr(layer, name).register_forward_pre_hook(partial(shape_of, path=path, name=name))
     draw(model)
-    over_frames = {path: shape for path, shape in seen.items() if any(part in path for part in TEMPORAL)}
-    return over_frames, {path: shape for path, shape in seen.items() if path not in over_frames}
+    shapes = {path: (*of["to_q"], of["to_k"][1]) for path, of in seen.items()}
+    over_frames = {path: shape for path, shape in shapes.items() if any(part in path for part in TEMPORAL)}
+    return over_frames, {path: shape for path, shape in shapes.items() if path not in over_frames}
 
 
 def self_attention(over_pixels):

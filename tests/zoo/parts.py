@@ -57,6 +57,13 @@ SCHEDULER = {
     "skip_prk_steps": True,
     "steps_offset": 1,
 }
+ENCODER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "projection_dim": HIDDEN,
+}
 UNET_ONLY = ("sample_size", "up_block_types")
 
 
@@ -97,47 +104,33 @@ def tokenizer():
     return CLIPTokenizer.from_pretrained(str(TOKENIZER))
 
 
-def text_config(hidden=HIDDEN, **changes):
+def text_config():
     """A CLIP text encoder's config for the tokens of `tokenizer()`."""
-    settings = {
-        "vocab_size": 2048,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 24,
-        "projection_dim": hidden,
-        "bos_token_id": 2046,
-        "eos_token_id": 2047,
-        "pad_token_id": 2047,
-    }
-    return CLIPTextConfig(**{**settings, **changes})
+    return CLIPTextConfig(
+        vocab_size=2048,
+        max_position_embeddings=24,
+        bos_token_id=2046,
+        eos_token_id=2047,
+        pad_token_id=2047,
+        **ENCODER,
+    )
 
 
-def text_encoder(hidden=HIDDEN, **changes):
-    return ready(CLIPTextModel(text_config(hidden, **changes)))
+def text_encoder():
+    return ready(CLIPTextModel(text_config()))
 
 
-def text_encoder_with_projection(hidden=HIDDEN, **changes):
-    return ready(CLIPTextModelWithProjection(text_config(hidden, **changes)))
+def text_encoder_with_projection():
+    return ready(CLIPTextModelWithProjection(text_config()))
 
 
-def image_config(hidden=HIDDEN, **changes):
+def image_config(image_size=32, patch_size=8):
     """A CLIP image encoder's config, for images of 32 px in 16 patches."""
-    settings = {
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "projection_dim": hidden,
-    }
-    return CLIPVisionConfig(**{**settings, **changes})
+    return CLIPVisionConfig(image_size=image_size, patch_size=patch_size, **ENCODER)
 
 
-def image_encoder(hidden=HIDDEN, **changes):
-    return ready(CLIPVisionModelWithProjection(image_config(hidden, **changes)))
+def image_encoder(**size):
+    return ready(CLIPVisionModelWithProjection(image_config(**size)))
 
 
 def image_processor(size=32):

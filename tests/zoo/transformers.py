@@ -19,6 +19,7 @@ from .noise import embeddings
 
 HIDDEN = parts.HIDDEN
 TEXT = 6  # text tokens of calls with embeddings
+CALL = {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}
 
 PATCHED = {  # 64 tokens: 16×16 latents in patches of 2×2
     "num_attention_heads": 2,
@@ -49,38 +50,27 @@ def pixart(**changes):
     return parts.ready(Transformer2DModel(**{**PATCHED, **settings, **changes}))
 
 
+SD3 = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "attention_head_dim": HIDDEN // 2,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 2 * HIDDEN,
+    "caption_projection_dim": HIDDEN,
+    "pooled_projection_dim": 2 * HIDDEN,
+    "pos_embed_max_size": 16,
+}
+
+
 def sd3(**changes):
     """Stable Diffusion 3's transformer: joint attention over image and text tokens; the last block drops the text."""
-    settings = {
-        "sample_size": 16,
-        "patch_size": 2,
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_layers": 3,
-        "attention_head_dim": HIDDEN // 2,
-        "num_attention_heads": 2,
-        "joint_attention_dim": 2 * HIDDEN,
-        "caption_projection_dim": HIDDEN,
-        "pooled_projection_dim": 2 * HIDDEN,
-        "pos_embed_max_size": 16,
-    }
-    return parts.ready(SD3Transformer2DModel(**{**settings, **changes}))
+    return parts.ready(SD3Transformer2DModel(**SD3, patch_size=2, num_layers=3, **changes))
 
 
 def sd3_controlnet():
     """A ControlNet for `sd3`, not in ppdiffusers 0.29.0; its outputs, which are 0 until it is trained, are random."""
-    model = newer_class("SD3ControlNetModel")(
-        sample_size=16,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=HIDDEN // 2,
-        num_attention_heads=2,
-        joint_attention_dim=2 * HIDDEN,
-        caption_projection_dim=HIDDEN,
-        pooled_projection_dim=2 * HIDDEN,
-        pos_embed_max_size=16,
-    )
+    model = newer_class("SD3ControlNetModel")(**SD3, num_layers=2)
     for layer in model.controlnet_blocks:
         layer.weight.set_value(paddle.rand(layer.weight.shape) - 0.5)
     return parts.ready(model)
@@ -126,13 +116,12 @@ def _sd3(cls):
 
 @family
 def StableDiffusion3Pipeline():
-    call = {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}
-    return Tiny(_sd3(ppdiffusers.StableDiffusion3Pipeline), call, ("transformer",))
+    return Tiny(_sd3(ppdiffusers.StableDiffusion3Pipeline), CALL, ("transformer",))
 
 
 @family
 def StableDiffusion3Img2ImgPipeline():
-    call = {"prompt": "a red fox", "image": parts.image(), "num_inference_steps": 2, "output_type": "np"}
+    call = {**CALL, "image": parts.image()}
     return Tiny(_sd3(ppdiffusers.StableDiffusion3Img2ImgPipeline), call, ("transformer",))
 
 
@@ -159,4 +148,4 @@ def VQDiffusionPipeline():
         scheduler=VQDiffusionScheduler(num_vec_classes=codes + 1),
         learned_classifier_free_sampling_embeddings=LearnedClassifierFreeSamplingEmbeddings(learnable=False),
     )
-    return Tiny(pipe, {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}, ("transformer",))
+    return Tiny(pipe, CALL, ("transformer",))

@@ -23,57 +23,48 @@ HIDDEN = parts.HIDDEN
 FRAMES = 3
 
 SMALL = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 64), "cross_attention_dim": HIDDEN}
+BLOCKS_3D = {
+    "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+}
+TEXT = {"prompt": "a red fox", "num_inference_steps": 2, "output_type": "np"}
 
 
-def motion_adapter(**changes):
+def motion_adapter():
     """AnimateDiff's temporal layers, for `parts.unet()`."""
-    settings = {
-        "block_out_channels": parts.UNET["block_out_channels"],
-        "motion_layers_per_block": 1,
-        "motion_num_attention_heads": 2,
-    }
-    return parts.ready(MotionAdapter(**{**settings, **changes}))
+    channels = parts.UNET["block_out_channels"]
+    return parts.ready(
+        MotionAdapter(block_out_channels=channels, motion_layers_per_block=1, motion_num_attention_heads=2)
+    )
 
 
-def unet_3d(**changes):
+def unet_3d():
     """ModelScope's UNet: a Transformer2DModel over the pixels, a TransformerTemporalModel over the frames."""
-    settings = {
-        **SMALL,
-        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
-        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
-        "attention_head_dim": 4,
-    }
-    return parts.ready(UNet3DConditionModel(**{**settings, **changes}))
+    return parts.ready(UNet3DConditionModel(**SMALL, **BLOCKS_3D, attention_head_dim=4))
 
 
-def unet_spatio_temporal(**changes):
+def unet_spatio_temporal():
     """Stable Video Diffusion's UNet: blocks over the pixels and blocks over the frames in one transformer."""
-    settings = {
+    model = UNetSpatioTemporalConditionModel(
         **SMALL,
-        "in_channels": 8,
-        "out_channels": 4,
-        "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        "num_attention_heads": (2, 4),
-        "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 3 * 8,
-        "num_frames": FRAMES,
-    }
-    return parts.ready(UNetSpatioTemporalConditionModel(**{**settings, **changes}))
+        in_channels=8,
+        out_channels=4,
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        num_attention_heads=(2, 4),
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=3 * 8,
+        num_frames=FRAMES,
+    )
+    return parts.ready(model)
 
 
-def unet_hotshot(**changes):
+def unet_hotshot():
     """Hotshot-XL's UNet: a Transformer2DModel that gets five dimensions, and attention over the frames.
 
     Its pipeline is not here: ppdiffusers 0.29 does not export it, and it fails (`Tensor.to` refuses a tensor's place).
     """
-    settings = {
-        **parts.UNET,
-        "sample_size": 8,
-        "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
-        "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
-    }
-    model = HotshotUNet(**{**settings, **changes})
+    model = HotshotUNet(**{**parts.UNET, **BLOCKS_3D, "sample_size": 8})
     for layer in model.sublayers():
         if isinstance(layer, Transformer3DModel):  # initialized as an identity
             layer.proj_out.weight.set_value(0.1 * paddle.randn(layer.proj_out.weight.shape))
@@ -90,8 +81,7 @@ def AnimateDiffPipeline():
         motion_adapter=motion_adapter(),
         scheduler=parts.scheduler(),
     )
-    call = {"prompt": "a red fox", "num_frames": FRAMES, "num_inference_steps": 2, "output_type": "np"}
-    return Tiny(pipe, call, ("unet",), "frames")
+    return Tiny(pipe, {**TEXT, "num_frames": FRAMES}, ("unet",), "frames")
 
 
 def _modelscope(cls):
@@ -100,14 +90,14 @@ def _modelscope(cls):
 
 @family
 def TextToVideoSDPipeline():
-    call = {"prompt": "a red fox", "num_frames": FRAMES, "num_inference_steps": 2, "output_type": "np"}
+    call = {**TEXT, "num_frames": FRAMES}
     return Tiny(_modelscope(ppdiffusers.TextToVideoSDPipeline), call, ("unet",), "frames")
 
 
 @family
 def VideoToVideoSDPipeline():
     video = [np.asarray(parts.image(16, seed=i)) for i in range(FRAMES)]
-    call = {"prompt": "a red fox", "video": video, "num_inference_steps": 3, "output_type": "np"}
+    call = {**TEXT, "video": video, "num_inference_steps": 3}
     return Tiny(_modelscope(ppdiffusers.VideoToVideoSDPipeline), call, ("unet",), "frames")
 
 
