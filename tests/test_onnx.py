@@ -34,8 +34,9 @@ from ppdiffusers_tome.inference import (
 )
 from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program
-from ppdiffusers_tome.inference.onnx_programs import OPTIMIZED, WEIGHTS_FOLDER, fused, weight_offsets
+from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram
+from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, weight_offsets
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
 from ppdiffusers_tome.patch import attach
 from ppdiffusers_tome.positions import Grid

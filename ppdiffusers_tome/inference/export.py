@@ -19,7 +19,7 @@ from . import programs
 from .conversion import Converter
 from .layout import copy_parts, describe_export, share_weights
 from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, list_programs, read_manifest
-from .onnx_programs import SharedWeights
+from .onnx_weights import SharedWeights
 from .paddle_runtime import PaddleRuntime
 from .programs import Traceable
 from .replacement import replacing

@@ -12,7 +12,7 @@ import paddle
 
 from ..errors import ToMeConfigError
 from .manifest import Manifest, ProgramFile
-from .onnx_programs import weight_offsets
+from .onnx_weights import weight_offsets
 from .runtime import Load, Program, Runtime, load_error, load_module
 
 PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
