@@ -114,7 +114,7 @@ def _assemble(
         if (folder / name).is_dir():
             available[name] = _copied_component(folder, name, index)
     arguments = {}
-    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
+    for name, parameter in inspect.signature(cls).parameters.items():
         if name in available:
             arguments[name] = available[name]
         elif parameter.default is inspect.Parameter.empty:
