@@ -73,6 +73,8 @@ def test_manifest_describes_the_folder(exported_folder):
     ]
     written = {path.relative_to(exported_folder).as_posix() for path in exported_folder.rglob("*") if path.is_file()}
     assert written == {*manifest.files, "tome.json"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        manifest.ratios = ()
 
 
 @pytest.mark.parametrize(
@@ -89,21 +91,6 @@ def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_pat
     assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
     assert read.methods == {ratio: config.method, 0.0: ""}
     assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
-
-
-def test_manifest_of_an_earlier_release_has_its_method(exported_folder, tmp_path):
-    """It lacks the settings that are new, and merged as tomesd does, whatever the defaults are now."""
-    folder = tmp_path / "old"
-    shutil.copytree(exported_folder, folder)
-    data = json.loads((folder / "tome.json").read_text())
-    for config in data["merging"]["0.5"]:
-        for name in ("window", "proportional", "match", "blend"):
-            del config[name]
-        config["merge_attn"] = True
-    (folder / "tome.json").write_text(json.dumps(data))
-    manifest = read_manifest(folder)
-    tomesd = ToMeConfig(0.5, window=None, proportional=False, match="similarity", blend=1.0, merge_attn=True)
-    assert manifest.merging["0.5"] == (tomesd, tomesd) and manifest.methods == {0.5: "ToMe", 0.0: ""}
 
 
 def test_every_program_was_compared_with_eager_and_holds_no_paths_of_this_machine(exported_folder):
@@ -276,7 +263,6 @@ def test_relative_difference():
     assert relative_difference([one[0] + [0, 0.4], one[1]], one) == pytest.approx(0.1)
     assert relative_difference([one[0], one[1] * 1.5], one) == pytest.approx(0.5)
     assert np.isnan(relative_difference([one[0] * np.nan, one[1]], one))
-    assert not relative_difference([one[0] * np.nan, one[1]], one) <= TOLERANCE
 
 
 class Disturbed(Program):
@@ -526,8 +512,3 @@ def test_a_model_folder_is_required(exported_folder, tmp_path):
     }.items():
         with pytest.raises(ToMeConfigError, match=f"^{folder} {reason}"):
             require_model_folder(folder)
-
-
-def test_manifest_is_frozen(exported_folder):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        read_manifest(exported_folder).ratios = ()

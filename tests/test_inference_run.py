@@ -26,6 +26,7 @@ from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportE
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     ProgramFile,
+    choose_runtime,
     export_pipeline,
     load_pipeline,
     paddle_runtime,
@@ -298,21 +299,31 @@ def test_classes_outside_of_ppdiffusers_are_rejected(exported_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("runtime", "settings", "message"),
     [
-        ({"device": "tpu"}, "device='tpu'"),
-        ({"device": "cpu:1"}, "device='cpu:1'"),
-        ({"threads": 0}, "threads=0"),
-        ({"threads": True}, "threads=True"),
-        ({"precision": "int8"}, "precision='int8'"),
-        ({"precision": "fp16"}, "^precision='fp16' needs device='gpu'.*runtime='openvino' also in bf16"),
-        ({"tensorrt": True}, "^tensorrt=True needs device='gpu'"),
-        ({"tensorrt": "yes"}, "tensorrt='yes'"),
+        ("tflite", {}, "runtime='tflite'.*'onnxruntime'"),
+        ("paddle", {"device": "tpu"}, "device='tpu'"),
+        ("paddle", {"device": "cpu:1"}, "device='cpu:1'"),
+        ("paddle", {"threads": 0}, "threads=0"),
+        ("paddle", {"threads": True}, "threads=True"),
+        ("paddle", {"precision": "int8"}, "precision='int8'"),
+        ("paddle", {"precision": "fp16"}, "^precision='fp16' needs device='gpu'.*runtime='openvino' also in bf16"),
+        ("paddle", {"tensorrt": True}, "^tensorrt=True needs device='gpu'"),
+        ("paddle", {"tensorrt": "yes"}, "tensorrt='yes'"),
+        ("onnxruntime", {"device": "gpu"}, "device='gpu'.*cuda"),
+        ("onnxruntime", {"device": "cuda"}, "not in this build"),
+        ("onnxruntime", {"device": "cpu:1"}, "device='cpu:1'"),
+        ("onnxruntime", {"precision": "bf16"}, "precision='bf16'"),
+        ("onnxruntime", {"precision": "fp16"}, "precision='fp16'.*device='cuda' also in fp16"),
+        ("onnxruntime", {"onednn": True}, "onednn: .*only the settings device, threads, precision"),
+        ("onnxruntime", {"threads": 0}, "threads=0"),
+        ("openvino", {"device": "tpu"}, "device='tpu'.*cpu"),
+        ("openvino", {"precision": "int8"}, "precision='int8'"),
     ],
 )
-def test_invalid_runtime_settings_are_rejected(settings, message):
+def test_invalid_runtime_settings_are_rejected(runtime, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
-        PaddleRuntime(**settings)
+        choose_runtime(runtime, **settings)
 
 
 @pytest.mark.parametrize(
