@@ -374,24 +374,22 @@ def test_settings_that_merge_nothing_are_an_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pipelines_that_cannot_be_exported(exported_folder, tiny, tmp_path):
-    with pytest.raises(ToMeExportError, match="DiffusionPipeline cannot be exported"):
-        export(DiffusionPipeline(), tmp_path / "out", 0.5)
-    lcm = StableDiffusionPipeline(**stable_diffusion(unet=unet(time_cond_proj_dim=8)))
-    with pytest.raises(ToMeExportError, match="already an export: pass the pipeline of the model"):
-        export(load_pipeline(exported_folder), tmp_path / "out", 0.5)
-    with pytest.raises(ToMeExportError, match="time_cond_proj_dim"):
-        export(lcm, tmp_path / "out", 0.5)
+def test_pipelines_that_cannot_be_exported(exported_folder, tmp_path):
     multi = MultiControlNetModel([controlnet(), controlnet()])
-    with pytest.raises(ToMeExportError, match="single ControlNetModel"):
-        export(StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), tmp_path / "out", 0.5)
+    with_checker = tiny_pipeline()
+    with_checker.safety_checker = paddle.nn.Identity()
+    for pipe, message in (
+        (DiffusionPipeline(), "DiffusionPipeline cannot be exported"),
+        (load_pipeline(exported_folder), "already an export: pass the pipeline of the model"),
+        (StableDiffusionPipeline(**stable_diffusion(unet=unet(time_cond_proj_dim=8))), "time_cond_proj_dim"),
+        (StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), "single ControlNetModel"),
+        (with_checker, "--no-safety-checker"),
+    ):
+        with pytest.raises(ToMeExportError, match=message):
+            export(pipe, tmp_path / "out", 0.5)
     controlled = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
     with pytest.raises(ToMeConfigError, match="merge_map=True is not allowed for StableDiffusionControlNetPipeline"):
         export(controlled, tmp_path / "out", 0.5, merge_map=True)
-    with_checker = tiny_pipeline()
-    with_checker.safety_checker = paddle.nn.Identity()
-    with pytest.raises(ToMeExportError, match="--no-safety-checker"):
-        export(with_checker, tmp_path / "out", 0.5)
 
 
 def test_folders_with_other_content_are_rejected(tiny, tmp_path):

@@ -29,12 +29,8 @@ logger = logging.getLogger(__name__)
 class ExportedModel:
     """Base class: what pipelines need of any model. Programs are loaded when they first run.
 
-    Args:
-        config: of the model.
-        manifest: of its folder.
-        load: loads a program.
-        most: number of loaded programs. Before one more is loaded, the one that has not run for longest is unloaded.
-            None: programs stay loaded.
+    At most `most` of them are in memory, or all: before one more is loaded, the one that has not run for longest is
+    unloaded.
     """
 
     dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
@@ -192,8 +188,7 @@ class ExportedUNet(ExportedModel):
         """Which tokens the first merging block merges at the ratio: the group of each token, [h, w] int.
 
         Args:
-            sample: [1, C, h, w], the scaled input of a step.
-            timestep: of the step.
+            sample: [1, C, h, w], the scaled input of the step with this timestep.
 
         Raises:
             ToMeConfigError: it was not exported, or the ratio merges nothing.

@@ -263,7 +263,6 @@ def cached(path: Path, form: str, write: Callable[[Path, SharedWeights], None]) 
     file's name depends on the content of the program, and on the time and size of its weights.
 
     Args:
-        path: of the program.
         form: part of the file's name.
         write: writes the file, and its weights to a file that all programs of the folder share.
 

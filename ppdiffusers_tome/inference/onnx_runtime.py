@@ -70,8 +70,6 @@ class OnnxProgram(Program):
     `onnx_programs`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
 
     Args:
-        path: `.onnx` file.
-        runtime: device and threads.
         is_temporary: the file is used once, so it is not written in its optimized form.
 
     Raises:

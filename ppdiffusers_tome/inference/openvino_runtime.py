@@ -74,14 +74,8 @@ class OpenVinoProgram(Program):
     """A program in OpenVINO. Calls from several threads run one after another.
 
     The first call compiles it for the shapes of its inputs, which is up to a quarter faster than for any shapes. The
-    first call with other shapes compiles it for any. So it holds its weights once or twice.
-
-    Args:
-        compiled: the programs that are compiled together with it.
-        nth: which of them it is.
-
-    Raises:
-        ToMeExportError: when it is called, this version of OpenVINO cannot compile it.
+    first call with other shapes compiles it for any. So it holds its weights once or twice. A call raises
+    ToMeExportError if this version of OpenVINO cannot compile it.
     """
 
     def __init__(self, compiled: "Compiled", nth: int) -> None:
