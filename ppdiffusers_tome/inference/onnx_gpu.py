@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+from onnx.external_data_helper import uses_external_data
 
 from .onnx_programs import Graph, cached, fuse_attention, rewrite
-from .onnx_weights import SharedWeights
+from .onnx_weights import SharedWeights, external_places
 
 HEAD_CHANNELS = 8  # the kernels of fused attention need a multiple of it
 # Comparisons decide which tokens merge. They stay in float32, and so does what leads to them from the results of
@@ -38,10 +38,12 @@ def half_program(path: Path) -> Path:
     def write(target: Path, weights: SharedWeights) -> None:
         model = halve(_fused(path))
         for tensor in filter(uses_external_data, model.graph.initializer):
-            load_external_data_for_tensor(tensor, str(path.parent))
+            places = external_places(tensor)
+            length, offset = int(places["length"]), int(places["offset"])
+            data = np.fromfile(path.parent / places["location"], "uint8", length, offset=offset)
             if tensor.data_type == TensorProto.FLOAT16:
-                tensor.raw_data = np.frombuffer(tensor.raw_data, "float32").astype("float16").tobytes()
-            weights.place(tensor)
+                data = data.view("float32").astype("float16")
+            weights.place(tensor, data.tobytes())
         onnx.save(model, str(target))
 
     return cached(path, "float16", write)

@@ -51,18 +51,20 @@ class SharedWeights:
 
         model = onnx.load(str(source))
         graph, nodes = model.graph, []
+        for tensor in graph.initializer:
+            if len(tensor.raw_data) >= SHARED_BYTES:
+                self.place(tensor, tensor.raw_data)
         for node in graph.node:
             is_value = node.op_type == "Constant" and node.attribute[0].name == "value"
             if is_value and len(node.attribute[0].t.raw_data) >= SHARED_BYTES:
-                graph.initializer.append(node.attribute[0].t)
-                graph.initializer[-1].name = node.output[0]
+                tensor = node.attribute[0].t
+                tensor.name = node.output[0]
+                self.place(tensor, tensor.raw_data)
+                graph.initializer.append(tensor)
             else:
                 nodes.append(node)
         del graph.node[:]
         graph.node.extend(nodes)
-        for tensor in graph.initializer:
-            if len(tensor.raw_data) >= SHARED_BYTES:
-                self.place(tensor)
         target.parent.mkdir(parents=True, exist_ok=True)
         onnx.save(model, str(target))
         onnx.checker.check_model(str(target))
@@ -106,12 +108,14 @@ class SharedWeights:
             self._offsets[digest] = offset
         return self._offsets[digest]
 
-    def place(self, tensor: "onnx.TensorProto") -> None:
-        """Let a tensor refer to this file for its data."""
-        from onnx.external_data_helper import set_external_data
+    def place(self, tensor: "onnx.TensorProto", data: bytes) -> None:
+        """Let a tensor refer to this file for its data, which is added to it."""
+        import onnx
 
-        set_external_data(tensor, self.path.name, self.store(tensor.raw_data), len(tensor.raw_data))
         tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        del tensor.external_data[:]
+        set_places(tensor, {"location": self.path.name, "offset": str(self.store(data)), "length": str(len(data))})
 
 
 def external_places(tensor: "onnx.TensorProto") -> dict[str, str]:

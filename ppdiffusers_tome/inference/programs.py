@@ -20,9 +20,8 @@ from ..wraps import current_plan
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
-
-
-NORMAL, UNIFORM = np.random.RandomState.standard_normal, np.random.RandomState.random_sample  # below 1
+NORMAL: Sample = np.random.RandomState.standard_normal
+UNIFORM: Sample = np.random.RandomState.random_sample  # from 0 to 1
 
 
 def _integers(below: int) -> Sample:
