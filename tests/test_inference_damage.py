@@ -42,6 +42,14 @@ def set_to(*keys_and_value):
     return change
 
 
+def replace_content(folder, name, content):
+    """Write a file and its hash, as if an export and its tome.json had been edited by hand."""
+    data = content.encode(errors="surrogateescape")
+    (folder / name).write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit(folder / "tome.json", set_to("files", name, entry))
+
+
 def relevant_fields(manifest):
     """The fields that determine which programs are loaded, and how they are called."""
     programs = [replace(file, parity={}, onednn_parity={}, onnx_parity={}) for file in manifest.programs]
@@ -190,10 +198,13 @@ def test_every_file_is_hashed_once(exported_folder, monkeypatch):
     ],
 )
 def test_invalid_content_with_a_valid_hash_is_rejected(copy, name, content, message):
-    """As if an export and its tome.json had been edited by hand."""
-    data = content.encode(errors="surrogateescape")
-    (copy / name).write_bytes(data)
-    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit(copy / "tome.json", set_to("files", name, entry))
+    replace_content(copy, name, content)
     with pytest.raises(ToMeExportError, match=rf"copy cannot be loaded \(({message})"):
+        load_pipeline(copy)
+
+
+def test_classes_outside_of_ppdiffusers_are_rejected(copy):
+    index = json.loads((copy / "model_index.json").read_text())
+    replace_content(copy, "model_index.json", json.dumps({**index, "tokenizer": ["subprocess", "Popen"]}))
+    with pytest.raises(ToMeExportError, match=r"model_index\.json: tokenizer is from subprocess"):
         load_pipeline(copy)

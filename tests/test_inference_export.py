@@ -77,15 +77,11 @@ def test_manifest_describes_the_folder(exported_folder):
         manifest.ratios = ()
 
 
-@pytest.mark.parametrize(
-    ("ratio", "settings"),
-    [(0.5, {"merge_attn": "kv", "window": 4}), (0.75, {"match": "grid", "blend": 0.1, "proportional": False})],
-)
-def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
+def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path):
     """Each program is compared with eager while it is written."""
-    manifest = export(
-        tiny, tmp_path / "out", (ratio, 0), [(32, 40)], linked=unmerged_programs(exported_folder), **settings
-    )
+    ratio, settings = 0.75, {"merge_attn": "kv", "window": 4, "match": "grid", "blend": 0.1, "proportional": False}
+    linked = unmerged_programs(exported_folder)
+    manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], linked=linked, **settings)
     read = read_manifest(tmp_path / "out", verify=True)
     config = ToMeConfig(ratio=ratio, **settings)
     assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
