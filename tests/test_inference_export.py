@@ -44,11 +44,6 @@ from ppdiffusers_tome.patch import attach
 PADDLE2 = paddle.__version__.startswith("2.")
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return tiny_pipeline()
-
-
 def export(pipe, folder, *args, **settings):
     return export_pipeline(pipe, folder, *args, progress=False, **settings)
 

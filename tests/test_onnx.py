@@ -49,11 +49,6 @@ TOMESD = {"proportional": False, "window": None}
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    return tiny_pipeline()
-
-
-@pytest.fixture(scope="module")
 def converter():
     with Converter() as converter:
         yield converter
