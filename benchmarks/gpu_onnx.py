@@ -60,7 +60,7 @@ def export(options: argparse.Namespace) -> None:
     from ppdiffusers_tome.inference import programs, tracing
     from ppdiffusers_tome.inference.conversion import Converter
     from ppdiffusers_tome.inference.onnx_gpu import half_program
-    from ppdiffusers_tome.inference.onnx_programs import SharedWeights, external_places, set_places
+    from ppdiffusers_tome.inference.onnx_weights import SharedWeights, external_places, set_places
     from ppdiffusers_tome.patch import attach
 
     architecture = ARCHITECTURES[options.architecture]

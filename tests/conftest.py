@@ -328,3 +328,9 @@ def tiny_pipeline(**changes):
     """A text-to-image pipeline with one level, 32 px and random weights: it exports in seconds."""
     paddle.seed(0)
     return StableDiffusionPipeline(**stable_diffusion(**{"unet": unet_of_zoo(**ONE_LEVEL), **changes}))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """`tiny_pipeline`, for the tests of one module."""
+    return tiny_pipeline()

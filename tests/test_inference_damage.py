@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def set_to(*keys_and_value):
         data[last] = value
 
     return change
+
+
+def replace_content(folder, name, content):
+    """Write a file and its hash, as if an export and its tome.json had been edited by hand."""
+    data = content.encode(errors="surrogateescape")
+    (folder / name).write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit(folder / "tome.json", set_to("files", name, entry))
 
 
 def relevant_fields(manifest):
@@ -136,24 +145,33 @@ def test_links_out_of_the_folder_and_circular_links_are_rejected(copy, tmp_path)
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("name", [None, "vae_decoder/config.json", "tokenizer/merges.txt"])
+@pytest.mark.parametrize("name", ["vae_decoder/config.json", "tokenizer/merges.txt"])
 def test_all_files_except_weights_are_always_verified(copy, verify, name):
-    path = copy / (name or read_manifest(copy).programs[0].program)
+    path = copy / name
     path.write_bytes(fuzz_files.flip(path.read_bytes(), fuzz_files.Random(0)))
     assert read_manifest(copy), "only compares sizes"
     with pytest.raises(ToMeExportError, match=rf"{path.name} differs from the exported file"):
         load_pipeline(copy, verify=verify)
 
 
-def test_weights_are_verified_unless_switched_off(copy):
-    weights = copy / "unet" / "inference.pdiparams"
+@pytest.mark.parametrize(
+    ("source", "runtime", "name"),
+    [("exported_folder", "paddle", "unet/inference.pdiparams"), ("onnx_folder", "onnxruntime", "onnx/unet.weights")],
+)
+def test_weights_are_verified_unless_switched_off_and_programs_always(source, runtime, name, request, tmp_path):
+    folder = Path(shutil.copytree(request.getfixturevalue(source), tmp_path / "copy"))
+    load = partial(load_pipeline, folder, runtime=runtime)
+    weights, program = folder / name, folder / read_manifest(folder).programs[0].paths[0]
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    with pytest.raises(ToMeExportError, match=r"unet/inference.pdiparams differs from the exported file"):
-        load_pipeline(copy)
-    load_pipeline(copy, verify=False)
+    with pytest.raises(ToMeExportError, match=rf"{name} differs from the exported file"):
+        load()
+    load(verify=False)
+    program.write_bytes(fuzz_files.flip(program.read_bytes(), fuzz_files.Random(0)))
+    with pytest.raises(ToMeExportError, match=rf"{program.name} differs from the exported file"):
+        load(verify=False)
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ToMeExportError, match=r"inference.pdiparams does not have its exported size"):
-        read_manifest(copy)
+    with pytest.raises(ToMeExportError, match=rf"{name} does not have its exported size"):
+        read_manifest(folder)
 
 
 def test_every_file_is_hashed_once(exported_folder, monkeypatch):
@@ -180,10 +198,13 @@ def test_every_file_is_hashed_once(exported_folder, monkeypatch):
     ],
 )
 def test_invalid_content_with_a_valid_hash_is_rejected(copy, name, content, message):
-    """As if an export and its tome.json had been edited by hand."""
-    data = content.encode(errors="surrogateescape")
-    (copy / name).write_bytes(data)
-    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit(copy / "tome.json", set_to("files", name, entry))
+    replace_content(copy, name, content)
     with pytest.raises(ToMeExportError, match=rf"copy cannot be loaded \(({message})"):
+        load_pipeline(copy)
+
+
+def test_classes_outside_of_ppdiffusers_are_rejected(copy):
+    index = json.loads((copy / "model_index.json").read_text())
+    replace_content(copy, "model_index.json", json.dumps({**index, "tokenizer": ["subprocess", "Popen"]}))
+    with pytest.raises(ToMeExportError, match=r"model_index\.json: tokenizer is from subprocess"):
         load_pipeline(copy)

@@ -44,11 +44,6 @@ from ppdiffusers_tome.patch import attach
 PADDLE2 = paddle.__version__.startswith("2.")
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return tiny_pipeline()
-
-
 def export(pipe, folder, *args, **settings):
     return export_pipeline(pipe, folder, *args, progress=False, **settings)
 
@@ -73,37 +68,20 @@ def test_manifest_describes_the_folder(exported_folder):
     ]
     written = {path.relative_to(exported_folder).as_posix() for path in exported_folder.rglob("*") if path.is_file()}
     assert written == {*manifest.files, "tome.json"}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        manifest.ratios = ()
 
 
-@pytest.mark.parametrize(
-    ("ratio", "settings"),
-    [(0.5, {"merge_attn": "kv", "window": 4}), (0.75, {"match": "grid", "blend": 0.1, "proportional": False})],
-)
-def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
+def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path):
     """Each program is compared with eager while it is written."""
-    manifest = export(
-        tiny, tmp_path / "out", (ratio, 0), [(32, 40)], linked=unmerged_programs(exported_folder), **settings
-    )
+    ratio, settings = 0.75, {"merge_attn": "kv", "window": 4, "match": "grid", "blend": 0.1, "proportional": False}
+    linked = unmerged_programs(exported_folder)
+    manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], linked=linked, **settings)
     read = read_manifest(tmp_path / "out", verify=True)
     config = ToMeConfig(ratio=ratio, **settings)
     assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
     assert read.methods == {ratio: config.method, 0.0: ""}
     assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
-
-
-def test_manifest_of_an_earlier_release_has_its_method(exported_folder, tmp_path):
-    """It lacks the settings that are new, and merged as tomesd does, whatever the defaults are now."""
-    folder = tmp_path / "old"
-    shutil.copytree(exported_folder, folder)
-    data = json.loads((folder / "tome.json").read_text())
-    for config in data["merging"]["0.5"]:
-        for name in ("window", "proportional", "match", "blend"):
-            del config[name]
-        config["merge_attn"] = True
-    (folder / "tome.json").write_text(json.dumps(data))
-    manifest = read_manifest(folder)
-    tomesd = ToMeConfig(0.5, window=None, proportional=False, match="similarity", blend=1.0, merge_attn=True)
-    assert manifest.merging["0.5"] == (tomesd, tomesd) and manifest.methods == {0.5: "ToMe", 0.0: ""}
 
 
 def test_every_program_was_compared_with_eager_and_holds_no_paths_of_this_machine(exported_folder):
@@ -276,7 +254,6 @@ def test_relative_difference():
     assert relative_difference([one[0] + [0, 0.4], one[1]], one) == pytest.approx(0.1)
     assert relative_difference([one[0], one[1] * 1.5], one) == pytest.approx(0.5)
     assert np.isnan(relative_difference([one[0] * np.nan, one[1]], one))
-    assert not relative_difference([one[0] * np.nan, one[1]], one) <= TOLERANCE
 
 
 class Disturbed(Program):
@@ -388,24 +365,22 @@ def test_settings_that_merge_nothing_are_an_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pipelines_that_cannot_be_exported(exported_folder, tiny, tmp_path):
-    with pytest.raises(ToMeExportError, match="DiffusionPipeline cannot be exported"):
-        export(DiffusionPipeline(), tmp_path / "out", 0.5)
-    lcm = StableDiffusionPipeline(**stable_diffusion(unet=unet(time_cond_proj_dim=8)))
-    with pytest.raises(ToMeExportError, match="already an export: pass the pipeline of the model"):
-        export(load_pipeline(exported_folder), tmp_path / "out", 0.5)
-    with pytest.raises(ToMeExportError, match="time_cond_proj_dim"):
-        export(lcm, tmp_path / "out", 0.5)
+def test_pipelines_that_cannot_be_exported(exported_folder, tmp_path):
     multi = MultiControlNetModel([controlnet(), controlnet()])
-    with pytest.raises(ToMeExportError, match="single ControlNetModel"):
-        export(StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), tmp_path / "out", 0.5)
+    with_checker = tiny_pipeline()
+    with_checker.safety_checker = paddle.nn.Identity()
+    for pipe, message in (
+        (DiffusionPipeline(), "DiffusionPipeline cannot be exported"),
+        (load_pipeline(exported_folder), "already an export: pass the pipeline of the model"),
+        (StableDiffusionPipeline(**stable_diffusion(unet=unet(time_cond_proj_dim=8))), "time_cond_proj_dim"),
+        (StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=multi)), "single ControlNetModel"),
+        (with_checker, "--no-safety-checker"),
+    ):
+        with pytest.raises(ToMeExportError, match=message):
+            export(pipe, tmp_path / "out", 0.5)
     controlled = StableDiffusionControlNetPipeline(**stable_diffusion(controlnet=controlnet()))
     with pytest.raises(ToMeConfigError, match="merge_map=True is not allowed for StableDiffusionControlNetPipeline"):
         export(controlled, tmp_path / "out", 0.5, merge_map=True)
-    with_checker = tiny_pipeline()
-    with_checker.safety_checker = paddle.nn.Identity()
-    with pytest.raises(ToMeExportError, match="--no-safety-checker"):
-        export(with_checker, tmp_path / "out", 0.5)
 
 
 def test_folders_with_other_content_are_rejected(tiny, tmp_path):
@@ -526,8 +501,3 @@ def test_a_model_folder_is_required(exported_folder, tmp_path):
     }.items():
         with pytest.raises(ToMeConfigError, match=f"^{folder} {reason}"):
             require_model_folder(folder)
-
-
-def test_manifest_is_frozen(exported_folder):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        read_manifest(exported_folder).ratios = ()

@@ -5,18 +5,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
-
-import numpy as np
+from typing import Any
 
 from ..errors import ToMeExportError, install_command
-from .onnx_programs import LARGE, add_in_order
-
-if TYPE_CHECKING:
-    import onnx
+from .onnx_weights import LARGE
 
 OPSET = 17
 DONE = "converted"  # what the process writes after each program
@@ -49,7 +43,7 @@ def check_converter() -> None:
         )
 
 
-class Converter:
+class Converter(AbstractContextManager["Converter"]):
     """Converts programs in a process of its own, because paddle2onnx aborts its process on what it cannot convert.
 
     The process starts with the first program, which takes seconds, and ends with the context or `close()`.
@@ -62,9 +56,6 @@ class Converter:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> "Converter":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -88,15 +79,17 @@ class Converter:
         target = program.with_suffix(".onnx")
         with tempfile.TemporaryDirectory(prefix="paddle2onnx_") as folder:
             if program.suffix == ".json":
-                readable = Path(folder) / program.name
-                _write_readable(program, readable)
-                program = readable
+                content = json.loads(program.read_text(encoding="utf-8"), object_hook=_in_float32)
+                program = Path(folder) / program.name
+                program.write_text(json.dumps(content), encoding="utf-8")
             status, lines = self._run([str(program), str(params), str(target)])
         is_written = target.is_file() and target.stat().st_size > 0
         if status or not is_written or any("[ERROR]" in line for line in lines):
             target.unlink(missing_ok=True)  # it writes wrong and empty files too
             raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
-        _correct(target)
+        from .onnx_programs import correct  # late: without a conversion, onnx need not be installed
+
+        correct(target)
         return target
 
     def _run(self, files: list[str]) -> tuple[int, list[str]]:
@@ -119,87 +112,13 @@ class Converter:
         return status or 1, lines  # it ended without a result
 
 
-def _correct(path: Path) -> None:
-    """Replace in an `.onnx` file what runtimes compute wrongly."""
-    import onnx
-
-    model = onnx.load(str(path), load_external_data=False)  # weights in a file of their own stay there
-    _keep_integers(model)
-    add_in_order(model)
-    onnx.save(model, str(path))
-
-
-def _keep_integers(model: "onnx.ModelProto") -> None:
-    """Let a program compute `integers * 2 + 3` in int64, for which paddle2onnx casts to float32 and back.
-
-    A runtime that computes floats in bf16 rounds those above 256, and then gathers from rows that do not exist.
-    """
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    graph = model.graph
-    dtypes = {
-        value.name: value.type.tensor_type.elem_type
-        for value in onnx.shape_inference.infer_shapes(model).graph.value_info
-    }
-    makers = {name: node for node in graph.node for name in node.output}
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        steps: list[tuple[onnx.NodeProto, np.ndarray]] = []
-        maker = makers.get(node.input[0]) if _casts(node, TensorProto.INT64) else None
-        while maker is not None and (number := _whole_number(maker, makers)) is not None:
-            steps.insert(0, (maker, number))
-            maker = makers.get(maker.input[0])
-        if not steps or not _casts(maker, TensorProto.FLOAT) or dtypes.get(maker.input[0]) != TensorProto.INT64:
-            nodes.append(node)
-            continue
-        value = maker.input[0]
-        for step, number in steps:
-            result = node.output[0] if step is steps[-1][0] else f"{step.output[0]}.int64"
-            constant = numpy_helper.from_array(number)
-            nodes.append(helper.make_node("Constant", [], [f"{result}.number"], value=constant))
-            nodes.append(helper.make_node(step.op_type, [value, f"{result}.number"], [result]))
-            value = result
-    del graph.node[:]
-    graph.node.extend(nodes)  # nothing uses the casts to float32 any more, and a runtime drops them
-
-
-def _casts(node: "onnx.NodeProto | None", dtype: int) -> "TypeGuard[onnx.NodeProto]":
-    return node is not None and node.op_type == "Cast" and node.attribute[0].i == dtype
-
-
-def _whole_number(node: "onnx.NodeProto", makers: dict[str, "onnx.NodeProto"]) -> np.ndarray | None:
-    """The number without a fraction that a node adds to its input or multiplies it by, if it does so, as int64."""
-    from onnx import numpy_helper
-
-    number = makers.get(node.input[1]) if node.op_type in ("Add", "Mul") else None
-    while number is not None and number.op_type == "Identity":
-        number = makers.get(number.input[0])
-    if number is None or number.op_type != "Constant" or number.attribute[0].name != "value":
-        return None
-    value = numpy_helper.to_array(number.attribute[0].t)
-    return value.astype("int64") if value.size == 1 and (value == value.round()).all() else None
-
-
-def _write_readable(program: Path, target: Path) -> None:
-    """Write a `.json` program as paddle2onnx reads it: with float32 in the attributes of FLOAT32."""
-    content = json.loads(program.read_text(encoding="utf-8"))
-    for operator in _dicts(content):
-        name = FLOAT32.get(str(operator.get("#")))
-        for attribute in operator["A"] if name else []:
-            for value in _dicts(attribute if attribute.get("N") == name else None):
-                if value.get("#") == "0.a_f64":
-                    value["#"] = "0.a_f32"
-    target.write_text(json.dumps(content), encoding="utf-8")
-
-
-def _dicts(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects within a part of a JSON document, itself included."""
-    if isinstance(value, dict):
-        yield value
-        value = list(value.values())
-    for item in value if isinstance(value, list) else []:
-        yield from _dicts(item)
+def _in_float32(part: dict[str, Any]) -> dict[str, Any]:
+    """An object of a `.json` program as paddle2onnx reads it: with float32 in the attributes of FLOAT32."""
+    name = FLOAT32.get(str(part.get("#")))
+    for attribute in part["A"] if name else []:
+        if attribute.get("N") == name:
+            attribute["AT"] = json.loads(json.dumps(attribute["AT"]).replace('"0.a_f64"', '"0.a_f32"'))
+    return part
 
 
 def _reason(lines: list[str], status: int) -> str:

@@ -1,5 +1,8 @@
 """Export a pipeline, with token merging, to a folder of Paddle Inference or ONNX programs."""
 
+import filecmp
+import inspect
+import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -7,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paddle
+import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
+from .._version import __version__
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError
 from ..models import text_tokens, vae_factor
@@ -17,14 +23,29 @@ from ..patch import attach, detach
 from ..schedules import Schedule, is_schedule
 from . import programs
 from .conversion import Converter
-from .layout import copy_parts, describe_export, share_weights
-from .manifest import ONNX_WEIGHTS, Manifest, ProgramFile, list_programs, read_manifest
-from .onnx_programs import SharedWeights
+from .loading import DEFAULTS
+from .manifest import (
+    CONFIGS,
+    CONTROLNET_CONFIG,
+    COPIED,
+    ONNX_WEIGHTS,
+    READERS,
+    FileFacts,
+    Manifest,
+    ProgramFile,
+    list_programs,
+    ratio_name,
+    read_manifest,
+    sha256,
+)
+from .onnx_weights import SharedWeights
 from .paddle_runtime import PaddleRuntime
-from .programs import Traceable
+from .programs import Traceable, count_residuals
 from .replacement import replacing
 from .request import Request, check_request
 from .tracing import save
+
+RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppdiffusers loads a program with
 
 
 def export_pipeline(
@@ -195,3 +216,84 @@ def _traceable(request: Request, planned: ProgramFile) -> Traceable:
     if controlnet_config is not None and request.controlnet is not None:
         attach(traceable.layer.controlnet, controlnet_config, controlnet_config)
     return traceable
+
+
+def share_weights(params: Path, others: list[Path]) -> Path:
+    """The file to read weights from: one of `others` that equals `params`, which is then deleted, or `params`."""
+    for other in dict.fromkeys(others):
+        if filecmp.cmp(other, params, shallow=False):
+            params.unlink()
+            return other
+    return params
+
+
+def copy_parts(request: Request, folder: Path) -> None:
+    """Write tokenizers and scheduler, the models' configs, `model_index.json`, and `defaults.json` if there is one."""
+    pipe = request.pipe
+    defaults = Path(pipe.config.get("_name_or_path") or "") / DEFAULTS
+    if defaults.is_file():
+        (folder / DEFAULTS).write_bytes(defaults.read_bytes())
+    for name in COPIED:
+        component = vars(pipe).get(name)
+        if component is not None:
+            component.save_pretrained(str(folder / name))
+    for name, subfolder in CONFIGS.items():
+        if name in pipe.config:
+            _write_json(folder / subfolder / "config.json", _config(getattr(pipe, name)))
+    if request.controlnet is not None:
+        _write_json(folder / CONTROLNET_CONFIG / "config.json", _config(request.controlnet))
+    _write_json(folder / "model_index.json", _model_index(request, folder))
+
+
+def describe_export(request: Request, folder: Path, written: list[ProgramFile]) -> Manifest:
+    """The folder's manifest; all other files must already exist."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(folder).as_posix(): FileFacts(bytes=path.stat().st_size, sha256=sha256(path))
+        for path in paths
+    }
+    return Manifest(
+        format=1,
+        name=Path(request.pipe.config.get("_name_or_path") or type(request.pipe).__name__).name,
+        pipeline=type(request.pipe).__name__,
+        sizes=request.sizes,
+        ratios=tuple(request.configs),
+        schedule=request.schedule,
+        merge_map=any(file.model == "merge_map" for file in written),
+        image_to_image=request.image_to_image,
+        residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
+        vae_factor=vae_factor(request.pipe),
+        merging={ratio_name(ratio): pair for ratio, pair in request.configs.items()},
+        versions={
+            "ppdiffusers_tome": __version__,
+            "paddle": paddle.__version__,
+            "ppdiffusers": ppdiffusers.__version__,
+        },
+        programs=tuple(written),
+        files=files,
+    )
+
+
+def _model_index(request: Request, folder: Path) -> dict[str, Any]:
+    """The contents of `model_index.json` for `PaddleInfer…Pipeline.from_pretrained`: the class of each component."""
+    config, reader = request.pipe.config, READERS[type(request.pipe).__name__][request.image_to_image]
+    assert reader is not None  # check_request sets image_to_image for pipelines without a text-to-image reader
+    index = {"_class_name": reader, "_ppdiffusers_version": ppdiffusers.__version__}
+    for name, parameter in inspect.signature(getattr(ppdiffusers, reader)).parameters.items():
+        if name in COPIED and vars(request.pipe).get(name) is not None:
+            index[name] = list(config[name])
+        elif isinstance(parameter.default, bool):
+            index[name] = config.get(name, parameter.default) if name != "requires_safety_checker" else False
+        else:
+            index[name] = RUNTIME_MODEL if (folder / name).is_dir() else [None, None]
+    return index
+
+
+def _config(model: Any) -> dict[str, Any]:
+    config = model.config
+    return dict(config) if isinstance(config, dict) else config.to_dict()
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -10,16 +10,20 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import TOMESD_SETTINGS, ToMeConfig
+from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..schedules import Schedule, make_schedule
 from .replacement import restore
 
 MANIFEST = "tome.json"
+# The folder of each model's config: ppdiffusers reads it from beside a program.
+CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
+CONTROLNET_CONFIG = "controlnet"
+COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are no models
 FORMATS = ("paddle", "onnx")
 ONNX_WEIGHTS = ".weights"  # suffix of the file beside `.onnx` files that has their weights
 WEIGHTS = (".pdiparams", ONNX_WEIGHTS)
@@ -36,6 +40,7 @@ READERS = {
 
 Side: TypeAlias = Annotated[int, Field(ge=1, le=99_999)]
 Ratio: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Configs: TypeAlias = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain, or absent
 RelativeDifference: TypeAlias = Annotated[float, AllowInfNan(True)]
 # A path inside the folder: no component is empty or begins with a dot.
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
@@ -65,14 +70,6 @@ def parse_size(text: str) -> Size:
             "as 512x768 or 512."
         )
     return Size(int(sides[2] or sides[1]), int(sides[1]))
-
-
-def _complete(settings: Any) -> Any:
-    """The settings of a folder that an earlier release exported: it had one method, whatever the defaults are now."""
-    return {**TOMESD_SETTINGS, **settings} if isinstance(settings, dict) else settings
-
-
-MergeSettings: TypeAlias = Annotated[ToMeConfig, BeforeValidator(_complete)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -139,8 +136,7 @@ class Manifest:
     # Of the ControlNet fused with the UNet, including the mid block's; 0: no ControlNet.
     residuals: Annotated[int, Field(ge=0)]
     vae_factor: Side  # image pixels per latent pixel, along each side
-    # By ratio: the configs of UNet and ControlNet; None if it is plain or absent.
-    merging: dict[str, tuple[MergeSettings | None, MergeSettings | None]]
+    merging: dict[str, Configs]  # by ratio
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
@@ -159,14 +155,15 @@ class Manifest:
             and not any(config and len(config.ratios) > 1 for pair in self.merging.values() for config in pair),
             "programs": [file.place for file in self.programs] == [file.place for file in expected],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
-            "schedule": self.schedule is None or make_schedule(self.schedule, self._exported) == self.schedule,
+            "schedule": self.schedule is None or make_schedule(self.schedule, self.exported) == self.schedule,
             "files": {*paths, "model_index.json"} <= set(self.files),
         }
         for name, consistent in is_consistent.items():
             if not consistent:
                 raise ValueError(f"{name} is unknown or inconsistent with the other fields")
 
-    def _exported(self, ratio: float) -> float:
+    def exported(self, ratio: Any) -> float:
+        """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
         return find_ratio(ratio, self.ratios)
 
     @property
@@ -194,21 +191,23 @@ class Manifest:
         """The programs of one model, the default first."""
         return [file for file in self.programs if file.model == model]
 
+    def program(self, model: str, size: Size, ratio: float) -> ProgramFile | None:
+        """The program of a model for a size and an exported ratio, if there is one."""
+        return next((file for file in self.programs if file.place == (model, size, ratio)), None)
+
     def denoiser(self, size: Size, ratio: float) -> ProgramFile:
         """The UNet's program for a size and a ratio.
 
         Raises:
             ToMeConfigError: there is none; the message lists the exported ones.
         """
-        ratio = find_ratio(ratio, self.ratios)
-        for file in self.programs_of("unet"):
-            if file.size == size and file.ratio == ratio:
-                return file
-        listed = ", ".join(map(str, self.sizes))
-        raise ToMeConfigError(
-            f"size={size} (width x height) was not exported, only {listed}. Pass height= and width= of one of these, "
-            "or export again with this size in --size."
-        )
+        file = self.program("unet", size, self.exported(ratio))
+        if file is None:
+            raise ToMeConfigError(
+                f"size={size} (width x height) was not exported, only {', '.join(map(str, self.sizes))}. Pass height= "
+                "and width= of one of these, or export again with this size in --size."
+            )
+        return file
 
     def save(self, folder: Path) -> None:
         """Write `tome.json` into a folder."""

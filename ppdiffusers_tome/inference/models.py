@@ -20,7 +20,7 @@ from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 from ..errors import ToMeConfigError
 from ..models import shares_left
 from ..schedules import Schedule, is_schedule, make_schedule, ratio_at
-from .manifest import Manifest, ProgramFile, Size, find_ratio
+from .manifest import Manifest, ProgramFile, Size
 from .runtime import Load, Program, return_memory
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,8 @@ logger = logging.getLogger(__name__)
 class ExportedModel:
     """Base class: what pipelines need of any model. Programs are loaded when they first run.
 
-    Args:
-        config: of the model.
-        manifest: of its folder.
-        load: loads a program.
-        most: number of loaded programs. Before one more is loaded, the one that has not run for longest is unloaded.
-            None: programs stay loaded.
+    At most `most` of them are in memory, or all: before one more is loaded, the one that has not run for longest is
+    unloaded.
     """
 
     dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
@@ -70,12 +66,12 @@ class ExportedModel:
 
 
 class ExportedTextEncoder(ExportedModel):
-    """A text encoder of Stable Diffusion or, with is_xl, of SDXL. Called like the original."""
+    """A text encoder of Stable Diffusion or SDXL. Called like the original."""
 
-    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, name: str, is_xl: bool) -> None:
+    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, name: str) -> None:
         super().__init__(config, manifest, load)
         self._program = manifest.programs_of(name)[0]
-        self._is_xl = is_xl
+        self._is_xl = bool(manifest.programs_of("text_encoder_2"))
 
     def __call__(
         self,
@@ -192,18 +188,14 @@ class ExportedUNet(ExportedModel):
         """Which tokens the first merging block merges at the ratio: the group of each token, [h, w] int.
 
         Args:
-            sample: [1, C, h, w], the scaled input of a step.
-            timestep: of the step.
+            sample: [1, C, h, w], the scaled input of the step with this timestep.
 
         Raises:
             ToMeConfigError: it was not exported, or the ratio merges nothing.
         """
-        factor = self._manifest.vae_factor
-        size, ratio = Size(sample.shape[2] * factor, sample.shape[3] * factor), self._ratio_at(timestep)
-        for file in self._manifest.programs_of("merge_map"):
-            if file.size == size and file.ratio == ratio:
-                break
-        else:
+        size, ratio = self._size(sample), self._ratio_at(timestep)
+        file = self._manifest.program("merge_map", size, ratio)
+        if file is None:
             raise ToMeConfigError(f"size={size}, ratio={ratio} has no merge map: export with --merge-map.")
         if file not in self._map_programs:
             self._map_programs[file] = self._load(file)
@@ -219,10 +211,8 @@ class ExportedUNet(ExportedModel):
 
     @ratio.setter
     def ratio(self, ratio: float | Mapping[float, float] | Schedule) -> None:
-        self._ratio = make_schedule(ratio, self._exported) if is_schedule(ratio) else self._exported(ratio)
-
-    def _exported(self, ratio: Any) -> float:
-        return find_ratio(ratio, self._manifest.ratios)
+        exported = self._manifest.exported
+        self._ratio = make_schedule(ratio, exported) if is_schedule(ratio) else exported(ratio)
 
     def __call__(
         self,
@@ -247,13 +237,14 @@ class ExportedUNet(ExportedModel):
             **(added_cond_kwargs or {}),
             **self._control(down_block_additional_residuals),
         }
-        factor = self._manifest.vae_factor
-        size = Size(sample.shape[2] * factor, sample.shape[3] * factor)
-        program = self._loaded_program(self._manifest.denoiser(size, self._ratio_at(timestep)))
+        program = self._loaded_program(self._manifest.denoiser(self._size(sample), self._ratio_at(timestep)))
         if unknown := set(inputs) - set(program.inputs):
             raise ToMeConfigError(f"the exported UNet has no input {', '.join(sorted(unknown))}: leave it out.")
         (prediction,) = program(**inputs)
         return UNet2DConditionOutput(sample=prediction) if return_dict else (prediction,)
+
+    def _size(self, sample: paddle.Tensor) -> Size:
+        return Size(*(side * self._manifest.vae_factor for side in sample.shape[2:]))
 
     def _ratio_at(self, timestep: paddle.Tensor) -> float:
         return ratio_at(self._ratio, shares_left(timestep)[0]) if isinstance(self._ratio, tuple) else self._ratio

@@ -3,14 +3,14 @@
 import copy
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import uses_external_data
 
-from .onnx_programs import SharedWeights, cached, external_places, fuse_attention, set_places
-
-if TYPE_CHECKING:
-    import onnx
+from .onnx_programs import Graph, cached, fuse_attention, rewrite
+from .onnx_weights import SharedWeights, external_places
 
 HEAD_CHANNELS = 8  # the kernels of fused attention need a multiple of it
 # Comparisons decide which tokens merge. They stay in float32, and so does what leads to them from the results of
@@ -36,27 +36,20 @@ def half_program(path: Path) -> Path:
     """
 
     def write(target: Path, weights: SharedWeights) -> None:
-        import onnx
-
         model = halve(_fused(path))
-        for tensor in (t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL):
+        for tensor in filter(uses_external_data, model.graph.initializer):
             places = external_places(tensor)
-            with (path.parent / places["location"]).open("rb") as file:
-                file.seek(int(places["offset"]))
-                data = file.read(int(places["length"]))
-            if tensor.data_type == onnx.TensorProto.FLOAT16:
-                data = np.frombuffer(data, "float32").astype("float16").tobytes()
-            del tensor.external_data[:]
-            places = {"location": weights.path.name, "offset": str(weights.store(data)), "length": str(len(data))}
-            set_places(tensor, places)
+            length, offset = int(places["length"]), int(places["offset"])
+            data = np.fromfile(path.parent / places["location"], "uint8", length, offset=offset)
+            if tensor.data_type == TensorProto.FLOAT16:
+                data = data.view("float32").astype("float16")
+            weights.place(tensor, data.tobytes())
         onnx.save(model, str(target))
 
     return cached(path, "float16", write)
 
 
-def _fused(path: Path) -> "onnx.ModelProto":
-    import onnx
-
+def _fused(path: Path) -> onnx.ModelProto:
     # Types are inferred first: those behind an operator of ONNX Runtime could not be.
     model = onnx.shape_inference.infer_shapes(onnx.load(str(path), load_external_data=False))
     fuse_attention(model)
@@ -64,51 +57,33 @@ def _fused(path: Path) -> "onnx.ModelProto":
     return model
 
 
-def widen_heads(model: "onnx.ModelProto") -> None:
+def widen_heads(model: onnx.ModelProto) -> None:
     """Add channels of zeros to heads of fused attention, so that queries, keys and values have as many.
 
     A head has one more channel in queries and keys for the sizes of merged tokens. With that number of channels ONNX
     Runtime computes attention step by step on a GPU: half as fast, and in four times the memory at 1024 px.
     """
-    import onnx
-    from onnx import helper, numpy_helper
-
-    graph = model.graph
-    makers = {name: node for node in graph.node for name in node.output}
-    dims = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    graph, weights = Graph(model), model.graph.initializer
 
     def constant(values: Iterable[int]) -> str:
-        name = f"widened.{len(graph.initializer)}"
-        graph.initializer.append(numpy_helper.from_array(np.array([*values], "int64"), name))
-        return name
-
-    def last(shape: str) -> int:
-        """The last number of a constant shape, or 0."""
-        node = makers.get(shape)
-        while node is not None and node.op_type == "Identity":  # as Paddle 3 exports it
-            node = makers.get(node.input[0])
-        if node is None or node.op_type != "Constant" or node.attribute[0].name != "value":
-            return 0
-        return int(numpy_helper.to_array(node.attribute[0].t).reshape([-1])[-1])
+        weights.append(numpy_helper.from_array(np.array([*values], "int64"), f"widened.{len(weights)}"))
+        return weights[-1].name
 
     def channels(name: str) -> int:
         """Of a value [B, N, channels]; 0 if they are not known."""
-        node = makers.get(name)
-        while node is not None and node.op_type in ("Add", "Mul", "Identity"):
-            node = makers.get(node.input[0])
-        if node is None or node.op_type not in ("MatMul", "Reshape"):
-            return 0
-        return dims.get(node.input[1], [0])[-1] if node.op_type == "MatMul" else max(last(node.input[1]), 0)
+        node = graph.maker(name, "Add", "Mul")
+        if node is not None and node.op_type == "MatMul" and node.input[1] in graph.weights:
+            return graph.weights[node.input[1]].dims[-1]
+        shape = graph.constant(node.input[1]) if node is not None and node.op_type == "Reshape" else None
+        return 0 if shape is None else max(int(shape.reshape([-1])[-1]), 0)
 
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
+    def widened(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         heads = next((a.i for a in node.attribute if a.name == "num_heads"), 0)
         widths = [channels(name) // heads for name in node.input[:3]] if node.op_type == "MultiHeadAttention" else []
         wide = -(-max(widths, default=0) // HEAD_CHANNELS) * HEAD_CHANNELS
         if not wide or not all(widths) or widths == [wide] * 3:
-            nodes.append(node)
-            continue
-        output, values = node.output[0], widths[2]
+            return [node]
+        nodes, output, values = [], node.output[0], widths[2]
         for number, (name, width) in enumerate(zip(node.input[:3], widths, strict=True)):
             if width < wide:
                 split, padded, joined = (f"{output}.{number}.{step}" for step in ("split", "padded", "joined"))
@@ -120,17 +95,18 @@ def widen_heads(model: "onnx.ModelProto") -> None:
                 node.input[number] = joined
         wide_output, split, narrow = (f"{output}.{step}" for step in ("wide", "split", "narrow"))
         node.output[0] = wide_output
-        nodes += [
+        return [
+            *nodes,
             node,
             helper.make_node("Reshape", [wide_output, constant([0, 0, heads, wide])], [split]),
             helper.make_node("Slice", [split, constant([0]), constant([values]), constant([3])], [narrow]),
             helper.make_node("Reshape", [narrow, constant([0, 0, heads * values])], [output]),
         ]
-    del graph.node[:]
-    graph.node.extend(nodes)
+
+    rewrite(model, widened)
 
 
-def halve(model: "onnx.ModelProto") -> "onnx.ModelProto":
+def halve(model: onnx.ModelProto) -> onnx.ModelProto:
     """A program in float16. The data type of weights in other files changes, but not yet their data.
 
     Inputs and outputs stay in float32, and so do the sums of merged tokens and what decides which tokens merge.
@@ -138,52 +114,44 @@ def halve(model: "onnx.ModelProto") -> "onnx.ModelProto":
     Args:
         model: with the types of its values; it is changed.
     """
-    import onnx
     from onnxruntime.transformers import float16  # type: ignore[import-untyped]
 
-    graph, tensor_type = model.graph, onnx.TensorProto
+    graph = model.graph
     for number, node in enumerate(graph.node):
         node.name = f"{node.op_type}_{number}"  # the converter chooses nodes by name
     outside = {
-        t.name: copy.deepcopy(t)
-        for t in graph.initializer
-        if t.data_location == tensor_type.EXTERNAL and t.data_type == tensor_type.FLOAT
+        tensor.name: copy.deepcopy(tensor)
+        for tensor in filter(uses_external_data, graph.initializer)
+        if tensor.data_type == TensorProto.FLOAT
     }
     for tensor in graph.initializer:
         if tensor.name in outside:  # one number stands for each
-            rank = len(tensor.dims)
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
-            tensor.ClearField("dims")
-            tensor.dims.extend([1] * rank)
-            tensor.raw_data = np.ones(1, "float32").tobytes()
+            tensor.CopyFrom(numpy_helper.from_array(np.ones([1] * len(tensor.dims), "float32"), tensor.name))
     precise = _precise(graph)
     operators = [*float16.DEFAULT_OP_BLOCK_LIST, *ANGLES, SUMS]
     model = float16.convert_float_to_float16(
         model, keep_io_types=True, disable_shape_infer=True, op_block_list=operators, node_block_list=sorted(precise)
     )
-    seen: set[str] = set()
-    nodes = []
-    for node in model.graph.node:  # the converter writes a cast once for each node that needs it
-        if node.op_type != "Cast" or node.output[0] not in seen:
-            nodes.append(node)
-        seen.update(node.output)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    made: set[str] = set()
+
+    def once(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """The converter writes a cast once for each node that needs it."""
+        is_again = node.op_type == "Cast" and node.output[0] in made
+        made.update(node.output)
+        return [] if is_again else [node]
+
+    rewrite(model, once)
     for tensor in model.graph.initializer:
         if tensor.name in outside:
-            dtype = tensor.data_type
+            outside[tensor.name].data_type = tensor.data_type
             tensor.CopyFrom(outside[tensor.name])
-            tensor.data_type = dtype
     return model
 
 
-def _precise(graph: "onnx.GraphProto") -> set[str]:
+def _precise(graph: onnx.GraphProto) -> set[str]:
     """The names of the nodes that stay in float32."""
-    import onnx
-
     makers = {name: node for node in graph.node for name in node.output}
-    floats = {v.name for v in graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    floats = {v.name for v in graph.value_info if v.type.tensor_type.elem_type == TensorProto.FLOAT}
     comparing = [node for node in graph.node if node.op_type in COMPARING]
     names = {node.name for node in comparing}
     for starts, ends in ((comparing, ROUNDED), ([n for n in graph.node if n.op_type in ANGLES], ())):

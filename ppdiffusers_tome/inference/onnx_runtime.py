@@ -12,8 +12,7 @@ import paddle
 
 from ..errors import ToMeConfigError, ToMeExportError
 from .manifest import ProgramFile
-from .onnx_gpu import gpu_program, half_program
-from .onnx_programs import OPTIMIZED, WEIGHTS_FOLDER, fused, optimized
+from .onnx_weights import OPTIMIZED, WEIGHTS_FOLDER
 from .runtime import Program, Runtime, load_error, load_module
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,6 @@ class OnnxProgram(Program):
     `onnx_programs`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
 
     Args:
-        path: `.onnx` file.
-        runtime: device and threads.
         is_temporary: the file is used once, so it is not written in its optimized form.
 
     Raises:
@@ -83,15 +80,11 @@ class OnnxProgram(Program):
         onnxruntime = load_module("onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
-        options.intra_op_num_threads = threads = runtime.cores()
+        options.intra_op_num_threads = runtime.cores()
         kind, _, index = runtime.device.partition(":")
         provider = (PROVIDERS[kind], {"device_id": int(index)} if index else {})
-        program: str | bytes = str(path)
         try:
-            if kind == "cpu":
-                program = fused(path, threads) if is_temporary else _optimized(path, threads, options, onnxruntime)
-            elif kind == "cuda":
-                program = str(half_program(path)) if runtime.precision == "fp16" else gpu_program(path)
+            program = _program(path, kind, runtime, options, is_temporary)
             if isinstance(program, bytes):
                 options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
             self._session = onnxruntime.InferenceSession(program, options, providers=[provider])
@@ -109,17 +102,26 @@ class OnnxProgram(Program):
         return [paddle.to_tensor(output) for output in self._session.run(None, arrays)]
 
 
-def _optimized(path: Path, threads: int, options: Any, onnxruntime: ModuleType) -> str | bytes:
-    """The optimized program of a file, with options to run it; where it cannot be written, the program itself."""
+def _program(path: Path, kind: str, runtime: OnnxRuntime, options: Any, is_temporary: bool) -> str | bytes:
+    """The form in which a device runs the program of a file, with the options for it."""
+    from . import onnx_gpu, onnx_programs  # late: to run programs in Paddle, onnx need not be installed
+
+    if kind == "cuda":
+        return str(onnx_gpu.half_program(path)) if runtime.precision == "fp16" else onnx_gpu.gpu_program(path)
+    if kind != "cpu":
+        return str(path)
+    threads, onnxruntime = runtime.cores(), load_module("onnxruntime")
+    if is_temporary:
+        return onnx_programs.fused(path, threads)
     try:
-        program = str(optimized(path, threads))
+        program = str(onnx_programs.optimized(path, threads))
     except OSError as error:
         logger.warning(
             "%s cannot be written (%s), so each program has weights in memory of its own: make the folder writable",
             path.parent / OPTIMIZED,
             error.strerror or error,
         )
-        return fused(path, threads)
+        return onnx_programs.fused(path, threads)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is done
     options.add_session_config_entry("session.use_env_allocators", "1")
     _share_memory(onnxruntime)

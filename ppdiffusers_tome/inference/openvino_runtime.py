@@ -12,7 +12,7 @@ import paddle
 
 from ..errors import ToMeConfigError
 from .manifest import Manifest, ProgramFile
-from .onnx_programs import weight_offsets
+from .onnx_weights import weight_offsets
 from .runtime import Load, Program, Runtime, load_error, load_module
 
 PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
@@ -74,14 +74,8 @@ class OpenVinoProgram(Program):
     """A program in OpenVINO. Calls from several threads run one after another.
 
     The first call compiles it for the shapes of its inputs, which is up to a quarter faster than for any shapes. The
-    first call with other shapes compiles it for any. So it holds its weights once or twice.
-
-    Args:
-        compiled: the programs that are compiled together with it.
-        nth: which of them it is.
-
-    Raises:
-        ToMeExportError: when it is called, this version of OpenVINO cannot compile it.
+    first call with other shapes compiles it for any. So it holds its weights once or twice. A call raises
+    ToMeExportError if this version of OpenVINO cannot compile it.
     """
 
     def __init__(self, compiled: "Compiled", nth: int) -> None:
@@ -115,11 +109,10 @@ class Compiled:
         self._openvino = load_module("openvino")
         self._core = self._openvino.Core()
         parameters = _inputs(self._read(paths[0]))
-        # Tensors have further names, of operations that OpenVINO has removed.
-        self.inputs = [parameter.get_friendly_name() for parameter in parameters]
+        self.inputs = [*parameters]
         self._open = [
-            (parameter.get_friendly_name(), axis)
-            for parameter in parameters
+            (name, axis)
+            for name, parameter in parameters.items()
             for axis, length in enumerate(parameter.get_partial_shape())
             if length.is_dynamic
         ]
@@ -148,19 +141,19 @@ class Compiled:
         """The compiled programs, a value for each of its inputs, and the position of each program's inputs by name."""
         models = [self._read(path) for path in self._paths]
         for model in models:
-            shapes = {parameter.get_friendly_name(): parameter.get_partial_shape() for parameter in _inputs(model)}
+            shapes = {name: parameter.get_partial_shape() for name, parameter in _inputs(model).items()}
             for name, axis, length in lengths or ():
                 shapes[name][axis] = length
             model.reshape(dict(enumerate(shapes.values())))
-            for parameter in _inputs(model):  # programs that differ in a fixed length have an input each
-                parameter.set_friendly_name(f"{parameter.get_friendly_name()} {parameter.get_partial_shape()}")
+            for name, parameter in _inputs(model).items():  # programs that differ in a fixed length have an input each
+                parameter.set_friendly_name(f"{name} {parameter.get_partial_shape()}")
         _share_weights(models, [weight_offsets(path) for path in self._paths])
-        names = [[parameter.get_friendly_name() for parameter in _inputs(model)] for model in models]
+        names = [[*_inputs(model)] for model in models]
         joined = models[-1]
         for nth in reversed(range(len(models) - 1)):
             joined = _choose(nth, models[nth], joined)
-        places = {parameter.get_friendly_name(): place for place, parameter in enumerate(_inputs(joined))}
-        unused = [_zeros(parameter) for parameter in _inputs(joined)]
+        places = {name: place for place, name in enumerate(_inputs(joined))}
+        unused = [_zeros(parameter) for parameter in _inputs(joined).values()]
         positions = [dict(zip(self.inputs, (places[name] for name in own), strict=True)) for own in names]
         return self._core.compile_model(joined, self._device, self._settings), unused, positions
 
@@ -171,8 +164,9 @@ class Compiled:
             raise load_error(self._openvino, path, error) from error
 
 
-def _inputs(model: Any) -> list[Any]:
-    return model.get_parameters()
+def _inputs(model: Any) -> dict[str, Any]:
+    """The inputs of a model by name: their tensors have further names, of operations that OpenVINO has removed."""
+    return {parameter.get_friendly_name(): parameter for parameter in model.get_parameters()}
 
 
 def _zeros(parameter: Any) -> np.ndarray:
@@ -211,7 +205,7 @@ def _choose(nth: int, model: Any, other: Any) -> Any:
     choice = ops.if_op(ops.equal(index, ops.constant(np.int32(nth))).output(0))
     choice.set_then_body(model)
     choice.set_else_body(other)
-    own, others = ({one.get_friendly_name(): one for one in _inputs(body)} for body in (model, other))
+    own, others = _inputs(model), _inputs(other)
     if INDEX in others:
         choice.set_input(index.output(0), None, others.pop(INDEX))
     inputs = []

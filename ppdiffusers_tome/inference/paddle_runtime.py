@@ -92,7 +92,6 @@ class Predictor(Program):
     """A program in Paddle Inference. Calls from several threads run one after another.
 
     Args:
-        folder, file: of the program.
         runtime: device and settings; `onednn` None means off here.
 
     Raises:

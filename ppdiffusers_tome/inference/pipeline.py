@@ -13,8 +13,7 @@ from ppdiffusers import DiffusionPipeline
 
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
 from ..schedules import Schedule
-from .layout import CONFIGS, CONTROLNET_CONFIG, COPIED
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, read_manifest
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
@@ -115,7 +114,7 @@ def _assemble(
         if (folder / name).is_dir():
             available[name] = _copied_component(folder, name, index)
     arguments = {}
-    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
+    for name, parameter in inspect.signature(cls).parameters.items():
         if name in available:
             arguments[name] = available[name]
         elif parameter.default is inspect.Parameter.empty:
@@ -140,9 +139,10 @@ def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: An
     height, width = manifest.sizes[0]
     if height == width:
         configs["unet"]["sample_size"] = height // manifest.vae_factor  # the default height and width
-    encoders = [name for name in ("text_encoder", "text_encoder_2") if name in configs]
     exported: dict[str, Any] = {
-        name: ExportedTextEncoder(configs[name], manifest, load, name, len(encoders) == 2) for name in encoders
+        name: ExportedTextEncoder(configs[name], manifest, load, name)
+        for name in ("text_encoder", "text_encoder_2")
+        if name in configs
     }
     exported["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio, most)
     exported["vae"] = ExportedVAE(configs["vae"], manifest, load)

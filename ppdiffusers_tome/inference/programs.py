@@ -15,24 +15,17 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ..errors import ToMeExportError
-from ..matching import MergePlan
 from ..models import find_blocks
 from ..wraps import current_plan
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]
-
-
-def _normal(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
-    return random.standard_normal(shape)
+NORMAL: Sample = np.random.RandomState.standard_normal
+UNIFORM: Sample = np.random.RandomState.random_sample  # from 0 to 1
 
 
 def _integers(below: int) -> Sample:
     return lambda random, shape: random.randint(0, below, shape)
-
-
-def _uniform(random: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
-    return random.random_sample(shape)
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class Input:
 
     name: str
     dims: tuple[int | str, ...]  # names: "batch", "tokens", "height", "width" in px, "latent_height", "latent_width"
-    sample: Sample = _normal
+    sample: Sample = NORMAL
     dtype: str = "float32"
 
     def spec(self, fixed: Mapping[str, int]) -> InputSpec:
@@ -56,10 +49,13 @@ class Input:
 
 @dataclass(frozen=True)
 class Traceable:
-    """A layer to trace, in float32 and evaluation mode, and its inputs, by keyword. Tracing may modify the layer."""
+    """A layer to trace, in float32, and its inputs, by keyword. Tracing may modify the layer."""
 
     layer: nn.Layer
     inputs: tuple[Input, ...]
+
+    def __post_init__(self) -> None:
+        self.layer.eval()
 
 
 class OneModel(nn.Layer):
@@ -133,11 +129,7 @@ class Denoiser(nn.Layer):
 
 
 class _Planned(Exception):
-    """Ends a pass of a UNet in its first block that merges."""
-
-    def __init__(self, plan: MergePlan) -> None:
-        super().__init__()
-        self.plan = plan
+    """Ends a pass of a UNet in its first block that merges, with the plan."""
 
 
 class MergeMap(nn.Layer):
@@ -149,15 +141,13 @@ class MergeMap(nn.Layer):
         for block in find_blocks(unet):
             block.block.norm1.register_forward_pre_hook(_end_with_plan)  # it runs inside the block, before attention
 
-    def forward(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> paddle.Tensor:
-        return self._groups(sample, timestep)
-
     @paddle.jit.not_to_static
-    def _groups(self, sample: Any, timestep: Any) -> paddle.Tensor:
+    def forward(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> paddle.Tensor:
         try:
             self.unet(sample, timestep, encoder_hidden_states=None)
         except _Planned as end:
-            return end.plan.source_rows.reshape([-1, end.plan.tokens])
+            (plan,) = end.args
+            return plan.source_rows.reshape([-1, plan.tokens])
         raise ToMeExportError("no block merges before the text is read, so there is no merge map: leave it out")
 
 
@@ -185,15 +175,15 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
     inputs = unet_inputs(unet)
     if controlnet is not None:
         inputs += (
-            Input("controlnet_cond", ("batch", 3, "height", "width"), _uniform),
-            Input("controlnet_conditioning_scale", (count_residuals(controlnet),), _uniform),
+            Input("controlnet_cond", ("batch", 3, "height", "width"), UNIFORM),
+            Input("controlnet_conditioning_scale", (count_residuals(controlnet),), UNIFORM),
         )
         controlnet = _working_copy(controlnet)
     layer = Denoiser(_working_copy(unet), controlnet)
     for model in filter(None, (layer.unet, layer.controlnet)):
         for transformer in {block.grid_layer for block in find_blocks(model)}:
             transformer.register_forward_post_hook(_restore_shape)
-    return _ready(layer, *inputs)
+    return Traceable(layer, inputs)
 
 
 def merge_map(unet: nn.Layer) -> Traceable:
@@ -201,7 +191,7 @@ def merge_map(unet: nn.Layer) -> Traceable:
 
     It ends before that block's attention, so it is small, and reads no text.
     """
-    return _ready(MergeMap(_working_copy(unet)), *unet_inputs(unet)[:2])
+    return Traceable(MergeMap(_working_copy(unet)), unet_inputs(unet)[:2])
 
 
 def _restore_shape(transformer: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: Any) -> Any:
@@ -222,19 +212,19 @@ def count_residuals(controlnet: nn.Layer) -> int:
 def text_encoder(model: nn.Layer, is_xl: bool) -> Traceable:
     """A text encoder. It is copied."""
     ids = Input("input_ids", ("batch", "tokens"), _integers(model.config.vocab_size), "int64")
-    return _ready((TextEncoderXL if is_xl else TextEncoder)(_working_copy(model)), ids)
+    return Traceable((TextEncoderXL if is_xl else TextEncoder)(_working_copy(model)), (ids,))
 
 
 def vae_encoder(model: nn.Layer) -> Traceable:
     """The VAE's encoder, for images from -1 to 1. It is copied."""
     dims = ("batch", model.config.in_channels, "height", "width")
-    return _ready(VaeEncoder(_convertible(_working_copy(model))), Input("sample", dims))
+    return Traceable(VaeEncoder(_convertible(_working_copy(model))), (Input("sample", dims),))
 
 
 def vae_decoder(model: nn.Layer) -> Traceable:
     """The VAE's decoder. It is copied."""
     dims = ("batch", model.config.latent_channels, "latent_height", "latent_width")
-    return _ready(VaeDecoder(_convertible(_working_copy(model))), Input("latent_sample", dims))
+    return Traceable(VaeDecoder(_convertible(_working_copy(model))), (Input("latent_sample", dims),))
 
 
 def _convertible(vae: nn.Layer) -> nn.Layer:
@@ -255,8 +245,3 @@ def _working_copy(model: nn.Layer) -> nn.Layer:
     shared = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype == paddle.float32]
     copied = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     return copied.float()  # not astype("float32"), which does nothing on Paddle 3 (Paddle #76614)
-
-
-def _ready(layer: nn.Layer, *inputs: Input) -> Traceable:
-    layer.eval()
-    return Traceable(layer, inputs)

@@ -16,14 +16,12 @@ from ..models import latent_grid, vae_factor
 from ..patch import config_of
 from ..schedules import Schedule
 from .conversion import check_converter
-from .manifest import FORMATS, MANIFEST, READERS, Size, ratio_name
+from .manifest import FORMATS, MANIFEST, READERS, Configs, Size, ratio_name
 from .models import ExportedUNet
 from .replacement import check_replaceable, restore
 
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
 STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
-
-Configs = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain, or absent
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,6 @@ class Request:
     def is_xl(self) -> bool:
         """Whether this is an SDXL pipeline, which has two text encoders."""
         return "text_encoder_2" in self.pipe.config
-
-    @property
-    def reader(self) -> str:
-        """The ppdiffusers class that loads the folder."""
-        name = READERS[type(self.pipe).__name__][self.image_to_image]
-        assert name is not None  # check_request sets image_to_image for pipelines without a text-to-image reader
-        return name
 
 
 def check_request(

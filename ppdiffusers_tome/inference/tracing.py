@@ -111,9 +111,9 @@ def save(
     def unfused() -> Program:
         """The program without fused operators, which rounds as eager does: eager itself cannot run any more."""
         program = replace(runtime, optimize=False).load(root, file)
-        for batch in BATCHES:
-            difference = relative_difference(_arrays(program(**inputs[batch][0])), eager[batch])
-            _check(difference, TOLERANCE, f"exported {label}", batch)
+        outputs = {batch: _arrays(program(**inputs[batch][0])) for batch in BATCHES}
+        parity = {f"batch {batch}": relative_difference(outputs[batch], eager[batch]) for batch in BATCHES}
+        _check(parity, TOLERANCE, f"exported {label}")
         return program
 
     def compare(program: Program, tolerance: float) -> dict[str, float]:
@@ -137,14 +137,9 @@ def save(
             parity[f"batch {batch}"] = float(np.where(agrees, np.fmax(smallest, again), smallest).max())
         return parity
 
-    def check(program: Program, tolerance: float, name: str) -> dict[str, float]:
-        parity = compare(program, tolerance)
-        for batch in BATCHES:
-            _check(parity[f"batch {batch}"], tolerance, name, batch)
-        return parity
-
     return_memory()  # each predictor has its own copy of the weights
-    file = replace(file, parity=check(runtime.load(root, file), TOLERANCE, f"exported {label}"))
+    parity = _check(compare(runtime.load(root, file), TOLERANCE), TOLERANCE, f"exported {label}")
+    file = replace(file, parity=parity)
     if program.suffix != ".json":
         return_memory()
         onednn = replace(runtime, onednn=True).load(root, file)
@@ -156,17 +151,19 @@ def save(
     return_memory()  # the conversion needs three times that of the weights
     onnx = converter.convert(root / program, root / params, label)
     in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=threads), is_temporary=True)
-    parity = check(in_onnx_runtime, FUSED_TOLERANCE, f"{label} in ONNX Runtime")
+    parity = _check(compare(in_onnx_runtime, FUSED_TOLERANCE), FUSED_TOLERANCE, f"{label} in ONNX Runtime")
     return replace(file, onnx=onnx.relative_to(root).as_posix(), onnx_parity=parity)
 
 
-def _check(difference: float, tolerance: float, name: str, batch: int) -> None:
-    if not difference <= tolerance:
-        raise ToMeExportError(
-            f"the {name} differs from the model, or from run to run, by {difference:.1e} of its largest output at "
-            f"batch {batch}, more than the allowed {tolerance:.0e}: nothing was written. Please report this with the "
-            f"versions of Paddle ({paddle.__version__}) and ppdiffusers."
-        )
+def _check(parity: dict[str, float], tolerance: float, name: str) -> dict[str, float]:
+    for batch, difference in parity.items():
+        if not difference <= tolerance:
+            raise ToMeExportError(
+                f"the {name} differs from the model, or from run to run, by {difference:.1e} of its largest output at "
+                f"{batch}, more than the allowed {tolerance:.0e}: nothing was written. Please report this with the "
+                f"versions of Paddle ({paddle.__version__}) and ppdiffusers."
+            )
+    return parity
 
 
 def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:

@@ -18,9 +18,9 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import ProgramFile, Size, choose_runtime, export_pipeline, load_pipeline, unmerged_programs
 from ...inference.conversion import Converter
-from ...inference.layout import share_weights
+from ...inference.export import share_weights
 from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
-from ...inference.onnx_programs import SharedWeights
+from ...inference.onnx_weights import SharedWeights
 from ...inference.tracing import save
 from ...patch import attach, detach
 from ...positions import Grid

@@ -1,0 +1,137 @@
+"""The weights of ONNX programs, in files that several programs share."""
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..files import write_file
+
+if TYPE_CHECKING:
+    import onnx
+
+LARGE = ".data"  # suffix of the file with the weights of a model of more than 2 GB, which a `.onnx` file cannot hold
+SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
+ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # of a program that is not read from a file
+OPTIMIZED = "optimized"  # the folder of optimized programs, beside the `.onnx` files; without it they are made again
+
+
+class SharedWeights:
+    """A file of weights for several `.onnx` files in the same folder, which contains equal weights once.
+
+    Args:
+        path: of the file; what it contains already is only found again with an index.
+        index: a file that lists the weights by their hash, to add to them later; None: the file must not exist.
+    """
+
+    def __init__(self, path: Path, index: Path | None = None) -> None:
+        self.path, self._index = path, index
+        self._offsets: dict[str, int] = {}  # by SHA-256
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if index is not None and index.is_file():
+            self._offsets = json.loads(index.read_text(encoding="utf-8"))
+        path.touch(exist_ok=index is not None)
+
+    def save_index(self) -> None:
+        """Write the index."""
+        assert self._index is not None
+        write_file(self._index, json.dumps(self._offsets))
+
+    def move(self, source: Path, target: Path) -> None:
+        """Write the `.onnx` file `source` as `target`, beside the shared weights and without its own; remove it."""
+        self.copy(source, target)
+        source.unlink()
+        Path(f"{source}{LARGE}").unlink(missing_ok=True)
+
+    def copy(self, source: Path, target: Path) -> None:
+        """The same without removing it. Its weights may be in another shared file."""
+        import onnx
+
+        model = onnx.load(str(source))
+        graph, nodes = model.graph, []
+        for tensor in graph.initializer:
+            if len(tensor.raw_data) >= SHARED_BYTES:
+                self.place(tensor, tensor.raw_data)
+        for node in graph.node:
+            is_value = node.op_type == "Constant" and node.attribute[0].name == "value"
+            if is_value and len(node.attribute[0].t.raw_data) >= SHARED_BYTES:
+                tensor = node.attribute[0].t
+                tensor.name = node.output[0]
+                self.place(tensor, tensor.raw_data)
+                graph.initializer.append(tensor)
+            else:
+                nodes.append(node)
+        del graph.node[:]
+        graph.node.extend(nodes)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        onnx.save(model, str(target))
+        onnx.checker.check_model(str(target))
+
+    def copy_optimized(self, source: Path, target: Path) -> None:
+        """Write a program that ONNX Runtime has optimized as `target`, beside the shared weights and without its own.
+
+        A tensor there names the place of its data, and of the same data packed for an operator, if it is:
+        "prepacked_0": "MatMul+<hash>|<offset>;<length>;<checksum>|…".
+        """
+        import onnx
+
+        model = onnx.load(str(source), load_external_data=False)
+        tensors = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+        with Path(f"{source}{LARGE}").open("rb") if tensors else tempfile.TemporaryFile() as own:
+
+            def move(offset: str, length: str) -> str:
+                own.seek(int(offset))
+                return str(self.store(own.read(int(length))))
+
+            for tensor in tensors:
+                places = external_places(tensor)
+                places |= {"location": self.path.name, "offset": move(places["offset"], places["length"])}
+                for key in (key for key in places if key.startswith("prepacked")):
+                    operator, *blobs = places[key].split("|")
+                    parts = [blob.split(";") for blob in blobs]
+                    moved = [";".join([move(offset, length), length, *rest]) for offset, length, *rest in parts]
+                    places[key] = "|".join([operator, *moved])
+                del tensor.external_data[:]
+                set_places(tensor, places)
+        onnx.save(model, str(target))
+
+    def store(self, data: bytes) -> int:
+        """The offset of data in the file, to which it is added if it is not there."""
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in self._offsets:
+            with self.path.open("ab") as file:
+                file.write(bytes(-file.tell() % ALIGNMENT))
+                offset = file.tell()
+                file.write(data)
+            self._offsets[digest] = offset
+        return self._offsets[digest]
+
+    def place(self, tensor: "onnx.TensorProto", data: bytes) -> None:
+        """Let a tensor refer to this file for its data, which is added to it."""
+        import onnx
+
+        tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        del tensor.external_data[:]
+        set_places(tensor, {"location": self.path.name, "offset": str(self.store(data)), "length": str(len(data))})
+
+
+def external_places(tensor: "onnx.TensorProto") -> dict[str, str]:
+    """Where the data of a tensor lies: the file "location", "offset" and "length" in bytes, and others."""
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def set_places(tensor: "onnx.TensorProto", places: dict[str, str]) -> None:
+    for key, value in places.items():
+        tensor.external_data.add(key=key, value=value)
+
+
+def weight_offsets(path: Path) -> dict[str, int]:
+    """Where the weights of an `.onnx` file lie in the file that it shares with others, by name."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    places = {t.name: external_places(t) for t in graph.initializer}
+    return {name: int(place["offset"]) for name, place in places.items() if "offset" in place}
