@@ -72,9 +72,12 @@ def test_manifest_describes_the_folder(exported_folder):
         manifest.ratios = ()
 
 
-def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("ratio", "settings"),
+    [(0.5, {"merge_attn": "kv", "window": 4}), (0.75, {"match": "grid", "blend": 0.1, "proportional": False})],
+)
+def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
     """Each program is compared with eager while it is written."""
-    ratio, settings = 0.75, {"merge_attn": "kv", "window": 4, "match": "grid", "blend": 0.1, "proportional": False}
     linked = unmerged_programs(exported_folder)
     manifest = export(tiny, tmp_path / "out", (ratio, 0), [(32, 40)], linked=linked, **settings)
     read = read_manifest(tmp_path / "out", verify=True)
@@ -82,6 +85,21 @@ def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_pat
     assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
     assert read.methods == {ratio: config.method, 0.0: ""}
     assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
+
+
+def test_manifest_of_an_earlier_release_has_its_method(exported_folder, tmp_path):
+    """It lacks the settings that are new, and merged as tomesd does, whatever the defaults are now."""
+    folder = tmp_path / "old"
+    shutil.copytree(exported_folder, folder)
+    data = json.loads((folder / "tome.json").read_text())
+    for config in data["merging"]["0.5"]:
+        for name in ("window", "proportional", "match", "blend"):
+            del config[name]
+        config["merge_attn"] = True
+    (folder / "tome.json").write_text(json.dumps(data))
+    manifest = read_manifest(folder)
+    tomesd = ToMeConfig(0.5, window=None, proportional=False, match="similarity", blend=1.0, merge_attn=True)
+    assert manifest.merging["0.5"] == (tomesd, tomesd) and manifest.methods == {0.5: "ToMe", 0.0: ""}
 
 
 def test_every_program_was_compared_with_eager_and_holds_no_paths_of_this_machine(exported_folder):

@@ -10,11 +10,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import ToMeConfig
+from ..config import TOMESD_SETTINGS, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..schedules import Schedule, make_schedule
 from .replacement import restore
@@ -40,7 +40,6 @@ READERS = {
 
 Side: TypeAlias = Annotated[int, Field(ge=1, le=99_999)]
 Ratio: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Configs: TypeAlias = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain, or absent
 RelativeDifference: TypeAlias = Annotated[float, AllowInfNan(True)]
 # A path inside the folder: no component is empty or begins with a dot.
 _NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
@@ -70,6 +69,15 @@ def parse_size(text: str) -> Size:
             "as 512x768 or 512."
         )
     return Size(int(sides[2] or sides[1]), int(sides[1]))
+
+
+def _complete(settings: Any) -> Any:
+    """The settings of a folder that an earlier release exported: it had one method, whatever the defaults are now."""
+    return {**TOMESD_SETTINGS, **settings} if isinstance(settings, dict) else settings
+
+
+MergeSettings: TypeAlias = Annotated[ToMeConfig, BeforeValidator(_complete)]
+Configs: TypeAlias = tuple[MergeSettings | None, MergeSettings | None]  # of UNet and ControlNet; None: plain or none
 
 
 @dataclass(frozen=True, config=STRICT)
