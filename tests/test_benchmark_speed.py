@@ -36,11 +36,10 @@ TOMESD = {"window": None, "proportional": False, "merge_attn": True}
 def registered(monkeypatch):
     """The arms and backends are there for one test."""
     names = {backends: ("BACKEND_CLASSES", "ATTACH"), parity: ("TOLERANCES", "DEFINED_BY")}
-    names |= {cases: ("ARMS_OF", "CONFIGS_OF", "IN_BF16"), workloads: ("WORKLOADS",)}
+    names |= {cases: ("ARMS_OF", "CONFIGS_OF"), workloads: ("WORKLOADS",)}
     for module in names:
         for name in names[module]:
             monkeypatch.setattr(module, name, getattr(module, name).copy())
-    monkeypatch.setattr(parity, "IN_BF16", cases.IN_BF16)
     speed.register()
 
 

@@ -8,10 +8,9 @@ from figure_checks import clipped_texts, overlapping_texts
 from speed_results import PLAIN, arm, case, result, times, write
 
 from ppdiffusers_tome.errors import ToMeConfigError
-from ppdiffusers_tome.evaluation.speed import speed_plots
-from ppdiffusers_tome.evaluation.speed import speed_report as report_module
+from ppdiffusers_tome.evaluation.speed import speed_report
 from ppdiffusers_tome.evaluation.speed.frame import read_frame
-from ppdiffusers_tome.evaluation.speed.speed_report import write_report
+from ppdiffusers_tome.evaluation.speed.speed_report import against_ratio, against_size, by_method, write_report
 
 
 def full_case(**fields):
@@ -31,7 +30,7 @@ def full_case(**fields):
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     """Makes the page, without plots, from the contents of results."""
-    monkeypatch.setattr(report_module, "PLOTS", {})
+    monkeypatch.setattr(speed_report, "PLOTS", {})
 
     def report(*results):
         files = [write(tmp_path / f"{name}.json", data) for name, data in zip("abc", results, strict=False)]
@@ -112,14 +111,14 @@ def sized(size, share, batch=2):
 
 def test_plot_against_size(frame):
     arms = frame(sized(1024, 0.5), sized(512, 0.8), sized(768, 0.6), sized(512, 0.9, batch=4))
-    figure = speed_plots.against_size(arms)
+    figure = against_size(arms)
     time, memory = figure.axes
     assert figure.get_suptitle() == "Speed-up against size, sd15, one UNet pass"
     np.testing.assert_allclose(time.lines[0].get_xydata(), [[512, 1.25], [768, 1 / 0.6], [1024, 2.0]])
     np.testing.assert_allclose(memory.lines[0].get_ydata(), [6, 6, 6])
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["ToMe 0.5, eager, batch 2"]
-    assert speed_plots.against_size(frame(sized(1024, 0.5), sized(512, 0.8))) is None, "two points"
+    assert against_size(frame(sized(1024, 0.5), sized(512, 0.8))) is None, "two points"
 
 
 @pytest.mark.parametrize(("memory", "panels"), [(8, 2), (None, 1)])
@@ -131,12 +130,12 @@ def test_plot_against_ratio(frame, memory, panels):
         arm("tome", times(0.3), ratio=0.5, max_downsample=4),  # another level
         arm("limit", times(0.4), ratio=0.5, max_downsample=2),
     ]
-    figure = speed_plots.against_ratio(frame(case(arms)))
+    figure = against_ratio(frame(case(arms)))
     assert figure.get_suptitle().endswith("sd15, one UNet pass, 512 px, batch 2") and len(figure.axes) == panels
     np.testing.assert_allclose(figure.axes[0].lines[0].get_xydata(), [[0, 1], [0.25, 1.25], [0.5, 2]])
     for axes in figure.axes[1:]:
         np.testing.assert_allclose(axes.lines[0].get_xydata(), [[0, 8], [0.25, 7], [0.5, 6]])
-    assert speed_plots.against_ratio(frame(sized(512, 0.8))) is None
+    assert against_ratio(frame(sized(512, 0.8))) is None
 
 
 def test_plot_by_method(frame):
@@ -147,12 +146,12 @@ def test_plot_by_method(frame):
         eager += [arm("tome", times(0.8), ratio=0.5), arm("tome", times(0.25), ratio=0.75, merging=cells)]
         return case([*eager, arm("limit", times(0.4), ratio=0.5)], size=size)
 
-    [axes] = speed_plots.by_method(frame(methods(512), methods(1024))).axes
+    [axes] = by_method(frame(methods(512), methods(1024))).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([2, 2, 1.25, 1.25, 4, 4])
     names = ["ToMe 0.5, windows of 8", "ToMe 0.5", "keys and values 0.75, 2×2 cells"]
     assert axes.get_legend_handles_labels()[1] == [f"{name}, eager" for name in names]
     assert axes.get_xticklabels()[0].get_text() == "512 px\nbatch 2"
-    assert speed_plots.by_method(frame(sized(512, 0.8), sized(1024, 0.5))) is None
+    assert by_method(frame(sized(512, 0.8), sized(1024, 0.5))) is None
 
 
 def test_nothing_is_clipped_however_long_the_names_are(frame):
@@ -167,7 +166,7 @@ def test_nothing_is_clipped_however_long_the_names_are(frame):
         return case(arms, size=size)
 
     arms = frame(long_names(512), long_names(768), long_names(1024))
-    for plot in (speed_plots.against_size, speed_plots.against_ratio, speed_plots.by_method):
+    for plot in (against_size, against_ratio, by_method):
         figure = plot(arms)
         assert clipped_texts(figure) == [] and overlapping_texts(figure) == []
 

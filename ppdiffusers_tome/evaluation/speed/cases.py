@@ -38,9 +38,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
 UNMERGED = (PLAIN, MEMORY_EFFICIENT)
 ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
-# The next three are where benchmarks/speed.py adds arms and backends. Programs have their own attention kernels.
+# The next two are where benchmarks/speed.py adds arms and backends. Programs have their own attention kernels.
 ARMS_OF: dict[str, tuple[str, ...]] = {EAGER: tuple(ARM_NAMES), **dict.fromkeys(PROGRAMS, (PLAIN, TOME))}
-IN_BF16 = {OPENVINO_BF16}  # backends
 # By backend or arm: the configs with which it merges, of those that the user asks for.
 CONFIGS_OF: dict[str, Callable[["Case", Sequence[ToMeConfig]], Sequence[ToMeConfig]]] = {}
 
