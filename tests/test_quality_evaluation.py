@@ -16,8 +16,9 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import evaluate as evaluate_command
 from ppdiffusers_tome.evaluation.quality import evaluation, image_generation
-from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, image_paths
+from ppdiffusers_tome.evaluation.quality.image_generation import image_folder
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Setting
+from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
 OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]

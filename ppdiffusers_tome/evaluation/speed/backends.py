@@ -41,7 +41,6 @@ class Backend(ABC):
 
     Args:
         name: in `cases.ARMS_OF`.
-        workload: what is computed.
         threads: of programs; eager Paddle reads OMP_NUM_THREADS.
         programs: the folder in which exported programs are cached; it may not exist yet.
     """
@@ -209,7 +208,7 @@ class ProgramBackend(Backend):
         def load() -> Run:
             pipe = load_pipeline(folder, threads=self.threads, **PROGRAMS[self.name])
             pipe.set_progress_bar_config(disable=True)
-            return lambda is_short: workload.run_pipeline(pipe, is_short)
+            return lambda is_short: workload.run(is_short, pipe)
 
         return load
 
