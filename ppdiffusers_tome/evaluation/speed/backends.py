@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +119,6 @@ class ProgramBackend(Backend):
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
         self._cache = Cache(programs)
-        self._weights = sorted(programs.glob("*/*.pdiparams"))
-        self._onnx_weights: SharedWeights | None = None
         self._earlier: Path | None = None
 
     @contextmanager
@@ -177,16 +174,13 @@ class ProgramBackend(Backend):
         """The program with weights that are on the disk once for all arms."""
         if file.onnx is None:
             own = self.programs / str(file.params)
-            params = share_weights(own, self._weights)
-            if params == own:
-                self._weights.append(params)
-            else:
+            params = share_weights(own, [path for path in self.programs.glob("*/*.pdiparams") if path != own])
+            if params != own:
                 os.link(params, own)
             return file
-        if self._onnx_weights is None:
-            paths = (self.programs / f"{number}{ONNX_WEIGHTS}" for number in count())  # earlier processes wrote some
-            self._onnx_weights = SharedWeights(next(path for path in paths if not path.exists()))
-        self._onnx_weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
+        weights = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", self.programs / "weights.json")
+        weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
+        weights.save_index()
         shutil.rmtree(self.programs / key)
         return replace(file, program=None, params=None, onnx=f"{key}.onnx")
 
