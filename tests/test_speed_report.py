@@ -81,21 +81,14 @@ def test_page_and_plots_are_written(tmp_path):
     contents["b"] = result([full_case(size=size) for size in (768, 1024)])
     files = [write(tmp_path / "results" / f"{name}.json", data) for name, data in contents.items()]
     output = tmp_path / "reports" / "speed"
-    write(output / "published_figures.md", "")
     page = write_report(files, output)
     assert (output / "speed.md").read_text(encoding="utf-8") == page
     assert "[one half.json](../../results/one%20half.json): Test CPU, cpu, threads: 1, cores: 2; paddlepaddle" in page
-    assert "commit abc1234; 3 rounds; `python -m ppdiffusers_tome bench --quick`" in page
     assert "not speed results: [quality.json](../../results/quality.json) (kind 'quality')." in page
     images = re.findall(r"!\[.*?\]\((.*?)\)", page)
     assert sorted(images) == sorted(path.name for path in output.glob("*.png"))
-    assert [re.sub("speed_1_sd15_unet_float32_|.png", "", name) for name in images] == [
-        "against_size",
-        "against_ratio",
-        "by_method",
-    ]
-    assert page.count("\n## ") == 1  # one machine, one section
-    assert "hardware: [published_figures.md](published_figures.md)." in page
+    plots = ["against_size", "against_ratio", "by_method"]  # of one section, because there is one machine
+    assert images == [f"speed_1_sd15_unet_float32_{plot}.png" for plot in plots]
 
 
 @pytest.fixture
