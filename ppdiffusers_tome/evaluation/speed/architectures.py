@@ -18,19 +18,12 @@ WITH_ATTENTION = "CrossAttnDownBlock2D"
 
 @dataclass(frozen=True)
 class Architecture:
-    """The config of a UNet, and the sizes of its inputs.
+    """The config of a UNet, and the sizes of its inputs."""
 
-    Args:
-        of: the published model, or the folder.
-        config: arguments of UNet2DConditionModel that differ from its defaults.
-        factor: image pixels per latent pixel, along each side.
-        text: number of text tokens.
-    """
-
-    of: str
-    config: Mapping[str, Any]
-    factor: int = 8
-    text: int = 77
+    of: str  # the published model, or the folder
+    config: Mapping[str, Any]  # arguments of UNet2DConditionModel that differ from its defaults
+    factor: int = 8  # image pixels per latent pixel, along each side
+    text: int = 77  # number of text tokens
 
     def build(self) -> nn.Layer:
         """The UNet, with random weights from Paddle's generator."""
