@@ -168,14 +168,6 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     assert [path.name for path in output.parent.iterdir()] == ["speed.json"]
 
 
-def test_programs_stay_in_a_folder_of_the_caller(tmp_path, stub):
-    made = stub()
-    measure(tmp_path, programs=tmp_path / "cached")
-    ((_, programs, _),) = made.calls
-    assert programs.is_dir() and programs.parent == tmp_path / "cached"
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
-
-
 def test_restart_forgets_figures_and_programs(tmp_path, stub):
     stub(KeyboardInterrupt(), lambda stub, programs: (programs / "program").mkdir() or ())
     with pytest.raises(KeyboardInterrupt):
