@@ -152,7 +152,6 @@ def register() -> None:
     cases.ARMS_OF |= {PYTORCH: (PLAIN, TOME), PYTORCH_BF16: (PLAIN, TOME)}
     cases.CONFIGS_OF |= {PYTORCH: tomesd_configs, PYTORCH_BF16: tomesd_configs}
     cases.CONFIGS_OF |= {BUILT_IN: built_in_configs, LIMIT: limit_configs}
-    cases.IN_BF16.add(PYTORCH_BF16)
     parity.TOLERANCES[PYTORCH] = 1e-3
     parity.DEFINED_BY[BUILT_IN] = TOME
 

@@ -20,8 +20,9 @@ from torch_unet import TorchProcess
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, calibrate, entry_of
-from ppdiffusers_tome.evaluation.quality.image_generation import from_image, generate_setting, image_paths, load_model
+from ppdiffusers_tome.evaluation.quality.image_generation import from_image, generate_setting, load_model
 from ppdiffusers_tome.evaluation.quality.settings import Evaluation, Setting
+from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.generation.offline import generate_here

@@ -1,11 +1,12 @@
-"""Small speed results with known answers, for the tests of what reads them."""
+"""Small speed results with known answers, for the tests of what reads them; and a small case with its backends."""
 
 import json
 from dataclasses import asdict
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.config import TOMESD_SETTINGS
-from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
+from ppdiffusers_tome.evaluation.speed import backends
+from ppdiffusers_tome.evaluation.speed.cases import Arm, Case, make_case
 
 PLAIN = [10.0, 20.0, 40.0]  # a shared machine: seconds vary, ratios within rounds do not
 
@@ -39,6 +40,14 @@ def result(cases, *, machine="Test CPU", **fields):
     environment |= {"paddlepaddle-gpu": "not installed", "ppdiffusers": "0.29.0", "ppdiffusers_tome": "0.9.0"}
     about = {"kind": "speed", "format": 3, "commit": "abc1234", "environment": environment, "rounds": 3, "threads": 1}
     return {**about, "command": "python -m ppdiffusers_tome bench --quick", "cases": cases, **fields}
+
+
+def tiny(**fields):
+    return make_case("tiny", **{"size": 128, **fields})
+
+
+def open_backend(name, workload, folder):
+    return backends.BACKEND_CLASSES[name](name, workload, 1, folder)
 
 
 def write(path, data):

@@ -59,7 +59,7 @@ def test_a_module_is_not_too_long(path):
 
 
 def test_no_two_modules_of_the_evaluation_share_a_name():
-    names = [path.stem for path in FILES if "evaluation" in path.parts and path.stem != "__init__"]
+    names = [path.stem for path in FILES if module_of(path).startswith("evaluation.") and path.stem != "__init__"]
     assert len(names) == len(set(names))
 
 

@@ -13,7 +13,7 @@ import pytest
 import speed
 from conftest import Recorder, make_unet, run, traces
 from free_merge import attach_free_merge
-from speed_results import config
+from speed_results import config, open_backend, tiny
 from top_block import build_transformer
 from torch_unet import torch_versions, torch_weights
 
@@ -36,20 +36,11 @@ TOMESD = {"window": None, "proportional": False, "merge_attn": True}
 def registered(monkeypatch):
     """The arms and backends are there for one test."""
     names = {backends: ("BACKEND_CLASSES", "ATTACH"), parity: ("TOLERANCES", "DEFINED_BY")}
-    names |= {cases: ("ARMS_OF", "CONFIGS_OF", "IN_BF16"), workloads: ("WORKLOADS",)}
+    names |= {cases: ("ARMS_OF", "CONFIGS_OF"), workloads: ("WORKLOADS",)}
     for module in names:
         for name in names[module]:
             monkeypatch.setattr(module, name, getattr(module, name).copy())
-    monkeypatch.setattr(parity, "IN_BF16", cases.IN_BF16)
     speed.register()
-
-
-def tiny(**fields):
-    return make_case("tiny", **{"size": 128, **fields})
-
-
-def open_backend(name, workload, folder):
-    return backends.BACKEND_CLASSES[name](name, workload, 1, folder)
 
 
 def test_arms_have_their_own_configs():

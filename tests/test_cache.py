@@ -62,17 +62,10 @@ def test_other_sources_versions_and_models_have_another_folder(pipeline, tmp_pat
 
 
 def test_what_decides_a_program_is_in_its_key():
-    keys = {
-        program_key("unet", 128, "tome", ToMeConfig(0.5), "paddle"),
-        program_key("block", 128, "tome", ToMeConfig(0.5), "paddle"),
-        program_key("unet", 256, "tome", ToMeConfig(0.5), "paddle"),
-        program_key("unet", 128, "limit", ToMeConfig(0.5), "paddle"),
-        program_key("unet", 128, "plain", None, "paddle"),
-        program_key("unet", 128, "tome", ToMeConfig(0.4), "paddle"),
-        program_key("unet", 128, "tome", ToMeConfig(0.5, use_rand=False), "paddle"),
-        program_key("unet", 128, "tome", ToMeConfig(0.5, seed=1), "paddle"),
-        program_key("unet", 128, "tome", ToMeConfig(0.5), "onnx"),
-    }
+    base = {"scope": "unet", "size": 128, "arm": "tome", "config": ToMeConfig(0.5), "format": "paddle"}
+    others = [{"scope": "block"}, {"size": 256}, {"arm": "limit"}, {"config": None}, {"format": "onnx"}]
+    configs = [ToMeConfig(0.4), ToMeConfig(0.5, use_rand=False), ToMeConfig(0.5, seed=1)]
+    keys = {program_key(**{**base, **changes}) for changes in [{}, *others, *({"config": c} for c in configs)]}
     assert len(keys) == 9 and program_key("unet", 128, "tome", ToMeConfig(ratio=0.5), "paddle") in keys
 
 

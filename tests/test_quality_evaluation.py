@@ -3,6 +3,7 @@
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -16,11 +17,17 @@ from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import evaluate as evaluate_command
 from ppdiffusers_tome.evaluation.quality import evaluation, image_generation
-from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, image_paths
+from ppdiffusers_tome.evaluation.quality.image_generation import image_folder
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Setting
+from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
 OPTIONS = ["--quick", "--count", "4", "--size", "32", "--ratio", "0.25", "0.75"]
+
+
+def evaluate(model, output, *options):
+    """The exit status of the command."""
+    return main(["evaluate", "--model", str(model), "--output", str(output), *options])
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +35,7 @@ def evaluated(model, tmp_path_factory):
     """The folder of an evaluation by the default backend, and what repeats the command."""
     output = tmp_path_factory.mktemp("evaluation")
 
-    def repeat(*more):
-        return main(["evaluate", "--model", str(model), *OPTIONS, "--output", str(output), *more])
-
+    repeat = partial(evaluate, model, output, *OPTIONS)
     assert repeat() == 0
     return output, repeat
 
@@ -99,9 +104,8 @@ def test_real_images_are_compared_too(evaluated):
 
 
 def test_methods_and_photographs(model, tmp_path):
-    options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "sx=4"]
-    command = ["evaluate", "--model", str(model), *options, "--backend", "eager", "--output", str(tmp_path)]
-    assert main(command) == 0
+    options = ["--quick", "--size", "32", "--strength", "0.5", "--merging", "sx=4", "--backend", "eager"]
+    assert evaluate(model, tmp_path, *options) == 0
     result = read_json(tmp_path / "quality.json")
     assert result["strength"] == 0.5
     settings = [(setting["group"], setting["config"]) for setting in result["settings"]]
@@ -120,10 +124,10 @@ def test_stable_diffusion_3_without_an_export(tmp_path, capsys, monkeypatch):
     pipe = ZOO["StableDiffusion3Pipeline"]().pipe
     pipe.save_pretrained(str(tmp_path / "model"))
     monkeypatch.setattr(image_generation, "_load", lambda model: pipe)  # without T5, ppdiffusers does not load it
-    command = ["evaluate", "--model", str(tmp_path / "model"), "--quick", "--size", "32"]
-    assert main([*command, "--output", str(tmp_path)]) == 2
+    command = partial(evaluate, tmp_path / "model", tmp_path, "--quick", "--size", "32")
+    assert command() == 2
     assert "without a UNet, which is not exported: pass --backend eager" in capsys.readouterr().err
-    assert main([*command, "--output", str(tmp_path), "--backend", "eager"]) == 0
+    assert command("--backend", "eager") == 0
     result = read_json(tmp_path / "quality.json")
     assert [setting["name"] for setting in result["settings"]] == ["0.5"]
     assert max(result["settings"][0]["pairs"]["psnr"]) < 60
@@ -153,8 +157,7 @@ def test_stable_diffusion_3_without_an_export(tmp_path, capsys, monkeypatch):
 )
 def test_arguments_are_checked_before_anything_is_generated(model, tmp_path, capsys, arguments, message):
     output = tmp_path / "output"
-    common = ["evaluate", "--model", str(model), "--ablations", "use_rand", "--output", str(output)]
-    assert main([*common, *arguments]) == 2
+    assert evaluate(model, output, "--ablations", "use_rand", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
 
@@ -162,11 +165,11 @@ def test_arguments_are_checked_before_anything_is_generated(model, tmp_path, cap
 def test_real_images_and_packages_are_checked_before_anything_is_generated(model, evaluated, tmp_path, capsys):
     plain = image_folder(PLAIN_IMAGES, evaluated[0])
     shutil.copy(next(plain.glob("*.png")), tmp_path / "real.png")
-    command = ["evaluate", "--model", str(model), "--output", str(tmp_path / "out"), "--real"]
-    assert main([*command, str(tmp_path)]) == 2
+    command = partial(evaluate, model, tmp_path / "out", "--real")
+    assert command(str(tmp_path)) == 2
     assert "has 1 PNG files: KID needs 4" in capsys.readouterr().err
     if find_spec("torch_fidelity") is None:
-        assert main([*command, str(plain), "--features", "inception"]) == 2
+        assert command(str(plain), "--features", "inception") == 2
         assert "pip install torch-fidelity" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -186,9 +189,8 @@ def planned(monkeypatch):
 
 def test_quick_replaces_defaults_alone(model, tmp_path, planned):
     """An option on the command line keeps its value, also if that is the usual default."""
-    command = ["evaluate", "--model", str(model), "--output", str(tmp_path), "--quick"]
     for options in ([], ["--steps", "10", "--ratio", "0.1", "0.25", "--batch", "4", "--ablations", "use_rand"]):
-        assert main([*command, *options]) == 2
+        assert evaluate(model, tmp_path, "--quick", *options) == 2
     assert [(run.size, run.steps, len(run.prompts), names, batch) for run, names, batch in planned] == [
         (64, 2, 2, ["0.5"], 2),
         (64, 10, 2, ["0.1", "0.25", "0.1-fixed", "0.25-fixed"], 4),
@@ -198,11 +200,11 @@ def test_quick_replaces_defaults_alone(model, tmp_path, planned):
 def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
     folder, defaults = tmp_path / "model", tmp_path / "model" / "defaults.json"
     shutil.copytree(model, folder)
-    command = ["evaluate", "--model", str(folder), "--output", str(tmp_path / "out"), "--ablations", "use_rand"]
-    assert main(command) == 2
+    command = partial(evaluate, folder, tmp_path / "out", "--ablations", "use_rand")
+    assert command() == 2
     (folder / "prompts.txt").unlink()
     defaults.write_text('{"steps": 3, "guidance_scale": 1.5}')
-    assert main(command) == main([*command, "--steps", "4", "--guidance-scale", "0", "--size", "64"]) == 2
+    assert command() == command("--steps", "4", "--guidance-scale", "0", "--size", "64") == 2
     assert [(run.size, run.steps, run.guidance_scale, run.prompts[0][0]) for run, *_ in planned] == [
         (32, 50, 7.5, "a fox"),  # 50 and 7.5 are StableDiffusionPipeline's
         (32, 3, 1.5, "a photo of an owl on a branch"),
@@ -210,14 +212,14 @@ def test_what_is_not_given_is_the_models_own(model, tmp_path, planned, capsys):
     ]
     assert "prompts.txt does not exist: general prompts are used; --prompts names others" in capsys.readouterr().err
     defaults.write_text('{"guidance": 1.5}')
-    assert main(command) == 2
+    assert command() == 2
     assert f"{defaults}: guidance: " in capsys.readouterr().err
 
 
 def test_bf16_is_measured_beside_merging(model, tmp_path, monkeypatch, planned):
     monkeypatch.setattr(evaluate_command, "choose_runtime", lambda **settings: None)  # whether this CPU has it
     for backend in ("openvino", "openvino-bf16"):
-        main(["evaluate", "--model", str(model), "--output", str(tmp_path), "--quick", "--backend", backend])
+        evaluate(model, tmp_path, "--quick", "--backend", backend)
     assert [names for _, names, _ in planned] == [["0.5"], ["0.5", "plain-bf16"]]
 
 

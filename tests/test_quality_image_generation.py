@@ -21,7 +21,6 @@ from ppdiffusers_tome.evaluation.quality.image_generation import (
     export_programs,
     generate_setting,
     image_folder,
-    image_paths,
     read_images,
 )
 from ppdiffusers_tome.evaluation.quality.settings import (
@@ -34,6 +33,7 @@ from ppdiffusers_tome.evaluation.quality.settings import (
     list_settings,
     photograph,
 )
+from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.generation.offline import generate_here
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "eager", threads=1)

@@ -1,4 +1,4 @@
-"""The quality report: sheets, links, refusals, and what the committed report does not show."""
+"""The quality report: what the committed one does not show, its sheets to the pixel, and the figures of its plots."""
 
 import json
 import re
@@ -11,8 +11,10 @@ from PIL import Image
 from quality_support import RATIOS, make_result, write_images
 
 from ppdiffusers_tome.errors import ToMeConfigError
+from ppdiffusers_tome.evaluation.plotting import looks_of
+from ppdiffusers_tome.evaluation.quality import quality_plots as plots
 from ppdiffusers_tome.evaluation.quality.quality_report import default_setting, read_frame, write_quality_page
-from ppdiffusers_tome.evaluation.quality.sheets import difference_map
+from ppdiffusers_tome.evaluation.quality.sheets import difference_map, make_sheet, save_png
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +80,11 @@ def test_examples_are_the_nearest_the_median_and_the_furthest(result, written):
             assert expected.getpixel((0, 0)) in colours
 
 
-def test_missing_images_and_other_results_are_refused_and_nothing_is_written(result, tmp_path):
+def test_missing_images_are_refused_and_nothing_is_written(result, tmp_path):
     write_images(result, tmp_path, names=("plain", "0.1", "0.25", "0.5"))
     (tmp_path / "images" / "0.25" / "0003.png").unlink()
     with pytest.raises(ToMeConfigError, match=r"0\.25 has 11 images, the result 12"):
         write_quality_page(result, tmp_path / "report", tmp_path / "quality.json", tmp_path)
-    for other in ({"kind": "speed", "format": 2}, {"kind": "quality", "format": 2}):
-        with pytest.raises(ToMeConfigError, match=r"quality\.json"):
-            write_quality_page(other, tmp_path / "report", tmp_path / "quality.json")
     assert not (tmp_path / "report").exists()
 
 
@@ -117,3 +116,128 @@ def test_default_is_nearest_to_the_ratio_of_the_ablations(ratio, name, tmp_path,
             setting["config"]["ratio"] = ratio
     assert default(result)["name"] == name
     assert f"What merges, at ratio {ratio:g}" in write_quality_page(result, tmp_path, tmp_path / "quality.json")
+
+
+# Sheets and difference maps
+
+SIDE, GAP = 16, 4  # px
+
+
+def flat(*rgb, size=(SIDE, SIDE)):
+    return Image.new("RGB", size, rgb)
+
+
+ROWS = [("plain", [flat(200, 10, 0), flat(0, 200, 10)]), ("0.5\n1.2 s", [flat(201, 10, 0), flat(0, 190, 10)])]
+
+
+def cells(sheet, rows, columns, top=24):
+    """The centre pixel of each place, [rows][columns]; images are at the lower right."""
+    step = SIDE + GAP
+    start = sheet.width - columns * step
+    return [[sheet.getpixel((start + x * step + 8, top + y * step + 8)) for x in range(columns)] for y in range(rows)]
+
+
+def test_difference_is_absolute_enlarged_and_clipped():
+    a, b, expected = np.zeros((3, 2, 3, 3), np.uint8)
+    a[0, 0], b[0, 0], expected[0, 0] = (10, 0, 200), (0, 7, 0), (40, 28, 255)
+    b[1, 2], expected[1, 2] = 1, 4
+    a, b = Image.fromarray(a), Image.fromarray(b)
+    np.testing.assert_array_equal(difference_map(a, b), expected)
+    np.testing.assert_array_equal(difference_map(b, a), expected)
+
+
+def test_sheet_has_a_place_for_each_row_and_title():
+    sheet = make_sheet(ROWS, ["fox", "owl"], SIDE)
+    assert sheet.size == (56 + 2 * (SIDE + GAP), 24 + 2 * (SIDE + GAP))
+    assert cells(sheet, 2, 2) == [[image.getpixel((0, 0)) for image in images] for _, images in ROWS]
+    long = make_sheet([("a\na very long label indeed", ROWS[0][1])], ["fox", "owl"], SIDE)
+    assert long.width > 120 + 2 * (SIDE + GAP) and cells(long, 1, 2) == [[(200, 10, 0), (0, 200, 10)]]
+
+
+def test_a_larger_image_is_scaled_down_to_its_place():
+    larger = flat(9, 8, 7, size=(40, 80))
+    larger.paste((200, 200, 200), (0, 40, 40, 80))
+    sheet = np.asarray(make_sheet([("", [larger])], ["fox"], SIDE))
+    place = sheet[24:, -SIDE - GAP :]
+    assert place[2, 2].tolist() == [9, 8, 7] and place[13, 2].tolist() == [200, 200, 200]
+    assert place[SIDE:].min() == place[:, SIDE:].min() == 255
+
+
+def test_png_carries_its_settings(tmp_path):
+    path = save_png(flat(1, 2, 3), tmp_path / "new" / "a.png", prompt="狐", image="fox", ratios=[0.25, 0.5])
+    with Image.open(path) as image:
+        assert image.text["prompt"] == "狐" and image.text["image"] == "fox"
+        assert json.loads(image.text["ratios"]) == [0.25, 0.5]
+        np.testing.assert_array_equal(np.asarray(image), flat(1, 2, 3))
+
+
+# Plots: point by point, bar by bar, with the calibrations as lines
+
+NINE = make_result(count=9)
+PAIRS = ["psnr", "ssim", "perceptual"]
+LABELS = {"ratio": "random dst", "use_rand": "use_rand=False", "tomesd": "tomesd on PyTorch", "method": "tomesd's"}
+KNOWN = {name: known for name, known in NINE["calibration"].items() if known["pairs"]}
+
+
+def lines(axes):
+    """Label → (x, y) of each line."""
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+def test_pairs_against_ratio():
+    panels = plots.plot_against_ratio(read_frame(NINE), PAIRS, "Pairs").axes
+    assert [axes.get_title() for axes in panels] == [plots.TITLES[measure] for measure in PAIRS]
+    for axes, measure in zip(panels, PAIRS, strict=True):
+        shown = lines(axes)
+        assert set(shown) == {*LABELS.values(), *KNOWN}
+        for group, label in LABELS.items():
+            settings = [setting for setting in NINE["settings"] if setting["group"] == group]
+            assert shown[label][0] == [setting["config"]["ratio"] for setting in settings]
+            np.testing.assert_allclose(shown[label][1], [np.median(s["pairs"][measure]) for s in settings])
+        for name, known in KNOWN.items():
+            assert shown[name][1] == pytest.approx([np.median(known["pairs"][measure])] * 2)
+        band = axes.collections[0].get_paths()[0].vertices
+        last = np.percentile(NINE["settings"][3]["pairs"][measure], [25, 75])
+        assert sorted(set(band[np.isclose(band[:, 0], 0.75), 1])) == pytest.approx(last)
+
+
+def test_kid_has_a_panel_for_each_reference():
+    panels = plots.plot_against_ratio(read_frame(NINE), ["kid_others", "kid_real"], "KID").axes
+    for axes, reference, real in zip(panels, ("to plain, other seeds", "to real"), (False, True), strict=True):
+        shown, by_ratio = lines(axes), [setting["kid"][reference] for setting in NINE["settings"][:4]]
+        assert shown["random dst"] == (list(RATIOS), pytest.approx([1000 * kid["mean"] for kid in by_ratio]))
+        known = {name: known["kid"] for name, known in NINE["calibration"].items() if ("real" in name) == real}
+        assert {name: shown[name][1][0] for name in known} == pytest.approx(
+            {name: 1000 * kid["mean"] for name, kid in known.items()}
+        )
+        band = axes.collections[0].get_paths()[0].vertices
+        last = [1000 * (by_ratio[3]["mean"] + sign * by_ratio[3]["std"]) for sign in (-1, 1)]
+        assert sorted(set(band[np.isclose(band[:, 0], 0.75), 1])) == pytest.approx(last), "one standard deviation"
+
+
+def test_bars_are_medians():
+    frame = read_frame(NINE)
+    at_half = frame[frame["ratio"] == 0.5]
+    (axes,) = plots.plot_bars(at_half, "perceptual", 0.3, "Ablations").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == at_half["label"].tolist()
+    medians = [np.median(s["pairs"]["perceptual"]) for s in NINE["settings"] if s["name"] in at_half.index]
+    np.testing.assert_allclose([bar.get_width() for bar in axes.patches], medians)
+    assert lines(axes)["another seed of the same prompt"][0] == [0.3, 0.3]
+
+
+def test_infinite_psnr_and_zero_distance_are_plotted_small_and_readable(tmp_path):
+    result = make_result(count=3)
+    result["settings"] = result["settings"][:2]
+    result["settings"][0]["pairs"]["psnr"] = [None, None, 30.0]  # equal images
+    result["settings"][1]["pairs"]["perceptual"] = [0.0] * 3
+    write_quality_page(result, tmp_path, tmp_path / "quality.json")
+    written = sorted(tmp_path.glob("*.png"))
+    assert [path.name for path in written] == ["quality_kid.png", "quality_pairs.png"]
+    for path in written:
+        with Image.open(path) as image:
+            assert 800 <= image.width <= 1100 and path.stat().st_size <= 100_000
+
+
+def test_no_two_names_have_one_look():
+    looks = looks_of(map(str, range(15)))
+    assert len({colour for colour, _ in looks.values()}) == len(looks) == 15

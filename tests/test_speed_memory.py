@@ -2,7 +2,6 @@
 
 import gc
 
-import numpy as np
 import paddle
 import pytest
 from paddle.base import core
@@ -123,7 +122,3 @@ def test_nothing_is_limited_on_a_gpu(monkeypatch):
 )
 def test_errors_of_memory_are_recognised(error, is_memory):
     assert is_out_of_memory(error) is is_memory
-
-
-def test_memory_of_numpy_does_not_count():
-    assert peak_bytes(lambda: np.zeros(10 * MB)) == current_bytes()

@@ -2,28 +2,30 @@
 
 import copy
 import json
-import math
 import os
 import signal
 from types import SimpleNamespace
 
 import pytest
+from conftest import messages_of_this_process
 from killed_worker import killed
 
-from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed import runner, worker
 from ppdiffusers_tome.evaluation.speed.backends import EagerBackend
 from ppdiffusers_tome.evaluation.speed.cases import Timing, make_arms, make_case, make_configs, read_cases
 from ppdiffusers_tome.evaluation.speed.runner import WorkerEndedError, measure_all, worker_messages
-from ppdiffusers_tome.evaluation.speed.worker import measure_case
 
-TOMESD = {"window": None, "proportional": False}
+
+def make(*arms, **fields):
+    """A case with these arms."""
+    case = make_case("tiny", **{"size": 64, **fields})
+    configs = make_configs([0.5], [None], [{"window": None, "proportional": False}])
+    case.arms = make_arms(case, arms, ["eager"], configs)
+    return case
 
 
 def cases(**fields):
-    case = make_case("tiny", **{"size": 128, **fields})
-    case.arms = make_arms(case, ["plain", "tome"], ["eager"], make_configs([0.5], [None], [TOMESD]))
-    return [case]
+    return [make("plain", "tome", size=128, **fields)]
 
 
 class Stub:
@@ -61,9 +63,8 @@ def stub(monkeypatch):
     """Makes the worker a stub, which it returns."""
 
     def set_up(*arguments, **named):
-        made = Stub(*arguments, **named)
-        monkeypatch.setattr(runner, "worker_messages", made)
-        return made
+        monkeypatch.setattr(runner, "worker_messages", Stub(*arguments, **named))
+        return runner.worker_messages
 
     return set_up
 
@@ -167,14 +168,6 @@ def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
     assert [path.name for path in output.parent.iterdir()] == ["speed.json"]
 
 
-def test_programs_stay_in_a_folder_of_the_caller(tmp_path, stub):
-    made = stub()
-    measure(tmp_path, programs=tmp_path / "cached")
-    ((_, programs, _),) = made.calls
-    assert programs.is_dir() and programs.parent == tmp_path / "cached"
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["speed.json"]
-
-
 def test_restart_forgets_figures_and_programs(tmp_path, stub):
     stub(KeyboardInterrupt(), lambda stub, programs: (programs / "program").mkdir() or ())
     with pytest.raises(KeyboardInterrupt):
@@ -186,10 +179,8 @@ def test_restart_forgets_figures_and_programs(tmp_path, stub):
 
 
 def messages_of(case, rounds, tmp_path):
-    """What the real worker sends in this process, with the case as it is then."""
-    messages = []
-    measure_case(lambda message: messages.append(copy.deepcopy(message)), case, Timing(rounds), tmp_path)
-    return messages
+    """What the real worker sends in this process."""
+    return messages_of_this_process(case, Timing(rounds), tmp_path)
 
 
 def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
@@ -209,9 +200,7 @@ def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
 
     monkeypatch.setattr(EagerBackend, "output", output)
     monkeypatch.setattr(EagerBackend, "seconds", seconds)
-    case = make_case("tiny", size=64)
-    case.arms = make_arms(case, ["plain", "tome", "both"], ["eager"], make_configs([0.5], [None], [TOMESD]))
-    *_, measured = messages_of(case, 2, tmp_path)
+    *_, measured = messages_of(make("plain", "tome", "both"), 2, tmp_path)
     plain, tome, both = measured.arms
     memory = ("out of memory", "check: MemoryError: (ResourceExhausted) Fail to alloc")
     assert (tome.status, tome.reason) == memory and passes.count(tome.name) == 1
@@ -223,8 +212,7 @@ def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
 def test_worker_continues_a_case(tmp_path, monkeypatch):
     """Arms with seconds are not checked again; arms that failed before do not run."""
     monkeypatch.setattr(EagerBackend, "seconds", lambda self, arm: 2.0)
-    case = make_case("tiny", size=64)
-    case.arms = make_arms(case, ["plain", "tome", "both"], ["eager"], make_configs([0.5], [None], [TOMESD]))
+    case = make("plain", "tome", "both")
     plain, tome, both = case.arms
     plain.seconds, tome.seconds = [1.0], [1.0]
     both.fail("error", "before")
@@ -237,11 +225,7 @@ def test_worker_continues_a_case(tmp_path, monkeypatch):
 
 def test_arms_take_turns_in_another_order_in_each_round(tmp_path, monkeypatch):
     monkeypatch.setattr(EagerBackend, "seconds", lambda self, arm: 1.0)
-    case = make_case("tiny", size=64)
-    case.arms = make_arms(
-        case, ["plain", "memory-efficient", "tome"], ["eager"], make_configs([0.5], [None], [TOMESD])
-    )
-    orders = []
+    case, orders = make("plain", "memory-efficient", "tome"), []
     for _ in range(2):
         timed = [m for m in messages_of(copy.deepcopy(case), 6, tmp_path) if isinstance(m, tuple) and "round" in m[1]]
         orders.append([[name for name, step in timed if step == f"round {index}"] for index in range(1, 7)])
@@ -270,10 +254,3 @@ def test_an_incomplete_result_of_something_else_is_not_continued(tmp_path, stub,
     made = stub()
     measure(tmp_path)
     assert made.calls[0][0].arms[0].seconds == [0.5], "the first one is there until a run completes"
-
-
-@pytest.mark.parametrize("value", [0, 10**23, math.nan])
-@pytest.mark.parametrize("name", ["rounds", "warm_up", "threads"])
-def test_settings_are_checked(name, value):
-    with pytest.raises(ToMeConfigError, match=r"--[a-z-]+ [-0-9a-z.e+]+ is not allowed: it must be from 1"):
-        Timing(**{name: value})

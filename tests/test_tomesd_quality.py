@@ -8,8 +8,9 @@ import pytest
 import tomesd_quality
 
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, image_paths, read_images
+from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, read_images
 from ppdiffusers_tome.evaluation.quality.settings import PLAIN_IMAGES, Setting
+from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.evaluation.results import read_json
 
 

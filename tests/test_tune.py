@@ -52,21 +52,23 @@ LANDSCAPE = {
 class FakeMeasurement:
     """Figures of a landscape, by ratio, and what was asked for. `early` are speed-ups of fewer than nine rounds."""
 
-    def __init__(self, landscape=LANDSCAPE, early=None):
-        self.landscape, self.early = landscape, early or {}
+    def __init__(self, landscape=LANDSCAPE, early=None, failures=None):
+        self.landscape, self.early, self.failures = landscape, early or {}, failures or {}
         self.timed, self.compared = [], []
 
-    def time(self, configs, rounds):
-        for config in configs:
-            self.timed.append((config.ratio, rounds))
-            speed_up = self.landscape[config.ratio][0]
-            yield config, [self.early.get(config.ratio, speed_up) if rounds < 9 else speed_up] * rounds
+    def time(self, candidates, rounds):
+        for candidate in candidates:
+            ratio = candidate.config.ratio
+            self.timed.append((ratio, rounds))
+            speed_up = self.landscape[ratio][0]
+            candidate.speed_up = [self.early.get(ratio, speed_up) if rounds < 9 else speed_up] * rounds
+            candidate.failure = self.failures.get(ratio)
 
-    def compare(self, configs, images):
-        for config in configs:
-            self.compared.append((config.ratio, images))
-            _, psnr, perceptual = self.landscape[config.ratio]
-            yield config, [psnr] * images, [perceptual] * images
+    def compare(self, candidates, images):
+        for candidate in candidates:
+            self.compared.append((candidate.config.ratio, images))
+            _, psnr, perceptual = self.landscape[candidate.config.ratio]
+            candidate.psnr, candidate.perceptual = [psnr] * images, [perceptual] * images
 
 
 def search_in(fake, goal, ratios=tuple(LANDSCAPE), stages=STAGES, report=lambda text: None, **options):
@@ -142,10 +144,7 @@ def test_what_more_rounds_show_to_be_slower_than_plain_is_not_chosen():
 
 
 def test_a_candidate_that_fails_does_not_end_the_others():
-    fake = FakeMeasurement()
-    measured = fake.time
-    fake.time = lambda *of: ((c, "out of memory" if c.ratio == 0.3 else values) for c, values in measured(*of))
-    chosen, candidates = search_in(fake, Goal(SPEED_UP, 1.3))
+    chosen, candidates = search_in(FakeMeasurement(failures={0.3: "out of memory"}), Goal(SPEED_UP, 1.3))
     assert chosen.config.ratio == 0.33
     assert [c.failure for c in candidates if c.failure] == ["out of memory"]
 
@@ -217,8 +216,9 @@ def command(model, output):
 def set_speed_ups(monkeypatch, speed_ups):
     """Replace the clock: speed-ups by ratio."""
 
-    def time(self, configs, rounds):
-        return ((config, [speed_ups[config.ratio]] * rounds) for config in configs)
+    def time(self, candidates, rounds):
+        for candidate in candidates:
+            candidate.speed_up = [speed_ups[candidate.config.ratio]] * rounds
 
     monkeypatch.setattr(Measurement, "time", time)
 
@@ -333,7 +333,9 @@ def test_figures_are_measured_once_for_what_decides_them(model, tmp_path, monkey
     configs = [ToMeConfig(0.5), ToMeConfig(0.5000001), ToMeConfig(0.5, seed=1), ToMeConfig(0.25)]
 
     def timed(configs, rounds=1):
-        return dict(Measurement(case, evaluation, tmp_path, "tune").time(configs, rounds))
+        candidates = [Candidate(config) for config in configs]
+        Measurement(case, evaluation, tmp_path, "tune").time(candidates, rounds)
+        return {candidate.config: candidate.failure or candidate.speed_up for candidate in candidates}
 
     first = timed(configs)
     assert first.pop(configs[3]) == "error: of no use"

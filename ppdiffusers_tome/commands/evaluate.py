@@ -10,7 +10,7 @@ from ..config import parse_settings
 from ..errors import ToMeConfigError
 from ..evaluation.environment import usable_cores
 from ..evaluation.quality.settings import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_settings
-from ..evaluation.results import check_result, command_line, read_json, write_result
+from ..evaluation.results import command_line, read_json, write_result
 from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
@@ -92,9 +92,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
 
 
 def _report(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    result = read_json(options.file)
-    check_result(result, "quality", options.file)
-    return _write_page(result, options.file, options.output, options.images)
+    return _write_page(read_json(options.file), options.file, options.output, options.images)
 
 
 def _write_page(result: dict[str, Any], file: Path, output: Path, images: Path | None) -> int:

@@ -58,12 +58,8 @@ def programs_of(root: Path, model: str) -> Cache:
 
 
 def program_key(scope: str, size: int, arm: str, config: ToMeConfig | None, format: str) -> str:
-    """The name of a program: what decides it, besides the model.
+    """The name of a program: what decides it, besides the model. `size` is that of a square image in px.
 
-    Args:
-        scope, arm: of a case, and of one of its arms.
-        size: px, of a square image; the batch is dynamic.
-        config: how tokens merge; None: they do not.
-        format: of the program, one of `inference.manifest.FORMATS`.
+    `config` is None where nothing merges; `format` is one of `inference.manifest.FORMATS`. The batch is dynamic.
     """
     return f"{arm}_{digest([scope, size, arm, config and asdict(config), format])}"

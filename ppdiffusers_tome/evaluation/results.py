@@ -10,14 +10,8 @@ from ..errors import ToMeConfigError
 from ..files import write_file
 from .environment import commit, describe_environment
 
-FORMATS = {
-    "speed": 3,
-    "operations": 3,
-    "quality": 3,
-    "comparison": 2,
-    "load": 2,
-    "experiments": 1,
-}  # kind → its current format
+# The current format of each kind.
+FORMATS = {"speed": 3, "operations": 3, "quality": 3, "comparison": 2, "load": 2, "experiments": 1}
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -16,18 +16,11 @@ from ...generation.offline import MakeImageBackend
 from ...models import denoisers, find_blocks
 from ..cache import digest
 from ..results import make_result
-from .image_generation import (
-    check_model,
-    claim_folder,
-    generate_images,
-    image_folder,
-    image_paths,
-    load_model,
-    read_images,
-)
+from .image_generation import check_model, claim_folder, generate_images, image_folder, load_model, read_images
 from .metrics import blur, kid, load_fid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
 from .settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, Setting
+from .sheets import image_paths
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
 SIGMA = 1.0  # px: a blur that is visible at once
@@ -113,9 +106,9 @@ class Measurer:
     output: Path
     size: int  # px; images of another size are resized
 
-    def compare(self, setting: Setting, sigma: float = 0) -> Measured:
-        """A setting's images, blurred by sigma px, each against the plain one of the same prompt and noise."""
-        images, plain = (image_paths(image_folder(one, self.output)) for one in (setting, PLAIN_IMAGES))
+    def compare(self, setting: Setting, sigma: float = 0, count: int | None = None) -> Measured:
+        """A setting's first images, blurred by sigma px, each against the plain one of the same prompt and noise."""
+        images, plain = (image_paths(image_folder(one, self.output))[:count] for one in (setting, PLAIN_IMAGES))
         return self.measure(images, plain, sigma)
 
     def measure(self, images: Sequence[Path], references: Sequence[Path] = (), sigma: float = 0) -> Measured:

@@ -212,11 +212,6 @@ def image_folder(setting: Setting, output: Path) -> Path:
     return output / "images" / setting.name
 
 
-def image_paths(folder: Path) -> list[Path]:
-    """The PNG files of a folder in the order of their names, without unfinished ones."""
-    return sorted(folder.glob("[!.]*.png"))
-
-
 def read_images(paths: Sequence[Path], size: int) -> np.ndarray:
     """Images as uint8 [N, size, size, 3]; those of another size are resized."""
     images = [Image.open(path).convert("RGB") for path in paths]

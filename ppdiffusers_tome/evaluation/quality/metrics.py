@@ -14,37 +14,25 @@ SUBSETS = 100  # pairs of subsets that KID compares
 LARGEST_SUBSET = 1000
 
 
-def psnr(
-    a: np.ndarray,  # [H, W, 3] uint8
-    b: np.ndarray,  # the same shape
-) -> float:
+def psnr(a: np.ndarray, b: np.ndarray) -> float:  # [H, W, 3] uint8 both
     """Peak signal-to-noise ratio in dB, higher is closer; infinite for equal images."""
     with np.errstate(divide="ignore"):
         return float(peak_signal_noise_ratio(a, b, data_range=255))
 
 
-def ssim(
-    a: np.ndarray,  # [H, W, 3] uint8, H and W at least 7
-    b: np.ndarray,  # the same shape
-) -> float:
+def ssim(a: np.ndarray, b: np.ndarray) -> float:  # [H, W, 3] uint8 both, H and W at least 7
     """Structural similarity (Wang et al. 2004), 1 for equal images: in windows of 7×7 px, the mean over colours."""
     return float(structural_similarity(a, b, data_range=255, channel_axis=-1))
 
 
-def blur(
-    image: np.ndarray,  # [H, W, 3] uint8
-    sigma: float,  # px
-) -> np.ndarray:  # [H, W, 3] uint8
-    """The image under a Gaussian blur: a known loss that calibrates the measures."""
+def blur(image: np.ndarray, sigma: float) -> np.ndarray:  # [H, W, 3] uint8 both
+    """The image under a Gaussian blur of sigma px: a known loss that calibrates the measures."""
     values = gaussian(image, sigma, channel_axis=-1, preserve_range=True)
     return np.round(values).clip(0, 255).astype(np.uint8)
 
 
-def kid(
-    x: np.ndarray,  # [N, D] features of one set, N at least 2
-    y: np.ndarray,  # [M, D] features of the other, M at least 2
-) -> dict[str, float]:
-    """Kernel distance between two sets: "mean" and "std" of `squared_mmd` over random pairs of subsets.
+def kid(x: np.ndarray, y: np.ndarray) -> dict[str, float]:  # [N, D] and [M, D], N and M at least 2
+    """Kernel distance between features of two sets: "mean" and "std" of `squared_mmd` over random pairs of subsets.
 
     A subset has half the members of the smaller set, at most LARGEST_SUBSET, so that subsets differ and "std" is
     meaningful. Equal arguments give equal values.
@@ -61,10 +49,7 @@ def kid(
     return {"mean": float(np.mean(values)), "std": float(np.std(values))}
 
 
-def squared_mmd(
-    x: np.ndarray,  # [N, D] float64
-    y: np.ndarray,  # the same shape
-) -> float:
+def squared_mmd(x: np.ndarray, y: np.ndarray) -> float:  # [N, D] float64 both
     """The unbiased squared MMD under the kernel (x·y/D + 1)³.
 
     Its expected value is 0 for two samples of one distribution, whatever their size, so it can be negative.

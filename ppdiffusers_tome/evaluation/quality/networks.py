@@ -69,9 +69,7 @@ STLPIPS = Weights(
 )
 
 
-def efficientnet_features(
-    images: np.ndarray,  # [B, H, W, 3] uint8, any H and W
-) -> np.ndarray:  # [B, 1280] float32
+def efficientnet_features(images: np.ndarray) -> np.ndarray:  # [B, H, W, 3] uint8 → [B, 1280] float32
     """EfficientNet-Lite0's last feature map, averaged over positions; KID compares these features.
 
     EfficientNet (Tan and Le 2019, arXiv:1905.11946) with ReLU6 for swish, without squeeze-and-excitation, and with a
@@ -84,10 +82,7 @@ def efficientnet_features(
     return run(EFFICIENTNET, images=np.stack([np.asarray(image) for image in resized]))
 
 
-def st_lpips(
-    a: np.ndarray,  # [B, H, W, 3] uint8, H and W at least 21
-    b: np.ndarray,  # the same shape
-) -> np.ndarray:  # [B] float32
+def st_lpips(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # [B, H, W, 3] uint8 both, H, W ≥ 21 → [B] float32
     """The perceptual distance: 0 for equal images, higher for images that look more different, mostly below 1.
 
     ST-LPIPS (Ghildyal and Liu 2022, arXiv:2207.13686) with its authors' weights; no code is taken from them. As in

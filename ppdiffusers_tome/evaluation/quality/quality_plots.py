@@ -24,13 +24,7 @@ AGAINST_RATIO = ["ratio", "method", "use_rand", "tomesd"]  # groups whose settin
 
 
 def plot_against_ratio(frame: pd.DataFrame, columns: Sequence[str], title: str) -> Figure:
-    """A panel for each column: lines with bands for ways to merge, horizontal lines for known differences.
-
-    Args:
-        frame: from `quality_report.read_frame`.
-        columns: some of TITLES.
-        title: of the figure.
-    """
+    """A panel for each column of TITLES: ways to merge as lines with bands, known differences as horizontal lines."""
     figure, panels = make_figure(len(columns), height=3.6)
     lines = frame[frame["group"].isin(AGAINST_RATIO)].sort_values("ratio", kind="stable")
     known = frame[frame["group"] == "calibration"]
@@ -71,10 +65,10 @@ def is_on_frontier(speed_up: pd.Series, nearness: pd.Series, noise: float = 0) -
     Another point counts as faster unless it is slower by the share `noise` or more.
     """
     points = list(zip(speed_up, nearness, strict=True))
-    return np.array(
-        [s > 1 and not any(other * (1 + noise) > s and nearer > n for other, nearer in points) for s, n in points],
-        bool,
-    )
+    is_best = [
+        s > 1 and not any(other * (1 + noise) > s and nearer > n for other, nearer in points) for s, n in points
+    ]
+    return np.array(is_best, bool)
 
 
 # Writes text, x, y and colour of each point beside it.
@@ -89,10 +83,8 @@ def plot_frontier(
     Each point has its ratio beside it, and the legend the methods.
 
     Args:
-        points: columns "method", "ratio", "psnr", "perceptual", the speed-up as `backend`, and for a mark
-            "is_chosen".
-        title: of the figure.
-        backend: that was timed.
+        points: columns "method", "ratio", "psnr", "perceptual", the speed-up as `backend` (that was timed), and for a
+            mark "is_chosen".
         noise: as in `is_on_frontier`.
         label: writes the labels; that of a method's lowest ratio then has its name, in place of the legend.
     """

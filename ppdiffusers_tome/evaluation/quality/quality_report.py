@@ -36,11 +36,9 @@ def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, 
     """Write `quality.md` with its plots and, where images are given, its contact sheets; return its text.
 
     Args:
-        result: a quality result, as `evaluate` writes it.
+        result, result_file: as `evaluate` writes it, and where it was read from; the page links to that.
         output: the folder for the page, its plots and sheets; made if it does not exist.
-        result_file: where the result was read from; the page links to it.
-        images: the folder that `evaluate --output` wrote, with `images/<setting>/*.png`; None for a page without
-            sheets.
+        images: the folder that `evaluate --output` wrote; None for a page without sheets.
 
     Raises:
         ToMeConfigError: result is no quality result, or an image is missing; nothing is written then.
@@ -57,9 +55,7 @@ def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, 
         default=frame.loc[default_setting(frame)].to_dict(),
         other_seeds=frame.loc[OTHER_SEEDS].to_dict(),
         different=[f"{ratio:g}" for name, ratio in _ratios(frame).items() if differs[name]],
-        tables={
-            group: cells_of(rows, TABLE).set_index("setting") for group, rows in frame.groupby("group", sort=False)
-        },
+        tables={name: cells_of(rows, TABLE).set_index("setting") for name, rows in frame.groupby("group", sort=False)},
         figures={"Plots": _write_plots(frame, output), "Images": sheets},
     )
 
@@ -75,8 +71,9 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     rows: dict[str, dict[str, Any]] = {}
     for setting in result["settings"]:
         config = ToMeConfig(**setting["config"])
-        about = {"config": config, "method": name_of(config), "ratio": config.ratio, "label": _label(setting)}
-        about |= {"group": setting["group"], "framework": setting["framework"], "fid": setting.get("fid", math.nan)}
+        about = {name: setting[name] for name in ("group", "framework")} | {"fid": setting.get("fid", math.nan)}
+        about |= {"config": config, "method": name_of(config), "ratio": config.ratio}
+        about |= {"label": _label(setting["group"], config)}
         rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
     for name, known in result["calibration"].items():
         reference = "to real" if "real" in name else "to plain, other seeds"
@@ -103,19 +100,12 @@ def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, flo
     return columns
 
 
-def _label(setting: dict[str, Any]) -> str:
+def _label(group: str, config: ToMeConfig) -> str:
     """How a setting differs from the others of its ratio."""
-    config, group = setting["config"], setting["group"]
-    if group == "method":
-        return name_of(ToMeConfig(**config))
-    layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if config[f"merge_{layer}"])
-    labels = {
-        "ratio": "random dst",
-        "layers": f"layers: {layers}",
-        "tomesd": "tomesd on PyTorch",
-        "precision": "bfloat16",
-    }
-    return labels.get(group) or f"{group}={config[group]}"
+    layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if getattr(config, f"merge_{layer}"))
+    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "method": name_of(config)}
+    labels |= {"tomesd": "tomesd on PyTorch", "precision": "bfloat16"}
+    return labels.get(group) or f"{group}={getattr(config, group)}"
 
 
 def default_setting(frame: pd.DataFrame) -> str:
@@ -135,16 +125,13 @@ def _ratios(frame: pd.DataFrame) -> pd.Series:
 
 
 def cells_of(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> pd.DataFrame:
-    """A page's table of some rows; None where nothing was measured.
+    """A page's table of some rows of a frame; None where nothing was measured.
 
-    Args:
-        rows: of a frame.
-        columns: of the frame, with title and form of the table's; the form has the names of the frame's columns.
+    `columns` has title and form of the table's columns; the form has the names of the frame's.
     """
+    records = rows.to_dict("records")
     cells = {
-        title: [
-            None if pd.isna(row[name]) else form.format(**row).replace("inf", "∞") for row in rows.to_dict("records")
-        ]
+        title: [None if pd.isna(row[name]) else form.format(**row).replace("inf", "∞") for row in records]
         for name, (title, form) in columns.items()
         if name in rows
     }
@@ -184,16 +171,10 @@ def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, out
     sheet, pairs = output / "quality_sheet.png", output / "quality_examples.png"
     write_sheet(sheet, result, images, folders, spread)
     write_sheet(pairs, result, images, folders, titles, with_differences=True)
-    return [
-        (
-            sheet,
-            f"Plain images in the first row, then each ratio. Prompts {', '.join(map(str, spread))} of the list, "
-            "evenly spaced.",
-        ),
-        (
-            pairs,
-            f"Of all {len(prompts)} images at ratio {ratios[default]:g}, the one nearest to plain, the median and the "
-            "furthest, by the perceptual distance. Below each image: its difference from plain, "
-            f"{GAIN} times enlarged.",
-        ),
-    ]
+    numbers = ", ".join(map(str, spread))
+    of_sheet = f"Plain images in the first row, then each ratio. Prompts {numbers} of the list, evenly spaced."
+    of_pairs = (
+        f"Of all {len(prompts)} images at ratio {ratios[default]:g}, the one nearest to plain, the median and the "
+        f"furthest, by the perceptual distance. Below each image: its difference from plain, {GAIN} times enlarged."
+    )
+    return [(sheet, of_sheet), (pairs, of_pairs)]

@@ -89,10 +89,8 @@ class Evaluation:
         offset = 2**31 if setting == OTHER_SEEDS else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):
-            name, image = "", None
-            if self.strength is not None:
-                name = PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
-                image = photograph(name, self.size)
+            name = "" if self.strength is None else PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
+            image = photograph(name, self.size) if name else None
             own = replace(job, prompt=text, seed=seed_after(seed, offset), image=image, strength=self.strength)
             prompts.append(Prompt(n, own, name))
         return prompts
@@ -182,11 +180,9 @@ def name_of(config: ToMeConfig) -> str:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The prompts in a file.
+    """The prompts in a file: `.txt`, one on each line; `.jsonl`, an object with "prompt" on each line; or `.tsv`.
 
-    Args:
-        path: `.txt`, one prompt on each line; `.jsonl`, one object with "prompt" on each line; or `.tsv`, a table with
-            a column "Prompt", as PartiPrompts (Yu et al. 2022, arXiv:2206.10789) are published.
+    That is a table with a column "Prompt", as PartiPrompts (Yu et al. 2022, arXiv:2206.10789) are published.
 
     Raises:
         ToMeConfigError: the file cannot be read, or holds no prompt or one that is not allowed.

@@ -28,18 +28,23 @@ def write_sheet(
 
     Args:
         path: of the PNG.
-        result: its result.
-        images: its output folder.
+        result, images: of `evaluate`, and its output folder.
         folders: the row's label → the setting's name. The first row is the plain images.
         titles: number of the image → title of its column.
         with_differences: below each row, its difference from the first.
 
     Raises:
-        ToMeConfigError: an image is missing.
+        ToMeConfigError: a setting has more or fewer images than the result.
     """
     rows: list[tuple[str, list[Image.Image]]] = []
     for label, name in folders.items():
-        files = _image_files(images / "images" / name, len(result["prompts"]))
+        folder, count = images / "images" / name, len(result["prompts"])
+        files = image_paths(folder)
+        if len(files) != count:
+            raise ToMeConfigError(
+                f"{folder} has {len(files)} images, the result {count}: give the folder that `evaluate --output` "
+                "wrote, or none for a report without images."
+            )
         rows.append((label, [Image.open(files[n]).convert("RGB") for n in titles]))
         if with_differences and len(rows) > 1:
             differences = [difference_map(*pair) for pair in zip(rows[0][1], rows[-1][1], strict=True)]
@@ -56,19 +61,9 @@ def evenly_spaced(result: dict[str, Any]) -> dict[int, str]:
     return {n: prompts[n]["prompt"] for n in numbers}
 
 
-def _image_files(folder: Path, count: int) -> list[Path]:
-    """The images of one setting, in the order of the prompts.
-
-    Raises:
-        ToMeConfigError: there are more or fewer than `count`.
-    """
-    files = sorted(folder.glob("[!.]*.png"))
-    if len(files) != count:
-        raise ToMeConfigError(
-            f"{folder} has {len(files)} images, the result {count}: give the folder that `evaluate --output` wrote, "
-            "or none for a report without images."
-        )
-    return files
+def image_paths(folder: Path) -> list[Path]:
+    """The PNG files of a folder in the order of their names, without unfinished ones."""
+    return sorted(folder.glob("[!.]*.png"))
 
 
 def difference_map(a: Image.Image, b: Image.Image) -> Image.Image:

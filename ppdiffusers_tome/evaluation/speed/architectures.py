@@ -18,19 +18,12 @@ WITH_ATTENTION = "CrossAttnDownBlock2D"
 
 @dataclass(frozen=True)
 class Architecture:
-    """The config of a UNet, and the sizes of its inputs.
+    """The config of a UNet, and the sizes of its inputs."""
 
-    Args:
-        of: the published model, or the folder.
-        config: arguments of UNet2DConditionModel that differ from its defaults.
-        factor: image pixels per latent pixel, along each side.
-        text: number of text tokens.
-    """
-
-    of: str
-    config: Mapping[str, Any]
-    factor: int = 8
-    text: int = 77
+    of: str  # the published model, or the folder
+    config: Mapping[str, Any]  # arguments of UNet2DConditionModel that differ from its defaults
+    factor: int = 8  # image pixels per latent pixel, along each side
+    text: int = 77  # number of text tokens
 
     def build(self) -> nn.Layer:
         """The UNet, with random weights from Paddle's generator."""
@@ -39,7 +32,10 @@ class Architecture:
     @property
     def first_level(self) -> int:
         """The shallowest level with attention: 1 in Stable Diffusion, 2 in SDXL."""
-        return 2**self._first_stage
+        kinds = list(self.config["down_block_types"])
+        if WITH_ATTENTION not in kinds:
+            raise ToMeConfigError(f"{self.of} has no {WITH_ATTENTION}, only {', '.join(kinds)}: nothing can merge.")
+        return 2 ** kinds.index(WITH_ATTENTION)
 
     def latent(self, size: int) -> Grid:
         """The grid of the latents of a square image of `size` px."""
@@ -48,13 +44,6 @@ class Architecture:
     def first_grid(self, size: int) -> Grid:
         """The grid of the tokens at the shallowest level with attention."""
         return grid_at(self.latent(size), self.first_level)
-
-    @property
-    def _first_stage(self) -> int:
-        kinds = list(self.config["down_block_types"])
-        if WITH_ATTENTION not in kinds:
-            raise ToMeConfigError(f"{self.of} has no {WITH_ATTENTION}, only {', '.join(kinds)}: nothing can merge.")
-        return kinds.index(WITH_ATTENTION)
 
 
 # Sources: unet/config.json of these models on Hugging Face. tests/test_speed_architectures.py compares the numbers of
@@ -80,7 +69,8 @@ def read_architecture(folder: Path) -> Architecture:
             f"--model {folder} is not allowed: its UNet is a {config.get('_class_name')}, and only "
             "UNet2DConditionModel is timed."
         )
-    vae, tokenizer = (_optional(folder / part) for part in ("vae/config.json", "tokenizer/tokenizer_config.json"))
+    files = folder / "vae" / "config.json", folder / "tokenizer" / "tokenizer_config.json"
+    vae, tokenizer = (json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files)
     factor = 2 ** (len(vae["block_out_channels"]) - 1) if vae else 8
     text = tokenizer.get("model_max_length", 77)
     return Architecture(str(folder), config, factor, text if 0 < text < 10_000 else 77)
@@ -89,7 +79,3 @@ def read_architecture(folder: Path) -> Architecture:
 def architecture_of(model: str) -> Architecture:
     """The architecture of a name in ARCHITECTURES or of a pipeline's folder; raises as `read_architecture`."""
     return ARCHITECTURES[model] if model in ARCHITECTURES else read_architecture(Path(model))
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ class Backend(ABC):
 
     Args:
         name: in `cases.ARMS_OF`.
-        workload: what is computed.
         threads: of programs; eager Paddle reads OMP_NUM_THREADS.
         programs: the folder in which exported programs are cached; it may not exist yet.
     """
@@ -121,8 +119,6 @@ class ProgramBackend(Backend):
         self._loaded: dict[str, Run] = {}
         self._peaks: dict[str, int | None] = {}
         self._cache = Cache(programs)
-        self._weights = sorted(programs.glob("*/*.pdiparams"))
-        self._onnx_weights: SharedWeights | None = None
         self._earlier: Path | None = None
 
     @contextmanager
@@ -178,16 +174,13 @@ class ProgramBackend(Backend):
         """The program with weights that are on the disk once for all arms."""
         if file.onnx is None:
             own = self.programs / str(file.params)
-            params = share_weights(own, self._weights)
-            if params == own:
-                self._weights.append(params)
-            else:
+            params = share_weights(own, [path for path in self.programs.glob("*/*.pdiparams") if path != own])
+            if params != own:
                 os.link(params, own)
             return file
-        if self._onnx_weights is None:
-            paths = (self.programs / f"{number}{ONNX_WEIGHTS}" for number in count())  # earlier processes wrote some
-            self._onnx_weights = SharedWeights(next(path for path in paths if not path.exists()))
-        self._onnx_weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
+        weights = SharedWeights(self.programs / f"shared{ONNX_WEIGHTS}", self.programs / "weights.json")
+        weights.move(self.programs / file.onnx, self.programs / f"{key}.onnx")
+        weights.save_index()
         shutil.rmtree(self.programs / key)
         return replace(file, program=None, params=None, onnx=f"{key}.onnx")
 
@@ -209,7 +202,7 @@ class ProgramBackend(Backend):
         def load() -> Run:
             pipe = load_pipeline(folder, threads=self.threads, **PROGRAMS[self.name])
             pipe.set_progress_bar_config(disable=True)
-            return lambda is_short: workload.run_pipeline(pipe, is_short)
+            return lambda is_short: workload.run(is_short, pipe)
 
         return load
 

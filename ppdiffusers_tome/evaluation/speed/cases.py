@@ -38,9 +38,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
 UNMERGED = (PLAIN, MEMORY_EFFICIENT)
 ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
-# The next three are where benchmarks/speed.py adds arms and backends. Programs have their own attention kernels.
+# The next two are where benchmarks/speed.py adds arms and backends. Programs have their own attention kernels.
 ARMS_OF: dict[str, tuple[str, ...]] = {EAGER: tuple(ARM_NAMES), **dict.fromkeys(PROGRAMS, (PLAIN, TOME))}
-IN_BF16 = {OPENVINO_BF16}  # backends
 # By backend or arm: the configs with which it merges, of those that the user asks for.
 CONFIGS_OF: dict[str, Callable[["Case", Sequence[ToMeConfig]], Sequence[ToMeConfig]]] = {}
 
@@ -65,17 +64,17 @@ class Arm:
     @property
     def ratio(self) -> float:
         """Share of tokens to merge; 0 if nothing merges."""
-        return 0.0 if self.config is None else self.config.constant_ratio
+        return self.config.constant_ratio if self.config else 0.0
 
     @property
     def max_downsample(self) -> int | None:
         """Deepest level that merges; None: the shallowest with attention, or nothing merges."""
-        return None if self.config is None else self.config.max_downsample
+        return self.config.max_downsample if self.config else None
 
     @property
     def method(self) -> str:
         """How tokens merge, in words, without ratio, level and dst; "" if they do not."""
-        return "" if self.config is None else replace(self.config, use_rand=True, max_downsample=None).method
+        return replace(self.config, use_rand=True, max_downsample=None).method if self.config else ""
 
     @property
     def name(self) -> str:
@@ -189,10 +188,8 @@ def make_configs(
     if any(settings.get("use_rand") for settings in mergings):
         raise ToMeConfigError("--merging use_rand is not allowed: every arm has fixed dst, as fast as random ones.")
     combinations = product(ratios, levels, mergings or [{}])
-    configs = [
-        ToMeConfig(**{"ratio": r, "max_downsample": level, "use_rand": False, **s}) for r, level, s in combinations
-    ]
-    return list(dict.fromkeys(configs))  # a value may be repeated
+    bases = ({"ratio": ratio, "max_downsample": level, **settings} for ratio, level, settings in combinations)
+    return list(dict.fromkeys(ToMeConfig(**{**base, "use_rand": False}) for base in bases))  # a value may be repeated
 
 
 def make_case(model: str, **fields: Any) -> Case:
@@ -222,11 +219,7 @@ def make_case(model: str, **fields: Any) -> Case:
 
 
 def make_arms(case: Case, arms: Sequence[str], backends: Sequence[str], configs: Sequence[ToMeConfig]) -> list[Arm]:
-    """The arms of a case; those that cannot be measured are NOT_MEASURED and have a reason.
-
-    Args:
-        case, arms, backends: what they compute, some of ARM_NAMES, some of ARMS_OF.
-        configs: how the merging arms merge.
+    """The arms of a case, of `arms` in ARMS_OF; those that cannot be measured are NOT_MEASURED and have a reason.
 
     Raises:
         ToMeConfigError: a config would merge nothing in the case.
@@ -234,11 +227,9 @@ def make_arms(case: Case, arms: Sequence[str], backends: Sequence[str], configs:
     efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
     made: dict[str, Arm] = {}
     for backend in backends:
-        choose = CONFIGS_OF.get(backend)
         for name in [name for name in ARMS_OF[backend] if name in arms]:
-            choose_for_arm = choose or CONFIGS_OF.get(name)
-            chosen = choose_for_arm(case, configs) if choose_for_arm else configs
-            for config in [None] if name in UNMERGED else chosen:
+            choose = CONFIGS_OF.get(backend) or CONFIGS_OF.get(name)
+            for config in [None] if name in UNMERGED else choose(case, configs) if choose else configs:
                 attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
                 arm = Arm(name, backend, config, attention, case.count_kept(config))
                 if backend != EAGER and case.dtype != "float32":

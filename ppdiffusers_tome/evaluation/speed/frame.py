@@ -20,14 +20,13 @@ UNMERGED: dict[str, Any] = {"ratio": 0.0, "max_downsample": 0, "method": ""}
 def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, str]]]:
     """The arms of all speed results among the files, and the files of other kinds with their kind.
 
-    The columns are the fields of the arm, its case and its file; missing numbers are NaN, and `max_downsample` is 0
-    if the option was not used. In addition:
+    The columns are the fields and properties of the arm, its case and its file; missing numbers are NaN, and
+    `max_downsample` is 0 if the option was not used. In addition:
 
-    - `case`: number of the case. In words: `case_name`, made of `subject` ("sd15, one UNet pass") and `shape`
-      ("512 px, batch 2"), and `name`, of the arm.
-    - `ratio`, `max_downsample`, `method` of the arm. `label`: in words with ratio, without level and backend.
-    - `machine`: what seconds depend on. `is_ours`: whether the arm is not one that benchmarks/speed.py adds; `merges`:
-      whether it merges tokens too.
+    - `case`: its number. `case_name`: made of `subject` ("sd15, one UNet pass") and `shape` ("512 px, batch 2").
+    - `label`: of the arm in words, with ratio, without level and backend.
+    - `machine`: what seconds depend on.
+    - `is_ours`: whether benchmarks/speed.py does not add the arm; `merges`: whether it merges tokens too.
     - `time`, `time_low`, `time_high`: median and quartiles of the seconds; NaN if the arm was not measured.
     - `over_plain` (in the same backend), `over_efficient` (memory-efficient attention), `over_eager` (plain there):
       the time of that arm over that of this one, as medians and quartiles of the ratios within rounds; NaN unless both

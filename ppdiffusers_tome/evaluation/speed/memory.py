@@ -82,7 +82,7 @@ def limited(limit: int | None, weights: int) -> Iterator[None]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     room = available_bytes() - RESERVE if limit is None else limit - weights
-    allowed = max(_kib(Path("/proc/self/status"), "VmData:") + room, 0)
+    allowed = max((_number(Path("/proc/self/status"), "VmData:") << 10) + room, 0)
     if hard != resource.RLIM_INFINITY:
         allowed = min(allowed, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
@@ -95,20 +95,19 @@ def limited(limit: int | None, weights: int) -> Iterator[None]:
 def count_ended_processes() -> int | None:
     """How many processes the system has ended because memory ran out; None if it does not report that."""
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
+        return _number(Path("/proc/vmstat"), "oom_kill ")
+    except (OSError, StopIteration):
         return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def available_bytes() -> int:
     """What the machine can give to new processes without swapping."""
-    return _kib(Path("/proc/meminfo"), "MemAvailable:")
+    return _number(Path("/proc/meminfo"), "MemAvailable:") << 10  # KiB
 
 
-def _kib(path: Path, name: str) -> int:
+def _number(path: Path, name: str) -> int:
     line = next(line for line in path.read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
+    return int(line.split()[1])
 
 
 def _stat(name: str) -> Any:

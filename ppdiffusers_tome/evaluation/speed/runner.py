@@ -72,8 +72,7 @@ def measure_all(
         if beside.exists():
             other = "an incomplete result of other cases, models, settings, versions or code, which is not continued"
             print(f"{beside} has {other}", file=sys.stderr)
-        content = {**asdict(timing), "cases": decisive["cases"]}
-        result = make_result("speed", command, environment=environment, **content)
+        result = make_result("speed", command, environment=environment, **asdict(timing), cases=decisive["cases"])
         cache.store(result, decisive)
     cases = [Case.from_json(fields) for fields in result["cases"]]
 
@@ -101,7 +100,7 @@ def measure_all(
                     skip += _fail(cases[index], arm, step, error, skip)
                     save(index, cases[index])
             bar.update(sum(passes[: index + 1]) - bar.n)
-    write_result(output, {**result, "cases": [asdict(case) for case in cases]})
+    write_result(output, result)
     shutil.rmtree(beside, ignore_errors=True)
     return cases
 

@@ -50,8 +50,7 @@ def measure_case(send: Send, case: Case, timing: Timing, programs: Path, skip: S
     send((None, "building the model"))
     with limited(None, 0):
         workload = open_workload(case)
-    kinds = BACKEND_CLASSES
-    worker = _Worker(send, case, lambda name: kinds[name](name, workload, timing.threads, programs), skip)
+    worker = _Worker(send, case, skip, lambda name: BACKEND_CLASSES[name](name, workload, timing.threads, programs))
     for arm in worker.planned:
         arm.macs = workload.macs(arm.config) if arm.arm not in ATTACH else None
     unchecked = [arm for arm in worker.planned if arm.parity is None and not arm.seconds]
@@ -77,7 +76,7 @@ def measure_case(send: Send, case: Case, timing: Timing, programs: Path, skip: S
 class _Worker:
     """A case with its backends. An arm that fails once is not run again, nor is a definition."""
 
-    def __init__(self, send: Send, case: Case, make_backend: Callable[[str], Backend], skip: Sequence[str]) -> None:
+    def __init__(self, send: Send, case: Case, skip: Sequence[str], make_backend: Callable[[str], Backend]) -> None:
         self._send, self._case, self._make_backend = send, case, make_backend
         self._backends: dict[str, Backend] = {}
         self._failed = {*skip, *(arm.name for arm in case.with_status(OUT_OF_MEMORY, ERROR))}

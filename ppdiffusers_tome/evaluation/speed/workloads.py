@@ -92,13 +92,10 @@ class PipelineWorkload(Workload):
         self.weights = sum(weights_bytes(part) for part in pipe.components.values() if isinstance(part, nn.Layer))
         self.rows = case.batch * (2 if (case.guidance_scale or 0) > 1 else 1)
 
-    def run(self, is_short: bool = False) -> np.ndarray:
-        return self.run_pipeline(self.pipe, is_short)
-
-    def run_pipeline(self, pipe: DiffusionPipeline, is_short: bool) -> np.ndarray:
-        """Images [B, H, W, 3] in 0 … 1, by this or another pipeline over the same weights."""
+    def run(self, is_short: bool = False, pipe: DiffusionPipeline | None = None) -> np.ndarray:
+        """Images [B, H, W, 3] in 0 … 1, also by another pipeline over the same weights."""
         paddle.seed(0)
-        return pipe(
+        return (pipe or self.pipe)(
             [PROMPT] * self.case.batch,
             height=self.case.size,
             width=self.case.size,

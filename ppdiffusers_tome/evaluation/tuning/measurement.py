@@ -11,10 +11,11 @@ from ...generation.offline import generate_here
 from ..cache import Cache, digest, programs_of
 from ..environment import describe_environment
 from ..quality.evaluation import Measurer
-from ..quality.image_generation import export_programs, fingerprint, generate_images, image_folder, image_paths
+from ..quality.image_generation import export_programs, fingerprint, generate_images
 from ..quality.settings import PLAIN_IMAGES, Evaluation, Setting
 from ..speed.cases import MEASURED, PLAIN, PROGRAMS, TOME, Case, Timing, make_arms
 from ..speed.runner import measure_all
+from .search import PERCEPTUAL, PSNR, Candidate
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,22 @@ class Measurement:
         machine = describe_environment()["machine"]
         return self.root / digest([fingerprint(self.evaluation), self.evaluation.threads, machine])
 
-    def time(self, configs: Sequence[ToMeConfig], rounds: int) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
-        """Each candidate with its speed-ups over plain in rounds of one UNet pass, or why it cannot be timed.
+    def time(self, candidates: Sequence[Candidate], rounds: int) -> None:
+        """Set the candidates' speed-ups over plain in rounds of one UNet pass, or why they cannot be timed.
 
         Those that were not timed before take turns with plain in one run of `bench`, which a repeated call continues.
         """
-        cache, keys = Cache(self.folder / "figures"), {config: [asdict(config), rounds] for config in configs}
-        if missing := [config for config, key in keys.items() if cache.load(key) is None]:
+        cache = Cache(self.folder / "figures")
+        configs = [candidate.config for candidate in candidates]
+        if missing := [config for config in configs if cache.load(asdict(config), rounds) is None]:
             for config, figures in self._bench(missing, rounds):
-                cache.store(figures, keys[config])
-        yield from ((config, cache.load(key)) for config, key in keys.items())
+                cache.store(figures, asdict(config), rounds)
+        for candidate in candidates:
+            figures = cache.load(asdict(candidate.config), rounds)
+            if isinstance(figures, str):
+                candidate.failure = figures
+            else:
+                candidate.speed_up = figures
 
     def _bench(self, configs: Sequence[ToMeConfig], rounds: int) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
         """Programs are those that generate the images. In eager mode, dst is fixed: random dst take the same time, and
@@ -64,25 +71,23 @@ class Measurement:
             else:
                 yield config, f"{arm.status}: {arm.reason}"
 
-    def compare(
-        self, configs: Sequence[ToMeConfig], count: int
-    ) -> Iterator[tuple[ToMeConfig, list[float], list[float]]]:
-        """Each candidate with PSNR and perceptual distance of its first images from the plain ones.
+    def compare(self, candidates: Sequence[Candidate], count: int) -> None:
+        """Set PSNR and perceptual distance of the candidates' first images from the plain ones.
 
         One image per call of the pipeline, so that later ones do not change them.
         """
-        first = replace(self.evaluation, prompts=self.evaluation.prompts[:count])
-        names = {config: config.describe().removeprefix("ratio=") for config in configs}
-        settings = {c: Setting(name.replace(", ", "_").replace("'", ""), "method", c) for c, name in names.items()}
+        first, settings = replace(self.evaluation, prompts=self.evaluation.prompts[:count]), list[Setting]()
+        for config in (candidate.config for candidate in candidates):
+            name = config.describe().removeprefix("ratio=").replace(", ", "_").replace("'", "")
+            settings.append(Setting(name, "method", config))
         if self.evaluation.backend in PROGRAMS:  # all now: settings that differ in the ratio alone share a program
             cached = programs_of(self._unets, self.evaluation.model)
-            export_programs(first, [PLAIN_IMAGES, *settings.values()], self.folder, cached)
+            export_programs(first, [PLAIN_IMAGES, *settings], self.folder, cached)
         measurer = Measurer(self.folder, self.evaluation.size)
-        for config, setting in settings.items():
+        for candidate, setting in zip(candidates, settings, strict=True):
             generate_images(first, [PLAIN_IMAGES, setting], self.folder, generate_here, batch=1)
-            images, plain = (image_paths(image_folder(one, self.folder))[:count] for one in (setting, PLAIN_IMAGES))
-            measured = measurer.measure(images, plain)
-            yield config, measured["psnr"].tolist(), measured["perceptual"].tolist()
+            measured = measurer.compare(setting, count=count)
+            candidate.psnr, candidate.perceptual = (measured[name].tolist() for name in (PSNR, PERCEPTUAL))
 
     @property
     def _unets(self) -> Path:

@@ -1,13 +1,12 @@
 """The search of `tune`: of many ways to merge, the one that reaches a goal best, by successive halving.
 
-It screens all candidates with few figures, then measures more for the better half, until few are left. Time and
-distance are functions that the caller gives. The search is a function of their figures, so a repeated one takes the
-same way.
+It screens all candidates with few figures, then measures more for the better half, until few are left. The caller's
+functions measure time and distance. The search is a function of the figures, so a repeated one takes the same way.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,10 +97,7 @@ class Goal:
         return not candidate.failure and candidate.median(SPEED_UP) * (1 + MARGINS[SPEED_UP]) >= least
 
 
-# Both measure some configs and yield each with its figures: speed-ups of so many rounds, or why they cannot be
-# measured; PSNR and perceptual distance of so many images.
-Timer = Callable[[Sequence[ToMeConfig], int], Iterable[tuple[ToMeConfig, list[float] | str]]]
-Comparer = Callable[[Sequence[ToMeConfig], int], Iterable[tuple[ToMeConfig, list[float], list[float]]]]
+Measure = Callable[[Sequence[Candidate], int], None]  # sets so many figures of each candidate
 
 
 @dataclass(frozen=True)
@@ -138,8 +134,8 @@ def search(
     configs: Sequence[ToMeConfig],
     goal: Goal,
     stages: Sequence[Stage],
-    timer: Timer,
-    comparer: Comparer,
+    time: Measure,
+    compare: Measure,
     report: Callable[[str], None],
     refines: bool = False,
 ) -> tuple[Candidate | None, list[Candidate]]:
@@ -151,23 +147,16 @@ def search(
     Args:
         configs: of the candidates.
         goal, stages: what is asked for, and how many figures each stage measures.
-        timer, comparer: measure.
+        time, compare: set the speed-ups of so many rounds, or the failure; and both distances of so many images.
         report: is called with a line of text before each stage.
         refines: after the first stage, add ratios between those of the best candidates.
     """
 
     def measure(candidates: Sequence[Candidate], stage: Stage) -> list[Candidate]:
-        by_config = {candidate.config: candidate for candidate in candidates}
-        untimed = [c.config for c in candidates if not c.failure and len(c.speed_up) < stage.rounds]
-        for config, values in timer(untimed, stage.rounds) if untimed else ():
-            if isinstance(values, str):
-                by_config[config].failure = values
-            else:
-                by_config[config].speed_up = values
+        time([c for c in candidates if not c.failure and len(c.speed_up) < stage.rounds], stage.rounds)
         fast = [candidate for candidate in candidates if goal.is_fast_enough(candidate)]
-        missing = [c.config for c in fast if len(c.psnr) < stage.images]
-        for config, psnr, perceptual in comparer(missing, stage.images) if missing else ():
-            by_config[config].psnr, by_config[config].perceptual = psnr, perceptual
+        if missing := [c for c in fast if len(c.psnr) < stage.images]:
+            compare(missing, stage.images)
         return fast
 
     candidates = [Candidate(config) for config in dict.fromkeys(configs)]
