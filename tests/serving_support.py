@@ -13,7 +13,6 @@ from ppdiffusers_tome.generation.jobs import AbandonedError, Limits
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import DrainingServer, listen
 
@@ -81,9 +80,8 @@ class FakeEngine:
 class Running:
     """A running server, its parts, and clients for tests."""
 
-    def __init__(self, queue, server, engine, metrics, port, thread):
-        self.queue, self.server, self.engine, self.metrics, self.port = queue, server, engine, metrics, port
-        self.thread = thread
+    def __init__(self, queue, server, engine, port, thread):
+        self.queue, self.server, self.engine, self.port, self.thread = queue, server, engine, port, thread
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
@@ -94,11 +92,11 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
     def count(self, name, **labels):
-        return self.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
+        return self.queue.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
 
     def requests(self, status):
         """The number of requests with this status, over all endpoints."""
-        samples = [sample for metric in self.metrics.registry.collect() for sample in metric.samples]
+        samples = [sample for metric in self.queue.metrics.registry.collect() for sample in metric.samples]
         counts = [sample for sample in samples if sample.name == "ppdiffusers_tome_requests_total"]
         return sum(sample.value for sample in counts if sample.labels["status"] == str(status))
 
@@ -107,17 +105,16 @@ class Running:
 def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, **queue_options):
     """A ready server on 127.0.0.1, on a free port unless one is given, closed at the end."""
     engine = engine or FakeEngine()
-    metrics = Metrics()
-    queue = ImageQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
+    queue = ImageQueue(load or (lambda: engine), name, limits, **queue_options)
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
-    app = create_app(queue, config, metrics)
+    app = create_app(queue, config)
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
     server = DrainingServer(app, queue, seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     queue.start()
     thread.start()
-    running = Running(queue, server, engine, metrics, port, thread)
+    running = Running(queue, server, engine, port, thread)
     try:
         until(lambda: server.started)
         if load is None:

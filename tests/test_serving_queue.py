@@ -199,6 +199,7 @@ def test_failures_that_requests_cause_are_healthy():
             assert ask(server, prompt="explode").json()["error"]["code"] == "generation_failed"
         assert server.queue.unhealthy_reason is None and server.http.get("/health").status_code == 200
         assert server.count("images_total", outcome="failed") == 6
+        until(lambda: len(server.engine.calls) == 12)
         check = server.engine.calls[-1][0]
         assert (check.prompt, check.width, check.height, check.ratio, check.steps) == ("", 64, 48, 0.5, 2)
 

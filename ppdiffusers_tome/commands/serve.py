@@ -87,7 +87,6 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     except ImportError as error:
         raise ToMeError(f"{error}. Serving needs: {install_command('serve')}") from error
     from ..serving.app import create_app
-    from ..serving.prometheus import Metrics
     from ..serving.queue import ImageQueue
     from ..serving.server import serve
 
@@ -111,7 +110,6 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
-    metrics = Metrics()
     with _open_engines(load, options) as (load_engine, engines):
         queue = ImageQueue(
             lambda: load_engine(lambda: queue.is_closed),
@@ -120,11 +118,10 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             options.queue,
             options.batch,
             options.batch_wait,
-            metrics,
             stuck_seconds=2 * options.timeout,
             **engines,
         )
-        app = create_app(queue, config, metrics)
+        app = create_app(queue, config)
         serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
     return 0
 

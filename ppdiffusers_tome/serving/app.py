@@ -16,18 +16,16 @@ from .api_errors import answer, responses
 from .app_config import AppConfig
 from .middleware import BASIC, BEARER, CountingMiddleware, RequestMiddleware
 from .page_files import make_page_router
-from .prometheus import Metrics
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
 from .queue import ImageQueue
 
 
-def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAPI:
+def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
     """Build the application.
 
     Args:
-        queue: generates the images; /ready reports its state.
+        queue: generates the images; /ready reports its state. Requests are counted in its metrics, as its images are.
         config: time limits, sizes and the API key.
-        metrics: shown by /metrics. Requests are counted here, images by the queue.
 
     Returns:
         An ASGI application. It reads no file and stores nothing of a request after its answer.
@@ -48,7 +46,7 @@ def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAP
             allow_headers=("Authorization", "Content-Type"),
             expose_headers=("Retry-After",),
         )
-    app.add_middleware(CountingMiddleware, metrics=metrics)
+    app.add_middleware(CountingMiddleware, metrics=queue.metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
@@ -74,7 +72,7 @@ def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAP
     @app.get("/metrics", response_class=PlainTextResponse, dependencies=key, responses=openai)
     async def show_metrics() -> Response:
         """Prometheus metrics."""
-        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(queue.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(api_openai.make_router(queue, config), dependencies=key, responses=openai)
     app.include_router(api_webui.make_router(queue, config), dependencies=key, responses=webui)
