@@ -18,7 +18,7 @@ from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
 from ..inference.loading import read_defaults
-from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
+from ..serving.app_config import KEY_VARIABLE, AppConfig
 from .image_options import (
     add_runtime_options,
     add_step_options,
@@ -94,7 +94,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     limits = limits_of(manifest, options)
     own = read_defaults(options.model)
     config = AppConfig(
-        api_key=key_from_environment(),
+        api_key=os.environ.get(KEY_VARIABLE),  # an empty one is refused
         request_seconds=options.timeout,
         body_bytes=options.max_body,
         hosts=(options.host, *options.allow_host),

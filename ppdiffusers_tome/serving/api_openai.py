@@ -1,21 +1,18 @@
 """OpenAI's images API: POST /v1/images/generations and GET /v1/models; and POST /v1/tokens, for the page."""
 
 import asyncio
-import base64
 import time
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from ..generation.png import load_image
 from ..inference.manifest import Size
 from . import protocol
 from .api_errors import ApiError, responses
 from .app_config import AppConfig
 from .event_stream import stream_events
-from .handler import RequestHandler
+from .handler import DEFAULT_STRENGTH, RequestHandler
 from .middleware import JsonRoute
 from .queue import ImageQueue
 from .tickets import RequestProgress
@@ -61,25 +58,25 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         values: protocol.ImageRequest = body
         check_model(values.model)
         height, width = sizes.get(values.size or "auto", Size(0, 0))  # which is refused, like any other
-        fields = {name: getattr(values, name) for name in ("prompt", "negative_prompt", "steps", "guidance_scale")}
         if values.image is None and values.strength is not None:
             raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
-        if values.image is not None:
-            fields["strength"] = 0.75 if values.strength is None else values.strength
-        fields["merge_map"] = values.merge_map
         jobs = handler.make_jobs(
-            values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields
+            values.n or 1,
+            values.seed,
+            **values.model_dump(include={"prompt", "negative_prompt", "steps", "guidance_scale", "merge_map"}),
+            width=width,
+            height=height,
+            ratio=values.tome_ratio,
+            strength=None if values.image is None else values.strength or DEFAULT_STRENGTH,
         )
-        job = jobs[0]
-        load = None if values.image is None else partial(load_image, values.image, (job.width, job.height), limits)
-        size = str(job.size)
+        size = str(jobs[0].size)
         if values.stream:
             progress = RequestProgress()
 
-            def completed(files: list[bytes]) -> list[protocol.CompletedEvent]:
+            def completed(files: list[str]) -> list[protocol.CompletedEvent]:
                 return [
                     protocol.CompletedEvent(
-                        b64_json=_base64(file),
+                        b64_json=file,
                         created_at=int(time.time()),
                         size=size,
                         seed=job.seed,
@@ -92,9 +89,9 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
                     for index, (file, job) in enumerate(zip(files, jobs, strict=True))
                 ]
 
-            return await stream_events(handler.generate(request, jobs, load, progress), progress, completed)
-        files = await handler.generate(request, jobs, load)
-        data = [protocol.Image(b64_json=_base64(file), seed=job.seed) for file, job in zip(files, jobs, strict=True)]
+            return await stream_events(handler.generate(request, jobs, values.image, progress), progress, completed)
+        files = await handler.generate(request, jobs, values.image)
+        data = [protocol.Image(b64_json=file, seed=job.seed) for file, job in zip(files, jobs, strict=True)]
         return protocol.ImagesResponse(created=int(time.time()), data=data, size=size)
 
     @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 411, 413, 415, 422, 503))
@@ -122,10 +119,6 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             raise ApiError(404, message, "model", "model_not_found")
 
     return router
-
-
-def _base64(file: bytes) -> str:
-    return base64.b64encode(file).decode()
 
 
 def _merge_map(groups: Any) -> protocol.MergeMap | None:

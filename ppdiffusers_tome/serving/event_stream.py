@@ -16,9 +16,9 @@ REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after
 
 
 async def stream_events(
-    images: Coroutine[None, None, list[bytes]],
+    images: Coroutine[None, None, list[str]],
     progress: RequestProgress,
-    completed: Callable[[list[bytes]], Sequence[CompletedEvent]],
+    completed: Callable[[list[str]], Sequence[CompletedEvent]],
 ) -> StreamingResponse:
     """The response to a request that asks for a stream.
 
@@ -45,9 +45,9 @@ async def stream_events(
 
 
 async def _events(
-    pending: "asyncio.Future[list[bytes]]",
+    pending: "asyncio.Future[list[str]]",
     progress: RequestProgress,
-    completed: Callable[[list[bytes]], Sequence[CompletedEvent]],
+    completed: Callable[[list[str]], Sequence[CompletedEvent]],
 ) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     last, sent = None, 0.0
