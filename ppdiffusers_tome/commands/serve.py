@@ -6,7 +6,7 @@ import sys
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from ..generation.engine import Engine
 
 
-LIMITS = {field.name: field.default for field in fields(Limits)}
-DEFAULTS = {field.name: field.default for field in fields(AppConfig)}
-
-
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `serve` to the command line."""
     serve = commands.add_parser(
@@ -55,17 +51,15 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--queue", type=int, default=64, help=f"most images that wait; further requests get 429 {default}")
     option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
     option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
-    option("--timeout", type=float, default=DEFAULTS["request_seconds"], help=f"seconds for one request {default}")
+    option("--timeout", type=float, default=AppConfig.request_seconds, help=f"seconds for one request {default}")
     add_step_options(serve)
-    option("--max-images", type=int, default=LIMITS["images"], help=f"most images in one request {default}")
-    option("--max-steps", type=int, default=LIMITS["steps"], help=f"most steps {default}")
-    option("--max-prompt", type=int, default=LIMITS["prompt_characters"], help=f"characters of a prompt {default}")
-    option("--max-body", type=int, default=DEFAULTS["body_bytes"], help=f"largest request, bytes {default}")
+    option("--max-images", type=int, default=Limits.images, help=f"most images in one request {default}")
+    option("--max-steps", type=int, default=Limits.steps, help=f"most steps {default}")
+    option("--max-prompt", type=int, default=Limits.prompt_characters, help=f"characters of a prompt {default}")
+    option("--max-body", type=int, default=AppConfig.body_bytes, help=f"largest request, bytes {default}")
     option("--allow-host", action="append", default=[], help="another name of this server, without an API key")
     option("--allow-origin", action="append", default=[], help="https://... of web pages that may send requests")
-    option(
-        "--max-pixels", type=int, default=LIMITS["image_pixels"], help=f"largest image of a client, pixels {default}"
-    )
+    option("--max-pixels", type=int, default=Limits.image_pixels, help=f"largest image of a client, pixels {default}")
     page = serve.add_mutually_exclusive_group()
     page.add_argument("--open", action="store_true", help="open the page in a browser when the server is ready")
     page.add_argument("--no-page", action="store_true", help="no page for browsers at /, only the API")

@@ -69,30 +69,12 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             ratio=values.tome_ratio,
             strength=None if values.image is None else values.strength or DEFAULT_STRENGTH,
         )
-        size = str(jobs[0].size)
         if values.stream:
             progress = RequestProgress()
-
-            def completed(files: list[str]) -> list[protocol.CompletedEvent]:
-                return [
-                    protocol.CompletedEvent(
-                        b64_json=file,
-                        created_at=int(time.time()),
-                        size=size,
-                        seed=job.seed,
-                        index=index,
-                        seconds=progress.seconds,
-                        batch=progress.batch,
-                        step_seconds=progress.step_seconds,
-                        merge_map=_merge_map(progress.merge_maps[index]),
-                    )
-                    for index, (file, job) in enumerate(zip(files, jobs, strict=True))
-                ]
-
-            return await stream_events(handler.generate(request, jobs, values.image, progress), progress, completed)
-        files = await handler.generate(request, jobs, values.image)
-        data = [protocol.Image(b64_json=file, seed=job.seed) for file, job in zip(files, jobs, strict=True)]
-        return protocol.ImagesResponse(created=int(time.time()), data=data, size=size)
+            return await stream_events(handler.generate(request, jobs, values.image, progress), jobs, progress)
+        images = await handler.generate(request, jobs, values.image)
+        data = [protocol.Image(b64_json=image, seed=job.seed) for image, job in zip(images, jobs, strict=True)]
+        return protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
 
     @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 411, 413, 415, 422, 503))
     async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
@@ -119,11 +101,3 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             raise ApiError(404, message, "model", "model_not_found")
 
     return router
-
-
-def _merge_map(groups: Any) -> protocol.MergeMap | None:
-    """The event's field from an array [h, w]."""
-    if groups is None:
-        return None
-    height, width = groups.shape
-    return protocol.MergeMap(width=width, height=height, groups=groups.ravel().tolist())
