@@ -1,5 +1,6 @@
 """A server in a thread, with an engine that returns images of one colour at once."""
 
+import json
 import socket
 import threading
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from time import monotonic, sleep
 import httpx
 from PIL import Image
 
-from ppdiffusers_tome.generation.jobs import AbandonedError, Limits
+from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Limits
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
@@ -74,6 +75,8 @@ class FakeEngine:
         for job in jobs:
             if job.prompt in ("explode", f"explode at seed {job.seed}"):
                 raise RuntimeError("secret reason")
+            if job.prompt == "damaged":
+                raise GenerationError("an image has values that are not finite")
         return [Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0)) for job in jobs]
 
 
@@ -134,6 +137,14 @@ def until(condition, seconds=20):
     while not condition():
         assert monotonic() < end, f"not true after {seconds} s"
         sleep(0.005)
+
+
+def events_of(answer):
+    """The data of all events of an answer; the name of each is its type."""
+    parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in parts)
+    return [json.loads(data.removeprefix("data: ")) for _, data in parts]
 
 
 def assert_refused_whatever_the_host(app, client):

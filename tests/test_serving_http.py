@@ -27,6 +27,7 @@ from serving_support import (
     TEXT,
     FakeEngine,
     assert_refused_whatever_the_host,
+    events_of,
     serving,
     until,
 )
@@ -82,16 +83,8 @@ def opened(encoded):
 
 def test_openai_defaults(server):
     body = server.post(OPENAI, {"prompt": "fox", "size": "auto"}).json()
-    job = server.engine.calls[-1][0]
-    assert (job.width, job.height, job.ratio, job.steps, job.guidance_scale, job.negative_prompt) == (
-        64,
-        48,
-        0.5,
-        2,
-        7.5,
-        "",
-    )
-    assert body["data"][0]["seed"] == job.seed
+    job = Job("fox", 48, 64, ratio=0.5, seed=body["data"][0]["seed"], steps=2, guidance_scale=7.5)
+    assert server.engine.calls[-1] == [job]
     seeds = {server.post(OPENAI, {"prompt": "fox"}).json()["data"][0]["seed"] for _ in range(3)}
     assert len(seeds) == 3, "a missing seed is random"
 
@@ -99,9 +92,8 @@ def test_openai_defaults(server):
 @pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_image_to_image(server, kind, prefix):
-    body = server.post(
-        IMAGE, {"init_images": [prefix + png(format=kind)], "denoising_strength": 0.5, "seed": -1}
-    ).json()
+    fields = {"init_images": [prefix + png(format=kind)], "denoising_strength": 0.5, "seed": -1}
+    body = server.post(IMAGE, fields).json()
     job = server.engine.calls[-1][0]
     assert job.image.mode == "RGB" and job.image.size == (64, 48) and job.strength == 0.5
     assert json.loads(body["info"])["denoising_strength"] == 0.5
@@ -112,19 +104,11 @@ def test_metadata_is_in_the_png(server):
     body = server.post(OPENAI, {"prompt": prompt, "seed": 5, "steps": 4, "guidance_scale": 1.5}).json()
     chunks = opened(body["data"][0]["b64_json"]).text
     assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
-    metadata = json.loads(chunks["ppdiffusers_tome"])
-    expected = {
-        "prompt": prompt,
-        "seed": 5,
-        "steps": 4,
-        "guidance_scale": 1.5,
-        "width": 64,
-        "height": 48,
-        "tome_ratio": 0.5,
-        "tome_method": "ToMe, windows of 16",
-    }
     assert 'Token merging method: "ToMe, windows of 16"' in chunks["parameters"]
-    assert expected.items() <= metadata.items() and metadata["model"] == "fake"
+    metadata = json.loads(chunks["ppdiffusers_tome"])
+    job = Job(prompt, 48, 64, ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
+    expected = {**job.settings(), "tome_method": "ToMe, windows of 16", "model": "fake"}
+    assert expected.items() <= metadata.items()
 
 
 def test_models_and_health(server):
@@ -138,14 +122,6 @@ def test_models_and_health(server):
 
 
 # Server-sent events and the page
-
-
-def events_of(answer):
-    """The data of all events of an answer; the name of each is its type."""
-    parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in parts)
-    return [json.loads(data.removeprefix("data: ")) for _, data in parts]
 
 
 def test_stream_reports_steps_then_images():
@@ -278,27 +254,6 @@ def test_stream_that_is_refused_is_an_ordinary_error(server):
     assert error["type"] == "error" and error["error"]["code"] == "generation_failed" and "secret" not in str(error)
 
 
-def test_stream_is_refused_while_the_queue_is_full():
-    with serving(limits=replace(LIMITS, images=1), capacity=1) as server, ThreadPoolExecutor(2) as pool:
-        server.engine.gate.clear()
-        requests = [pool.submit(server.post, OPENAI, {"prompt": "runs"})]
-        assert server.engine.started.acquire(timeout=20)
-        requests.append(pool.submit(server.post, OPENAI, {"prompt": "waits"}))
-        until(lambda: server.queue.progress().waiting == 1)
-        answer = server.post(OPENAI, {"prompt": "fox", "stream": True})
-        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-        server.engine.gate.set()
-        assert [request.result().status_code for request in requests] == [200, 200]
-
-
-def test_stream_that_takes_too_long_ends_with_an_error():
-    with serving(config=AppConfig(request_seconds=0.3)) as server:
-        server.engine.gate.clear()
-        *_, error = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True}))
-        assert error["error"]["code"] == "timeout"
-        until(lambda: server.queue.is_idle)
-
-
 class Broken(FakeEngine):
     """What it returns is a bug, which the client does not see."""
 
@@ -306,22 +261,13 @@ class Broken(FakeEngine):
         return ["no image" for _ in jobs]
 
 
-def test_stream_with_a_bug_ends_with_an_error(caplog):
+def test_bugs_are_internal_errors(caplog):
     with serving(Broken()) as server:
+        answer = server.post(OPENAI, {"prompt": "fox"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
         *_, error = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True}))
         assert error["error"]["code"] == "internal_error" and "a stream failed" in caplog.text
-
-
-def test_cancelled_stream_frees_the_thread_at_the_next_step():
-    with serving() as server:
-        server.engine.gate.clear()
-        with server.http.stream("POST", OPENAI, json={"prompt": "fox", "stream": True, "steps": 50}) as answer:
-            assert server.engine.started.acquire(timeout=20)
-            assert next(answer.iter_lines()) == "event: image_generation.progress"
-        until(lambda: server.queue.is_idle)
-        server.engine.gate.set()
-        assert server.engine.steps_done == 0 and server.count("images_total", outcome="abandoned") == 1
-        assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
+        assert server.requests(500) == 1 and server.http.get("/health").status_code == 200
 
 
 def test_page_files_and_their_headers(server):
@@ -542,20 +488,6 @@ def test_image_to_image_that_was_not_exported():
     with serving(limits=replace(LIMITS, image_to_image=False)) as server:
         answer = server.post(IMAGE, {"init_images": [png()]})
         assert answer.status_code == 422 and "--img2img" in answer.json()["detail"][0]["msg"]
-
-
-def test_images_are_decoded_after_their_jobs_have_places():
-    with serving(limits=replace(LIMITS, images=1), capacity=1) as server:
-        server.engine.gate.clear()
-        with ThreadPoolExecutor(2) as pool:
-            requests = [pool.submit(server.post, TEXT, {"prompt": "runs"})]
-            assert server.engine.started.acquire(timeout=20)
-            requests.append(pool.submit(server.post, TEXT, {"prompt": "waits"}))
-            until(lambda: server.queue.progress().waiting == 1)
-            assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 429
-            server.engine.gate.set()
-            assert [request.result().status_code for request in requests] == [200, 200]
-        assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 422
 
 
 def rotated(image):
@@ -912,14 +844,6 @@ def test_failing_pipeline_is_500_and_the_server_continues(server):
     answer = server.post(TEXT, {"prompt": "explode"})
     assert answer.status_code == 500 and "secret" not in answer.text and isinstance(answer.json()["detail"], str)
     assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
-
-
-def test_internal_error_is_500_without_its_message():
-    with serving(Broken()) as server:
-        answer = server.post(OPENAI, {"prompt": "fox"})
-        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
-        assert server.http.get("/health").status_code == 200
-        assert server.requests(500) == 1
 
 
 def test_metrics():
