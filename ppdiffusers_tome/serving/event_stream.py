@@ -32,12 +32,8 @@ async def stream_events(
     """
     pending = asyncio.ensure_future(images)
     pending.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
-    try:
-        while progress.position is None and not pending.done():
-            await asyncio.wait([pending], timeout=POLL_SECONDS / 10)
-    except asyncio.CancelledError:
-        pending.cancel()
-        raise
+    while progress.position is None and not pending.done():
+        await asyncio.wait([pending], timeout=POLL_SECONDS / 10)
     if progress.position is None:
         pending.result()  # raises
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter is for nginx

@@ -57,11 +57,7 @@ class RequestHandler:
         return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
     async def generate(
-        self,
-        request: Request,
-        jobs: list[Job],
-        image: str | None = None,
-        progress: RequestProgress | None = None,
+        self, request: Request, jobs: list[Job], image: str | None = None, progress: RequestProgress | None = None
     ) -> list[str]:
         """Generate the images of one request.
 
