@@ -36,9 +36,9 @@ from starlette.testclient import TestClient
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving import middleware
+from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
-from ppdiffusers_tome.serving.page_files import FOLDER
 from ppdiffusers_tome.serving.tickets import RequestProgress
 
 ROOT = Path(__file__).parents[1]
