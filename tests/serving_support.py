@@ -34,16 +34,19 @@ MALFORMED_HOSTS += ("[::1", "a@b", "a b", "x:y", "\xe9")
 
 
 class FakeEngine:
-    """Images of one colour, which depends on the seed. Its attributes block or slow down the steps."""
+    """Images of one colour, which depends on the seed. Its attributes block or slow down the steps.
+
+    A prompt may ask for a failure.
+    """
 
     name, sampler, methods = "fake", "DDIM", {0.5: "ToMe, windows of 16", 0.0: ""}
 
-    def __init__(self):
+    def __init__(self, step_seconds=0.0):
         self.calls = []  # the jobs of every call
         self.steps_done = 0
         self.gate = threading.Event()  # while it is not set, every step waits
         self.gate.set()
-        self.step_seconds = 0.0
+        self.step_seconds = step_seconds
         self.started = threading.Semaphore(0)  # released at the start of every call
         self.programs = []  # events: each loads when it is set
 

@@ -116,10 +116,12 @@ def test_webui_text_to_image_with_its_own_defaults(webui, server):
 
 
 def test_webui_text_to_image_without_merging(webui, server):
+    """Nor with a second pass: its fields may have any value."""
     settings = {"token_merging_ratio": 0, "sd_model_checkpoint": "fake"}
     answer = webui.txt2img(
-        prompt="fox", seed=7, width=64, height=64, n_iter=2, override_settings=settings, sampler_name="DDIM"
-    )
+        prompt="fox", seed=7, width=64, height=64, n_iter=2, override_settings=settings, sampler_name="DDIM",
+        hr_upscaler="R-ESRGAN 4x+",
+    )  # fmt: skip
     assert [(job.seed, job.height, job.ratio) for job in server.engine.calls[-1]] == [(7, 64, 0), (8, 64, 0)]
     assert answer.info["seed"] == 7 and "Token merging ratio: 0" in answer.info["infotexts"][1]
     assert "Token merging method" not in answer.info["infotexts"][1] + str(answer.info["extra_generation_params"])

@@ -126,9 +126,7 @@ def test_models_and_health(server):
 
 
 def test_stream_reports_steps_then_images():
-    engine = FakeEngine()
-    engine.step_seconds = 0.15
-    with serving(engine) as server:
+    with serving(FakeEngine(0.15)) as server:
         answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 2, "seed": 7, "steps": 4})
         *progress, first, second = events_of(answer)
         assert {event["type"] for event in progress} == {"image_generation.progress"}
@@ -145,11 +143,9 @@ def test_stream_reports_steps_then_images():
 
 
 def test_stream_over_two_calls_counts_its_steps_once():
-    engine = FakeEngine()
-    engine.step_seconds = 0.15
-    with serving(engine, largest_batch=2) as server:
+    with serving(FakeEngine(0.15), largest_batch=2) as server:
         answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 3, "steps": 6})
-        assert [len(jobs) for jobs in engine.calls] == [2, 1]
+        assert [len(jobs) for jobs in server.engine.calls] == [2, 1]
         steps = [event["step"] for event in events_of(answer) if event.get("steps")]
         assert steps == sorted(set(steps)) and len(steps) >= 4
         assert {event.get("steps") for event in events_of(answer)} <= {None, 0, 6} and 4 in steps

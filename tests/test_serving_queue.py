@@ -108,14 +108,12 @@ def fill(server, pool, steps):
 
 def test_retry_after_estimates_when_there_is_room(pool):
     """The waiting images take much longer than earlier ones: 50 steps instead of 2, and one per call."""
-    engine = FakeEngine()
-    engine.step_seconds = 0.03
-    with serving(engine, capacity=3, largest_batch=2) as server:
+    with serving(FakeEngine(0.03), capacity=3, largest_batch=2) as server:
         assert ask(server, steps=2).status_code == 200
-        assert engine.started.acquire(timeout=10)
-        engine.gate.clear()
+        assert server.engine.started.acquire(timeout=10)
+        server.engine.gate.clear()
         requests = fill(server, pool, steps=50)
-        engine.gate.set()
+        server.engine.gate.set()
         estimates, start = [], monotonic()
         while (refused := ask(server, n=3, steps=1)).status_code == 429:
             estimates.append((monotonic() - start, int(refused.headers["retry-after"])))
@@ -128,13 +126,11 @@ def test_retry_after_estimates_when_there_is_room(pool):
 
 
 def test_retry_after_during_the_first_call(pool):
-    engine = FakeEngine()
-    engine.step_seconds = 0.1
-    with serving(engine, capacity=3) as server:
+    with serving(FakeEngine(0.1), capacity=3) as server:
         requests = fill(server, pool, steps=50)
         until(lambda: server.queue.progress().step >= 5)
         assert 3 <= int(ask(server).headers["retry-after"]) <= 7, "the running image needs another 4.5 s"
-        engine.step_seconds = 0.0
+        server.engine.step_seconds = 0.0
         assert [one.result().status_code for one in requests] == 4 * [200]
 
 
@@ -247,19 +243,17 @@ def test_disconnection_while_waiting_frees_the_place(pool):
 
 @pytest.mark.parametrize("how", ["close", "reset", "stream"])
 def test_disconnection_while_running_stops_the_call(how):
-    engine = FakeEngine()
-    engine.step_seconds = 0.05
-    with serving(engine) as server:
+    with serving(FakeEngine(0.05)) as server:
         stream = b"true" if how == "stream" else b"false"
         client = send_and_keep_open(server, b'{"prompt": "fox", "steps": 50, "stream": %s}' % stream)
-        assert engine.started.acquire(timeout=10)
+        assert server.engine.started.acquire(timeout=10)
         if how == "stream":
             until(lambda: b"image_generation.progress" in client.recv(4096))
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()
         until(lambda: server.queue.is_idle)
-        assert engine.steps_done < 40, "of 50 steps"
+        assert server.engine.steps_done < 40, "of 50 steps"
         until(lambda: server.requests(200 if how == "stream" else 499) == 1)
         assert server.count("images_total", outcome="abandoned") == 1
 
@@ -302,9 +296,7 @@ def test_failed_job_does_not_fail_its_batch(pool, prompt, reason):
 
 
 def test_other_images_of_a_failed_request_are_abandoned():
-    engine = FakeEngine()
-    engine.step_seconds = 0.01
-    with serving(engine, largest_batch=1) as server:
+    with serving(FakeEngine(0.01), largest_batch=1) as server:
         assert ask(server, 7, n=3, steps=20, prompt="explode at seed 7").status_code == 500
         until(lambda: server.queue.is_idle)
         assert server.count("images_total", outcome="failed") == 1
@@ -371,9 +363,7 @@ def test_second_signal_abandons_all_requests(pool):
 
 def test_counts_agree_and_all_places_are_free_after_many_requests(pool):
     """200 requests, half of which disconnect at once."""
-    engine = FakeEngine()
-    engine.step_seconds = 0.001
-    with serving(engine, capacity=8) as server:
+    with serving(FakeEngine(0.001), capacity=8) as server:
 
         def one(index):
             if index % 2:

@@ -78,10 +78,11 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             ratio=values.tome_ratio,
             strength=None if values.image is None else values.strength or DEFAULT_STRENGTH,
         )
+        progress = RequestProgress()
+        generation = handler.generate(request, jobs, values.image, progress)
         if values.stream:
-            progress = RequestProgress()
-            return await _stream(handler.generate(request, jobs, values.image, progress), jobs, progress)
-        images = await handler.generate(request, jobs, values.image)
+            return await _stream(generation, jobs, progress)
+        images = await generation
         data = [protocol.Image(b64_json=image, seed=job.seed) for image, job in zip(images, jobs, strict=True)]
         return protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
 

@@ -18,6 +18,7 @@ from .handler import DEFAULT_STRENGTH, RequestHandler
 from .middleware import JsonRoute
 from .protocol import narrow
 from .queue import ImageQueue
+from .tickets import RequestProgress
 
 NAMES = {
     "images": "batch_size",
@@ -96,7 +97,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             strength=None if image is None else values.denoising_strength or DEFAULT_STRENGTH,
             second_pass=second_pass,
         )
-        images = await handler.generate(request, jobs, image)
+        images = await handler.generate(request, jobs, image, RequestProgress())
         parameters = values.model_dump(include=set(protocol.TextRequest.model_fields))
         info = json.dumps(_info(values, jobs, queue))
         return protocol.WebuiResponse(images=images, parameters=parameters, info=info)

@@ -57,13 +57,13 @@ class RequestHandler:
         return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
     async def generate(
-        self, request: Request, jobs: list[Job], image: str | None = None, progress: RequestProgress | None = None
+        self, request: Request, jobs: list[Job], image: str | None, progress: RequestProgress
     ) -> list[str]:
         """Generate the images of one request.
 
         Args:
             request: if its client disconnects, the jobs are abandoned.
-            image: to start from, see `load_image`.
+            image: to start from, see `load_image`; None for noise.
             progress: see `ImageQueue.submit`.
 
         Returns:
@@ -86,8 +86,7 @@ class RequestHandler:
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
         except GenerationError as error:
             raise ApiError(500, str(error), code="generation_failed") from None
-        if progress is not None:
-            progress.merge_maps = [image.info.get(MERGE_MAP) for image in images]
+        progress.merge_maps = [image.info.get(MERGE_MAP) for image in images]
         texts = [asyncio.to_thread(self._encode, image, job) for image, job in zip(images, jobs, strict=True)]
         return list(await asyncio.gather(*texts))
 

@@ -128,10 +128,7 @@ class ImageQueue:
             return Progress(running, waiting, oldest.step, oldest.steps, oldest.seconds)
 
     async def submit(
-        self,
-        jobs: Sequence[Job],
-        load_image: Callable[[], Image] | None = None,
-        progress: RequestProgress | None = None,
+        self, jobs: Sequence[Job], load_image: Callable[[], Image] | None, progress: RequestProgress
     ) -> list[Image]:
         """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
@@ -157,7 +154,6 @@ class ImageQueue:
         finally:
             with self._changed:
                 self._reserved -= len(jobs)
-        progress = progress or RequestProgress()
         progress.images = len(jobs)
         tickets = [Ticket(job, progress) for job in jobs]
         futures = [ticket.future for ticket in tickets]
