@@ -10,14 +10,8 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 class Metrics:
     """Counters and gauges of requests, counted by the HTTP side, and of images, counted by the queue.
 
-    Attributes:
-        requests: answered requests by endpoint and status; status 499: the client disconnected before the answer.
-        request_seconds: from the first byte of a request's body to its answer, by endpoint.
-        images: images by outcome: "generated", "failed" (the pipeline raised) or "abandoned" (no client waits).
-        batch_images, batch_seconds: images in one pipeline call, and its duration.
-        waiting, running: images in the queue and in the pipeline now.
-        ready: 1 while jobs are accepted.
-        program_loads: programs of the UNet that the first engine has loaded in this process.
+    Status 499: the client disconnected before the answer. The outcome of an image is "generated", "failed" (the
+    pipeline raised) or "abandoned" (no client waits). Programs are those that the first engine loads in this process.
     """
 
     def __init__(self) -> None:
