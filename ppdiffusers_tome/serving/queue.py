@@ -107,7 +107,8 @@ class ImageQueue:
     @property
     def is_idle(self) -> bool:
         """Whether there is no accepted job."""
-        return not (self._waiting or self._calls or self._reserved)
+        with self._changed:  # a batch moves from one list to the other
+            return not (self._waiting or self._calls or self._reserved)
 
     @property
     def unhealthy_reason(self) -> str | None:
