@@ -1,12 +1,13 @@
 """The server of fuzz_http.py with an engine that returns blank images at once."""
 
+import os
+
 from PIL import Image
 
 from ppdiffusers_tome.generation.jobs import Limits
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
-from ppdiffusers_tome.serving.app_config import AppConfig, key_from_environment
-from ppdiffusers_tome.serving.prometheus import Metrics
+from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import serve
 
@@ -26,6 +27,5 @@ class BlankEngine:
 
 if __name__ == "__main__":
     limits = Limits(sizes=(Size(64, 64),), ratios=(0.5, 0.0), image_to_image=True, images=2, steps=2)
-    metrics = Metrics()
-    queue = ImageQueue(BlankEngine, "blank", limits, capacity=1000, metrics=metrics)
-    serve(queue, create_app(queue, AppConfig(api_key=key_from_environment(), steps=1), metrics), port=0)
+    queue = ImageQueue(BlankEngine, "blank", limits, capacity=1000)
+    serve(queue, create_app(queue, AppConfig(api_key=os.environ.get(KEY_VARIABLE), steps=1)), port=0)

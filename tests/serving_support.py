@@ -1,5 +1,6 @@
 """A server in a thread, with an engine that returns images of one colour at once."""
 
+import json
 import socket
 import threading
 from contextlib import contextmanager
@@ -9,11 +10,10 @@ from time import monotonic, sleep
 import httpx
 from PIL import Image
 
-from ppdiffusers_tome.generation.jobs import AbandonedError, Limits
+from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Limits
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
-from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import DrainingServer, listen
 
@@ -34,16 +34,19 @@ MALFORMED_HOSTS += ("[::1", "a@b", "a b", "x:y", "\xe9")
 
 
 class FakeEngine:
-    """Images of one colour, which depends on the seed. Its attributes block or slow down the steps."""
+    """Images of one colour, which depends on the seed. Its attributes block or slow down the steps.
+
+    A prompt may ask for a failure.
+    """
 
     name, sampler, methods = "fake", "DDIM", {0.5: "ToMe, windows of 16", 0.0: ""}
 
-    def __init__(self):
+    def __init__(self, step_seconds=0.0):
         self.calls = []  # the jobs of every call
         self.steps_done = 0
         self.gate = threading.Event()  # while it is not set, every step waits
         self.gate.set()
-        self.step_seconds = 0.0
+        self.step_seconds = step_seconds
         self.started = threading.Semaphore(0)  # released at the start of every call
         self.programs = []  # events: each loads when it is set
 
@@ -75,15 +78,16 @@ class FakeEngine:
         for job in jobs:
             if job.prompt in ("explode", f"explode at seed {job.seed}"):
                 raise RuntimeError("secret reason")
+            if job.prompt == "damaged":
+                raise GenerationError("an image has values that are not finite")
         return [Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0)) for job in jobs]
 
 
 class Running:
     """A running server, its parts, and clients for tests."""
 
-    def __init__(self, queue, server, engine, metrics, port, thread):
-        self.queue, self.server, self.engine, self.metrics, self.port = queue, server, engine, metrics, port
-        self.thread = thread
+    def __init__(self, queue, server, engine, port, thread):
+        self.queue, self.server, self.engine, self.port, self.thread = queue, server, engine, port, thread
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
@@ -94,11 +98,11 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
     def count(self, name, **labels):
-        return self.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
+        return self.queue.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
 
     def requests(self, status):
         """The number of requests with this status, over all endpoints."""
-        samples = [sample for metric in self.metrics.registry.collect() for sample in metric.samples]
+        samples = [sample for metric in self.queue.metrics.registry.collect() for sample in metric.samples]
         counts = [sample for sample in samples if sample.name == "ppdiffusers_tome_requests_total"]
         return sum(sample.value for sample in counts if sample.labels["status"] == str(status))
 
@@ -107,17 +111,16 @@ class Running:
 def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", seconds=120, port=0, **queue_options):
     """A ready server on 127.0.0.1, on a free port unless one is given, closed at the end."""
     engine = engine or FakeEngine()
-    metrics = Metrics()
-    queue = ImageQueue(load or (lambda: engine), name, limits, metrics=metrics, **queue_options)
+    queue = ImageQueue(load or (lambda: engine), name, limits, **queue_options)
     config = replace(config or AppConfig(steps=2), hosts=("x",))  # the Host header of requests written by hand
-    app = create_app(queue, config, metrics)
+    app = create_app(queue, config)
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]  # before the start: a server whose model does not load closes it
     server = DrainingServer(app, queue, seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     queue.start()
     thread.start()
-    running = Running(queue, server, engine, metrics, port, thread)
+    running = Running(queue, server, engine, port, thread)
     try:
         until(lambda: server.started)
         if load is None:
@@ -137,6 +140,14 @@ def until(condition, seconds=20):
     while not condition():
         assert monotonic() < end, f"not true after {seconds} s"
         sleep(0.005)
+
+
+def events_of(answer):
+    """The data of all events of an answer; the name of each is its type."""
+    parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in parts)
+    return [json.loads(data.removeprefix("data: ")) for _, data in parts]
 
 
 def assert_refused_whatever_the_host(app, client):

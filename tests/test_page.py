@@ -814,10 +814,7 @@ def test_page_while_the_model_loads(browser):
 
 
 def test_key_is_asked_for_once_and_not_stored(browser):
-    with (
-        serving(config=AppConfig(api_key=KEY, steps=2)) as server,
-        opened(browser, server, refusals=[401]) as page,
-    ):
+    with serving(config=AppConfig(api_key=KEY, steps=2)) as server, opened(browser, server, refusals=[401]) as page:
         expect(page.locator("#key")).to_be_focused()
         assert serious_findings(page) == []
         for key in ("wrong", KEY):
@@ -1000,8 +997,7 @@ def test_chinese(browser, fake):
 
 
 @pytest.mark.parametrize(
-    ("ratios", "notice", "name"),
-    [((0.5,), "no ratio 0", "ratio 0.5"), ((0.0,), "nothing merges", "plain")],
+    ("ratios", "notice", "name"), [((0.5,), "no ratio 0", "ratio 0.5"), ((0.0,), "nothing merges", "plain")]
 )
 def test_export_without_one_of_both(browser, ratios, notice, name):
     with serving(limits=replace(LIMITS, ratios=ratios)) as server, opened(browser, server) as page:

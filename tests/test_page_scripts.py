@@ -11,7 +11,7 @@ from PIL import Image
 from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.generation.jobs import Job
 from ppdiffusers_tome.generation.png import encode_png
-from ppdiffusers_tome.serving.page_files import FOLDER
+from ppdiffusers_tome.serving.app import FOLDER
 
 ROOT = Path(__file__).parents[1]
 NODE = shutil.which("node")

@@ -37,7 +37,6 @@ from ppdiffusers_tome.inference.loading import ModelDefaults, read_defaults
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig, url_of
-from ppdiffusers_tome.serving.prometheus import Metrics
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.server import ServerFailedError, serve
 
@@ -355,9 +354,9 @@ def test_model_that_does_not_load_is_an_error():
     def load() -> FakeEngine:
         raise ToMeError("broken program")
 
-    queue = ImageQueue(load, "fake", LIMITS, metrics=Metrics())
+    queue = ImageQueue(load, "fake", LIMITS)
     with pytest.raises(ServerFailedError, match="could not be loaded, or the image thread has ended: broken program"):
-        serve(queue, create_app(queue, AppConfig(), queue.metrics), port=0)
+        serve(queue, create_app(queue, AppConfig()), port=0)
 
 
 def test_without_a_page_there_is_none_to_open(exported_folder, capsys):

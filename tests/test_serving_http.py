@@ -27,6 +27,7 @@ from serving_support import (
     TEXT,
     FakeEngine,
     assert_refused_whatever_the_host,
+    events_of,
     serving,
     until,
 )
@@ -35,9 +36,9 @@ from starlette.testclient import TestClient
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving import middleware
+from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
-from ppdiffusers_tome.serving.page_files import FOLDER
 from ppdiffusers_tome.serving.tickets import RequestProgress
 
 ROOT = Path(__file__).parents[1]
@@ -52,9 +53,10 @@ def server():
         yield server
 
 
-def png(size=(30, 20), **options):
+def png(size=(30, 20), image=None, format="PNG", **options):
+    """An image, a red one by default, as a client sends it."""
     file = io.BytesIO()
-    Image.new("RGB", size, "red").save(file, options.pop("format", "PNG"), **options)
+    (image or Image.new("RGB", size, "red")).save(file, format, **options)
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -82,16 +84,8 @@ def opened(encoded):
 
 def test_openai_defaults(server):
     body = server.post(OPENAI, {"prompt": "fox", "size": "auto"}).json()
-    job = server.engine.calls[-1][0]
-    assert (job.width, job.height, job.ratio, job.steps, job.guidance_scale, job.negative_prompt) == (
-        64,
-        48,
-        0.5,
-        2,
-        7.5,
-        "",
-    )
-    assert body["data"][0]["seed"] == job.seed
+    job = Job("fox", 48, 64, ratio=0.5, seed=body["data"][0]["seed"], steps=2, guidance_scale=7.5)
+    assert server.engine.calls[-1] == [job]
     seeds = {server.post(OPENAI, {"prompt": "fox"}).json()["data"][0]["seed"] for _ in range(3)}
     assert len(seeds) == 3, "a missing seed is random"
 
@@ -99,9 +93,8 @@ def test_openai_defaults(server):
 @pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_image_to_image(server, kind, prefix):
-    body = server.post(
-        IMAGE, {"init_images": [prefix + png(format=kind)], "denoising_strength": 0.5, "seed": -1}
-    ).json()
+    fields = {"init_images": [prefix + png(format=kind)], "denoising_strength": 0.5, "seed": -1}
+    body = server.post(IMAGE, fields).json()
     job = server.engine.calls[-1][0]
     assert job.image.mode == "RGB" and job.image.size == (64, 48) and job.strength == 0.5
     assert json.loads(body["info"])["denoising_strength"] == 0.5
@@ -112,19 +105,11 @@ def test_metadata_is_in_the_png(server):
     body = server.post(OPENAI, {"prompt": prompt, "seed": 5, "steps": 4, "guidance_scale": 1.5}).json()
     chunks = opened(body["data"][0]["b64_json"]).text
     assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
-    metadata = json.loads(chunks["ppdiffusers_tome"])
-    expected = {
-        "prompt": prompt,
-        "seed": 5,
-        "steps": 4,
-        "guidance_scale": 1.5,
-        "width": 64,
-        "height": 48,
-        "tome_ratio": 0.5,
-        "tome_method": "ToMe, windows of 16",
-    }
     assert 'Token merging method: "ToMe, windows of 16"' in chunks["parameters"]
-    assert expected.items() <= metadata.items() and metadata["model"] == "fake"
+    metadata = json.loads(chunks["ppdiffusers_tome"])
+    job = Job(prompt, 48, 64, ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
+    expected = {**job.settings(), "tome_method": "ToMe, windows of 16", "model": "fake"}
+    assert expected.items() <= metadata.items()
 
 
 def test_models_and_health(server):
@@ -140,18 +125,8 @@ def test_models_and_health(server):
 # Server-sent events and the page
 
 
-def events_of(answer):
-    """The data of all events of an answer; the name of each is its type."""
-    parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in parts)
-    return [json.loads(data.removeprefix("data: ")) for _, data in parts]
-
-
 def test_stream_reports_steps_then_images():
-    engine = FakeEngine()
-    engine.step_seconds = 0.15
-    with serving(engine) as server:
+    with serving(FakeEngine(0.15)) as server:
         answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 2, "seed": 7, "steps": 4})
         *progress, first, second = events_of(answer)
         assert {event["type"] for event in progress} == {"image_generation.progress"}
@@ -168,11 +143,9 @@ def test_stream_reports_steps_then_images():
 
 
 def test_stream_over_two_calls_counts_its_steps_once():
-    engine = FakeEngine()
-    engine.step_seconds = 0.15
-    with serving(engine, largest_batch=2) as server:
+    with serving(FakeEngine(0.15), largest_batch=2) as server:
         answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 3, "steps": 6})
-        assert [len(jobs) for jobs in engine.calls] == [2, 1]
+        assert [len(jobs) for jobs in server.engine.calls] == [2, 1]
         steps = [event["step"] for event in events_of(answer) if event.get("steps")]
         assert steps == sorted(set(steps)) and len(steps) >= 4
         assert {event.get("steps") for event in events_of(answer)} <= {None, 0, 6} and 4 in steps
@@ -222,6 +195,8 @@ def test_openai_starts_from_an_image(server):
     with serving(limits=replace(LIMITS, image_to_image=False)) as other:
         answer = other.post(OPENAI, {"prompt": "fox", "image": png()})
         assert (answer.status_code, answer.json()["error"]["param"]) == (422, "image"), answer.text
+        answer = other.post(IMAGE, {"init_images": [png()]})
+        assert answer.status_code == 422 and "--img2img" in answer.json()["detail"][0]["msg"]
 
 
 def test_merge_map_for_a_stream_that_asks():
@@ -278,27 +253,6 @@ def test_stream_that_is_refused_is_an_ordinary_error(server):
     assert error["type"] == "error" and error["error"]["code"] == "generation_failed" and "secret" not in str(error)
 
 
-def test_stream_is_refused_while_the_queue_is_full():
-    with serving(limits=replace(LIMITS, images=1), capacity=1) as server, ThreadPoolExecutor(2) as pool:
-        server.engine.gate.clear()
-        requests = [pool.submit(server.post, OPENAI, {"prompt": "runs"})]
-        assert server.engine.started.acquire(timeout=20)
-        requests.append(pool.submit(server.post, OPENAI, {"prompt": "waits"}))
-        until(lambda: server.queue.progress().waiting == 1)
-        answer = server.post(OPENAI, {"prompt": "fox", "stream": True})
-        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-        server.engine.gate.set()
-        assert [request.result().status_code for request in requests] == [200, 200]
-
-
-def test_stream_that_takes_too_long_ends_with_an_error():
-    with serving(config=AppConfig(request_seconds=0.3)) as server:
-        server.engine.gate.clear()
-        *_, error = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True}))
-        assert error["error"]["code"] == "timeout"
-        until(lambda: server.queue.is_idle)
-
-
 class Broken(FakeEngine):
     """What it returns is a bug, which the client does not see."""
 
@@ -306,22 +260,13 @@ class Broken(FakeEngine):
         return ["no image" for _ in jobs]
 
 
-def test_stream_with_a_bug_ends_with_an_error(caplog):
+def test_bugs_are_internal_errors(caplog):
     with serving(Broken()) as server:
+        answer = server.post(OPENAI, {"prompt": "fox"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
         *_, error = events_of(server.post(OPENAI, {"prompt": "fox", "stream": True}))
         assert error["error"]["code"] == "internal_error" and "a stream failed" in caplog.text
-
-
-def test_cancelled_stream_frees_the_thread_at_the_next_step():
-    with serving() as server:
-        server.engine.gate.clear()
-        with server.http.stream("POST", OPENAI, json={"prompt": "fox", "stream": True, "steps": 50}) as answer:
-            assert server.engine.started.acquire(timeout=20)
-            assert next(answer.iter_lines()) == "event: image_generation.progress"
-        until(lambda: server.queue.is_idle)
-        server.engine.gate.set()
-        assert server.engine.steps_done == 0 and server.count("images_total", outcome="abandoned") == 1
-        assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
+        assert server.requests(500) == 1 and server.http.get("/health").status_code == 200
 
 
 def test_page_files_and_their_headers(server):
@@ -375,18 +320,17 @@ def test_page_is_package_data():
 
 # Invalid fields
 
+FROM_IMAGE = {"init_images": [png()]}
+
 
 @pytest.mark.parametrize(
     ("change", "field", "message"),
     [
         ({"prompt": None}, "prompt", "valid string"),
-        ({"prompt": 3}, "prompt", "valid string"),
-        ({"prompt": ["fox"]}, "prompt", "valid string"),
         ({"prompt": "x" * 101}, "prompt", "101 characters are too many: the limit is 100"),
         ({"negative_prompt": "x" * 101}, "negative_prompt", "the limit is 100"),
         ({"n": 0}, "n", "equal to 1"),
         ({"n": 4}, "n", "equal to 3"),
-        ({"n": 10**30}, "n", ""),
         ({"n": "2"}, "n", "valid integer"),
         ({"n": True}, "n", "valid integer"),
         ({"n": 1.5}, "n", "valid integer"),
@@ -398,9 +342,6 @@ def test_page_is_package_data():
         ({"guidance_scale": 31}, "guidance_scale", "it must be 0 to 30"),
         ({"size": "512x512"}, "size", "64x48, 64x64"),
         ({"size": "48x64"}, "size", "64x48, 64x64"),
-        ({"size": "64 x 48"}, "size", "64x48, 64x64"),
-        ({"size": "９x９"}, "size", "64x48, 64x64"),
-        ({"size": "0" * 9999}, "size", "64x48, 64x64"),
         ({"size": 64}, "size", "valid string"),
         ({"tome_ratio": 0.25}, "tome_ratio", "0.5, 0.0"),
         ({"response_format": "url"}, "response_format", "b64_json"),
@@ -421,9 +362,7 @@ def test_openai_error_names_the_field(server, change, field, message):
     assert error["type"] == "invalid_request_error" and error["code"]
 
 
-@pytest.mark.parametrize(
-    "model", ["other", "../../etc/passwd", "/etc/passwd", "fake\x00", "C:\\x", "http://127.0.0.1/"]
-)
+@pytest.mark.parametrize("model", ["other", "../../etc/passwd"])
 def test_unknown_model(server, model):
     answer = server.post(OPENAI, {"prompt": "fox", "model": model})
     assert answer.status_code == 404
@@ -478,17 +417,20 @@ def test_unknown_path(server, path):
         ({"init_images": ["x"]}, ["init_images"]),
         ({"colour": 1}, ["colour"]),
         ({"n": 1}, ["n"]),
+        ({**FROM_IMAGE, "mask": png()}, ["mask"]),
+        ({**FROM_IMAGE, "resize_mode": 1}, ["resize_mode"]),
+        ({**FROM_IMAGE, "enable_hr": True}, ["enable_hr"]),
+        ({**FROM_IMAGE, "denoising_strength": 0}, ["denoising_strength"]),
+        ({**FROM_IMAGE, "denoising_strength": 1.1}, ["denoising_strength"]),
+        ({**FROM_IMAGE, "denoising_strength": 0.3, "steps": 2}, ["denoising_strength"]),
     ],
 )
 def test_webui_error_names_the_field(server, change, where):
-    answer = server.post(TEXT, {"prompt": "fox", **change})
+    path = IMAGE if FROM_IMAGE.items() <= change.items() else TEXT
+    answer = server.post(path, {"prompt": "fox", **change})
     assert answer.status_code == 422
     detail = answer.json()["detail"][0]
     assert detail["loc"] == ["body", *where] and detail["msg"]
-
-
-GIF = io.BytesIO()
-Image.new("P", (4, 4)).save(GIF, "GIF")
 
 
 @pytest.mark.parametrize(
@@ -497,11 +439,10 @@ Image.new("P", (4, 4)).save(GIF, "GIF")
         ([], "at least 1 item"),
         ([png(), png()], "at most 1 item"),
         (["/etc/passwd"], "base64"),
-        (["file:///etc/passwd"], "base64"),
         (["http://127.0.0.1:1/x.png"], "base64"),
         (["data:image/svg+xml,<svg/>"], "base64"),
         ([base64.b64encode(pickle.dumps({})).decode()], "none of PNG"),
-        ([base64.b64encode(GIF.getvalue()).decode()], "none of PNG"),
+        ([png(format="GIF")], "none of PNG"),
         ([png()[:80] + "AAAA"], "broken"),
         ([""], "none of PNG"),
         ([png((5000, 5000))], "too large"),
@@ -521,41 +462,6 @@ def test_images_that_are_refused(server, images, message):
     detail = answer.json()["detail"][0]
     assert detail["loc"][:2] == ["body", "init_images"] and message in detail["msg"]
     assert len(server.engine.calls) == before
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"mask": png()}, "mask"),
-        ({"resize_mode": 1}, "resize_mode"),
-        ({"denoising_strength": 0}, "denoising_strength"),
-        ({"denoising_strength": 1.1}, "denoising_strength"),
-        ({"denoising_strength": 0.3, "steps": 2}, "denoising_strength"),
-    ],
-)
-def test_image_to_image_refusals(server, change, field):
-    answer = server.post(IMAGE, {"init_images": [png()], **change})
-    assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", field]
-
-
-def test_image_to_image_that_was_not_exported():
-    with serving(limits=replace(LIMITS, image_to_image=False)) as server:
-        answer = server.post(IMAGE, {"init_images": [png()]})
-        assert answer.status_code == 422 and "--img2img" in answer.json()["detail"][0]["msg"]
-
-
-def test_images_are_decoded_after_their_jobs_have_places():
-    with serving(limits=replace(LIMITS, images=1), capacity=1) as server:
-        server.engine.gate.clear()
-        with ThreadPoolExecutor(2) as pool:
-            requests = [pool.submit(server.post, TEXT, {"prompt": "runs"})]
-            assert server.engine.started.acquire(timeout=20)
-            requests.append(pool.submit(server.post, TEXT, {"prompt": "waits"}))
-            until(lambda: server.queue.progress().waiting == 1)
-            assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 429
-            server.engine.gate.set()
-            assert [request.result().status_code for request in requests] == [200, 200]
-        assert server.post(IMAGE, {"init_images": ["broken"]}).status_code == 422
 
 
 def rotated(image):
@@ -578,29 +484,21 @@ GRAY_16 = Image.fromarray(np.repeat([[0x4000, 0xC000]], 48, 0).repeat(32, 1).ast
 @pytest.mark.parametrize(
     ("options", "left_color", "right_color"),
     [
-        ({"image": halves((200, 10, 30), (0, 99, 0)), "format": "PNG"}, (200, 10, 30), (0, 99, 0)),
-        ({"image": GRAY_16, "format": "PNG"}, (64, 64, 64), (191, 191, 191)),
-        ({"image": halves(64, 191, "L"), "format": "PNG"}, (64, 64, 64), (191, 191, 191)),
-        ({"image": halves(0, 1, "1"), "format": "PNG"}, (0, 0, 0), (255, 255, 255)),
-        ({"image": halves((64, 255), (0, 0), "LA"), "format": "PNG"}, (64, 64, 64), (255, 255, 255)),
-        (
-            {"image": halves((9, 8, 7, 255), (9, 8, 7, 0), "RGBA"), "format": "WEBP", "lossless": True},
-            (9, 8, 7),
-            3 * (255,),
-        ),
-        ({"image": PALETTE, "format": "PNG"}, (200, 10, 30), (0, 0, 0)),
-        ({"image": PALETTE, "format": "PNG", "transparency": PALETTE.getpixel((63, 0))}, (200, 10, 30), 3 * (255,)),
+        ({"image": halves((200, 10, 30), (0, 99, 0))}, (200, 10, 30), (0, 99, 0)),
+        ({"image": GRAY_16}, (64, 64, 64), (191, 191, 191)),
+        ({"image": halves(64, 191, "L")}, (64, 64, 64), (191, 191, 191)),
+        ({"image": halves(0, 1, "1")}, (0, 0, 0), (255, 255, 255)),
+        ({"image": halves((64, 255), (0, 0), "LA")}, (64, 64, 64), (255, 255, 255)),
+        ({"image": halves((9, 8, 7, 255), (9, 8, 7, 0), "RGBA")}, (9, 8, 7), (255, 255, 255)),
+        ({"image": PALETTE}, (200, 10, 30), (0, 0, 0)),
+        ({"image": PALETTE, "transparency": PALETTE.getpixel((63, 0))}, (200, 10, 30), (255, 255, 255)),
         ({"image": halves((0, 255, 255, 0), (0, 0, 0, 255), "CMYK"), "format": "JPEG"}, (255, 0, 0), (0, 0, 0)),
         (rotated(halves((200, 10, 30), (0, 99, 0))), (200, 10, 30), (0, 99, 0)),
     ],
     ids=["RGB", "16 bits", "L", "1 bit", "LA", "RGBA", "palette", "palette, transparent", "CMYK", "EXIF"],
 )
 def test_image_modes_are_converted_to_rgb(server, options, left_color, right_color):
-    file = io.BytesIO()
-    options = dict(options)
-    options.pop("image").save(file, **options)
-    encoded = base64.b64encode(file.getvalue()).decode()
-    assert server.post(IMAGE, {"init_images": [encoded], "width": 64, "height": 48}).status_code == 200
+    assert server.post(IMAGE, {"init_images": [png(**options)], "width": 64, "height": 48}).status_code == 200
     image = server.engine.calls[-1][0].image
     assert image.mode == "RGB" and image.size == (64, 48)
     for x, color in ((8, left_color), (56, right_color)):
@@ -633,7 +531,7 @@ def test_image_modes_are_converted_to_rgb(server, options, left_color, right_col
     ids=lambda body: repr(body[:20]),
 )
 def test_malformed_bodies(server, path, body):
-    answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
+    answer = server.post(path, content=body, headers=JSON_HEADER)
     assert answer.status_code in (400, 413, 422), answer.text
     error = answer.json()
     assert error["error"]["message"] if path == OPENAI else error["detail"]
@@ -664,8 +562,7 @@ def test_large_bodies_are_cheap(start, unit, end):
     with serving() as server, ThreadPoolExecutor(3) as pool:
         before = process.memory_info().rss
         begin = monotonic()
-        headers = {"Content-Type": "application/json"}
-        answers = [pool.submit(server.post, IMAGE, content=body, headers=headers) for _ in range(3)]
+        answers = [pool.submit(server.post, IMAGE, content=body, headers=JSON_HEADER) for _ in range(3)]
         while not all(answer.done() for answer in answers):
             sent = monotonic()
             assert server.http.get("/health").status_code == 200
@@ -681,15 +578,10 @@ def test_numbers_of_3000_digits(server, field):
     assert answer.status_code == 422 and answer.json()["detail"][0]["loc"] == ["body", field]
 
 
-def test_content_types_other_than_json(server):
-    assert server.post(OPENAI, content=b'{"prompt": "fox"}').status_code == 415, "without a content type"
-    for kind in (
-        "text/plain",
-        "multipart/form-data; boundary=x",
-        "application/x-www-form-urlencoded",
-        "application/pickle",
-    ):
-        assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers={"Content-Type": kind}).status_code == 415
+@pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data; boundary=x", "application/pickle"])
+def test_content_types_other_than_json(server, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers=headers).status_code == 415
 
 
 def test_large_body_is_refused_by_its_header(server):
@@ -738,12 +630,8 @@ def test_allowed_hosts(server):
 
 
 def preflight(server, origin):
-    headers = {
-        "Origin": origin,
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "content-type",
-    }
-    return server.http.options(OPENAI, headers=headers)
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    return server.http.options(OPENAI, headers={"Origin": origin, **asked})
 
 
 def test_other_origins_are_refused(server):
@@ -809,9 +697,7 @@ def test_no_host_header_gets_around_the_key(caplog):
     with serving(config=AppConfig(steps=2, api_key=KEY, origins=("https://good.example",))) as server:
         app = server.server.config.app
         assert_refused_whatever_the_host(app, server.http)
-        assert_refused_whatever_the_host(
-            app, TestClient(app)
-        )  # as Ray's front end calls it, without this server's h11
+        assert_refused_whatever_the_host(app, TestClient(app))  # without h11, as behind another server
         assert server.engine.calls == [] and server.http.get("/health").status_code == 200
     assert "Traceback" not in caplog.text
 
@@ -838,11 +724,8 @@ def test_openapi_schema_has_all_bounds_and_answers():
             for kind in kinds.get("anyOf", [kinds]):
                 bounded = {"maxLength", "maxItems", "maxProperties", "maximum", "enum", "$ref"} & set(kind)
                 assert bounded or kind["type"] in ("boolean", "null", "number") or field in ("init_images", "image")
-    assert models["ImageRequest"]["properties"]["steps"]["anyOf"][0] == {
-        "type": "integer",
-        "minimum": 1,
-        "maximum": 50,
-    }
+    steps = {"type": "integer", "minimum": 1, "maximum": 50}
+    assert models["ImageRequest"]["properties"]["steps"]["anyOf"][0] == steps
     assert models["TwoPassRequest"]["properties"]["sampler_name"]["anyOf"][0]["enum"][2:] == ["DDIM", "ddim", "k_ddim"]
     expected = {"200", "400", "401", "403", "411", "413", "415", "422", "429", "500", "503", "504"}
     for path, more in ((OPENAI, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
@@ -895,10 +778,8 @@ def test_health_reports_the_reason():
         client = TestClient(server.server.config.app, "http://localhost")
         server.queue.state = "failed"
         answer = client.get("/health")
-        assert answer.status_code == 503 and answer.json() == {
-            "state": "failed",
-            "reason": server.queue.unhealthy_reason,
-        }
+        assert answer.status_code == 503
+        assert answer.json() == {"state": "failed", "reason": server.queue.unhealthy_reason}
         assert client.head("/health").status_code == 503
 
 
@@ -912,14 +793,6 @@ def test_failing_pipeline_is_500_and_the_server_continues(server):
     answer = server.post(TEXT, {"prompt": "explode"})
     assert answer.status_code == 500 and "secret" not in answer.text and isinstance(answer.json()["detail"], str)
     assert server.post(OPENAI, {"prompt": "fox"}).status_code == 200
-
-
-def test_internal_error_is_500_without_its_message():
-    with serving(Broken()) as server:
-        answer = server.post(OPENAI, {"prompt": "fox"})
-        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
-        assert server.http.get("/health").status_code == 200
-        assert server.requests(500) == 1
 
 
 def test_metrics():
@@ -940,26 +813,16 @@ def test_key():
     def basic(text):
         return "Basic " + base64.b64encode(text.encode()).decode()
 
+    wrong = [None, "", KEY, "Bearer", "Bearer wrong", f"Bearer {KEY}x", "Basic !!", basic("me:wrong"), f"Digest {KEY}"]
     with serving(config=AppConfig(api_key=KEY, steps=2)) as server:
-        for wrong in (
-            None,
-            "",
-            KEY,
-            "Bearer",
-            "Bearer wrong",
-            f"Bearer {KEY}x",
-            "Basic !!",
-            basic("me:wrong"),
-            f"Digest {KEY}",
-        ):
-            headers = {} if wrong is None else {"Authorization": wrong}
+        for sent in wrong:
+            headers = {} if sent is None else {"Authorization": sent}
             for path in (OPENAI, TEXT):
                 answer = server.post(path, {"prompt": "fox"}, headers=headers)
-                assert answer.status_code == 401, wrong
+                assert answer.status_code == 401, sent
                 assert answer.headers["www-authenticate"].startswith("Bearer" if path == OPENAI else "Basic")
             assert server.http.get("/metrics", headers=headers).status_code == 401
             assert server.http.get("/openapi.json", headers=headers).status_code == 401
-        assert server.post(OPENAI, content=b"{", headers={"Authorization": "Bearer wrong"}).status_code == 401
         assert server.engine.calls == []
         assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
         for right in (f"Bearer {KEY}", f"bearer {KEY}", basic(f"anybody:{KEY}")):

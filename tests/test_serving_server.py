@@ -123,7 +123,7 @@ class Stuck(FakeEngine):
         return super().generate(jobs, should_stop)
 
 queue = ImageQueue(Stuck, "fake", LIMITS)
-serve(queue, create_app(queue, AppConfig(), queue.metrics), port=0, seconds=float(sys.argv[1]))
+serve(queue, create_app(queue, AppConfig()), port=0, seconds=float(sys.argv[1]))
 """
 
 

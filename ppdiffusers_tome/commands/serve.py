@@ -6,7 +6,7 @@ import sys
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -18,7 +18,7 @@ from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
 from ..inference.loading import read_defaults
-from ..serving.app_config import KEY_VARIABLE, AppConfig, key_from_environment
+from ..serving.app_config import KEY_VARIABLE, AppConfig
 from .image_options import (
     add_runtime_options,
     add_step_options,
@@ -31,10 +31,6 @@ from .image_options import (
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
-
-
-LIMITS = {field.name: field.default for field in fields(Limits)}
-DEFAULTS = {field.name: field.default for field in fields(AppConfig)}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -55,17 +51,15 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--queue", type=int, default=64, help=f"most images that wait; further requests get 429 {default}")
     option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
     option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
-    option("--timeout", type=float, default=DEFAULTS["request_seconds"], help=f"seconds for one request {default}")
+    option("--timeout", type=float, default=AppConfig.request_seconds, help=f"seconds for one request {default}")
     add_step_options(serve)
-    option("--max-images", type=int, default=LIMITS["images"], help=f"most images in one request {default}")
-    option("--max-steps", type=int, default=LIMITS["steps"], help=f"most steps {default}")
-    option("--max-prompt", type=int, default=LIMITS["prompt_characters"], help=f"characters of a prompt {default}")
-    option("--max-body", type=int, default=DEFAULTS["body_bytes"], help=f"largest request, bytes {default}")
+    option("--max-images", type=int, default=Limits.images, help=f"most images in one request {default}")
+    option("--max-steps", type=int, default=Limits.steps, help=f"most steps {default}")
+    option("--max-prompt", type=int, default=Limits.prompt_characters, help=f"characters of a prompt {default}")
+    option("--max-body", type=int, default=AppConfig.body_bytes, help=f"largest request, bytes {default}")
     option("--allow-host", action="append", default=[], help="another name of this server, without an API key")
     option("--allow-origin", action="append", default=[], help="https://... of web pages that may send requests")
-    option(
-        "--max-pixels", type=int, default=LIMITS["image_pixels"], help=f"largest image of a client, pixels {default}"
-    )
+    option("--max-pixels", type=int, default=Limits.image_pixels, help=f"largest image of a client, pixels {default}")
     page = serve.add_mutually_exclusive_group()
     page.add_argument("--open", action="store_true", help="open the page in a browser when the server is ready")
     page.add_argument("--no-page", action="store_true", help="no page for browsers at /, only the API")
@@ -87,7 +81,6 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     except ImportError as error:
         raise ToMeError(f"{error}. Serving needs: {install_command('serve')}") from error
     from ..serving.app import create_app
-    from ..serving.prometheus import Metrics
     from ..serving.queue import ImageQueue
     from ..serving.server import serve
 
@@ -95,7 +88,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     limits = limits_of(manifest, options)
     own = read_defaults(options.model)
     config = AppConfig(
-        api_key=key_from_environment(),
+        api_key=os.environ.get(KEY_VARIABLE),  # an empty one is refused
         request_seconds=options.timeout,
         body_bytes=options.max_body,
         hosts=(options.host, *options.allow_host),
@@ -111,7 +104,6 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
-    metrics = Metrics()
     with _open_engines(load, options) as (load_engine, engines):
         queue = ImageQueue(
             lambda: load_engine(lambda: queue.is_closed),
@@ -120,11 +112,10 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             options.queue,
             options.batch,
             options.batch_wait,
-            metrics,
             stuck_seconds=2 * options.timeout,
             **engines,
         )
-        app = create_app(queue, config, metrics)
+        app = create_app(queue, config)
         serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
     return 0
 

@@ -79,7 +79,7 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
 def _from_validation(error: RequestValidationError) -> ApiError:
     """The first of pydantic's errors, without the value, which may be long, secret or not JSON."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"][1:] if part != "nullable")[:100]
+    field = ".".join(str(part) for part in first["loc"][1:])[:100]
     if first["type"] == "extra_forbidden":
         return ApiError(422, "there is no such field in this request", field, "unknown_parameter")
     if not field:

@@ -1,25 +1,31 @@
-"""OpenAI's images API: POST /v1/images/generations and GET /v1/models; and POST /v1/tokens, for the page."""
+"""OpenAI's images API: POST /v1/images/generations and GET /v1/models; and POST /v1/tokens, for the page.
+
+A stream is server-sent events: the progress of one request, then its images or an error.
+"""
 
 import asyncio
-import base64
+import logging
 import time
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from ..generation.png import load_image
+from ..generation.jobs import Job
 from ..inference.manifest import Size
 from . import protocol
-from .api_errors import ApiError, responses
+from .api_errors import ApiError, internal_error, responses
 from .app_config import AppConfig
-from .event_stream import stream_events
-from .handler import RequestHandler
+from .handler import DEFAULT_STRENGTH, RequestHandler
 from .middleware import JsonRoute
 from .queue import ImageQueue
 from .tickets import RequestProgress
 
+logger = logging.getLogger(__name__)
+POLL_SECONDS = 0.1  # between two looks at the progress
+REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after 10 s without one, the page says so
 NAMES = {"images": "n", "ratio": "tome_ratio"}
 FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
 
@@ -61,41 +67,24 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         values: protocol.ImageRequest = body
         check_model(values.model)
         height, width = sizes.get(values.size or "auto", Size(0, 0))  # which is refused, like any other
-        fields = {name: getattr(values, name) for name in ("prompt", "negative_prompt", "steps", "guidance_scale")}
         if values.image is None and values.strength is not None:
             raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
-        if values.image is not None:
-            fields["strength"] = 0.75 if values.strength is None else values.strength
-        fields["merge_map"] = values.merge_map
         jobs = handler.make_jobs(
-            values.n or 1, values.seed, width=width, height=height, ratio=values.tome_ratio, **fields
+            values.n or 1,
+            values.seed,
+            **values.model_dump(include={"prompt", "negative_prompt", "steps", "guidance_scale", "merge_map"}),
+            width=width,
+            height=height,
+            ratio=values.tome_ratio,
+            strength=None if values.image is None else values.strength or DEFAULT_STRENGTH,
         )
-        job = jobs[0]
-        load = None if values.image is None else partial(load_image, values.image, (job.width, job.height), limits)
-        size = str(job.size)
+        progress = RequestProgress()
+        generation = handler.generate(request, jobs, values.image, progress)
         if values.stream:
-            progress = RequestProgress()
-
-            def completed(files: list[bytes]) -> list[protocol.CompletedEvent]:
-                return [
-                    protocol.CompletedEvent(
-                        b64_json=_base64(file),
-                        created_at=int(time.time()),
-                        size=size,
-                        seed=job.seed,
-                        index=index,
-                        seconds=progress.seconds,
-                        batch=progress.batch,
-                        step_seconds=progress.step_seconds,
-                        merge_map=_merge_map(progress.merge_maps[index]),
-                    )
-                    for index, (file, job) in enumerate(zip(files, jobs, strict=True))
-                ]
-
-            return await stream_events(handler.generate(request, jobs, load, progress), progress, completed)
-        files = await handler.generate(request, jobs, load)
-        data = [protocol.Image(b64_json=_base64(file), seed=job.seed) for file, job in zip(files, jobs, strict=True)]
-        return protocol.ImagesResponse(created=int(time.time()), data=data, size=size)
+            return await _stream(generation, jobs, progress)
+        images = await generation
+        data = [protocol.Image(b64_json=image, seed=job.seed) for image, job in zip(images, jobs, strict=True)]
+        return protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
 
     @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 411, 413, 415, 422, 503))
     async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
@@ -124,8 +113,63 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     return router
 
 
-def _base64(file: bytes) -> str:
-    return base64.b64encode(file).decode()
+async def _stream(
+    images: Coroutine[None, None, list[str]], jobs: Sequence[Job], progress: RequestProgress
+) -> StreamingResponse:
+    """The response to a request that asks for a stream.
+
+    Args:
+        images: generates the images of the jobs. It is cancelled when the client disconnects.
+        jobs, progress: of these images.
+
+    Raises:
+        ApiError: the request is not accepted. The response has not begun, so the client gets an ordinary error.
+    """
+    pending = asyncio.ensure_future(images)
+    pending.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may have no reader any more
+    while progress.position is None and not pending.done():
+        await asyncio.wait([pending], timeout=POLL_SECONDS / 10)
+    if progress.position is None:
+        pending.result()  # raises
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter is for nginx
+    return StreamingResponse(_events(pending, jobs, progress), media_type="text/event-stream", headers=headers)
+
+
+async def _events(
+    pending: "asyncio.Future[list[str]]", jobs: Sequence[Job], progress: RequestProgress
+) -> AsyncIterator[str]:
+    loop = asyncio.get_running_loop()
+    last, sent = None, 0.0
+    try:
+        while not pending.done():
+            event = protocol.ProgressEvent(position=progress.position or 0, step=progress.step, steps=progress.steps)
+            if event != last or loop.time() - sent > REPEAT_SECONDS:
+                last, sent = event, loop.time()
+                yield _text(event)
+            await asyncio.wait([pending], timeout=POLL_SECONDS)
+        try:
+            images = pending.result()
+        except ApiError as error:
+            yield _text(protocol.ErrorEvent(error=error.openai_error()))
+        except Exception:  # a bug in this package, as in `RequestMiddleware`
+            logger.exception("a stream failed")
+            yield _text(protocol.ErrorEvent(error=internal_error().openai_error()))
+        else:
+            for index, (image, job) in enumerate(zip(images, jobs, strict=True)):
+                completed = protocol.CompletedEvent(
+                    b64_json=image,
+                    created_at=int(time.time()),
+                    size=str(job.size),
+                    seed=job.seed,
+                    index=index,
+                    seconds=progress.seconds,
+                    batch=progress.batch,
+                    step_seconds=progress.step_seconds,
+                    merge_map=_merge_map(progress.merge_maps[index]),
+                )
+                yield _text(completed)
+    finally:
+        pending.cancel()
 
 
 def _merge_map(groups: Any) -> protocol.MergeMap | None:
@@ -134,3 +178,7 @@ def _merge_map(groups: Any) -> protocol.MergeMap | None:
         return None
     height, width = groups.shape
     return protocol.MergeMap(width=width, height=height, groups=groups.ravel().tolist())
+
+
+def _text(event: protocol.ProgressEvent | protocol.CompletedEvent | protocol.ErrorEvent) -> str:
+    return f"event: {event.type}\ndata: {event.model_dump_json()}\n\n"

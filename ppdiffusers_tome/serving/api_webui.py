@@ -1,6 +1,5 @@
 """The API of stable-diffusion-webui ("A1111"): txt2img, img2img, and the other paths that its clients use."""
 
-import base64
 import json
 import time
 from functools import partial
@@ -11,14 +10,15 @@ from pydantic import Field
 
 from .._version import __version__
 from ..generation.jobs import LARGEST_SEED, Job, Limits, SecondPass
-from ..generation.png import describe, describe_second_pass, load_image
+from ..generation.png import describe, describe_second_pass
 from . import protocol
-from .api_errors import ApiError, responses
+from .api_errors import responses
 from .app_config import AppConfig
-from .handler import RequestHandler
+from .handler import DEFAULT_STRENGTH, RequestHandler
 from .middleware import JsonRoute
 from .protocol import narrow
 from .queue import ImageQueue
+from .tickets import RequestProgress
 
 NAMES = {
     "images": "batch_size",
@@ -35,15 +35,6 @@ NAMES = {
 }
 # webuiapi's defaults, which cannot be distinguished from a choice. `info` contains the sampler that was used.
 DEFAULT_SAMPLERS = ("", "Euler a")
-# Values of a second pass's fields that ask for nothing else than what it does.
-SECOND_PASS_TEXTS = {
-    "hr_upscaler": ("", "Lanczos", "Latent"),  # webuiapi's default is "Latent"
-    "hr_prompt": ("",),
-    "hr_negative_prompt": ("",),
-    "hr_checkpoint_name": ("", "Use same checkpoint"),
-    "hr_sampler_name": ("", "Use same sampler"),
-    "hr_scheduler": ("", "Use same scheduler", "automatic", "Automatic"),
-}
 
 
 def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
@@ -72,13 +63,15 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         "override_settings": NewOptions | None,
         "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
     }
-    off = {"enable_hr": protocol.only(bool, False)}
     FromText = narrow(protocol.TwoPassRequest, fields)
-    FromImage = narrow(protocol.ImageToImageRequest, {**fields, **off})
+    FromImage = narrow(protocol.ImageToImageRequest, fields)
     errors = partial(responses, protocol.WebuiErrorResponse, 411, 413, 415, 422)
-    options = protocol.Options(sd_model_checkpoint=queue.name, token_merging_ratio=limits.ratios[0])
-    options.token_merging_ratio_hr = 0.0
-    options.CLIP_stop_at_last_layers = 1
+    options = protocol.Options(
+        sd_model_checkpoint=queue.name,
+        token_merging_ratio=limits.ratios[0],
+        token_merging_ratio_hr=0.0,
+        CLIP_stop_at_last_layers=1,
+    )
 
     @router.post("/txt2img", responses=errors(409, 429, 500, 503, 504))
     async def text_to_image(body: FromText, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
@@ -89,32 +82,25 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         return await answer(request, body)
 
     async def answer(request: Request, values: protocol.TextRequest) -> protocol.WebuiResponse:
-        load, strength = None, None
-        if isinstance(values, protocol.ImageToImageRequest):
-            strength = 0.75 if values.denoising_strength is None else values.denoising_strength
-            size = values.width or limits.sizes[0][1], values.height or limits.sizes[0][0]
-            load = partial(load_image, values.init_images[0], size, limits)
+        image = values.init_images[0] if isinstance(values, protocol.ImageToImageRequest) else None
         own = values.override_settings or protocol.Options()
-        ratio = options.token_merging_ratio if own.token_merging_ratio is None else own.token_merging_ratio
-        second_pass = None
+        settings = options.model_dump() | own.model_dump(exclude_none=True)
+        ratio, second_pass = settings["token_merging_ratio"], None
         if isinstance(values, protocol.TwoPassRequest) and values.enable_hr:
-            of_server = options.token_merging_ratio_hr
-            ratio_hr = of_server if own.token_merging_ratio_hr is None else own.token_merging_ratio_hr
-            second_pass = _second_pass(values, ratio_hr or ratio, limits, config.steps)
+            second_pass = _second_pass(values, settings["token_merging_ratio_hr"] or ratio, limits, config.steps)
         jobs = handler.make_jobs(
             (values.batch_size or 1) * (values.n_iter or 1),
             None if values.seed == -1 else values.seed,
-            **{name: getattr(values, name) for name in ("prompt", "negative_prompt", "width", "height", "steps")},
+            **values.model_dump(include={"prompt", "negative_prompt", "width", "height", "steps"}),
             guidance_scale=values.cfg_scale,
             ratio=ratio,
-            strength=strength,
+            strength=None if image is None else values.denoising_strength or DEFAULT_STRENGTH,
             second_pass=second_pass,
         )
-        files = await handler.generate(request, jobs, load)
+        images = await handler.generate(request, jobs, image, RequestProgress())
         parameters = values.model_dump(include=set(protocol.TextRequest.model_fields))
-        texts = [base64.b64encode(file).decode() for file in files]
         info = json.dumps(_info(values, jobs, queue))
-        return protocol.WebuiResponse(images=texts, parameters=parameters, info=info)
+        return protocol.WebuiResponse(images=images, parameters=parameters, info=info)
 
     @router.post("/interrupt")
     async def interrupt() -> dict[str, Any]:
@@ -146,9 +132,9 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     async def set_options(body: NewOptions) -> None:  # type: ignore[valid-type]
         """Set the default ratios of requests; other options accept only their current value."""
         values: protocol.Options = body
-        for name in ("token_merging_ratio", "token_merging_ratio_hr"):
-            if getattr(values, name) is not None:
-                setattr(options, name, getattr(values, name))
+        for name, value in values:
+            if value is not None:
+                setattr(options, name, value)
 
     @router.get("/scripts")
     async def list_scripts() -> dict[str, list[str]]:
@@ -170,14 +156,8 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     return router
 
 
-def _second_pass(
-    values: protocol.TwoPassRequest, ratio: float | None, limits: Limits, default_steps: int
-) -> SecondPass:
+def _second_pass(values: protocol.TwoPassRequest, ratio: float, limits: Limits, default_steps: int) -> SecondPass:
     """The second pass of a request; sizes as stable-diffusion-webui computes them."""
-    for name, allowed in SECOND_PASS_TEXTS.items():
-        if (getattr(values, name) or "") not in allowed:
-            names = " or ".join(map(json.dumps, allowed))
-            raise ApiError(422, f"the second pass supports only {names}", name, "invalid_value")
     height, width = limits.sizes[0]
     height, width = values.height or height, values.width or width
     x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
@@ -187,9 +167,9 @@ def _second_pass(
     return SecondPass(
         height=y or x * height // width,
         width=x or y * width // height,
-        ratio=limits.ratios[0] if ratio is None else ratio,
+        ratio=ratio,
         steps=values.hr_second_pass_steps or values.steps or default_steps,
-        strength=0.75 if values.denoising_strength is None else values.denoising_strength,
+        strength=values.denoising_strength or DEFAULT_STRENGTH,
     )
 
 

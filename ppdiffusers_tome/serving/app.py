@@ -1,8 +1,9 @@
-"""The HTTP application, over a queue that generates images."""
+"""The HTTP application, over a queue that generates images: health, metrics, both APIs and the page for browsers."""
 
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Response, Security
+from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,22 +13,37 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .._version import __version__
 from . import api_openai, api_webui
-from .api_errors import answer, responses
+from .api_errors import ApiError, answer, responses
 from .app_config import AppConfig
-from .middleware import BASIC, BEARER, CountingMiddleware, RequestMiddleware
-from .page_files import make_page_router
-from .prometheus import Metrics
+from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, RequestMiddleware
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
 from .queue import ImageQueue
 
+FOLDER = Path(__file__).parent / "page"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Of the page: everything from elsewhere is forbidden. Styles that its scripts set on an element
+# (`style.setProperty`) need no 'unsafe-inline'.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
 
-def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAPI:
+
+def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
     """Build the application.
 
     Args:
-        queue: generates the images; /ready reports its state.
+        queue: generates the images; /ready reports its state. Requests are counted in its metrics, as its images are.
         config: time limits, sizes and the API key.
-        metrics: shown by /metrics. Requests are counted here, images by the queue.
 
     Returns:
         An ASGI application. It reads no file and stores nothing of a request after its answer.
@@ -48,7 +64,7 @@ def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAP
             allow_headers=("Authorization", "Content-Type"),
             expose_headers=("Retry-After",),
         )
-    app.add_middleware(CountingMiddleware, metrics=metrics)
+    app.add_middleware(CountingMiddleware, metrics=queue.metrics)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: {"model": Health}}, response_model_exclude_none=True)
@@ -74,12 +90,12 @@ def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAP
     @app.get("/metrics", response_class=PlainTextResponse, dependencies=key, responses=openai)
     async def show_metrics() -> Response:
         """Prometheus metrics."""
-        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(queue.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     app.include_router(api_openai.make_router(queue, config), dependencies=key, responses=openai)
     app.include_router(api_webui.make_router(queue, config), dependencies=key, responses=webui)
     if config.page:
-        app.include_router(make_page_router())
+        _add_page(app)
 
     def openapi() -> dict[str, Any]:
         schema = FastAPI.openapi(app)
@@ -89,3 +105,22 @@ def create_app(queue: ImageQueue, config: AppConfig, metrics: Metrics) -> FastAP
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _add_page(app: FastAPI) -> None:
+    """Add the page. All its files are read now: no path from a request reaches the file system."""
+    contents = {
+        PAGE + file.relative_to(FOLDER).as_posix(): (file.read_bytes(), TYPES.get(file.suffix, "text/plain"))
+        for file in FOLDER.rglob("*")
+        if file.is_file()
+    }
+    contents["/"] = contents.pop(f"{PAGE}index.html")
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route(PAGE + "{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def show(request: Request) -> Response:
+        path = request.scope["path"]
+        if path not in contents:
+            raise ApiError(404, "Not Found")
+        content, kind = contents[path]
+        return Response(content, media_type=kind, headers=HEADERS)

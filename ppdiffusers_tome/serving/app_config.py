@@ -1,6 +1,5 @@
 """The configuration of the HTTP application, except for the limits of jobs."""
 
-import os
 import re
 from dataclasses import dataclass, field
 from math import inf
@@ -61,11 +60,6 @@ class AppConfig:
     def allowed_hosts(self) -> tuple[str, ...]:
         """Names for Starlette's TrustedHostMiddleware, which reads an IPv6 address up to its first colon."""
         return ("*",) if self.api_key is not None else ("localhost", "127.0.0.1", "[", *self.hosts)
-
-
-def key_from_environment() -> str | None:
-    """The key that clients must send; None if the variable is not set. `AppConfig` refuses an empty key."""
-    return os.environ.get(KEY_VARIABLE)
 
 
 def url_of(host: str, port: int) -> str:

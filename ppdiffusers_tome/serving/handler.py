@@ -1,20 +1,24 @@
 """From a request's fields to PNG files while its client waits; time-outs, disconnections and failures are errors."""
 
 import asyncio
+import base64
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from PIL.Image import Image
 
 from ..generation.jobs import LARGEST_SEED, MERGE_MAP, GenerationError, Job, JobError, seed_after
-from ..generation.png import encode_png
+from ..generation.png import encode_png, load_image
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
 from .queue import ImageQueue
 from .tickets import QueueFullError, RequestProgress, UnavailableError
+
+DEFAULT_STRENGTH = 0.75  # of requests from an image, and of a second pass
 
 
 class RequestHandler:
@@ -52,29 +56,26 @@ class RequestHandler:
         return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
     async def generate(
-        self,
-        request: Request,
-        jobs: list[Job],
-        load_image: Callable[[], Image] | None = None,
-        progress: RequestProgress | None = None,
-    ) -> list[bytes]:
+        self, request: Request, jobs: list[Job], image: str | None, progress: RequestProgress
+    ) -> list[str]:
         """Generate the images of one request.
 
         Args:
             request: if its client disconnects, the jobs are abandoned.
-            load_image, progress: see `ImageQueue.submit`.
+            image: to start from, see `load_image`; None for noise.
+            progress: see `ImageQueue.submit`.
 
         Returns:
-            One PNG file for each job.
+            A PNG file in base64 for each job.
 
         Raises:
-            ApiError: 409 interrupted, 422 the image or the number of steps is not
-                allowed, 429 the queue is full, 499 the client disconnected,
-                500 the pipeline failed, 503 not ready or shutting down, 504 the time limit.
+            ApiError: 409 interrupted, 422 the image or the number of steps is not allowed, 429 the queue is full, 499
+                the client disconnected, 500 the pipeline failed, 503 not ready or shutting down, 504 the time limit.
         """
-        queue = self._queue
+        queue, size = self._queue, (jobs[0].width, jobs[0].height)
+        load = None if image is None else partial(load_image, image, size, queue.limits)
         try:
-            submission = asyncio.ensure_future(queue.submit(jobs, load_image, progress))
+            submission = asyncio.ensure_future(queue.submit(jobs, load, progress))
             images = await self._while_connected(request, submission)
         except JobError as error:
             raise self._refusal(error) from None
@@ -84,10 +85,12 @@ class RequestHandler:
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
         except GenerationError as error:
             raise ApiError(500, str(error), code="generation_failed") from None
-        if progress is not None:
-            progress.merge_maps = [image.info.get(MERGE_MAP) for image in images]
-        files = [asyncio.to_thread(encode_png, image, job, queue) for image, job in zip(images, jobs, strict=True)]
-        return list(await asyncio.gather(*files))
+        progress.merge_maps = [image.info.get(MERGE_MAP) for image in images]
+        texts = [asyncio.to_thread(self._encode, image, job) for image, job in zip(images, jobs, strict=True)]
+        return list(await asyncio.gather(*texts))
+
+    def _encode(self, image: Image, job: Job) -> str:
+        return base64.b64encode(encode_png(image, job, self._queue)).decode()
 
     def interrupt(self, count: int | None = None) -> None:
         """End the oldest `count` requests, or all, at the pipeline's next step."""

@@ -14,12 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError, internal_error
 from .app_config import AppConfig
-from .page_files import is_page
 from .prometheus import Metrics
 
 logger = logging.getLogger(__name__)
 BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
+PAGE = "/page/"  # the folder of the page's files. They and "/" are public
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
     (*WITHOUT_KEY, "/", "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
@@ -66,7 +66,7 @@ class RequestMiddleware:
 
     async def _check_head(self, request: Request) -> None:
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
-        is_open = path in WITHOUT_KEY or is_page(path) or request.method == "OPTIONS"  # browsers preflight without it
+        is_open = path in ("/", *WITHOUT_KEY) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
         key = self._config.api_key
         if key is not None and not is_open and not await _has_key(request, key):
             scheme = 'Basic realm="ppdiffusers_tome"' if path.startswith("/sdapi/") else "Bearer"

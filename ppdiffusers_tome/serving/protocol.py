@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, create_model
 
 from ..generation.jobs import LONGEST_SCHEDULE, Limits
 from ..inference.manifest import STRICT
@@ -218,7 +218,6 @@ class ErrorEvent(OpenAIErrorResponse):
 
 # stable-diffusion-webui. Fields of features that do not exist here are accepted with values that switch them off.
 _EMPTY = Field(max_length=0)
-Text = Annotated[str, Field(max_length=10_000)]
 Pixels = Annotated[int, Field(ge=0, le=8192), WHOLE]
 _TYPES: dict[str, Any] = {
     "mask refiner_checkpoint script_name": only(str, ""),
@@ -267,6 +266,18 @@ class TextRequest(Strict):
     denoising_strength: float | None = Field(None, gt=0, le=1)
 
 
+def _second_pass_text(*values: str) -> Any:
+    """The type of a text that must be absent, empty or one of the values if there is a second pass."""
+    reason = f"the second pass supports only {' or '.join(map(json.dumps, ('', *values)))}"
+
+    def check(text: str, info: ValidationInfo) -> str:
+        if info.data.get("enable_hr") and text not in ("", *values):
+            raise ValueError(reason)
+        return text
+
+    return Annotated[str, Field(max_length=10_000), AfterValidator(check)] | None
+
+
 class TwoPassRequest(TextRequest):
     """Images to generate from text, and to enlarge and denoise again if `enable_hr` is true."""
 
@@ -278,17 +289,20 @@ class TwoPassRequest(TextRequest):
         None, description="that run; 0 or absent: steps"
     )
     # Of these, the second pass accepts what every client sends, and nothing else.
-    hr_upscaler: Text | None = Field(None, description="Lanczos, whatever a client sends by default")
-    hr_prompt: Text | None = None
-    hr_negative_prompt: Text | None = None
-    hr_checkpoint_name: Text | None = None
-    hr_sampler_name: Text | None = None
-    hr_scheduler: Text | None = None
+    hr_upscaler: _second_pass_text("Lanczos", "Latent") = Field(  # type: ignore[valid-type]
+        None, description="Lanczos, whatever a client sends by default"
+    )
+    hr_prompt: _second_pass_text() = None  # type: ignore[valid-type]
+    hr_negative_prompt: _second_pass_text() = None  # type: ignore[valid-type]
+    hr_checkpoint_name: _second_pass_text("Use same checkpoint") = None  # type: ignore[valid-type]
+    hr_sampler_name: _second_pass_text("Use same sampler") = None  # type: ignore[valid-type]
+    hr_scheduler: _second_pass_text("Use same scheduler", "automatic", "Automatic") = None  # type: ignore[valid-type]
 
 
 class ImageToImageRequest(TextRequest):
     """Images to generate from an image, which is resized to width and height."""
 
+    enable_hr: only(bool, False) = None  # type: ignore[valid-type]
     init_images: list[str] = Field(min_length=1, max_length=1, description="PNG, JPEG or WEBP in base64 or a data URL")
 
 

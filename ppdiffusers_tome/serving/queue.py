@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from math import ceil, inf
 from time import monotonic
 
@@ -35,7 +36,6 @@ class ImageQueue:
         largest_batch: most images in one pipeline call.
         batch_wait: seconds, 0 to 60, that the oldest job waits for others to share its call. Time that it spent in the
             queue during an earlier call counts.
-        metrics: counts images.
         stuck_seconds: duration of a pipeline call after which the queue is unhealthy.
         engines, most_engines: number of engines; more, up to the second number, are loaded while images wait for ten
             seconds, and given up when they have been idle for ten minutes.
@@ -52,7 +52,6 @@ class ImageQueue:
         capacity: int = 64,
         largest_batch: int = 4,
         batch_wait: float = 0.02,
-        metrics: Metrics | None = None,
         stuck_seconds: float = 600.0,
         engines: int = 1,
         most_engines: int = 1,
@@ -67,12 +66,12 @@ class ImageQueue:
         ):
             if not is_allowed:
                 raise ToMeConfigError(f"{value} is not allowed: {reason}")
-        self.name, self.limits, self.metrics = name, limits, metrics or Metrics()
+        self.name, self.limits, self.metrics = name, limits, Metrics()
         self._load, self._capacity = load, capacity
         self._largest_batch, self._batch_wait, self._stuck_seconds = largest_batch, batch_wait, stuck_seconds
         self._changed = threading.Condition()  # guards all attributes below
         self.state: State = "loading"  # jobs are accepted only while "ready"; "failed" is permanent
-        self._waiting: list[Ticket] = []
+        self._waiting: list[Ticket] = []  # oldest first, without those whose client has gone
         self._calls: list[Call] = []  # oldest first
         self._reserved = 0  # places of jobs whose image is being decoded
         self.is_closed = False
@@ -85,7 +84,7 @@ class ImageQueue:
             for number in range(most_engines)
         ]
         self._live_threads = most_engines
-        self.metrics.waiting.set_function(lambda: self._count_live())
+        self.metrics.waiting.set_function(lambda: len(self._waiting))
         self.metrics.running.set_function(lambda: self.progress().running)
         self.metrics.ready.set_function(lambda: self.state == "ready")
         self.metrics.program_loads.set_function(lambda: getattr(self.engine, "program_loads", 0))
@@ -108,7 +107,8 @@ class ImageQueue:
     @property
     def is_idle(self) -> bool:
         """Whether there is no accepted job."""
-        return not self._count_live() and not self._calls and not self._reserved
+        with self._changed:  # a batch moves from one list to the other
+            return not (self._waiting or self._calls or self._reserved)
 
     @property
     def unhealthy_reason(self) -> str | None:
@@ -122,17 +122,14 @@ class ImageQueue:
     def progress(self) -> Progress:
         """The current progress."""
         with self._changed:
-            running, waiting = sum(len(call.tickets) for call in self._calls), self._count_live()
+            running, waiting = sum(len(call.tickets) for call in self._calls), len(self._waiting)
             if not self._calls:
                 return Progress(waiting=waiting)
             oldest = self._calls[0]
             return Progress(running, waiting, oldest.step, oldest.steps, oldest.seconds)
 
     async def submit(
-        self,
-        jobs: Sequence[Job],
-        load_image: Callable[[], Image] | None = None,
-        progress: RequestProgress | None = None,
+        self, jobs: Sequence[Job], load_image: Callable[[], Image] | None, progress: RequestProgress
     ) -> list[Image]:
         """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
@@ -158,7 +155,16 @@ class ImageQueue:
         finally:
             with self._changed:
                 self._reserved -= len(jobs)
-        futures = self._enqueue(jobs, progress or RequestProgress())
+        progress.images = len(jobs)
+        tickets = [Ticket(job, progress) for job in jobs]
+        futures = [ticket.future for ticket in tickets]
+        for ticket in tickets:
+            ticket.future.add_done_callback(partial(self._leave, ticket))
+        with self._changed:
+            if self.state == "failed" or self.is_closed:
+                raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
+            self._set_waiting([*self._waiting, *tickets])
+            self._changed.notify_all()
         try:
             return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:
@@ -192,7 +198,6 @@ class ImageQueue:
                 raise UnavailableError("the server is shutting down", retry_after=10)
             if self.state != "ready":
                 raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
-            self._forget_abandoned()
             missing = len(self._waiting) + self._reserved + images - self._capacity
             if missing > 0:
                 message = f"{len(self._waiting)} images wait, and the queue holds {self._capacity}"
@@ -212,19 +217,8 @@ class ImageQueue:
             waiting = [ticket for ticket in waiting if ticket not in batch]
         return pace * cost / max(1, len(self._calls))
 
-    def _enqueue(self, jobs: Sequence[Job], progress: RequestProgress) -> "list[Future[Image]]":
-        progress.images = len(jobs)
-        tickets = [Ticket(job, progress) for job in jobs]
-        with self._changed:
-            if self.state == "failed" or self.is_closed:
-                raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
-            self._set_waiting([*self._waiting, *tickets])
-            self._changed.notify_all()
-        return [ticket.future for ticket in tickets]
-
     def _work(self, is_temporary: bool) -> None:
         """A thread: load an engine, run batch after batch until closed, and load another engine if it is lost."""
-        error: BaseException | None = None
         try:
             while not is_temporary or self._wait_until_needed():
                 engine = self._load()
@@ -244,17 +238,16 @@ class ImageQueue:
                 except EngineLostError as lost:
                     logger.error("an engine was lost and is replaced: %s", lost)
                 del engine  # ends its process, if it has one
-        except BaseException as caught:
-            if not self.is_closed:
-                error = caught
-                logger.error("an image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
-        with self._changed:
-            self._live_threads -= 1
-            if error is not None and not self._live_threads:
-                self.state, self.failure = "failed", error
-                for ticket in self._waiting:
-                    ticket.fail(error)
-                self._set_waiting([])
+        except BaseException as error:
+            if self.is_closed:
+                return
+            logger.error("an image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
+            with self._changed:
+                self._live_threads -= 1
+                if not self._live_threads:
+                    self.state, self.failure = "failed", error
+                    for ticket in self._waiting:
+                        ticket.fail(error)
 
     def _wait_until_needed(self) -> bool:
         """Wait until an image has waited for long, and return True; or False if the queue was closed."""
@@ -270,7 +263,6 @@ class ImageQueue:
         with self._changed:
             until = monotonic() + idle_seconds
             while True:
-                self._forget_abandoned()
                 if self._waiting:
                     batch, is_open = self._gather(self._waiting)
                     patience = batch[0].arrived + self._batch_wait - monotonic()
@@ -305,74 +297,60 @@ class ImageQueue:
         Raises:
             EngineLostError: the engine is lost.
         """
+        tickets = call.tickets
+        jobs = [ticket.job for ticket in tickets]
         try:
-            live = [ticket for ticket in call.tickets if not ticket.future.cancelled()]
-            self.metrics.images.labels("abandoned").inc(len(call.tickets) - len(live))
-            if live:
-                call.tickets, call.since = live, monotonic()
-                self._run(engine, call)
+            images = engine.generate(jobs, lambda *step: call.advance(*step or (0, call.steps)))
+            self._deliver(call, images)
+        except AbandonedError:
+            pass
         except EngineLostError:
-            for ticket in call.tickets:
+            for ticket in tickets:
                 ticket.lost_engines += 1
                 if ticket.lost_engines == ATTEMPTS:
-                    self.metrics.images.labels("failed").inc()
                     ticket.fail(GenerationError(f"{ATTEMPTS} engines died with this job"))
-            self._repeat([ticket for ticket in call.tickets if ticket.lost_engines < ATTEMPTS])
+            self._repeat(tickets)
             raise
-        except BaseException as error:
-            for ticket in call.tickets:
-                ticket.fail(error)
-            raise
-        finally:
-            with self._changed:
-                self._calls.remove(call)
-
-    def _run(self, engine: Engine, call: Call) -> None:
-        """The pipeline call of tickets of which none was cancelled before."""
-        tickets = call.tickets
-        try:
-            images = engine.generate(
-                [ticket.job for ticket in tickets], lambda *step: call.advance(*step or (0, call.steps))
-            )
-        except EngineLostError:
-            raise
-        except AbandonedError:
-            self.metrics.images.labels("abandoned").inc(len(tickets))
         except Exception as error:
             if not isinstance(error, JobError):
                 logger.exception("generating %d images failed", len(tickets))
             if len(tickets) > 1:
                 self._repeat(tickets)
             else:
-                self.metrics.images.labels("failed").inc()
-                if not isinstance(error, JobError):
-                    self._check_model(engine, tickets[0].job)
                 tickets[0].fail(error)
-        else:
-            seconds = call.seconds
+                if not isinstance(error, JobError):
+                    self._check_model(engine, jobs[0])
+        except BaseException as error:
+            for ticket in tickets:
+                ticket.fail(error)
+            raise
+        finally:
             with self._changed:
-                self._failures = 0
-                pace = seconds / call.cost
-                self._pace = pace + 0.5 * ((self._pace or pace) - pace)
-            self.metrics.batch_seconds.observe(seconds)
-            self.metrics.batch_images.observe(len(tickets))
-            for progress, count in call.requests.items():
-                progress.seconds, progress.batch = progress.seconds + seconds, len(tickets)
-                progress.step_seconds = call.step_seconds
-                progress.generated += count
-            pairs = zip(tickets, images, strict=True)
-            wanted = [(ticket, image) for ticket, image in pairs if ticket.future.set_running_or_notify_cancel()]
-            self.metrics.images.labels("generated").inc(len(wanted))
-            self.metrics.images.labels("abandoned").inc(len(tickets) - len(wanted))
-            for ticket, image in wanted:
+                self._calls.remove(call)
+
+    def _deliver(self, call: Call, images: Sequence[Image]) -> None:
+        """Note the pace and the duration of a call that has ended, and hand over its images."""
+        seconds = call.seconds
+        with self._changed:
+            self._failures = 0
+            pace = seconds / call.cost
+            self._pace = (pace + (self._pace or pace)) / 2
+        self.metrics.batch_seconds.observe(seconds)
+        self.metrics.batch_images.observe(len(images))
+        for progress, count in call.requests.items():
+            progress.seconds, progress.batch = progress.seconds + seconds, len(images)
+            progress.step_seconds = call.step_seconds
+            progress.generated += count
+        for ticket, image in zip(call.tickets, images, strict=True):
+            if ticket.future.set_running_or_notify_cancel():
                 ticket.future.set_result(image)
 
     def _repeat(self, tickets: Sequence[Ticket]) -> None:
-        """Put tickets back, to run alone, in front of all that may share a call."""
+        """Put tickets that are not done back, to run alone, in front of all that may share a call."""
         with self._changed:
             for ticket in tickets:
                 ticket.runs_alone = True
-            self._set_waiting([*tickets, *self._waiting])
+            self._set_waiting([*(ticket for ticket in tickets if not ticket.future.done()), *self._waiting])
             self._changed.notify_all()
 
     def _check_model(self, engine: Engine, job: Job) -> None:
@@ -384,15 +362,13 @@ class ImageQueue:
         except Exception:
             self._failures += 1
 
-    def _count_live(self) -> int:
+    def _leave(self, ticket: Ticket, future: "Future[Image]") -> None:
+        """Count the outcome of a job, and free its place if it still waits."""
+        outcome = "abandoned" if future.cancelled() else "failed" if future.exception() else "generated"
+        self.metrics.images.labels(outcome).inc()
         with self._changed:
-            self._forget_abandoned()
-            return len(self._waiting)
-
-    def _forget_abandoned(self) -> None:
-        live = [ticket for ticket in self._waiting if not ticket.future.cancelled()]
-        self.metrics.images.labels("abandoned").inc(len(self._waiting) - len(live))
-        self._set_waiting(live)
+            if ticket in self._waiting:
+                self._set_waiting([other for other in self._waiting if other is not ticket])
 
     def _set_waiting(self, tickets: list[Ticket]) -> None:
         self._waiting = tickets

@@ -78,8 +78,6 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ToMeConfigError: the address is not one of this machine's, or its port is in use.
     """
-    if not 0 <= port <= 65535:
-        raise ToMeConfigError(f"port={port} is not allowed: it must be 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With its protocol's number, unlike that of socket.create_server: asyncio sets TCP_NODELAY only for such sockets.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -88,7 +86,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
         listener.listen()
         return listener
-    except (OSError, ValueError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         listener.close()
         is_in_use = isinstance(error, OSError) and error.errno == EADDRINUSE
         remedy = ". Choose another --port, or 0 for a free one." if is_in_use else ""
