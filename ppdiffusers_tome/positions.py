@@ -11,7 +11,7 @@ from .config import SEEDS, ToMeConfig
 from .errors import ToMePassError
 
 Constants = TypeVar("Constants")
-KEPT = 128  # of each kind; those of 64×64 tokens take 0.2 MB
+CACHED = 128  # of each kind; those of 64×64 tokens take 0.2 MB
 
 
 class Grid(NamedTuple):
@@ -176,28 +176,30 @@ def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
     return np.minimum(np.arange(length) // window, max(0, (length - cell) // window))
 
 
-def _keep(build: Callable[..., Constants]) -> Callable[..., Constants]:
-    """Build constants once per device and arguments, and keep the `KEPT` last used.
+def _cached(build: Callable[..., Constants]) -> Callable[..., Constants]:
+    """Build constants once per device and arguments, and cache the `CACHED` last used.
 
-    A traced program gets its own. What a pass without a seed has drawn is not kept, because no other pass uses it.
+    A traced program gets its own. The dst of a pass without a seed are not cached, because no other pass uses them.
     """
 
-    @lru_cache(maxsize=KEPT)
-    def kept(device: str, *arguments: Any) -> Constants:
+    @lru_cache(maxsize=CACHED)
+    def cached(device: str, *arguments: Any) -> Constants:
         return build(*arguments)
 
     @paddle.jit.not_to_static  # only constants; Paddle would translate the cache too, and lose it
     @wraps(build)
     def get(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None) -> Constants:
         arguments = (grid, sx, sy, random_key) if window is None else (grid, sx, sy, random_key, window)
-        is_drawn = random_key is not None and max(random_key) >= SEEDS
-        return build(*arguments) if is_drawn or not paddle.in_dynamic_mode() else kept(paddle.get_device(), *arguments)
+        is_unseeded = random_key is not None and max(random_key) >= SEEDS
+        if is_unseeded or not paddle.in_dynamic_mode():
+            return build(*arguments)
+        return cached(paddle.get_device(), *arguments)
 
-    get.cache_info, get.cache_clear = kept.cache_info, kept.cache_clear
+    get.cache_info, get.cache_clear = cached.cache_info, cached.cache_clear
     return get
 
 
-@_keep
+@_cached
 def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None) -> Cells:
     """The cells of a grid that has one at least, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)
@@ -215,7 +217,7 @@ def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | N
     )
 
 
-@_keep
+@_cached
 def constant_positions(
     grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None
 ) -> Positions:

@@ -113,11 +113,11 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
 
 
 def test_kept_positions_are_bounded():
-    for side in range(4, 4 + positions.KEPT + 8):
+    for side in range(4, 4 + positions.CACHED + 8):
         positions.constant_positions(Grid(4, side), 2, 2, (0, 0))
         positions.constant_cells(Grid(4, side), 2, 2, (0, 0))
     for cached in (positions.constant_positions, positions.constant_cells):
-        assert cached.cache_info().currsize == cached.cache_info().maxsize == positions.KEPT
+        assert cached.cache_info().currsize == cached.cache_info().maxsize == positions.CACHED
         cached.cache_clear()
 
 
