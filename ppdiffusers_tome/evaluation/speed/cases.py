@@ -229,7 +229,8 @@ def make_arms(case: Case, arms: Sequence[str], backends: Sequence[str], configs:
     for backend in backends:
         for name in [name for name in ARMS_OF[backend] if name in arms]:
             choose = CONFIGS_OF.get(backend) or CONFIGS_OF.get(name)
-            for config in [None] if name in UNMERGED else choose(case, configs) if choose else configs:
+            chosen = choose(case, configs) if choose else configs
+            for config in [None] if name in UNMERGED else chosen:
                 attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
                 arm = Arm(name, backend, config, attention, case.count_kept(config))
                 if backend != EAGER and case.dtype != "float32":
