@@ -283,7 +283,7 @@ def test_page_files_and_their_headers(server):
         assert answer.headers["x-content-type-options"] == "nosniff" and answer.status_code == 200
         head = server.http.head(path)
         assert (head.status_code, head.content) == (200, b"") and head.headers["content-length"] != "0"
-    for path in ("/page/", "/page/none.js", "/page/..%2f..%2fpage_files.py", "/page//etc/passwd", "/index.html"):
+    for path in ("/page/", "/page/none.js", "/page/..%2fapp.py", "/page//etc/passwd", "/index.html"):
         assert server.http.get(path).status_code == 404, path
     assert "/" not in server.http.get("/openapi.json").json()["paths"]
 
