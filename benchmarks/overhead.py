@@ -9,7 +9,7 @@ from ppdiffusers_tome import ToMeConfigError, attention, wraps
 from ppdiffusers_tome.evaluation.clock import now
 
 PARTS = ("matching", "merge", "unmerge", "sizes")
-SIZES = ("_widen_queries", "_widen_keys", "_widen_values", "_narrow", "prepare_attention_mask")
+SIZES = ("_with_channels", "_narrow", "prepare_attention_mask")
 TIMED: list[tuple[str, Any, str]] = [
     ("block", wraps.BlockWrap, "__call__"),
     ("matching", wraps.BlockWrap, "build_plan"),

@@ -178,11 +178,13 @@ class AttentionView:
         return [self._narrowed(first), *others]
 
     def _project(self, name: str, layer: nn.Layer, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
-        """What a projection returns, of merged tokens in `to_k` and `to_v`, and with channels; text has size 1."""
+        """What a projection returns, of merged tokens in `to_k` and `to_v`."""
         self._inputs[name] = tokens
         output = layer(self._merge(tokens) if name in ("to_k", "to_v") else tokens, *args)
-        if not self._channels:
-            return output
+        return self._with_channels(name, output) if self._channels else output
+
+    def _with_channels(self, name: str, output: paddle.Tensor) -> paddle.Tensor:
+        """The output of a projection with the added channels; text has size 1."""
         if name in ("to_q", "add_q_proj"):
             return self._widen_queries(output, "norm_q" if name == "to_q" else "norm_added_q")
         if name == "to_k":
@@ -292,18 +294,18 @@ class AttentionView:
         return wide.reshape([0, 0, wide.shape[2] * wide.shape[3]])
 
     def _narrowed(self, layer: nn.Layer) -> ProjectionView:
-        """The layer for the output of a fused kernel [B, N, heads·d], which it gets without the channels."""
+        """The layer for the output of a fused kernel, which it gets without the channels."""
+        return ProjectionView(layer, lambda tokens, *args: layer(self._narrow(tokens), *args))
 
-        def call(tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
-            if self._channels and self._is_fused:
-                if tokens.shape[-1] != self._layer.inner_dim + self._channels * self._layer.heads:
-                    self._has_sizes = False
-                    self.check()
-                heads = split_heads(tokens, self._layer.heads)[..., : -self._channels]
-                tokens = heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
-            return layer(tokens, *args)
-
-        return ProjectionView(layer, call)
+    def _narrow(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        """The output of a fused kernel [B, N, heads·d] without the channels."""
+        if not (self._channels and self._is_fused):
+            return tokens
+        if tokens.shape[-1] != self._layer.inner_dim + self._channels * self._layer.heads:
+            self._has_sizes = False
+            self.check()
+        heads = split_heads(tokens, self._layer.heads)[..., : -self._channels]
+        return heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
 
 
 def split_heads(output: paddle.Tensor, heads: int) -> paddle.Tensor:
