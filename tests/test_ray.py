@@ -82,6 +82,13 @@ def title(process):
         return ""
 
 
+def wait_for(find):
+    """The first of what `find` lists, as soon as there is one: between two batches no process generates."""
+    listed = []
+    until(lambda: listed.extend(find()) or listed)
+    return listed[0]
+
+
 @contextmanager
 def send_all(server, bodies):
     """Send all requests at once; yields the list of answers, complete when the context ends."""
@@ -241,7 +248,7 @@ def generate_on_ray_and_here(folder, tmp_path, kill, *options):
 
 def test_killed_actor_is_replaced_and_no_prompt_lost(tmp_path, exported_folder):
     def kill(process):
-        next(child for child in with_children(process) if "EngineProcess.generate" in title(child)).kill()
+        wait_for(lambda: [p for p in with_children(process) if "EngineProcess.generate" in title(p)]).kill()
 
     generate_on_ray_and_here(exported_folder, tmp_path, kill)
 
@@ -335,7 +342,7 @@ def test_lost_node_loses_no_request(nodes, exported_folder, tmp_path):
 
 def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
     def kill(process):
-        node = next(node for node in nodes.worker_nodes if runs(node, "EngineProcess.generate"))
+        node = wait_for(lambda: [node for node in nodes.worker_nodes if runs(node, "EngineProcess.generate")])
         nodes.remove_node(node, allow_graceful=False)
 
     generate_on_ray_and_here(exported_folder, tmp_path, kill, "--ray-address", nodes.address)
