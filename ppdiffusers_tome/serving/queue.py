@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from math import ceil, inf
 from time import monotonic
 
@@ -159,7 +158,7 @@ class ImageQueue:
         tickets = [Ticket(job, progress) for job in jobs]
         futures = [ticket.future for ticket in tickets]
         for ticket in tickets:
-            ticket.future.add_done_callback(partial(self._leave, ticket))
+            ticket.future.add_done_callback(self._leave)  # without the ticket: a cycle would keep the image in memory
         with self._changed:
             if self.state == "failed" or self.is_closed:
                 raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
@@ -362,13 +361,13 @@ class ImageQueue:
         except Exception:
             self._failures += 1
 
-    def _leave(self, ticket: Ticket, future: "Future[Image]") -> None:
+    def _leave(self, future: "Future[Image]") -> None:
         """Count the outcome of a job, and free its place if it still waits."""
         outcome = "abandoned" if future.cancelled() else "failed" if future.exception() else "generated"
         self.metrics.images.labels(outcome).inc()
         with self._changed:
-            if ticket in self._waiting:
-                self._set_waiting([other for other in self._waiting if other is not ticket])
+            if any(ticket.future is future for ticket in self._waiting):
+                self._set_waiting([ticket for ticket in self._waiting if ticket.future is not future])
 
     def _set_waiting(self, tickets: list[Ticket]) -> None:
         self._waiting = tickets
