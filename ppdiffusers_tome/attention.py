@@ -17,28 +17,27 @@ from .merging import merge, unmerge
 from .models import is_fused, is_joint, splits_heads
 from .wraps import Wrap, current_plan
 
+FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
 FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
 
 
 class MergeWrap(Wrap):
     """Of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens.
 
-    Where text and image are one sequence, only the image tokens merge.
-
     Args:
         config: the settings of the denoiser.
         before: whether tokens merge before the layer; otherwise it gets them as they are, or merged already.
         after: whether they merge after it; otherwise they are unmerged. Of several results it is the first.
-        text_is_last: whether text comes after the image.
+        text: where text may be, which does not merge: FIRST or LAST in one sequence with the image; None: nowhere.
     """
 
     config: ToMeConfig
 
     def __init__(
-        self, config: ToMeConfig, *, before: bool = True, after: bool = False, text_is_last: bool = False
+        self, config: ToMeConfig, *, before: bool = True, after: bool = False, text: str | None = None
     ) -> None:
         super().__init__(config)
-        self._before, self._after, self._text_is_last = before, after, text_is_last
+        self._before, self._after, self._text = before, after, text
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan = current_plan()
@@ -55,9 +54,9 @@ class MergeWrap(Wrap):
             return merge(image, plan, self.config.blend) if merges else unmerge(image, plan)
 
         count = plan.tokens if merges else plan.kept
-        if tokens.shape[1] in (count, -1):
-            return move(tokens)
-        if self._text_is_last:
+        if self._text is None or tokens.shape[1] == count:
+            return move(tokens)  # raises for another number of tokens
+        if self._text == LAST:
             return paddle.concat([move(tokens[:, :count]), tokens[:, count:]], axis=1)
         return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle import nn
 
-from .attention import AttentionWrap, MergeWrap
+from .attention import FIRST, LAST, AttentionWrap, MergeWrap
 from .config import ALONE, ASYMMETRIC, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .models import (
@@ -103,7 +103,7 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         assert projection is not None  # checked in `attach`
         install(projection, timestep)
     for mergeable in blocks:
-        block, text_is_last = mergeable.block, mergeable.text_is_last
+        block, text = mergeable.block, LAST if mergeable.text_is_last else FIRST
         if config.ratio == 0:
             install(block, Wrap(config))
             continue
@@ -111,11 +111,11 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         if not isinstance(grid, GridWrap):
             grid = GridWrap(config)
             install(mergeable.grid_layer, grid)
-        is_whole, text_is_first = merges_whole(mergeable, config), mergeable.is_single_stream and not text_is_last
+        is_whole, text_is_first = merges_whole(mergeable, config), mergeable.is_single_stream and text == FIRST
         install(block, BlockWrap(config, grid, timestep, mergeable.index, is_whole, text_is_first))
         if is_whole:
-            install(block.norm, MergeWrap(config, before=False, after=True, text_is_last=text_is_last))
-            install(block.proj_out, MergeWrap(config, before=False, text_is_last=text_is_last))
+            install(block.norm, MergeWrap(config, before=False, after=True, text=text))
+            install(block.proj_out, MergeWrap(config, before=False, text=text))
         for name, layers in merging_layers(mergeable, config).items():
             for layer in layers:
                 install(layer, _wrap_for(name, mergeable, config, is_whole))
@@ -123,7 +123,7 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
 
 def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> Wrap:
     if name == "mlp":
-        return MergeWrap(config)
+        return MergeWrap(config, text=FIRST if block.is_rotary else None)
     if name == "attn" and block.is_rotary:
         return RotaryAttentionWrap(config, is_whole)
     return AttentionWrap(config, name == "attn")

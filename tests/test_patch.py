@@ -289,6 +289,16 @@ def test_layers_called_directly_do_not_merge(unet):
     np.testing.assert_array_equal(block.attn1(tokens).numpy(), plain)
 
 
+def test_layer_that_gets_more_tokens_than_its_block_is_rejected(unet):
+    """Only where text and image are one sequence is the rest text, which does not merge."""
+    unet.apply_tome(merge_mlp=True)
+    feed_forward = find_blocks(unet)[0].block.ff
+    below = feed_forward.forward
+    feed_forward.forward = lambda tokens, **named: below(paddle.concat([tokens, tokens[:, :7]], axis=1), **named)
+    with pytest.raises(ToMePassError, match=r"merge expects tokens of shape \[B, 256, C\] but got"):
+        run(unet)
+
+
 def test_block_called_without_a_feature_map_is_rejected(unet):
     block = find_blocks(unet)[0].block
     unet.apply_tome()

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import paddle
 import pytest
-from conftest import draw, in_threads, inputs, make_unet, tiny_pipeline, traces
+from conftest import draw, in_threads, inputs, make_unet, traces
 from ppdiffusers import StableDiffusionControlNetPipeline
 from test_transformers import pixart_inputs, sd3_inputs
 from zoo.noise import noise
@@ -217,11 +217,6 @@ def test_a_block_that_is_called_without_its_model_has_no_ratio(unet):
 
 
 # Exports
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return tiny_pipeline()
 
 
 @pytest.fixture
