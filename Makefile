@@ -54,8 +54,8 @@ $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
 	$(INSTALL) -r requirements-test.txt
 	@touch $@
 
-$(VENV)/.installed-ray: $(VENV)/.installed-test requirements-ray.txt
-	$(INSTALL) -r requirements-ray.txt
+$(VENV)/.installed-ray: $(VENV)/.installed-test ppdiffusers_tome/requirements/ray.txt
+	$(INSTALL) -r ppdiffusers_tome/requirements/ray.txt
 	@touch $@
 
 venv: $(VENV)/.installed ## create the virtual environment with the locked stack and this package

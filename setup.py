@@ -56,6 +56,7 @@ setup(
     package_data={
         "ppdiffusers_tome": [
             "py.typed",
+            "requirements/*.txt",
             "serving/page/*.*",
             "serving/page/vendor/*/*",
             "evaluation/templates/*.md",

@@ -1,5 +1,10 @@
 """The package's exceptions, each a `ToMeError` and also the matching built-in one, and a remedy that several name."""
 
+import shlex
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).parent / "requirements"
+
 
 class ToMeError(Exception):
     """Base class of all exceptions that this package defines."""
@@ -28,14 +33,15 @@ class UnsupportedVersionError(ToMeError, RuntimeError):
 def install_command(feature: str) -> str:
     """The command that installs what an optional feature needs, for error messages.
 
-    It names the locked versions of the repository: what pip chooses for the extras of `setup.py` replaces packages of
-    the environment, and ppdiffusers no longer imports.
+    It names a file of locked versions in the package: what pip chooses for the extras of `setup.py` replaces packages
+    of the environment, and ppdiffusers no longer imports.
 
     Args:
         feature: "serve", "onnx" (OpenVINO too), "ray" or "eval".
 
     Example:
-        >>> install_command("serve")
-        'pip install --no-deps -r requirements-serve.txt'
+        >>> install_command("serve").endswith("/ppdiffusers_tome/requirements/serve.txt")
+        True
     """
-    return f"pip install --no-deps -r requirements-{feature}.txt"
+    file = REQUIREMENTS / f"{feature}.txt"
+    return f"pip install --no-deps -r {shlex.quote(str(file))}"

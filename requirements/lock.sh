@@ -66,18 +66,18 @@ own gpu | emit ../requirements-gpu.txt
 cp "$work/shared" "$work/constraints"
 cp serve.in eval.in onnx.in test.in ray.in "$work"
 resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../requirements-serve.txt
+LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../ppdiffusers_tome/requirements/serve.txt
 resolve eval --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C comm -13 "$work/shared" "$work/eval.lock" | emit ../requirements-eval.txt
+LC_ALL=C comm -13 "$work/shared" "$work/eval.lock" | emit ../ppdiffusers_tome/requirements/eval.txt
 resolve onnx --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../requirements-onnx.txt
+LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../ppdiffusers_tome/requirements/onnx.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
 
 # Ray has the versions of the test tools, but its file holds all that it adds to a stack and to serving, which need no test tools.
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
 resolve ray --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/ray.lock" | emit ../requirements-ray.txt
+LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/ray.lock" | emit ../ppdiffusers_tome/requirements/ray.txt
 
 # The site is built in an environment of its own.
 cp docs.in "$work"

@@ -1,3 +1,5 @@
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +52,16 @@ def test_ctrl_c_is_one_line_that_names_how_to_continue(monkeypatch, capsys, modu
     assert error.startswith(f"interrupted: {remedy}" if remedy else "interrupted\n") and error.count("\n") == 1
 
 
-def test_errors_name_the_locked_versions_of_missing_packages():
+def test_errors_name_the_locked_versions_of_missing_packages(tmp_path):
     """What pip chooses for an extra replaces locked packages, and ppdiffusers no longer imports."""
     repository = Path(__file__).parents[1]
-    for feature in ("serve", "onnx", "ray", "eval"):
-        assert (repository / install_command(feature).rpartition(" ")[2]).is_file()
+    build = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path / "a wheel")]
+    subprocess.run(build, cwd=repository, check=True, capture_output=True)
+    installed = runpy.run_path(str(tmp_path / "a wheel" / "ppdiffusers_tome" / "errors.py"))["install_command"]
+    for command in (install_command, installed):
+        for feature in ("serve", "onnx", "ray", "eval"):
+            *words, file = shlex.split(command(feature))
+            assert words == ["pip", "install", "--no-deps", "-r"] and Path(file).is_file()
+            assert Path(file).is_relative_to(tmp_path) == (command is installed)
     sources = [*(repository / "ppdiffusers_tome").rglob("*.py"), *(repository / "docs").glob("*.md")]
     assert not [path.name for path in sources if "ppdiffusers_tome[" in path.read_text(encoding="utf-8")]

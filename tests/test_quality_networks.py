@@ -12,6 +12,7 @@ from golden.quality_inputs import PAIRS, network_inputs, noise, pair
 from PIL import Image
 
 from ppdiffusers_tome import ToMeError
+from ppdiffusers_tome.errors import REQUIREMENTS
 from ppdiffusers_tome.evaluation.quality import networks
 from ppdiffusers_tome.evaluation.quality.metrics import blur
 from ppdiffusers_tome.evaluation.quality.networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
@@ -100,7 +101,7 @@ def test_only_the_expected_weights_are_read(weights, tmp_path, monkeypatch):
 
 
 def test_requirements_pin_the_expected_weights():
-    pins = Path(__file__).parents[1].joinpath("requirements-eval.txt").read_text().split()
+    pins = (REQUIREMENTS / "eval.txt").read_text().split()
     assert {f"{weights.package}=={weights.version}" for weights in (EFFICIENTNET, STLPIPS)} <= set(pins)
 
 

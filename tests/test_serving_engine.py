@@ -28,6 +28,7 @@ from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
+from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
@@ -333,10 +334,10 @@ def test_port_in_use(exported_folder, ray, capsys):
 def test_missing_packages_are_named_with_the_requirements_file(exported_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--ray"]) == 2
-    assert "--ray needs: pip install --no-deps -r requirements-ray.txt" in capsys.readouterr().err
+    assert f"--ray needs: {install_command('ray')}" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "--model", str(exported_folder)]) == 2
-    assert "Serving needs: pip install --no-deps -r requirements-serve.txt" in capsys.readouterr().err
+    assert f"Serving needs: {install_command('serve')}" in capsys.readouterr().err
 
 
 def test_folder_that_is_not_an_export(tmp_path, capsys):
