@@ -150,4 +150,5 @@ def chosen_blocks(denoiser: nn.Layer, config: ToMeConfig) -> list[MergeableBlock
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
     """The config of a denoiser; None if it does not merge."""
     wraps = (wrap_of(mergeable.block) for mergeable in find_blocks(denoiser))
-    return next((wrap.config for wrap in wraps if wrap is not None), None)
+    configs = (wrap.config for wrap in wraps if wrap is not None)
+    return next((config for config in configs if config is not None), None)  # one that was removed may still be there

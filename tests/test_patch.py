@@ -361,6 +361,20 @@ def test_wraps_of_others_below_and_above(unet, name):
         np.testing.assert_array_equal(run(unet.apply_tome(**settings)), merged)
 
 
+def test_an_idle_wrap_does_not_hide_the_config(unet):
+    """Another library still calls the wrap of the first block, which does not merge any more; the others do."""
+    config = ToMeConfig(ratio=0.5, max_downsample=2)
+    merged = run(unet.apply_tome(config=config))
+    first, second = (mergeable.block for mergeable in find_blocks(unet)[:2])
+    wrap_forward(first, 1.0)
+    first.remove_tome()
+    assert wraps.wrap_of(first).config is None and wraps.wrap_of(second).config == config
+    assert patch.config_of(unet) == config
+    with unet.tome(ratio=0.25):
+        assert np.abs(run(unet) - merged).max() > 1e-4
+    np.testing.assert_array_equal(run(unet), merged)
+
+
 def test_a_method_below_gets_what_merging_adds(unet):
     """Merged keys and their sizes pass through a wrap that is a method of the layer, and not through a function."""
     attention, expected = find_blocks(unet)[0].block.attn1, run(unet.apply_tome())
