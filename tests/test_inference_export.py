@@ -146,6 +146,17 @@ def test_defaults_of_a_model_are_in_its_export(exported_folder, tiny, tmp_path):
     assert read_manifest(folder, verify=True) == manifest and not (exported_folder / "defaults.json").exists()
 
 
+@pytest.mark.parametrize("name", [None, ""])
+def test_defaults_of_the_current_folder_are_not_exported(exported_folder, tiny, tmp_path, monkeypatch, name):
+    """A pipeline that was made in Python comes from no folder."""
+    (tmp_path / "defaults.json").write_text('{"steps": 9}')
+    monkeypatch.chdir(tmp_path)
+    pipe = copy.copy(tiny)
+    pipe.register_to_config(_name_or_path=name)
+    manifest = export(pipe, "out", 0, [(32, 32)], image_to_image=True, linked=unmerged_programs(exported_folder))
+    assert "defaults.json" not in manifest.files and manifest.name == "StableDiffusionPipeline"
+
+
 @pytest.mark.parametrize("form", ["paddle", "onnx"])
 def test_unets_can_be_linked_too(exported_folder, onnx_folder, tiny, tmp_path, monkeypatch, form):
     monkeypatch.setattr(export_module, "save", lambda *_: pytest.fail("something was traced"))

@@ -230,9 +230,9 @@ def share_weights(params: Path, others: list[Path]) -> Path:
 def copy_parts(request: Request, folder: Path) -> None:
     """Write tokenizers and scheduler, the models' configs, `model_index.json`, and `defaults.json` if there is one."""
     pipe = request.pipe
-    defaults = Path(pipe.config.get("_name_or_path") or "") / DEFAULTS
-    if defaults.is_file():
-        (folder / DEFAULTS).write_bytes(defaults.read_bytes())
+    model = pipe.config.get("_name_or_path")  # None of a pipeline that was made in Python
+    if model and (Path(model) / DEFAULTS).is_file():
+        (folder / DEFAULTS).write_bytes((Path(model) / DEFAULTS).read_bytes())
     for name in COPIED:
         component = vars(pipe).get(name)
         if component is not None:
