@@ -430,7 +430,8 @@ def test_tokens_that_the_text_encoder_reads(exported_folder):
 def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path):
     """That of the exported program equals the plan of the same pipeline in eager mode; a single step has none."""
     folder, linked = tmp_path / "mapped", unmerged_programs(exported_folder)
-    export_pipeline(tiny_pipeline(), folder, (0.5, 0), [(32, 32)], linked=linked, merge_map=True, progress=False)
+    settings = {"linked": linked, "merge_map": True, "image_to_image": True, "progress": False}
+    export_pipeline(tiny_pipeline(), folder, (0.5, 0), [(32, 32)], **settings)
     manifest = read_manifest(folder, verify=True)
     maps = manifest.programs_of("merge_map")
     assert manifest.merge_map and [(file.size, file.ratio) for file in maps] == [((32, 32), 0.5)]
@@ -452,3 +453,11 @@ def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path):
     assert (first[0][0][first[0][1]] == first[1][0][first[1][1]]).all(), "the same tokens are together"
     pair = engine.generate([replace(job, seed=9), job])
     assert (pair[1].info[MERGE_MAP] == groups).mean() > 0.95 and (pair[0].info[MERGE_MAP] != groups).any()
+
+    # With a second pass, the map is that of its last step, at its ratio.
+    second = SecondPass(height=32, width=32, ratio=0.5, steps=3, strength=0.6)
+    two_passes = replace(job, ratio=0.0, second_pass=second)
+    of_second = engine.generate([two_passes.second_job(plain)])[0]
+    np.testing.assert_array_equal(engine.generate([two_passes])[0].info[MERGE_MAP], of_second.info[MERGE_MAP])
+    for without in (replace(second, ratio=0.0), replace(second, steps=1)):
+        assert MERGE_MAP not in engine.generate([replace(job, second_pass=without)])[0].info

@@ -110,7 +110,7 @@ class Engine:
         Returns:
             RGB images, in the order of the jobs. Each equals the image of `paddle.seed(seed); pipe(prompt)` up to
             rounding, because every job's noise comes from its own seed. The `info` of those with `merge_map` has
-            `MERGE_MAP`, [h, w] int, if there is a step before the last one.
+            `MERGE_MAP`, [h, w] int, of the last step of the last pass, if that pass has two steps and merges.
 
         Raises:
             AbandonedError: should_stop returned True.
@@ -128,12 +128,15 @@ class Engine:
             self._check_steps("second_pass.steps", first.second_pass.schedule, first.second_pass.strength)
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
-        has_map = any(job.merge_map and job.ratio for job in jobs)
+        last_pass = first.second_pass or first
+        is_from_noise = first.image is None and first.second_pass is None
+        last_pipe = self._text_to_image if is_from_noise else self._image_to_image
+        has_map = any(job.merge_map for job in jobs) and last_pass.ratio > 0
         inputs: list[tuple[paddle.Tensor, paddle.Tensor]] = []  # of the last step, for the map
         finished = count(1)
 
         def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            if has_map and step == pipe.num_timesteps - 2:
+            if has_map and pipe is last_pipe and step == pipe.num_timesteps - 2:
                 last = pipe.scheduler.timesteps[-1]
                 inputs.append((pipe.scheduler.scale_model_input(tensors["latents"], last), last))
             done = next(finished)

@@ -89,7 +89,8 @@ class Job:
         image: RGB, the image to start from; None for noise. It may be added later, see `ImageQueue.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
         second_pass: what follows; only without an image.
-        merge_map: whether the image's `info` is to have the group of each token, which merge at the last step.
+        merge_map: whether the image's `info` is to have the group of each token, which merge at the last step
+            of the last pass.
     """
 
     prompt: str
