@@ -14,6 +14,13 @@ class ToMeConfigError(ToMeError, ValueError):
     """An argument has a value that is not allowed; the message names argument, value and allowed values."""
 
 
+class NotExportedError(ToMeConfigError, AttributeError):
+    """An exported pipeline cannot do what was asked for, because its programs are fixed.
+
+    It is an AttributeError because ppdiffusers asks models by `hasattr` for what they have.
+    """
+
+
 class NoMergeableLayerError(ToMeError, ValueError):
     """A pipeline or model has no layer that these settings could merge."""
 

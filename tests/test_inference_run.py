@@ -10,6 +10,7 @@ import ppdiffusers
 import pytest
 from paddle import inference
 from ppdiffusers import (
+    AutoencoderKL,
     EulerDiscreteScheduler,
     PaddleInferRuntimeModel,
     PaddleInferStableDiffusionPipeline,
@@ -18,7 +19,10 @@ from ppdiffusers import (
     StableDiffusionInpaintPipeline,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
+    UNet2DConditionModel,
 )
+from ppdiffusers.models.attention_processor import AttnProcessor
+from ppdiffusers.transformers import CLIPTextModel
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, mask, sdxl, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfigError, ToMeExportError
@@ -154,6 +158,11 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
         draw(load(tmp_path / "out", cls=ppdiffusers.StableDiffusionPipeline))
     with pytest.raises(ToMeConfigError, match="--img2img"):
         exported.vae.encode(paddle.zeros([1, 3, 32, 32]))
+    with pytest.raises(ToMeConfigError, match="ExportedControlNet.attn_processors needs layers"):
+        exported.controlnet.attn_processors  # noqa: B018
+    with pytest.raises(ToMeConfigError, match="copy the exported folder"):
+        exported.save_pretrained(str(tmp_path / "copy"))
+    assert not (tmp_path / "copy").exists()
 
 
 def xl_parts(pipe):
@@ -176,6 +185,8 @@ def test_sdxl_with_its_additional_inputs(others, tmp_path):
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
     with pytest.raises(ToMeConfigError, match="clip_skip"):
         draw(exported, clip_skip=1)
+    with pytest.raises(ToMeConfigError, match="needs layers"):
+        draw(exported, ip_adapter_image=image())
 
 
 def test_inpainting_model_with_nine_channels(others, tmp_path):
@@ -254,6 +265,84 @@ def test_apply_tome_points_to_the_ratio_of_the_unet(exported):
 def test_inputs_that_programs_do_not_have(exported, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         draw(exported, **settings)
+
+
+REFUSED = {
+    "load_lora_weights": lambda pipe: pipe.load_lora_weights({"unet.to_q.lora.down.weight": paddle.ones([4, 4])}),
+    "load_textual_inversion": lambda pipe: pipe.load_textual_inversion(paddle.ones([1, 32]), token="<owl>"),
+    "load_ip_adapter": lambda pipe: pipe.load_ip_adapter({"image_proj": {}, "ip_adapter": {}}),
+    "set_ip_adapter_scale": lambda pipe: pipe.set_ip_adapter_scale(0.5),
+    "encode_image": lambda pipe: pipe.encode_image(image(), 1),  # what ip_adapter_image calls
+    "fuse_lora": lambda pipe: pipe.fuse_lora(),
+    "unfuse_lora": lambda pipe: pipe.unfuse_lora(),
+    "set_adapters": lambda pipe: pipe.set_adapters(["owl"]),
+    "enable_vae_slicing": lambda pipe: pipe.enable_vae_slicing(),
+    "enable_vae_tiling": lambda pipe: pipe.enable_vae_tiling(),
+    "enable_freeu": lambda pipe: pipe.enable_freeu(0.9, 0.2, 1.5, 1.6),
+    "enable_attention_slicing": lambda pipe: pipe.enable_attention_slicing(),
+    "enable_xformers": lambda pipe: pipe.enable_xformers_memory_efficient_attention(),
+    "to(dtype)": lambda pipe: pipe.to(paddle.float16),
+    "to(device)": lambda pipe: pipe.to("gpu"),
+    "save_pretrained": lambda pipe: pipe.save_pretrained("copy"),
+    "set_attn_processor": lambda pipe: pipe.unet.set_attn_processor(AttnProcessor()),
+    "attn_processors": lambda pipe: pipe.unet.attn_processors,
+    "gradient checkpointing": lambda pipe: pipe.unet.enable_gradient_checkpointing(),
+    "weights": lambda pipe: pipe.vae.state_dict(),
+    "layers": lambda pipe: pipe.text_encoder.text_model,
+    "embeddings": lambda pipe: pipe.text_encoder.resize_token_embeddings(100),
+}
+
+
+REMEDIES = r"before export_pipeline\(\)|copy the exported folder|precision of load_pipeline\("
+
+
+@pytest.fixture(scope="module")
+def over_its_models(_exported):
+    """Another pipeline over the same models, which no code of ours has made."""
+    return StableDiffusionImg2ImgPipeline(**_exported.components, requires_safety_checker=False)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of ppdiffusers' functions for LoRA
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_layers_or_weights_is_one_error_with_a_remedy(
+    exported, over_its_models, name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for pipe in (exported, over_its_models):
+        with pytest.raises(ToMeConfigError, match=REMEDIES):
+            REFUSED[name](pipe)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("settings", [{"ip_adapter_image": image()}, {"cross_attention_kwargs": {"scale": 0.5}}])
+def test_calls_that_need_layers_or_weights(exported, over_its_models, settings):
+    for pipe, start in (exported, {}), (over_its_models, {"image": image()}):
+        expected = draw(pipe, **start)
+        with pytest.raises(ToMeConfigError, match=REMEDIES):
+            draw(pipe, **start, **settings)
+        np.testing.assert_array_equal(draw(pipe, **start), expected)
+
+
+def test_weights_are_refused_before_they_are_downloaded(exported):
+    for name in ("load_lora_weights", "load_textual_inversion", "load_ip_adapter"):
+        with pytest.raises(ToMeConfigError, match=f"StableDiffusionPipeline.{name} needs layers or weights"):
+            getattr(exported, name)("someone/weights")
+    for name in ("unload_lora_weights", "enable_lora", "disable_lora"):  # in ppdiffusers 0.29.0 they always raise
+        with pytest.raises(ToMeConfigError, match=REMEDIES):
+            getattr(exported, name)()
+
+
+def test_models_are_of_the_classes_that_they_stand_for(exported):
+    """Pipelines ask for them, and by hasattr and getattr for what they have."""
+    assert isinstance(exported.unet, UNet2DConditionModel) and isinstance(exported.vae, AutoencoderKL)
+    assert isinstance(exported.text_encoder, CLIPTextModel)
+    assert exported.device == paddle.get_device() and exported.dtype == paddle.float32
+    for model in (exported.unet, exported.vae, exported.text_encoder):
+        assert not list(model.sublayers()) and not model.parameters() and model.dtype == paddle.float32
+        assert getattr(model, "down_blocks", None) is None and not hasattr(model, "peft_config")
+        assert model.to(dtype=paddle.float32) is model and model.eval() is model
 
 
 def test_unet_called_directly(exported):

@@ -8,37 +8,39 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle import nn
 from paddlenlp.transformers.clip.modeling import CLIPTextModelOutput
 from paddlenlp.transformers.model_outputs import BaseModelOutputWithPooling
-from ppdiffusers import ControlNetModel
-from ppdiffusers.configuration_utils import FrozenDict
+from ppdiffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from ppdiffusers.models.autoencoder_kl import AutoencoderKLOutput
 from ppdiffusers.models.unet_2d_condition import UNet2DConditionOutput
 from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
+from ppdiffusers.transformers import CLIPTextModel
 
 from ..errors import ToMeConfigError
 from ..models import shares_left
 from ..schedules import Schedule, is_schedule, make_schedule, ratio_at
 from .manifest import Manifest, ProgramFile, Size
 from .runtime import Load, Program, return_memory
+from .stand_in import StandIn
 
 logger = logging.getLogger(__name__)
 
 
-class ExportedModel:
-    """Base class: what pipelines need of any model. Programs are loaded when they first run.
+class ExportedModel(StandIn):
+    """Base class: a model that runs programs, which are loaded when they first run.
 
     At most `most` of them are in memory, or all: before one more is loaded, the one that has not run for longest is
     unloaded.
     """
 
-    dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
     loads = 0  # programs that were loaded so far, and the time that it took
     loading_seconds = 0.0
 
-    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, most: int | None = None) -> None:
-        self.config = FrozenDict(config)
+    def __init__(
+        self, config: dict[str, Any], manifest: Manifest, load: Load, name: str, most: int | None = None
+    ) -> None:
+        super().__init__(config)
+        self._programs = manifest.programs_of(name)
         self._manifest = manifest
         self._load = load
         self._most = most
@@ -65,15 +67,10 @@ class ExportedModel:
         return program
 
 
-class ExportedTextEncoder(ExportedModel):
+class ExportedTextEncoder(ExportedModel, CLIPTextModel):
     """A text encoder of Stable Diffusion or SDXL. Called like the original."""
 
-    def __init__(self, config: dict[str, Any], manifest: Manifest, load: Load, name: str) -> None:
-        super().__init__(config, manifest, load)
-        self._program = manifest.programs_of(name)[0]
-        self._is_xl = bool(manifest.programs_of("text_encoder_2"))
-
-    def __call__(
+    def forward(
         self,
         input_ids: paddle.Tensor,  # [B, T] int64
         attention_mask: paddle.Tensor | None = None,
@@ -81,13 +78,14 @@ class ExportedTextEncoder(ExportedModel):
         **others: Any,
     ) -> Any:
         _refuse("text encoder", attention_mask=attention_mask, **others)
-        if output_hidden_states and not self._is_xl:
+        is_xl = bool(self._manifest.programs_of("text_encoder_2"))
+        if output_hidden_states and not is_xl:
             raise ToMeConfigError(
                 "clip_skip is not supported by an exported text encoder, which only returns its last layer: "
                 "leave it out."
             )
-        first, second = self._loaded_program(self._program)(input_ids=input_ids)
-        if self._is_xl:
+        first, second = self._loaded_program(self._programs[0])(input_ids=input_ids)
+        if is_xl:
             return CLIPTextModelOutput(text_embeds=second, hidden_states=_PenultimateOnly({-2: first}))
         return BaseModelOutputWithPooling(last_hidden_state=first, pooler_output=second)
 
@@ -102,12 +100,8 @@ class _PenultimateOnly(dict[int, paddle.Tensor]):
         )
 
 
-class ExportedVAE(ExportedModel):
+class ExportedVAE(ExportedModel, AutoencoderKL):
     """A VAE: its decoder, and its encoder if that was exported."""
-
-    def to(self, dtype: Any) -> "ExportedVAE":
-        """Does nothing: SDXL's pipelines cast the VAE to float32 and back, but programs always use float32."""
-        return self
 
     def encode(self, x: paddle.Tensor, return_dict: bool = True) -> Any:
         """The distribution of latents [B, 4, h, w] of images [B, 3, H, W] from -1 to 1."""
@@ -120,21 +114,12 @@ class ExportedVAE(ExportedModel):
 
     def decode(self, z: paddle.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
         """Images [B, 3, H, W] from -1 to 1 of latents [B, 4, h, w]; `generator` is ignored, as in the original."""
-        (image,) = self._loaded_program(self._manifest.programs_of("vae_decoder")[0])(latent_sample=z)
+        (image,) = self._loaded_program(self._programs[0])(latent_sample=z)
         return DecoderOutput(sample=image) if return_dict else (image,)
 
 
-class ExportedControlNet(ControlNetModel):
-    """A ControlNet that is part of the UNet's program: it only passes its inputs on to the UNet.
-
-    It is a ControlNetModel without layers and weights, because pipelines check for that class.
-    """
-
-    dtype = paddle.float32
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        nn.Layer.__init__(self)
-        self._internal_dict = FrozenDict(config)
+class ExportedControlNet(StandIn, ControlNetModel):
+    """A ControlNet that is part of the UNet's program: it only passes its inputs on to the UNet."""
 
     def forward(
         self,
@@ -155,13 +140,13 @@ class ExportedControlNet(ControlNetModel):
         return (controlnet_cond, conditioning_scale), None
 
 
-class ExportedUNet(ExportedModel):
+class ExportedUNet(ExportedModel, UNet2DConditionModel):
     """A UNet, with or without a fused ControlNet: one program for each exported size and ratio."""
 
     def __init__(
         self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float | Schedule, most: int | None = None
     ) -> None:
-        super().__init__(config, manifest, load, most)
+        super().__init__(config, manifest, load, "unet", most)
         self.ratio = ratio
         self._map_programs: dict[ProgramFile, Program] = {}  # small; they do not count as programs of the UNet
         # SDXL's pipelines read the width of this layer.
@@ -214,7 +199,7 @@ class ExportedUNet(ExportedModel):
         exported = self._manifest.exported
         self._ratio = make_schedule(ratio, exported) if is_schedule(ratio) else exported(ratio)
 
-    def __call__(
+    def forward(
         self,
         sample: paddle.Tensor,  # [B, C, h, w]
         timestep: Any,

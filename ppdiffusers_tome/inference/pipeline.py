@@ -19,6 +19,7 @@ from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
 from .paddle_runtime import PaddleRuntime
 from .runtime import Load, Runtime
+from .stand_in import NoImageEncoder, refuse_loading
 
 RUNTIMES: dict[str, type[Runtime]] = {"paddle": PaddleRuntime, "onnxruntime": OnnxRuntime, "openvino": OpenVinoRuntime}
 
@@ -127,6 +128,7 @@ def _assemble(
         elif isinstance(parameter.default, bool):
             arguments[name] = index.get(name, parameter.default if name != "requires_safety_checker" else False)
     pipe = cls(**arguments)
+    refuse_loading(pipe)
     if getattr(pipe, "vae_scale_factor", manifest.vae_factor) != manifest.vae_factor:
         raise ToMeExportError(f"{folder / MANIFEST} is damaged: vae_factor is not {pipe.vae_scale_factor}, the VAE's.")
     return pipe
@@ -145,7 +147,8 @@ def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: An
         if name in configs
     }
     exported["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio, most)
-    exported["vae"] = ExportedVAE(configs["vae"], manifest, load)
+    exported["vae"] = ExportedVAE(configs["vae"], manifest, load, "vae_decoder")
+    exported["image_encoder"] = NoImageEncoder()
     if manifest.controlnet:
         exported["controlnet"] = ExportedControlNet(_read_json(folder / CONTROLNET_CONFIG / "config.json"))
     return exported

@@ -1,0 +1,104 @@
+"""A model of ppdiffusers without layers and weights: whatever needs them raises one error, which names the remedy."""
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any, NoReturn
+
+import paddle
+from paddle import nn
+from ppdiffusers import DiffusionPipeline
+from ppdiffusers.configuration_utils import FrozenDict
+
+from ..errors import NotExportedError, ToMeConfigError
+
+# What nn.Layer does with weights. Everything else of it is harmless without any, or is defined below.
+OF_WEIGHTS = (
+    "astype", "bfloat16", "float16", "load_dict", "set_dict", "set_state_dict", "state_dict", "to_static_state_dict",
+)  # fmt: skip
+OF_CALLS = "maybe_convert_prompt"  # of what pipelines have for loading weights: each call uses it
+REMEDIES = {"save_pretrained": "copy the exported folder instead."}
+REMEDY = (
+    "do it before export_pipeline(), as with LoRA and textual inversion, or leave it out, as with IP-Adapter and FreeU."
+)
+
+
+def refuse(owner: type, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise NotExportedError for what a model or pipeline cannot do because its programs are fixed."""
+    remedy = REMEDIES.get(name, REMEDY)
+    raise NotExportedError(
+        f"{owner.__name__}.{name} needs layers or weights, but an exported pipeline runs fixed programs: {remedy}"
+    )
+
+
+def refuse_loading(pipe: DiffusionPipeline) -> None:
+    """Let a pipeline refuse weights before it reads or downloads them, and not only when it adds them to a model."""
+    for base in type(pipe).__mro__:
+        for name, value in vars(base).items() if base.__module__.startswith("ppdiffusers.loaders.") else ():
+            if isinstance(value, FunctionType) and not name.startswith("_") and name != OF_CALLS:
+                setattr(pipe, name, partial(refuse, type(pipe), name))
+
+
+class StandIn(nn.Layer):
+    """Base class, together with the class of ppdiffusers that it stands for, whose `__init__` never runs.
+
+    Pipelines check for that class, and whether a model has a method, before they use it; otherwise they do nothing and
+    do not say so. Therefore the methods are there, but those that no subclass replaces raise NotExportedError. So do
+    its properties and all other attributes, such as layers.
+    """
+
+    config = FrozenDict({})
+    dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        nn.Layer.__init__(self)
+        self.config = FrozenDict(config)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for base in cls.__mro__:
+            if issubclass(base, StandIn) or base is object:
+                continue
+            for name in OF_WEIGHTS if base is nn.Layer else [*vars(base)]:
+                if name.startswith("__") or _is_replaced(cls, name):
+                    continue
+                if isinstance(vars(base).get(name), FunctionType):
+                    setattr(cls, name, _refusing(name))
+                elif isinstance(vars(base).get(name), property):
+                    setattr(cls, name, property(_refusing(name)))
+
+    def __getattr__(self, name: str) -> Any:
+        refuse(type(self), name)
+
+    @property
+    def place(self) -> str:
+        """The device of inputs and outputs, which pipelines ask for: Paddle's current one, as "cpu" or "gpu:0"."""
+        return paddle.get_device()
+
+    def to(self, device: Any = None, dtype: Any = None, blocking: bool | None = None) -> "StandIn":
+        """Does nothing: SDXL's pipelines cast the VAE to float32 and back, but programs always take float32.
+
+        Raises:
+            ToMeConfigError: another device or dtype is asked for.
+        """
+        if device is not None or dtype not in (None, "float32", paddle.float32):
+            raise ToMeConfigError(
+                f"to(device={device!r}, dtype={dtype}) is not allowed: an exported pipeline has the device and the "
+                "precision of load_pipeline(device=…, precision=…). Pass them there."
+            )
+        return self
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    return lambda self, *args, **kwargs: refuse(type(self), name)
+
+
+def _is_replaced(cls: type, name: str) -> bool:
+    return any(name in vars(base) for base in cls.__mro__ if issubclass(base, StandIn))
+
+
+class NoImageEncoder:
+    """In place of the image encoder of an IP-Adapter, which cannot be exported."""
+
+    def __getattr__(self, name: str) -> Any:
+        refuse(type(self), name)
