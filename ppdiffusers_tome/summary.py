@@ -8,9 +8,10 @@ from ppdiffusers import DiffusionPipeline
 from .config import KV
 from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
-from .models import block_grid, count_frames, denoisers, is_countable, latent_grid, text_tokens, vae_factor
+from .models import block_grid, components, count_frames, denoisers, is_countable, latent_grid, text_tokens, vae_factor
 from .patch import chosen_blocks, config_of, merges_whole, merging_layers
 from .positions import Grid, tokens_kept
+from .unsupported import nothing_merges
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class BlockSummary:
 class ToMeSummary:
     """The blocks that merge, and the multiply-accumulates that this saves. `str()` is a table."""
 
-    settings: dict[str, str]  # denoiser: its config, or "off"
-    latent: Grid
+    settings: dict[str, str]  # denoiser: its config, "off", or what was exported; empty where nothing can merge
+    latent: Grid | None  # None where nothing can merge and no size was passed
     blocks: tuple[BlockSummary, ...]  # with a ratio schedule: in its first part
-    notes: tuple[str, ...]  # of each denoiser without attention at level 1, or with a ratio schedule
+    # Of each denoiser without attention at level 1, with a ratio schedule, or exported; or why nothing can merge.
+    notes: tuple[str, ...]
     macs: int | None  # of one pass for one image without merging; None for models or videos that cannot be counted
     saved: int | None  # MACs saved, net of the cost of matching; with a ratio schedule: the mean of its passes
 
@@ -47,7 +49,8 @@ class ToMeSummary:
     def __str__(self) -> str:
         lines = [f"{name}: {setting}" for name, setting in self.settings.items()]
         lines += self.notes
-        lines.append(f"latents {self.latent.h}×{self.latent.w}")
+        if self.latent is not None:
+            lines.append(f"latents {self.latent.h}×{self.latent.w}")
         if self.blocks:
             rows = [("block", "level", "grid", "tokens kept", "merges")]
             for b in self.blocks:
@@ -58,7 +61,7 @@ class ToMeSummary:
             w = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [f"{a:<{w[0]}}  {b:>{w[1]}}  {c:<{w[2]}}  {d:<{w[3]}}  {e}" for a, b, c, d, e in rows]
         if self.macs is None or self.saved_share is None:
-            if not any(note.startswith("MACs") for note in self.notes):
+            if self.settings and not any(note.startswith("MACs") for note in self.notes):
                 lines.append("MACs: cannot be counted for this kind of model")
         else:
             lines.append(f"MACs saved: {self.saved_share:.1%} of {self.macs / 1e9:.2f} G per image and pass")
@@ -78,7 +81,8 @@ def tome_summary(
             by default those in the config, which only CogVideoX has. Tokens are counted in one frame.
 
     Returns:
-        A ToMeSummary, whose str() is a table. It covers all denoisers of a pipeline, at one latent size.
+        A ToMeSummary, whose str() is a table. It covers all denoisers of a pipeline, at one latent size. For an
+        exported pipeline it says what was exported, and where nothing can merge, why; neither needs a size.
 
     Raises:
         ToMeConfigError: target is not a pipeline or model, or a size or frames is not positive, or a size unknown.
@@ -89,11 +93,15 @@ def tome_summary(
     models = denoisers(target)
     configs = {name: config_of(denoiser) for name, denoiser in models.items()}
     factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
+    if not models and (height is None or width is None):
+        return _without_blocks(target, None)
     default = next((grid for grid in map(latent_grid, models.values()) if grid), None)
     latent = Grid(
         _latent_side("height", height, factor, default.h if default else None),
         _latent_side("width", width, factor, default.w if default else None),
     )
+    if not models:
+        return _without_blocks(target, latent)
     if frames is not None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
         raise ToMeConfigError(f"frames={frames!r} is not allowed: it must be an int of at least 1.")
     text, length = text_tokens(target), count_frames(target, frames)
@@ -129,6 +137,15 @@ def tome_summary(
         macs=sum(count_macs(denoiser, *size) for denoiser in models.values()) if countable else None,
         saved=round(saved) if countable else None,
     )
+
+
+def _without_blocks(target: Any, latent: Grid | None) -> ToMeSummary:
+    """The summary of an exported pipeline or UNet, or of what cannot merge."""
+    settings, notes = {}, []
+    for name, component in components(target).items():
+        if hasattr(component, "exported_merging"):
+            settings[name], *notes = component.exported_merging()
+    return ToMeSummary(settings, latent, (), tuple(notes or [nothing_merges(target)]), None, None)
 
 
 def _latent_side(name: str, pixels: int | None, factor: int, default: int | None) -> int:

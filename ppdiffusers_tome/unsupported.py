@@ -80,6 +80,17 @@ def no_merge_reason(model: Any) -> str | None:
     return None
 
 
+def nothing_merges(target: Any) -> str:
+    """Why nothing merges in a pipeline or model without a mergeable block, and what does merge: one sentence."""
+    reasons = (
+        f"{label(name, component)}: {reason}"
+        for name, component in components(target).items()
+        if (reason := no_merge_reason(component))
+    )
+    reason = "; ".join(reasons) or f"it has no {MERGEABLE_BLOCKS}"
+    return f"nothing merges in {type(target).__name__} ({reason}): docs/families.md lists the pipelines that merge"
+
+
 def nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:
     """Why `attach` finds no block in a pipeline or model, and the remedy where there is one: an error message."""
     start = f"{type(target).__name__} has nothing to merge with {config.describe()}"

@@ -84,6 +84,12 @@ def test_family_in_which_nothing_merges(name):
     assert labels and all(model in str(error.value) for model in labels)
     assert any(f"{model}: " in str(error.value) for model in labels)  # the reason, for at least one
     assert LISTED[name] == row(name, pipe), "run tests/families_page.py"
+    for size in {}, {"height": 64}, {"height": 64, "width": 64}:
+        summary = pipe.tome_summary(**size)
+        reason, *latents = str(summary).splitlines()
+        assert reason.startswith(f"nothing merges in {name} (") and "docs/families.md" in reason
+        assert any(f"{model}: " in reason for model in labels) and len(latents) == (len(size) == 2)
+        assert (summary.blocks, summary.macs, summary.saved, summary.saved_share) == ((), None, None, None)
     assert all_traces(pipe) == before
 
 

@@ -144,6 +144,7 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
     manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, **linked)
     assert manifest.residuals == 3 and manifest.merging["0.5"][1].ratio == 0.25
     exported = load(tmp_path / "out")
+    assert "proportional; ControlNet at ratio 0.25: asymmetric ToMe" in str(exported.tome_summary())
     for settings in (
         {"image": image()},
         {"image": image(seed=1)},
@@ -158,7 +159,7 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
         draw(load(tmp_path / "out", cls=ppdiffusers.StableDiffusionPipeline))
     with pytest.raises(ToMeConfigError, match="--img2img"):
         exported.vae.encode(paddle.zeros([1, 3, 32, 32]))
-    with pytest.raises(ToMeConfigError, match="ExportedControlNet.attn_processors needs layers"):
+    with pytest.raises(ToMeConfigError, match=r"ExportedControlNet\.attn_processors needs layers"):
         exported.controlnet.attn_processors  # noqa: B018
     with pytest.raises(ToMeConfigError, match="copy the exported folder"):
         exported.save_pretrained(str(tmp_path / "copy"))
@@ -254,8 +255,24 @@ def test_no_programs_in_memory_is_an_error(exported_folder, most):
 
 
 def test_apply_tome_points_to_the_ratio_of_the_unet(exported):
-    with pytest.raises(NoMergeableLayerError, match=r"pipe\.unet\.ratio"):
-        exported.apply_tome(ratio=0.5)
+    for target in (exported, exported.unet):
+        with pytest.raises(NoMergeableLayerError, match=r"pipe\.unet\.ratio"):
+            target.apply_tome(ratio=0.5)
+        assert target.remove_tome() is target
+
+
+def test_summary_is_what_was_exported(exported):
+    expected = """\
+unet: exported for 32x32, 48x32 (width x height), at ratio 0.5 now (pipe.unet.ratio)
+ratio 0.5: asymmetric ToMe, windows of 16, proportional
+ratio 0: plain
+MACs: cannot be counted for this kind of model"""
+    summary = exported.tome_summary()
+    assert str(summary) == expected and summary.saved_share is None and summary.blocks == ()
+    assert str(exported.tome_summary(height=64, width=64)) == expected.replace("MACs:", "latents 32×32\nMACs:")
+    exported.unet.ratio = {1.0: 0.5, 0.2: 0}
+    assert "at ratio {1.0: 0.5, 0.2: 0.0} now" in str(exported.tome_summary())
+    assert str(exported.unet.tome_summary()) == str(exported.tome_summary()).replace("unet:", "ExportedUNet:")
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,15 @@ def test_summary_with_merging_off(pipe):
     assert (summary.blocks, summary.saved, summary.settings) == ((), 0, {"unet": "off"})
 
 
+def test_summary_of_a_model_in_which_nothing_can_merge(pipe):
+    for size in (), (32,), (32, 32):
+        summary = pipe.vae.tome_summary(*size)
+        assert str(summary).startswith("nothing merges in AutoencoderKL (it has no transformer blocks over the pixels")
+        assert "docs/families.md" in str(summary) and summary.saved_share is None
+    with pytest.raises(ToMeConfigError, match="height=0"):
+        pipe.vae.tome_summary(0, 32)
+
+
 def test_saved_macs_can_be_negative(unet):
     assert unet.apply_tome(0.01).tome_summary().saved < 0
 

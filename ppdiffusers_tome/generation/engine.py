@@ -130,7 +130,7 @@ class Engine:
             raise AbandonedError("stopped before the first step")
         last_pass = first.second_pass or first
         is_from_noise = first.image is None and first.second_pass is None
-        last_pipe = self._text_to_image if is_from_noise else self._image_to_image
+        last_pipe: Any = self._text_to_image if is_from_noise else self._image_to_image
         has_map = any(job.merge_map for job in jobs) and last_pass.ratio > 0
         inputs: list[tuple[paddle.Tensor, paddle.Tensor]] = []  # of the last step, for the map
         finished = count(1)

@@ -19,7 +19,7 @@ from ppdiffusers.transformers import CLIPTextModel
 from ..errors import ToMeConfigError
 from ..models import shares_left
 from ..schedules import Schedule, is_schedule, make_schedule, ratio_at
-from .manifest import Manifest, ProgramFile, Size
+from .manifest import Manifest, ProgramFile, Size, ratio_name
 from .runtime import Load, Program, return_memory
 from .stand_in import StandIn
 
@@ -188,6 +188,19 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         height, width = sample.shape[2:]
         level = round((height * width / groups.shape[1]) ** 0.5)
         return groups.numpy().reshape(-(-height // level), -(-width // level))
+
+    def exported_merging(self) -> tuple[str, ...]:
+        """What was exported, for `tome_summary`: a line with sizes and the current ratio, then one for each ratio."""
+        manifest = self._manifest
+        ratio = dict(self._ratio) if isinstance(self._ratio, tuple) else ratio_name(self._ratio)
+        sizes = ", ".join(map(str, manifest.sizes))
+        lines = [f"exported for {sizes} (width x height), at ratio {ratio} now (pipe.unet.ratio)"]
+        for exported, method in manifest.methods.items():
+            lines.append(f"ratio {ratio_name(exported)}: {method or 'plain'}")
+            controlnet = manifest.merging[ratio_name(exported)][1]
+            if manifest.controlnet and controlnet is not None:
+                lines[-1] += f"; ControlNet at ratio {ratio_name(controlnet.ratios[0])}: {controlnet.method}"
+        return tuple(lines)
 
     @property
     def ratio(self) -> float | Schedule:

@@ -10,6 +10,7 @@ from paddle import nn
 from ppdiffusers import DiffusionPipeline
 from ppdiffusers.configuration_utils import FrozenDict
 
+from ..api import ToMeMixin
 from ..errors import NotExportedError, ToMeConfigError
 
 # What nn.Layer does with weights. Everything else of it is harmless without any, or is defined below.
@@ -18,9 +19,8 @@ OF_WEIGHTS = (
 )  # fmt: skip
 OF_CALLS = "maybe_convert_prompt"  # of what pipelines have for loading weights: each call uses it
 REMEDIES = {"save_pretrained": "copy the exported folder instead."}
-REMEDY = (
-    "do it before export_pipeline(), as with LoRA and textual inversion, or leave it out, as with IP-Adapter and FreeU."
-)
+REMEDY = "do it before export_pipeline(), as with LoRA and textual inversion, or leave it out, as with IP-Adapters."
+PACKAGE = __name__.partition(".")[0]
 
 
 def refuse(owner: type, name: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -39,12 +39,12 @@ def refuse_loading(pipe: DiffusionPipeline) -> None:
                 setattr(pipe, name, partial(refuse, type(pipe), name))
 
 
-class StandIn(nn.Layer):
+class StandIn(ToMeMixin, nn.Layer):
     """Base class, together with the class of ppdiffusers that it stands for, whose `__init__` never runs.
 
     Pipelines check for that class, and whether a model has a method, before they use it; otherwise they do nothing and
-    do not say so. Therefore the methods are there, but those that no subclass replaces raise NotExportedError. So do
-    its properties and all other attributes, such as layers.
+    do not say so. Therefore the methods are there, but those that no class of ours defines raise NotExportedError. So
+    do properties and all other attributes, such as layers.
     """
 
     config = FrozenDict({})
@@ -57,14 +57,14 @@ class StandIn(nn.Layer):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for base in cls.__mro__:
-            if issubclass(base, StandIn) or base is object:
-                continue
-            for name in OF_WEIGHTS if base is nn.Layer else [*vars(base)]:
-                if name.startswith("__") or _is_replaced(cls, name):
+            for name, value in [*vars(base).items()]:
+                if _is_ours(base) or name.startswith("__") or (base is nn.Layer and name not in OF_WEIGHTS):
                     continue
-                if isinstance(vars(base).get(name), FunctionType):
+                if any(name in vars(other) for other in cls.__mro__ if _is_ours(other)):
+                    continue
+                if isinstance(value, FunctionType):
                     setattr(cls, name, _refusing(name))
-                elif isinstance(vars(base).get(name), property):
+                elif isinstance(value, property):
                     setattr(cls, name, property(_refusing(name)))
 
     def __getattr__(self, name: str) -> Any:
@@ -93,8 +93,8 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return lambda self, *args, **kwargs: refuse(type(self), name)
 
 
-def _is_replaced(cls: type, name: str) -> bool:
-    return any(name in vars(base) for base in cls.__mro__ if issubclass(base, StandIn))
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == PACKAGE
 
 
 class NoImageEncoder:
