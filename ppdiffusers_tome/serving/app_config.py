@@ -26,6 +26,7 @@ class AppConfig:
         steps, guidance_scale: defaults for requests without these fields.
         page: whether `/` is the page for browsers; otherwise 404.
         prompts: examples that the model knows, for the page; the first is its value at first.
+        any_model: whether requests may name any model, which this server's own then answers.
 
     Raises:
         ToMeConfigError: a number is not positive, the key is empty or cannot be sent in an HTTP header, or a host or
@@ -41,6 +42,7 @@ class AppConfig:
     origins: tuple[str, ...] = ()
     page: bool = True
     prompts: tuple[str, ...] = ()
+    any_model: bool = False
 
     def __post_init__(self) -> None:
         for name in ("request_seconds", "body_bytes", "steps"):

@@ -22,7 +22,10 @@ BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as p
 PAGE = "/page/"  # the folder of the page's files. They and "/" are public
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
-    (*WITHOUT_KEY, "/", "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
+    (
+        *(*WITHOUT_KEY, "/", "/metrics", "/v1/models", "/v1/images/generations", "/v1/images/edits"),
+        *("/sdapi/v1/txt2img", "/sdapi/v1/img2img"),
+    )
 )
 # In JSON; no request has as many. Stops bodies of millions of small values, whose error messages take gigabytes.
 MOST_SEPARATORS = 20_000
