@@ -26,6 +26,7 @@ LIMITS = Limits(
     steps=50,
 )
 OPENAI = "/v1/images/generations"
+EDITS = "/v1/images/edits"
 TEXT = "/sdapi/v1/txt2img"
 IMAGE = "/sdapi/v1/img2img"
 # In 0.5.0 to 0.10.3 some decided whether a request needs the key, and others were a traceback.

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
+from typing import get_args
 
 import numpy as np
+import openai
 import psutil
 import pytest
 from PIL import Image
 from serving_support import (
+    EDITS,
     IMAGE,
     LIMITS,
     OPENAI,
@@ -35,7 +39,7 @@ from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, EngineLostError, GenerationError, Job, JobError
-from ppdiffusers_tome.serving import middleware
+from ppdiffusers_tome.serving import api_openai, middleware, protocol
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
@@ -58,6 +62,10 @@ def png(size=(30, 20), image=None, format="PNG", **options):
     file = io.BytesIO()
     (image or Image.new("RGB", size, "red")).save(file, format, **options)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def png_file(image=None):
+    return base64.b64decode(png(image=image))
 
 
 def bomb(side):
@@ -340,15 +348,21 @@ FROM_IMAGE = {"init_images": [png()]}
         ({"seed": 2**32}, "seed", "it must be 0 to 4294967295"),
         ({"guidance_scale": -0.5}, "guidance_scale", "it must be 0 to 30"),
         ({"guidance_scale": 31}, "guidance_scale", "it must be 0 to 30"),
-        ({"size": "512x512"}, "size", "64x48, 64x64"),
-        ({"size": "48x64"}, "size", "64x48, 64x64"),
+        *(
+            ({"size": size}, "size", f"{size!r} was not exported: it must be one of auto, 64x48, 64x64")
+            for size in ("1024x1024", "48x64", "64X64", "64", "64x", "0x0", "AUTO", "64 x 48\n")
+        ),
+        ({"size": 9000 * "9"}, "size", f"'{60 * '9'}' was not exported"),
         ({"size": 64}, "size", "valid string"),
         ({"tome_ratio": 0.25}, "tome_ratio", "0.5, 0.0"),
-        ({"response_format": "url"}, "response_format", "b64_json"),
+        ({"response_format": "png"}, "response_format", "'b64_json' or 'url'"),
+        ({"output_format": "jpeg"}, "output_format", "'png'"),
+        ({"output_compression": 101}, "output_compression", "equal to 100"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream": True, "partial_images": 1}, "partial_images", "only 0 is supported"),
-        ({"quality": "hd"}, "quality", "'auto' or 'standard'"),
-        ({"style": "vivid"}, "style", "None"),
+        ({"quality": 101 * "x"}, "quality", "at most 100 characters"),
+        ({"style": ["vivid"]}, "style", "valid string"),
+        ({"input_fidelity": "high"}, "input_fidelity", "no such field"),
         ({"colour": "red"}, "colour", "no such field"),
         ({"__class__": "x"}, "__class__", "no such field"),
     ],
@@ -362,6 +376,35 @@ def test_openai_error_names_the_field(server, change, field, message):
     assert error["type"] == "invalid_request_error" and error["code"]
 
 
+def test_fields_that_are_ignored_are_logged_once(caplog):
+    """An image without what they ask for is one too. Values that are usual here ask for nothing."""
+    usual = {"background": "opaque", "moderation": "auto", "output_compression": 100, "quality": "standard"}
+    asking = {"background": "transparent", "moderation": "low", "output_compression": 50, "quality": "hd"}
+    with serving() as server:
+        for fields in (usual, asking | {"style": "vivid"}, {"quality": "low", "style": "natural\nforged"}):
+            assert server.post(OPENAI, {"prompt": "fox", **fields}).status_code == 200
+        form = {"prompt": "fox", "input_fidelity": "high", "quality": "high"}
+        assert server.http.post(EDITS, data=form, files={"image": png_file()}).status_code == 200
+    logged = [record.getMessage() for record in caplog.records if record.name == api_openai.__name__]
+    asking |= {"style": "vivid", "input_fidelity": "high"}
+    expected = {f"a client asks for {name}={value!r}, which this server ignores" for name, value in asking.items()}
+    assert {message.removesuffix(" (logged once)") for message in logged} == expected and len(logged) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "request_model", "not_fields"),
+    [
+        (openai.types.ImageGenerateParams, protocol.ImageRequest, set()),
+        (openai.types.ImageEditParams, protocol.EditRequest, {"image", "mask"}),
+    ],
+    ids=["generate", "edit"],
+)
+def test_all_fields_of_openais_client_are_known(fields, request_model, not_fields):
+    names = set().union(*(one.__annotations__ for one in get_args(fields)))
+    assert {"prompt", "stream"} < names and names - set(request_model.model_fields) == not_fields
+    assert set(protocol.IGNORED) <= set(protocol.EditRequest.model_fields)
+
+
 @pytest.mark.parametrize("model", ["other", "../../etc/passwd"])
 def test_unknown_model(server, model):
     answer = server.post(OPENAI, {"prompt": "fox", "model": model})
@@ -370,6 +413,16 @@ def test_unknown_model(server, model):
     refused = server.post(TEXT, {"override_settings": {"sd_model_checkpoint": model}})
     assert refused.status_code == 422
     assert refused.json()["detail"][0]["loc"] == ["body", "override_settings", "sd_model_checkpoint"]
+
+
+def test_any_model():
+    """Its name is that of a request. The list has the model that the server has."""
+    with serving(config=AppConfig(steps=2, any_model=True)) as server:
+        for model in ("fake", "gpt-image-1", "../../etc/passwd"):
+            assert server.post(OPENAI, {"prompt": "fox", "model": model}).status_code == 200
+        assert server.http.get("/v1/models/gpt-image-1").status_code == 404
+        *_, completed = events_of(server.post(OPENAI, {"prompt": "fox", "model": "dall-e-3", "stream": True}))
+        assert opened(completed["b64_json"]).size == (64, 48), "events have no URL"
 
 
 @pytest.mark.parametrize(
@@ -505,6 +558,103 @@ def test_image_modes_are_converted_to_rgb(server, options, left_color, right_col
         assert image.getpixel((x, 24)) == pytest.approx(color, abs=3)
 
 
+# Forms
+
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+PROMPT = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nfox\r\n'
+FILE = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n%s\r\n' % png_file()
+END = b"--x--\r\n"
+
+
+def test_form_with_an_image(server):
+    """Texts may be empty, as clients send None; a prompt may be empty too."""
+    body = PROMPT.replace(b"fox", b"") + PROMPT.replace(b"prompt", b"size").replace(b"fox", b"") + FILE + END
+    answer = server.post(EDITS, content=body, headers=FORM)
+    assert answer.status_code == 200, answer.text
+    job = server.engine.calls[-1][0]
+    assert (job.prompt, job.size, job.strength, job.image.getpixel((0, 0))) == ("", (48, 64), 0.75, (255, 0, 0))
+    assert answer.json()["data"][0].keys() == {"b64_json", "seed"}
+    assert json.loads(opened(answer.json()["data"][0]["b64_json"]).text["ppdiffusers_tome"])["strength"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "its end is missing"),
+        (b"no form", 400, "the form cannot be read"),
+        (PROMPT + FILE, 400, "its end is missing"),
+        (PROMPT + FILE[:-30], 400, "its end is missing"),
+        (PROMPT.replace(b"fox", b"\xff") + FILE + END, 400, "utf-8"),
+        (PROMPT.replace(b"prompt", b"\xff") + FILE + END, 400, "utf-8"),
+        (PROMPT.replace(b"; name=", b"; x=") + FILE + END, 400, "a part has no name"),
+        (PROMPT.replace(b"Content", 5000 * b"x") + FILE + END, 400, "header"),
+        (PROMPT + PROMPT + FILE + END, 422, "prompt: it is sent more than once"),
+        (b"".join(PROMPT.replace(b"prompt", b"%d" % number) for number in range(51)) + END, 413, "50 parts"),
+        (b"".join(51 * [FILE]) + END, 413, "50 parts"),
+        (PROMPT + END, 422, "image: it must be one file, and 0 were sent"),
+        (PROMPT + FILE + FILE + END, 422, "image: it must be one file, and 2 were sent"),
+        (PROMPT + FILE + FILE.replace(b'"image"', b'"image[]"') + END, 422, "2 were sent"),
+        (PROMPT + FILE.replace(b'; filename="a.png"', b"") + END, 400, "utf-8"),
+        (PROMPT + FILE + FILE.replace(b'"image"', b'"mask"') + END, 422, "mask: masks are not supported"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"mask") + END, 422, "mask: masks are not supported"),
+        (PROMPT + FILE + FILE.replace(b'"image"', b'"size"') + END, 422, "size: only the image is a file"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"colour") + END, 422, "colour: there is no such field"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"size") + END, 422, "size: 'fox' was not exported"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"n") + END, 422, "n: Input should be a valid integer"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"seed").replace(b"fox", 5000 * b"9") + END, 422, "seed: "),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"strength").replace(b"fox", b"nan") + END, 422, "finite"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"stream") + END, 422, "stream: Input should be a valid boolean"),
+        (PROMPT.replace(b"fox", 101 * b"x") + FILE + END, 422, "prompt: 101 characters are too many"),
+        (FILE + END, 422, "prompt: Field required"),
+        (PROMPT + FILE + 300_000 * b"x", 413, "the body is larger than 200000 bytes"),
+    ],
+)
+def test_forms_that_are_refused(server, body, status, message):
+    before = len(server.engine.calls)
+    answer = server.post(EDITS, content=body, headers=FORM)
+    assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
+    assert len(server.engine.calls) == before
+
+
+@pytest.mark.parametrize("kind", [None, "application/json", "multipart/form-data", "text/plain; boundary=x"])
+def test_content_types_other_than_a_form(server, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    answer = server.post(EDITS, content=PROMPT + FILE + END, headers=headers)
+    assert answer.status_code == 415 and "multipart/form-data" in answer.json()["error"]["message"]
+
+
+def test_form_whose_boundary_is_too_long(server):
+    headers = {"Content-Type": f"multipart/form-data; boundary={300 * 'x'}"}
+    assert server.post(EDITS, content=PROMPT + FILE + END, headers=headers).status_code == 400
+
+
+def test_files_of_a_form_stay_in_memory(monkeypatch):
+    """Starlette's parser would write this one to the disk."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8))
+    with serving() as server:
+        answer = server.http.post(EDITS, data={"prompt": "fox"}, files={"image": png_file(noise)})
+    assert answer.status_code == 200 and len(png_file(noise)) > 2**20, answer.text
+
+
+def test_client_that_leaves_within_a_form(server, caplog):
+    with server.connect() as client:
+        head = f"POST {EDITS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\nContent-Type: {FORM['Content-Type']}\r\n"
+        client.sendall(head.encode() + b"\r\n" + PROMPT)
+    until(lambda: server.requests(499) == 1)
+    assert "Traceback" not in caplog.text
+
+
+def test_edits_need_image_to_image():
+    """It is not in the schema then. The answer names the remedy, whatever was sent."""
+    with serving(limits=replace(LIMITS, image_to_image=False)) as server:
+        for body in (PROMPT + FILE + END, b"no form"):
+            answer = server.post(EDITS, content=body, headers=FORM)
+            assert answer.status_code == 404 and "--img2img" in answer.json()["error"]["message"]
+        assert EDITS not in server.http.get("/openapi.json").json()["paths"]
+    assert server.count("requests_total", endpoint=EDITS, status="404") == 2
+
+
 # Malformed bodies
 
 
@@ -637,7 +787,7 @@ def preflight(server, origin):
 def test_other_origins_are_refused(server):
     page = {"Origin": "https://evil.example"}
     assert preflight(server, page["Origin"]).status_code == 405
-    for path in (OPENAI, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
+    for path in (OPENAI, EDITS, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
         answer = server.post(path, {"prompt": "fox"}, headers=page)
         assert answer.status_code == 403 and "--allow-origin" in answer.text
         assert "access-control-allow-origin" not in answer.headers
@@ -718,9 +868,11 @@ def test_openapi_schema_has_all_bounds_and_answers():
     with serving(config=AppConfig(api_key=KEY)) as server:
         schema = server.http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
     models, paths = schema["components"]["schemas"], schema["paths"]
-    for name in ("ImageRequest", "TwoPassRequest", "ImageToImageRequest"):
-        assert models[name]["additionalProperties"] is False
-        for field, kinds in models[name]["properties"].items():
+    (form,) = (one["schema"] for one in paths[EDITS]["post"]["requestBody"]["content"].values())
+    for name in ("ImageRequest", "TwoPassRequest", "ImageToImageRequest", "EditRequest"):
+        model = form if name == "EditRequest" else models[name]
+        assert model["additionalProperties"] is False
+        for field, kinds in model["properties"].items():
             for kind in kinds.get("anyOf", [kinds]):
                 bounded = {"maxLength", "maxItems", "maxProperties", "maximum", "enum", "$ref"} & set(kind)
                 assert bounded or kind["type"] in ("boolean", "null", "number") or field in ("init_images", "image")
@@ -728,7 +880,8 @@ def test_openapi_schema_has_all_bounds_and_answers():
     assert models["ImageRequest"]["properties"]["steps"]["anyOf"][0] == steps
     assert models["TwoPassRequest"]["properties"]["sampler_name"]["anyOf"][0]["enum"][2:] == ["DDIM", "ddim", "k_ddim"]
     expected = {"200", "400", "401", "403", "411", "413", "415", "422", "429", "500", "503", "504"}
-    for path, more in ((OPENAI, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
+    assert form["required"] == ["prompt", "image"] and form["properties"]["image"]["format"] == "binary"
+    for path, more in ((OPENAI, {"404"}), (EDITS, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
         operation = paths[path]["post"]
         assert set(operation["responses"]) == expected | more
         assert operation["security"] == [{"HTTPBearer": []}, {"HTTPBasic": []}]
