@@ -99,8 +99,9 @@ def test_openai_edits_with_a_stream_and_a_url(client):
     answer = client.images.edit(image=red(), prompt="fox", response_format="url", extra_body={"seed": 5})
     assert answer.data[0].b64_json is None and opened(answer.data[0].url.removeprefix(DATA_URL)).size == (64, 48)
     *progress, completed = client.images.edit(image=red(), prompt="fox", stream=True, extra_body={"seed": 5})
-    assert {event.type for event in progress} <= {"image_generation.progress"}
-    assert completed.seed == 5 and opened(completed.b64_json).size == (64, 48)
+    assert {event.type for event in progress} <= {"image_edit.progress"}
+    assert completed.type == "image_edit.completed" and completed.seed == 5
+    assert opened(completed.b64_json).size == (64, 48)
 
 
 def test_openai_edit_errors(client):
@@ -159,9 +160,8 @@ def test_openai_for_javascript(server, tmp_path):
     for name in ("url", "editedOne"):
         assert opened(got[name]["data"][0]["url"].removeprefix(DATA_URL)).getpixel((0, 0))[0] == 3
     assert opened(got["edited"]["data"][0]["b64_json"]).size == (64, 48)
-    for name in ("streamed", "editStreamed"):
-        assert got[name][-1] == "image_generation.completed"
-        assert set(got[name][:-1]) <= {"image_generation.progress"}
+    for name, stream in (("streamed", "image_generation"), ("editStreamed", "image_edit")):
+        assert got[name][-1] == f"{stream}.completed" and set(got[name][:-1]) <= {f"{stream}.progress"}
     job = server.engine.calls[-1][0]
     assert (job.seed, job.steps, job.strength, job.ratio) == (3, 4, 0.5, 0.0)
     assert job.image.getpixel((0, 0)) == (255, 0, 0)

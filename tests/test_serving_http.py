@@ -410,6 +410,7 @@ def test_unknown_model(server, model):
     answer = server.post(OPENAI, {"prompt": "fox", "model": model})
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "model" and answer.json()["error"]["code"] == "model_not_found"
+    assert answer.json()["error"]["message"].startswith(f"model: there is no model {model!r}: this server has fake")
     refused = server.post(TEXT, {"override_settings": {"sd_model_checkpoint": model}})
     assert refused.status_code == 422
     assert refused.json()["detail"][0]["loc"] == ["body", "override_settings", "sd_model_checkpoint"]

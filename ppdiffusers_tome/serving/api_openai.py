@@ -74,9 +74,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     )
     async def generate(body: Body, request: Request) -> protocol.ImagesResponse | Response:  # type: ignore[valid-type]
         values: protocol.ImageRequest = body
-        if values.image is None and values.strength is not None:
-            raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
-        return await respond(request, values, values.image)
+        return await respond(request, values, values.image, "image_generation")
 
     @router.post(
         "/images/edits",
@@ -99,20 +97,25 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         if len(images) != 1:
             raise ApiError(422, f"it must be one file, and {len(images)} were sent", "image", "invalid_value")
         if files:
-            raise ApiError(422, "only the image is a file", next(iter(files)), "invalid_value")
+            raise ApiError(422, "only the image is a file", next(iter(files))[:100], "invalid_value")
         texts = {name: text for name, text in texts.items() if text or name == "prompt"}  # None is sent as ""
         try:
             values = Form.model_validate(texts, strict=False)  # numbers are texts in a form
         except ValidationError as error:
             raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from None
-        return await respond(request, values, images[0])
+        return await respond(request, values, images[0], "image_edit")
 
     async def respond(
-        request: Request, values: protocol.ImageFields, image: str | bytes | None
+        request: Request, values: protocol.ImageFields, image: str | bytes | None, stream_name: str
     ) -> protocol.ImagesResponse | Response:
-        """The answer to a request for images, which start from the image if there is one."""
+        """The answer to a request for images, which start from the image if there is one.
+
+        The types of the events of a stream begin with its name.
+        """
         if not config.any_model:
             check_model(values.model)
+        if image is None and values.strength is not None:
+            raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
         size = values.size or "auto"
         if size not in sizes:
             message = f"{size[:60]!r} was not exported: it must be one of {', '.join(sizes)}"
@@ -130,7 +133,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         progress = RequestProgress()
         generation = handler.generate(request, jobs, image, progress)
         if values.stream:
-            return await _stream(generation, jobs, progress)
+            return await _stream(generation, jobs, progress, stream_name)
         usual = "url" if values.model in URL_MODELS else "b64_json"
         image_of = _image_with_url if (values.response_format or usual) == "url" else _image
         data = [image_of(text, job.seed) for text, job in zip(await generation, jobs, strict=True)]
@@ -166,8 +169,8 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         return model()
 
     def check_model(name: str | None) -> None:
-        if name not in (None, queue.name):
-            message = f"there is no such model: this server has {queue.name}"
+        if name is not None and name != queue.name:
+            message = f"there is no model {name[:60]!r}: this server has {queue.name}; --any-model accepts any name"
             raise ApiError(404, message, "model", "model_not_found")
 
     return router
@@ -190,13 +193,14 @@ def _form_schema(model: type[protocol.EditRequest]) -> dict[str, Any]:
 
 
 async def _stream(
-    images: Coroutine[None, None, list[str]], jobs: Sequence[Job], progress: RequestProgress
+    images: Coroutine[None, None, list[str]], jobs: Sequence[Job], progress: RequestProgress, name: str
 ) -> StreamingResponse:
     """The response to a request that asks for a stream.
 
     Args:
         images: generates the images of the jobs. It is cancelled when the client disconnects.
         jobs, progress: of these images.
+        name: the beginning of the events' types.
 
     Raises:
         ApiError: the request is not accepted. The response has not begun, so the client gets an ordinary error.
@@ -208,17 +212,19 @@ async def _stream(
     if progress.position is None:
         pending.result()  # raises
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # the latter is for nginx
-    return StreamingResponse(_events(pending, jobs, progress), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_events(pending, jobs, progress, name), media_type="text/event-stream", headers=headers)
 
 
 async def _events(
-    pending: "asyncio.Future[list[str]]", jobs: Sequence[Job], progress: RequestProgress
+    pending: "asyncio.Future[list[str]]", jobs: Sequence[Job], progress: RequestProgress, name: str
 ) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     last, sent = None, 0.0
     try:
         while not pending.done():
-            event = protocol.ProgressEvent(position=progress.position or 0, step=progress.step, steps=progress.steps)
+            event = protocol.ProgressEvent(
+                type=f"{name}.progress", position=progress.position or 0, step=progress.step, steps=progress.steps
+            )
             if event != last or loop.time() - sent > REPEAT_SECONDS:
                 last, sent = event, loop.time()
                 yield _text(event)
@@ -233,6 +239,7 @@ async def _events(
         else:
             for index, (image, job) in enumerate(zip(images, jobs, strict=True)):
                 completed = protocol.CompletedEvent(
+                    type=f"{name}.completed",
                     b64_json=image,
                     created_at=int(time.time()),
                     size=str(job.size),

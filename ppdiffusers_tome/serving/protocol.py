@@ -161,7 +161,7 @@ class ImagesResponse(BaseModel):
 class ProgressEvent(BaseModel):
     """Sent at most ten times a second. OpenAI has no such event; its client passes it on like any other."""
 
-    type: Literal["image_generation.progress"] = "image_generation.progress"
+    type: str  # "image_generation.progress" or "image_edit.progress"
     position: int  # of the last image in the queue; 0: none waits
     step: int
     steps: int  # 0: not known yet, or not known here
@@ -178,7 +178,7 @@ class MergeMap(BaseModel):
 class CompletedEvent(BaseModel):
     """One image, with OpenAI's name and fields; from `seed` on they are additions."""
 
-    type: Literal["image_generation.completed"] = "image_generation.completed"
+    type: str  # "image_generation.completed" or "image_edit.completed"
     b64_json: str
     created_at: int
     size: str
