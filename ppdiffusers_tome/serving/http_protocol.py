@@ -11,7 +11,7 @@ from .api_errors import ApiError
 
 logger = logging.getLogger("uvicorn.error")
 # h11 takes 7 µs for a chunk, even of one byte, and other clients wait until all chunks of a read are parsed. Measured:
-# 0.4 s for asyncio's reads of 256 KiB, 0.03 s for 16 KiB; and two minutes for 16 MiB in chunks of one byte, in all reads.
+# 0.4 s for asyncio's reads of 256 KiB, 0.03 s for 16 KiB; two minutes in all for 16 MiB in chunks of one byte.
 MAX_READ_BYTES = 16 * 2**10
 MAX_CHUNKS = 100_000
 
