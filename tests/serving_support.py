@@ -5,6 +5,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPResponse
 from time import monotonic, sleep
 
 import httpx
@@ -143,6 +144,13 @@ def until(condition, seconds=20):
         sleep(0.005)
 
 
+def read_answer(client):
+    """Status and JSON of the next answer on a socket."""
+    answer = HTTPResponse(client)
+    answer.begin()
+    return answer.status, json.loads(answer.read())
+
+
 def events_of(answer):
     """The data of all events of an answer; the name of each is its type."""
     parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
@@ -156,7 +164,7 @@ def assert_refused_whatever_the_host(app, client):
     others = ("/nosuch", "/x%0aforged", "/health/", "/healthz", "/page", "/v1/models/")
     paths = {route.path.replace("{name:path}", "nosuch") for route in app.routes}.union(others)
     for path in sorted(paths):
-        is_open = path in ("/", "/health", "/ready") or path.startswith("/page/")
+        is_open = path in ("/", "/health", "/health/", "/ready") or path.startswith("/page/")
         for host in (*MALFORMED_HOSTS, "health", "[::1]:80"):
             for method in ("GET", "POST"):
                 answer = client.request(method, path, headers={"Host": host.encode("latin-1")})

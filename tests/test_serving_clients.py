@@ -159,7 +159,8 @@ def test_openai_for_javascript(server, tmp_path):
     assert got["url"]["data"][0].keys() == got["editedOne"]["data"][0].keys() == {"url", "seed"}
     for name in ("url", "editedOne"):
         assert opened(got[name]["data"][0]["url"].removeprefix(DATA_URL)).getpixel((0, 0))[0] == 3
-    assert opened(got["edited"]["data"][0]["b64_json"]).size == (64, 48)
+    for name in ("edited", "editedFromTheDisk"):
+        assert opened(got[name]["data"][0]["b64_json"]).size == (64, 48)
     for name, stream in (("streamed", "image_generation"), ("editStreamed", "image_edit")):
         assert got[name][-1] == f"{stream}.completed" and set(got[name][:-1]) <= {f"{stream}.progress"}
     job = server.engine.calls[-1][0]

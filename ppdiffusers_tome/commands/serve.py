@@ -58,7 +58,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--max-prompt", type=int, default=Limits.prompt_characters, help=f"characters of a prompt {default}")
     option("--max-body", type=int, default=AppConfig.body_bytes, help=f"largest request, bytes {default}")
     option("--allow-host", action="append", default=[], help="another name of this server, without an API key")
-    option("--allow-origin", action="append", default=[], help="https://... of web pages that may send requests")
+    option("--allow-origin", action="append", default=[], help="web page or app that may send requests: SCHEME://HOST")
     option("--any-model", action="store_true", help="accept any name of a model in requests, such as dall-e-3")
     option("--max-pixels", type=int, default=Limits.image_pixels, help=f"largest image of a client, pixels {default}")
     page = serve.add_mutually_exclusive_group()

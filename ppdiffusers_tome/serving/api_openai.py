@@ -43,7 +43,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     Prompt = protocol.narrow(
         protocol.TokensRequest, {"prompt": Annotated[str, Field(max_length=limits.prompt_characters)]}
     )
-    errors = responses(protocol.OpenAIErrorResponse, 404, 411, 413, 415, 422, 429, 500, 503, 504)
+    errors = responses(protocol.OpenAIErrorResponse, 404, 413, 415, 422, 429, 500, 503, 504)
     created = int(time.time())
     sizes = {"auto": limits.sizes[0], **{str(size): size for size in limits.sizes}}
 
@@ -149,7 +149,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
                 logged.add(name)
                 logger.warning("a client asks for %s=%.40r, which this server ignores (logged once)", name, value)
 
-    @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 411, 413, 415, 422, 503))
+    @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 413, 415, 422, 503))
     async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
         """How many tokens a prompt has, and what of it the text encoder does not read."""
         if queue.engine is None:

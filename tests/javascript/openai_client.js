@@ -1,5 +1,5 @@
 // What OpenAI's client for JavaScript gets from a server, as JSON: node openai_client.js URL KEY IMAGE
-const { readFileSync } = require("node:fs");
+const { createReadStream, readFileSync } = require("node:fs");
 const OpenAI = require("openai");
 
 const [baseURL, apiKey, path] = process.argv.slice(2);
@@ -25,6 +25,7 @@ async function main() {
     url: await images.generate({ ...fields, response_format: "url", style: "vivid" }),
     streamed: await typesOf(images.generate({ ...fields, stream: true })),
     edited: await images.edit({ ...edit, image: file }),
+    editedFromTheDisk: await images.edit({ ...edit, image: createReadStream(path) }), // in chunks
     editedOne: await images.edit({ ...edit, image: [file], response_format: "url" }),
     editStreamed: await typesOf(images.edit({ ...edit, image: file, stream: true })),
     size: await errorOf(images.generate({ ...fields, size: "1024x1024" })),
