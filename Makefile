@@ -63,7 +63,15 @@ venv: $(VENV)/.installed ## create the virtual environment with the locked stack
 demo: $(VENV)/.installed ## generate images with the bundled model, without and with merging, into outputs/
 	$(PY) examples/text_to_image.py $(ARGS)
 
-test: $(VENV)/.installed-test ## run the test suite in two processes of one thread each
+# OpenAI's client for JavaScript. Its test is skipped without it, so that a machine without npm or a registry can test the rest.
+JAVASCRIPT := build/javascript/.installed
+$(JAVASCRIPT): tests/javascript/package.json tests/javascript/package-lock.json
+	@mkdir -p $(@D) && cp $^ $(@D)
+	@if ! command -v npm >/dev/null; then echo 'no npm (Debian: apt-get install npm): the test of the client for JavaScript is skipped'; \
+	elif cd $(@D) && npm ci --ignore-scripts --no-audit --no-fund --fetch-retries=0 --silent; then touch $(@F); \
+	else echo 'npm cannot install the client for JavaScript, its test is skipped: "npm ci" in $(@D) shows why'; fi
+
+test: $(VENV)/.installed-test $(JAVASCRIPT) ## run the test suite in two processes of one thread each
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ARGS)
 
 # SOURCE is the folder that contains the package ppdiffusers, as PaddleMIX/ppdiffusers does.

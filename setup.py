@@ -14,7 +14,7 @@ def read_version() -> str:
 
 
 EXAMPLES = ["scikit-image", "tqdm", "pillow"]
-SERVE = ["fastapi", "uvicorn", "prometheus_client"]
+SERVE = ["fastapi", "uvicorn", "prometheus_client", "python-multipart>=0.0.18"]
 ONNX_RUNTIME = ["onnx>=1.16.1,<1.18", "onnxruntime>=1.23,<1.33"]
 # Paddle 2.6's programs need paddle2onnx 1.2, those of Paddle 3 need 2.1.
 ONNX = ["paddle2onnx>=1.2.11,<2.2", *ONNX_RUNTIME]

@@ -28,4 +28,5 @@ class BlankEngine:
 if __name__ == "__main__":
     limits = Limits(sizes=(Size(64, 64),), ratios=(0.5, 0.0), image_to_image=True, images=2, steps=2)
     queue = ImageQueue(BlankEngine, "blank", limits, capacity=1000)
-    serve(queue, create_app(queue, AppConfig(api_key=os.environ.get(KEY_VARIABLE), steps=1)), port=0)
+    config = AppConfig(api_key=os.environ.get(KEY_VARIABLE), steps=1, any_model=True)
+    serve(queue, create_app(queue, config), port=0)

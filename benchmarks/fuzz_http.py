@@ -15,6 +15,7 @@ that two fields contradict each other, so a hook sets such fields in bodies that
 """
 
 import argparse
+import base64
 import os
 import signal
 import subprocess
@@ -47,6 +48,12 @@ def before_call(context, case, kwargs):
         return
     if "init_images" in body:
         body["init_images"] = [PNG]
+    if case.path == "/v1/images/edits":
+        body["image"] = base64.b64decode(PNG)
+    elif body.get("image") is not None:
+        body["image"] = PNG
+    else:
+        body.pop("strength", None)
     if (body.get("n_iter") or 1) * (body.get("batch_size") or 1) > 2:
         body["n_iter"] = 1
     if body.get("enable_hr"):  # the only exported size, and nothing of what a second pass does not support

@@ -5,6 +5,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPResponse
 from time import monotonic, sleep
 
 import httpx
@@ -26,6 +27,7 @@ LIMITS = Limits(
     steps=50,
 )
 OPENAI = "/v1/images/generations"
+EDITS = "/v1/images/edits"
 TEXT = "/sdapi/v1/txt2img"
 IMAGE = "/sdapi/v1/img2img"
 # In 0.5.0 to 0.10.3 some decided whether a request needs the key, and others were a traceback.
@@ -142,6 +144,13 @@ def until(condition, seconds=20):
         sleep(0.005)
 
 
+def read_answer(client):
+    """Status and JSON of the next answer on a socket."""
+    answer = HTTPResponse(client)
+    answer.begin()
+    return answer.status, json.loads(answer.read())
+
+
 def events_of(answer):
     """The data of all events of an answer; the name of each is its type."""
     parts = [part.split("\n") for part in answer.text.removesuffix("\n\n").split("\n\n")]
@@ -155,7 +164,7 @@ def assert_refused_whatever_the_host(app, client):
     others = ("/nosuch", "/x%0aforged", "/health/", "/healthz", "/page", "/v1/models/")
     paths = {route.path.replace("{name:path}", "nosuch") for route in app.routes}.union(others)
     for path in sorted(paths):
-        is_open = path in ("/", "/health", "/ready") or path.startswith("/page/")
+        is_open = path in ("/", "/health", "/health/", "/ready") or path.startswith("/page/")
         for host in (*MALFORMED_HOSTS, "health", "[::1]:80"):
             for method in ("GET", "POST"):
                 answer = client.request(method, path, headers={"Host": host.encode("latin-1")})

@@ -1,11 +1,15 @@
-"""Common clients with a real server: OpenAI's package and webuiapi."""
+"""Common clients with a real server: OpenAI's packages for Python and JavaScript, and webuiapi."""
 
 import base64
 import io
 import json
+import os
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import openai
 import pytest
@@ -18,6 +22,9 @@ from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app_config import AppConfig
 
 KEY = "correct-horse"
+NODE = shutil.which("node")
+JAVASCRIPT = Path(__file__).parents[1] / "build" / "javascript" / "node_modules"
+DATA_URL = "data:image/png;base64,"
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +58,123 @@ def test_openai_generates_images(client, server):
     assert answer.output_format == "png"
     job = Job("fox", 48, 64, ratio=0.0, seed=3, negative_prompt="red", steps=4, guidance_scale=2.0)
     assert server.engine.calls[-1] == [job, replace(job, seed=4)]
+
+
+def opened(encoded):
+    return Image.open(io.BytesIO(base64.b64decode(encoded)))
+
+
+def red(size=(30, 20)):
+    """A file as clients read it from the disk."""
+    file = io.BytesIO()
+    Image.new("RGB", size, "red").save(file, "PNG")
+    return file.getvalue()
+
+
+def test_openai_gets_a_data_url(client):
+    answer = client.images.generate(prompt="fox", n=2, response_format="url", extra_body={"seed": 3})
+    assert [one.b64_json for one in answer.data] == [None, None]
+    assert [one.url.startswith(DATA_URL) for one in answer.data] == [True, True]
+    assert [opened(one.url.removeprefix(DATA_URL)).getpixel((0, 0))[0] for one in answer.data] == [3, 4]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["image", "image[]"])
+def test_openai_edits_an_image(client, server, several):
+    """The client sends a form, in which all but the file is text. What the server does not have is ignored."""
+    image = [red()] if several else red()
+    fields = {"seed": 3, "steps": 4, "guidance_scale": 2.0, "negative_prompt": "red", "tome_ratio": 0.0}
+    answer = client.images.edit(
+        image=image, prompt="fox", n=2, size="64x64", model="fake", user="me", quality="high", input_fidelity="high",
+        background="transparent", output_format="png", partial_images=0, extra_body={**fields, "strength": 0.5},
+    )  # fmt: skip
+    assert [opened(one.b64_json).getpixel((0, 0))[0] for one in answer.data] == [3, 4]
+    assert [one.seed for one in answer.data] == [3, 4] and answer.size == "64x64"
+    first, second = (job for jobs in server.engine.calls[-2:] for job in jobs)
+    assert first.image.size == (64, 64) and first.image.getpixel((0, 0)) == (255, 0, 0)
+    job = Job("fox", 64, 64, 0.0, seed=3, negative_prompt="red", steps=4, guidance_scale=2.0, strength=0.5)
+    assert [replace(one, image=None) for one in (first, second)] == [job, replace(job, seed=4)]
+
+
+def test_openai_edits_with_a_stream_and_a_url(client):
+    answer = client.images.edit(image=red(), prompt="fox", response_format="url", extra_body={"seed": 5})
+    assert answer.data[0].b64_json is None and opened(answer.data[0].url.removeprefix(DATA_URL)).size == (64, 48)
+    *progress, completed = client.images.edit(image=red(), prompt="fox", stream=True, extra_body={"seed": 5})
+    assert {event.type for event in progress} <= {"image_edit.progress"}
+    assert completed.type == "image_edit.completed" and completed.seed == 5
+    assert opened(completed.b64_json).size == (64, 48)
+
+
+def test_openai_edit_errors(client):
+    for change, param, message in (
+        ({"image": [red(), red()]}, "image", "one file, and 2 were sent"),
+        ({"image": b"no image"}, "image", "none of PNG"),
+        ({"mask": red()}, "mask", "masks are not supported"),
+        ({"size": "1024x1024"}, "size", "'1024x1024' was not exported: it must be one of auto, 64x48, 64x64"),
+        ({"n": 9}, "n", "equal to 3"),
+        ({"extra_body": {"colour": "red"}}, "colour", "no such field"),
+    ):
+        with pytest.raises(openai.UnprocessableEntityError, match=message) as caught:
+            client.images.edit(**{"image": red(), "prompt": "fox", **change})
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError, match="this server has fake"):
+        client.images.edit(image=red(), prompt="fox", model="gpt-image-1")
+    with (
+        serving(limits=replace(LIMITS, image_to_image=False)) as other,
+        openai.OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0) as without,
+        pytest.raises(openai.NotFoundError, match="--img2img"),
+    ):
+        without.images.edit(image=red(), prompt="fox")
+
+
+def test_openai_with_any_model():
+    """Requests that name DALL-E get URLs by default, as at OpenAI; LangChain's DallEAPIWrapper reads nothing else."""
+    with (
+        serving(config=AppConfig(any_model=True, steps=2)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        dall_e = client.images.generate(prompt="fox", n=2, size="64x48", model="dall-e-2")
+        assert [opened(one.url.removeprefix(DATA_URL)).size for one in dall_e.data] == 2 * [(64, 48)]
+        explicit = client.images.generate(prompt="fox", model="dall-e-3", response_format="b64_json")
+        gpt = client.images.edit(image=red(), prompt="fox", model="gpt-image-1")
+        assert [(one.data[0].url, opened(one.data[0].b64_json).size) for one in (explicit, gpt)] == 2 * [
+            (None, (64, 48))
+        ]
+        assert [one.id for one in client.models.list()] == ["fake"]
+
+
+@pytest.mark.skipif(NODE is None, reason="no node: apt-get install nodejs npm")
+@pytest.mark.skipif(not JAVASCRIPT.is_dir(), reason="no client for JavaScript: make build/javascript/.installed")
+def test_openai_for_javascript(server, tmp_path):
+    version = subprocess.run([NODE, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    if int(version[1:].partition(".")[0]) < 20:
+        pytest.skip(f"node is {version}, and OpenAI's client for JavaScript sends files from Node 20 on")
+    (tmp_path / "red.png").write_bytes(red())
+    script = Path(__file__).with_name("javascript") / "openai_client.js"
+    command = [NODE, str(script), f"{server.url}/v1", KEY, str(tmp_path / "red.png")]
+    environment = {**os.environ, "NODE_PATH": str(JAVASCRIPT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    got = json.loads(run.stdout)
+    assert [opened(one["b64_json"]).getpixel((0, 0))[0] for one in got["generated"]["data"]] == [3, 4]
+    assert got["url"]["data"][0].keys() == got["editedOne"]["data"][0].keys() == {"url", "seed"}
+    for name in ("url", "editedOne"):
+        assert opened(got[name]["data"][0]["url"].removeprefix(DATA_URL)).getpixel((0, 0))[0] == 3
+    for name in ("edited", "editedFromTheDisk"):
+        assert opened(got[name]["data"][0]["b64_json"]).size == (64, 48)
+    for name, stream in (("streamed", "image_generation"), ("editStreamed", "image_edit")):
+        assert got[name][-1] == f"{stream}.completed" and set(got[name][:-1]) <= {f"{stream}.progress"}
+    job = server.engine.calls[-1][0]
+    assert (job.seed, job.steps, job.strength, job.ratio) == (3, 4, 0.5, 0.0)
+    assert job.image.getpixel((0, 0)) == (255, 0, 0)
+    for name, kind, status, param, message in (
+        ("size", "UnprocessableEntityError", 422, "size", "'1024x1024' was not exported"),
+        ("model", "NotFoundError", 404, "model", "this server has fake"),
+        ("mask", "UnprocessableEntityError", 422, "mask", "masks are not supported"),
+        ("two", "UnprocessableEntityError", 422, "image", "2 were sent"),
+    ):
+        error = got[name]
+        assert (error["type"], error["status"], error["param"]) == (kind, status, param)
+        assert message in error["message"]
 
 
 def test_openai_lists_models(client):

@@ -243,7 +243,7 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/url\n')
     browser.chmod(0o755)
     process = subprocess.Popen(
-        [*command, "--port", "0", "--threads", "1", "--max-steps", "5000", "--batch", "1", "--open"],
+        [*command, "--port", "0", "--threads", "1", "--max-steps", "5000", "--batch", "1", "--open", "--any-model"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -263,7 +263,15 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             answer = client.images.generate(prompt=JOB.prompt, size="48x32", n=2, model=model, extra_body=fields)
             image = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
             assert json.loads(image.text["ppdiffusers_tome"])["seed"] == 3
-            assert difference(load_engine(exported_folder, threads=1).generate([JOB])[0], image) <= 1
+            engine = load_engine(exported_folder, threads=1)
+            assert difference(engine.generate([JOB])[0], image) <= 1
+            edited = client.images.edit(
+                image=base64.b64decode(answer.data[0].b64_json),
+                prompt=JOB.prompt, size="48x32", model="gpt-image-1", extra_body=fields | {"strength": 0.7},
+            )  # fmt: skip
+            job = replace(JOB, image=image.convert("RGB"), strength=0.7)
+            edited_image = Image.open(io.BytesIO(base64.b64decode(edited.data[0].b64_json)))
+            assert difference(engine.generate([job])[0], edited_image) <= 1
 
         answers = []
         http = {"headers": {"Authorization": "Bearer secret"}, "timeout": 60}
@@ -335,9 +343,12 @@ def test_missing_packages_are_named_with_the_requirements_file(exported_folder, 
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--model", str(exported_folder), "--threads", "1", "--ray"]) == 2
     assert f"--ray needs: {install_command('ray')}" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve", "--model", str(exported_folder)]) == 2
-    assert f"Serving needs: {install_command('serve')}" in capsys.readouterr().err
+    for name in ("uvicorn", "python_multipart", "prometheus_client"):
+        with monkeypatch.context() as missing:
+            missing.setitem(sys.modules, name, None)
+            assert main(["serve", "--model", str(exported_folder)]) == 2
+        message = capsys.readouterr().err
+        assert name in message and f"Serving needs: {install_command('serve')}" in message
 
 
 def test_folder_that_is_not_an_export(tmp_path, capsys):

@@ -8,19 +8,22 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
+from typing import get_args
 
 import numpy as np
+import openai
 import psutil
 import pytest
 from PIL import Image
 from serving_support import (
+    EDITS,
     IMAGE,
     LIMITS,
     OPENAI,
@@ -28,6 +31,7 @@ from serving_support import (
     FakeEngine,
     assert_refused_whatever_the_host,
     events_of,
+    read_answer,
     serving,
     until,
 )
@@ -35,7 +39,7 @@ from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, EngineLostError, GenerationError, Job, JobError
-from ppdiffusers_tome.serving import middleware
+from ppdiffusers_tome.serving import api_openai, middleware, protocol
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.middleware import RequestMiddleware
@@ -58,6 +62,10 @@ def png(size=(30, 20), image=None, format="PNG", **options):
     file = io.BytesIO()
     (image or Image.new("RGB", size, "red")).save(file, format, **options)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def png_file(image=None):
+    return base64.b64decode(png(image=image))
 
 
 def bomb(side):
@@ -340,15 +348,21 @@ FROM_IMAGE = {"init_images": [png()]}
         ({"seed": 2**32}, "seed", "it must be 0 to 4294967295"),
         ({"guidance_scale": -0.5}, "guidance_scale", "it must be 0 to 30"),
         ({"guidance_scale": 31}, "guidance_scale", "it must be 0 to 30"),
-        ({"size": "512x512"}, "size", "64x48, 64x64"),
-        ({"size": "48x64"}, "size", "64x48, 64x64"),
+        *(
+            ({"size": size}, "size", f"{size!r} was not exported: it must be one of auto, 64x48, 64x64")
+            for size in ("1024x1024", "48x64", "64X64", "64", "64x", "0x0", "AUTO", "64 x 48\n")
+        ),
+        ({"size": 9000 * "9"}, "size", f"'{60 * '9'}' was not exported"),
         ({"size": 64}, "size", "valid string"),
         ({"tome_ratio": 0.25}, "tome_ratio", "0.5, 0.0"),
-        ({"response_format": "url"}, "response_format", "b64_json"),
+        ({"response_format": "png"}, "response_format", "'b64_json' or 'url'"),
+        ({"output_format": "jpeg"}, "output_format", "'png'"),
+        ({"output_compression": 101}, "output_compression", "equal to 100"),
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream": True, "partial_images": 1}, "partial_images", "only 0 is supported"),
-        ({"quality": "hd"}, "quality", "'auto' or 'standard'"),
-        ({"style": "vivid"}, "style", "None"),
+        ({"quality": 101 * "x"}, "quality", "at most 100 characters"),
+        ({"style": ["vivid"]}, "style", "valid string"),
+        ({"input_fidelity": "high"}, "input_fidelity", "no such field"),
         ({"colour": "red"}, "colour", "no such field"),
         ({"__class__": "x"}, "__class__", "no such field"),
     ],
@@ -362,14 +376,54 @@ def test_openai_error_names_the_field(server, change, field, message):
     assert error["type"] == "invalid_request_error" and error["code"]
 
 
+def test_fields_that_are_ignored_are_logged_once(caplog):
+    """An image without what they ask for is one too. Values that are usual here ask for nothing."""
+    usual = {"background": "opaque", "moderation": "auto", "output_compression": 100, "quality": "standard"}
+    asking = {"background": "transparent", "moderation": "low", "output_compression": 50, "quality": "hd"}
+    with serving() as server:
+        for fields in (usual, asking | {"style": "vivid"}, {"quality": "low", "style": "natural\nforged"}):
+            assert server.post(OPENAI, {"prompt": "fox", **fields}).status_code == 200
+        form = {"prompt": "fox", "input_fidelity": "high", "quality": "high"}
+        assert server.http.post(EDITS, data=form, files={"image": png_file()}).status_code == 200
+    logged = [record.getMessage() for record in caplog.records if record.name == api_openai.__name__]
+    asking |= {"style": "vivid", "input_fidelity": "high"}
+    expected = {f"a client asks for {name}={value!r}, which this server ignores" for name, value in asking.items()}
+    assert {message.removesuffix(" (logged once)") for message in logged} == expected and len(logged) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "request_model", "not_fields"),
+    [
+        (openai.types.ImageGenerateParams, protocol.ImageRequest, set()),
+        (openai.types.ImageEditParams, protocol.EditRequest, {"image", "mask"}),
+    ],
+    ids=["generate", "edit"],
+)
+def test_all_fields_of_openais_client_are_known(fields, request_model, not_fields):
+    names = set().union(*(one.__annotations__ for one in get_args(fields)))
+    assert {"prompt", "stream"} < names and names - set(request_model.model_fields) == not_fields
+    assert set(protocol.IGNORED) <= set(protocol.EditRequest.model_fields)
+
+
 @pytest.mark.parametrize("model", ["other", "../../etc/passwd"])
 def test_unknown_model(server, model):
     answer = server.post(OPENAI, {"prompt": "fox", "model": model})
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "model" and answer.json()["error"]["code"] == "model_not_found"
+    assert answer.json()["error"]["message"].startswith(f"model: there is no model {model!r}: this server has fake")
     refused = server.post(TEXT, {"override_settings": {"sd_model_checkpoint": model}})
     assert refused.status_code == 422
     assert refused.json()["detail"][0]["loc"] == ["body", "override_settings", "sd_model_checkpoint"]
+
+
+def test_any_model():
+    """Its name is that of a request. The list has the model that the server has."""
+    with serving(config=AppConfig(steps=2, any_model=True)) as server:
+        for model in ("fake", "gpt-image-1", "../../etc/passwd"):
+            assert server.post(OPENAI, {"prompt": "fox", "model": model}).status_code == 200
+        assert server.http.get("/v1/models/gpt-image-1").status_code == 404
+        *_, completed = events_of(server.post(OPENAI, {"prompt": "fox", "model": "dall-e-3", "stream": True}))
+        assert opened(completed["b64_json"]).size == (64, 48), "events have no URL"
 
 
 @pytest.mark.parametrize(
@@ -379,6 +433,20 @@ def test_unknown_path(server, path):
     answer = server.http.get(path)
     assert answer.status_code == 404 and "root:" not in answer.text
     assert answer.json()["error"]["message"]
+
+
+PATHS = ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/fake", "/sdapi/v1/options", OPENAI, TEXT, "/no")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_trailing_slash(server, path):
+    """A redirect names an address that a client behind a proxy with TLS or a prefix cannot use."""
+    endpoint = path if path in middleware.ENDPOINTS else "other"
+    for method in ("GET", "POST", "HEAD", "OPTIONS"):
+        body = {"prompt": "fox"} if method == "POST" else None
+        usual, slash = (server.http.request(method, path + end, json=body) for end in ("", "/"))
+        assert slash.status_code == usual.status_code != 307 and "location" not in slash.headers, method
+        assert server.count("requests_total", endpoint=endpoint, status=str(usual.status_code)) >= 2
 
 
 @pytest.mark.parametrize(
@@ -505,6 +573,112 @@ def test_image_modes_are_converted_to_rgb(server, options, left_color, right_col
         assert image.getpixel((x, 24)) == pytest.approx(color, abs=3)
 
 
+# Forms
+
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+PROMPT = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nfox\r\n'
+FILE = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n%s\r\n' % png_file()
+END = b"--x--\r\n"
+
+
+def test_form_with_an_image(server):
+    """Texts may be empty, as clients send None; a prompt may be empty too."""
+    body = PROMPT.replace(b"fox", b"") + PROMPT.replace(b"prompt", b"size").replace(b"fox", b"") + FILE + END
+    answer = server.post(EDITS, content=body, headers=FORM)
+    assert answer.status_code == 200, answer.text
+    job = server.engine.calls[-1][0]
+    assert (job.prompt, job.size, job.strength, job.image.getpixel((0, 0))) == ("", (48, 64), 0.75, (255, 0, 0))
+    assert answer.json()["data"][0].keys() == {"b64_json", "seed"}
+    assert json.loads(opened(answer.json()["data"][0]["b64_json"]).text["ppdiffusers_tome"])["strength"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "its end is missing"),
+        (b"no form", 400, "the form cannot be read"),
+        (PROMPT + FILE, 400, "its end is missing"),
+        (PROMPT + FILE[:-30], 400, "its end is missing"),
+        (PROMPT.replace(b"fox", b"\xff") + FILE + END, 400, "utf-8"),
+        (PROMPT.replace(b"prompt", b"\xff") + FILE + END, 400, "utf-8"),
+        (PROMPT.replace(b"; name=", b"; x=") + FILE + END, 400, "a part has no name"),
+        (PROMPT.replace(b"Content", 5000 * b"x") + FILE + END, 400, "header"),
+        (PROMPT + PROMPT + FILE + END, 422, "prompt: it is sent more than once"),
+        (b"".join(PROMPT.replace(b"prompt", b"%d" % number) for number in range(51)) + END, 413, "50 parts"),
+        (b"".join(51 * [FILE]) + END, 413, "50 parts"),
+        (PROMPT + END, 422, "image: it must be one file, and 0 were sent"),
+        (PROMPT + FILE + FILE + END, 422, "image: it must be one file, and 2 were sent"),
+        (PROMPT + FILE + FILE.replace(b'"image"', b'"image[]"') + END, 422, "2 were sent"),
+        (PROMPT + FILE.replace(b'; filename="a.png"', b"") + END, 400, "utf-8"),
+        (PROMPT + FILE + FILE.replace(b'"image"', b'"mask"') + END, 422, "mask: masks are not supported"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"mask") + END, 422, "mask: masks are not supported"),
+        (PROMPT + FILE + FILE.replace(b'"image"', b'"size"') + END, 422, "size: only the image is a file"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"colour") + END, 422, "colour: there is no such field"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"size") + END, 422, "size: 'fox' was not exported"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"n") + END, 422, "n: Input should be a valid integer"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"seed").replace(b"fox", 5000 * b"9") + END, 422, "seed: "),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"strength").replace(b"fox", b"nan") + END, 422, "finite"),
+        (PROMPT + FILE + PROMPT.replace(b"prompt", b"stream") + END, 422, "stream: Input should be a valid boolean"),
+        (PROMPT.replace(b"fox", 101 * b"x") + FILE + END, 422, "prompt: 101 characters are too many"),
+        (FILE + END, 422, "prompt: Field required"),
+        (PROMPT + FILE + 300_000 * b"x", 413, "the body is larger than 200000 bytes"),
+    ],
+)
+def test_forms_that_are_refused(server, body, status, message):
+    before = len(server.engine.calls)
+    answer = server.post(EDITS, content=body, headers=FORM)
+    assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
+    assert len(server.engine.calls) == before
+
+
+@pytest.mark.parametrize("kind", [None, "application/json", "multipart/form-data", "text/plain; boundary=x"])
+def test_content_types_other_than_a_form(server, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    answer = server.post(EDITS, content=PROMPT + FILE + END, headers=headers)
+    assert answer.status_code == 415 and "multipart/form-data" in answer.json()["error"]["message"]
+
+
+def test_form_in_chunks(server):
+    """As OpenAI's client for JavaScript sends a file from the disk. The limit of the body holds."""
+    body = PROMPT + FILE + END
+    pieces = [body[start : start + 100] for start in range(0, len(body), 100)]
+    assert server.post(EDITS, content=iter(pieces), headers=FORM).status_code == 200
+    answer = server.post(EDITS, content=iter([body[:-20], 300_000 * b"x"]), headers=FORM)
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_form_whose_boundary_is_too_long(server):
+    headers = {"Content-Type": f"multipart/form-data; boundary={300 * 'x'}"}
+    assert server.post(EDITS, content=PROMPT + FILE + END, headers=headers).status_code == 400
+
+
+def test_files_of_a_form_stay_in_memory(monkeypatch):
+    """Starlette's parser would write this one to the disk."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8))
+    with serving() as server:
+        answer = server.http.post(EDITS, data={"prompt": "fox"}, files={"image": png_file(noise)})
+    assert answer.status_code == 200 and len(png_file(noise)) > 2**20, answer.text
+
+
+def test_client_that_leaves_within_a_form(server, caplog):
+    with server.connect() as client:
+        head = f"POST {EDITS} HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\nContent-Type: {FORM['Content-Type']}\r\n"
+        client.sendall(head.encode() + b"\r\n" + PROMPT)
+    until(lambda: server.requests(499) == 1)
+    assert "Traceback" not in caplog.text
+
+
+def test_edits_need_image_to_image():
+    """It is not in the schema then. The answer names the remedy, whatever was sent."""
+    with serving(limits=replace(LIMITS, image_to_image=False)) as server:
+        for body in (PROMPT + FILE + END, b"no form"):
+            answer = server.post(EDITS, content=body, headers=FORM)
+            assert answer.status_code == 404 and "--img2img" in answer.json()["error"]["message"]
+        assert EDITS not in server.http.get("/openapi.json").json()["paths"]
+    assert server.count("requests_total", endpoint=EDITS, status="404") == 2
+
+
 # Malformed bodies
 
 
@@ -590,15 +764,43 @@ def test_large_body_is_refused_by_its_header(server):
         assert b" 413 " in client.recv(4096), "answered before any of the body came"
 
 
-def test_chunked_body_is_refused_before_it_ends(server):
-    """h11 took 16 s for 300,000 chunks of one byte, during which the server answered no other request."""
-    begin = monotonic()
+@pytest.mark.parametrize("path", [OPENAI, TEXT])
+def test_bodies_in_chunks(server, path):
+    """As .NET's HttpClient sends them by default."""
+    body = b'{"prompt": "fox in chunks"}'
+    pieces = (body[start : start + 5] for start in range(0, len(body), 5))
+    assert server.post(path, content=pieces, headers=JSON_HEADER).status_code == 200
+    assert server.engine.calls[-1][0].prompt == "fox in chunks"
+
+
+def test_large_body_in_chunks_is_refused_before_it_ends(server):
+    """The connection can be used again after the rest has come."""
+    half = b"186a1\r\n" + 100_001 * b" " + b"\r\n"
     with server.connect() as client:
         client.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode())
-        assert b" 411 " in client.recv(4096), "answered before any of the body came"
-        with suppress(ConnectionError):  # the server closes while this sends
-            client.sendall(300_000 * b"1\r\n \r\n")
-    assert server.http.get("/health").status_code == 200 and monotonic() - begin < 5
+        client.sendall(2 * half)
+        assert read_answer(client) == (413, {"detail": "the body is larger than 200000 bytes"})
+        client.sendall(20 * half + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_answer(client) == (200, {"state": "ready"})
+
+
+def test_body_with_a_length_and_in_chunks(server):
+    """Another server in front of this one may read another end of the body than this one, and so other requests."""
+    with server.connect() as client:
+        lengths = "Transfer-Encoding: chunked\r\nContent-Length: 4\r\n"
+        client.sendall(f"POST {OPENAI} HTTP/1.1\r\nHost: x\r\n{JSON}{lengths}\r\n0\r\n\r\n".encode())
+        status, body = read_answer(client)
+        assert status == 400 and "both a Content-Length and a Transfer-Encoding" in body["error"]["message"]
+        assert client.recv(4096) == b"", "the connection is closed"
+
+
+@pytest.mark.parametrize("length", ["+5", "-1", "1_0", "", "5 5", "0x5", 5_000 * "9", "٣"])
+def test_lengths_that_are_no_numbers(server, length, caplog):
+    """Without h11, as behind another server."""
+    client = TestClient(server.server.config.app, "http://localhost")
+    answer = client.post(OPENAI, headers={"Content-Length": length.encode(), **JSON_HEADER})
+    assert answer.status_code == 400 and "Content-Length" in answer.json()["error"]["message"]
+    assert len(answer.content) < 300 and not caplog.records
 
 
 def test_large_body_gets_an_answer_after_it_was_sent(server):
@@ -629,18 +831,82 @@ def test_allowed_hosts(server):
         assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
 
 
-def preflight(server, origin):
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-    return server.http.options(OPENAI, headers={"Origin": origin, **asked})
+def test_refused_host_is_named(server):
+    for host, shown in (("evil.example:80", "'evil.example:80'"), ("", "''"), (1000 * "e", f"'{100 * 'e'}'")):
+        openai, webui = (server.http.get(path, headers={"Host": host}) for path in ("/v1/models", "/sdapi/v1/options"))
+        assert openai.status_code == webui.status_code == 400
+        error = openai.json()["error"]
+        assert shown in error["message"] and "--allow-host" in error["message"] and error["code"] == "host_not_allowed"
+        assert webui.json()["detail"] == error["message"]
+
+
+def test_hosts_by_name_and_subdomain():
+    config = AppConfig(hosts=("www.one.example", "*.two.example", "2001:db8::5", "[2001:db8::6]"))
+    for host in ("www.one.example", "www.one.example:8000", "a.two.example", "b.a.two.example:1"):
+        assert config.is_allowed_host(host), host
+    for host in ("[::1]:80", "[::1]", "[2001:db8::5]:80", "[2001:db8::6]"):
+        assert config.is_allowed_host(host), host
+    for host in ("[2001:db8::7]:80", "[2001:db8::5", "::1"):
+        assert not config.is_allowed_host(host), host
+    for host in ("one.example", "two.example", "www.one.example.evil", "evil-two.example", "[evil]", "", "evil:x"):
+        assert not config.is_allowed_host(host), host
+    assert AppConfig(hosts=("*",)).is_allowed_host("any.example") and AppConfig(api_key=KEY).is_allowed_host("any")
+
+
+def preflight(server, origin, method="POST", headers="content-type", path=OPENAI):
+    asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers}
+    return server.http.options(path, headers={"Origin": origin, **asked})
+
+
+# Those of OpenAI's client in JavaScript, and some that nobody has thought of.
+STAINLESS = ("arch", "helper-method", "lang", "os", "package-version", "retry-count", "runtime", "runtime-version")
+ASKED = ["authorization", "content-type", *(f"x-stainless-{name}" for name in STAINLESS), "x-new", "traceparent"]
+
+
+@pytest.mark.parametrize("origin", ["https://good.example", "*"])
+def test_preflight_allows_all_headers(origin):
+    with serving(config=AppConfig(origins=(origin,))) as server:
+        answer = preflight(server, "https://good.example", headers=",".join(ASKED))
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["access-control-allow-headers"].split(",") == ASKED
+        assert answer.headers["access-control-allow-origin"] == origin
 
 
 def test_other_origins_are_refused(server):
     page = {"Origin": "https://evil.example"}
-    assert preflight(server, page["Origin"]).status_code == 405
-    for path in (OPENAI, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
-        answer = server.post(path, {"prompt": "fox"}, headers=page)
-        assert answer.status_code == 403 and "--allow-origin" in answer.text
-        assert "access-control-allow-origin" not in answer.headers
+    for path in (OPENAI, EDITS, TEXT, "/sdapi/v1/interrupt", "/sdapi/v1/options"):
+        for answer in (
+            server.post(path, {"prompt": "fox"}, headers=page),
+            preflight(server, page["Origin"], path=path),
+        ):
+            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+            body = answer.json()
+            message = body["error"]["message"] if path.startswith("/v1/") else body["detail"]
+            assert "--allow-origin" in message and "'https://evil.example'" in message
+
+
+def test_refusals_of_preflights_are_json():
+    """Starlette's own are plain text. A page of an allowed origin may read them."""
+    with serving(config=AppConfig(origins=("https://good.example",))) as server:
+        for path, counted in ((OPENAI, OPENAI), ("/sdapi/v1/nosuch", "other")):
+            evil = preflight(server, "https://evil.example", path=path)
+            assert evil.status_code == 403 and "'https://evil.example'" in evil.text and "--allow-origin" in evil.text
+            assert ("error" if path == OPENAI else "detail") in evil.json()
+            assert server.count("requests_total", endpoint=counted, status="403") == 1
+        put = preflight(server, "https://good.example", method="PUT")
+        assert put.status_code == 405 and put.headers["allow"] == "POST" and put.json()["error"]["message"]
+        assert put.headers["access-control-allow-origin"] == "https://good.example"
+
+
+def test_bugs_outside_of_the_checks_are_json(monkeypatch):
+    def fail(self, origin):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(middleware.OriginMiddleware, "is_allowed_origin", fail)
+    with serving(config=AppConfig(origins=("https://good.example",))) as server:
+        for path, key in ((OPENAI, "error"), (TEXT, "detail")):
+            answer = server.post(path, {"prompt": "fox"}, headers={"Origin": "https://good.example"})
+            assert answer.status_code == 500 and "log" in str(answer.json()[key]) and "secret" not in answer.text
 
 
 def test_own_page_is_allowed(server):
@@ -650,7 +916,8 @@ def test_own_page_is_allowed(server):
         assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 200
     headers = {"Host": "evil.example", "Origin": "http://evil.example"}
     assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 400, "rebound DNS"
-    for origin in ("null", "", f"http://127.0.0.1:{server.port}1", f"http://u@127.0.0.1:{server.port}"):
+    own = f"127.0.0.1:{server.port}"
+    for origin in ("null", "", f"http://{own}1", f"http://u@{own}", f"capacitor://{own}"):
         assert server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin}).status_code == 403
 
 
@@ -658,7 +925,7 @@ def test_allowed_origins():
     with serving(config=AppConfig(steps=2, api_key=KEY, origins=("https://good.example",))) as server:
         allowed = preflight(server, "https://good.example")
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://good.example"
-        assert preflight(server, "https://evil.example").status_code == 400
+        assert preflight(server, "https://evil.example").status_code == 403
         for origin, status in (("https://good.example", 200), ("https://evil.example", 403)):
             headers = {"Origin": origin, "Authorization": f"Bearer {KEY}"}
             assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == status
@@ -676,8 +943,8 @@ def test_refusals_have_cors_headers_for_allowed_origins(monkeypatch):
             return answer.headers.get("access-control-allow-origin")
 
         assert status(401, key="wrong", content=b"{}") == origin
-        assert status(411, content=iter([b"{}"])) == origin
         assert status(413, content=101 * b" ") == origin
+        assert status(413, content=iter([101 * b" "])) == origin
         assert status(422, content=b"{}") == origin
         assert status(401, sent_by="https://evil.example", key="wrong", content=b"{}") is None
         assert status(403, sent_by="https://evil.example", content=b"{}") is None
@@ -686,10 +953,57 @@ def test_refusals_have_cors_headers_for_allowed_origins(monkeypatch):
         assert preflight(server, origin).status_code == 200 and server.requests(200) == 1, "preflights count"
 
 
-@pytest.mark.parametrize("wrong", [{"hosts": ("a*",)}, {"hosts": ("http://a",)}, {"origins": ("a.example",)}])
-def test_malformed_hosts_and_origins(wrong):
-    with pytest.raises(ToMeConfigError, match="is not allowed: it must be like"):
+def test_refused_host_has_cors_headers_for_allowed_origins():
+    with serving(config=AppConfig(origins=("https://good.example",))) as server:
+        headers = {"Origin": "https://good.example", "Host": "other.example"}
+        answer = server.post(OPENAI, {"prompt": "fox"}, headers=headers)
+        assert answer.status_code == 400 and answer.headers["access-control-allow-origin"] == "https://good.example"
+        assert server.count("requests_total", endpoint=OPENAI, status="400") == 1
+
+
+ORIGINS = (
+    "https://example.org",
+    "http://localhost:5173",
+    "http://[::1]:3000",
+    "chrome-extension://abcdefghijklmnopabcdefghijklmnop",
+    "moz-extension://6a1b2c3d-0000-4000-8000-000000000000",
+    "capacitor://localhost",
+    "tauri://localhost",
+    "app://obsidian.md",
+)
+
+
+def test_origins_of_extensions_and_desktop_shells():
+    with serving(config=AppConfig(steps=1, origins=ORIGINS)) as server:
+        for origin in ORIGINS:
+            assert preflight(server, origin).headers["access-control-allow-origin"] == origin
+            answer = server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+        assert server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": "app://other"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"hosts": ("a*",)}, "it must be like example.org or"),
+        ({"hosts": ("http://a",)}, "it must be like example.org or"),
+        ({"origins": ("a.example",)}, "it must be a scheme and a host"),
+        ({"origins": ("https://",)}, "it must be a scheme and a host"),
+        ({"origins": ("file://",)}, "it must be a scheme and a host"),
+        ({"origins": ("https://*.example",)}, "it must be a scheme and a host"),
+        ({"origins": ("https://a b",)}, "it must be a scheme and a host"),
+        ({"origins": ("HTTPS://a.example",)}, "it must be a scheme and a host"),
+        ({"origins": ("",)}, "it must be a scheme and a host"),
+        ({"origins": ("https://a.example/",)}, "write 'https://a.example'"),
+        ({"origins": ("app://obsidian.md/index.html?a#b",)}, "write 'app://obsidian.md'"),
+        ({"origins": ("https://good.example", "null")}, "every sandboxed page"),
+    ],
+)
+def test_malformed_hosts_and_origins(wrong, message):
+    with pytest.raises(ToMeConfigError, match="is not allowed") as caught:
         AppConfig(**wrong)
+    (texts,) = wrong.values()
+    assert message in str(caught.value) and repr(texts[-1]) in str(caught.value)
 
 
 def test_no_host_header_gets_around_the_key(caplog):
@@ -718,17 +1032,20 @@ def test_openapi_schema_has_all_bounds_and_answers():
     with serving(config=AppConfig(api_key=KEY)) as server:
         schema = server.http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
     models, paths = schema["components"]["schemas"], schema["paths"]
-    for name in ("ImageRequest", "TwoPassRequest", "ImageToImageRequest"):
-        assert models[name]["additionalProperties"] is False
-        for field, kinds in models[name]["properties"].items():
+    (form,) = (one["schema"] for one in paths[EDITS]["post"]["requestBody"]["content"].values())
+    for name in ("ImageRequest", "TwoPassRequest", "ImageToImageRequest", "EditRequest"):
+        model = form if name == "EditRequest" else models[name]
+        assert model["additionalProperties"] is False
+        for field, kinds in model["properties"].items():
             for kind in kinds.get("anyOf", [kinds]):
                 bounded = {"maxLength", "maxItems", "maxProperties", "maximum", "enum", "$ref"} & set(kind)
                 assert bounded or kind["type"] in ("boolean", "null", "number") or field in ("init_images", "image")
     steps = {"type": "integer", "minimum": 1, "maximum": 50}
     assert models["ImageRequest"]["properties"]["steps"]["anyOf"][0] == steps
     assert models["TwoPassRequest"]["properties"]["sampler_name"]["anyOf"][0]["enum"][2:] == ["DDIM", "ddim", "k_ddim"]
-    expected = {"200", "400", "401", "403", "411", "413", "415", "422", "429", "500", "503", "504"}
-    for path, more in ((OPENAI, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
+    expected = {"200", "400", "401", "403", "413", "415", "422", "429", "500", "503", "504"}
+    assert form["required"] == ["prompt", "image"] and form["properties"]["image"]["format"] == "binary"
+    for path, more in ((OPENAI, {"404"}), (EDITS, {"404"}), (TEXT, {"409"}), (IMAGE, {"409"})):
         operation = paths[path]["post"]
         assert set(operation["responses"]) == expected | more
         assert operation["security"] == [{"HTTPBearer": []}, {"HTTPBasic": []}]

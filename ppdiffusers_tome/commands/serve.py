@@ -58,7 +58,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--max-prompt", type=int, default=Limits.prompt_characters, help=f"characters of a prompt {default}")
     option("--max-body", type=int, default=AppConfig.body_bytes, help=f"largest request, bytes {default}")
     option("--allow-host", action="append", default=[], help="another name of this server, without an API key")
-    option("--allow-origin", action="append", default=[], help="https://... of web pages that may send requests")
+    option("--allow-origin", action="append", default=[], help="web page or app that may send requests: SCHEME://HOST")
+    option("--any-model", action="store_true", help="accept any name of a model in requests, such as dall-e-3")
     option("--max-pixels", type=int, default=Limits.image_pixels, help=f"largest image of a client, pixels {default}")
     page = serve.add_mutually_exclusive_group()
     page.add_argument("--open", action="store_true", help="open the page in a browser when the server is ready")
@@ -77,6 +78,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
+        import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. Serving needs: {install_command('serve')}") from error
@@ -95,6 +97,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         origins=tuple(options.allow_origin),
         page=not options.no_page,
         prompts=own.prompts,
+        any_model=options.any_model,
         **step_settings(options, own),
     )
     first, *_ = warm_up_jobs(limits, config.guidance_scale)

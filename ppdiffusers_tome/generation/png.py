@@ -73,24 +73,19 @@ def encode_png(image: Image.Image, job: Job, source: Source) -> bytes:
     return file.getvalue()
 
 
-def load_image(text: str, size: tuple[int, int], limits: Limits) -> Image.Image:
+def load_image(source: str | bytes, size: tuple[int, int], limits: Limits) -> Image.Image:
     """Decode a client's image: RGB, upright by its EXIF data, resized, white where it is transparent.
 
     Args:
-        text: a PNG, JPEG or WEBP file in base64, with or without "data:image/png;base64," before it. URLs and file
-            names are not read.
+        source: a PNG, JPEG or WEBP file, as bytes, or as text in base64 with or without "data:image/png;base64,"
+            before it. URLs and file names are not read.
         size: (width, height) of the result.
         limits: of pixels, sides and aspect. An image beyond them is refused by its header, before it is decoded.
 
     Raises:
         JobError: the image is malformed, of another format or too large; the field is `image`.
     """
-    start = text[:64]
-    encoded = text.partition(",")[2] if start.startswith("data:image/") and ";base64," in start else text
-    try:
-        data = base64.b64decode(encoded, validate=True)
-    except ValueError:
-        raise JobError("image", "it is not base64: send the bytes of a PNG, JPEG or WEBP file in base64") from None
+    data = source if isinstance(source, bytes) else _from_base64(source)
     try:
         image = Image.open(BytesIO(data), formats=ACCEPTED)
         _check_header(image, data, limits)
@@ -103,6 +98,15 @@ def load_image(text: str, size: tuple[int, int], limits: Limits) -> Image.Image:
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything on broken files
         raise JobError("image", f"it is broken: {type(error).__name__}") from error
+
+
+def _from_base64(text: str) -> bytes:
+    start = text[:64]
+    encoded = text.partition(",")[2] if start.startswith("data:image/") and ";base64," in start else text
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError:
+        raise JobError("image", "it is not base64: send the bytes of a PNG, JPEG or WEBP file in base64") from None
 
 
 def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:

@@ -76,6 +76,13 @@ async def answer(request: Request, error: Exception) -> JSONResponse:
     return error.respond(request.scope["path"])
 
 
+async def answer_bug(request: Request, error: Exception) -> JSONResponse:
+    """FastAPI's handler of exceptions in a middleware. uvicorn logs them and closes the connection."""
+    response = internal_error().respond(request.scope["path"])
+    response.headers["Connection"] = "close"
+    return response
+
+
 def _from_validation(error: RequestValidationError) -> ApiError:
     """The first of pydantic's errors, without the value, which may be long, secret or not JSON."""
     first = error.errors()[0]

@@ -65,7 +65,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     }
     FromText = narrow(protocol.TwoPassRequest, fields)
     FromImage = narrow(protocol.ImageToImageRequest, fields)
-    errors = partial(responses, protocol.WebuiErrorResponse, 411, 413, 415, 422)
+    errors = partial(responses, protocol.WebuiErrorResponse, 413, 415, 422)
     options = protocol.Options(
         sd_model_checkpoint=queue.name,
         token_merging_ratio=limits.ratios[0],

@@ -8,14 +8,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from .._version import __version__
 from . import api_openai, api_webui
-from .api_errors import ApiError, answer, responses
+from .api_errors import ApiError, answer, answer_bug, responses
 from .app_config import AppConfig
-from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, RequestMiddleware
+from .middleware import BASIC, BEARER, PAGE, CountingMiddleware, OriginMiddleware, RequestMiddleware
 from .protocol import Health, OpenAIErrorResponse, WebuiErrorResponse
 from .queue import ImageQueue
 
@@ -49,19 +47,23 @@ def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
         An ASGI application. It reads no file and stores nothing of a request after its answer.
     """
     # FastAPI's documentation pages load scripts from other hosts. /openapi.json describes the interface.
-    handlers: dict[Any, Any] = {HTTPException: answer, RequestValidationError: answer}
+    handlers: dict[Any, Any] = {HTTPException: answer, RequestValidationError: answer, Exception: answer_bug}
     app = FastAPI(
-        title="ppdiffusers_tome", version=__version__, docs_url=None, redoc_url=None, exception_handlers=handlers
+        title="ppdiffusers_tome",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=handlers,
+        redirect_slashes=False,  # CountingMiddleware removes them
     )
     # The last one added is the outermost: refusals by the head have CORS headers too, or pages could not read them.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=config.allowed_hosts, www_redirect=False)
     app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
         app.add_middleware(
-            CORSMiddleware,
+            OriginMiddleware,
             allow_origins=config.origins,
             allow_methods=("GET", "POST"),
-            allow_headers=("Authorization", "Content-Type"),
+            allow_headers=("*",),  # an allowed page may send any: clients add some of their own
             expose_headers=("Retry-After",),
         )
     app.add_middleware(CountingMiddleware, metrics=queue.metrics)

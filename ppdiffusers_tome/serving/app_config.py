@@ -7,7 +7,8 @@ from math import inf
 from ..errors import ToMeConfigError
 
 KEY_VARIABLE = "PPDIFFUSERS_TOME_API_KEY"
-EXAMPLES = {"hosts": "example.org or *.example.org", "origins": "https://example.org"}
+HOST = re.compile(r"\*|(\*\.)?[^*/:]+|.*:.*:.*")
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^*/?#@\s]+)([/?#].*)?")  # and a path, which is refused
 
 
 @dataclass(frozen=True)
@@ -17,15 +18,16 @@ class AppConfig:
     Args:
         api_key: the key that clients must send; None for no authentication.
         request_seconds: longest time in the queue and in the pipeline together; then the answer is 504.
-        body_bytes: largest body. A larger one is answered with 413 before it is read.
+        body_bytes: largest body. A larger one is answered with 413, before it is read if its length is in the head.
         hosts: names, besides this machine's own, that requests may address the server by; otherwise a web page could
             reach it through a DNS name of its own. "*" for any, "*.example.org" for all subdomains. Not checked when
             an API key is set.
-        origins: web pages on other hosts that may send requests, as browsers write them ("https://example.org");
-            "*" for all.
+        origins: of web pages on other hosts, browser extensions and desktop programs that may send requests, as
+            browsers write them ("https://example.org", "chrome-extension://ID", "app://obsidian.md"); "*" for all.
         steps, guidance_scale: defaults for requests without these fields.
         page: whether `/` is the page for browsers; otherwise 404.
         prompts: examples that the model knows, for the page; the first is its value at first.
+        any_model: whether requests may name any model, which this server's own then answers.
 
     Raises:
         ToMeConfigError: a number is not positive, the key is empty or cannot be sent in an HTTP header, or a host or
@@ -41,6 +43,7 @@ class AppConfig:
     origins: tuple[str, ...] = ()
     page: bool = True
     prompts: tuple[str, ...] = ()
+    any_model: bool = False
 
     def __post_init__(self) -> None:
         for name in ("request_seconds", "body_bytes", "steps"):
@@ -51,15 +54,34 @@ class AppConfig:
             raise ToMeConfigError(
                 f"{KEY_VARIABLE} is not allowed: it must be printable ASCII without spaces, not empty"
             )
-        for name, pattern in (("hosts", r"\*|(\*\.)?[^*/:]+|.*:.*:.*"), ("origins", r"\*|https?://[^*/]+")):
-            for text in getattr(self, name):
-                if not re.fullmatch(pattern, text):
-                    raise ToMeConfigError(f"{name}: {text!r} is not allowed: it must be like {EXAMPLES[name]}, or *")
+        for host in self.hosts:
+            if not HOST.fullmatch(host):
+                raise ToMeConfigError(
+                    f"hosts: {host!r} is not allowed: it must be like example.org or *.example.org, or *"
+                )
+        for origin in self.origins:
+            if remedy := _remedy(origin):
+                raise ToMeConfigError(f"origins: {origin!r} is not allowed: {remedy}")
 
-    @property
-    def allowed_hosts(self) -> tuple[str, ...]:
-        """Names for Starlette's TrustedHostMiddleware, which reads an IPv6 address up to its first colon."""
-        return ("*",) if self.api_key is not None else ("localhost", "127.0.0.1", "[", *self.hosts)
+    def is_allowed_host(self, header: str) -> bool:
+        """Whether a request with this Host header, with or without a port, may be answered."""
+        name = re.sub(r":[^\]:]*$", "", header)
+        allowed = ("localhost", "127.0.0.1", "::1", *self.hosts)
+        patterns = tuple(host[1:] for host in allowed if host.startswith("*"))
+        names = {*allowed, *(f"[{host}]" for host in allowed)}  # an IPv6 address has brackets in a header
+        return self.api_key is not None or name in names or name.endswith(patterns)
+
+
+def _remedy(origin: str) -> str | None:
+    """What to write in place of an origin; None if it is right."""
+    if origin == "*":
+        return None
+    if origin == "null":
+        return "every sandboxed page and every file has this origin. Serve the page from a host, and allow that"
+    parts = ORIGIN.fullmatch(origin)
+    if parts is None:
+        return "it must be a scheme and a host, like https://example.org or chrome-extension://ID, or *"
+    return f"an origin has no path: write {parts[1]!r}" if parts[2] else None
 
 
 def url_of(host: str, port: int) -> str:

@@ -56,7 +56,7 @@ class RequestHandler:
         return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
     async def generate(
-        self, request: Request, jobs: list[Job], image: str | None, progress: RequestProgress
+        self, request: Request, jobs: list[Job], image: str | bytes | None, progress: RequestProgress
     ) -> list[str]:
         """Generate the images of one request.
 

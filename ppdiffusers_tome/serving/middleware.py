@@ -1,8 +1,10 @@
-"""Checks before a request's fields are read: API key, origin, and size, duration and type of the body; counters."""
+"""Checks before a request's fields are read: host, API key, origin, and size and type of the body; counters."""
 
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -10,6 +12,8 @@ from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBasic, HTTPBearer
 from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError, internal_error
@@ -22,21 +26,28 @@ BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as p
 PAGE = "/page/"  # the folder of the page's files. They and "/" are public
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
-    (*WITHOUT_KEY, "/", "/metrics", "/v1/images/generations", "/v1/models", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
+    (
+        *(*WITHOUT_KEY, "/", "/metrics", "/v1/models", "/v1/images/generations", "/v1/images/edits"),
+        *("/sdapi/v1/txt2img", "/sdapi/v1/img2img"),
+    )
 )
 # In JSON; no request has as many. Stops bodies of millions of small values, whose error messages take gigabytes.
 MOST_SEPARATORS = 20_000
 
 
 class CountingMiddleware:
-    """ASGI middleware around all others, which counts all answers."""
+    """ASGI middleware around all others, which counts all answers.
+
+    A path ends with no slash for those within: a redirect would lose the scheme and prefix of a proxy in front.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = monotonic()
-        endpoint = scope["path"] if scope["path"] in ENDPOINTS else "other"  # so that clients cannot create labels
+        path = scope["path"].rstrip("/") or "/"
+        endpoint = path if path in ENDPOINTS else "other"  # so that clients cannot create labels
 
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -44,11 +55,25 @@ class CountingMiddleware:
                 self._metrics.request_seconds.labels(endpoint).observe(monotonic() - start)
             await send(message)
 
-        await self._app(scope, receive, send_and_count)
+        await self._app({**scope, "path": path}, receive, send_and_count)
+
+
+class OriginMiddleware(CORSMiddleware):
+    """Starlette's, for pages of allowed origins.
+
+    Starlette refuses a preflight in plain text. Here it goes on to the checks and routes within, which answer it with
+    403 or 405, in JSON.
+    """
+
+    def preflight_response(self, request_headers: Headers) -> ASGIApp:  # type: ignore[override]
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        return partial(self.simple_response, request_headers=request_headers)
 
 
 class RequestMiddleware:
-    """ASGI middleware: 401, 403, 411 and 413 by the head; 500 for a bug."""
+    """ASGI middleware: 400, 401, 403 and 413 by the head, 413 while the body is read; 500 for a bug."""
 
     def __init__(self, app: ASGIApp, config: AppConfig) -> None:
         self._app, self._config = app, config
@@ -57,7 +82,7 @@ class RequestMiddleware:
         path = scope["path"]
         try:
             await self._check_head(Request(scope))
-            await self._app(scope, receive, send)
+            await self._app(scope, self._count_body(receive), send)
         except ApiError as error:
             await error.respond(path)(scope, receive, send)
         except Exception:  # a bug in this package
@@ -65,6 +90,10 @@ class RequestMiddleware:
             await internal_error().respond(path)(scope, receive, send)
 
     async def _check_head(self, request: Request) -> None:
+        host = request.headers.get("host", "")
+        if not self._config.is_allowed_host(host):
+            message = f"the Host {host[:100]!r} is not a name of this server: start it with --allow-host"
+            raise ApiError(400, message, code="host_not_allowed")
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
         is_open = path in ("/", *WITHOUT_KEY) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
         key = self._config.api_key
@@ -73,24 +102,41 @@ class RequestMiddleware:
             challenge = {"WWW-Authenticate": scheme}
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         origin = request.headers.get("origin")
-        # Stops web pages of others that send requests through their visitor's browser.
-        if request.method == "POST" and origin is not None and not self._is_allowed(origin, request):
+        # Stops web pages of others that send requests through their visitor's browser, and their preflights.
+        if request.method in ("POST", "OPTIONS") and origin is not None and not self._is_allowed(origin, host):
             message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
             raise ApiError(403, message, code="origin_not_allowed")
-        if "transfer-encoding" in request.headers:  # stops bodies of any size, and chunks of one byte, which block h11
-            message = "the body must be sent with a Content-Length, not in chunks"
-            raise ApiError(411, message, code="length_required", headers={"Connection": "close"})
-        if int(request.headers.get("content-length", "0")) > self._config.body_bytes:
+        length = request.headers.get("content-length", "0")
+        if not re.fullmatch("[0-9]{1,4000}", length):  # int() reads more than that, but no larger numbers
+            message = f"the Content-Length {length[:50]!r} is not a number of bytes"
+            raise ApiError(400, message, code="malformed_request")
+        if "transfer-encoding" in request.headers and "content-length" in request.headers:
+            # A proxy may take the length where h11 takes the chunks, and see other requests in what follows.
+            message = "the request has both a Content-Length and a Transfer-Encoding"
+            raise ApiError(400, message, code="malformed_request", headers={"Connection": "close"})
+        self._check_size(int(length))
+
+    def _count_body(self, receive: Receive) -> Receive:
+        """`receive`, for a body whose length is not in the head: it raises ApiError once the body is too large."""
+        size = 0
+
+        async def receive_and_count() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            self._check_size(size)
+            return message
+
+        return receive_and_count
+
+    def _check_size(self, size: int) -> None:
+        if size > self._config.body_bytes:
             message = f"the body is larger than {self._config.body_bytes} bytes"
             raise ApiError(413, message, code="body_too_large")
 
-    def _is_allowed(self, origin: str, request: Request) -> bool:
-        """Whether a page of this origin may send requests.
-
-        The server's own page may, under any name: TrustedHostMiddleware refuses names that are not this server's.
-        """
-        own = request.headers.get("host")
-        return origin.partition("://")[2] == own or bool({origin, "*"} & {*self._config.origins})
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        """Whether a page of this origin may send requests. The server's own may, under each of its names."""
+        return origin in (f"http://{host}", f"https://{host}") or bool({origin, "*"} & {*self._config.origins})
 
 
 class JsonRoute(APIRoute):

@@ -88,8 +88,8 @@ def narrow(model: type[Request], types: Mapping[str, Any]) -> type[Request]:
 # OpenAI
 
 
-class ImageRequest(Strict):
-    """Images to generate."""
+class ImageFields(Strict):
+    """What requests for images have in common."""
 
     prompt: str
     model: str | None = Field(None, max_length=500, description="the name in GET /v1/models")
@@ -100,26 +100,54 @@ class ImageRequest(Strict):
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
     tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
-    image: str | None = Field(None, description="to start from: PNG, JPEG or WEBP in base64 or a data URL")
     strength: float | None = Field(
         None, gt=0, le=1, description="share of the steps that run on the image; 0.75 if absent"
     )
     merge_map: bool | None = Field(None, description="with `stream`: also answer which tokens merged at the last step")
     stream: bool | None = Field(None, description="answer with server-sent events: progress, then the images")
     user: str | None = Field(None, max_length=500, description="accepted and ignored")
+    response_format: Literal["b64_json", "url"] | None = Field(
+        None, description="url: a data URL, because no image is stored. b64_json if absent, except for DALL-E's names"
+    )
     # OpenAI's fields of which this server supports one value.
-    background: Literal["auto", "opaque"] | None = None
-    moderation: Literal["auto"] | None = None
-    output_compression: only(Integer, 100) = None  # type: ignore[valid-type]
     output_format: Literal["png"] | None = None
     partial_images: only(Integer, 0) = None  # type: ignore[valid-type]
-    quality: Literal["auto", "standard"] | None = None
-    response_format: Literal["b64_json"] | None = Field(None, description="no url, because no image is stored")
-    style: None = None
+    # OpenAI's fields that are ignored, because without what they ask for there is an image too: see `IGNORED`.
+    background: str | None = Field(None, max_length=100, description="ignored")
+    moderation: str | None = Field(None, max_length=100, description="ignored")
+    output_compression: Annotated[int, Field(ge=0, le=100), WHOLE] | None = Field(None, description="ignored")
+    quality: str | None = Field(None, max_length=100, description="ignored")
+    style: str | None = Field(None, max_length=100, description="ignored")
+
+
+class ImageRequest(ImageFields):
+    """Images to generate."""
+
+    image: str | None = Field(None, description="to start from: PNG, JPEG or WEBP in base64 or a data URL")
+
+
+class EditRequest(ImageFields):
+    """Images to generate from one image, which the same form holds as a file."""
+
+    input_fidelity: str | None = Field(None, max_length=100, description="ignored")
+
+
+# The ignored fields, each with the values that ask for what this server does anyway.
+IGNORED: dict[str, tuple[str | int, ...]] = {
+    "background": ("auto", "opaque"),
+    "input_fidelity": (),
+    "moderation": ("auto",),
+    "output_compression": (100,),
+    "quality": ("auto", "standard"),
+    "style": (),
+}
 
 
 class Image(BaseModel):
-    b64_json: str
+    """One of the two texts is there, and the other one is left out."""
+
+    b64_json: str | None = None
+    url: str | None = None
     seed: int
 
 
@@ -133,7 +161,7 @@ class ImagesResponse(BaseModel):
 class ProgressEvent(BaseModel):
     """Sent at most ten times a second. OpenAI has no such event; its client passes it on like any other."""
 
-    type: Literal["image_generation.progress"] = "image_generation.progress"
+    type: str  # "image_generation.progress" or "image_edit.progress"
     position: int  # of the last image in the queue; 0: none waits
     step: int
     steps: int  # 0: not known yet, or not known here
@@ -150,7 +178,7 @@ class MergeMap(BaseModel):
 class CompletedEvent(BaseModel):
     """One image, with OpenAI's name and fields; from `seed` on they are additions."""
 
-    type: Literal["image_generation.completed"] = "image_generation.completed"
+    type: str  # "image_generation.completed" or "image_edit.completed"
     b64_json: str
     created_at: int
     size: str

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from ..errors import ToMeConfigError, ToMeError
 from .app_config import url_of
+from .http_protocol import HttpProtocol
 from .queue import ImageQueue
 
 logger = logging.getLogger("uvicorn.error")
@@ -97,7 +98,7 @@ class DrainingServer(uvicorn.Server):
     """Ends when the queue is idle after a signal, `seconds` after it, or when the queue has failed."""
 
     def __init__(self, app: FastAPI, queue: ImageQueue, seconds: float = 120) -> None:
-        options: dict[str, Any] = {"http": "h11", "ws": "none", "loop": "asyncio", "lifespan": "off"}
+        options: dict[str, Any] = {"http": HttpProtocol, "ws": "none", "loop": "asyncio", "lifespan": "off"}
         super().__init__(uvicorn.Config(app, **options, server_header=False, proxy_headers=False))
         self.end = 0.0  # by time.monotonic(), after a signal
         self.on_ready: Callable[[], None] | None = None  # called once, when the queue is ready
