@@ -79,6 +79,7 @@ def expected_of(attention, tokens, plan, settings, rows=slice(None)):
         (TODO, 64, 64),
         (ASYMMETRIC, 204, 81),
         ({**ASYMMETRIC, "ratio": 0.1, "window": 4}, 248, 215),
+        ({**ASYMMETRIC, "ratio": 0.01}, 256, 252),  # the same tokens as queries
         (TOMESD, 128, 128),
         ({**TOMESD, "window": 4}, 128, 128),
     ],

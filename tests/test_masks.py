@@ -25,7 +25,13 @@ def unet(request):
 
 
 @pytest.mark.parametrize(
-    ("settings", "keys"), [({}, 81), ({"merge_attn": True}, 128), ({"merge_attn": "kv", "proportional": False}, 128)]
+    ("settings", "keys"),
+    [
+        ({}, 81),
+        ({"ratio": 0.01}, 252),
+        ({"merge_attn": True}, 128),
+        ({"merge_attn": "kv", "proportional": False}, 128),
+    ],
 )
 def test_mask_over_merged_tokens_is_rejected(unet, settings, keys):
     """Without merging masks reach ppdiffusers unchanged."""
