@@ -688,6 +688,29 @@ def test_an_argument_that_would_be_ignored_is_an_error(name, monkeypatch):
         layer(hidden_states=image, **arguments)
 
 
+def test_positional_arguments_are_those_of_the_layer(monkeypatch):
+    """None is dropped: the layer's own are used, and more of them are an error, as without merging."""
+    layer = OF_FLUX.double().transformer_blocks[0].attn
+    image, text = noise(1, H * W, CHANNELS), noise(1, TEXT, CHANNELS, seed=1)
+    calls = [
+        ((image, text, None, 2.0), {}, "takes from .* positional arguments but .* were given"),
+        ((image, text), {"encoder_hidden_states": text}, "multiple values for argument 'encoder_hidden_states'"),
+    ]
+
+    def check():
+        for arguments, named, message in calls:
+            with pytest.raises(TypeError, match=message):
+                layer(*arguments, **named)
+        return [x.numpy() for x in layer(image, text)]
+
+    check()
+    monkeypatch.setattr(wraps._current, "plan", match_tokens(image, Grid(H, W), removed=20))
+    install(layer, RotaryAttentionWrap(ToMeConfig()))
+    np.testing.assert_equal(check(), [x.numpy() for x in layer(image, encoder_hidden_states=text)])
+    with pytest.raises(ToMePassError, match="attention with the argument attention_mask cannot merge"):
+        layer(image, text, paddle.ones([1, 1, 1, H * W + TEXT]))
+
+
 def test_what_replaces_the_forward_of_an_attention_is_left_out_nowhere():
     """ppdiffusers' enable_cache() replaces it, and returns what a pass before has computed."""
     model, inputs = OF_FLUX.double(), OF_FLUX.inputs()
