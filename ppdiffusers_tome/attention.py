@@ -332,8 +332,8 @@ def _check_mask(
     keys = plan.keys.kept if is_self or encoder_hidden_states is None else encoder_hidden_states.shape[1]
     if attention_mask.shape[-1] != keys:
         raise ToMePassError(
-            f"attention_mask has shape {list(attention_mask.shape)} but attention sees {keys} of {plan.tokens} tokens because "
-            "the others are merged, and a mean of masked and unmasked tokens has no mask: call without "
+            f"attention_mask has shape {list(attention_mask.shape)} but attention sees {keys} of {plan.tokens} tokens "
+            "because the others are merged, and a mean of masked and unmasked tokens has no mask: call without "
             "attention_mask, or remove_tome() first."
         )
 
