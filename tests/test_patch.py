@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 import pytest
 from conftest import THREE_LEVELS, in_threads, inputs, make_controlnet, make_unet, run, traces
+from forward_cache import check_with_caches
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from ppdiffusers.models.attention_processor import AttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
@@ -128,7 +129,7 @@ def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
 
     @paddle.no_grad()
     def passes():
-        outputs = [mergeable.grid_layer(hidden_states=x, encoder_hidden_states=text).sample]
+        outputs = [mergeable.transformer(hidden_states=x, encoder_hidden_states=text).sample]
         outputs.append(mergeable.block(tokens, encoder_hidden_states=text))
         return [run(unet), *(output.numpy() for output in outputs)]
 
@@ -310,7 +311,7 @@ def test_block_called_without_a_feature_map_is_rejected(unet):
 
 
 def test_keyword_call_of_an_inner_layer(unet):
-    transformer = find_blocks(unet.apply_tome())[0].grid_layer
+    transformer = find_blocks(unet.apply_tome())[0].transformer
     x, text = paddle.randn([2, 32, 16, 16]), paddle.randn([2, 7, 24])
     expected = transformer(x, encoder_hidden_states=text).sample.numpy()
     np.testing.assert_array_equal(transformer(encoder_hidden_states=text, hidden_states=x).sample.numpy(), expected)
@@ -376,6 +377,23 @@ def test_a_method_below_gets_what_merging_adds(unet):
     with pytest.raises(ToMePassError, match="proportional=True: AttnProcessor has neither"):
         run(unet.apply_tome(merge_attn=True))
     assert np.isfinite(run(unet.apply_tome(merge_attn=True, proportional=False))).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_in_place_of_the_forward_of_a_model(name):
+    """As those of ppdiffusers after 0.29.0, around merging or inside it."""
+    make, output = MODELS[name]
+    model = make()
+    check_with_caches(model, [model], [lambda: output(model)])
+
+
+def test_a_cache_in_place_of_the_forward_of_a_transformer(unet):
+    """Its grid is read inside it: grids with as many tokens and other sides follow each other."""
+    passes = [partial(run, unet, h=h, w=w) for h, w in ((12, 20), (20, 12), (12, 20))]
+    check_with_caches(unet, [block.transformer for block in find_blocks(unet)], passes)
+    video = VIDEOS["Stable Video Diffusion"]()
+    transformers = {id(block.transformer): block.transformer for block in find_blocks(video)}
+    check_with_caches(video, [*transformers.values()], [lambda: draw_video(video)])
 
 
 # Copies, files, other features of ppdiffusers

@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 import pytest
 from conftest import program_of, sizes_of, traces, widths
+from forward_cache import check_with_caches
 from ppdiffusers import DiffusionPipeline
 from ppdiffusers_source import newer_class
 from zoo import rotary as zoo
@@ -647,6 +648,12 @@ def test_attention_that_is_cached(family, merge_attn):
     model.disable_cache()
     np.testing.assert_array_equal(run(model, other), merged_other)
     np.testing.assert_array_equal(run(model.remove_tome(), inputs), plain)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *CONTROLNETS, *OTHERS], ids=named)
+def test_a_cache_in_place_of_the_forward_of_a_model(family, model):
+    """As SortBlock and TeaBlockCacheTaylor: grids with as many tokens and other sides follow each other."""
+    check_with_caches(model, [model], [partial(run, model, family.inputs(h, w)) for h, w in ((6, 8), (8, 6), (6, 8))])
 
 
 class OtherProcessor(zoo.WanAttnProcessor2_0):
