@@ -15,13 +15,13 @@ from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import merge, unmerge
 from .models import is_fused, is_joint, splits_heads
-from .wraps import Wrap, current_plan
+from .wraps import InnerWrap
 
 FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
 FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
 
 
-class MergeWrap(Wrap):
+class MergeWrap(InnerWrap):
     """Of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens.
 
     Args:
@@ -40,7 +40,7 @@ class MergeWrap(Wrap):
         self._before, self._after, self._text = before, after, text
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan = current_plan()
+        plan = self.plan()
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
         tokens = self._move(hidden_states, plan, True) if self._before else hidden_states
@@ -61,7 +61,7 @@ class MergeWrap(Wrap):
         return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
 
 
-class AttentionWrap(Wrap):
+class AttentionWrap(InnerWrap):
     """Of an attention layer: run it on merged tokens; self-attention may have keys that merge further, or alone.
 
     Args:
@@ -76,7 +76,7 @@ class AttentionWrap(Wrap):
         self._is_self = is_self
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan, config = current_plan(), self.config
+        plan, config = self.plan(), self.config
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
         _check_mask(plan, self._is_self, *args, **kwargs)

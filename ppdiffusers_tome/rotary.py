@@ -18,7 +18,7 @@ from .config import KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import gather_rows, merge, unmerge
-from .wraps import Wrap, current_plan, is_outermost
+from .wraps import InnerWrap, is_outermost
 
 Rows = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
 # Attention processors whose arguments and results are those that `RotaryAttentionWrap` computes: whether with a mask.
@@ -32,7 +32,7 @@ PROCESSORS = {
 MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
 
 
-class RotaryAttentionWrap(Wrap):
+class RotaryAttentionWrap(InnerWrap):
     """Of an attention over image, or text and image: compute it on merged image tokens; keys may merge more, or alone.
 
     Text is an argument of its own, with or without projections of its own, or the first part of the sequence (FLUX's
@@ -50,7 +50,7 @@ class RotaryAttentionWrap(Wrap):
         self._is_merged = is_merged
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan = current_plan()
+        plan = self.plan()
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
         return self._attend_merged(layer, plan, hidden_states, *args, **kwargs)

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 from conftest import THREE_LEVELS, in_threads, inputs, make_controlnet, make_unet, run, traces
-from forward_cache import check_with_caches
+from forward_cache import ForwardCache, check_with_caches
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from ppdiffusers.models.attention_processor import AttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
@@ -394,6 +394,29 @@ def test_a_cache_in_place_of_the_forward_of_a_transformer(unet):
     video = VIDEOS["Stable Video Diffusion"]()
     transformers = {id(block.transformer): block.transformer for block in find_blocks(video)}
     check_with_caches(video, [*transformers.values()], [lambda: draw_video(video)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": False, "merge_mlp": True}], ids=str)
+def test_a_block_whose_wrap_is_left_out_is_an_error(unet, settings):
+    """Another library replaces its `forward` after apply_tome(), or puts back what it has replaced before."""
+    block, plain = find_blocks(unet)[0].block, run(unet)
+    merged = run(unet.apply_tome(**settings))
+    message = r"layers of a BasicTransformerBlock run without its merging.*call apply_tome\(\) again"
+    for is_cached_first in (True, False):
+        unet.remove_tome()
+        if not is_cached_first:
+            unet.apply_tome(**settings)
+        cache = ForwardCache(block)
+        if is_cached_first:
+            np.testing.assert_array_equal(run(unet.apply_tome(**settings)), merged)
+            cache.remove()
+        with pytest.raises(ToMePassError, match=message):
+            run(unet)
+        if not is_cached_first:
+            cache.remove()
+        np.testing.assert_array_equal(run(unet.apply_tome(**settings)), merged)
+    np.testing.assert_array_equal(run(unet.remove_tome()), plain)
+    assert block.forward == types.MethodType(type(block).forward, block) and not hasattr(block, wraps.ATTRIBUTE)
 
 
 # Copies, files, other features of ppdiffusers

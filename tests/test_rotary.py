@@ -10,7 +10,7 @@ import pytest
 from conftest import program_of, sizes_of, traces, widths
 from forward_cache import check_with_caches
 from ppdiffusers import DiffusionPipeline
-from ppdiffusers_source import newer_class
+from ppdiffusers_source import newer_class, runnable
 from zoo import rotary as zoo
 from zoo.noise import noise
 from zoo.rotary import CHANNELS, FRAMES, HEADS, LATENTS, STATES, TEXT, WIDTH
@@ -73,7 +73,7 @@ class Family:
             elif path.startswith("controlnet_"):  # 0 until they are trained
                 weight.set_value(paddle.rand(weight.shape) - 0.5)
         model.eval()
-        return model
+        return runnable(model)
 
     def inputs(self, h=H, w=W, batch=2, text=TEXT):
         """Arguments of one pass over h×w tokens, in a video of each frame."""
@@ -545,21 +545,26 @@ def test_gradients_of_checkpointing_are_those_without():
         np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("family", [COG_5B, OF_WAN], ids=named)
+@pytest.mark.parametrize("family", [COG_5B, OF_WAN, OF_FLUX], ids=named)
 def test_schedule_of_a_real_model(family):
     """It reads the timesteps of `Timesteps`, which the doubles do not have."""
     model, inputs = family.real(), family.inputs()
-    early, late = ({**inputs, "timestep": paddle.full([2], step)} for step in (900, 100))
+    steps = (0.9, 0.1) if family.is_flux else (900, 100)  # FLUX multiplies by 1000
+    early, late = ({**inputs, "timestep": paddle.full([2], step)} for step in steps)
     expected = run(apply_tome(model, 0.5), early), run(remove_tome(model), late)
     apply_tome(model, {1.0: 0.5, 0.5: 0.0})
     for inputs, output in zip((early, late), expected, strict=True):
         np.testing.assert_array_equal(run(model, inputs), output)
 
 
-def test_no_schedule_in_hunyuanvideo():
-    """Its layer for timesteps also gets the guidance."""
+OF_FLUX_WITH_GUIDANCE = Family("FLUX with guidance", zoo.FluxTransformer2DModel, {**FLUX, "guidance_embeds": True})
+
+
+@pytest.mark.parametrize("family", [OF_HUNYUAN, OF_FLUX_WITH_GUIDANCE], ids=named)
+def test_no_schedule_where_the_guidance_is_embedded(family):
+    """The layer that projects timesteps projects the guidance too."""
     with pytest.raises(ToMeConfigError, match="its ratio cannot follow a schedule: pass a constant ratio"):
-        OF_HUNYUAN.real().apply_tome({1.0: 0.5, 0.5: 0.0})
+        family.real().apply_tome({1.0: 0.5, 0.5: 0.0})
 
 
 class SampleOfVideo(paddle.nn.Layer):
