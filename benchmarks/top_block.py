@@ -65,4 +65,4 @@ def open_block(case: Case) -> Workload:
     if case.model in ARCHITECTURES:
         return BlockWorkload(case, OneBlock(build_transformer(case.architecture)))
     first = min(find_blocks(load_unet(case)), key=lambda block: block.level)
-    return BlockWorkload(case, OneBlock(first.grid_layer))
+    return BlockWorkload(case, OneBlock(first.transformer))

@@ -15,13 +15,13 @@ from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import merge, unmerge
 from .models import is_fused, is_joint, splits_heads
-from .wraps import Wrap, current_plan
+from .wraps import InnerWrap
 
 FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
 FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
 
 
-class MergeWrap(Wrap):
+class MergeWrap(InnerWrap):
     """Of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens.
 
     Args:
@@ -40,7 +40,7 @@ class MergeWrap(Wrap):
         self._before, self._after, self._text = before, after, text
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan = current_plan()
+        plan = self.plan()
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
         tokens = self._move(hidden_states, plan, True) if self._before else hidden_states
@@ -61,7 +61,7 @@ class MergeWrap(Wrap):
         return paddle.concat([tokens[:, :-count], move(tokens[:, -count:])], axis=1)
 
 
-class AttentionWrap(Wrap):
+class AttentionWrap(InnerWrap):
     """Of an attention layer: run it on merged tokens; self-attention may have keys that merge further, or alone.
 
     Args:
@@ -76,20 +76,19 @@ class AttentionWrap(Wrap):
         self._is_self = is_self
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan, config = current_plan(), self.config
+        plan, config = self.plan(), self.config
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
-        named = {**dict(zip(("encoder_hidden_states", "attention_mask"), args, strict=False)), **kwargs}
-        _check_mask(named.get("attention_mask"), plan, self._is_self, named.get("encoder_hidden_states"))
+        _check_mask(plan, self._is_self, *args, **kwargs)
         keys_only = self._is_self and config.merge_attn == KV
         tokens = hidden_states if keys_only else merge(hidden_states, plan, config.blend)
         keys_differ = keys_only or plan.further is not None
         if self._is_self and (keys_differ or config.proportional):
             view = AttentionView(layer, plan.keys, config, (tokens, hidden_states) if keys_differ else None)
-            output = self._forward_of(layer)(view, tokens, **named)
+            output = self._forward_of(layer)(view, tokens, *args, **kwargs)
             view.check(tokens)
         else:
-            output = self.forward(layer, tokens, **named)
+            output = self.forward(layer, tokens, *args, **kwargs)
         if keys_only:
             return output
         if isinstance(output, tuple):  # joint attention: image and text
@@ -100,7 +99,7 @@ class AttentionWrap(Wrap):
         """The function below this wrap, to which a view is passed as `self`."""
         if isinstance(self.below, MethodType) and self.below.__self__ is layer:
             return self.below.__func__
-        return type(layer).forward if self.below is None else lambda view, *args, **named: self.below(*args, **named)
+        return type(layer).forward if self.below is None else lambda view, *args, **kwargs: self.below(*args, **kwargs)
 
 
 class ProjectionView:
@@ -318,14 +317,23 @@ def widen(heads: paddle.Tensor, first: Any, channels: int) -> paddle.Tensor:
     return paddle.concat([heads, paddle.zeros_like(heads[..., :1]) + first, *zeros], axis=-1)
 
 
-def _check_mask(mask: paddle.Tensor | None, plan: MergePlan, is_self: bool, text: paddle.Tensor | None) -> None:
-    if mask is None:
+def _check_mask(
+    plan: MergePlan,
+    is_self: bool,
+    /,
+    encoder_hidden_states: paddle.Tensor | None = None,
+    attention_mask: paddle.Tensor | None = None,
+    *_args: Any,
+    **_kwargs: Any,
+) -> None:
+    """Raise ToMePassError for a mask over merged tokens, among the arguments of an attention layer."""
+    if attention_mask is None:
         return
-    keys = plan.keys.kept if is_self or text is None else text.shape[1]
-    if mask.shape[-1] != keys:
+    keys = plan.keys.kept if is_self or encoder_hidden_states is None else encoder_hidden_states.shape[1]
+    if attention_mask.shape[-1] != keys:
         raise ToMePassError(
-            f"attention_mask has shape {list(mask.shape)} but attention sees {keys} of {plan.tokens} tokens because "
-            "the others are merged, and a mean of masked and unmasked tokens has no mask: call without "
+            f"attention_mask has shape {list(attention_mask.shape)} but attention sees {keys} of {plan.tokens} tokens "
+            "because the others are merged, and a mean of masked and unmasked tokens has no mask: call without "
             "attention_mask, or remove_tome() first."
         )
 

@@ -20,7 +20,7 @@ class MergePlan:
     tokens first, then the remaining src tokens, both in the order of their positions. Where the frames of a video are
     one sequence, N, D and r are those of all frames, and a merged sequence has frame after frame.
     Indices count rows of the flattened batch, so one gather serves all images. With r = 0 every token is a dst that
-    nothing merges into, and the index tensors are empty.
+    nothing merges into; this also holds for queries whose keys merge further.
     """
 
     tokens: int  # N: tokens per image before merging
@@ -136,9 +136,21 @@ def match_tokens(
 
 
 def _merge_none(metric: paddle.Tensor, tokens: int) -> MergePlan:
+    """The plan of a batch in which every token stays in its place."""
+    ones = paddle.ones_like(metric[..., 0], dtype="int64").reshape([-1])
+    rows = paddle.cumsum(ones) - 1  # 0, 1, … B·N - 1
     none = paddle.zeros([0], dtype="int64")
-    weights = paddle.ones_like(metric[..., 0], dtype="float32").reshape([-1, 1])
-    return MergePlan(tokens, 0, tokens, none, None, none, none, weights, none)
+    return MergePlan(
+        tokens=tokens,
+        removed=0,
+        dst=tokens,
+        dst_rows=rows,
+        stay_rows=None,
+        merged_rows=none,
+        target_rows=none.reshape([0, 1]),
+        weights=ones.cast("float32").reshape([-1, 1]),
+        source_rows=rows,
+    )
 
 
 def _merge_pairs(

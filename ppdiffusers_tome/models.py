@@ -59,7 +59,8 @@ class MergeableBlock:
     path: str  # in its denoiser, e.g. "down_blocks.0.attentions.0.transformer_blocks.0"
     index: int  # position among all such blocks of its denoiser, whatever their level
     level: int  # downsample factor of the feature map: tokens per side = latent pixels per side / level
-    grid_layer: nn.Layer  # the layer whose input shows the token grid: the transformer around the block, or its stem
+    transformer: nn.Layer  # the transformer around the block: of a UNet one of many, otherwise the denoiser itself
+    grid_layer: nn.Layer  # its first layer, whose input shows the token grid whatever calls it
     block: nn.Layer  # the transformer block itself
     is_rotary: bool = False  # whether its self-attention is one that `rotary.py` computes, as in FLUX
 
@@ -192,19 +193,20 @@ def _is_denoiser(layer: nn.Layer) -> bool:
         return False
     if hasattr(layer, "down_blocks"):
         return next(_transformers(layer), None) is not None
-    return _stem(layer) not in (None, layer) and not getattr(layer, "inference_optimize", False)
+    is_in_a_unet = isinstance(layer, TransformerSpatioTemporalModel) or getattr(layer, "is_input_continuous", False)
+    return _stem(layer) is not None and not is_in_a_unet and not getattr(layer, "inference_optimize", False)
 
 
 def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
     """All mergeable blocks of a denoiser, at every level, in the order of its layers."""
     blocks: list[MergeableBlock] = []
-    for path, transformer, grid_layer in _transformers(denoiser):
+    for path, transformer, stem in _transformers(denoiser):
         rotary = rotary_stem(transformer) is not None
         for name in ("transformer_blocks", "single_transformer_blocks", *["blocks"] * rotary):
             for i, block in enumerate(getattr(transformer, name, ())):
                 if rotary or isinstance(block, (BasicTransformerBlock, JointTransformerBlock)):
                     place = f"{path}.{name}.{i}".lstrip("."), len(blocks), level_of(denoiser, path)
-                    blocks.append(MergeableBlock(*place, grid_layer, block, rotary))
+                    blocks.append(MergeableBlock(*place, transformer, stem, block, rotary))
     return blocks
 
 
@@ -228,16 +230,20 @@ def has_frames(grid_layer: nn.Layer) -> bool:
 
 
 def _stem(layer: nn.Layer) -> nn.Layer | None:
-    """The layer whose input shows the token grid of a transformer over pixels; None if `layer` is no such model."""
+    """The layer whose input shows the token grid of a transformer over pixels; None if `layer` is no such model.
+
+    It is inside the transformer, so that a library that replaces the whole `forward` of a transformer, as caches of
+    ppdiffusers do, still calls it.
+    """
     if (stem := rotary_stem(layer)) is not None:
         return stem
     if isinstance(layer, (SD3Transformer2DModel, SD3ControlNetModel)):
         return layer.pos_embed
     if isinstance(layer, Transformer2DModel):
         if layer.is_input_continuous:
-            return layer
+            return layer.norm
         return layer.pos_embed if layer.is_input_patches else layer.latent_image_embedding
-    return layer if isinstance(layer, TransformerSpatioTemporalModel) else None
+    return layer.norm if isinstance(layer, TransformerSpatioTemporalModel) else None
 
 
 def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = None) -> Grid:
@@ -265,7 +271,8 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = Non
         raise ToMePassError(
             f"{type(grid_layer).__name__} got {list(x.shape)}: merging needs a feature map [B, C, H, W]."
         )
-    channels_last = getattr(grid_layer, "data_format", "NCHW") != "NCHW"
+    data_format = getattr(grid_layer, "data_format", getattr(grid_layer, "_data_format", "NCHW"))
+    channels_last = not data_format.startswith("NC")
     h_axis, w_axis = (1, 2) if channels_last else (x.ndim - 2, x.ndim - 1)
     h, w = x.shape[h_axis], x.shape[w_axis]
     if h < 0 or w < 0:

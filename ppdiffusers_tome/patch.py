@@ -27,6 +27,7 @@ from .wraps import (
     CHUNKED_FEED_FORWARD,
     BlockWrap,
     GridWrap,
+    InnerWrap,
     TimestepWrap,
     Wrap,
     install,
@@ -113,15 +114,18 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
             install(mergeable.grid_layer, grid)
         is_whole, text_is_first = merges_whole(mergeable, config), mergeable.is_single_stream and text == FIRST
         install(block, BlockWrap(config, grid, timestep, mergeable.index, is_whole, text_is_first))
+        inner: list[tuple[nn.Layer, InnerWrap]] = []
         if is_whole:
-            install(block.norm, MergeWrap(config, before=False, after=True, text=text))
-            install(block.proj_out, MergeWrap(config, before=False, text=text))
+            inner.append((block.norm, MergeWrap(config, before=False, after=True, text=text)))
+            inner.append((block.proj_out, MergeWrap(config, before=False, text=text)))
         for name, layers in merging_layers(mergeable, config).items():
-            for layer in layers:
-                install(layer, _wrap_for(name, mergeable, config, is_whole))
+            inner += [(layer, _wrap_for(name, mergeable, config, is_whole)) for layer in layers]
+        for layer, wrap in inner:
+            wrap.block = block
+            install(layer, wrap)
 
 
-def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> Wrap:
+def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> InnerWrap:
     if name == "mlp":
         return MergeWrap(config, text=FIRST if block.is_rotary else None)
     if name == "attn" and block.is_rotary:

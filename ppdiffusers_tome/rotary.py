@@ -6,6 +6,7 @@ all frames. Internally text always comes first; the order of keys makes no diffe
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import paddle
@@ -17,7 +18,7 @@ from .config import KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import gather_rows, merge, unmerge
-from .wraps import Wrap, current_plan, is_outermost
+from .wraps import InnerWrap, is_outermost
 
 Rows = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
 # Attention processors whose arguments and results are those that `RotaryAttentionWrap` computes: whether with a mask.
@@ -31,7 +32,7 @@ PROCESSORS = {
 MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
 
 
-class RotaryAttentionWrap(Wrap):
+class RotaryAttentionWrap(InnerWrap):
     """Of an attention over image, or text and image: compute it on merged image tokens; keys may merge more, or alone.
 
     Text is an argument of its own, with or without projections of its own, or the first part of the sequence (FLUX's
@@ -49,15 +50,31 @@ class RotaryAttentionWrap(Wrap):
         self._is_merged = is_merged
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plan, config = current_plan(), self.config
+        plan = self.plan()
         if plan is None:
             return self.forward(layer, hidden_states, *args, **kwargs)
-        named = {**dict(zip(("encoder_hidden_states", "attention_mask"), args, strict=False)), **kwargs}
-        text, mask = named.pop("encoder_hidden_states", None), named.pop("attention_mask", None)
-        rows = named.pop("rotary_emb" if "rotary_emb" in named else "image_rotary_emb", None)
-        self._check(layer, mask, named)
+        return self._attend_merged(layer, plan, hidden_states, *args, **kwargs)
+
+    def _attend_merged(
+        self,
+        layer: nn.Layer,
+        plan: MergePlan,
+        hidden_states: paddle.Tensor,  # [B, N, C] of the image, or [B, T + N, C] of text and image
+        /,
+        encoder_hidden_states: paddle.Tensor | None = None,  # [B, T, C] of the text
+        attention_mask: paddle.Tensor | None = None,  # [B, 1, 1, N + T], only in HunyuanVideo
+        **others: Any,
+    ) -> Any:
+        """What the layer's `forward` returns for these arguments, over merged image tokens.
+
+        Text and image come back as they were passed: as a pair of image and text, as one sequence, or as the image
+        alone. Arguments that the attention does not know raise ToMePassError, or TypeError as in any call.
+        """
+        config, text, image = self.config, encoder_hidden_states, hidden_states
+        rows = others.pop("rotary_emb" if "rotary_emb" in others else "image_rotary_emb", None)
+        self._check(layer, attention_mask, others)
         keys_only = config.merge_attn == KV
-        image, returns_text = hidden_states, text is not None
+        returns_text = text is not None
         count = plan.kept if self._is_merged else plan.tokens
         if text is None and hidden_states.shape[1] > count:
             text, image = hidden_states[:, :-count], hidden_states[:, -count:]
@@ -82,23 +99,24 @@ class RotaryAttentionWrap(Wrap):
             query = rotate(query, table if keys_only else of_keys if is_alike else rotary_rows(table, plan))
             key = rotate(key, of_keys)
         added = plan.keys.log_sizes() if config.proportional else None
-        if mask is not None:
-            added = _masked(mask, added, plan.keys, length)
+        if attention_mask is not None:
+            added = _masked(attention_mask, added, plan.keys, length)
         output = attend(query, key, value, layer.scale, added).flatten(2)  # [B, T + N - r, heads·d]
-        text, image = (None, output) if text is None else (output[:, :length], output[:, length:])
+        image = output
+        if text is not None:
+            text, image = output[:, :length], output[:, length:]
         out = getattr(layer, "to_out", None) or ()
-        for part in out:
-            image = part(image)
-        if returns_text:
-            for part in (
-                [layer.to_add_out] if getattr(layer, "to_add_out", None) is not None else () if has_own else out
-            ):
-                text = part(text)
+        image = _in_turn(out, image)
         if not keys_only and not self._is_merged:
             image = unmerge(image, plan)
-        if returns_text:
-            return image, text
-        return image if text is None else paddle.concat([text, image], axis=1)
+        if text is None:
+            return image
+        if not returns_text:
+            return paddle.concat([text, image], axis=1)
+        if has_own:
+            to_add_out = getattr(layer, "to_add_out", None)  # None in a last block, whose text goes nowhere
+            return image, text if to_add_out is None else to_add_out(text)
+        return image, _in_turn(out, text)
 
     def _check(self, layer: nn.Layer, mask: Any, others: dict[str, Any]) -> None:
         """Raise ToMePassError unless the attention is what this wrap computes."""
@@ -198,6 +216,13 @@ def _heads(layer: nn.Layer, projection: str, norm: str, tokens: paddle.Tensor) -
     if normalize.weight is not None and normalize.weight.shape[0] == x.shape[-1]:  # across heads, as in Wan
         return split_heads(normalize(x), layer.heads)
     return normalize(split_heads(x, layer.heads))
+
+
+def _in_turn(layers: Iterable[nn.Layer], tokens: paddle.Tensor) -> paddle.Tensor:
+    """What the last of the layers returns, each of which gets the output of the one before."""
+    for layer in layers:
+        tokens = layer(tokens)
+    return tokens
 
 
 def _masked(

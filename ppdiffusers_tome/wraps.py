@@ -1,9 +1,9 @@
 """What merges in a forward pass: wraps around the `forward` of layers, and where the data of a pass lives.
 
-A layer that takes part has one `Wrap`. That of a transformer reads the token grid; that of a block builds the plan
-from the block's input, for as long as the block runs; those of the layers inside the block merge and unmerge by this
-plan. What a pass computes is stored per thread. All other state is in the wraps, which are attributes of their layers,
-so a deep copy of a model has its own.
+A layer that takes part has one `Wrap`. That of a transformer's first layer reads the token grid; that of a block
+builds the plan from the block's input, for as long as the block runs; those of the layers inside the block merge and
+unmerge by this plan. What a pass computes is stored per thread. All other state is in the wraps, which are attributes
+of their layers, so a deep copy of a model has its own.
 """
 
 import secrets
@@ -36,7 +36,8 @@ class _PerThread(threading.local):
 
 
 class _Pass(_PerThread):
-    plan: MergePlan | None = None
+    block: nn.Layer | None = None  # the one that runs
+    plan: MergePlan | None = None  # of that block; None if nothing merges
 
 
 _current = _Pass()
@@ -71,7 +72,8 @@ class Wrap:
 
 @paddle.jit.not_to_static  # a program records what the wrap computes; Paddle would translate its Python code
 def _forward(layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-    return getattr(layer, ATTRIBUTE)(layer, *args, **kwargs)
+    wrap = wrap_of(layer) or Wrap(None)  # None if another library has put this back after the wrap was removed
+    return wrap(layer, *args, **kwargs)
 
 
 def wrap_of(layer: nn.Layer) -> Wrap | None:
@@ -96,12 +98,20 @@ def install(layer: nn.Layer, wrap: Wrap) -> None:
     setattr(layer, ATTRIBUTE, wrap)
 
 
+def _is_lost(layer: nn.Layer, wrap: Wrap) -> bool:
+    """Whether a layer's `forward` is again one from before its wrap, which another library has put back."""
+    forward = layer.__dict__.get("forward")
+    return forward in (None, wrap.below) or getattr(forward, "__func__", None) is type(layer).forward
+
+
 def remove(layer: nn.Layer) -> None:
     """Remove the layer's wrap, if it has one; under another library's `forward`, one that does nothing remains."""
     wrap = wrap_of(layer)
     if wrap is None:
         return
-    if is_outermost(layer):
+    if _is_lost(layer, wrap):
+        delattr(layer, ATTRIBUTE)
+    elif is_outermost(layer):
         delattr(layer, ATTRIBUTE)
         delattr(layer, "forward")
         if wrap.below is not None:
@@ -110,6 +120,26 @@ def remove(layer: nn.Layer) -> None:
         idle = Wrap(None)
         idle.below = wrap.below
         setattr(layer, ATTRIBUTE, idle)
+
+
+class InnerWrap(Wrap):
+    """Of a layer inside a block, which merges by the plan of the block."""
+
+    block: nn.Layer | None = None  # set when the wrap is installed in a block
+
+    def plan(self) -> MergePlan | None:
+        """The plan of the block; None outside it, and where nothing merges.
+
+        Raises:
+            ToMePassError: another library's `forward` of the block has left out the wrap of the block.
+        """
+        if self.block is not None and self.block is not _current.block and not is_outermost(self.block):
+            raise ToMePassError(
+                f"the layers of a {type(self.block).__name__} run without its merging, because another library has "
+                "replaced the forward of the block since apply_tome(), or put back an earlier one: call apply_tome() "
+                "again afterwards, or remove_tome() first."
+            )
+        return _current.plan
 
 
 def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -156,7 +186,7 @@ class TimestepWrap(Wrap):
 
 
 class GridWrap(Wrap):
-    """Of a transformer or its patch embedding: read the token grid, and choose a seed if the config has none.
+    """Of a transformer's first layer: read the token grid, and choose a seed if the config has none.
 
     It stores three integers until the next pass, because gradient checkpointing runs single blocks again after the
     pass.
@@ -225,11 +255,11 @@ class BlockWrap(Wrap):
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.config.merge_mlp and is_chunked(layer):
             raise ToMeConfigError(CHUNKED_FEED_FORWARD)
-        _current.plan = self.build_plan(hidden_states)
+        _current.block, _current.plan = layer, self.build_plan(hidden_states)
         try:
             return self.forward(layer, hidden_states, *args, **kwargs)
         finally:
-            _current.plan = None
+            _current.block, _current.plan = None, None
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
         """Choose which tokens merge, from the block's input [B, N, C], in each frame [B, F·N, C]; None if none do."""

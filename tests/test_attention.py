@@ -1,6 +1,7 @@
 """Attention over merged tokens: which keys and values merge, and how often each counts, whatever computes it."""
 
 from functools import partial
+from types import MethodType
 
 import numpy as np
 import paddle
@@ -19,10 +20,11 @@ from ppdiffusers.models.lora import LoRALinearLayer
 from ppdiffusers.pipelines.text_to_video_synthesis.pipeline_text_to_video_zero import CrossFrameAttnProcessor2_5
 from test_transformers import draw
 from zoo import ZOO, generate
+from zoo.noise import noise
 from zoo.transformers import sd3
 from zoo.videos import CrossFrameAttention
 
-from ppdiffusers_tome import Grid, ToMeConfig, ToMePassError, match_cells, match_tokens, merge, unmerge
+from ppdiffusers_tome import Grid, ToMeConfig, ToMePassError, match_cells, match_tokens, merge, unmerge, wraps
 from ppdiffusers_tome import attention as attention_module
 from ppdiffusers_tome.models import find_blocks
 
@@ -79,6 +81,7 @@ def expected_of(attention, tokens, plan, settings, rows=slice(None)):
         (TODO, 64, 64),
         (ASYMMETRIC, 204, 81),
         ({**ASYMMETRIC, "ratio": 0.1, "window": 4}, 248, 215),
+        ({**ASYMMETRIC, "ratio": 0.01}, 256, 252),  # the same tokens as queries
         (TOMESD, 128, 128),
         ({**TOMESD, "window": 4}, 128, 128),
     ],
@@ -466,3 +469,43 @@ def test_a_mask_over_the_text_stays_with_merged_cross_attention(plans):
         text = given["encoder_hidden_states"]
         expected = AttnProcessor()(attention, merge(tokens, plans[0]), encoder_hidden_states=text)
     assert float((out - unmerge(expected, plans[0])).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [TOMESD, KV, ASYMMETRIC, {"merge_crossattn": True}], ids=str)
+def test_positional_arguments_are_those_of_the_layer(settings, monkeypatch):
+    """None is dropped: more than the layer takes are an error, as without merging, and so is one that comes twice."""
+    unet, tokens, text = make_unet(), noise(2, 256, 32), noise(2, 7, 24)
+    block = find_blocks(unet)[0].block
+    calls = [
+        (block.attn1, (tokens, None, None, 2.0), {}, "takes from .* positional arguments but .* were given"),
+        (block.attn2, (tokens, text, None, 2.0), {}, "takes from .* positional arguments but .* were given"),
+        (block.attn2, (tokens, text), {"encoder_hidden_states": text}, "multiple values for .*encoder_hidden_states"),
+    ]
+
+    def check():
+        for layer, arguments, named, message in calls:
+            with pytest.raises(TypeError, match=message):
+                layer(*arguments, **named)
+
+    check()
+    unet.apply_tome(**settings)
+    monkeypatch.setattr(wraps._current, "plan", match_tokens(tokens, Grid(16, 16), removed=100, removed_keys=150))
+    check()
+    with paddle.no_grad():
+        named = block.attn2(tokens, encoder_hidden_states=text, attention_mask=None).numpy()
+        np.testing.assert_array_equal(block.attn2(tokens, text, None).numpy(), named)
+
+
+def test_positional_arguments_reach_a_method_below(monkeypatch):
+    """Also one that the layer's own `forward` does not have."""
+    unet, tokens = make_unet(), noise(2, 256, 32)
+    attention = find_blocks(unet)[0].block.attn1
+
+    def scaled(self, hidden_states, encoder_hidden_states=None, attention_mask=None, factor=1.0):
+        return factor * type(attention).forward(self, hidden_states)
+
+    attention.forward = MethodType(scaled, attention)
+    unet.apply_tome()
+    monkeypatch.setattr(wraps._current, "plan", match_tokens(tokens, Grid(16, 16), removed=100, removed_keys=150))
+    with paddle.no_grad():
+        np.testing.assert_array_equal((2 * attention(tokens)).numpy(), attention(tokens, None, None, 2.0).numpy())

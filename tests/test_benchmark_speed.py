@@ -128,7 +128,7 @@ def test_transformer_is_the_first_of_the_unet_with_one_block(name, channels, hea
     assert [list(p.shape) for p in alone.parameters()] == [list(p.shape) for p in first.block.parameters()]
     assert alone.attn1.heads == first.block.attn1.heads == heads and alone.norm1.weight.shape[0] == channels
     for around in ("norm", "proj_in", "proj_out"):
-        layers = (getattr(layer, around) for layer in (transformer, first.grid_layer))
+        layers = (getattr(layer, around) for layer in (transformer, first.transformer))
         own, of_unet = ([list(p.shape) for p in layer.parameters()] for layer in layers)
         assert own == of_unet
 

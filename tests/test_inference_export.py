@@ -225,6 +225,20 @@ def test_a_grid_of_one_row_is_known(tmp_path):
     assert max(saved.parity.values()) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("ratio", "groups"), [(0.01, 256), (0.5, 204)])
+def test_a_merge_map_where_only_keys_merge_has_every_token_alone(ratio, groups, tmp_path):
+    model = unet(**ONE_LEVEL)
+    attach(model, ToMeConfig(ratio), None)
+    traceable = programs.merge_map(model)
+    dims = {"latent_height": 16, "latent_width": 16}
+    planned = ProgramFile("merge_map", size=Size(16, 16), ratio=ratio)
+    saved = tracing.save(traceable, planned, tmp_path, "program", {**dims, "tokens": 7}, 1)
+    assert max(saved.parity.values()) == 0
+    sample = paddle.randn([2, model.config.in_channels, 16, 16])
+    groups_of = traceable.layer(sample, paddle.to_tensor([10.0])).numpy().reshape(2, -1)
+    assert [len(np.unique(image)) for image in groups_of] == [groups] * 2
+
+
 def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny, tmp_path):
     assert load_pipeline(exported_folder, ratio=0.50000001).unet.ratio == 0.5
     assert load_pipeline(exported_folder, ratio={1.0: 0.50000001, 0.5: -0.0}).unet.ratio == ((1.0, 0.5), (0.5, 0.0))

@@ -25,11 +25,17 @@ def unet(request):
 
 
 @pytest.mark.parametrize(
-    ("settings", "keys"), [({}, 81), ({"merge_attn": True}, 128), ({"merge_attn": "kv", "proportional": False}, 128)]
+    ("settings", "keys"),
+    [
+        ({}, 81),
+        ({"ratio": 0.01}, 252),
+        ({"merge_attn": True}, 128),
+        ({"merge_attn": "kv", "proportional": False}, 128),
+    ],
 )
 def test_mask_over_merged_tokens_is_rejected(unet, settings, keys):
     """Without merging masks reach ppdiffusers unchanged."""
-    transformer, x, text = find_blocks(unet)[0].grid_layer, paddle.randn([2, 32, 16, 16]), paddle.randn([2, TEXT, 24])
+    transformer, x, text = find_blocks(unet)[0].transformer, paddle.randn([2, 32, 16, 16]), paddle.randn([2, TEXT, 24])
     mask = paddle.to_tensor(np.arange(512).reshape(2, 256) % 3 > 0)
 
     @paddle.no_grad()

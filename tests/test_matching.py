@@ -54,8 +54,7 @@ def test_plan_equals_that_of_the_oracle(data):
     plan = match_tokens(paddle.to_tensor(x), grid, removed, sx, sy)
     expected, expected_groups = roundtrip(x, *grid, sx, sy, removed)
     assert plan.kept == grid.tokens - removed
-    if removed:
-        np.testing.assert_array_equal(groups(plan, batch), expected_groups)
+    np.testing.assert_array_equal(groups(plan, batch), expected_groups)
     out = unmerge(merge(paddle.to_tensor(x), plan), plan).numpy()
     np.testing.assert_allclose(out, expected, atol=2e-6)  # a mean of up to N float32 of size 1
 
@@ -76,6 +75,39 @@ def test_plan_within_windows_is_the_oracles(data):
     expected, expected_groups = roundtrip(x, *grid, sx, sy, removed, dst, window)
     np.testing.assert_array_equal(groups(plan, 2), expected_groups)
     np.testing.assert_allclose(unmerge(merge(paddle.to_tensor(x), plan), plan).numpy(), expected, atol=2e-6)
+
+
+def positions_of(plan, batch):
+    """[B, N-r]: the original position of each row of a merged sequence, by `in_order`; [B, N] those of the groups."""
+    rows = plan.in_order(plan.dst_rows, plan.stay_rows).numpy()
+    assert rows.shape == (batch, plan.kept)
+    offsets = plan.tokens * np.arange(batch)[:, None]
+    return rows - offsets, rows.reshape(-1)[plan.source_rows.numpy()].reshape(batch, -1) - offsets
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_part_of_a_plan_is_the_oracles(data):
+    """Of queries and of keys, in images and in frames of a video; one or both may merge nothing."""
+    grid = Grid(data.draw(st.integers(1, 8), "h"), data.draw(st.integers(1, 8), "w"))
+    dst = choose_dst(grid)
+    keys = data.draw(st.integers(0, grid.tokens - len(dst) if len(dst) else 0), "keys")
+    queries = data.draw(st.sampled_from([0, keys // 2, keys]), "queries")
+    batch, frames = data.draw(st.integers(1, 2), "B"), data.draw(st.sampled_from([1, 3]), "F")
+    x = tokens(batch * frames, grid, 3, data.draw(st.integers(0, 999), "seed"))
+    video = join_frames(match_tokens(paddle.to_tensor(x), grid, queries, removed_keys=keys), frames)
+    sequence = paddle.to_tensor(x.reshape(batch, -1, 3))
+    for plan, removed in ((video, queries), (video.keys, keys)):
+        expected, expected_groups = roundtrip(x, *grid, 2, 2, removed)
+        expected_groups = expected_groups.reshape(batch, frames, -1) + grid.tokens * np.arange(frames)[:, None]
+        positions, actual_groups = positions_of(plan, batch)
+        np.testing.assert_array_equal(actual_groups, expected_groups.reshape(batch, -1))
+        sizes = [np.bincount(image)[rows] for image, rows in zip(actual_groups, positions, strict=True)]
+        np.testing.assert_allclose(np.exp(plan.log_sizes().numpy()), sizes, rtol=1e-6)
+        out = unmerge(merge(sequence, plan), plan).numpy()
+        np.testing.assert_allclose(out, expected.reshape(batch, -1, 3), atol=2e-6)
+        assert plan.merged_rows.shape == [batch * plan.removed] and plan.target_rows.shape == [batch * plan.removed, 1]
+        assert plan.weights.shape == [batch * plan.dst, 1] and plan.dst_rows.shape == [batch * plan.dst]
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,9 +148,8 @@ def test_cells_are_the_oracles(data):
     merged_into = match_cells_of_reference(h, w, sx, sy, dst) if dst else {}
     plan = match_cells(paddle.to_tensor(x), Grid(h, w), sx, sy, key)
     assert plan.kept == (len(dst) or h * w)
-    if plan.removed:
-        expected_groups = [merged_into.get(n, n) for n in range(h * w)]
-        np.testing.assert_array_equal(groups(plan, 2), [expected_groups] * 2)
+    expected_groups = [merged_into.get(n, n) for n in range(h * w)]
+    np.testing.assert_array_equal(groups(plan, 2), [expected_groups] * 2)
     out = unmerge(merge(paddle.to_tensor(x), plan, blend), plan).numpy()
     expected = [reference.unmerge(reference.merge(image, dst, merged_into, blend), merged_into, h * w) for image in x]
     np.testing.assert_allclose(out, expected, atol=2e-6)

@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 import pytest
 from conftest import THREE_LEVELS, in_threads, inputs, make_controlnet, make_unet, run, traces
+from forward_cache import ForwardCache, check_with_caches
 from ppdiffusers.models import transformer_2d, unet_2d_blocks
 from ppdiffusers.models.attention_processor import AttnProcessor
 from ppdiffusers.patches import tomesd_patch_utils as builtin
@@ -128,7 +129,7 @@ def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
 
     @paddle.no_grad()
     def passes():
-        outputs = [mergeable.grid_layer(hidden_states=x, encoder_hidden_states=text).sample]
+        outputs = [mergeable.transformer(hidden_states=x, encoder_hidden_states=text).sample]
         outputs.append(mergeable.block(tokens, encoder_hidden_states=text))
         return [run(unet), *(output.numpy() for output in outputs)]
 
@@ -310,7 +311,7 @@ def test_block_called_without_a_feature_map_is_rejected(unet):
 
 
 def test_keyword_call_of_an_inner_layer(unet):
-    transformer = find_blocks(unet.apply_tome())[0].grid_layer
+    transformer = find_blocks(unet.apply_tome())[0].transformer
     x, text = paddle.randn([2, 32, 16, 16]), paddle.randn([2, 7, 24])
     expected = transformer(x, encoder_hidden_states=text).sample.numpy()
     np.testing.assert_array_equal(transformer(encoder_hidden_states=text, hidden_states=x).sample.numpy(), expected)
@@ -390,6 +391,46 @@ def test_a_method_below_gets_what_merging_adds(unet):
     with pytest.raises(ToMePassError, match="proportional=True: AttnProcessor has neither"):
         run(unet.apply_tome(merge_attn=True))
     assert np.isfinite(run(unet.apply_tome(merge_attn=True, proportional=False))).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_in_place_of_the_forward_of_a_model(name):
+    """As those of ppdiffusers after 0.29.0, around merging or inside it."""
+    make, output = MODELS[name]
+    model = make()
+    check_with_caches(model, [model], [lambda: output(model)])
+
+
+def test_a_cache_in_place_of_the_forward_of_a_transformer(unet):
+    """Its grid is read inside it: grids with as many tokens and other sides follow each other."""
+    passes = [partial(run, unet, h=h, w=w) for h, w in ((12, 20), (20, 12), (12, 20))]
+    check_with_caches(unet, [block.transformer for block in find_blocks(unet)], passes)
+    video = VIDEOS["Stable Video Diffusion"]()
+    transformers = {id(block.transformer): block.transformer for block in find_blocks(video)}
+    check_with_caches(video, [*transformers.values()], [lambda: draw_video(video)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"merge_attn": False, "merge_mlp": True}], ids=str)
+def test_a_block_whose_wrap_is_left_out_is_an_error(unet, settings):
+    """Another library replaces its `forward` after apply_tome(), or puts back what it has replaced before."""
+    block, plain = find_blocks(unet)[0].block, run(unet)
+    merged = run(unet.apply_tome(**settings))
+    message = r"layers of a BasicTransformerBlock run without its merging.*call apply_tome\(\) again"
+    for is_cached_first in (True, False):
+        unet.remove_tome()
+        if not is_cached_first:
+            unet.apply_tome(**settings)
+        cache = ForwardCache(block)
+        if is_cached_first:
+            np.testing.assert_array_equal(run(unet.apply_tome(**settings)), merged)
+            cache.remove()
+        with pytest.raises(ToMePassError, match=message):
+            run(unet)
+        if not is_cached_first:
+            cache.remove()
+        np.testing.assert_array_equal(run(unet.apply_tome(**settings)), merged)
+    np.testing.assert_array_equal(run(unet.remove_tome()), plain)
+    assert block.forward == types.MethodType(type(block).forward, block) and not hasattr(block, wraps.ATTRIBUTE)
 
 
 # Copies, files, other features of ppdiffusers

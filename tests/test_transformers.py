@@ -9,7 +9,7 @@ from conftest import keys_of, program_of, repeat, sizes_of, widths
 from paddle import nn
 from ppdiffusers.models.attention import JointTransformerBlock
 from ppdiffusers.models.attention_processor import Attention, JointAttnProcessor2_5
-from ppdiffusers_source import newer_class
+from ppdiffusers_source import newer_class, runnable
 from test_export import OfSD3
 from zoo import ZOO, parts
 from zoo.noise import noise
@@ -167,7 +167,7 @@ def real_sd35():
     for path, weight in model.named_parameters():
         if ".norm_" in path:
             weight.set_value(0.5 + paddle.rand(weight.shape))
-    return model
+    return runnable(model)
 
 
 @pytest.fixture(params=[double_of_sd35, real_sd35], ids=["double", "real"])

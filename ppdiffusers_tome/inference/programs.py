@@ -181,7 +181,7 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
         controlnet = _working_copy(controlnet)
     layer = Denoiser(_working_copy(unet), controlnet)
     for model in filter(None, (layer.unet, layer.controlnet)):
-        for transformer in {block.grid_layer for block in find_blocks(model)}:
+        for transformer in {block.transformer for block in find_blocks(model)}:
             transformer.register_forward_post_hook(_restore_shape)
     return Traceable(layer, inputs)
 
