@@ -1,13 +1,13 @@
 """Where images are generated, in this process or on Ray: options that commands share, and their meaning."""
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
+from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..evaluation.quality.settings import prompts_of, with_seeds
 from ..generation.jobs import Job
@@ -111,7 +111,7 @@ def threads(options: argparse.Namespace) -> int | None:
             raise ToMeConfigError(f"--{name} {value} is not allowed: it must be 1 or more")
     if options.threads or not options.ray:
         return options.threads
-    return 1 if options.ray_address else max(1, (os.cpu_count() or 1) // options.actors)
+    return 1 if options.ray_address else max(1, usable_cores() // options.actors)
 
 
 def import_ray_engines() -> ModuleType:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
@@ -176,7 +177,7 @@ def _open_engines(
     most = max(least, options.replicas) if options.max_replicas is None else options.max_replicas
     cpus, gpus = options.replica_cpus, 1.0 if uses_gpu(options) else 0.0
     if cpus is None:
-        cpus = max(1.0, (os.cpu_count() or 1) / max(1, most)) if options.ray_address is None else 1.0
+        cpus = max(1.0, usable_cores() / max(1, most)) if options.ray_address is None else 1.0
     if not cpus >= 0.01:
         raise ToMeConfigError(f"--replica-cpus {cpus} is not allowed: it must be 0.01 or more")
     load_there = partial(load, options.threads or max(1, int(cpus)))

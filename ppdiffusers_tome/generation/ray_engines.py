@@ -26,6 +26,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from ..cores import usable_cores
 from ..errors import ToMeError
 from .engine import Engine
 from .jobs import AbandonedError, EngineLostError, Job
@@ -57,7 +58,7 @@ def ray_session(address: str | None, cpus: float, gpus: float, shows_logs: bool)
         RayError: there is no Ray at that address, it did not start, or this machine has fewer GPUs.
     """
     own = {
-        "num_cpus": max(os.cpu_count() or 1, ceil(cpus)),
+        "num_cpus": max(usable_cores(), ceil(cpus)),
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import importlib
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import ClassVar
 
 import paddle
 
+from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeExportError, install_command
 from .manifest import Manifest, ProgramFile
 
@@ -75,7 +75,7 @@ class Runtime(ABC):
 
     def cores(self) -> int:
         """Number of CPU threads of a program."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or usable_cores()
 
 
 def return_memory() -> None:
