@@ -366,6 +366,8 @@ def test_steps_and_guidance_scale_are_the_models_own(tmp_path, exported_folder):
         (["--guidance-scale", "-1"], "--guidance-scale: guidance_scale=-1.0 is not allowed"),
         (["--seed", "-1"], "--seed: seed=-1 is not allowed"),
         (["--batch", "0"], "--batch 0 is not allowed"),
+        (["--threads", "1025"], "--threads 1025 is not allowed: it must be 1 to 1024"),
+        (["--max-programs", "0"], "--max-programs 0 is not allowed: it must be 1 or more"),
         (["--ray", "--actors", "0"], "--actors 0 is not allowed"),
         (["--runtime", "openvino"], "{folder} has no ONNX programs"),
         (["--precision", "fp16"], "fp16"),

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from math import inf
 
-from ..errors import ToMeConfigError
+from ..errors import ParameterError, ToMeConfigError
 
 KEY_VARIABLE = "PPDIFFUSERS_TOME_API_KEY"
 EXAMPLES = {"hosts": "example.org or *.example.org", "origins": "https://example.org"}
@@ -45,7 +45,7 @@ class AppConfig:
     def __post_init__(self) -> None:
         for name in ("request_seconds", "body_bytes", "steps"):
             if not 0 < getattr(self, name) < inf:
-                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive and finite")
+                raise ParameterError(name, getattr(self, name), "it must be positive and finite")
         key = self.api_key
         if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
             raise ToMeConfigError(
@@ -54,7 +54,7 @@ class AppConfig:
         for name, pattern in (("hosts", r"\*|(\*\.)?[^*/:]+|.*:.*:.*"), ("origins", r"\*|https?://[^*/]+")):
             for text in getattr(self, name):
                 if not re.fullmatch(pattern, text):
-                    raise ToMeConfigError(f"{name}: {text!r} is not allowed: it must be like {EXAMPLES[name]}, or *")
+                    raise ParameterError(name, text, f"it must be like {EXAMPLES[name]}, or *")
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
