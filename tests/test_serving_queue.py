@@ -655,6 +655,16 @@ def test_a_lost_engine_is_no_failure_of_the_model():
         assert server.queue._failures == 0
 
 
+def test_jobs_of_an_engine_that_cannot_batch_run_alone():
+    class Alone(FakeEngine):
+        def batch_key(self, job):
+            return None
+
+    with serving(Alone(), batch_wait=60) as server:
+        assert ask(server, n=3).status_code == 200
+        assert [len(jobs) for jobs in server.engine.calls] == [1, 1, 1]
+
+
 def test_a_call_that_stops_unasked_is_answered():
     class Stopping(FakeEngine):
         def generate(self, jobs, should_stop=None):
