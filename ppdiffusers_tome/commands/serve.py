@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from ..cores import usable_cores
-from ..errors import ParameterError, ToMeConfigError, ToMeError, install_command
+from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
 from ..inference.loading import read_defaults
@@ -103,8 +103,9 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             **step_settings(options, own),
         )
         if config.steps > limits.steps:
-            raise ParameterError(
-                "steps", config.steps, f"--max-steps is {limits.steps}. Lower the one or raise the other"
+            raise ToMeConfigError(
+                f"--steps {config.steps} is not allowed: --max-steps is {limits.steps}. Lower the one or raise the "
+                "other."
             )
         first, *_ = warm_up_jobs(limits, config.guidance_scale)
         limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
