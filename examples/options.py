@@ -106,7 +106,8 @@ def load(parser: argparse.ArgumentParser, args: argparse.Namespace, class_name: 
 
 def set_threads(args: argparse.Namespace) -> None:
     """Paddle reads it on import, uses one thread if it is not set, and prints a warning for more than one."""
-    os.environ["OMP_NUM_THREADS"] = str(args.threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    cores = len(os.sched_getaffinity(0))  # not usable_cores: this package imports Paddle
+    os.environ["OMP_NUM_THREADS"] = str(args.threads or os.environ.get("OMP_NUM_THREADS") or cores)
 
 
 def open_image(parser: argparse.ArgumentParser, args: argparse.Namespace, option: str = "image") -> Image.Image:

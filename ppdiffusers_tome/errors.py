@@ -21,6 +21,22 @@ class NotExportedError(ToMeConfigError, AttributeError):
     """
 
 
+class ParameterError(ToMeConfigError):
+    """A parameter has a value that is not allowed. Commands name the option that sets it in its place.
+
+    Args:
+        name, value: of the parameter.
+        rule: which values are allowed.
+    """
+
+    def __init__(self, name: str, value: object, rule: str) -> None:
+        super().__init__(name, value, rule)
+        self.name, self.value, self.rule = name, value, rule
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value!r} is not allowed: {self.rule}"
+
+
 class NoMergeableLayerError(ToMeError, ValueError):
     """A pipeline or model has no layer that these settings could merge."""
 

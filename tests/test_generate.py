@@ -238,6 +238,28 @@ def test_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch, owner,
     assert [path.name[:7] for path in tmp_path.glob("*png")] == ["000000-"], "the unfinished file is removed"
 
 
+def test_the_backend_is_closed_when_an_image_cannot_be_written(tmp_path, monkeypatch):
+    """And not when the error is forgotten: its workers must end before what they run on."""
+    closed = []
+
+    def backend(batches):
+        try:
+            yield from generate_here(Painter)(batches)
+        finally:
+            closed.append(True)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    try:
+        generate(prompts_of("a", "b"), "model", tmp_path, 1, backend)
+    except OutputError:
+        assert closed
+    else:
+        pytest.fail("no error")
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path):
     def backend(batches):
         with pytest.raises(OutputError, match="another run writes to"):
@@ -344,6 +366,8 @@ def test_steps_and_guidance_scale_are_the_models_own(tmp_path, exported_folder):
         (["--guidance-scale", "-1"], "--guidance-scale: guidance_scale=-1.0 is not allowed"),
         (["--seed", "-1"], "--seed: seed=-1 is not allowed"),
         (["--batch", "0"], "--batch 0 is not allowed"),
+        (["--threads", "1025"], "--threads 1025 is not allowed: it must be 1 to 1024"),
+        (["--max-programs", "0"], "--max-programs 0 is not allowed: it must be 1 or more"),
         (["--ray", "--actors", "0"], "--actors 0 is not allowed"),
         (["--runtime", "openvino"], "{folder} has no ONNX programs"),
         (["--precision", "fp16"], "fp16"),

@@ -458,12 +458,6 @@ def test_onednn_is_off_if_it_failed_the_export(exported_folder, tmp_path):
         draw(load(folder))
 
 
-def test_threads_default_to_the_cores():
-    with mock.patch("os.sched_getaffinity", return_value=set(range(7))):
-        assert PaddleRuntime().cores() == 7
-        assert PaddleRuntime(threads=3).cores() == 3
-
-
 @pytest.mark.parametrize("tensorrt", [False, "tune", True])
 def test_gpu_settings_call_existing_methods(tensorrt, tmp_path, monkeypatch):
     """Without a GPU: the methods exist under these names, called as in ppdiffusers' deploy/."""

@@ -89,7 +89,7 @@ def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
     with pytest.raises(ToMeError, match=r"1 images of 0\.5 failed, the first of 'a fox': out of memory"):
         generate_setting(EVALUATION, FIXED, tmp_path, backend, batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 1
-    generate_setting(EVALUATION, FIXED, tmp_path, lambda batches: [(batches[0][0], b"png")], batch=2)
+    generate_setting(EVALUATION, FIXED, tmp_path, lambda batches: (one for one in [(batches[0][0], b"png")]), batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 2
     Image.new("RGB", (48, 40), (10, 20, 30)).save(tmp_path / "a.png")
     assert (read_images([tmp_path / "a.png"], 32) == np.full([1, 32, 32, 3], [10, 20, 30])).all(), "resized"

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
@@ -18,16 +19,21 @@ import httpx
 import psutil
 import pytest
 from conftest import tiny_pipeline
+from PIL import Image
 from serving_support import MALFORMED_HOSTS, OPENAI, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import image_options
+from ppdiffusers_tome.generation.jobs import AbandonedError, Job
+from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
 
 pytest.importorskip("ray", reason="'make test-ray' installs it")
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's warnings
 
 from ray.cluster_utils import Cluster as Nodes  # noqa: E402
+
+from ppdiffusers_tome.generation import ray_engines  # noqa: E402
 
 PYTHON_M = (sys.executable, "-W", "ignore", "-m", "ppdiffusers_tome")
 
@@ -183,6 +189,23 @@ def test_killed_engine_is_replaced_and_no_image_lost(server):
     assert "an engine was lost and is replaced" in server.log.read_text()
     server.wait_for_engines(replaced=[victim])
     assert server.accepted() == 0
+
+
+def test_tokens_are_counted_after_all_engines_have_died(server):
+    """Which no image has noticed."""
+    server.wait_for_engines()
+    before = server.named("EngineProcess")
+    for victim in before:
+        os.kill(victim, signal.SIGKILL)
+    statuses = []
+
+    def count():
+        statuses.append(server.http.post("/v1/tokens", json={"prompt": "fox"}).status_code)
+        return statuses[-1] == 200
+
+    until(count, seconds=120)
+    assert set(statuses) <= {200, 503}
+    server.wait_for_engines(replaced=before)
 
 
 def test_every_request_is_answered_with_a_full_queue(server):
@@ -361,6 +384,8 @@ class Engine:
         return "same"
     def load_next(self):
         return False
+    def count_tokens(self, prompt):
+        return 3, 77, ""
     def generate(self, jobs, should_stop=None):
         if any("die" in job.prompt for job in jobs):
             os._exit(1)
@@ -404,6 +429,10 @@ with ray_session(None, 1, 0, shows_logs=False):
             outcomes[text] = type(error).__name__
         if text == "stop":  # the next call is not stopped
             outcomes["after stop"] = len(engine.generate([Job("a", 8, 8, 0.5, seed=0)], lambda *step: False))
+        try:
+            outcomes["tokens after " + text] = engine.count_tokens("a")[0]
+        except EngineLostError as error:
+            outcomes["tokens after " + text] = type(error).__name__
         del engine
     for broken in (load, crash):
         try:
@@ -413,7 +442,14 @@ with ray_session(None, 1, 0, shows_logs=False):
     try:
         RemoteEngine(lambda: time.sleep(1000), 1, 0, 3, should_stop=lambda: True)
     except AbandonedError as error:
-        outcomes["close"] = str(error)
+        outcomes["close while loading"] = str(error)
+    closing = []
+    engine = RemoteEngine(Engine, 1, 0, 1000, should_stop=lambda: bool(closing))
+    closing.append(True)
+    try:
+        engine.generate([Job("hang", 8, 8, 0.5, seed=0)])
+    except AbandonedError as error:
+        outcomes["close while running"] = str(error)
 print("RESULT", json.dumps([made, outcomes]))
 """
 
@@ -436,8 +472,66 @@ def test_engines_that_die_hang_or_do_not_load(tmp_path):
         "stop": "AbandonedError",
         "after stop": 1,
         "a": 1,
-        "close": "stopped while the engine was loading",
+        "tokens after die": "EngineLostError",
+        "tokens after hang": "EngineLostError",
+        "tokens after black": 3,
+        "tokens after stop": 3,
+        "tokens after a": 3,
+        "close while loading": "the engine was stopped",
+        "close while running": "the engine was stopped",
     }
+
+
+class FakeRemoteEngine:
+    """In this process. What it generates depends on the prompt, and it counts its calls."""
+
+    name, sampler, methods = "model", "DDIM", {}
+    calls = 0
+
+    def __init__(self, load, cpus, gpus, hung_seconds, should_stop):
+        self.should_stop = should_stop
+
+    def batch_key(self, job):
+        return "same"
+
+    def generate(self, jobs):
+        FakeRemoteEngine.calls += 1
+        prompt = jobs[0].prompt
+        if prompt == "exit":
+            raise SystemExit
+        if prompt == "wait":
+            until(self.should_stop)
+            raise AbandonedError("stopped")
+        return [None if prompt == "broken" else Image.new("RGB", (8, 8)) for _ in jobs]
+
+
+@pytest.fixture
+def fake_engines(monkeypatch):
+    monkeypatch.setattr(ray_engines, "RemoteEngine", FakeRemoteEngine)
+    monkeypatch.setattr(FakeRemoteEngine, "calls", 0)
+
+
+def batches_of(*prompts):
+    return [[Prompt(index, Job(prompt, 8, 8, 0.5, seed=index))] for index, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("prompt", ["broken", "exit"])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_whatever_a_batch_raises_reaches_the_consumer(fake_engines, prompt, engines):
+    """Also what is no failure of its pipeline call: an image that cannot be encoded, for instance."""
+    run = ray_engines.generate_on_ray(None, engines)
+    with ThreadPoolExecutor(1) as pool:
+        consumer = pool.submit(list, run(batches_of("fox", prompt, "owl")))
+        assert isinstance(consumer.exception(timeout=20), SystemExit if prompt == "exit" else AttributeError)
+
+
+def test_workers_end_when_the_consumer_stops(fake_engines):
+    """Also those that run a batch. None uses Ray after its session, which would start another Ray."""
+    before = threading.active_count()
+    results = ray_engines.generate_on_ray(None, 2)(batches_of("fox", *["wait"] * 10))
+    assert next(results)[0].index == 0
+    results.close()
+    assert threading.active_count() == before and FakeRemoteEngine.calls <= 3
 
 
 def test_evaluation_on_actors_writes_the_same_images(tmp_path):

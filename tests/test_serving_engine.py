@@ -298,24 +298,35 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
         process.stderr.close()
 
 
+POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--size", "512"], "--size 512x512 was not exported: it must be one of 32x32, 48x32"),
         (["--size", "32", "big"], "size='big' is not allowed: it must be WIDTHxHEIGHT"),
-        (["--max-steps", "0"], "steps=0 is not allowed"),
-        (["--max-steps", "10"], "steps=20 is not allowed: it must be 1 to 10"),
-        (["--guidance-scale", "31"], "31.0 is not allowed"),
-        (["--timeout", "0"], "request_seconds=0.0 is not allowed"),
-        (["--queue", "2"], "4 images"),
-        (["--batch", "0"], "largest_batch=0"),
-        (["--batch-wait", "nan"], "batch_wait=nan is not allowed"),
-        (["--batch-wait", "-0.1"], "batch_wait=-0.1 is not allowed"),
-        (["--batch-wait", "1e300"], "batch_wait=1e+300 is not allowed"),
-        (["--timeout", "nan"], "nan is not allowed"),
-        (["--timeout", "inf"], "inf is not allowed"),
-        (["--threads", "0"], "threads=0 is not allowed: it must be 1 to 1024"),
-        (["--threads", "1000000000"], "threads=1000000000 is not allowed"),
+        *(([f"--max-{name}", "0"], f"--max-{name} 0 is not allowed: it must be pos") for name in POSITIVE_LIMITS),
+        (["--steps", "0"], "--steps 0 is not allowed"),
+        (["--max-steps", "10"], "--steps 20 is not allowed: --max-steps is 10. Lower the one or raise the other"),
+        (["--guidance-scale", "31"], "--guidance-scale: guidance_scale=31.0 is not allowed"),
+        (["--queue", "2"], "--queue 2 is not allowed: one request may ask for --max-images 4 images"),
+        (["--max-images", "70"], "--queue 64 is not allowed: one request may ask for --max-images 70 images"),
+        (["--batch", "0"], "--batch 0 is not allowed: it must be 1 or more"),
+        (["--batch-wait", "nan"], "--batch-wait nan is not allowed: it must be 0 to 60 s"),
+        (["--batch-wait", "-0.1"], "--batch-wait -0.1 is not allowed"),
+        (["--batch-wait", "1e300"], "--batch-wait 1e+300 is not allowed"),
+        *((["--timeout", text], f"--timeout {text} is not allowed: it must be") for text in ("0.0", "nan", "inf")),
+        (["--timeout", "1e308"], "twice --timeout inf is not allowed"),
+        (["--allow-host", "a/b"], "--host or --allow-host a/b is not allowed: it must be like example.org"),
+        (["--allow-origin", "example.org"], "--allow-origin example.org is not allowed: it must be like https://"),
+        (["--threads", "0"], "--threads 0 is not allowed: it must be 1 to 1024"),
+        (["--threads", "1000000000"], "--threads 1000000000 is not allowed"),
+        (["--max-programs", "0"], "--max-programs 0 is not allowed: it must be 1 or more"),
+        (["--ray", "--replicas", "0"], "--replicas 0 is not allowed: it must be 1 or more"),
+        (["--ray", "--min-replicas", "0"], "--min-replicas 0 is not allowed: it must be 1 or more"),
+        (["--ray", "--replicas", "3", "--max-replicas", "2"], "--max-replicas 2 is not allowed: --replicas is 3."),
+        (["--ray", "--min-replicas", "2", "--max-replicas", "1"], "not allowed: --min-replicas is 2. Raise the one"),
         (["--device", "tpu"], "device='tpu' is not allowed"),
         (["--device", "gpu:x"], "device='gpu:x' is not allowed"),
         (["--host", "a" * 100], "cannot listen on this address"),
@@ -422,9 +433,9 @@ def test_defaults_of_the_model(exported_folder, tmp_path, capsys):
     assert read_defaults(folder) == ModelDefaults()
     (folder / "defaults.json").write_text('{"steps": 9, "guidance_scale": 2, "prompts": ["a fox"]}')
     assert read_defaults(folder) == ModelDefaults(steps=9, guidance_scale=2.0, prompts=("a fox",))
-    for options, steps in ([], 9), (["--steps", "7"], 7):
+    for options, steps in ([], 9), (["--steps", "7"], 7):  # the model's own, and the option's
         assert main(["serve", "--model", str(folder), "--max-steps", "6", *options]) == 2
-        assert f"steps={steps} is not allowed: it must be 1 to 6" in capsys.readouterr().err
+        assert f"--steps {steps} is not allowed: --max-steps is 6" in capsys.readouterr().err
     (folder / "defaults.json").write_text('{"guidance": 2}')
     with pytest.raises(ToMeConfigError, match=r"defaults\.json: guidance: "):
         read_defaults(folder)

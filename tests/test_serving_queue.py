@@ -1,10 +1,12 @@
 """The queue behind HTTP: bounded, batched, cancelled with its clients, drained, never stuck."""
 
+import pickle
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from math import inf, nan
 from time import monotonic, sleep
 
 import httpx
@@ -12,7 +14,8 @@ import pytest
 from serving_support import IMAGE, LIMITS, OPENAI, TEXT, FakeEngine, events_of, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import EngineLostError
+from ppdiffusers_tome.errors import ParameterError
+from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError
 from ppdiffusers_tome.serving import queue as queue_module
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.queue import ImageQueue
@@ -135,10 +138,23 @@ def test_retry_after_during_the_first_call(pool):
 
 
 def test_one_request_must_fit_the_queue():
-    with pytest.raises(ToMeConfigError, match="3 images"):
+    with pytest.raises(ToMeConfigError, match="capacity=2 is not allowed: one request may ask for 3 images"):
         ImageQueue(FakeEngine, "fake", LIMITS, capacity=2)
-    with pytest.raises(ToMeConfigError, match="largest_batch=0"):
-        ImageQueue(FakeEngine, "fake", LIMITS, largest_batch=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("largest_batch", 0),
+        *(("batch_wait", seconds) for seconds in (-0.1, 61.0, nan)),
+        *(("stuck_seconds", seconds) for seconds in (0.0, inf, nan)),
+        *(("engines", 0), ("most_engines", 0)),
+    ],
+)
+def test_numbers_that_are_not_allowed_are_named(name, value):
+    with pytest.raises(ParameterError, match=f"^{name}={value} is not allowed: it must be ") as caught:
+        ImageQueue(FakeEngine, "fake", LIMITS, **{name: value})
+    assert (caught.value.name, str(pickle.loads(pickle.dumps(caught.value)))) == (name, str(caught.value))
 
 
 def test_progress(pool):
@@ -424,6 +440,11 @@ class MortalEngine(FakeEngine):
             raise EngineLostError("its process has ended")
         return super().generate(jobs, should_stop)
 
+    def count_tokens(self, prompt):
+        if self.is_lost:
+            raise EngineLostError("its process has ended")
+        return super().count_tokens(prompt)
+
 
 @contextmanager
 def serving_engines(number, **options):
@@ -497,3 +518,157 @@ def test_replacement_that_does_not_load_leaves_the_other_engines(pool):
         engines[1].is_lost = True
         assert ask(server).status_code == 500
         until(lambda: server.server.should_exit)
+
+
+def count(server):
+    return server.post("/v1/tokens", {"prompt": "a red fox"})
+
+
+def test_tokens_are_counted_by_an_engine_that_lives():
+    with serving_engines(2) as (server, engines):
+        assert count(server).json()["tokens"] == 5
+        engines[0].is_lost = True
+        assert count(server).json()["tokens"] == 5, "by the other engine"
+        until(lambda: len(engines) == 3)  # it was replaced, though no image has met it
+        assert count(server).status_code == ask(server).status_code == 200
+
+
+def test_tokens_are_503_until_the_only_engine_is_replaced():
+    may_load, made = threading.Event(), []
+
+    def load():
+        assert not made or may_load.wait(20)
+        made.append(MortalEngine())
+        return made[-1]
+
+    with serving(load=load) as server:
+        until(lambda: server.queue.state == "ready")
+        made[0].is_lost = True
+        for _ in range(2):
+            refused = count(server)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert refused.json()["error"]["code"] == "unavailable"
+        may_load.set()
+        until(lambda: count(server).status_code == 200)
+        assert len(made) == 2 and ask(server).status_code == 200
+
+
+def test_what_engines_have_in_common_outlives_the_first():
+    with serving_engines(1) as (server, engines):
+        engines[0].is_lost = True
+        assert ask(server, n=2).status_code == 200
+        assert server.queue.sampler == "DDIM" and server.queue.methods == FakeEngine.methods
+        assert [len(jobs) for jobs in engines[1].calls] == [1, 1], "jobs of a lost engine run alone"
+        assert ask(server, n=2).status_code == 200 and len(engines[1].calls[-1]) == 2
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_model_that_cannot_be_loaded_ends_a_server_that_could_have_more_engines(number):
+    tried = []
+
+    def load():
+        tried.append(True)
+        raise ToMeConfigError("no such model")
+
+    with serving(load=load, engines=number, most_engines=4) as server:
+        until(lambda: server.queue.state == "failed")
+        assert "no such model" in str(server.queue.failure) and len(tried) == number
+        until(lambda: server.server.should_exit)
+
+
+def test_a_spare_thread_takes_over_from_one_that_cannot_replace_its_engine(pool):
+    made = []
+
+    def load():
+        if len(made) == 1:
+            made.append(None)
+            raise ToMeConfigError("no room for this engine")
+        made.append(MortalEngine())
+        return made[-1]
+
+    with serving(load=load, most_engines=2) as server:
+        until(lambda: server.queue.state == "ready")
+        made[0].is_lost = True
+        assert ask(server).status_code == 200
+        assert len(made) == 3 and server.http.get("/health").status_code == 200
+
+
+def test_engines_that_no_thread_can_replace_end_the_server(pool):
+    tried = []
+
+    def load():
+        tried.append(MortalEngine())
+        if len(tried) > 1:
+            raise ToMeConfigError("no room for this engine")
+        return tried[0]
+
+    with serving(load=load, most_engines=3) as server:
+        until(lambda: server.queue.state == "ready")
+        tried[0].is_lost = True
+        requests = [pool.submit(ask, server, seed) for seed in range(2)]
+        assert {one.result().status_code for one in requests} <= {500, 503}
+        until(lambda: server.server.should_exit)
+        assert server.queue.state == "failed" and len(tried) == 4, "the first one, and one try of each thread"
+
+
+def test_the_last_engine_is_not_given_up(monkeypatch):
+    """Not even one that was loaded because of the load, after those that were not have ended."""
+    monkeypatch.setattr(queue_module, "SCALE_DOWN_SECONDS", 0.01)
+    made, idle = [], []
+
+    def next_call(queue, engine, seconds, original=ImageQueue._next_call):
+        if (call := original(queue, engine, seconds)) is None and seconds == 0.01:
+            idle.append(engine)
+        return call
+
+    monkeypatch.setattr(ImageQueue, "_next_call", next_call)
+
+    def load():
+        if made:
+            made.append(FakeEngine())
+            return made[-1]
+        made.append(None)
+        raise ToMeConfigError("no room for this engine")
+
+    with serving(load=load, engines=2, most_engines=3) as server:
+        until(lambda: idle.count(made[-1]) >= 5)  # that of the spare thread
+        assert len(made) == 3 and ask(server).status_code == 200
+
+
+def test_a_lost_engine_is_no_failure_of_the_model():
+    class DiesLater(MortalEngine):
+        def generate(self, jobs, should_stop=None):
+            if len(self.calls) == 1:  # the check of the model, after the job that has failed
+                raise EngineLostError("its process has ended")
+            return super().generate(jobs, should_stop)
+
+    made = []
+
+    def load():
+        made.append(DiesLater())
+        return made[-1]
+
+    with serving(load=load) as server:
+        until(lambda: server.queue.state == "ready")
+        assert ask(server, prompt="explode").status_code == 500
+        until(lambda: len(made) == 2)
+        assert server.queue._failures == 0
+
+
+def test_jobs_of_an_engine_that_cannot_batch_run_alone():
+    class Alone(FakeEngine):
+        def batch_key(self, job):
+            return None
+
+    with serving(Alone(), batch_wait=60) as server:
+        assert ask(server, n=3).status_code == 200
+        assert [len(jobs) for jobs in server.engine.calls] == [1, 1, 1]
+
+
+def test_a_call_that_stops_unasked_is_answered():
+    class Stopping(FakeEngine):
+        def generate(self, jobs, should_stop=None):
+            raise AbandonedError("stopped")
+
+    with serving(Stopping()) as server:
+        assert ask(server, n=2).status_code == 500

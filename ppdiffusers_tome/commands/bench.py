@@ -9,9 +9,9 @@ from itertools import product
 from pathlib import Path
 
 from ..config import parse_settings
+from ..cores import usable_cores
 from ..errors import ToMeConfigError
 from ..evaluation.clock import ratio_within_rounds
-from ..evaluation.environment import usable_cores
 from ..evaluation.results import command_line
 from ..evaluation.speed.architectures import ARCHITECTURES
 from ..evaluation.speed.cases import (

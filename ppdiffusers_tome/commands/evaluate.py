@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import parse_settings
+from ..cores import usable_cores
 from ..errors import ToMeConfigError
-from ..evaluation.environment import usable_cores
 from ..evaluation.quality.settings import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_settings
 from ..evaluation.results import command_line, read_json, write_result
 from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS

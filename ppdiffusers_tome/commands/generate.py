@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import ToMeConfigError
 from ..generation.engine import load_engine
-from ..generation.jobs import Job, JobError, Limits
+from ..generation.jobs import Job, Limits
 from ..generation.offline import generate, model_hash
 from ..generation.prompt_file import read_prompts
 from ..inference.loading import read_defaults
@@ -18,6 +18,7 @@ from .image_options import (
     add_runtime_options,
     add_step_options,
     check_runtime,
+    naming_options,
     open_image_backend,
     runtime_settings,
     step_settings,
@@ -78,7 +79,5 @@ def _defaults(manifest: Manifest, options: argparse.Namespace) -> tuple[Job, Lim
     limits = Limits(manifest.sizes, manifest.ratios, prompt_characters=100_000, steps=1000, guidance_scale=100.0)
     settings = step_settings(options, read_defaults(options.model))
     defaults = Job("", height, width, ratio, options.seed, options.negative_prompt, **settings)
-    try:
+    with naming_options():
         return limits.check(defaults), limits
-    except JobError as error:
-        raise ToMeConfigError(f"--{error.field.replace('_', '-')}: {error}") from error

@@ -1,16 +1,16 @@
 """Where images are generated, in this process or on Ray: options that commands share, and their meaning."""
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from ..errors import ToMeConfigError, ToMeError, install_command
+from ..cores import usable_cores
+from ..errors import ParameterError, ToMeConfigError, ToMeError, install_command
 from ..evaluation.quality.settings import prompts_of, with_seeds
-from ..generation.jobs import Job
+from ..generation.jobs import Job, JobError
 from ..generation.offline import MakeImageBackend, generate_here
 from ..inference import RUNTIMES, Manifest, choose_runtime
 from ..inference.loading import ModelDefaults
@@ -79,11 +79,37 @@ def runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
     return settings | ({"share_weights": True} if options.share_weights else {})
 
 
+@contextmanager
+def naming_options(**options: str) -> Iterator[None]:
+    """In this context, errors about a parameter name the option that sets it, by default that of the same name.
+
+    Args:
+        options: what sets a parameter whose option has another name.
+
+    Raises:
+        ToMeConfigError: instead of a ParameterError or a JobError.
+    """
+
+    def option(parameter: str) -> str:
+        return options.get(parameter, "--" + parameter.replace("_", "-"))
+
+    try:
+        yield
+    except ParameterError as error:
+        raise ToMeConfigError(f"{option(error.name)} {error.value} is not allowed: {error.rule}") from error
+    except JobError as error:
+        raise ToMeConfigError(f"{option(error.field)}: {error}") from error
+
+
 def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
     """Raise ToMeError if the folder was not exported for the runtime, or if this machine lacks it and must have it."""
     check_format(options.model, manifest, options.runtime)
-    if not options.ray_address:  # now and not when the model loads; the machines of a Ray cluster are not known here
-        settings = runtime_settings(options) | {"threads": options.threads}
+    if options.max_programs is not None and options.max_programs < 1:
+        raise ToMeConfigError(f"--max-programs {options.max_programs} is not allowed: it must be 1 or more")
+    if options.ray_address:  # the machines of a Ray cluster are not known here
+        return
+    settings = runtime_settings(options) | {"threads": options.threads}
+    with naming_options():  # now and not when the model loads
         choose_runtime(**{name: value for name, value in settings.items() if name not in ("verify", "max_programs")})
 
 
@@ -111,7 +137,7 @@ def threads(options: argparse.Namespace) -> int | None:
             raise ToMeConfigError(f"--{name} {value} is not allowed: it must be 1 or more")
     if options.threads or not options.ray:
         return options.threads
-    return 1 if options.ray_address else max(1, (os.cpu_count() or 1) // options.actors)
+    return 1 if options.ray_address else max(1, usable_cores() // options.actors)
 
 
 def import_ray_engines() -> ModuleType:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
@@ -24,6 +25,7 @@ from .image_options import (
     add_step_options,
     check_runtime,
     import_ray_engines,
+    naming_options,
     runtime_settings,
     step_settings,
     uses_gpu,
@@ -89,25 +91,39 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     manifest = read_manifest(options.model)
     limits = limits_of(manifest, options)
     own = read_defaults(options.model)
-    config = AppConfig(
-        api_key=os.environ.get(KEY_VARIABLE),  # an empty one is refused
-        request_seconds=options.timeout,
-        body_bytes=options.max_body,
-        hosts=(options.host, *options.allow_host),
-        origins=tuple(options.allow_origin),
-        page=not options.no_page,
-        prompts=own.prompts,
-        any_model=options.any_model,
-        **step_settings(options, own),
-    )
-    first, *_ = warm_up_jobs(limits, config.guidance_scale)
-    limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
+    with naming_options(
+        request_seconds="--timeout", body_bytes="--max-body", hosts="--host or --allow-host", origins="--allow-origin"
+    ):
+        config = AppConfig(
+            api_key=os.environ.get(KEY_VARIABLE),  # an empty one is refused
+            request_seconds=options.timeout,
+            body_bytes=options.max_body,
+            hosts=(options.host, *options.allow_host),
+            origins=tuple(options.allow_origin),
+            page=not options.no_page,
+            prompts=own.prompts,
+            any_model=options.any_model,
+            **step_settings(options, own),
+        )
+        if config.steps > limits.steps:
+            raise ToMeConfigError(
+                f"--steps {config.steps} is not allowed: --max-steps is {limits.steps}. Lower the one or raise the "
+                "other."
+            )
+        first, *_ = warm_up_jobs(limits, config.guidance_scale)
+        limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
     settings = runtime_settings(options)
     check_runtime(manifest, options)
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
-    with _open_engines(load, options) as (load_engine, engines):
+    if options.queue < options.max_images:
+        raise ToMeConfigError(
+            f"--queue {options.queue} is not allowed: one request may ask for --max-images {options.max_images} "
+            "images, which the queue must hold. Raise the one or lower the other."
+        )
+    engines, most_engines = replicas(options)
+    with naming_options(largest_batch="--batch", stuck_seconds="twice --timeout"):
         queue = ImageQueue(
             lambda: load_engine(lambda: queue.is_closed),
             manifest.name,
@@ -115,9 +131,11 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             options.queue,
             options.batch,
             options.batch_wait,
-            stuck_seconds=2 * options.timeout,
-            **engines,
+            2 * options.timeout,
+            engines,
+            most_engines,
         )
+    with _open_engines(load, options, most_engines) as load_engine:
         app = create_app(queue, config)
         serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
     return 0
@@ -161,31 +179,55 @@ def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
 
 @contextmanager
 def _open_engines(
-    load: "Callable[[int | None], Engine]", options: argparse.Namespace
-) -> "Iterator[tuple[Callable[[Callable[[], bool]], Any], dict[str, int]]]":
-    """A function that loads an engine here or on Ray until its argument returns True, and the numbers of engines.
+    load: "Callable[[int | None], Engine]", options: argparse.Namespace, most: int
+) -> "Iterator[Callable[[Callable[[], bool]], Any]]":
+    """A function that loads an engine, here or on Ray, where its argument ends the engine when it returns True.
+
+    Args:
+        load: loads an engine with so many threads.
+        most: the largest number of engines.
 
     Raises:
         ToMeError: --ray, and Ray is not installed or cannot be reached, or a number is not allowed.
     """
     if not options.ray:
-        yield lambda should_stop: load(options.threads), {}
+        yield lambda should_stop: load(options.threads)
         return
     ray_engines = import_ray_engines()
     from ..serving.server import listen
 
     listen(options.host, options.port).close()  # now and not when Ray has started
-    least = options.replicas if options.min_replicas is None else options.min_replicas
-    most = max(least, options.replicas) if options.max_replicas is None else options.max_replicas
     cpus, gpus = options.replica_cpus, 1.0 if uses_gpu(options) else 0.0
     if cpus is None:
-        cpus = max(1.0, (os.cpu_count() or 1) / max(1, most)) if options.ray_address is None else 1.0
+        cpus = max(1.0, usable_cores() / most) if options.ray_address is None else 1.0
     if not cpus >= 0.01:
         raise ToMeConfigError(f"--replica-cpus {cpus} is not allowed: it must be 0.01 or more")
     load_there = partial(load, options.threads or max(1, int(cpus)))
     with ray_engines.ray_session(options.ray_address, most * cpus, most * gpus, shows_logs=True):
-        load_engine = partial(ray_engines.RemoteEngine, load_there, cpus, gpus, 2 * options.timeout)
-        yield load_engine, {"engines": least, "most_engines": most}
+        yield partial(ray_engines.RemoteEngine, load_there, cpus, gpus, 2 * options.timeout)
+
+
+def replicas(options: argparse.Namespace) -> tuple[int, int]:
+    """The smallest and the largest number of engines; without --ray there is one.
+
+    Raises:
+        ToMeConfigError: a number is not allowed.
+    """
+    if not options.ray:
+        return 1, 1
+    option, least = "--min-replicas", options.min_replicas
+    if least is None:
+        option, least = "--replicas", options.replicas
+    if least < 1:
+        raise ToMeConfigError(f"{option} {least} is not allowed: it must be 1 or more")
+    if options.max_replicas is None:
+        return least, max(least, options.replicas)
+    if options.max_replicas < least:
+        raise ToMeConfigError(
+            f"--max-replicas {options.max_replicas} is not allowed: {option} is {least}. Raise the one or lower the "
+            "other."
+        )
+    return least, options.max_replicas
 
 
 def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
@@ -199,13 +241,16 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
         if size not in manifest.sizes:
             exported = ", ".join(map(str, manifest.sizes))
             raise ToMeConfigError(f"--size {size} was not exported: it must be one of {exported}")
-    return Limits(
-        sizes=sizes,
-        ratios=manifest.ratios,
-        image_to_image=manifest.image_to_image,
-        merge_map=manifest.merge_map,
-        prompt_characters=options.max_prompt,
-        images=options.max_images,
-        steps=options.max_steps,
-        image_pixels=options.max_pixels,
-    )
+    with naming_options(
+        prompt_characters="--max-prompt", images="--max-images", steps="--max-steps", image_pixels="--max-pixels"
+    ):
+        return Limits(
+            sizes=sizes,
+            ratios=manifest.ratios,
+            image_to_image=manifest.image_to_image,
+            merge_map=manifest.merge_map,
+            prompt_characters=options.max_prompt,
+            images=options.max_images,
+            steps=options.max_steps,
+            image_pixels=options.max_pixels,
+        )

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from ..config import ToMeConfig, parse_settings
+from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError
-from ..evaluation.environment import usable_cores
 from ..evaluation.quality.settings import Evaluation
 from ..evaluation.results import command_line
 from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, Timing, make_arms, make_case

@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 
 from .._version import __version__
+from ..cores import usable_cores
 from ..inference.manifest import sha256
 
 PACKAGE = Path(__file__).parents[1]
@@ -20,7 +21,7 @@ UNRELATED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: deci
 
 
 def describe_environment() -> dict[str, Any]:
-    """Machine, memory, device, threads and versions, ready for JSON."""
+    """Machine, memory, device, threads and versions, ready for JSON. "cores" are the machine's."""
     return {
         "machine": _processor(),
         "cores": os.cpu_count(),
@@ -75,11 +76,6 @@ def model_files(model: str) -> str:
 def _content(file: Path, size: int, modified: int) -> str:
     """SHA-256 of a file, which is read again if its size or the time of its last change differs."""
     return sha256(file)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def commit() -> str:

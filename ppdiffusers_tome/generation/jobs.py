@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL.Image import Image, Resampling
 
-from ..errors import ToMeConfigError, ToMeError
+from ..errors import ParameterError, ToMeConfigError, ToMeError
 from ..inference.manifest import Size, find_ratio
 
 LARGEST_SEED = 2**32 - 1
@@ -185,7 +185,7 @@ class Limits:
             raise ToMeConfigError(f"sizes={self.sizes!r}, ratios={self.ratios!r}: at least one of each is required")
         for name in ("prompt_characters", "images", "steps", "guidance_scale", "image_pixels", "image_side"):
             if not getattr(self, name) > 0:
-                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive")
+                raise ParameterError(name, getattr(self, name), "it must be positive")
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:

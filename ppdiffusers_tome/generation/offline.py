@@ -4,8 +4,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from ..errors import ToMeError
 from ..files import UNFINISHED, write_file
 from ..inference.manifest import MANIFEST, sha256
 from .engine import Engine
-from .jobs import EngineLostError
+from .jobs import AbandonedError, EngineLostError
 from .png import encode_png
 from .prompt_file import Prompt
 
@@ -26,8 +26,9 @@ PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IEND\xaeB`\x82"
 
 # A prompt with its PNG file, or with the reason why it could not be generated.
 ImageResult: TypeAlias = tuple[Prompt, bytes | str]
-# Generates the images of batches of prompts, in any order.
-ImageBackend: TypeAlias = Callable[[Sequence[Sequence[Prompt]]], Iterable[ImageResult]]
+ImageResults: TypeAlias = Generator[ImageResult, None, None]
+# Generates the images of batches of prompts, in any order, until its generator is closed.
+ImageBackend: TypeAlias = Callable[[Sequence[Sequence[Prompt]]], ImageResults]
 # Makes a backend from a function that loads an engine, in the process that needs it.
 MakeImageBackend: TypeAlias = Callable[[Callable[[], Engine]], ImageBackend]
 
@@ -75,8 +76,12 @@ def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int,
         # Rounding depends on the batch size. So the complete list is split into batches, and a batch with a missing
         # image is repeated: a resumed run writes the same bytes as an uninterrupted one.
         batches = [members for members in split(prompts, batch) if not missing.isdisjoint(members)]
-        with tqdm(total=len(prompts), initial=summary.skipped, unit="image", disable=None) as bar:
-            for prompt, result in backend(batches) if batches else ():
+        # The backend is closed as soon as an image cannot be written, so that its workers end before Ray does.
+        with (
+            closing(backend(batches)) as results,
+            tqdm(total=len(prompts), initial=summary.skipped, unit="image", disable=None) as bar,
+        ):
+            for prompt, result in results:
                 if prompt not in missing:
                     continue
                 if isinstance(result, str):
@@ -104,9 +109,10 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 def generate_here(load: Callable[[], Engine]) -> ImageBackend:
     """A backend in this process, with one engine, which is loaded for the first batch."""
 
-    def run(batches: Sequence[Sequence[Prompt]]) -> Iterator[ImageResult]:
-        engine = load()
+    def run(batches: Sequence[Sequence[Prompt]]) -> ImageResults:
+        engine: Engine | None = None
         for batch in batches:
+            engine = engine or load()
             yield from generate_batch(engine, batch)
 
     return run
@@ -117,12 +123,13 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
 
     Raises:
         EngineLostError: the engine is lost, so another one must run the batch.
+        AbandonedError: the engine was stopped.
     """
     jobs = [prompt.job for prompt in batch]
     if len(batch) == 1 or engine.batch_key(jobs[0]) is not None:
         try:
             images = engine.generate(jobs)
-        except EngineLostError:
+        except (EngineLostError, AbandonedError):
             raise
         except Exception as error:  # anything from Paddle: the other prompts may still succeed
             if len(batch) == 1:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil, inf
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -26,10 +27,11 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from ..cores import usable_cores
 from ..errors import ToMeError
 from .engine import Engine
 from .jobs import AbandonedError, EngineLostError, Job
-from .offline import ImageBackend, ImageResult, generate_batch
+from .offline import ImageBackend, ImageResult, ImageResults, generate_batch
 from .prompt_file import Prompt
 
 # What the caller of a process gets if the process or its machine died.
@@ -57,7 +59,7 @@ def ray_session(address: str | None, cpus: float, gpus: float, shows_logs: bool)
         RayError: there is no Ray at that address, it did not start, or this machine has fewer GPUs.
     """
     own = {
-        "num_cpus": max(os.cpu_count() or 1, ceil(cpus)),
+        "num_cpus": max(usable_cores(), ceil(cpus)),
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
@@ -122,11 +124,11 @@ class RemoteEngine:
     Args:
         load: makes the engine; called in the actor, so its files must be on all machines.
         cpus, gpus: reserved by Ray; may be fractions.
-        hung_seconds: duration of a call after which the actor is ended.
-        should_stop: called while the engine loads.
+        hung_seconds: duration of a call after which the actor counts as hung and is ended.
+        should_stop: called while the actor works; when it returns True, the actor is ended, whatever it does.
 
     Raises:
-        AbandonedError: should_stop returned True.
+        AbandonedError: should_stop returned True; all methods may raise it.
         RayError: the engine could not be loaded, or three processes have ended while they loaded it.
     """
 
@@ -139,16 +141,11 @@ class RemoteEngine:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         make = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"control": 1})(EngineProcess).remote
-        self._hung_seconds, self._calls = hung_seconds, 0
-
-        def poll() -> None:
-            if should_stop():
-                raise AbandonedError("stopped while the engine was loading")
-
+        self._hung_seconds, self._should_stop, self._calls = hung_seconds, should_stop, 0
         for attempt in range(ATTEMPTS):
             self._actor = make(load)
             try:
-                described = self._result(self._actor.load.remote(), poll)
+                described = self._result(self._actor.load.remote())
                 self.name, self.sampler, self.methods, self._shares_calls = described
                 return
             except EngineLostError as error:
@@ -163,12 +160,12 @@ class RemoteEngine:
         return job.batch_key if self._shares_calls else None
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """See `Engine.count_tokens`."""
-        return ray.get(self._actor.count_tokens.remote(prompt), timeout=self._hung_seconds)
+        """See `Engine.count_tokens`; raises EngineLostError as `generate` does."""
+        return self._result(self._actor.count_tokens.remote(prompt), self._hung_seconds)
 
     def load_next(self) -> bool:
-        """See `Engine.load_next`."""
-        return self._result(self._actor.load_next.remote(), lambda: None)
+        """See `Engine.load_next`; raises EngineLostError if the actor has died."""
+        return self._result(self._actor.load_next.remote())
 
     def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image]:
         """See `Engine.generate`; should_stop is called several times a second, with the last step known here.
@@ -177,23 +174,31 @@ class RemoteEngine:
             EngineLostError: the actor has died, or its call took too long. This engine must not be used afterwards.
         """
         self._calls += 1
-        start, is_stopped = monotonic(), False
+        is_stopped = False
         progress = self._actor.progress.remote(self._calls, False)
 
         def poll() -> None:
             nonlocal progress, is_stopped
-            if monotonic() - start > self._hung_seconds:
-                raise EngineLostError(f"its pipeline call took longer than {self._hung_seconds:g} s")
             if should_stop is not None and ray.wait([progress], timeout=0)[0]:
                 is_stopped = should_stop(*ray.get(progress)) or is_stopped
                 progress = self._actor.progress.remote(self._calls, is_stopped)
 
-        return self._result(self._actor.generate.remote(self._calls, jobs), poll)
+        return self._result(self._actor.generate.remote(self._calls, jobs), self._hung_seconds, poll)
 
-    def _result(self, call: Any, poll: Callable[[], None]) -> Any:
-        """What the actor returns or raises; `poll` is called meanwhile."""
+    def _result(self, call: Any, most_seconds: float = inf, poll: Callable[[], None] = lambda: None) -> Any:
+        """What the actor returns or raises; `poll` is called meanwhile.
+
+        Raises:
+            EngineLostError: the actor has died, or the call took too long.
+            AbandonedError: should_stop returned True.
+        """
+        end = monotonic() + most_seconds
         try:
             while not ray.wait([call], timeout=POLL_SECONDS)[0]:
+                if self._should_stop():
+                    raise AbandonedError("the engine was stopped")
+                if monotonic() > end:
+                    raise EngineLostError(f"its call took longer than {most_seconds:g} s")
                 poll()
             return ray.get(call)
         except RayTaskError as error:  # the original error, without the remote traceback
@@ -219,55 +224,72 @@ def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0,
 
     Raises (the backend):
         RayError: no engine could be loaded.
+        Exception: anything else that a batch meets outside of its pipeline call.
     """
 
-    def run(batches: Sequence[Sequence[Prompt]]) -> Iterator[ImageResult]:
-        # Batches with the number of the attempt; None is the end.
+    def run(batches: Sequence[Sequence[Prompt]]) -> ImageResults:
+        # Batches with the number of the attempt; None wakes a thread at the end.
         waiting: SimpleQueue[tuple[Sequence[Prompt], int] | None] = SimpleQueue()
-        done: SimpleQueue[Sequence[ImageResult] | Exception] = SimpleQueue()
+        done: SimpleQueue[Sequence[ImageResult] | BaseException | _NotLoaded] = SimpleQueue()
         is_over = Event()
 
         def work() -> None:
             engine: Any = None
-            try:
-                while True:
+            while not is_over.is_set():
+                try:
                     engine = engine or RemoteEngine(load, cpus, gpus, inf, is_over.is_set)
-                    if (item := waiting.get()) is None:
-                        return
-                    batch, attempt = item
-                    try:
-                        done.put(generate_batch(engine, batch))
-                    except EngineLostError:
-                        engine = None
-                        if attempt < ATTEMPTS:
-                            waiting.put((batch, attempt + 1))
-                        elif len(batch) > 1:  # one of its prompts may be the cause
-                            for prompt in batch:
-                                waiting.put(([prompt], 1))
-                        else:
-                            done.put([(batch[0], f"{ATTEMPTS} engines died with this prompt")])
-            except Exception as error:
-                done.put(error)
+                except BaseException as error:
+                    done.put(_NotLoaded(error))
+                    return
+                if (item := waiting.get()) is None or is_over.is_set():
+                    return
+                batch, attempt = item
+                try:
+                    done.put(generate_batch(engine, batch))
+                except EngineLostError:
+                    engine = None
+                    if attempt < ATTEMPTS:
+                        waiting.put((batch, attempt + 1))
+                    elif len(batch) > 1:  # one of its prompts may be the cause
+                        for prompt in batch:
+                            waiting.put(([prompt], 1))
+                    else:
+                        done.put([(batch[0], f"{ATTEMPTS} engines died with this prompt")])
+                except BaseException as error:  # every batch is answered, or the consumer would wait for it
+                    done.put(error)
+                    return
 
         for batch in batches:
             waiting.put((batch, 1))
         threads = [Thread(target=work, daemon=True) for _ in range(min(engines, len(batches)))]
         for thread in threads:
             thread.start()
-        missing, ended = sum(map(len, batches)), 0
+        missing, not_loaded = sum(map(len, batches)), 0
         try:
             while missing:
                 results = done.get()
-                if isinstance(results, Exception):
-                    ended += 1
-                    if ended == len(threads):
-                        raise RayError(f"no engine could be loaded: {getattr(results, 'cause', results)}")
+                if isinstance(results, _NotLoaded):
+                    not_loaded += 1
+                    if not_loaded == len(threads):
+                        cause = getattr(results.error, "cause", results.error)
+                        raise RayError(f"no engine could be loaded: {cause}")
+                elif isinstance(results, BaseException):
+                    raise results
                 else:
                     missing -= len(results)
                     yield from results
         finally:
-            is_over.set()
+            is_over.set()  # ends the processes, also during a batch
             for _ in threads:
                 waiting.put(None)
+            for thread in threads:  # which use Ray, and would start another one after the session
+                thread.join()
 
     return run
+
+
+@dataclass(frozen=True)
+class _NotLoaded:
+    """A thread of `generate_on_ray` has ended, because it could not load an engine."""
+
+    error: BaseException

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import importlib
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,8 @@ from typing import ClassVar
 
 import paddle
 
-from ..errors import ToMeConfigError, ToMeExportError, install_command
+from ..cores import usable_cores
+from ..errors import ParameterError, ToMeExportError, install_command
 from .manifest import Manifest, ProgramFile
 
 MAX_THREADS = 1024  # of one program
@@ -59,7 +59,7 @@ class Runtime(ABC):
     def __post_init__(self) -> None:
         is_count = isinstance(self.threads, int) and not isinstance(self.threads, bool)
         if self.threads is not None and not (is_count and 1 <= self.threads <= MAX_THREADS):
-            raise ToMeConfigError(f"threads={self.threads!r} is not allowed: it must be 1 to {MAX_THREADS}, or None.")
+            raise ParameterError("threads", self.threads, f"it must be 1 to {MAX_THREADS}")
 
     @abstractmethod
     def load(self, folder: Path, file: ProgramFile) -> Program:
@@ -75,7 +75,7 @@ class Runtime(ABC):
 
     def cores(self) -> int:
         """Number of CPU threads of a program."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or usable_cores()
 
 
 def return_memory() -> None:

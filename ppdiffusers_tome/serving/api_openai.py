@@ -22,7 +22,7 @@ from .forms import read_form
 from .handler import DEFAULT_STRENGTH, RequestHandler
 from .middleware import JsonRoute
 from .queue import ImageQueue
-from .tickets import RequestProgress
+from .tickets import RequestProgress, UnavailableError
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
@@ -152,11 +152,12 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 413, 415, 422, 503))
     async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
         """How many tokens a prompt has, and what of it the text encoder does not read."""
-        if queue.engine is None:
-            message = f"the server is not ready: {queue.state}"
-            raise ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
         prompt: str = body.prompt  # type: ignore[attr-defined]
-        tokens, most, cut = await asyncio.to_thread(queue.engine.count_tokens, prompt)
+        try:
+            tokens, most, cut = await asyncio.to_thread(queue.count_tokens, prompt)
+        except UnavailableError as error:
+            headers = {"Retry-After": str(error.retry_after)}
+            raise ApiError(503, str(error), code="unavailable", headers=headers) from None
         return protocol.TokensResponse(tokens=tokens, most=most, cut=cut)
 
     @router.get("/models")

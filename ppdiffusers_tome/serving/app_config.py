@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from math import inf
 
-from ..errors import ToMeConfigError
+from ..errors import ParameterError, ToMeConfigError
 
 KEY_VARIABLE = "PPDIFFUSERS_TOME_API_KEY"
 HOST = re.compile(r"\*|(\*\.)?[^*/:]+|.*:.*:.*")
@@ -48,7 +48,7 @@ class AppConfig:
     def __post_init__(self) -> None:
         for name in ("request_seconds", "body_bytes", "steps"):
             if not 0 < getattr(self, name) < inf:
-                raise ToMeConfigError(f"{name}={getattr(self, name)!r} is not allowed: it must be positive and finite")
+                raise ParameterError(name, getattr(self, name), "it must be positive and finite")
         key = self.api_key
         if key is not None and (not key or not key.isascii() or not key.isprintable() or " " in key):
             raise ToMeConfigError(
@@ -56,12 +56,10 @@ class AppConfig:
             )
         for host in self.hosts:
             if not HOST.fullmatch(host):
-                raise ToMeConfigError(
-                    f"hosts: {host!r} is not allowed: it must be like example.org or *.example.org, or *"
-                )
+                raise ParameterError("hosts", host, "it must be like example.org or *.example.org, or *")
         for origin in self.origins:
             if remedy := _remedy(origin):
-                raise ToMeConfigError(f"origins: {origin!r} is not allowed: {remedy}")
+                raise ParameterError("origins", origin, remedy)
 
     def is_allowed_host(self, header: str) -> bool:
         """Whether a request with this Host header, with or without a port, may be answered."""

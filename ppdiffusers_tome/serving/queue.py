@@ -11,11 +11,21 @@ from time import monotonic
 
 from PIL.Image import Image
 
-from ..errors import ToMeConfigError, ToMeError
+from ..errors import ParameterError, ToMeError
 from ..generation.engine import Engine
 from ..generation.jobs import AbandonedError, EngineLostError, GenerationError, Job, JobError, Limits
 from .prometheus import Metrics
-from .tickets import Call, Progress, QueueFullError, RequestProgress, State, Ticket, UnavailableError
+from .tickets import (
+    Call,
+    Progress,
+    QueueFullError,
+    RequestProgress,
+    State,
+    Ticket,
+    UnavailableError,
+    gather,
+    wait_time,
+)
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0  # seconds for a batch to fill
@@ -40,7 +50,7 @@ class ImageQueue:
             seconds, and given up when they have been idle for ten minutes.
 
     Raises:
-        ToMeConfigError: a number is not allowed, or one request may ask for more images than the queue holds.
+        ParameterError: a number is not allowed, or one request may ask for more images than the queue holds.
     """
 
     def __init__(
@@ -55,18 +65,20 @@ class ImageQueue:
         engines: int = 1,
         most_engines: int = 1,
     ) -> None:
-        for is_allowed, value, reason in (
-            (largest_batch >= 1, f"{largest_batch=}", "it must be 1 or more"),
-            (0 <= batch_wait <= LONGEST_WAIT, f"{batch_wait=}", f"it must be 0 to {LONGEST_WAIT:g} s"),
-            (0 < stuck_seconds < inf, f"{stuck_seconds=}", "it must be positive and finite"),
-            (capacity >= limits.images, f"{capacity=}", f"one request may ask for {limits.images} images"),
-            (engines >= 1, f"{engines=}", "it must be 1 or more"),
-            (most_engines >= engines, f"{most_engines=}", f"it must be {engines} or more"),
-        ):
-            if not is_allowed:
-                raise ToMeConfigError(f"{value} is not allowed: {reason}")
+        if largest_batch < 1:
+            raise ParameterError("largest_batch", largest_batch, "it must be 1 or more")
+        if not 0 <= batch_wait <= LONGEST_WAIT:
+            raise ParameterError("batch_wait", batch_wait, f"it must be 0 to {LONGEST_WAIT:g} s")
+        if not 0 < stuck_seconds < inf:
+            raise ParameterError("stuck_seconds", stuck_seconds, "it must be positive and finite")
+        if capacity < limits.images:
+            raise ParameterError("capacity", capacity, f"one request may ask for {limits.images} images")
+        if engines < 1:
+            raise ParameterError("engines", engines, "it must be 1 or more")
+        if most_engines < engines:
+            raise ParameterError("most_engines", most_engines, f"it must be {engines} or more")
         self.name, self.limits, self.metrics = name, limits, Metrics()
-        self._load, self._capacity = load, capacity
+        self._load, self._capacity, self._min_engines = load, capacity, engines
         self._largest_batch, self._batch_wait, self._stuck_seconds = largest_batch, batch_wait, stuck_seconds
         self._changed = threading.Condition()  # guards all attributes below
         self.state: State = "loading"  # jobs are accepted only while "ready"; "failed" is permanent
@@ -77,31 +89,25 @@ class ImageQueue:
         self._pace = 0.0  # seconds per cost of a call, of late
         self._failures = 0  # in a row
         self.failure: BaseException | None = None  # why the state is "failed"
-        self.engine: Engine | None = None  # the first one, which describes all
+        self._engines: list[Engine] = []  # loaded, and not known to be lost; oldest first
+        # What all engines have in common; read once, because any of them may be lost.
+        self.sampler = "not loaded"  # the scheduler's name in Stable Diffusion's user interfaces
+        self.methods: Mapping[float, str] = {}  # how tokens merge, in words, by ratio
         self._threads = [
             threading.Thread(target=self._work, args=(number >= engines,), name=f"images-{number}")
             for number in range(most_engines)
         ]
-        self._live_threads = most_engines
+        self._busy_threads = engines  # those that load or run an engine
+        self._spare_threads = most_engines - engines  # those that wait until they are needed
         self.metrics.waiting.set_function(lambda: len(self._waiting))
         self.metrics.running.set_function(lambda: self.progress().running)
         self.metrics.ready.set_function(lambda: self.state == "ready")
-        self.metrics.program_loads.set_function(lambda: getattr(self.engine, "program_loads", 0))
+        self.metrics.program_loads.set_function(lambda: sum(getattr(e, "program_loads", 0) for e in [*self._engines]))
 
     def start(self) -> None:
         """Start the threads, which load their engines; after the first one `state` becomes "ready"."""
         for thread in self._threads:
             thread.start()
-
-    @property
-    def sampler(self) -> str:
-        """The scheduler's name in Stable Diffusion's user interfaces."""
-        return self.engine.sampler if self.engine else "not loaded"
-
-    @property
-    def methods(self) -> Mapping[float, str]:
-        """How tokens merge, in words, by ratio."""
-        return self.engine.methods if self.engine else {}
 
     @property
     def is_idle(self) -> bool:
@@ -121,11 +127,20 @@ class ImageQueue:
     def progress(self) -> Progress:
         """The current progress."""
         with self._changed:
-            running, waiting = sum(len(call.tickets) for call in self._calls), len(self._waiting)
-            if not self._calls:
-                return Progress(waiting=waiting)
-            oldest = self._calls[0]
-            return Progress(running, waiting, oldest.step, oldest.steps, oldest.seconds)
+            return Progress.of(self._calls, len(self._waiting))
+
+    def count_tokens(self, prompt: str) -> tuple[int, int, str]:
+        """See `Engine.count_tokens`. An engine that turns out to be lost is replaced, and another one counts.
+
+        Raises:
+            UnavailableError: no engine is loaded now.
+        """
+        for engine in [*self._engines]:
+            try:
+                return engine.count_tokens(prompt)
+            except (EngineLostError, AbandonedError):
+                self._remove(engine)
+        raise UnavailableError("no engine is loaded at the moment", retry_after=5)
 
     async def submit(
         self, jobs: Sequence[Job], load_image: Callable[[], Image] | None, progress: RequestProgress
@@ -200,70 +215,92 @@ class ImageQueue:
             missing = len(self._waiting) + self._reserved + images - self._capacity
             if missing > 0:
                 message = f"{len(self._waiting)} images wait, and the queue holds {self._capacity}"
-                raise QueueFullError(message, max(1, ceil(self._seconds_until_free(missing))))
+                seconds = wait_time(missing, self._waiting, self._calls, self._largest_batch, self._pace)
+                raise QueueFullError(message, max(1, ceil(seconds)))
             self._reserved += images
-
-    def _seconds_until_free(self, images: int) -> float:
-        """The estimated time until this many waiting images have left the queue, by the pace of the latest calls."""
-        pace, cost, waiting = self._pace, 0.0, self._waiting
-        for call in self._calls:
-            cost += call.cost * (1 - call.step / call.steps)
-            if not pace and call.step:  # the first call
-                pace = call.seconds * call.steps / call.step / call.cost
-        while waiting and images > len(batch := self._gather(waiting)[0]):
-            images -= len(batch)
-            cost += sum(ticket.cost for ticket in batch)
-            waiting = [ticket for ticket in waiting if ticket not in batch]
-        return pace * cost / max(1, len(self._calls))
 
     def _work(self, is_temporary: bool) -> None:
         """A thread: load an engine, run batch after batch until closed, and load another engine if it is lost."""
         try:
-            while not is_temporary or self._wait_until_needed():
+            while not self.is_closed and (not is_temporary or self._wait_until_needed()):
                 engine = self._load()
-                with self._changed:
-                    self.engine = self.engine or engine
-                    if self.state == "loading":
-                        self.state = "ready"
+                self._add(engine)
                 try:
-                    idle_seconds, loads = SCALE_DOWN_SECONDS if is_temporary else inf, True
-                    while (call := self._next_call(0.0 if loads else idle_seconds)) or (loads and not self.is_closed):
-                        if call:
-                            self._generate(engine, call)
-                        else:  # while no image waits
-                            loads = engine.load_next()
-                    if not is_temporary:
-                        return
+                    self._run(engine, SCALE_DOWN_SECONDS if is_temporary else inf)
                 except EngineLostError as lost:
                     logger.error("an engine was lost and is replaced: %s", lost)
+                finally:
+                    self._remove(engine)
                 del engine  # ends its process, if it has one
+                if is_temporary:
+                    with self._changed:
+                        self._busy_threads -= 1
+                        self._spare_threads += 1
         except BaseException as error:
             if self.is_closed:
                 return
             logger.error("an image thread has ended: %s", error, exc_info=not isinstance(error, ToMeError))
             with self._changed:
-                self._live_threads -= 1
-                if not self._live_threads:
+                self._busy_threads -= 1
+                # Before the first engine is loaded, the spare threads would fail too.
+                if not self._busy_threads and not (self._spare_threads and self.state == "ready"):
                     self.state, self.failure = "failed", error
                     for ticket in self._waiting:
                         ticket.fail(error)
+                self._changed.notify_all()
 
     def _wait_until_needed(self) -> bool:
-        """Wait until an image has waited for long, and return True; or False if the queue was closed."""
+        """Wait until the thread must load an engine, and return True; or False if the queue was closed.
+
+        It must if an image has waited for long, or if a thread has ended because it could not replace its engine.
+        """
         with self._changed:
             while not self.is_closed:
-                if self._waiting and monotonic() - self._waiting[0].arrived > SCALE_UP_SECONDS:
+                is_late = self._waiting and monotonic() - self._waiting[0].arrived > SCALE_UP_SECONDS
+                if is_late or (self.state == "ready" and self._busy_threads < self._min_engines):
+                    self._busy_threads += 1
+                    self._spare_threads -= 1
                     return True
                 self._changed.wait(1.0)
         return False
 
-    def _next_call(self, idle_seconds: float) -> Call | None:
+    def _add(self, engine: Engine) -> None:
+        """Note that an engine is loaded."""
+        with self._changed:
+            self._engines.append(engine)
+            self.sampler, self.methods = engine.sampler, engine.methods
+            if engine.batch_key(Job("", 64, 64, 0.0, seed=0)) is None:
+                self._largest_batch = 1
+            if self.state == "loading":
+                self.state = "ready"
+
+    def _remove(self, engine: Engine) -> None:
+        """Note that an engine is lost or given up. The thread that runs it replaces it if it is lost."""
+        with self._changed:
+            if engine in self._engines:
+                self._engines.remove(engine)
+                self._changed.notify_all()
+
+    def _run(self, engine: Engine, most_idle_seconds: float) -> None:
+        """Run call after call until the queue is closed, or the engine was idle for so long and is not needed."""
+        loads = True  # whether there are programs to load, which happens while no image waits
+        while True:
+            if call := self._next_call(engine, 0.0 if loads else most_idle_seconds):
+                self._generate(engine, call)
+            elif self.is_closed or (not loads and self._busy_threads > self._min_engines):
+                return
+            elif loads:
+                loads = engine.load_next()
+
+    def _next_call(self, engine: Engine, idle_seconds: float) -> Call | None:
         """Wait for the next call, which then counts as running; None if the queue was closed or idle for so long."""
         with self._changed:
             until = monotonic() + idle_seconds
             while True:
+                if engine not in self._engines:
+                    raise EngineLostError("its process has ended")
                 if self._waiting:
-                    batch, is_open = self._gather(self._waiting)
+                    batch, is_open = gather(self._waiting, self._largest_batch)
                     patience = batch[0].arrived + self._batch_wait - monotonic()
                     if not is_open or patience <= 0 or self.state == "draining":
                         for ticket in batch:
@@ -278,16 +315,6 @@ class ImageQueue:
                 else:
                     self._changed.wait(None if idle_seconds == inf else until - monotonic())
 
-    def _gather(self, waiting: list[Ticket]) -> tuple[list[Ticket], bool]:
-        """The oldest job and those that share its call, and whether more could."""
-        assert self.engine is not None
-        oldest = waiting[0]
-        key = self.engine.batch_key(oldest.job)
-        if key is None or oldest.runs_alone:
-            return [oldest], False
-        compatible = [ticket for ticket in waiting if self.engine.batch_key(ticket.job) == key]
-        return compatible[: self._largest_batch], len(compatible) < self._largest_batch
-
     def _generate(self, engine: Engine, call: Call) -> None:
         """Run a call and deliver its images.
 
@@ -301,8 +328,9 @@ class ImageQueue:
         try:
             images = engine.generate(jobs, lambda *step: call.advance(*step or (0, call.steps)))
             self._deliver(call, images)
-        except AbandonedError:
-            pass
+        except AbandonedError as error:
+            for ticket in tickets:  # are cancelled, unless the engine has stopped without being asked
+                ticket.fail(error)
         except EngineLostError:
             for ticket in tickets:
                 ticket.lost_engines += 1
@@ -330,19 +358,12 @@ class ImageQueue:
     def _deliver(self, call: Call, images: Sequence[Image]) -> None:
         """Note the pace and the duration of a call that has ended, and hand over its images."""
         seconds = call.seconds
+        pace = seconds / call.cost
         with self._changed:
-            self._failures = 0
-            pace = seconds / call.cost
-            self._pace = (pace + (self._pace or pace)) / 2
+            self._failures, self._pace = 0, (pace + (self._pace or pace)) / 2
         self.metrics.batch_seconds.observe(seconds)
         self.metrics.batch_images.observe(len(images))
-        for progress, count in call.requests.items():
-            progress.seconds, progress.batch = progress.seconds + seconds, len(images)
-            progress.step_seconds = call.step_seconds
-            progress.generated += count
-        for ticket, image in zip(call.tickets, images, strict=True):
-            if ticket.future.set_running_or_notify_cancel():
-                ticket.future.set_result(image)
+        call.deliver(images, seconds)
 
     def _repeat(self, tickets: Sequence[Ticket]) -> None:
         """Put tickets that are not done back, to run alone, in front of all that may share a call."""
@@ -355,11 +376,15 @@ class ImageQueue:
     def _check_model(self, engine: Engine, job: Job) -> None:
         """Count a failure if the model fails on a plain job too, so that no client can make /health fail."""
         plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
+        failures = 0
         try:
             engine.generate([plain], lambda *step: self.is_closed)
-            self._failures = 0
+        except EngineLostError:
+            raise
         except Exception:
-            self._failures += 1
+            failures = self._failures + 1
+        with self._changed:
+            self._failures = failures
 
     def _leave(self, future: "Future[Image]") -> None:
         """Count the outcome of a job, and free its place if it still waits."""

@@ -1,6 +1,7 @@
 """Jobs that wait or run, the pipeline calls that they share, how far they are, and why a job is not accepted."""
 
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,6 +31,14 @@ class Progress:
     step: int = 0
     steps: int = 0
     seconds: float = 0.0
+
+    @classmethod
+    def of(cls, calls: "Sequence[Call]", waiting: int) -> "Progress":
+        """The progress of calls, the oldest first, while so many images wait."""
+        if not calls:
+            return cls(waiting=waiting)
+        running, oldest = sum(len(call.tickets) for call in calls), calls[0]
+        return cls(running, waiting, oldest.step, oldest.steps, oldest.seconds)
 
 
 @dataclass(eq=False)
@@ -138,3 +147,44 @@ class Call:
         for progress, images in self.requests.items():
             progress.count(step, steps, images)
         return all(ticket.future.cancelled() for ticket in self.tickets)
+
+    def deliver(self, images: Sequence[Image], seconds: float) -> None:
+        """Hand over the images after the call has taken so many seconds."""
+        for progress, count in self.requests.items():
+            progress.seconds, progress.batch = progress.seconds + seconds, len(images)
+            progress.step_seconds = self.step_seconds
+            progress.generated += count
+        for ticket, image in zip(self.tickets, images, strict=True):
+            if ticket.future.set_running_or_notify_cancel():
+                ticket.future.set_result(image)
+
+
+def gather(waiting: Sequence[Ticket], largest_batch: int) -> tuple[list[Ticket], bool]:
+    """The oldest job and those that share its call, and whether more could."""
+    oldest = waiting[0]
+    key = oldest.job.batch_key
+    if key is None or oldest.runs_alone:
+        return [oldest], False
+    compatible = [ticket for ticket in waiting if ticket.job.batch_key == key]
+    return compatible[:largest_batch], len(compatible) < largest_batch
+
+
+def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], largest_batch: int, pace: float) -> float:
+    """The estimated seconds until this many waiting images have left the queue.
+
+    Args:
+        images: not more than wait.
+        waiting, calls: oldest first.
+        largest_batch: most images in one call.
+        pace: seconds per cost of the latest calls; 0 if none has ended.
+    """
+    cost = 0.0
+    for call in calls:
+        cost += call.cost * (1 - call.step / call.steps)
+        if not pace and call.step:  # the first call
+            pace = call.seconds * call.steps / call.step / call.cost
+    while waiting and images > len(batch := gather(waiting, largest_batch)[0]):
+        images -= len(batch)
+        cost += sum(ticket.cost for ticket in batch)
+        waiting = [ticket for ticket in waiting if ticket not in batch]
+    return pace * cost / max(1, len(calls))

@@ -129,7 +129,7 @@ def draw_missing(arm, sets):
         folder.mkdir(parents=True, exist_ok=True)
         versions = {name: version(name) for name in PACKAGES[STACK]}
         (folder.parent / "versions.json").write_text(json.dumps({"python": platform.python_version(), **versions}))
-        with multiprocessing.get_context("spawn").Pool(os.cpu_count(), load, (arm,)) as pool:
+        with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0)), load, (arm,)) as pool:
             for count, path in enumerate(pool.imap(draw, jobs), 1):
                 print(f"{count} of {len(jobs)}: {path}", flush=True)
 
