@@ -107,7 +107,7 @@ class RequestMiddleware:
             message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
             raise ApiError(403, message, code="origin_not_allowed")
         length = request.headers.get("content-length", "0")
-        if not re.fullmatch("[0-9]{1,4000}", length):  # int() reads more than that, but no larger numbers
+        if not re.fullmatch("[0-9]{1,4000}", length):  # int() reads at most 4,300 digits
             message = f"the Content-Length {length[:50]!r} is not a number of bytes"
             raise ApiError(400, message, code="malformed_request")
         if "transfer-encoding" in request.headers and "content-length" in request.headers:
