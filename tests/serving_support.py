@@ -42,6 +42,7 @@ class FakeEngine:
     """
 
     name, sampler, methods = "fake", "DDIM", {0.5: "ToMe, windows of 16", 0.0: ""}
+    clock = None  # a `Clock`: steps take their time by it, and none by any other
 
     def __init__(self, step_seconds=0.0):
         self.calls = []  # the jobs of every call
@@ -49,6 +50,7 @@ class FakeEngine:
         self.gate = threading.Event()  # while it is not set, every step waits
         self.gate.set()
         self.step_seconds = step_seconds
+        self.pause_at = None  # a step before which the gate closes
         self.started = threading.Semaphore(0)  # released at the start of every call
         self.programs = []  # events: each loads when it is set
 
@@ -62,7 +64,7 @@ class FakeEngine:
 
     def load_next(self):
         if self.programs:
-            self.programs[0].wait(5)
+            self.programs[0].wait(60)
             self.programs.pop(0)
         return bool(self.programs)
 
@@ -70,10 +72,15 @@ class FakeEngine:
         self.calls.append(list(jobs))
         self.started.release()
         for step in range(jobs[0].steps):
+            if step == self.pause_at:
+                self.gate.clear()
             while not self.gate.wait(0.01):
                 if should_stop(step, jobs[0].steps):
                     raise AbandonedError("gone")
-            sleep(self.step_seconds)
+            if self.clock is None:
+                sleep(self.step_seconds)
+            else:
+                self.clock.now += self.step_seconds
             if should_stop(step + 1, jobs[0].steps):
                 raise AbandonedError("gone")
             self.steps_done += 1
@@ -85,19 +92,29 @@ class FakeEngine:
         return [Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0)) for job in jobs]
 
 
+class Clock:
+    """Seconds that only a test moves, in place of time.monotonic()."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
 class Running:
     """A running server, its parts, and clients for tests."""
 
     def __init__(self, queue, server, engine, port, thread):
         self.queue, self.server, self.engine, self.port, self.thread = queue, server, engine, port, thread
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path, body=None, **rest):
         return self.http.post(path, json=body, **rest) if body is not None else self.http.post(path, **rest)
 
     def connect(self):
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def count(self, name, **labels):
         return self.queue.metrics.registry.get_sample_value(f"ppdiffusers_tome_{name}", labels) or 0
@@ -136,7 +153,7 @@ def serving(engine=None, limits=LIMITS, config=None, load=None, name="fake", sec
         listener.close()
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=120):
     """Wait until condition() is true; fail after `seconds`."""
     end = monotonic() + seconds
     while not condition():

@@ -1,5 +1,6 @@
 """The queue behind HTTP: bounded, batched, cancelled with its clients, drained, never stuck."""
 
+import json
 import pickle
 import socket
 import threading
@@ -7,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import inf, nan
-from time import monotonic, sleep
 
 import httpx
 import pytest
-from serving_support import IMAGE, LIMITS, OPENAI, TEXT, FakeEngine, events_of, serving, until
+from serving_support import IMAGE, LIMITS, OPENAI, TEXT, Clock, FakeEngine, events_of, serving, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.errors import ParameterError
 from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError
 from ppdiffusers_tome.serving import queue as queue_module
+from ppdiffusers_tome.serving import tickets
 from ppdiffusers_tome.serving.app_config import AppConfig
 from ppdiffusers_tome.serving.queue import ImageQueue
 from ppdiffusers_tome.serving.tickets import Progress
@@ -32,11 +33,20 @@ def pool():
         yield executor
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the queue. Its `batch_wait` must be 0, because time stands still while it waits."""
+    clock = Clock()
+    monkeypatch.setattr(queue_module, "monotonic", clock)
+    monkeypatch.setattr(tickets, "monotonic", clock)
+    return clock
+
+
 def block(server, pool, seed=99):
     """Send one request that stays in the engine; returns its future."""
     server.engine.gate.clear()
     blocking = pool.submit(ask, server, seed, steps=1)
-    assert server.engine.started.acquire(timeout=10)
+    assert server.engine.started.acquire(timeout=60)
     return blocking
 
 
@@ -103,37 +113,38 @@ def fill(server, pool, steps):
     """Send one request that runs and three that wait, all incompatible; returns their futures."""
     calls = [partial(ask, server, seed, steps=steps, guidance_scale=2.0 + seed) for seed in range(4)]
     first = pool.submit(calls[0])
-    assert server.engine.started.acquire(timeout=10)
+    assert server.engine.started.acquire(timeout=60)
     others = [pool.submit(call) for call in calls[1:]]
     wait_for_queue(server, 3)
     return [first, *others]
 
 
-def test_retry_after_estimates_when_there_is_room(pool):
+def test_retry_after_estimates_when_there_is_room(pool, clock):
     """The waiting images take much longer than earlier ones: 50 steps instead of 2, and one per call."""
-    with serving(FakeEngine(0.03), capacity=3, largest_batch=2) as server:
+    with serving(FakeEngine(0.03), capacity=3, largest_batch=2, batch_wait=0) as server:
+        server.engine.clock = clock
         assert ask(server, steps=2).status_code == 200
-        assert server.engine.started.acquire(timeout=10)
-        server.engine.gate.clear()
+        assert server.engine.started.acquire(timeout=60)
+        server.engine.pause_at = 20
         requests = fill(server, pool, steps=50)
+        until(lambda: server.queue.progress().step == 20)
+        refused = [ask(server, n=images, steps=1) for images in (1, 2, 3)]
+        assert [answer.status_code for answer in refused] == 3 * [429]
+        # The running image needs another 0.9 s, after which one place is free, and those behind it 1.5 s each.
+        assert [answer.headers["retry-after"] for answer in refused] == ["1", "3", "4"]
+        server.engine.pause_at = None
         server.engine.gate.set()
-        estimates, start = [], monotonic()
-        while (refused := ask(server, n=3, steps=1)).status_code == 429:
-            estimates.append((monotonic() - start, int(refused.headers["retry-after"])))
-            sleep(0.1)
-        passed = monotonic() - start
-        assert 4 < passed < 30, "three batches"
-        for at, estimate in estimates:
-            assert (passed - at) / 2 - 1 <= estimate <= 2 * (passed - at) + 1, (at, estimate, passed)
         assert [one.result().status_code for one in requests] == 4 * [200]
 
 
-def test_retry_after_during_the_first_call(pool):
-    with serving(FakeEngine(0.1), capacity=3) as server:
+def test_retry_after_during_the_first_call(pool, clock):
+    with serving(FakeEngine(0.1), capacity=3, batch_wait=0) as server:
+        server.engine.clock, server.engine.pause_at = clock, 5
         requests = fill(server, pool, steps=50)
-        until(lambda: server.queue.progress().step >= 5)
-        assert 3 <= int(ask(server).headers["retry-after"]) <= 7, "the running image needs another 4.5 s"
-        server.engine.step_seconds = 0.0
+        until(lambda: server.queue.progress().step == 5)
+        assert ask(server).headers["retry-after"] == "5", "the running image needs another 4.5 s"
+        server.engine.pause_at = None
+        server.engine.gate.set()
         assert [one.result().status_code for one in requests] == 4 * [200]
 
 
@@ -157,32 +168,45 @@ def test_numbers_that_are_not_allowed_are_named(name, value):
     assert (caught.value.name, str(pickle.loads(pickle.dumps(caught.value)))) == (name, str(caught.value))
 
 
-def test_progress(pool):
-    with serving() as server:
+def test_progress(pool, clock):
+    with serving(batch_wait=0) as server:
         assert server.queue.progress() == Progress()
         blocking = block(server, pool)
         behind = [pool.submit(ask, server, seed, steps=40) for seed in range(2)]
         wait_for_queue(server, 2)
         progress = server.queue.progress()
         assert (progress.running, progress.waiting, progress.step, progress.steps) == (1, 2, 0, 1)
-        server.engine.step_seconds = 0.01
+        server.engine.clock, server.engine.step_seconds, server.engine.pause_at = clock, 0.25, 20
         server.engine.gate.set()
-        until(lambda: server.queue.progress().step >= 20)
-        server.engine.gate.clear()
-        progress = server.queue.progress()
-        assert progress.running == 2 and progress.waiting == 0 and progress.steps == 40
-        assert 20 <= progress.step <= 40 and 0.2 <= progress.seconds < 20
+        until(lambda: server.queue.progress().step == 20)
+        assert server.queue.progress() == Progress(running=2, waiting=0, step=20, steps=40, seconds=5.0)
+        server.engine.pause_at = None
         server.engine.gate.set()
         assert [one.result().status_code for one in (blocking, *behind)] == 3 * [200]
         until(lambda: server.queue.progress() == Progress())
 
 
-def test_stuck_call_is_unhealthy(pool):
-    with serving(stuck_seconds=0.3) as server:
-        assert server.queue.unhealthy_reason is None
+def test_seconds_of_an_image_do_not_include_the_queue(pool, clock):
+    with serving(batch_wait=0) as server:
         blocking = block(server, pool)
-        until(lambda: server.queue.unhealthy_reason)
-        assert "one pipeline call has been running for" in server.queue.unhealthy_reason
+        with server.http.stream("POST", OPENAI, json={"prompt": "fox", "stream": True, "steps": 3}) as answer:
+            events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+            assert next(events)["position"] == 1
+            clock.now += 1000
+            server.engine.clock, server.engine.step_seconds = clock, 0.5
+            server.engine.gate.set()
+            *_, completed = events
+        assert completed["seconds"] == 1.5 and completed["step_seconds"] == [0.5, 0.5, 0.5]
+        assert blocking.result().status_code == 200
+
+
+def test_stuck_call_is_unhealthy(pool, clock):
+    with serving(stuck_seconds=600, batch_wait=0) as server:
+        blocking = block(server, pool)
+        clock.now += 600
+        assert server.queue.unhealthy_reason is None
+        clock.now += 1
+        assert server.queue.unhealthy_reason == "one pipeline call has been running for 601 s"
         server.engine.gate.set()
         assert blocking.result().status_code == 200
         until(lambda: server.queue.unhealthy_reason is None)
@@ -220,7 +244,7 @@ def test_failures_that_requests_cause_are_healthy():
 
 
 def test_timeout_is_504_and_frees_the_engine(pool):
-    with serving(config=AppConfig(request_seconds=0.3, steps=2)) as server:
+    with serving(config=AppConfig(request_seconds=1.0, steps=2)) as server:
         blocking = block(server, pool)
         behind, stream = pool.submit(ask, server), pool.submit(ask, server, stream=True)
         assert blocking.result().status_code == behind.result().status_code == 504
@@ -262,7 +286,7 @@ def test_disconnection_while_running_stops_the_call(how):
     with serving(FakeEngine(0.05)) as server:
         stream = b"true" if how == "stream" else b"false"
         client = send_and_keep_open(server, b'{"prompt": "fox", "steps": 50, "stream": %s}' % stream)
-        assert server.engine.started.acquire(timeout=10)
+        assert server.engine.started.acquire(timeout=60)
         if how == "stream":
             until(lambda: b"image_generation.progress" in client.recv(4096))
         if how == "reset":
@@ -284,7 +308,7 @@ def test_batch_continues_for_remaining_clients(pool):
         server.engine.step_seconds = 0.01
         server.engine.gate.set()
         assert blocking.result().status_code == 200
-        assert server.engine.started.acquire(timeout=10)
+        assert server.engine.started.acquire(timeout=60)
         server.engine.gate.clear()
         leaves.close()
         until(lambda: server.requests(499) == 1)
@@ -364,7 +388,7 @@ def test_draining_finishes_accepted_requests_and_refuses_others(pool):
         server.engine.gate.set()
         assert blocking.result().status_code == behind.result().status_code == 200
         until(lambda: server.server.should_exit)
-        sleep(0.3)
+        server.thread.join()
         with pytest.raises(httpx.TransportError):
             ask(server)
 
@@ -502,10 +526,10 @@ def test_engines_follow_the_load(pool, monkeypatch):
         until(lambda: len(engines) == 2)
         engines[0].gate.set()
         assert [one.result().status_code for one in requests] == 2 * [200]
-        sleep(1)
+        until(lambda: server.queue._engines == engines[:1])  # the second one was given up
         engines[0].gate.clear()
         requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
-        until(lambda: len(engines) == 3)  # the second one was given up
+        until(lambda: len(engines) == 3)
         engines[0].gate.set()
         assert [one.result().status_code for one in requests] == 2 * [200]
 

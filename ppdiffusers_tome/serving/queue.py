@@ -170,7 +170,8 @@ class ImageQueue:
             with self._changed:
                 self._reserved -= len(jobs)
         progress.images = len(jobs)
-        tickets = [Ticket(job, progress) for job in jobs]
+        arrived = monotonic()
+        tickets = [Ticket(job, progress, arrived) for job in jobs]
         futures = [ticket.future for ticket in tickets]
         for ticket in tickets:
             ticket.future.add_done_callback(self._leave)  # without the ticket: a cycle would keep the image in memory
@@ -306,7 +307,7 @@ class ImageQueue:
                         for ticket in batch:
                             ticket.progress.position = 0
                         self._set_waiting([ticket for ticket in self._waiting if ticket not in batch])
-                        call = Call(batch, batch[0].job.steps_to_run)
+                        call = Call(batch, batch[0].job.steps_to_run, monotonic())
                         self._calls.append(call)
                         return call
                     self._changed.wait(patience)

@@ -90,8 +90,8 @@ class Ticket:
 
     job: Job
     progress: RequestProgress  # of its request
+    arrived: float  # by time.monotonic()
     future: "Future[Image]" = field(default_factory=Future)
-    arrived: float = field(default_factory=monotonic)
     runs_alone: bool = False  # because a call that it shared has failed
     lost_engines: int = 0
 
@@ -113,12 +113,12 @@ class Ticket:
 
 @dataclass(eq=False)
 class Call:
-    """A pipeline call that is running; `since` is by time.monotonic(), and `step` the number of finished steps."""
+    """A pipeline call that is running."""
 
     tickets: list[Ticket]
     steps: int
-    step: int = 0
-    since: float = field(default_factory=monotonic)
+    since: float  # by time.monotonic()
+    step: int = 0  # the number of finished steps
     step_times: list[float] | None = field(default_factory=list)  # the end of each step; None: not all were reported
 
     @property
