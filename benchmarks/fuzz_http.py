@@ -52,8 +52,9 @@ def before_call(context, case, kwargs):
     if body.get("enable_hr"):  # the only exported size, and nothing of what a second pass does not support
         body |= {"hr_scale": 1, "hr_resize_x": 0, "hr_resize_y": 0, "hr_second_pass_steps": 0, "denoising_strength": 1}
         body |= dict.fromkeys(("hr_upscaler", "hr_prompt", "hr_negative_prompt"), "")
-        body |= dict.fromkeys(("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler"), "")
-    if int((body.get("denoising_strength") or 0.75) * (body.get("steps") or 1)) < 1:
+        body |= dict.fromkeys(("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "firstpass_image"), "")
+    strength = body.get("denoising_strength")
+    if "init_images" in body and int((0.75 if strength is None else strength) * (body.get("steps") or 1)) < 1:
         body["denoising_strength"] = 1.0
 
 
