@@ -11,7 +11,7 @@ from pydantic import Field
 from .._version import __version__
 from ..generation.jobs import LARGEST_SEED, Job, Limits, SecondPass
 from ..generation.png import describe, describe_merging
-from . import protocol
+from . import protocol, protocol_webui
 from .api_errors import responses
 from .app_config import AppConfig
 from .handler import DEFAULT_STRENGTH, RequestHandler
@@ -64,7 +64,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         "token_merging_ratio_hr": ratio_or_0,
         "token_merging_ratio_img2img": ratio_or_0,
     }
-    NewOptions = narrow(protocol.Options, new_options)
+    NewOptions = narrow(protocol_webui.Options, new_options)
     fields = {
         "prompt": types["prompt"] | None,
         "negative_prompt": types["negative_prompt"],
@@ -79,7 +79,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         "height": types["height"],
         "override_settings": NewOptions | None,
     }
-    second_pass_one_of = protocol.second_pass_one_of
+    second_pass_one_of = protocol_webui.second_pass_one_of
     of_second_pass = {
         "firstpass_image": second_pass_one_of(list),
         "hr_upscaler": second_pass_one_of(lambda: ["Lanczos", "Latent"]),
@@ -87,14 +87,14 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         "hr_sampler_name": second_pass_one_of(
             lambda: ["Use same sampler", *DEFAULT_SAMPLERS, queue.sampler, *_aliases(queue.sampler)]
         ),
-        "hr_scheduler": second_pass_one_of(lambda: ["Use same scheduler", *protocol.OFF["scheduler"]]),
+        "hr_scheduler": second_pass_one_of(lambda: ["Use same scheduler", *protocol_webui.OFF["scheduler"]]),
         "hr_prompt": second_pass_one_of(list),
         "hr_negative_prompt": second_pass_one_of(list),
     }
-    FromText = narrow(protocol.TwoPassRequest, fields | of_second_pass)
-    FromImage = narrow(protocol.ImageToImageRequest, fields | {"enable_hr": protocol.only(bool, False)})
+    FromText = narrow(protocol_webui.TwoPassRequest, fields | of_second_pass)
+    FromImage = narrow(protocol_webui.ImageToImageRequest, fields | {"enable_hr": protocol.only(bool, False)})
     errors = partial(responses, protocol.WebuiErrorResponse, 411, 413, 415, 422)
-    options = protocol.Options(
+    options = protocol_webui.Options(
         sd_model_checkpoint=queue.name,
         sd_vae="Automatic",
         token_merging_ratio=limits.ratios[0],
@@ -104,16 +104,16 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     )
 
     @router.post("/txt2img", responses=errors(409, 429, 500, 503, 504))
-    async def text_to_image(body: FromText, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
+    async def text_to_image(body: FromText, request: Request) -> protocol_webui.WebuiResponse:  # type: ignore[valid-type]
         return await answer(request, body)
 
     @router.post("/img2img", responses=errors(409, 429, 500, 503, 504))
-    async def image_to_image(body: FromImage, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
+    async def image_to_image(body: FromImage, request: Request) -> protocol_webui.WebuiResponse:  # type: ignore[valid-type]
         return await answer(request, body)
 
-    async def answer(request: Request, values: protocol.TextRequest) -> protocol.WebuiResponse:
-        image = values.init_images[0] if isinstance(values, protocol.ImageToImageRequest) else None
-        own = values.override_settings or protocol.Options()
+    async def answer(request: Request, values: protocol_webui.TextRequest) -> protocol_webui.WebuiResponse:
+        image = values.init_images[0] if isinstance(values, protocol_webui.ImageToImageRequest) else None
+        own = values.override_settings or protocol_webui.Options()
         unknown_fields.log(values)
         unknown_fields.log(own, "override_settings.")
         changes = _set_options(own)
@@ -122,7 +122,7 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         if image is not None:  # the order of stable-diffusion-webui
             ratio = changes.get("token_merging_ratio") or settings["token_merging_ratio_img2img"] or ratio
         strength = DEFAULT_STRENGTH if values.denoising_strength is None else values.denoising_strength
-        if isinstance(values, protocol.TwoPassRequest) and values.enable_hr:
+        if isinstance(values, protocol_webui.TwoPassRequest) and values.enable_hr:
             second_ratio = settings["token_merging_ratio_hr"] or ratio
             second_pass = _second_pass(values, second_ratio, strength, limits, config.steps)
         jobs = handler.make_jobs(
@@ -141,13 +141,13 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         if values.override_settings_restore_afterwards is False:
             change_options(own)
         images = await handler.generate(request, jobs, image, RequestProgress())
-        return protocol.WebuiResponse(
+        return protocol_webui.WebuiResponse(
             images=[] if values.send_images is False else images,
             parameters=_parameters(values, jobs[0]),
             info=_info(values, jobs, queue).model_dump_json(),
         )
 
-    def change_options(new: protocol.Options) -> None:
+    def change_options(new: protocol_webui.Options) -> None:
         for name, value in _set_options(new).items():
             setattr(options, name, value)
 
@@ -164,18 +164,18 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         return {}
 
     @router.get("/progress")
-    async def show_progress() -> protocol.ProgressResponse:
+    async def show_progress() -> protocol_webui.ProgressResponse:
         """The progress of the current pipeline call, which may be of the other interface."""
         now = queue.progress()
         share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
-        state = protocol.ProgressState(
+        state = protocol_webui.ProgressState(
             job_count=now.running + now.waiting, sampling_step=now.step, sampling_steps=now.steps
         )
         eta = now.seconds * (1 / share - 1) if share else 0.0
-        return protocol.ProgressResponse(progress=share, eta_relative=eta, state=state)
+        return protocol_webui.ProgressResponse(progress=share, eta_relative=eta, state=state)
 
     @router.get("/options")
-    async def show_options() -> protocol.Options:
+    async def show_options() -> protocol_webui.Options:
         return options
 
     @router.post("/options", responses=errors())
@@ -223,7 +223,7 @@ class _UnknownFields:
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def log(self, values: protocol.Lenient, prefix: str = "") -> None:
+    def log(self, values: protocol_webui.Lenient, prefix: str = "") -> None:
         """Log the names, without the values, which may be secret."""
         for name in values.model_extra or {}:
             shown = prefix + name[:100]
@@ -232,14 +232,14 @@ class _UnknownFields:
                 logger.warning("/sdapi/v1: ignored a field that the request does not have here: %r", shown)
 
 
-def _set_options(new: protocol.Options) -> dict[str, Any]:
+def _set_options(new: protocol_webui.Options) -> dict[str, Any]:
     """The known options that are set; clients send an empty model for the server's."""
-    values = new.model_dump(include=set(protocol.Options.model_fields))
+    values = new.model_dump(include=set(protocol_webui.Options.model_fields))
     return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 def _second_pass(
-    values: protocol.TwoPassRequest, ratio: float, strength: float, limits: Limits, default_steps: int
+    values: protocol_webui.TwoPassRequest, ratio: float, strength: float, limits: Limits, default_steps: int
 ) -> SecondPass:
     """The second pass of a request; sizes as stable-diffusion-webui computes them."""
     height, width = limits.sizes[0]
@@ -263,7 +263,7 @@ def _aliases(sampler: str) -> list[str]:
     return [short, f"k_{short}"]
 
 
-def _parameters(values: protocol.TextRequest, job: Job) -> dict[str, Any]:
+def _parameters(values: protocol_webui.TextRequest, job: Job) -> dict[str, Any]:
     """The request with its defaults, without images unless it asks for them."""
     parameters = values.model_dump(include=set(type(values).model_fields))
     if values.override_settings is not None:
@@ -278,10 +278,10 @@ def _parameters(values: protocol.TextRequest, job: Job) -> dict[str, Any]:
     return parameters
 
 
-def _info(values: protocol.TextRequest, jobs: list[Job], queue: ImageQueue) -> protocol.GenerationInfo:
+def _info(values: protocol_webui.TextRequest, jobs: list[Job], queue: ImageQueue) -> protocol_webui.GenerationInfo:
     first, seeds = jobs[0], [job.seed for job in jobs]
     strength = first.strength if first.second_pass is None else first.second_pass.strength
-    return protocol.GenerationInfo(
+    return protocol_webui.GenerationInfo(
         prompt=first.prompt,
         all_prompts=[job.prompt for job in jobs],
         negative_prompt=first.negative_prompt,
