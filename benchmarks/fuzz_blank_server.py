@@ -18,6 +18,9 @@ class BlankEngine:
     def batch_key(self, job):
         return None
 
+    def count_tokens(self, prompt):
+        return len(prompt), 77, prompt[77:]
+
     def load_next(self):
         return False
 

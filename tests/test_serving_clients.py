@@ -1,11 +1,13 @@
-"""Common clients with a real server: OpenAI's packages for Python and JavaScript, and webuiapi."""
+"""Common clients with a real server: those that are packages, and the requests that others send."""
 
 import base64
 import io
 import json
+import logging
 import os
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -15,16 +17,27 @@ import openai
 import pytest
 import webuiapi
 from PIL import Image
-from serving_support import LIMITS, serving, until
+from serving_support import IMAGE, LIMITS, TEXT, serving, until
+from webui_requests import CLIENTS, IMAGE_CLIENTS, IMAGE_DEFAULTS, INFO_TYPES, TEXT_DEFAULTS
 
 from ppdiffusers_tome.generation.jobs import Job, SecondPass
 from ppdiffusers_tome.inference.manifest import Size
+from ppdiffusers_tome.serving.api_webui import MAX_LOGGED_NAMES
 from ppdiffusers_tome.serving.app_config import AppConfig
 
 KEY = "correct-horse"
 NODE = shutil.which("node")
 JAVASCRIPT = Path(__file__).parents[1] / "build" / "javascript" / "node_modules"
 DATA_URL = "data:image/png;base64,"
+
+
+def _png():
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+START = _png()  # of image-to-image
 
 
 @pytest.fixture(scope="module")
@@ -311,20 +324,54 @@ def test_webui_default_size(webui):
 
 
 def test_webui_options(webui, server):
-    ratios = {"token_merging_ratio": 0.5, "token_merging_ratio_hr": 0.0}
-    assert webui.get_options() == {"sd_model_checkpoint": "fake", **ratios, "CLIP_stop_at_last_layers": 1}
+    ratios = {"token_merging_ratio": 0.5, "token_merging_ratio_hr": 0.0, "token_merging_ratio_img2img": 0.0}
+    others = {"sd_vae": "Automatic", "CLIP_stop_at_last_layers": 1}
+    assert webui.get_options() == {"sd_model_checkpoint": "fake", **ratios, **others}
     webui.set_options(webui.get_options())
     webui.util_set_model("fake")
-    webui.set_options({"token_merging_ratio": 0.0})
+    webui.set_options({"token_merging_ratio": 0.0, "sd_model_checkpoint": "", "sd_vae": "", "outdir_samples": "/"})
     try:
+        assert webui.get_options() == {"sd_model_checkpoint": "fake", **ratios, "token_merging_ratio": 0, **others}
         webui.txt2img(width=64, height=48, override_settings={"CLIP_stop_at_last_layers": 1})
-        assert server.engine.calls[-1][0].ratio == 0 and webui.get_options()["token_merging_ratio"] == 0
+        assert server.engine.calls[-1][0].ratio == 0
         webui.txt2img(width=64, height=48, override_settings={"token_merging_ratio": 0.5})
         assert server.engine.calls[-1][0].ratio == 0.5
-        for name, value in (("token_merging_ratio", 0.3), ("CLIP_stop_at_last_layers", 2), ("outdir_samples", "/")):
+        for name, value in (("token_merging_ratio", 0.3), ("CLIP_stop_at_last_layers", 2), ("sd_vae", "other.pt")):
             assert webui.set_options({name: value})["detail"][0]["loc"] == ["body", name]
     finally:
         webui.set_options({"token_merging_ratio": 0.5})
+
+
+def test_webui_options_of_a_request_that_does_not_restore_them(webui):
+    settings = {"token_merging_ratio": 0.0}
+    webui.txt2img(width=64, height=48, override_settings=settings)
+    assert webui.get_options()["token_merging_ratio"] == 0.5
+    webui.txt2img(width=64, height=48, override_settings=settings, override_settings_restore_afterwards=False)
+    assert webui.get_options()["token_merging_ratio"] == 0
+    webui.set_options({"token_merging_ratio": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "expected"),
+    [
+        ({"token_merging_ratio_img2img": 0.5}, {}, 0.5),
+        ({}, {"token_merging_ratio_img2img": 0.5}, 0.5),
+        ({}, {"token_merging_ratio_img2img": 0}, 0.25),
+        ({}, {}, 0.25),
+        ({"token_merging_ratio_img2img": 0.5}, {"token_merging_ratio": 0.25}, 0.25),
+        ({}, {"token_merging_ratio_img2img": 0.5, "token_merging_ratio": 0}, 0.5),
+        ({}, {"token_merging_ratio": 0}, 0),
+    ],
+)
+def test_webui_ratio_of_image_to_image(options, settings, expected):
+    """The order of stable-diffusion-webui's StableDiffusionProcessingImg2Img.get_token_merging_ratio."""
+    with serving(limits=replace(LIMITS, ratios=(0.25, 0.5, 0.0))) as server:
+        assert server.post("/sdapi/v1/options", options).status_code == 200
+        fields = {"init_images": [START], "override_settings": settings}
+        assert server.post(IMAGE, fields).status_code == 200
+        assert server.engine.calls[-1][0].ratio == expected
+        assert server.post(TEXT, {"override_settings": settings}).status_code == 200
+        assert server.engine.calls[-1][0].ratio == settings.get("token_merging_ratio", 0.25)
 
 
 def test_webui_progress_skip_and_interrupt(webui, server):
@@ -358,3 +405,174 @@ def test_webui_progress_skip_and_interrupt(webui, server):
     webui.util_wait_for_ready(check_interval=0.01)
     assert server.engine.steps_done == before, "they ended at the next step"
     assert webui.txt2img(width=64, height=48).info["steps"] == 3, "the server continues"
+
+
+# Requests as stable-diffusion-webui reads them
+
+
+@pytest.fixture(scope="module")
+def open_server():
+    """Without a key, and with the size that stable-diffusion-webui generates by default."""
+    with serving(limits=replace(LIMITS, sizes=(Size(64, 64), Size(512, 512)))) as server:
+        yield server
+
+
+@pytest.mark.parametrize("nulls", [False, True], ids=["defaults", "nulls"])
+@pytest.mark.parametrize(("path", "defaults"), [(TEXT, TEXT_DEFAULTS), (IMAGE, IMAGE_DEFAULTS)])
+def test_webui_defaults_are_accepted(open_server, path, defaults, nulls):
+    """All fields of its schema, as the default and as null; the answer has all that its answers have."""
+    image = {"init_images": [START]} if path == IMAGE else {}
+    body = (dict.fromkeys(defaults) if nulls else defaults) | image
+    answer = open_server.post(path, body)
+    assert answer.status_code == 200, answer.text
+    answered = answer.json()
+    assert answered["parameters"].keys() >= defaults.keys()
+    info = json.loads(answered["info"])
+    assert info.keys() == INFO_TYPES.keys()
+    for name, kind in INFO_TYPES.items():
+        assert isinstance(info[name], kind), (name, info[name])
+        assert isinstance(info[name], bool) == (kind is bool), (name, info[name])
+    sizes = {"width": 64, "height": 64} if nulls else {"width": 512, "height": 512}
+    assert sizes.items() <= info.items() and sizes.items() <= answered["parameters"].items()
+    assert info["sampler_name"] == "DDIM" and info["denoising_strength"] == (0.75 if path == IMAGE else None)
+    if not nulls:
+        echoed = {name: answered["parameters"][name] for name in defaults}
+        assert echoed == defaults, "without the image, for which it does not ask"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_webui_clients_get_images(open_server, client):
+    answer = open_server.post(TEXT, CLIENTS[client])
+    assert answer.status_code == 200, answer.text
+    job = open_server.engine.calls[-1][0]
+    assert (job.prompt, job.strength, job.second_pass) == (CLIENTS[client]["prompt"], None, None)
+
+
+@pytest.mark.parametrize("client", IMAGE_CLIENTS)
+def test_webui_clients_get_images_from_an_image(open_server, client):
+    """Without a Content-Type, as Dify sent its body at first."""
+    body = json.dumps({**IMAGE_CLIENTS[client], "init_images": [START]}).encode()
+    answer = open_server.http.post(IMAGE, content=body)
+    assert answer.status_code == 200, answer.text
+    assert open_server.engine.calls[-1][0].strength == 0.9
+    asked = IMAGE_CLIENTS[client].get("include_init_images")
+    assert answer.json()["parameters"]["init_images"] == ([START] if asked else None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"denoising_strength": 0},
+        {"denoising_strength": 7},
+        {"s_noise": 0},
+        {"s_tmax": 1e9, "s_tmin": 0.5},
+        {"save_images": True},
+        {"clip_skip": 1},
+        {"clip_skip": "1"},
+        {"sampler_index": "Euler"},
+        {"sampler_name": "Euler a", "sampler_index": ""},
+        {"scheduler": "normal"},
+        {"override_settings": {"sd_vae": "Automatic"}},
+        {"override_settings": {"sd_vae": "None", "token_merging_ratio": "0.5"}},
+        {"override_settings": {}},
+        {"steps": "3", "cfg_scale": "1.0", "width": "64", "seed": "-1", "batch_size": 1.0},
+        {"restore_faces": "false", "send_images": "true", "enable_hr": 0},
+        {"script_args": ["of no script"], "comments": {"any": "text"}, "force_task_id": "task(1)"},
+        {"subseed": 9, "image_cfg_scale": 1.5, "refiner_switch_at": 0.8},
+        {"firstpass_image": "unused", "hr_upscaler": "R-ESRGAN 4x+", "hr_prompt": "unused", "hr_scale": 0},
+        {"colour": 1, "n": 1, "__class__": "x", "model_fields": {}},
+    ],
+    ids=str,
+)
+def test_webui_fields_that_change_no_image_are_accepted(open_server, change):
+    answer = open_server.post(TEXT, {"prompt": "fox", **change})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["images"]
+
+
+def test_webui_second_pass_that_repeats_the_first_passes_fields(open_server):
+    """Nothing else than the first pass's prompt, sampler, schedule and model is asked for."""
+    same = {"hr_prompt": "fox", "hr_negative_prompt": "red", "hr_checkpoint_name": "fake"}
+    for sampler, scheduler in (("DDIM", "Automatic"), ("Euler", "normal"), ("Use same sampler", "Use same scheduler")):
+        body = {"prompt": "fox", "negative_prompt": "red", "enable_hr": "true", "hr_scale": "1", **same}
+        answer = open_server.post(TEXT, {**body, "hr_sampler_name": sampler, "hr_scheduler": scheduler})
+        assert answer.status_code == 200, answer.text
+        assert open_server.engine.calls[-1][0].second_pass.strength == 0.75
+    for name in ("hr_prompt", "hr_negative_prompt", "hr_checkpoint_name", "hr_sampler_name", "hr_scheduler"):
+        refused = open_server.post(TEXT, {"prompt": "fox", "enable_hr": True, "hr_scale": 1, name: "another"})
+        assert refused.status_code == 422 and refused.json()["detail"][0]["loc"] == ["body", name]
+    refused = open_server.post(TEXT, {"enable_hr": True, "hr_scale": 1, "firstpass_image": START})
+    assert refused.status_code == 422 and refused.json()["detail"][0]["loc"] == ["body", "firstpass_image"]
+
+
+def test_webui_without_images(open_server):
+    answer = open_server.post(TEXT, {"prompt": "fox", "send_images": False}).json()
+    assert answer["images"] == [] and json.loads(answer["info"])["prompt"] == "fox"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 1024, "height": 1024}, "1024 was not exported: width x height must be one of 64x48, 64x64"),
+        ({"width": "64", "height": 512}, "512 was not exported: width x height must be one of 64x48, 64x64"),
+        ({"enable_hr": True}, "128x96 was not exported: width x height must be one of 64x48, 64x64"),
+        ({"enable_hr": True, "hr_scale": 0}, "128x96 was not exported"),
+        ({"enable_hr": True, "hr_resize_x": 100, "hr_resize_y": 90}, "100x90 was not exported"),
+    ],
+)
+def test_webui_size_that_was_not_exported(change, message):
+    with serving() as server:
+        answer = server.post(TEXT, {"prompt": "fox", **change})
+        assert answer.status_code == 422 and message in answer.json()["detail"][0]["msg"]
+
+
+def test_webui_unknown_fields_are_named_once_in_the_log(caplog):
+    def logged():
+        records = [record for record in caplog.records if record.name == "ppdiffusers_tome.serving.api_webui"]
+        return [record.getMessage().rpartition(": ")[2] for record in records]
+
+    with serving() as server, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            body = {"auth": "secret", "a\nforged": 1, "override_settings": {"outdir_samples": "/"}}
+            assert server.post(TEXT, body).status_code == 200
+        assert server.post("/sdapi/v1/options", {"auth": "secret", "samples_format": "jpg"}).status_code == 200
+        names = ["'auth'", r"'a\nforged'", "'override_settings.outdir_samples'", "'samples_format'"]
+        assert logged() == names and "secret" not in caplog.text
+        many = {f"{index} {1000 * 'x'}": 1 for index in range(2 * MAX_LOGGED_NAMES)}
+        assert server.post(TEXT, many).status_code == 200
+        assert len(logged()) == MAX_LOGGED_NAMES and max(map(len, logged())) < 200
+
+
+# A client with strict types
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="sd-backend-client needs Python 3.11")
+def test_sd_backend_client(server):
+    """It raises where a field of an answer is missing or has another type than stable-diffusion-webui's."""
+    from sd_backend_client import A1111Webservice, connect_to_backend
+    from sd_backend_client.api.webui.diffusion_request_body import DiffusionRequestBody
+
+    backend = connect_to_backend(server.url, credentials_provider=lambda: ("anybody", KEY))
+    assert isinstance(backend, A1111Webservice)
+    with closing(backend._session):
+        assert [one.name for one in backend.list_checkpoints()] == ["fake"]
+        assert [one.display_name for one in backend.list_samplers()] == ["DDIM"]
+        assert [one.display_name for one in backend.list_schedulers()] == ["Automatic"]
+        assert [one.name for one in backend.list_upscalers()] == ["Lanczos"]
+        assert backend.list_vaes() == backend.list_loras() == backend.list_hypernetworks() == []
+        assert backend.list_controlnet_models() == backend.get_styles() == backend.get_latent_upscale_modes() == []
+        capabilities = backend.get_capabilities()
+        assert capabilities.scheduler and not capabilities.controlnet and not capabilities.interrogate
+        assert backend.progress_check().progress == 0
+        assert backend.get_config()["sd_model_checkpoint"] == "fake"
+        backend.set_config({"sd_model_checkpoint": "fake"})
+
+        fields = {"prompt": "fox", "width": 64, "height": 48, "seed": 5, "sd_model_name": "fake", "n_iter": 2}
+        result = backend.submit_txt2img(DiffusionRequestBody(**fields)).wait(60)
+        assert [image.getpixel((0, 0))[0] for image in result.images] == result.seeds == [5, 6]
+        assert result.raw_info.sampler_name == "DDIM" and result.raw_info.denoising_strength is None
+        start = Image.new("RGB", (64, 48), "red")
+        body = DiffusionRequestBody(**fields, init_images=[start], denoising_strength=0.5)
+        result = backend.submit_img2img(body).wait(60)
+        assert result.raw_info.denoising_strength == 0.5 and server.engine.calls[-1][0].strength == 0.5
+        assert backend.interrupt() == {}

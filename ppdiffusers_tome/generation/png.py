@@ -11,7 +11,7 @@ from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .._version import __version__
 from ..inference.manifest import Size
-from .jobs import Job, JobError, Limits, SecondPass
+from .jobs import Job, JobError, Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
 MOST_SCANS = 100  # of a JPEG, which has about ten. Stops files of a few KB that take minutes to decode
@@ -31,33 +31,36 @@ class Source(Protocol):
 
 def describe(job: Job, source: Source) -> str:
     """How an image was made, in the format that stable-diffusion-webui writes and reads ("infotext")."""
-    method = source.methods.get(job.ratio, "")
-    facts = {
+    facts: dict[str, Any] = {
         "Steps": job.steps,
         "Sampler": source.sampler,
         "CFG scale": job.guidance_scale,
         "Seed": job.seed,
         "Size": job.size,
-        "Model": _quoted(source.name),
-        **({} if job.strength is None else {"Denoising strength": job.strength}),
-        "Token merging ratio": job.ratio,
-        **({"Token merging method": _quoted(method)} if method else {}),
-        **({} if job.second_pass is None else describe_second_pass(job.second_pass)),
-        "Version": f"ppdiffusers_tome {__version__}",
+        "Model": source.name,
     }
+    if job.strength is not None:
+        facts["Denoising strength"] = job.strength
+    facts |= describe_merging(job, source)
+    facts["Version"] = f"ppdiffusers_tome {__version__}"
     negative = f"\nNegative prompt: {job.negative_prompt}" if job.negative_prompt else ""
-    return f"{job.prompt}{negative}\n{', '.join(f'{name}: {value}' for name, value in facts.items())}"
+    return f"{job.prompt}{negative}\n{', '.join(f'{name}: {_quoted(str(value))}' for name, value in facts.items())}"
 
 
-def describe_second_pass(second: SecondPass) -> dict[str, Any]:
-    """The second pass in stable-diffusion-webui's words."""
-    return {
-        "Denoising strength": second.strength,
-        "Hires resize": str(second.size),
-        "Hires steps": second.steps,
-        "Hires upscaler": "Lanczos",
-        "Token merging ratio hr": second.ratio,
-    }
+def describe_merging(job: Job, source: Source) -> dict[str, Any]:
+    """How tokens merge, and the second pass, in stable-diffusion-webui's words."""
+    facts: dict[str, Any] = {"Token merging ratio": job.ratio}
+    method = source.methods.get(job.ratio, "")
+    if method:
+        facts["Token merging method"] = method
+    second = job.second_pass
+    if second is not None:
+        facts["Denoising strength"] = second.strength
+        facts["Hires resize"] = str(second.size)
+        facts["Hires steps"] = second.steps
+        facts["Hires upscaler"] = "Lanczos"
+        facts["Token merging ratio hr"] = second.ratio
+    return facts
 
 
 def encode_png(image: Image.Image, job: Job, source: Source) -> bytes:

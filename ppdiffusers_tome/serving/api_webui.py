@@ -1,6 +1,6 @@
 """The API of stable-diffusion-webui ("A1111"): txt2img, img2img, and the other paths that its clients use."""
 
-import json
+import logging
 import time
 from functools import partial
 from typing import Annotated, Any
@@ -10,8 +10,8 @@ from pydantic import Field
 
 from .._version import __version__
 from ..generation.jobs import LARGEST_SEED, Job, Limits, SecondPass
-from ..generation.png import describe, describe_second_pass
-from . import protocol
+from ..generation.png import describe, describe_merging
+from . import protocol, protocol_webui
 from .api_errors import responses
 from .app_config import AppConfig
 from .handler import DEFAULT_STRENGTH, RequestHandler
@@ -33,8 +33,13 @@ NAMES = {
     "second_pass.strength": "denoising_strength",
     "second_pass.image": "enable_hr",
 }
-# webuiapi's defaults, which cannot be distinguished from a choice. `info` contains the sampler that was used.
-DEFAULT_SAMPLERS = ("", "Euler a")
+# Defaults of stable-diffusion-webui and webuiapi, which cannot be distinguished from a choice. `info` contains the
+# sampler that was used.
+DEFAULT_SAMPLERS = ("", "Euler", "Euler a")
+# What stable-diffusion-webui lists, and an exported folder does not have
+EMPTY_LISTS = ("latent-upscale-modes", "loras", "prompt-styles", "sd-vae")
+MAX_LOGGED_NAMES = 100  # of unknown fields, so that clients cannot fill the log
+logger = logging.getLogger(__name__)
 
 
 def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
@@ -42,65 +47,109 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
     router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
     limits, types = queue.limits, protocol.bounds(queue.limits)
     handler = RequestHandler(queue, config, NAMES)
-    model = protocol.one_of(str, lambda: [queue.name], f"this server has one model: {queue.name}")
+    unknown_fields = _UnknownFields()
+    model = protocol.one_of(str, lambda: ["", queue.name], f"this server has one model: {queue.name}")
     sampler = protocol.one_of(
         str,
         lambda: [*DEFAULT_SAMPLERS, queue.sampler, *_aliases(queue.sampler)],
         "requests cannot change the exported scheduler: see /sdapi/v1/samplers",
     )
-    ratio, ratio_hr = (
+    ratio, ratio_or_0 = (
         protocol.one_of(float, partial(tuple, allowed), f"it must be one of {', '.join(map(str, allowed))}")
         for allowed in (limits.ratios, dict.fromkeys((0.0, *limits.ratios)))
     )
-    new_options = {"sd_model_checkpoint": model, "token_merging_ratio": ratio, "token_merging_ratio_hr": ratio_hr}
-    NewOptions = narrow(protocol.Options, new_options)
-    fields = {
-        **protocol.OFF,
-        **{name: types[name] for name in ("prompt", "negative_prompt", "width", "height", "steps")},
-        **dict.fromkeys(("batch_size", "n_iter"), types["images"]),
-        **dict.fromkeys(("sampler_name", "sampler_index"), sampler),
-        "cfg_scale": types["guidance_scale"],
-        "override_settings": NewOptions | None,
-        "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED), protocol.WHOLE] | None,
+    new_options = {
+        "sd_model_checkpoint": model,
+        "token_merging_ratio": ratio,
+        "token_merging_ratio_hr": ratio_or_0,
+        "token_merging_ratio_img2img": ratio_or_0,
     }
-    FromText = narrow(protocol.TwoPassRequest, fields)
-    FromImage = narrow(protocol.ImageToImageRequest, fields)
+    NewOptions = narrow(protocol_webui.Options, new_options)
+    fields = {
+        "prompt": types["prompt"] | None,
+        "negative_prompt": types["negative_prompt"],
+        "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED)] | None,
+        "sampler_name": sampler,
+        "sampler_index": sampler,
+        "batch_size": types["images"],
+        "n_iter": types["images"],
+        "steps": types["steps"],
+        "cfg_scale": types["guidance_scale"],
+        "width": types["width"],
+        "height": types["height"],
+        "override_settings": NewOptions | None,
+    }
+    second_pass_one_of = protocol_webui.second_pass_one_of
+    of_second_pass = {
+        "firstpass_image": second_pass_one_of(list),
+        "hr_upscaler": second_pass_one_of(lambda: ["Lanczos", "Latent"]),
+        "hr_checkpoint_name": second_pass_one_of(lambda: ["Use same checkpoint", queue.name]),
+        "hr_sampler_name": second_pass_one_of(
+            lambda: ["Use same sampler", *DEFAULT_SAMPLERS, queue.sampler, *_aliases(queue.sampler)]
+        ),
+        "hr_scheduler": second_pass_one_of(lambda: ["Use same scheduler", *protocol_webui.OFF["scheduler"]]),
+        "hr_prompt": second_pass_one_of(list),
+        "hr_negative_prompt": second_pass_one_of(list),
+    }
+    FromText = narrow(protocol_webui.TwoPassRequest, fields | of_second_pass)
+    FromImage = narrow(protocol_webui.ImageToImageRequest, fields | {"enable_hr": protocol.only(bool, False)})
     errors = partial(responses, protocol.WebuiErrorResponse, 413, 415, 422)
-    options = protocol.Options(
+    options = protocol_webui.Options(
         sd_model_checkpoint=queue.name,
+        sd_vae="Automatic",
         token_merging_ratio=limits.ratios[0],
         token_merging_ratio_hr=0.0,
+        token_merging_ratio_img2img=0.0,
         CLIP_stop_at_last_layers=1,
     )
 
     @router.post("/txt2img", responses=errors(409, 429, 500, 503, 504))
-    async def text_to_image(body: FromText, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
+    async def text_to_image(body: FromText, request: Request) -> protocol_webui.WebuiResponse:  # type: ignore[valid-type]
         return await answer(request, body)
 
     @router.post("/img2img", responses=errors(409, 429, 500, 503, 504))
-    async def image_to_image(body: FromImage, request: Request) -> protocol.WebuiResponse:  # type: ignore[valid-type]
+    async def image_to_image(body: FromImage, request: Request) -> protocol_webui.WebuiResponse:  # type: ignore[valid-type]
         return await answer(request, body)
 
-    async def answer(request: Request, values: protocol.TextRequest) -> protocol.WebuiResponse:
-        image = values.init_images[0] if isinstance(values, protocol.ImageToImageRequest) else None
-        own = values.override_settings or protocol.Options()
-        settings = options.model_dump() | own.model_dump(exclude_none=True)
+    async def answer(request: Request, values: protocol_webui.TextRequest) -> protocol_webui.WebuiResponse:
+        image = values.init_images[0] if isinstance(values, protocol_webui.ImageToImageRequest) else None
+        own = values.override_settings or protocol_webui.Options()
+        unknown_fields.log(values)
+        unknown_fields.log(own, "override_settings.")
+        changes = _set_options(own)
+        settings = options.model_dump() | changes
         ratio, second_pass = settings["token_merging_ratio"], None
-        if isinstance(values, protocol.TwoPassRequest) and values.enable_hr:
-            second_pass = _second_pass(values, settings["token_merging_ratio_hr"] or ratio, limits, config.steps)
+        if image is not None:  # the order of stable-diffusion-webui
+            ratio = changes.get("token_merging_ratio") or settings["token_merging_ratio_img2img"] or ratio
+        strength = DEFAULT_STRENGTH if values.denoising_strength is None else values.denoising_strength
+        if isinstance(values, protocol_webui.TwoPassRequest) and values.enable_hr:
+            second_ratio = settings["token_merging_ratio_hr"] or ratio
+            second_pass = _second_pass(values, second_ratio, strength, limits, config.steps)
         jobs = handler.make_jobs(
             (values.batch_size or 1) * (values.n_iter or 1),
             None if values.seed == -1 else values.seed,
-            **values.model_dump(include={"prompt", "negative_prompt", "width", "height", "steps"}),
+            prompt=values.prompt or "",
+            negative_prompt=values.negative_prompt,
+            width=values.width,
+            height=values.height,
+            steps=values.steps,
             guidance_scale=values.cfg_scale,
             ratio=ratio,
-            strength=None if image is None else values.denoising_strength or DEFAULT_STRENGTH,
+            strength=None if image is None else strength,
             second_pass=second_pass,
         )
+        if values.override_settings_restore_afterwards is False:
+            change_options(own)
         images = await handler.generate(request, jobs, image, RequestProgress())
-        parameters = values.model_dump(include=set(protocol.TextRequest.model_fields))
-        info = json.dumps(_info(values, jobs, queue))
-        return protocol.WebuiResponse(images=images, parameters=parameters, info=info)
+        return protocol_webui.WebuiResponse(
+            images=[] if values.send_images is False else images,
+            parameters=_parameters(values, jobs[0]),
+            info=_info(values, jobs, queue).model_dump_json(),
+        )
+
+    def change_options(new: protocol_webui.Options) -> None:
+        for name, value in _set_options(new).items():
+            setattr(options, name, value)
 
     @router.post("/interrupt")
     async def interrupt() -> dict[str, Any]:
@@ -115,26 +164,25 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         return {}
 
     @router.get("/progress")
-    async def show_progress() -> protocol.ProgressResponse:
+    async def show_progress() -> protocol_webui.ProgressResponse:
         """The progress of the current pipeline call, which may be of the other interface."""
         now = queue.progress()
         share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
-        state = {"skipped": False, "interrupted": False, "job": "", "job_timestamp": "", "job_no": 0}
-        state |= {"job_count": now.running + now.waiting, "sampling_step": now.step, "sampling_steps": now.steps}
+        state = protocol_webui.ProgressState(
+            job_count=now.running + now.waiting, sampling_step=now.step, sampling_steps=now.steps
+        )
         eta = now.seconds * (1 / share - 1) if share else 0.0
-        return protocol.ProgressResponse(progress=share, eta_relative=eta, state=state)
+        return protocol_webui.ProgressResponse(progress=share, eta_relative=eta, state=state)
 
     @router.get("/options")
-    async def show_options() -> protocol.Options:
+    async def show_options() -> protocol_webui.Options:
         return options
 
     @router.post("/options", responses=errors())
     async def set_options(body: NewOptions) -> None:  # type: ignore[valid-type]
         """Set the default ratios of requests; other options accept only their current value."""
-        values: protocol.Options = body
-        for name, value in values:
-            if value is not None:
-                setattr(options, name, value)
+        unknown_fields.log(body)
+        change_options(body)
 
     @router.get("/scripts")
     async def list_scripts() -> dict[str, list[str]]:
@@ -145,23 +193,59 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
         return [{"name": queue.sampler, "aliases": _aliases(queue.sampler), "options": {}}]
 
     @router.get("/schedulers")
-    async def list_schedulers() -> list[dict[str, str]]:
-        return [{"name": "automatic", "label": "Automatic"}]
+    async def list_schedulers() -> list[dict[str, Any]]:
+        unused = {"aliases": None, "default_rho": -1, "need_inner_model": False}
+        return [{"name": "automatic", "label": "Automatic", **unused}]
+
+    @router.get("/upscalers")
+    async def list_upscalers() -> list[dict[str, Any]]:
+        """What enlarges the image before a second pass."""
+        return [{"name": "Lanczos", "model_name": None, "model_path": None, "model_url": None, "scale": 4}]
 
     @router.get("/sd-models")
     async def list_models() -> list[dict[str, str | None]]:
         no_file = {"hash": None, "sha256": None, "filename": "", "config": None}
         return [{"title": queue.name, "model_name": queue.name, **no_file}]
 
+    async def list_nothing() -> list[dict[str, str]]:
+        """There are none."""
+        return []
+
+    for name in EMPTY_LISTS:
+        router.add_api_route(f"/{name}", list_nothing, methods=["GET"])
+
     return router
 
 
-def _second_pass(values: protocol.TwoPassRequest, ratio: float, limits: Limits, default_steps: int) -> SecondPass:
+class _UnknownFields:
+    """Names the unknown fields of requests in the log, each once, and at most `MAX_LOGGED_NAMES`."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, values: protocol_webui.Lenient, prefix: str = "") -> None:
+        """Log the names, without the values, which may be secret."""
+        for name in values.model_extra or {}:
+            shown = prefix + name[:100]
+            if shown not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
+                self._logged.add(shown)
+                logger.warning("/sdapi/v1: ignored a field that the request does not have here: %r", shown)
+
+
+def _set_options(new: protocol_webui.Options) -> dict[str, Any]:
+    """The known options that are set; clients send an empty model for the server's."""
+    values = new.model_dump(include=set(protocol_webui.Options.model_fields))
+    return {name: value for name, value in values.items() if value not in (None, "")}
+
+
+def _second_pass(
+    values: protocol_webui.TwoPassRequest, ratio: float, strength: float, limits: Limits, default_steps: int
+) -> SecondPass:
     """The second pass of a request; sizes as stable-diffusion-webui computes them."""
     height, width = limits.sizes[0]
     height, width = values.height or height, values.width or width
     x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
-    scale = 2.0 if values.hr_scale is None else values.hr_scale
+    scale = values.hr_scale or 2.0
     if not x and not y:
         x, y = int(width * scale), int(height * scale)
     return SecondPass(
@@ -169,7 +253,7 @@ def _second_pass(values: protocol.TwoPassRequest, ratio: float, limits: Limits, 
         width=x or y * width // height,
         ratio=ratio,
         steps=values.hr_second_pass_steps or values.steps or default_steps,
-        strength=values.denoising_strength or DEFAULT_STRENGTH,
+        strength=strength,
     )
 
 
@@ -179,26 +263,43 @@ def _aliases(sampler: str) -> list[str]:
     return [short, f"k_{short}"]
 
 
-def _info(values: protocol.TextRequest, jobs: list[Job], queue: ImageQueue) -> dict[str, Any]:
-    """The fields of stable-diffusion-webui's `info`; the sampler is the exported one."""
-    first, seeds, second = jobs[0], [job.seed for job in jobs], jobs[0].second_pass
-    method = queue.methods.get(first.ratio, "")
-    return {
-        **{"prompt": first.prompt, "all_prompts": [job.prompt for job in jobs]},
-        **{"negative_prompt": first.negative_prompt, "all_negative_prompts": [job.negative_prompt for job in jobs]},
-        **{"seed": first.seed, "all_seeds": seeds, "subseed": first.seed, "all_subseeds": seeds},
-        **{"subseed_strength": 0, "seed_resize_from_w": 0, "seed_resize_from_h": 0},
-        **{"width": first.width, "height": first.height, "steps": first.steps, "cfg_scale": first.guidance_scale},
-        **({} if first.strength is None else {"denoising_strength": first.strength}),
-        **({} if second is None else {"denoising_strength": second.strength}),
-        **{"sampler_name": queue.sampler, "sd_model_name": queue.name, "sd_model_hash": None, "clip_skip": 1},
-        **{"batch_size": values.batch_size or 1, "index_of_first_image": 0, "styles": [], "restore_faces": False},
-        **{"face_restoration_model": None, "is_using_inpainting_conditioning": False},
-        "extra_generation_params": {
-            "Token merging ratio": first.ratio,
-            **({"Token merging method": method} if method else {}),
-            **({} if second is None else describe_second_pass(second)),
-        },
-        "infotexts": [describe(job, queue) for job in jobs],
-        **{"job_timestamp": time.strftime("%Y%m%d%H%M%S"), "version": f"ppdiffusers_tome {__version__}"},
-    }
+def _parameters(values: protocol_webui.TextRequest, job: Job) -> dict[str, Any]:
+    """The request with its defaults, without images unless it asks for them."""
+    parameters = values.model_dump(include=set(type(values).model_fields))
+    if values.override_settings is not None:
+        parameters["override_settings"] = values.override_settings.model_dump(exclude_unset=True)
+    if not parameters.get("include_init_images"):
+        images = {"init_images", "latent_mask", "firstpass_image"} & parameters.keys()
+        parameters |= dict.fromkeys(images)
+    parameters["steps"] = job.steps
+    parameters["cfg_scale"] = job.guidance_scale
+    parameters["width"] = job.width
+    parameters["height"] = job.height
+    return parameters
+
+
+def _info(values: protocol_webui.TextRequest, jobs: list[Job], queue: ImageQueue) -> protocol_webui.GenerationInfo:
+    first, seeds = jobs[0], [job.seed for job in jobs]
+    strength = first.strength if first.second_pass is None else first.second_pass.strength
+    return protocol_webui.GenerationInfo(
+        prompt=first.prompt,
+        all_prompts=[job.prompt for job in jobs],
+        negative_prompt=first.negative_prompt,
+        all_negative_prompts=[job.negative_prompt for job in jobs],
+        seed=first.seed,
+        all_seeds=seeds,
+        subseed=first.seed,
+        all_subseeds=seeds,
+        width=first.width,
+        height=first.height,
+        sampler_name=queue.sampler,
+        cfg_scale=first.guidance_scale,
+        steps=first.steps,
+        batch_size=values.batch_size or 1,
+        sd_model_name=queue.name,
+        denoising_strength=strength,
+        extra_generation_params=describe_merging(first, queue),
+        infotexts=[describe(job, queue) for job in jobs],
+        job_timestamp=time.strftime("%Y%m%d%H%M%S"),
+        version=f"ppdiffusers_tome {__version__}",
+    )

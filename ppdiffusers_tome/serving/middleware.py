@@ -140,7 +140,11 @@ class RequestMiddleware:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body must be JSON with that content type, which browsers send for no page without a preflight."""
+    """A route whose body must be JSON, with that content type or none.
+
+    Browsers send JSON for a page of another origin only after a preflight. They may send a body without a type, but
+    with an Origin, which `RequestMiddleware` checks.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
@@ -154,7 +158,8 @@ class JsonRoute(APIRoute):
 class _JsonRequest(Request):
     async def body(self) -> bytes:
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        # Some clients send no type, as stable-diffusion-webui allows. The Origin check of POST requests protects.
+        if kind not in ("", "application/json"):
             message = "the body must be sent as Content-Type: application/json"
             raise ApiError(415, message, code="unsupported_media_type")
         return await super().body()

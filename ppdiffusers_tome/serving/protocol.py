@@ -1,4 +1,4 @@
-"""Requests and responses as pydantic models: OpenAI's images API and stable-diffusion-webui's ("A1111").
+"""Requests and responses as pydantic models: what both interfaces share, and OpenAI's images API.
 
 The schema contains all bounds; `narrow` adds those that depend on the export and the command line.
 """
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 
-from ..generation.jobs import LONGEST_SCHEDULE, Limits
+from ..generation.jobs import Limits
 from ..inference.manifest import STRICT
 from .tickets import State
 
@@ -21,7 +21,7 @@ class Strict(BaseModel):
     model_config = STRICT
 
 
-Request = TypeVar("Request", bound=Strict)
+Request = TypeVar("Request", bound=BaseModel)
 
 
 # In JSON Schema, 3.0 is an integer; true and "3" are not
@@ -63,7 +63,13 @@ def bounds(limits: Limits) -> dict[str, Any]:
 
     def side(of_sizes: Iterable[int]) -> Any:
         choices = sorted({*of_sizes})
-        return one_of(Integer, lambda: choices, f"it must be one of the exported values: {sizes}")
+
+        def check(value: int) -> int:
+            if value not in choices:
+                raise ValueError(f"{value!s:.20} was not exported: width x height must be one of {sizes}")
+            return value
+
+        return Annotated[int, AfterValidator(check), Field(json_schema_extra={"enum": [*choices]})] | None
 
     return {
         "prompt": Annotated[str, Field(json_schema_extra={"maxLength": limits.prompt_characters})],
@@ -242,110 +248,6 @@ class ErrorEvent(OpenAIErrorResponse):
     """Ends a stream that has already begun with status 200."""
 
     type: Literal["error"] = "error"
-
-
-# stable-diffusion-webui. Fields of features that do not exist here are accepted with values that switch them off.
-_EMPTY = Field(max_length=0)
-Pixels = Annotated[int, Field(ge=0, le=8192), WHOLE]
-_TYPES: dict[str, Any] = {
-    "mask refiner_checkpoint script_name": only(str, ""),
-    "alwayson_scripts comments": Annotated[dict[str, Any], _EMPTY] | None,
-    "script_args styles": Annotated[list[Any], _EMPTY] | None,
-    "restore_faces tiling include_init_images save_images": only(bool, False),
-    "send_images override_settings_restore_afterwards": only(bool, True),
-    "firstphase_width firstphase_height resize_mode subseed_strength": only(float, 0),
-    "s_churn s_min_uncond s_tmax s_tmin": only(float, 0),
-    "initial_noise_multiplier s_noise": only(float, 1),
-    "eta": only(float, 0, 1),  # webuiapi always sends 1; no sampler here takes it
-    # Settings of features that are off, and of files that are never written. Clients always send them.
-    "do_not_save_samples do_not_save_grid disable_extra_networks inpaint_full_res": bool | None,
-    "mask_blur mask_blur_x mask_blur_y": float | None,
-    "inpainting_fill inpaint_full_res_padding inpainting_mask_invert image_cfg_scale": float | None,
-    "subseed seed_resize_from_h seed_resize_from_w refiner_switch_at": float | None,
-}
-OFF = {name: kind for names, kind in _TYPES.items() for name in names.split()}
-
-
-class Options(Strict):
-    """Options of the server, or of one request."""
-
-    sd_model_checkpoint: str | None = None
-    token_merging_ratio: float | None = None
-    token_merging_ratio_hr: Annotated[float | None, Field(description="0: token_merging_ratio")] = None
-    CLIP_stop_at_last_layers: only(Integer, 1) = None  # type: ignore[valid-type]
-
-
-class TextRequest(Strict):
-    """Images to generate from text."""
-
-    prompt: str = ""
-    negative_prompt: str | None = None
-    seed: int | None = Field(None, description="-1 or absent: random; the answer contains it")
-    batch_size: int | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
-    n_iter: int | None = Field(None, description="the number of images is batch_size times n_iter")
-    steps: int | None = None
-    cfg_scale: float | None = None
-    width: int | None = None
-    height: int | None = None
-    sampler_name: str | None = None
-    sampler_index: str | None = None
-    scheduler: Literal["", "automatic", "Automatic"] | None = None
-    override_settings: Options | None = None
-    denoising_strength: float | None = Field(None, gt=0, le=1)
-
-
-def _second_pass_text(*values: str) -> Any:
-    """The type of a text that must be absent, empty or one of the values if there is a second pass."""
-    reason = f"the second pass supports only {' or '.join(map(json.dumps, ('', *values)))}"
-
-    def check(text: str, info: ValidationInfo) -> str:
-        if info.data.get("enable_hr") and text not in ("", *values):
-            raise ValueError(reason)
-        return text
-
-    return Annotated[str, Field(max_length=10_000), AfterValidator(check)] | None
-
-
-class TwoPassRequest(TextRequest):
-    """Images to generate from text, and to enlarge and denoise again if `enable_hr` is true."""
-
-    enable_hr: bool | None = Field(None, description="a second pass at a larger exported size; see docs/serving.md")
-    hr_scale: float | None = Field(None, ge=0, le=16, description="of width and height; 2 if absent")
-    hr_resize_x: Pixels | None = Field(None, description="width instead of hr_scale, 0: from hr_resize_y")
-    hr_resize_y: Pixels | None = Field(None, description="height instead of hr_scale, 0: from hr_resize_x")
-    hr_second_pass_steps: Annotated[int, Field(ge=0, le=LONGEST_SCHEDULE), WHOLE] | None = Field(
-        None, description="that run; 0 or absent: steps"
-    )
-    # Of these, the second pass accepts what every client sends, and nothing else.
-    hr_upscaler: _second_pass_text("Lanczos", "Latent") = Field(  # type: ignore[valid-type]
-        None, description="Lanczos, whatever a client sends by default"
-    )
-    hr_prompt: _second_pass_text() = None  # type: ignore[valid-type]
-    hr_negative_prompt: _second_pass_text() = None  # type: ignore[valid-type]
-    hr_checkpoint_name: _second_pass_text("Use same checkpoint") = None  # type: ignore[valid-type]
-    hr_sampler_name: _second_pass_text("Use same sampler") = None  # type: ignore[valid-type]
-    hr_scheduler: _second_pass_text("Use same scheduler", "automatic", "Automatic") = None  # type: ignore[valid-type]
-
-
-class ImageToImageRequest(TextRequest):
-    """Images to generate from an image, which is resized to width and height."""
-
-    enable_hr: only(bool, False) = None  # type: ignore[valid-type]
-    init_images: list[str] = Field(min_length=1, max_length=1, description="PNG, JPEG or WEBP in base64 or a data URL")
-
-
-class WebuiResponse(BaseModel):
-    images: list[str]
-    parameters: dict[str, Any]
-    info: str
-
-
-class ProgressResponse(BaseModel):
-    progress: float
-    eta_relative: float
-    state: dict[str, Any]
-    current_image: None = None
-    textinfo: None = None
 
 
 class WebuiErrorResponse(BaseModel):

@@ -1,0 +1,248 @@
+"""Requests and responses of stable-diffusion-webui's API ("A1111"), version 1.10, as pydantic models."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from ..generation.jobs import LONGEST_SCHEDULE
+
+# Most clients send all fields of the schema, whatever they use.
+# These fields ask for features that do not exist here, unless they have one of these values, or null.
+OFF: dict[str, tuple[Any, ...]] = {
+    "CLIP_stop_at_last_layers": (1,),
+    "alwayson_scripts": ({},),
+    "clip_skip": (1,),
+    "eta": (0, 1),  # webuiapi always sends 1. No sampler here takes it, or s_noise
+    "firstphase_height": (0,),
+    "firstphase_width": (0,),
+    "infotext": ("",),
+    "initial_noise_multiplier": (0, 1),  # Dify always sends 0, which would start without noise
+    "mask": ("",),
+    "refiner_checkpoint": ("", "None"),
+    "resize_mode": (0,),
+    "restore_faces": (False,),
+    "s_churn": (0,),
+    "s_min_uncond": (0,),
+    "s_noise": (0, 1),
+    "scheduler": ("", "automatic", "Automatic", "normal", "Normal"),  # some clients send "normal" by default
+    "script_name": ("",),
+    "sd_vae": ("", "Automatic", "None"),
+    "styles": ([],),
+    "subseed_strength": (0,),
+    "tiling": (False,),
+}
+
+
+def _show_off(schema: dict[str, Any]) -> None:
+    """Add the values of `OFF` to the JSON schema of a model."""
+    for name in OFF.keys() & schema["properties"].keys():
+        schema["properties"][name]["anyOf"][0]["enum"] = list(OFF[name])
+
+
+class Lenient(BaseModel):
+    """Read as stable-diffusion-webui reads it: "1.0" is a number, and unknown fields are ignored.
+
+    pydantic keeps the unknown fields, so that the log can name them.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra=_show_off)
+
+    @field_validator("*")
+    @classmethod
+    def _refuse_unsupported(cls, value: Any, info: ValidationInfo) -> Any:
+        allowed = OFF.get(info.field_name or "")
+        if allowed is not None and value is not None and value not in allowed:
+            raise ValueError(f"only {' or '.join(map(json.dumps, allowed))} is supported")
+        return value
+
+
+class Options(Lenient):
+    """Options of the server, or of one request."""
+
+    sd_model_checkpoint: str | None = None
+    sd_vae: str | None = None
+    token_merging_ratio: float | None = None
+    token_merging_ratio_hr: Annotated[float | None, Field(description="0: token_merging_ratio")] = None
+    token_merging_ratio_img2img: Annotated[float | None, Field(description="0: token_merging_ratio")] = None
+    CLIP_stop_at_last_layers: int | None = None
+
+
+Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]  # as large as JSON's readers agree on
+Pixels = Annotated[int, Field(ge=0, le=8192)]
+OnlyOff = Annotated[int, Field(ge=-(2**53), le=0)]  # a number that switches a feature on where it is positive
+
+
+class TextRequest(Lenient):
+    """The fields that txt2img and img2img share, with stable-diffusion-webui's defaults; None: the server's."""
+
+    prompt: str | None = ""
+    negative_prompt: str | None = ""
+    styles: list[str] | None = []
+    seed: int | None = Field(-1, description="-1 or null: random; the answer contains it")
+    subseed: Integer | None = Field(-1, description="ignored, because subseed_strength is 0")
+    subseed_strength: float | None = 0
+    seed_resize_from_h: OnlyOff | None = -1
+    seed_resize_from_w: OnlyOff | None = -1
+    sampler_name: str | None = None
+    sampler_index: str | None = "Euler"
+    scheduler: str | None = None
+    batch_size: int | None = Field(1, description="images; they get seed, seed + 1, …, modulo 2**32")
+    n_iter: int | None = Field(1, description="the number of images is batch_size times n_iter")
+    steps: int | None = None
+    cfg_scale: float | None = None
+    width: int | None = None
+    height: int | None = None
+    denoising_strength: float | None = Field(
+        None,
+        description="of img2img and of a second pass, above 0; 0.75 if null",
+        json_schema_extra={"minimum": 0, "maximum": 1},
+    )
+    restore_faces: bool | None = None
+    tiling: bool | None = None
+    clip_skip: int | None = Field(None, description="a field of SD.Next")
+    eta: float | None = None
+    s_churn: float | None = None
+    s_min_uncond: float | None = None
+    s_noise: float | None = None
+    s_tmax: float | None = Field(None, description="ignored, because s_churn is 0")
+    s_tmin: float | None = Field(None, description="ignored, because s_churn is 0")
+    refiner_checkpoint: str | None = None
+    refiner_switch_at: float | None = Field(None, description="ignored, because there is no refiner")
+    script_name: str | None = None
+    script_args: list[Any] | None = Field([], description="ignored, because there is no script")
+    alwayson_scripts: dict[str, Any] | None = {}
+    infotext: str | None = None
+    override_settings: Options | None = None
+    override_settings_restore_afterwards: bool | None = Field(True, description="false: they become the server's")
+    send_images: bool | None = Field(True, description="false: the answer has no images")
+    # These change no image.
+    comments: dict[str, Any] | None = None
+    disable_extra_networks: bool | None = False
+    do_not_save_grid: bool | None = False
+    do_not_save_samples: bool | None = False
+    force_task_id: str | None = None
+    save_images: bool | None = Field(False, description="ignored: the server stores no image")
+
+
+def second_pass_one_of(choices: Callable[[], Sequence[str]]) -> Any:
+    """The type of a text that may be anything without a second pass.
+
+    With one, it must be absent, empty, one of the choices, or the first pass's: `hr_prompt` equal to `prompt`.
+    """
+
+    def check(text: str, info: ValidationInfo) -> str:
+        allowed = ["", *choices()]
+        of_first_pass = info.data.get((info.field_name or "").removeprefix("hr_"))
+        if info.data.get("enable_hr") and text not in (*allowed, of_first_pass):
+            raise ValueError(f"the second pass supports only {' or '.join(map(json.dumps, allowed))}")
+        return text
+
+    return Annotated[str, AfterValidator(check)] | None
+
+
+class TwoPassRequest(TextRequest):
+    """Images to generate from text, and to enlarge and denoise again if `enable_hr` is true."""
+
+    enable_hr: bool | None = Field(False, description="a second pass at a larger exported size; see docs/serving.md")
+    firstpass_image: str | None = None
+    firstphase_height: int | None = 0
+    firstphase_width: int | None = 0
+    hr_scale: float | None = Field(2.0, ge=0, le=16, description="of width and height; 0 or null: 2")
+    hr_resize_x: Pixels | None = Field(0, description="width instead of hr_scale, 0: from hr_resize_y")
+    hr_resize_y: Pixels | None = Field(0, description="height instead of hr_scale, 0: from hr_resize_x")
+    hr_second_pass_steps: Annotated[int, Field(ge=0, le=LONGEST_SCHEDULE)] | None = Field(
+        0, description="that run; 0 or null: steps"
+    )
+    hr_upscaler: str | None = Field(None, description="Lanczos, whatever a client sends by default")
+    hr_checkpoint_name: str | None = None
+    hr_sampler_name: str | None = None
+    hr_scheduler: str | None = None
+    hr_prompt: str | None = ""
+    hr_negative_prompt: str | None = ""
+
+
+class ImageToImageRequest(TextRequest):
+    """Images to generate from an image, which is resized to width and height."""
+
+    init_images: list[str] = Field(min_length=1, max_length=1, description="PNG, JPEG or WEBP in base64 or a data URL")
+    firstpass_image: str | None = Field(None, description="ignored, because there is no second pass")
+    include_init_images: bool | None = Field(False, description="true: the answer's parameters contain init_images")
+    initial_noise_multiplier: float | None = None
+    resize_mode: int | None = 0
+    image_cfg_scale: float | None = Field(None, description="ignored: only InstructPix2Pix has it")
+    mask: str | None = None
+    # These change no image without a mask.
+    latent_mask: str | None = None
+    mask_blur: Integer | None = None
+    mask_blur_x: Integer | None = 4
+    mask_blur_y: Integer | None = 4
+    mask_round: bool | None = True
+    inpaint_full_res: bool | None = True
+    inpaint_full_res_padding: Integer | None = 0
+    inpainting_fill: Integer | None = 0
+    inpainting_mask_invert: Integer | None = 0
+
+
+class GenerationInfo(BaseModel):
+    """What stable-diffusion-webui always writes into `info`."""
+
+    prompt: str
+    all_prompts: list[str]
+    negative_prompt: str
+    all_negative_prompts: list[str]
+    seed: int
+    all_seeds: list[int]
+    subseed: int
+    all_subseeds: list[int]
+    subseed_strength: float = 0
+    width: int
+    height: int
+    sampler_name: str  # the exported one
+    cfg_scale: float
+    steps: int
+    batch_size: int
+    restore_faces: bool = False
+    face_restoration_model: None = None
+    sd_model_name: str
+    sd_model_hash: str = ""  # an exported model has several files
+    sd_vae_name: None = None  # the model's own
+    sd_vae_hash: None = None
+    seed_resize_from_w: int = -1
+    seed_resize_from_h: int = -1
+    denoising_strength: float | None
+    extra_generation_params: dict[str, Any]
+    index_of_first_image: int = 0
+    infotexts: list[str]
+    styles: list[str] = []
+    job_timestamp: str
+    clip_skip: int = 1
+    is_using_inpainting_conditioning: bool = False
+    version: str
+
+
+class WebuiResponse(BaseModel):
+    images: list[str]
+    parameters: dict[str, Any]  # the request, with defaults
+    info: str  # a GenerationInfo as JSON
+
+
+class ProgressState(BaseModel):
+    skipped: bool = False
+    interrupted: bool = False
+    stopping_generation: bool = False
+    job: str = ""
+    job_count: int
+    job_timestamp: str = ""
+    job_no: int = 0
+    sampling_step: int
+    sampling_steps: int
+
+
+class ProgressResponse(BaseModel):
+    progress: float
+    eta_relative: float
+    state: ProgressState
+    current_image: None = None
+    textinfo: None = None
