@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -241,6 +242,15 @@ def test_sigterm_finishes_accepted_requests_and_ends_all_processes(server):
     assert server.process.wait(120) == 0, server.log.read_text()
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command(exported_folder, tmp_path):
+    folder = shutil.copytree(exported_folder, tmp_path / "damaged")
+    weights = next(folder.rglob("*.pdiparams"))
+    weights.write_bytes(bytes(weights.stat().st_size))
+    options = ["--ray", "--min-replicas", "1", "--max-replicas", "2", "--model", str(folder), "--port", "0"]
+    done = subprocess.run([*PYTHON_M, "serve", *options], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2 and "differs from the exported file" in done.stderr
 
 
 # Offline
