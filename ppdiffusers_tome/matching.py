@@ -138,7 +138,7 @@ def match_tokens(
 def _merge_none(metric: paddle.Tensor, tokens: int) -> MergePlan:
     """The plan of a batch in which every token stays in its place."""
     ones = paddle.ones_like(metric[..., 0], dtype="int64").reshape([-1])
-    rows = paddle.cumsum(ones) - 1  # 0, 1, … B·N - 1
+    rows = paddle.cumsum(ones, axis=0) - 1  # 0, 1, … B·N - 1
     none = paddle.zeros([0], dtype="int64")
     return MergePlan(
         tokens=tokens,

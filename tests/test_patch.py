@@ -433,6 +433,19 @@ def test_a_block_whose_wrap_is_left_out_is_an_error(unet, settings):
     assert block.forward == types.MethodType(type(block).forward, block) and not hasattr(block, wraps.ATTRIBUTE)
 
 
+def test_a_wrap_that_is_put_back_after_it_was_removed_does_nothing(unet):
+    """By a library that came after apply_tome(), when one from before it has gone first."""
+    block, plain = find_blocks(unet)[0].block, run(unet)
+    before = ForwardCache(block)
+    unet.apply_tome()
+    after = ForwardCache(block)
+    before.remove()
+    unet.remove_tome()
+    after.remove()
+    np.testing.assert_array_equal(run(unet), plain)
+    np.testing.assert_array_equal(run(unet.apply_tome().remove_tome()), plain)
+
+
 # Copies, files, other features of ppdiffusers
 
 
