@@ -126,9 +126,12 @@ def match_tokens(
     with paddle.no_grad(), _full_precision():
         batch = _count_batch(metric)
         best, similarity = _most_similar(metric, positions)  # [B, S] each
-        sorted_ = paddle.sort(similarity, axis=1, descending=True)
+        chooses = 0 < r < positions.s or further < positions.s  # otherwise all pairs merge, or none
+        sorted_ = paddle.sort(similarity, axis=1, descending=True) if chooses else None
 
         def merge_best(pairs: int) -> MergePlan:
+            if pairs == positions.s:
+                return _merge_all(positions, batch, best)
             return _merge_pairs(positions, batch, best, _best_pairs(similarity, sorted_, pairs), pairs)
 
         plan = merge_best(r) if r else _merge_none(metric, n)
@@ -153,38 +156,58 @@ def _merge_none(metric: paddle.Tensor, tokens: int) -> MergePlan:
     )
 
 
+def _merge_all(
+    positions: Positions,
+    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, … B - 1
+    best: paddle.Tensor,  # [B, S] int64: each src's dst
+) -> MergePlan:
+    """The plan that merges every src into its dst."""
+    return _plan(positions, batch, positions.src.unsqueeze(0), best, best)
+
+
 def _merge_pairs(
     positions: Positions,
     batch: paddle.Tensor,  # [B, 1] int64: 0, 1, … B - 1
     best: paddle.Tensor,  # [B, S] int64: each src's dst
     merges: paddle.Tensor,  # [B, S] bool, of which r are true
-    removed: int,  # r
+    removed: int,  # 1 <= r < S
 ) -> MergePlan:
     """The plan that merges these src into their dst."""
-    d, s, dst_tokens, src_tokens, slot, count_d, count_s, _ = positions
-    n, r = d + s, removed
     stays = paddle.logical_not(merges).cast("int64")
     # No two keys are equal, so that the order does not depend on whether a platform's sort is stable; and they fit
     # into 32 bits, in which OpenVINO computes integers.
-    order = paddle.argsort(count_s + stays * s, axis=1)  # [B, S]: src that merge, then those that stay
+    order = paddle.argsort(positions.count_s + stays * positions.s, axis=1)  # [B, S]: merged src, then the others
+    ordered = paddle.gather(positions.src, order.reshape([-1])).reshape([-1, positions.s])
+    from_src = paddle.where(merges, best, paddle.cumsum(stays, axis=1) + (positions.d - 1))
+    targets = paddle.take_along_axis(best, order[:, :removed], axis=1)
+    return _plan(positions, batch, ordered[:, :removed], targets, from_src, stay=ordered[:, removed:])
 
-    dst_rows = dst_tokens + batch * n
-    ordered = paddle.gather(src_tokens, order.reshape([-1])).reshape([-1, s]) + batch * n
-    from_src = paddle.where(merges, best, paddle.cumsum(stays, axis=1) + (d - 1))  # [B, S]: each src's merged row
-    target_rows = (paddle.take_along_axis(from_src, order[:, :r], axis=1) + batch * d).reshape([-1, 1])
+
+def _plan(
+    positions: Positions,
+    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, … B - 1
+    merged: paddle.Tensor,  # [B or 1, r] int64: the tokens that merge away ...
+    targets: paddle.Tensor,  # [B, r] int64: ... and the dst that each is added to
+    from_src: paddle.Tensor,  # [B, S] int64: the merged token that each src takes its result from
+    stay: paddle.Tensor | None = None,  # [B, S-r] int64: the other src; None if all merge
+) -> MergePlan:
+    """The plan of these tokens, in rows of the whole batch."""
+    n, r = positions.d + positions.s, merged.shape[1]
+    dst_rows = positions.dst + batch * n
+    target_rows = (targets + batch * positions.d).reshape([-1, 1])
     alone = paddle.ones_like(dst_rows.reshape([-1, 1]), dtype="float32")
     members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
-    source = paddle.concat([count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
+    source = paddle.concat([positions.count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
     return MergePlan(
         tokens=n,
         removed=r,
-        dst=d,
+        dst=positions.d,
         dst_rows=dst_rows.reshape([-1]),
-        stay_rows=ordered[:, r:].reshape([-1]) if r < s else None,
-        merged_rows=ordered[:, :r].reshape([-1]),
+        stay_rows=None if stay is None else (stay + batch * n).reshape([-1]),
+        merged_rows=(merged + batch * n).reshape([-1]),
         target_rows=target_rows,
         weights=paddle.reciprocal(members),
-        source_rows=paddle.gather(source, slot, axis=1).reshape([-1]),
+        source_rows=paddle.gather(source, positions.slot, axis=1).reshape([-1]),
     )
 
 
@@ -235,7 +258,7 @@ def match_cells(
 def _best_pairs(
     similarity: paddle.Tensor,  # [B, S] float32
     sorted_: paddle.Tensor,  # [B, S]: the same, descending
-    removed: int,  # 1 <= r <= S
+    removed: int,  # 1 <= r < S
 ) -> paddle.Tensor:  # [B, S] bool
     """Which r pairs are the most similar; of those as similar as the last one, the first.
 

@@ -9,14 +9,15 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
-from .onnx_programs import Graph, cached, fuse_attention, rewrite
+from .onnx_programs import Graph, cached, casts, drop_unused, fuse_attention, rewrite
 from .onnx_weights import SharedWeights, external_places
 
 HEAD_CHANNELS = 8  # the kernels of fused attention need a multiple of it
 # Comparisons decide which tokens merge. They stay in float32, and so does what leads to them from the results of
 # ROUNDED. Otherwise one kernel compares a similarity that another has rounded, and more tokens merge than have room.
 COMPARING = ("TopK", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")
-ROUNDED = ("Conv", "LayerNormalization", "MatMul", "Div", "ReduceSum", "ReduceMax", "ArgMax")
+ROUNDED = ("Conv", "LayerNormalization", "MatMul", "Div", "ReduceMax", "ArgMax")
+SQUARES = "ReduceSum"  # of squared tokens: in float16 infinite from a root mean square of 14 on, with 320 channels
 SUMS = "ScatterElements"  # of merged tokens, as in eager mode: summed in float32, and rounded once
 ANGLES = ("Sin", "Cos")  # of the time embedding: of up to 1000 rad, which float16 has to 0.5
 
@@ -114,7 +115,7 @@ def halve(model: onnx.ModelProto) -> onnx.ModelProto:
     Args:
         model: with the types of its values; it is changed.
     """
-    from onnxruntime.transformers import float16  # type: ignore[import-untyped]
+    from onnxruntime.transformers import float16, onnx_model  # type: ignore[import-untyped]
 
     graph = model.graph
     for number, node in enumerate(graph.node):
@@ -141,11 +142,27 @@ def halve(model: onnx.ModelProto) -> onnx.ModelProto:
         return [] if is_again else [node]
 
     rewrite(model, once)
+    _keep_precise(model)
+    onnx_model.OnnxModel.graph_topological_sort(model.graph)  # the converter writes its casts at the end
+    drop_unused(model)
     for tensor in model.graph.initializer:
         if tensor.name in outside:
             outside[tensor.name].data_type = tensor.data_type
             tensor.CopyFrom(outside[tensor.name])
     return model
+
+
+def _keep_precise(model: onnx.ModelProto) -> None:
+    """Let nodes that stay in float32 pass their values on in float32; the converter casts them to float16 and back."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+
+    def precise(name: str) -> str:
+        back = makers.get(name)
+        rounding = makers.get(back.input[0]) if casts(back, TensorProto.FLOAT) else None
+        return rounding.input[0] if casts(rounding, TensorProto.FLOAT16) else name
+
+    for node in model.graph.node:
+        node.input[:] = [precise(name) for name in node.input]
 
 
 def _precise(graph: onnx.GraphProto) -> set[str]:
@@ -163,5 +180,8 @@ def _precise(graph: onnx.GraphProto) -> set[str]:
                 continue
             if value in floats or not ends:
                 names.add(node.name)
-                values += node.input
+                if node.op_type == SQUARES:
+                    names.add(makers[node.input[0]].name)  # the multiplication; tokens stay in float16
+                else:
+                    values += node.input
     return names

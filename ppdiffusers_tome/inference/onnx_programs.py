@@ -64,7 +64,7 @@ def rewrite(model: onnx.ModelProto, change: Callable[[onnx.NodeProto], Sequence[
     model.graph.node.extend(nodes)
 
 
-def _drop_unused(model: onnx.ModelProto) -> None:
+def drop_unused(model: onnx.ModelProto) -> None:
     """Remove the nodes that no output is computed from."""
     needed, used = {output.name for output in model.graph.output}, []
     for node in reversed(model.graph.node):
@@ -96,11 +96,11 @@ def _keep_integers(model: onnx.ModelProto) -> None:
 
     def in_integers(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         steps: list[tuple[onnx.NodeProto, np.ndarray]] = []
-        maker = graph.makers.get(node.input[0]) if _casts(node, TensorProto.INT64) else None
+        maker = graph.makers.get(node.input[0]) if casts(node, TensorProto.INT64) else None
         while maker is not None and (number := _whole_number(graph, maker)) is not None:
             steps.insert(0, (maker, number))
             maker = graph.makers.get(maker.input[0])
-        if not steps or not _casts(maker, TensorProto.FLOAT) or dtypes.get(maker.input[0]) != TensorProto.INT64:
+        if not steps or not casts(maker, TensorProto.FLOAT) or dtypes.get(maker.input[0]) != TensorProto.INT64:
             return [node]
         value, nodes = maker.input[0], []
         for step, number in steps:
@@ -114,7 +114,8 @@ def _keep_integers(model: onnx.ModelProto) -> None:
     rewrite(model, in_integers)  # nothing uses the casts to float32 any more, and a runtime drops them
 
 
-def _casts(node: onnx.NodeProto | None, dtype: int) -> TypeGuard[onnx.NodeProto]:
+def casts(node: onnx.NodeProto | None, dtype: int) -> TypeGuard[onnx.NodeProto]:
+    """Whether a node casts to this data type."""
     return node is not None and node.op_type == "Cast" and node.attribute[0].i == dtype
 
 
@@ -158,7 +159,7 @@ def _add_rows(model: onnx.ModelProto) -> None:
         return [helper.make_node("ScatterND", inputs, [node.output[0]], reduction="add")]
 
     rewrite(model, by_rows)
-    _drop_unused(model)
+    drop_unused(model)
 
 
 def fused(path: Path, threads: int) -> bytes:
@@ -231,7 +232,7 @@ def fuse_attention(model: onnx.ModelProto) -> None:
             scale=scale * query_scale * key_scale,
         )
     rewrite(model, lambda node: [replaced.get(node.output[0], node)])
-    _drop_unused(model)
+    drop_unused(model)
     if replaced:
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
 
