@@ -319,7 +319,7 @@ POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
         *((["--timeout", text], f"--timeout {text} is not allowed: it must be") for text in ("0.0", "nan", "inf")),
         (["--timeout", "1e308"], "twice --timeout inf is not allowed"),
         (["--allow-host", "a/b"], "--host or --allow-host a/b is not allowed: it must be like example.org"),
-        (["--allow-origin", "example.org"], "--allow-origin example.org is not allowed: it must be like https://"),
+        (["--allow-origin", "example.org"], "--allow-origin example.org is not allowed: it must be a scheme and"),
         (["--threads", "0"], "--threads 0 is not allowed: it must be 1 to 1024"),
         (["--threads", "1000000000"], "--threads 1000000000 is not allowed"),
         (["--max-programs", "0"], "--max-programs 0 is not allowed: it must be 1 or more"),
