@@ -1,3 +1,3 @@
 """The version of the package; setup.py reads it from here."""
 
-__version__ = "2.1.1"
+__version__ = "2.2.0"
