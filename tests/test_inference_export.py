@@ -464,7 +464,6 @@ def test_size_is_width_before_height():
             "--merge-attn false --merge-mlp --merge-crossattn",
             {"merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
         ),
-        ("--merge-attn alone", {"merge_attn": "alone"}),
         (
             "--merge-attn TRUE --window none --no-proportional",
             {"merge_attn": True, "window": None, "proportional": False},
