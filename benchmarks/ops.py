@@ -20,9 +20,9 @@ from ppdiffusers_tome.evaluation import markdown
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
-from ppdiffusers_tome.matching import MergePlan, match_tokens
+from ppdiffusers_tome.matching import MergePlan, plan_pairs
 from ppdiffusers_tome.merging import merge, unmerge
-from ppdiffusers_tome.positions import Grid, count_pairs, count_removed
+from ppdiffusers_tome.positions import Grid, constant_positions, count_pairs, count_removed
 
 GLOBAL, BUILT_IN = "global", "built-in"  # tomesd's method, ours and theirs
 METHODS: dict[str, dict[str, Any]] = {
@@ -41,9 +41,11 @@ def make_configs(ratio: float) -> dict[str, ToMeConfig]:
     return {name: ToMeConfig(ratio=ratio, **{"window": None, **settings}) for name, settings in METHODS.items()}
 
 
-def make_plan(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> MergePlan:
-    """The plan of one method for tokens [B, N, C]."""
-    return match_tokens(x, grid, count_removed(grid, config), window=config.window)
+def planner(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> Callable[[], MergePlan]:
+    """A function that makes the plan of one method for tokens [B, N, C]. Models build a grid's constants once too."""
+    positions = constant_positions(grid, config.sx, config.sy, None, config.window)
+    removed = count_removed(grid, config)
+    return partial(plan_pairs, x, positions, removed, removed)
 
 
 def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -71,8 +73,8 @@ def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
         (BUILT_IN, "unmerge"): partial(built_in_unmerge, built_in_merge(x)),
     }
     for name, config in configs.items():
-        plan = make_plan(x, grid, config)
-        arms[name, "plan"] = partial(make_plan, x, grid, config)
+        arms[name, "plan"] = planner(x, grid, config)
+        plan = arms[name, "plan"]()
         arms[name, "merge"] = partial(merge, x, plan)
         arms[name, "unmerge"] = partial(unmerge, arms[name, "merge"](), plan)
     difference = float((arms[GLOBAL, "unmerge"]() - arms[BUILT_IN, "unmerge"]()).abs().max())
@@ -106,7 +108,7 @@ def time_growth(case: dict[str, Any], sides: list[int], rounds: int, limit: floa
         grid = Grid(side, side)
         x = paddle.randn([1, grid.tokens, case["channels"]])
         scores = {name: 4e-9 * count_pairs(grid, config) for name, config in configs.items()}
-        timed = {name: partial(make_plan, x, grid, configs[name]) for name in configs if scores[name] <= limit}
+        timed = {name: planner(x, grid, configs[name]) for name in configs if scores[name] <= limit}
         seconds = time_in_turns(timed, rounds, warm_up=1)
         medians = {name: 1e3 * quartiles(seconds[name]).median for name in seconds}
         plans += [

@@ -12,7 +12,7 @@ from .errors import ToMeConfigError
 from .files import write_file
 
 LEVELS = (1, 2, 4, 8)
-SEEDS = 2**64  # seeds are below
+MAX_SEED = 2**64 - 1
 _ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
 ASYMMETRIC, KV = "asymmetric", "kv"  # of merge_attn: keys and values merge further than queries, or only they merge
 # With ASYMMETRIC and a share of tokens to keep, keys and values keep it to this power, queries to 2 less this power.
@@ -306,7 +306,7 @@ _RULES: dict[str, _Rule] = {
     ),
     "seed": (
         _integer,
-        lambda seed: 0 <= seed < SEEDS,
+        lambda seed: 0 <= seed <= MAX_SEED,
         "an int from 0 to 2**64 - 1, or None for a new choice in each pass",
     ),
 }
