@@ -3,6 +3,7 @@
 import copy
 import inspect
 from dataclasses import asdict, replace
+from typing import get_type_hints
 
 import numpy as np
 import paddle
@@ -14,6 +15,7 @@ from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome, patch
+from ppdiffusers_tome.api import MergeSettings
 from ppdiffusers_tome.inference import export_pipeline, unmerged_programs
 
 
@@ -106,10 +108,18 @@ def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
         assert patch.config_of(pipe.unet) == replace(config, sx=2)
 
 
-def test_the_signature_shows_the_defaults():
-    parameters = inspect.signature(apply_tome).parameters
-    for name, value in asdict(ToMeConfig()).items():
-        assert str(parameters[name].default) == repr(value)
+def test_help_shows_the_settings_and_their_defaults():
+    settings = asdict(ToMeConfig())
+    assert settings.pop("ratio") == 0.5 and "None: that of `config`, or 0.5." in inspect.getdoc(apply_tome)
+    assert list(get_type_hints(MergeSettings)) == list(settings)
+    shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    assert f"The defaults: {shown}." in " ".join(inspect.getdoc(apply_tome).split())
+
+
+def test_an_unknown_setting_is_an_error_and_changes_nothing(pipe):
+    with pytest.raises(TypeError, match="windows"):
+        pipe.apply_tome(windows=8)
+    assert patch.config_of(pipe.unet) is None
 
 
 def test_grids_below_min_tokens_stay_plain(pipe):

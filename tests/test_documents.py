@@ -1,7 +1,6 @@
 """Examples, commands, links and reports in the documents, and the package's metadata."""
 
 import doctest
-import inspect
 import json
 import re
 import shutil
@@ -53,8 +52,8 @@ def test_api_document_has_the_defaults_of_apply_tome():
     for names, values, _ in settings:
         pairs = zip(names.split(","), values.split(","), strict=True)
         documented |= {name.strip().strip("`"): value.strip().strip('`"') for name, value in pairs}
-    parameters = list(inspect.signature(ppdiffusers_tome.apply_tome).parameters.values())[1:]
-    assert documented == {parameter.name: str(parameter.default).strip("'") for parameter in parameters}
+    settings = {**vars(ppdiffusers_tome.ToMeConfig()), "config": None, "controlnet": True}
+    assert documented == {name: str(value) for name, value in settings.items()}
 
 
 def test_api_document_lists_what_is_public():
