@@ -15,7 +15,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
-from experiments import compare, earlier_result
 from matplotlib.figure import Figure
-from merge_prototypes import splitting
 from paddle import nn
 from paddle.utils import flatten, pack_sequence_as
 from PIL import Image
@@ -51,6 +48,8 @@ from ppdiffusers_tome.evaluation.plotting import (
     use_log_scale,
 )
 from ppdiffusers_tome.evaluation.quality.image_generation import load_model, model_defaults, read_images
+from ppdiffusers_tome.evaluation.quality.metrics import psnr
+from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
 from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, prompts_of, with_seeds
@@ -83,7 +82,7 @@ SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 class Arm:
     """One way to generate an image; without arguments the plain one."""
 
-    steps: int | None = None  # of the images; None: all
+    steps: int | None = None  # None: as many as the plain images
     dpm_solver: bool = False  # DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095) in place of the model's scheduler
     # DeepCache (Ma et al. 2023, arXiv:2312.00858): the n-th steps compute everything, from the first on. With
     # `last_layer` the others compute the last layer alone, as its code does by default, not the whole level.
@@ -91,9 +90,7 @@ class Arm:
     last_layer: bool = False
     gate: int | None = None  # steps after which the outputs of cross-attention are reused
     guided: bool = True  # after the gate; False as in T-GATE (Zhang et al. 2024, arXiv:2404.02747)
-    merging: dict[str, Any] = field(default_factory=dict, hash=False)  # of ToMeConfig
-    # Ratios of queries, and of keys and values, in place of the default's.
-    split: Sequence[float] | None = field(default=None, hash=False)
+    merging: dict[str, Any] = field(default_factory=dict, hash=False)  # arguments of ToMeConfig
     other_seed: bool = False
 
     @property
@@ -107,10 +104,8 @@ class Arm:
 
     @property
     def method(self) -> str:
-        """How it merges; empty if it does not."""
+        """The name of its merging method and ratio; empty if it does not merge."""
         ratio = self.merging.get("ratio", 0)
-        if self.split:
-            return "q {:g}, kv {:g}".format(*self.split)
         for name, settings in (("ToDo", TODO), ("tomesd", {**TOMESD_SETTINGS, "ratio": ratio})):
             if self.merging == settings:
                 return f"{name} {ratio:g}"
@@ -131,7 +126,7 @@ class Arm:
 
     @property
     def reused(self) -> str:
-        """What its steps other than full ones reuse; empty if all compute everything."""
+        """A name for the outputs that are reused between full steps; empty if every step computes everything."""
         deep = f"deep{'er than the last layer' if self.last_layer else ''}" if self.every > 1 else ""
         return deep or (f"cross-attention{'' if self.guided else ' without guidance'}" if self.gate else "")
 
@@ -162,7 +157,6 @@ def list_arms() -> list[Arm]:
     arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
     arms += [Arm(every=2), Arm(every=3), Arm(every=2, merging=half), Arm(steps=14, merging=half)]
     arms += [Arm(steps=10, dpm_solver=True), Arm(gate=10, guided=False), Arm(other_seed=True)]
-    arms += [Arm(split=split, merging=half) for split in ((0.37, 0.603), (0.293, 0.646))]
     arms += [Arm(steps=10, merging=half), Arm(steps=10, dpm_solver=True, merging=half), Arm(every=3, merging=half)]
     arms += [Arm(every=2, merging=seven), Arm(every=2, merging=kv), Arm(gate=10, guided=False, merging=half)]
     arms += [Arm(every=2, last_layer=True), Arm(every=3, last_layer=True), Arm(gate=10)]
@@ -201,7 +195,7 @@ class Pass(nn.Layer):
         self._reused = [Reused(layer.forward) for layer in layers]
         for layer, reused in zip(layers, self._reused, strict=True):
             layer.forward = reused
-        self._used: list[int] = []  # of the tensors in all outputs, those that a pass with features reads
+        self._used: list[int] = []  # indices of the output tensors that a pass with features reads
         if layers:
             with paddle.no_grad():
                 self(**example)
@@ -249,7 +243,7 @@ class Passes:
 
     def __init__(self, config: Any, arm: Arm, full: Callable, reusing: Callable | None = None) -> None:
         self.config, self._arm, self._full, self._reusing = config, arm, full, reusing
-        self.number = 0  # of the next step
+        self.number = 0  # index of the next step
         self._features: dict[str, paddle.Tensor] = {}
 
     def step(self, number: int, inputs: dict[str, Any]) -> tuple[paddle.Tensor]:
@@ -279,7 +273,7 @@ class Passes:
 
 def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
     """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
-    parts = {"merging": arm.merging, "split": arm.split, "last_layer": arm.last_layer, "guided": arm.guided}
+    parts = {"merging": arm.merging, "last_layer": arm.last_layer, "guided": arm.guided}
     key = Arm(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
     return [(key, reuses) for reuses in ((False, True) if arm.reused else (False,))]
 
@@ -299,7 +293,7 @@ class Programs:
         self._pipeline = self._folder / "pipeline"
 
     def engine(self, arm: Arm, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
-        """What generates the images of an arm, and its UNet, whose `number` is to be set to 0 before each image.
+        """The engine for an arm, and its UNet. Set the UNet's `number` to 0 before each image.
 
         `unet` replaces the programs of the arm's UNet.
         """
@@ -342,20 +336,20 @@ class Programs:
     def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
         side, traceable = self._evaluation.size, programs.denoiser(load_model(self._evaluation.model).unet, None)
         unet, inputs = traceable.layer.unet, traceable.inputs
-        with splitting(*key.split)() if key.split else nullcontext(), Converter() as converter:
+        with Converter() as converter:
             if key.merging:
                 attach(unet, key.config, None)
             layer = Pass(traceable.layer, key.reused_layers(unet), self.inputs())
             layer.eval()
             if reuses:  # a program has no inputs that it does not read
                 inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
-            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.constant_ratio)
+            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.ratio)
             traceable = programs.Traceable(layer, inputs)
             return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
 
 
 def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:
-    """An arm's images."""
+    """The jobs of an arm's images."""
     steps = arm.steps and round(arm.steps / (evaluation.strength or 1))
     evaluation = evaluation if steps is None else replace(evaluation, steps=steps)
     return [prompt.job for prompt in evaluation.jobs(OTHER_SEEDS if arm.other_seed else PLAIN_IMAGES)]
@@ -379,6 +373,30 @@ def generate_all(evaluation: Evaluation, saved: Programs, arm: Arm, folder: Path
     return read_images(list(paths), evaluation.size)
 
 
+def compare(images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
+    """Compare images with plain ones, both uint8 [N, H, W, 3].
+
+    Returns:
+        The medians "psnr" (dB) and "perceptual" (ST-LPIPS), and in "images" the values of each image.
+    """
+    values = {
+        "psnr": [round(psnr(image, other), 3) for image, other in zip(images, plain, strict=True)],
+        "perceptual": np.round(st_lpips(images, plain).astype(float), 6).tolist(),
+    }
+    return {**{measure: float(np.median(of_images)) for measure, of_images in values.items()}, "images": values}
+
+
+def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The result that a run continues, or {} if there is none.
+
+    The script ends if the result is about other images or other sources.
+    """
+    result = read_json(file) if file.exists() else {}
+    if differing := [key for key, value in about.items() if result.get(key, value) != value]:
+        sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
+    return result
+
+
 def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
     """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
     saved = Programs(evaluation)
@@ -389,7 +407,7 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
             continue
         images = generate_all(evaluation, saved, arm, folder / "images" / arm.name)
         entry = {"name": arm.name, "group": arm.group, "settings": asdict(arm)}
-        content["arms"].append({**entry, **compare({"": images}, {"": plain})[""]})
+        content["arms"].append({**entry, **compare(images, plain)})
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 
@@ -404,7 +422,7 @@ def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dic
             keys = programs_of(arm)
             if pass_name(*keys[0]) not in turns:
                 passes = Passes(nothing[1].config, keys[0][0], *saved.load_all(arm, runtime))
-                passes(**inputs)  # for its features
+                passes(**inputs)  # a full step fills the features
                 turns |= {pass_name(*key): partial(passes.step, number, inputs) for number, key in enumerate(keys)}
         seconds[runtime] = time_in_turns(turns, rounds, warm_up=1)
     return seconds

@@ -44,8 +44,7 @@ from ppdiffusers_tome.positions import Grid
 SINGLE_STREAM = "single-stream"
 CONFIGS = {
     "merged": ToMeConfig(ratio=0.5),
-    "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # in the blocks whose MLP comes after attention
-    "alone": ToMeConfig(ratio=0.5, merge_attn="alone"),  # in a single-stream block
+    "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # for blocks whose MLP comes after attention
     "kv": ToMeConfig(ratio=0.75, merge_attn="kv"),
 }
 TEXT_CHANNELS = 4096
@@ -106,15 +105,16 @@ BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Layer, dict[str, Any]]], Grid, int
 
 
 def plan(block: str) -> tuple[Case, nn.Layer, dict[str, Any]]:
-    """What to measure, with tokens and MACs; the model, and the arguments of its pass."""
+    """The case to measure, with tokens and MACs; the model; and the arguments of its pass."""
     make, latent, frames, name, scope, size = BLOCKS[block]
     paddle.seed(0)
     model, inputs = make()
     model.eval()
     tokens = block_grid(find_blocks(model)[0], latent).tokens
     case = Case(name, scope, size, batch=1, latent=list(latent), tokens=tokens)
-    other = "merged_mlp" if block == SINGLE_STREAM else "alone"  # where it is the same as another arm
-    for config in (None, *(config for key, config in CONFIGS.items() if key != other)):
+    # In a single-stream block the MLP merges with attention.
+    configs = [config for name, config in CONFIGS.items() if (block, name) != (SINGLE_STREAM, "merged_mlp")]
+    for config in (None, *configs):
         set_merging(model, config)
         summary = ppdiffusers_tome.tome_summary(model, *latent, frames=frames)
         assert summary.macs is not None and summary.saved is not None

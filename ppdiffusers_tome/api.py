@@ -1,59 +1,50 @@
 """The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
+from typing_extensions import TypedDict, Unpack
 
 from .config import ToMeConfig
 from .errors import ToMeConfigError
 from .models import half_on_cpu
 from .patch import attach, attached_configs, detach, restore
-from .schedules import Schedule
 from .summary import tome_summary
 
 PipelineOrModel = TypeVar("PipelineOrModel")
-SETTINGS = tuple(field.name for field in fields(ToMeConfig))
 
 
-class _Default:
-    """The default of a setting in a signature, which shows its value: so that a call's own values are known."""
+class MergeSettings(TypedDict, total=False):
+    """The settings of `ToMeConfig`, except the ratio, as named arguments; it describes them and has their defaults."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __repr__(self) -> str:
-        return repr(self._value)
-
-
-_default: Callable[[Any], Any] = _Default  # of any type, as the setting is
-RATIO = _default(0.5)
+    max_downsample: int | None
+    sx: int
+    sy: int
+    use_rand: bool
+    seed: int | None
+    window: int | None
+    proportional: bool
+    match: str
+    blend: float
+    merge_attn: bool | str
+    merge_crossattn: bool
+    merge_mlp: bool
+    min_tokens: int
 
 
 def apply_tome(
     target: PipelineOrModel,
-    ratio: float | Mapping[float, float] | Schedule = RATIO,
+    ratio: float | None = None,
     *,
     config: ToMeConfig | str | Path | None = None,
-    max_downsample: int | None = _default(None),
-    sx: int = _default(2),
-    sy: int = _default(2),
-    use_rand: bool = _default(True),
-    seed: int | None = _default(0),
-    window: int | None = _default(16),
-    proportional: bool = _default(True),
-    match: str = _default("similarity"),
-    blend: float = _default(1.0),
-    merge_attn: bool | str = _default("asymmetric"),
-    merge_crossattn: bool = _default(False),
-    merge_mlp: bool = _default(False),
-    min_tokens: int = _default(0),
-    controlnet: bool | float | Mapping[float, float] | Schedule = True,
+    controlnet: bool | float = True,
+    **settings: Unpack[MergeSettings],
 ) -> PipelineOrModel:
     """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
 
@@ -62,21 +53,20 @@ def apply_tome(
             video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
             FLUX transformers, and CogVideoX, Wan and HunyuanVideo.
         ratio: share of the tokens to merge away. The main setting: a higher ratio is faster, and the image differs
-            more from the plain one. 0.5, the default, is a good start. Or a schedule from the start (1.0) to the end
-            (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half, then 0.4.
+            more from the plain one. 0.5 is a good start. None: that of `config`, or 0.5.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
-        max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend, merge_attn, merge_crossattn,
-            merge_mlp, min_tokens: how tokens merge, and where; `ToMeConfig` describes them, and the range of ratio.
-        controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio or
-            schedule for them.
+        controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
+            them.
+        settings: how tokens merge, and where; `ToMeConfig` describes them, and the range of ratio. The defaults:
+            max_downsample=None, sx=2, sy=2, use_rand=True, seed=0, window=16, proportional=True, match='similarity',
+            blend=1.0, merge_attn='asymmetric', merge_crossattn=False, merge_mlp=False, min_tokens=0.
 
     Returns:
         target itself.
 
     Raises:
-        ToMeConfigError: an argument is not allowed (the message names it), target is not a pipeline or model, or a
-            model takes no schedule.
+        ToMeConfigError: an argument is not allowed (the message names it), or target is not a pipeline or model.
         NoMergeableLayerError: the target has no layer that these settings merge. After any error the target is
             unchanged.
 
@@ -88,10 +78,14 @@ def apply_tome(
     Example:
         >>> image = pipe.apply_tome(ratio=0.5)("a 3d render of fox").images[0]
     """
-    arguments = locals()
-    given = {name: arguments[name] for name in SETTINGS if not isinstance(arguments[name], _Default)}
-    base = config if isinstance(config, ToMeConfig) else ToMeConfig() if config is None else ToMeConfig.load(config)
-    common = replace(base, **given)
+    if config is None:
+        config = ToMeConfig()
+    elif not isinstance(config, ToMeConfig):
+        config = ToMeConfig.load(config)
+    given: dict[str, Any] = dict(settings)
+    if ratio is not None:
+        given["ratio"] = ratio
+    common = replace(config, **given)
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
@@ -109,7 +103,7 @@ def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
     try:
         return replace(common, ratio=controlnet)
     except ToMeConfigError as error:
-        allowed = "it must be True, False, a ratio or a schedule"
+        allowed = "it must be True, False or a ratio"
         raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None
 
 
@@ -127,9 +121,7 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
 
 
 @contextmanager
-def tome(
-    target: PipelineOrModel, ratio: float | Mapping[float, float] | Schedule = RATIO, **settings: Any
-) -> Iterator[PipelineOrModel]:
+def tome(target: PipelineOrModel, ratio: float | None = None, **settings: Any) -> Iterator[PipelineOrModel]:
     """Merge within a `with` block. Leaving it, even by an exception, restores the settings from before.
 
     Args:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import merge, unmerge
 from .models import is_fused, is_joint, splits_heads
-from .wraps import InnerWrap
+from .wraps import Cache, InnerWrap
 
 FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
 FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
@@ -74,6 +74,7 @@ class AttentionWrap(InnerWrap):
     def __init__(self, config: ToMeConfig, is_self: bool) -> None:
         super().__init__(config)
         self._is_self = is_self
+        self._ignored_scales = Cache()
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         plan, config = self.plan(), self.config
@@ -84,7 +85,8 @@ class AttentionWrap(InnerWrap):
         tokens = hidden_states if keys_only else merge(hidden_states, plan, config.blend)
         keys_differ = keys_only or plan.further is not None
         if self._is_self and (keys_differ or config.proportional):
-            view = AttentionView(layer, plan.keys, config, (tokens, hidden_states) if keys_differ else None)
+            unmerged = (tokens, hidden_states) if keys_differ else None
+            view = AttentionView(layer, plan.keys, config, unmerged, self._ignored_scales)
             output = self._forward_of(layer)(view, tokens, *args, **kwargs)
             view.check(tokens)
         else:
@@ -138,6 +140,7 @@ class AttentionView:
         config: the settings of the denoiser.
         unmerged: the tokens that the attention is given, and those from which its keys and values are to be merged;
             None if the tokens that it is given have all merged.
+        ignored_scales: of the wrap: whether `scale` is ignored, by the arguments of `ignores_scale`.
     """
 
     def __init__(
@@ -146,8 +149,10 @@ class AttentionView:
         plan: MergePlan,
         config: ToMeConfig,
         unmerged: tuple[paddle.Tensor, paddle.Tensor] | None,
+        ignored_scales: Cache,
     ) -> None:
         self._layer = layer
+        self._ignored_scales = ignored_scales
         self._unmerged = unmerged
         self._plan = plan
         self._config = config
@@ -280,11 +285,19 @@ class AttentionView:
         layer, width = self._layer, output.shape[-1] // self._layer.heads
         wide = width + self._channels
         # A joint attention, and flash attention in ppdiffusers, divide by the root of the new width.
-        if is_joint(layer) or (self._is_fused and ignores_scale(layer.processor.attention_op, output.dtype, wide)):
+        if is_joint(layer) or (self._is_fused and self._ignores_scale(output.dtype, wide)):
             self._factor = math.sqrt(wide / width)
             has_norm = getattr(layer, norm, None) is not None  # which comes later, and would undo it
             return self._widen(output if has_norm else output * self._factor, math.sqrt(wide))
         return self._widen(output, 1 / layer.scale)
+
+    def _ignores_scale(self, dtype: paddle.dtype, width: int) -> bool:
+        """Whether the kernel of a pass ignores `scale`; in float32, as in all exports, there is no flash attention."""
+        if dtype == paddle.float32 or not paddle.in_dynamic_mode():
+            return False
+        attention_op = self._layer.processor.attention_op
+        key = paddle.get_device(), attention_op, dtype, width
+        return self._ignored_scales.get(key, lambda: ignores_scale(attention_op, dtype, width))
 
     def _widen(self, output: paddle.Tensor, first: Any) -> paddle.Tensor:
         """Add the channels, the first of which is a number or [B, N, 1, 1], to each head of [B, N, heads·d]."""
@@ -341,19 +354,13 @@ def _check_mask(
 def ignores_scale(attention_op: str | None, dtype: paddle.dtype, width: int) -> bool:
     """Whether ppdiffusers' fused attention ignores its argument `scale`, as it does when it chooses flash attention.
 
+    One attention is computed with a scale of nearly 0, which makes all scores equal unless the scale is ignored.
+
     Args:
         attention_op: of the attention processor.
-        dtype: of queries and keys. In float32, as in all exports, there is no flash attention.
+        dtype: of queries and keys.
         width: channels of a head.
     """
-    if dtype == paddle.float32 or not paddle.in_dynamic_mode():
-        return False
-    return _ignores_scale(paddle.get_device(), attention_op, dtype, width)
-
-
-@lru_cache(maxsize=64)
-def _ignores_scale(device: str, attention_op: str | None, dtype: paddle.dtype, width: int) -> bool:
-    """Try it once, with a scale of nearly 0, which makes all scores equal."""
     with paddle.no_grad(), paddle.amp.auto_cast(enable=False):
         query = paddle.ones([1, 8, 1, width]).cast(dtype)
         key = paddle.concat([query[:, :1], paddle.zeros_like(query[:, 1:])], axis=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import paddle
 
 from .errors import ToMeConfigError
-from .positions import Grid, Positions, constant_cells, constant_positions, count_dst
+from .positions import Cells, Grid, Positions, constant_cells, constant_positions, count_dst
 
 _LARGEST = 3.4028234663852886e38  # in float32
 
@@ -121,12 +121,20 @@ def match_tokens(
         raise ToMeConfigError(f"removed_keys={removed_keys} is not allowed: it must be at least removed={r}.")
     if further == 0:
         return _merge_none(metric, n)
-    positions = constant_positions(grid, sx, sy, None if random_key is None else tuple(random_key), window)
+    return plan_pairs(metric, constant_positions(grid, sx, sy, random_key, window), r, further)
 
+
+def plan_pairs(
+    metric: paddle.Tensor,  # [B, N, C] floating point
+    positions: Positions,
+    removed: int,  # r, 0 <= r <= S
+    removed_keys: int,  # removed <= removed_keys <= S, at least 1
+) -> MergePlan:
+    """The plan of `match_tokens`, given the constants of its grid."""
     with paddle.no_grad(), _full_precision():
         batch = _count_batch(metric)
         best, similarity = _most_similar(metric, positions)  # [B, S] each
-        chooses = 0 < r < positions.s or further < positions.s  # otherwise all pairs merge, or none
+        chooses = 0 < removed < positions.s or removed_keys < positions.s  # otherwise all pairs merge, or none
         sorted_ = paddle.sort(similarity, axis=1, descending=True) if chooses else None
 
         def merge_best(pairs: int) -> MergePlan:
@@ -134,8 +142,8 @@ def match_tokens(
                 return _merge_all(positions, batch, best)
             return _merge_pairs(positions, batch, best, _best_pairs(similarity, sorted_, pairs), pairs)
 
-        plan = merge_best(r) if r else _merge_none(metric, n)
-        return plan if further == r else replace(plan, further=merge_best(further))
+        plan = merge_best(removed) if removed else _merge_none(metric, positions.d + positions.s)
+        return plan if removed_keys == removed else replace(plan, further=merge_best(removed_keys))
 
 
 def _merge_none(metric: paddle.Tensor, tokens: int) -> MergePlan:
@@ -239,7 +247,15 @@ def match_cells(
     if d in (0, n):
         return match_tokens(metric, grid, 0, sx, sy)
     _check(metric, grid, n - d, d)
-    cells = constant_cells(grid, sx, sy, None if random_key is None else tuple(random_key))
+    return plan_cells(metric, constant_cells(grid, sx, sy, random_key))
+
+
+def plan_cells(
+    metric: paddle.Tensor,  # [B, N, C]
+    cells: Cells,
+) -> MergePlan:
+    """The plan of `match_cells`, given the constants of its grid."""
+    n, d = cells.cell.shape[0], cells.dst.shape[0]
     with paddle.no_grad():
         batch = _count_batch(metric)
         return MergePlan(

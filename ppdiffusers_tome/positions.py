@@ -1,17 +1,13 @@
 """The tokens of a grid: how many there are, and which are dst and which src."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 
-from .config import SEEDS, ToMeConfig
+from .config import ToMeConfig
 from .errors import ToMePassError
-
-Constants = TypeVar("Constants")
-CACHED = 128  # of each kind; those of 64×64 tokens take 0.2 MB
 
 
 class Grid(NamedTuple):
@@ -176,31 +172,8 @@ def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
     return np.minimum(np.arange(length) // window, max(0, (length - cell) // window))
 
 
-def _cached(build: Callable[..., Constants]) -> Callable[..., Constants]:
-    """Build constants once per device and arguments, and cache the `CACHED` last used.
-
-    A traced program gets its own. The dst of a pass without a seed are not cached, because no other pass uses them.
-    """
-
-    @lru_cache(maxsize=CACHED)
-    def cached(device: str, *arguments: Any) -> Constants:
-        return build(*arguments)
-
-    @paddle.jit.not_to_static  # only constants; Paddle would translate the cache too, and lose it
-    @wraps(build)
-    def get(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None) -> Constants:
-        arguments = (grid, sx, sy, random_key) if window is None else (grid, sx, sy, random_key, window)
-        is_unseeded = random_key is not None and max(random_key) >= SEEDS
-        if is_unseeded or not paddle.in_dynamic_mode():
-            return build(*arguments)
-        return cached(paddle.get_device(), *arguments)
-
-    get.cache_info, get.cache_clear = cached.cache_info, cached.cache_clear
-    return get
-
-
-@_cached
-def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None) -> Cells:
+@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
+def constant_cells(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Cells:
     """The cells of a grid that has one at least, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)
     src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
@@ -217,9 +190,9 @@ def constant_cells(grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | N
     )
 
 
-@_cached
+@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
 def constant_positions(
-    grid: Grid, sx: int, sy: int, random_key: tuple[int, ...] | None, window: int | None = None
+    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None = None
 ) -> Positions:
     """The positions on a grid, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)

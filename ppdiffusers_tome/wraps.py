@@ -8,20 +8,22 @@ of their layers, so a deep copy of a model has its own.
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 from paddle import nn
 
-from .config import GRID, SEEDS, ToMeConfig
+from .config import GRID, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
-from .matching import MergePlan, join_frames, match_cells, match_tokens
-from .models import has_frames, is_chunked, shares_left, token_grid
-from .positions import Grid, tokens_kept
+from .matching import MergePlan, join_frames, plan_cells, plan_pairs
+from .models import has_frames, is_chunked, token_grid
+from .positions import Grid, constant_cells, constant_positions, tokens_kept
 
+Value = TypeVar("Value")
 ATTRIBUTE = "_tome"  # of a layer: its wrap
+MAX_CACHED = 8  # values of a `Cache`; the positions of a grid of 64×64 tokens take 0.2 MB
 CHUNKED_FEED_FORWARD = (
     "merge_mlp=True cannot be combined with chunked feed-forward layers (enable_forward_chunking(), "
     "set_chunk_feed_forward()), which get the tokens in pieces: turn chunking off or leave merge_mlp=False."
@@ -41,6 +43,29 @@ class _Pass(_PerThread):
 
 
 _current = _Pass()
+
+
+class Cache:
+    """The values that a wrap used last, at most `MAX_CACHED`; a copy or a pickle of the wrap starts empty."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[Hashable, Any] = {}  # the one that was used last is last
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable, build: Callable[[], Value]) -> Value:
+        """The value of a key, which `build` returns if it is not there."""
+        with self._lock:
+            value: Value = self._values.pop(key) if key in self._values else build()
+            self._values[key] = value
+            if len(self._values) > MAX_CACHED:
+                del self._values[next(iter(self._values))]
+        return value
 
 
 def current_plan() -> MergePlan | None:
@@ -146,45 +171,6 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
-class TimestepWrap(Wrap):
-    """Of a denoiser's timestep projection: choose the ratio of the pass from the schedule in its config.
-
-    The config of the pass is stored until the next one, as the grid is. Reading the timestep waits for the device once
-    in a pass.
-    """
-
-    def __init__(self, config: ToMeConfig) -> None:
-        super().__init__(config)
-        self._schedule = config
-        self._thread = _PerThread()
-
-    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        if not paddle.in_dynamic_mode():
-            raise ToMePassError(
-                "a ratio schedule reads timesteps, which a program that is traced does not know: "
-                "export_pipeline() writes a program for each ratio."
-            )
-        timesteps = _first(args, kwargs)
-        configs = [*{self._schedule.at(share) for share in shares_left(timesteps)}]
-        if len(configs) > 1:
-            raise ToMePassError(
-                f"{self._schedule.describe()}: the timesteps of this batch, {timesteps.tolist()!r:.200}, have "
-                "different ratios: pass those of one ratio, or a constant ratio."
-            )
-        self._thread.config = configs[0]
-        return self.forward(layer, *args, **kwargs)
-
-    def config_of_pass(self) -> ToMeConfig:
-        """The config of the current pass in this thread, with its ratio."""
-        config: ToMeConfig | None = getattr(self._thread, "config", None)
-        if config is None:
-            raise ToMePassError(
-                "a block with a ratio schedule got tokens but no timestep: call it through its "
-                "model, or remove_tome() first."
-            )
-        return config
-
-
 class GridWrap(Wrap):
     """Of a transformer's first layer: read the token grid, and choose a seed if the config has none.
 
@@ -197,10 +183,13 @@ class GridWrap(Wrap):
         self._use_rand, self._seed = config.use_rand, config.seed
         self._thread = _PerThread()
 
+    @property
+    def changes_dst(self) -> bool:
+        """Whether each pass has other dst, because they are random and the config has no seed."""
+        return self._use_rand and self._seed is None
+
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        # Beyond all seeds, so that its positions are not cached.
-        is_unseeded = self._use_rand and self._seed is None
-        self._thread.seed = SEEDS + secrets.randbits(64) if is_unseeded else self._seed
+        self._thread.seed = secrets.randbits(64) if self.changes_dst else self._seed
         before = getattr(self._thread, "grid", None)
         self._thread.grid, self._thread.has_frames = token_grid(layer, _first(args, kwargs), before), has_frames(layer)
         return self.forward(layer, *args, **kwargs)
@@ -228,7 +217,6 @@ class BlockWrap(Wrap):
     Args:
         config: the settings of the denoiser.
         grid: the wrap that sees the block's token grid.
-        timestep: the wrap that chooses the ratio of a schedule; None for a constant ratio.
         index: of the block in its denoiser.
         is_whole: whether attention gets tokens that are merged already, so that all merge alike.
         text_is_first: whether the block gets text and image in one sequence [B, T + N, C].
@@ -240,7 +228,6 @@ class BlockWrap(Wrap):
         self,
         config: ToMeConfig,
         grid: GridWrap,
-        timestep: TimestepWrap | None,
         index: int,
         is_whole: bool = False,
         text_is_first: bool = False,
@@ -248,7 +235,7 @@ class BlockWrap(Wrap):
         super().__init__(config)
         self.grid = grid
         self.index = index
-        self._timestep = timestep
+        self._constants = Cache()
         self._is_whole = is_whole
         self._text_is_first = text_is_first
 
@@ -267,16 +254,27 @@ class BlockWrap(Wrap):
             metric = metric[:, -self.grid.grid().tokens :]
         tokens = metric.shape[1]
         grid = self.grid.grid(tokens)
-        config = self.config if self._timestep is None else self._timestep.config_of_pass()
-        config = config.equally() if self._is_whole else config
+        config = self.config.equally() if self._is_whole else self.config
         removed, removed_keys = (grid.tokens - kept for kept in tokens_kept(grid, config))
         if not removed_keys:
             return None
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
-        random_key = self.grid.random_key(self.index)
         if config.match == GRID:
-            plan = match_cells(metric, grid, config.sx, config.sy, random_key)
+            cells = self._constant(grid, lambda: constant_cells(grid, config.sx, config.sy, self._random_key()))
+            plan = plan_cells(metric, cells)
         else:
-            plan = match_tokens(metric, grid, removed, config.sx, config.sy, random_key, config.window, removed_keys)
+            positions = self._constant(
+                grid, lambda: constant_positions(grid, config.sx, config.sy, self._random_key(), config.window)
+            )
+            plan = plan_pairs(metric, positions, removed, removed_keys)
         return join_frames(plan, frames)
+
+    def _random_key(self) -> tuple[int, ...] | None:
+        return self.grid.random_key(self.index)
+
+    def _constant(self, grid: Grid, build: Callable[[], Value]) -> Value:
+        """The constants of a grid, cached by device unless each pass has its own; a traced program gets its own."""
+        if self.grid.changes_dst or not paddle.in_dynamic_mode():
+            return build()
+        return self._constants.get((paddle.get_device(), grid), build)

@@ -3,18 +3,19 @@
 import copy
 import inspect
 from dataclasses import asdict, replace
+from typing import get_type_hints
 
 import numpy as np
 import paddle
 import pytest
 from conftest import draw, load_bundled, make_unet, run, tiny_pipeline
-from merge_maps import record_plans
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome, patch
+from ppdiffusers_tome.api import MergeSettings
 from ppdiffusers_tome.inference import export_pipeline, unmerged_programs
 
 
@@ -99,7 +100,7 @@ def test_settings_file_in_place_of_settings(pipe, tmp_path):
 def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
     config = ToMeConfig(0.7, sx=4, seed=None, window=None, blend=0.5)
     given = {"sx": 2, "seed": 0, "window": 16, "blend": 1.0}  # the defaults
-    for ratio in (0.5, 0.4, {1.0: 0.5, 0.5: 0.25}):
+    for ratio in (0.5, 0.4):
         assert patch.config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio)
         with pipe.remove_tome().tome(ratio, config=config):
             assert patch.config_of(pipe.unet) == replace(config, ratio=ratio)
@@ -107,10 +108,18 @@ def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
         assert patch.config_of(pipe.unet) == replace(config, sx=2)
 
 
-def test_the_signature_shows_the_defaults():
-    parameters = inspect.signature(apply_tome).parameters
-    for name, value in asdict(ToMeConfig()).items():
-        assert str(parameters[name].default) == repr(value)
+def test_help_shows_the_settings_and_their_defaults():
+    settings = asdict(ToMeConfig())
+    assert settings.pop("ratio") == 0.5 and "None: that of `config`, or 0.5." in inspect.getdoc(apply_tome)
+    assert list(get_type_hints(MergeSettings)) == list(settings)
+    shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    assert f"The defaults: {shown}." in " ".join(inspect.getdoc(apply_tome).split())
+
+
+def test_an_unknown_setting_is_an_error_and_changes_nothing(pipe):
+    with pytest.raises(TypeError, match="windows"):
+        pipe.apply_tome(windows=8)
+    assert patch.config_of(pipe.unet) is None
 
 
 def test_grids_below_min_tokens_stay_plain(pipe):
@@ -213,7 +222,7 @@ def test_mixin_in_a_users_class():
     np.testing.assert_array_equal(run(wrapper.inner), plain)
 
 
-def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe):
+def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe, plans):
     """Arrays are not rounded to 8 bits like PIL images: the claim on nearly equal inputs in docs/api.md."""
     y, x = np.mgrid[0:64, 0:64] / 64
     waves = np.stack(
@@ -229,9 +238,8 @@ def test_near_equal_inputs_merge_differently_in_a_few_pairs(image_pipe):
     plain, merged, pairs = [generate(image) for image in inputs], [], []
     with image_pipe.tome(ratio=0.5):
         for image in inputs:
-            with record_plans(image_pipe) as recorded:
-                merged.append(generate(image))
-            plans = [call.plan for call in recorded]
+            plans.clear()
+            merged.append(generate(image))
             targets = [plan.dst_rows.numpy()[plan.target_rows.numpy()[:, 0]] for plan in plans]
             pairs.append(
                 [set(zip(p.merged_rows.tolist(), t, strict=True)) for p, t in zip(plans, targets, strict=True)]

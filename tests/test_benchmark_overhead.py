@@ -55,8 +55,8 @@ def blocks(unet):
 )
 def test_every_method_has_its_shares(unet, clock, settings, shares):
     unet.apply_tome(**{"ratio": 0.5, **WHOLE, **settings})
-    clock.takes(wraps, "match_tokens", 4.0)
-    clock.takes(wraps, "match_cells", 1.0)
+    clock.takes(wraps, "plan_pairs", 4.0)
+    clock.takes(wraps, "plan_cells", 1.0)
     clock.takes(attention, "merge", 2.0)
     clock.takes(attention, "unmerge", 1.0)
     clock.takes(matching.MergePlan, "log_sizes", 3.0)
@@ -82,7 +82,7 @@ def test_every_method_has_its_shares(unet, clock, settings, shares):
 def test_joint_attention_is_timed_where_its_norm_merges(clock, settings, shares):
     """Its processors have no mask, so sizes are channels."""
     model = sd3().apply_tome(ratio=0.5, **settings)
-    clock.takes(wraps, "match_tokens", 4.0)
+    clock.takes(wraps, "plan_pairs", 4.0)
     clock.takes(attention, "merge", 2.0)
     clock.takes(attention, "unmerge", 1.0)
     clock.takes(matching.MergePlan, "log_sizes", 6.0)

@@ -1,7 +1,6 @@
 """Examples, commands, links and reports in the documents, and the package's metadata."""
 
 import doctest
-import inspect
 import json
 import re
 import shutil
@@ -14,7 +13,6 @@ from importlib.metadata import requires, version
 from types import SimpleNamespace
 
 import alternatives
-import frontier
 import gpu_onnx
 import numpy as np
 import ops
@@ -37,7 +35,7 @@ NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in 
 DOCUMENTS = documents("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
 OPTION = r"--[a-z][a-z0-9-]*"
 # These quote commands as they were run, with the options of their time.
-HISTORY = ["CHANGELOG.md", *(f"benchmarks/{page}.md" for page in ("frontier", "ops", "quality", "speed"))]
+HISTORY = ["CHANGELOG.md", *(f"benchmarks/{page}.md" for page in ("ops", "speed"))]
 
 
 @pytest.mark.parametrize("module", [config, matching, merging])
@@ -54,8 +52,8 @@ def test_api_document_has_the_defaults_of_apply_tome():
     for names, values, _ in settings:
         pairs = zip(names.split(","), values.split(","), strict=True)
         documented |= {name.strip().strip("`"): value.strip().strip('`"') for name, value in pairs}
-    parameters = list(inspect.signature(ppdiffusers_tome.apply_tome).parameters.values())[1:]
-    assert documented == {parameter.name: str(parameter.default).strip("'") for parameter in parameters}
+    settings = {**vars(ppdiffusers_tome.ToMeConfig()), "config": None, "controlnet": True}
+    assert documented == {name: str(value) for name, value in settings.items()}
 
 
 def test_api_document_lists_what_is_public():
@@ -66,7 +64,7 @@ def test_api_document_lists_what_is_public():
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
-OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_", "gpu_")  # results
+OF_OTHER_PAGES = ("alternatives_", "program_memory_", "gpu_")  # results
 SMALL = {"128": "32", "192": "48"}  # px, for exports of the tiny pipeline
 SERVER = """
 import atexit, subprocess, sys, time, urllib.request
@@ -90,7 +88,7 @@ PROCESSES = {"docs/serving.md": SERVER, "examples/emoji_sd/README.md": ""}
 
 
 def described(document):
-    """What the text around the snippets of a document describes."""
+    """The variables that the text around the snippets of a document describes."""
     if document == "tests/golden/README.md":
         case = json.loads(str(np.load(ROOT / "tests" / "golden" / "unet.npz")["cases"]))[0]
         return {"np": np, **{name: case[name] for name in ("B", "h", "w", "seed")}}
@@ -146,7 +144,7 @@ def test_snippets_run(document, request, monkeypatch, tmp_path):
 
 
 def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
-    """Which is why the snippets of only one of the two run."""
+    """The snippets of README_zh.md do not run in a test, because they equal those of README.md."""
     names = ("README.md", "README_zh.md")
     marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(name))) for name in names]
     sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(name), re.MULTILINE) for name in names]
@@ -202,21 +200,18 @@ def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots, monke
         shutil.copy(RESULTS.parent / file, tmp_path)
     of_speed = [file for file in sorted(results.glob("*.json")) if not file.name.startswith(OF_OTHER_PAGES)]
     speed_report.write_report(of_speed, tmp_path)
-    frontier.write_frontier_page(sorted(results.glob("frontier_*.json")), tmp_path)
     alternatives.write_report(sorted(results.glob("alternatives_*.json")), tmp_path)
     ops.write_page(tmp_path)
     program_memory.report(SimpleNamespace(output=results))
     monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", "report", "--result", str(results / "gpu_onnx.json")])
     gpu_onnx.main()
-    for name, folder in {"quality": ".", "quality_256": "at_256", "quality_scenes": "scenes_256"}.items():
-        file = results / f"{name}.json"
-        quality_report.write_quality_page(json.loads(file.read_text(encoding="utf-8")), tmp_path / folder, file)
+    file = results / "quality_scenes.json"
+    quality_report.write_quality_page(json.loads(file.read_text(encoding="utf-8")), tmp_path / "scenes_256", file)
     pages = list(tmp_path.rglob("*.md"))
-    assert len(pages) == 10
+    assert len(pages) == 7
     for page in pages:
         committed, text = text_of(f"benchmarks/{page.relative_to(tmp_path)}"), page.read_text(encoding="utf-8")
-        has_more = page.name in ("frontier.md", "quality.md")
-        assert committed.startswith(text) if has_more else committed == text
+        assert committed.startswith(text) if page.name == "quality.md" else committed == text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

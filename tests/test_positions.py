@@ -1,4 +1,8 @@
-"""Dst and src positions of a grid, and that their constants outlive a pass."""
+"""Dst and src positions of a grid, and that their constants outlive a pass, but not the wraps of their model."""
+
+import copy
+import gc
+import weakref
 
 import numpy as np
 import paddle
@@ -10,6 +14,8 @@ from reference import dst_positions
 
 from ppdiffusers_tome import Grid, choose_dst, positions
 from ppdiffusers_tome.config import TOMESD_SETTINGS
+from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.wraps import MAX_CACHED, BlockWrap, wrap_of
 
 
 @pytest.mark.parametrize(
@@ -94,8 +100,6 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
         count(np, name)
     count(np.random, "RandomState")
     count(positions, "choose_dst")
-    for cached in (positions.constant_positions, positions.constant_cells):
-        cached.cache_clear()
 
     def counted():
         counts.clear()
@@ -108,32 +112,75 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
     first, second = counted(), counted()
     assert first["choose_dst"] > 0 and first["to_tensor"] > plain.get("to_tensor", 0)
     assert second == plain  # what ppdiffusers itself does
-    unet.apply_tome(**{**TOMESD_SETTINGS, "merge_mlp": True, **settings})
-    assert counted() == plain  # the same positions in another method
 
 
-def test_kept_positions_are_bounded():
-    for side in range(4, 4 + positions.CACHED + 8):
-        positions.constant_positions(Grid(4, side), 2, 2, (0, 0))
-        positions.constant_cells(Grid(4, side), 2, 2, (0, 0))
-    for cached in (positions.constant_positions, positions.constant_cells):
-        assert cached.cache_info().currsize == cached.cache_info().maxsize == positions.CACHED
-        cached.cache_clear()
+def block_wraps(unet):
+    return [wrap_of(block.block) for block in find_blocks(unet) if isinstance(wrap_of(block.block), BlockWrap)]
 
 
-def test_kept_positions_are_those_of_their_key():
-    for key in ((0, 0), (1, 0), (0, 1), None):
-        for h, w, sx in ((8, 6, 2), (6, 8, 2), (8, 6, 3)):
-            for _ in range(2):
-                kept = positions.constant_positions(Grid(h, w), sx, 2, key)
-                assert kept.dst.tolist() == choose_dst(Grid(h, w), sx, 2, key).tolist()
+@pytest.mark.parametrize("settings", [{}, {"ratio": 0.75, "match": "grid"}], ids=str)
+def test_constants_leave_with_the_wraps_of_their_model(settings, monkeypatch):
+    """Those of the model that merging is removed from, and no others."""
+    constants = {"one": [], "other": []}
+
+    def apply_and_run(name, unet):
+        to_tensor = paddle.to_tensor
+
+        def recording(*args, **kwargs):
+            tensor = to_tensor(*args, **kwargs)
+            constants[name].append(weakref.ref(tensor))
+            return tensor
+
+        unet.apply_tome(**settings)
+        arguments = inputs()
+        with monkeypatch.context() as patched, paddle.no_grad():
+            patched.setattr(paddle, "to_tensor", recording)
+            unet(**arguments)
+
+    def count_live(name):
+        gc.collect()
+        return sum(reference() is not None for reference in constants[name])
+
+    one, other = make_unet(), make_unet()
+    apply_and_run("one", one)
+    apply_and_run("other", other)
+    kept = count_live("other")
+    assert count_live("one") == kept > 0
+    one.remove_tome()
+    assert (count_live("one"), count_live("other")) == (0, kept)
+    other.apply_tome(ratio=0.25)
+    assert count_live("other") == 0
+
+
+def test_constants_of_a_block_are_bounded_and_those_used_last_stay():
+    unet, built = make_unet().apply_tome(), []
+    cache = block_wraps(unet)[0]._constants
+    for key in [*range(MAX_CACHED), 0, MAX_CACHED, 0, 1]:
+        assert cache.get(key, lambda key=key: built.append(key) or key) == key
+    assert built == [*range(MAX_CACHED), MAX_CACHED, 1] and len(cache) == MAX_CACHED
+
+
+def test_each_grid_has_its_own_constants(plans):
+    """Also grids of as many tokens; and a copy of a model starts without any."""
+    unet = make_unet().apply_tome(0.5)
+    for _ in range(2):
+        for h, w in ((16, 12), (12, 16)):
+            plans.clear()
+            run(unet, h=h, w=w)
+            for plan, wrap in zip(plans, block_wraps(unet), strict=True):
+                dst = choose_dst(Grid(h, w), random_key=(0, wrap.index))
+                assert plan.dst_rows.numpy()[: len(dst)].tolist() == dst.tolist()
+    assert {len(wrap._constants) for wrap in block_wraps(unet)} == {2}
+    assert {len(wrap._constants) for wrap in block_wraps(copy.deepcopy(unet))} == {0}
 
 
 def test_without_a_seed_nothing_is_kept(plans):
-    """Each pass draws its own dst, which no other pass uses."""
-    before = positions.constant_positions.cache_info().currsize
+    """Each pass has its own random dst, which no other pass uses."""
     unet = make_unet().apply_tome(seed=None)
     run(unet), run(unet)
     half = len(plans) // 2
     assert not np.array_equal(plans[0].dst_rows.numpy(), plans[half].dst_rows.numpy())
-    assert positions.constant_positions.cache_info().currsize == before
+    assert {len(wrap._constants) for wrap in block_wraps(unet)} == {0}
+    unet.apply_tome(seed=None, use_rand=False)
+    run(unet)
+    assert {len(wrap._constants) for wrap in block_wraps(unet)} == {1}
