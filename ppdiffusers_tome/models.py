@@ -27,10 +27,6 @@ from .positions import Grid, check_ids, grid_of_ids
 
 SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
 TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
-MERGEABLE_BLOCKS = (
-    "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt, SD3, FLUX, CogVideoX, "
-    "Wan or HunyuanVideo"
-)
 # Models whose attention `rotary.py` computes, none of which ppdiffusers 0.29.0 has: the layer that shows the grid.
 ROTARY = {
     "FluxTransformer2DModel": "pos_embed",
@@ -168,6 +164,25 @@ def half_on_cpu(target: Any) -> list[str]:
                 labels.append(f"{label(name, component)} in {str(parameter.dtype).rpartition('.')[2]}")
                 break
     return labels
+
+
+def nothing_merges(target: Any) -> str:
+    """Why a pipeline or model has no denoiser that can merge, in one sentence: what was looked for, and a remedy.
+
+    Raises:
+        ToMeConfigError: as `components`.
+    """
+    name = type(target).__name__
+    for component in components(target).values():
+        if hasattr(component, "exported_merging"):
+            return f"{name} runs exported programs: select one of their ratios by pipe.unet.ratio, or export again"
+        if getattr(component, "inference_optimize", False):
+            return f"INFERENCE_OPTIMIZE=True has replaced the blocks of {name} by fused ones: load it without"
+    return (
+        f"nothing merges in {name}: it has no transformer blocks over the pixels of a feature map, as UNets, "
+        "ControlNets, DiT, PixArt, SD3, FLUX, CogVideoX, Wan and HunyuanVideo have them; docs/families.md lists the "
+        "pipelines that merge"
+    )
 
 
 def denoisers(target: Any) -> dict[str, nn.Layer]:

@@ -9,7 +9,7 @@ from typing import Any
 from paddle import nn
 
 from .attention import FIRST, LAST, AttentionWrap, MergeWrap
-from .config import ALONE, ASYMMETRIC, ToMeConfig
+from .config import ALONE, ASYMMETRIC, LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .models import (
     MergeableBlock,
@@ -18,11 +18,11 @@ from .models import (
     is_chunked,
     is_controlnet,
     layer_components,
+    nothing_merges,
     remove_builtin,
     timestep_projection,
 )
 from .rotary import RotaryAttentionWrap
-from .unsupported import nothing_to_merge
 from .wraps import (
     CHUNKED_FEED_FORWARD,
     BlockWrap,
@@ -61,7 +61,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         if denoiser_config is not None and (blocks := chosen_blocks(denoiser, denoiser_config)):
             chosen.append((denoiser, blocks, denoiser_config))
     if not chosen:
-        raise NoMergeableLayerError(nothing_to_merge(target, config, controlnet))
+        raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
     for denoiser, blocks, denoiser_config in chosen:
         if config.merge_mlp and denoiser_config.ratio and any(is_chunked(block.block) for block in blocks):
             raise ToMeConfigError(CHUNKED_FEED_FORWARD)
@@ -77,6 +77,30 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
     except BaseException:
         restore(target, before)
         raise
+
+
+def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:
+    """Why no block of a pipeline or model merges with these configs, and what to change."""
+    models = denoisers(target)
+    if not models:
+        return f"{nothing_merges(target)}."
+    start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
+    included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
+    if not included:
+        return f"{start}, controlnet=False: it only has ControlNets. Pass controlnet=True."
+    layers = [name for name in LAYERS if getattr(config, f"merge_{name}")]
+    levels: dict[int, int] = {}
+    for denoiser in included:
+        for block in find_blocks(denoiser):
+            if not block.sublayers.keys().isdisjoint(layers):
+                levels[block.level] = levels.get(block.level, 0) + 1
+    if not levels:
+        names = ", ".join(f"merge_{name}" for name in layers)
+        return f"{start}: none of its blocks has a layer for {names}."
+    listed = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
+    remedy = "leave max_downsample out" + (f" or pass {min(levels)}" if min(levels) in LEVELS else "")
+    reason = f"no block is at level {config.max_downsample} or less, its blocks are at {listed}"
+    return f"{start}: {reason}. To merge there, {remedy}."
 
 
 def detach(target: Any) -> None:

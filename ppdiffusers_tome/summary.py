@@ -8,10 +8,19 @@ from ppdiffusers import DiffusionPipeline
 from .config import KV
 from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
-from .models import block_grid, components, count_frames, denoisers, is_countable, latent_grid, text_tokens, vae_factor
+from .models import (
+    block_grid,
+    components,
+    count_frames,
+    denoisers,
+    is_countable,
+    latent_grid,
+    nothing_merges,
+    text_tokens,
+    vae_factor,
+)
 from .patch import chosen_blocks, config_of, merges_whole, merging_layers
 from .positions import Grid, tokens_kept
-from .unsupported import nothing_merges
 
 
 @dataclass(frozen=True)
