@@ -14,7 +14,6 @@ from .positions import Grid, count_pairs, count_removed, tokens_kept
 
 # Of a joint attention for the text, or in Wan's image-to-video for the image, which queries also attend to.
 ADDED_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-WAN_IMAGE = 257  # tokens of the image
 
 
 def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> int:
@@ -51,24 +50,37 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
 
 
 def _other_macs(transformer: nn.Layer, tokens: int, text: int, blocks: dict[str, MergeableBlock]) -> int:
-    """MACs of a transformer without a UNet, but for attention and feed-forward of its blocks, which are by path."""
+    """MACs of a transformer without a UNet, except for the layers of its blocks that can merge.
+
+    Args:
+        transformer: the model.
+        tokens, text: image and text tokens.
+        blocks: its blocks, by the start of the paths of their layers.
+    """
+    known = [block.facts for block in blocks.values()]
+    text_layers = {name for facts in known for name in facts.text_layers}
+    image_layers = {name: facts.image_tokens for facts in known for name in facts.image_layers}
     total = 0
     for path, layer in transformer.named_sublayers():
         if not isinstance(layer, (nn.Linear, nn.Conv2D, nn.Conv3D)):
             continue
         start = next((start for start in blocks if path.startswith(start)), None)
         names = path[len(start or "") :].split(".")
-        if start is not None and names[0] in ("attn", "attn1", "attn2", "ff", "ffn"):
+        if start is not None and names[0] in blocks[start].facts.merging_layers:
             continue
-        if any(name.startswith(("time", "norm")) for name in names):  # they get one row, the timestep
-            rows = 1
-        elif start is not None:  # the MLP of the text, or that of a single-stream block
-            rows = text if names[0] == "ff_context" else tokens + text
+        if any(name.startswith(("time", "norm")) for name in names):
+            rows = 1  # embeddings of the timestep, and norms that it modulates
+        elif not text_layers.isdisjoint(names):
+            rows = text
+        elif not image_layers.keys().isdisjoint(names):
+            rows = next(image_layers[name] for name in names if name in image_layers)
+        elif start is not None:
+            rows = tokens + text  # the MLP of a single-stream block, and its last projection
         else:
-            rows = text if "text" in path else WAN_IMAGE if "image_embedder" in path else tokens
+            rows = tokens
         total += rows * _weights(layer)
-        if start is None and names[-1] == "to_q":  # attention of the text alone, in HunyuanVideo
-            total += 2 * text * text * layer.weight.shape[1]
+        if start is None and names[-1] == "to_q":
+            total += 2 * text * text * layer.weight.shape[1]  # attention of the text alone, in HunyuanVideo
     return total
 
 
@@ -114,9 +126,10 @@ def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text:
     Text tokens come on top where they attend with the image or pass through the same layers.
     """
     total = 0
-    shared = text if block.is_one_sequence else 0
+    shared = 0 if block.facts.text is None else text
     for layer in block.sublayers[name]:
-        image = WAN_IMAGE if name == "crossattn" and getattr(layer, "add_k_proj", None) is not None else 0
+        attends_to_image = name == "crossattn" and getattr(layer, "add_k_proj", None) is not None
+        image = block.facts.image_tokens if attends_to_image else 0
         for path, part in layer.named_sublayers():
             if isinstance(part, nn.Linear):
                 first = path.split(".")[0]

@@ -8,10 +8,11 @@ from typing import Any
 
 from paddle import nn
 
-from .attention import FIRST, LAST, AttentionWrap, MergeWrap
+from .attention import AttentionWrap, MergeWrap
 from .config import ALONE, ASYMMETRIC, LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .models import (
+    FIRST,
     MergeableBlock,
     denoisers,
     find_blocks,
@@ -128,20 +129,21 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
         assert projection is not None  # checked in `attach`
         install(projection, timestep)
     for mergeable in blocks:
-        block, text = mergeable.block, LAST if mergeable.text_is_last else FIRST
+        block, facts = mergeable.block, mergeable.facts
         if config.ratio == 0:
             install(block, Wrap(config))
             continue
         grid = wrap_of(mergeable.grid_layer)
         if not isinstance(grid, GridWrap):
-            grid = GridWrap(config)
+            grid = GridWrap(config, facts)
             install(mergeable.grid_layer, grid)
-        is_whole, text_is_first = merges_whole(mergeable, config), mergeable.is_single_stream and text == FIRST
+        is_whole = merges_whole(mergeable, config)
+        text_is_first = facts.is_single_stream and facts.text == FIRST
         install(block, BlockWrap(config, grid, timestep, mergeable.index, is_whole, text_is_first))
         inner: list[tuple[nn.Layer, InnerWrap]] = []
         if is_whole:
-            inner.append((block.norm, MergeWrap(config, before=False, after=True, text=text)))
-            inner.append((block.proj_out, MergeWrap(config, before=False, text=text)))
+            inner.append((block.norm, MergeWrap(config, before=False, after=True, text=facts.text)))
+            inner.append((block.proj_out, MergeWrap(config, before=False, text=facts.text)))
         for name, layers in merging_layers(mergeable, config).items():
             inner += [(layer, _wrap_for(name, mergeable, config, is_whole)) for layer in layers]
         for layer, wrap in inner:
@@ -151,16 +153,16 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
 
 def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> InnerWrap:
     if name == "mlp":
-        return MergeWrap(config, text=FIRST if block.is_rotary else None)
-    if name == "attn" and block.is_rotary:
-        return RotaryAttentionWrap(config, is_whole)
+        return MergeWrap(config, text=block.facts.text)
+    if name == "attn" and block.facts.is_rotary:
+        return RotaryAttentionWrap(config, block.facts, is_whole)
     return AttentionWrap(config, name == "attn")
 
 
 def merges_whole(block: MergeableBlock, config: ToMeConfig) -> bool:
     """Whether a config merges around attention and the MLP that is parallel to it, in a single-stream block."""
     merges_mlp = config.merge_attn in (True, ASYMMETRIC) or (config.merge_attn == ALONE and config.merge_mlp)
-    return block.is_single_stream and merges_mlp
+    return block.facts.is_single_stream and merges_mlp
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:

@@ -18,7 +18,7 @@ from paddle import nn
 from .config import GRID, SEEDS, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
 from .matching import MergePlan, join_frames, match_cells, match_tokens
-from .models import has_frames, is_chunked, shares_left, token_grid
+from .models import BlockFacts, is_chunked, shares_left, token_grid
 from .positions import Grid, tokens_kept
 
 ATTRIBUTE = "_tome"  # of a layer: its wrap
@@ -190,10 +190,15 @@ class GridWrap(Wrap):
 
     It stores three integers until the next pass, because gradient checkpointing runs single blocks again after the
     pass.
+
+    Args:
+        config: the settings of the denoiser.
+        facts: of the blocks of the transformer.
     """
 
-    def __init__(self, config: ToMeConfig) -> None:
+    def __init__(self, config: ToMeConfig, facts: BlockFacts) -> None:
         super().__init__(config)
+        self._facts = facts
         self._use_rand, self._seed = config.use_rand, config.seed
         self._thread = _PerThread()
 
@@ -202,7 +207,7 @@ class GridWrap(Wrap):
         is_unseeded = self._use_rand and self._seed is None
         self._thread.seed = SEEDS + secrets.randbits(64) if is_unseeded else self._seed
         before = getattr(self._thread, "grid", None)
-        self._thread.grid, self._thread.has_frames = token_grid(layer, _first(args, kwargs), before), has_frames(layer)
+        self._thread.grid = token_grid(self._facts, layer, _first(args, kwargs), before)
         return self.forward(layer, *args, **kwargs)
 
     def grid(self, tokens: int | None = None) -> Grid:
@@ -210,7 +215,7 @@ class GridWrap(Wrap):
         grid: Grid | None = getattr(self._thread, "grid", None)
         if grid is None:
             reason = "no feature map was seen"
-        elif tokens in (None, grid.tokens) or (self._thread.has_frames and tokens % grid.tokens == 0):
+        elif tokens in (None, grid.tokens) or (self._facts.has_frames and tokens % grid.tokens == 0):
             return grid  # frames of a video come one after another
         else:
             reason = f"the feature map was {grid.h}×{grid.w}"
