@@ -37,21 +37,21 @@ class BlockFacts:
     shows_positions: bool = False  # whether that layer gets the position of each token, not a feature map
     has_frames: bool = False  # whether the frames of a video are one sequence of tokens
     packs_latents: bool = False  # whether the pipeline makes one latent pixel of 2×2
-    # The layers that run on merged tokens, by the names of the `merge_…` settings. Those that exist in a block count.
+    # The layers that can run on merged tokens, by the names of the `merge_…` settings. A block may lack some of them.
     attn: tuple[str, ...] = ("attn1",)
     crossattn: tuple[str, ...] = ("attn2",)
     mlp: tuple[str, ...] = ("ff",)
     is_joint: bool = False  # whether self-attention has projections of its own for text
     is_single_stream: bool = False  # whether attention and MLP are parallel and share a norm and a projection
     text: str | None = None  # FIRST or LAST where text passes through the same layers as the image, as one sequence
-    # Attention with rotary positions, which `rotary.py` computes: the only processor that it replaces.
+    # The class of the attention processor, where positions rotate: `rotary.py` computes its attention, and no other.
     rotary_processor: str | None = None
     has_mask: bool = False  # whether that processor takes a mask of the text
-    # For MACs. Without text_tokens the tokenizer says how many there are, and only UNets and ControlNets are counted.
-    text_tokens: int | None = None  # that the pipeline passes by default
+    # What counting MACs assumes. Without text_tokens only UNet2DConditionModel and ControlNetModel are counted.
+    text_tokens: int | None = None  # that the pipeline passes by default; None: as many as its tokenizer allows
     text_layers: tuple[str, ...] = ()  # layers that get the text alone, in the block or in the model around it
-    image_tokens: int = 0  # that cross-attention also attends to, if it has projections for them
-    image_layers: tuple[str, ...] = ()  # layers that get those tokens, in the model around the block
+    image_tokens: int = 0  # tokens of an image that cross-attention also attends to, if it has projections for them
+    image_layers: tuple[str, ...] = ()  # layers that get those image tokens, in the model around the block
 
     @property
     def is_rotary(self) -> bool:
@@ -196,21 +196,21 @@ def is_chunked(block: nn.Layer) -> bool:
 
 
 def is_joint(attention: nn.Layer) -> bool:
-    """Whether an attention layer computes as in SD3, also without text: a fused kernel with the scale of its width."""
+    """Whether an attention uses SD3's fused kernel, which scales by the width of a head, with or without text."""
     has_text = getattr(attention, "add_q_proj", None) is not None
     return has_text or isinstance(attention.processor, JointAttnProcessor2_5)
 
 
 def is_fused(attention: nn.Layer) -> bool:
-    """Whether a kernel computes an attention layer's scores and output together, and would take no broadcast mask."""
+    """Whether one kernel computes the scores and the output of an attention, and takes no broadcast mask."""
     return isinstance(attention.processor, (XFormersAttnProcessor, LoRAXFormersAttnProcessor))
 
 
 def splits_heads(attention: nn.Layer) -> bool:
     """Whether a layer's processor is known to use `head_to_batch_dim` and `get_attention_scores`.
 
-    A subclass with a `__call__` of its own may compute scores in another way. Those of Text2Video-Zero count whatever
-    they define, because its keys are those of the first frame, which no mask over a frame's own tokens fits.
+    A subclass with a `__call__` of its own may compute scores in another way. Text2Video-Zero's processors always
+    count: their keys are those of the first frame, so a mask over the tokens of one frame would have the wrong length.
     """
     classes = type(attention.processor).__mro__
     computing = next(cls for cls in classes if "__call__" in vars(cls)).__name__
@@ -285,14 +285,14 @@ def nothing_merges(target: Any) -> str:
 
 
 def denoisers(target: Any) -> dict[str, nn.Layer]:
-    """The models of a pipeline (or within a model) that have mergeable blocks, by name: UNets, ControlNets, DiTs.
+    """The models of a pipeline, or within a model, that have mergeable blocks, by name: UNets, ControlNets, DiTs.
 
     Raises:
         ToMeConfigError: as `components`.
     """
     by_name: dict[str, nn.Layer] = {}
     for name, component in layer_components(target).items():
-        prefix = None  # of the paths inside the last denoiser; sublayers come right after their layer
+        prefix = None  # paths inside the last denoiser start with it; sublayers come right after their layer
         for path, layer in component.named_sublayers(include_self=True):
             if prefix is not None and path.startswith(prefix):
                 continue
@@ -319,9 +319,18 @@ def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
         for name in BLOCK_LISTS:
             for i, block in enumerate(getattr(transformer, name, ())):
                 facts = _facts_of(block)
-                if facts is not None:
-                    place = f"{path}.{name}.{i}".lstrip("."), len(blocks), level
-                    blocks.append(MergeableBlock(*place, transformer, _grid_layer(transformer, facts), block, facts))
+                if facts is None:
+                    continue
+                mergeable = MergeableBlock(
+                    path=f"{path}.{name}.{i}".lstrip("."),
+                    index=len(blocks),
+                    level=level,
+                    transformer=transformer,
+                    grid_layer=_grid_layer(transformer, facts),
+                    block=block,
+                    facts=facts,
+                )
+                blocks.append(mergeable)
     return blocks
 
 
@@ -368,10 +377,11 @@ def token_grid(facts: BlockFacts, grid_layer: nn.Layer, x: paddle.Tensor, before
     """The token grid of a transformer, from the input x of its `grid_layer`.
 
     Args:
-        facts: of the blocks of the transformer.
-        grid_layer, x: the layer, and what it gets.
-        before: the grid of the pass before, which is that of a program of FLUX: the positions that it gets are only
-            known when it runs, and it checks them then.
+        facts: the facts of the transformer's blocks.
+        grid_layer: the layer that shows the grid.
+        x: the input of that layer.
+        before: the grid of the previous pass. A program of FLUX is traced for it, because its positions are only known
+            when it runs; the program checks them then.
 
     Raises:
         ToMePassError: x is not a feature map, has fewer indices than its grid, or has no fixed height and width.
@@ -425,12 +435,13 @@ def is_controlnet(denoiser: nn.Layer) -> bool:
 def is_countable(denoiser: nn.Layer) -> bool:
     """Whether the MACs of all layers of a model follow from their shapes and places.
 
-    Not in FLUX's ControlNets that add a token for the kind of their image, or that embed it by convolutions.
+    They do not in FLUX's ControlNets that add a token for the kind of their image, or that embed it by convolutions.
     """
     if isinstance(denoiser, (UNet2DConditionModel, ControlNetModel)):
         return True
     has_more = getattr(denoiser, "union", False) or getattr(denoiser, "input_hint_block", None) is not None
-    return not has_more and all(block.facts.text_tokens is not None for block in find_blocks(denoiser))
+    blocks = find_blocks(denoiser)
+    return not has_more and bool(blocks) and all(block.facts.text_tokens is not None for block in blocks)
 
 
 def count_frames(target: Any, frames: int | None) -> int | None:

@@ -36,7 +36,7 @@ from .wraps import (
 
 
 def attached_configs(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
-    """The denoisers of a pipeline or model, each with its config; None if it does not merge."""
+    """The denoisers of a pipeline or model, each with its config, or with None if it does not merge."""
     return [(denoiser, config_of(denoiser)) for denoiser in denoisers(target).values()]
 
 
@@ -45,8 +45,8 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
 
     Args:
         target: a pipeline or model.
-        config: for all denoisers except ControlNets.
-        controlnet: for ControlNets; None leaves them plain.
+        config: the config of all denoisers except ControlNets.
+        controlnet: the config of ControlNets; None leaves them plain.
 
     Raises:
         ToMeConfigError: target is not a pipeline or model, or merge_mlp meets chunked feed-forward layers.
@@ -75,7 +75,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
 def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:
     """Why no block of a pipeline or model merges with these configs, and what to change."""
     models = denoisers(target)
-    if not models:
+    if not any(find_blocks(denoiser) for denoiser in models.values()):
         return f"{nothing_merges(target)}."
     start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
     included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]

@@ -33,7 +33,7 @@ class RotaryAttentionWrap(InnerWrap):
 
     Args:
         config: the settings of the denoiser.
-        facts: of the block around the attention.
+        facts: the facts of the block around the attention.
         is_merged: whether the image tokens that it gets are merged already, and stay so.
     """
 

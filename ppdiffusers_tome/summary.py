@@ -45,7 +45,7 @@ class ToMeSummary:
     settings: dict[str, str]  # denoiser: its config, "off", or what was exported; empty where nothing can merge
     latent: Grid | None  # None where nothing can merge and no size was passed
     blocks: tuple[BlockSummary, ...]
-    # Of each denoiser without attention at level 1, or exported; or why nothing can merge.
+    # A note for each denoiser without attention at level 1, or for what was exported; or why nothing can merge.
     notes: tuple[str, ...]
     macs: int | None  # of one pass for one image without merging; None for models or videos that cannot be counted
     saved: int | None  # MACs saved, net of the cost of matching

@@ -154,7 +154,7 @@ class GridWrap(Wrap):
 
     Args:
         config: the settings of the denoiser.
-        facts: of the blocks of the transformer.
+        facts: the facts of the transformer's blocks.
     """
 
     def __init__(self, config: ToMeConfig, facts: BlockFacts) -> None:
