@@ -75,7 +75,7 @@ test: $(VENV)/.installed-test $(JAVASCRIPT) ## run the test suite in two process
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(ARGS)
 
 # SOURCE is the folder that contains the package ppdiffusers, as PaddleMIX/ppdiffusers does.
-NEWER := patch attention transformers families families_table features api unsupported models macs rotary newer_pipelines
+NEWER := patch attention transformers families features api models macs rotary newer_pipelines
 test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOURCE=its folder, with STACK=paddle3 for those after 0.29.0
 	@test -f "$(SOURCE)/ppdiffusers/__init__.py" || { echo 'Needs SOURCE=DIR, the folder that contains the package ppdiffusers' >&2; exit 1; }
 	PPDIFFUSERS_SOURCE="$(abspath $(SOURCE))" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(NEWER:%=tests/test_%.py) $(ARGS)

@@ -1,14 +1,13 @@
 """Token merging for ppdiffusers: `pipe.apply_tome(ratio=0.5)`.
 
 Importing the package gives every ppdiffusers pipeline and model the methods `apply_tome`, `remove_tome`, `tome` and
-`tome_summary`, which replace the `apply_tome` that ppdiffusers ships. Where Paddle 2.6 was imported first and has
-broken zlib, it repairs that (`compatibility.repair_zlib`). It has no other side effect.
+`tome_summary`, which replace the `apply_tome` that ppdiffusers ships. It has no other side effect.
 """
 
-import zlib  # noqa: F401 - before Paddle 2.6, whose zlib otherwise crashes Pillow's PNG writer; see repair_zlib
+import zlib  # noqa: F401 - before Paddle 2.6, whose own zlib otherwise crashes Pillow; see warn_if_zlib_is_replaced
 
 from ._version import __version__
-from .compatibility import check_version, import_pip, repair_zlib
+from .compatibility import check_version, import_pip, warn_if_zlib_is_replaced
 from .config import ToMeConfig
 from .errors import (
     NoMergeableLayerError,
@@ -27,7 +26,7 @@ except ImportError as error:
         "(CUDA 11.8), not both."
     ) from error
 check_version("PaddlePaddle", paddle.__version__)
-repair_zlib()
+warn_if_zlib_is_replaced()
 import_pip()
 
 import ppdiffusers  # noqa: E402

@@ -14,10 +14,9 @@ from .config import ASYMMETRIC, KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import merge, unmerge
-from .models import is_fused, is_joint, splits_heads
+from .models import LAST, is_fused, is_joint, splits_heads
 from .wraps import Cache, InnerWrap
 
-FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
 FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
 
 

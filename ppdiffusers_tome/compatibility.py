@@ -1,11 +1,7 @@
-"""Which versions of Paddle and ppdiffusers are supported, and what their import breaks: once, at import."""
+"""Checks at import: which versions of Paddle and ppdiffusers are supported, and what their import breaks."""
 
-import ctypes
-import os
-import platform
 import sys
 import warnings
-from collections.abc import Iterator
 
 from packaging.version import InvalidVersion, Version
 
@@ -17,10 +13,6 @@ SUPPORTED = {
     "ppdiffusers": (Version("0.29.0"), "ppdiffusers 0.29.0"),
 }
 PADDLE_LIBRARY = "paddle.base.libpaddle"
-# An ELF library on x86_64: tags of its dynamic section, and relocations that hold the address of a function.
-_STRINGS, _SYMBOLS, _TABLES = 5, 6, ((7, 8), (23, 2))  # _TABLES of relocations: where each is, and its size
-_FUNCTION_RELOCATIONS = (6, 7)
-_LINK_MAP = 2  # what dlinfo is asked for
 _DEVELOPMENT = Version("0.0.0")  # the version of Paddle's and ppdiffusers' nightly builds
 
 
@@ -59,78 +51,24 @@ def import_pip() -> None:
         import pip  # noqa: F401
 
 
-def repair_zlib() -> None:
-    """Let the system's zlib call its own functions where Paddle 2.6, imported before it, has replaced them.
+def warn_if_zlib_is_replaced() -> None:
+    """Warn where Paddle 2.6 was imported before zlib.
 
-    Paddle exports the functions of an older zlib that it contains. If the system's zlib is loaded because Paddle needs
-    it, the loader connects the calls within zlib to Paddle's functions, which expect other structures: Pillow then
-    crashes the process when it writes a PNG. This restores the addresses that zlib has if it is loaded before Paddle.
-    Where they are right, whatever the version of Paddle, nothing is written.
+    Paddle 2.6 exports the functions of an older zlib that it contains. If the system's zlib is loaded because Paddle
+    needs it, the loader connects the calls within zlib to Paddle's functions, which expect other structures: Pillow
+    then crashes the process when it writes a PNG. If zlib is loaded before Paddle, its calls stay its own.
 
     Warns:
-        RuntimeWarning: the addresses cannot be restored; the message has the remedy.
+        RuntimeWarning: Paddle 2.6 came first; the message has the remedy.
     """
-    paddle, zlib = (getattr(sys.modules.get(name), "__file__", None) for name in (PADDLE_LIBRARY, "zlib"))
-    names = [*sys.modules]
-    if paddle is None or (zlib is not None and names.index("zlib") < names.index(PADDLE_LIBRARY)):
+    modules = [*sys.modules]
+    if sys.platform != "linux" or PADDLE_LIBRARY not in modules:
         return
-    try:
-        library = ctypes.CDLL("libz.so.1", mode=os.RTLD_NOLOAD)
-        if _file_at(_address(ctypes.CDLL(paddle, mode=os.RTLD_NOLOAD), "inflate")) != paddle:
-            return  # as of Paddle 3: it exports no zlib
-    except (OSError, AttributeError):  # no zlib is loaded, or this is not Linux
-        return
-    try:
-        if platform.machine() != "x86_64":
-            raise OSError(f"{platform.machine()} has other relocations")
-        memory = os.open("/proc/self/mem", os.O_RDWR)  # a wrong address is an OSError here
-        try:
-            for slot, address in _function_slots(library, memory):
-                if _file_at(_read(memory, slot)) == paddle:
-                    os.pwrite(memory, address.to_bytes(8, "little"), slot)
-        finally:
-            os.close(memory)
-    except (OSError, AttributeError, KeyError) as error:
+    zlib_came_first = "zlib" in modules and modules.index("zlib") < modules.index(PADDLE_LIBRARY)
+    if sys.modules["paddle"].__version__.startswith("2.6.") and not zlib_came_first:
         warnings.warn(
-            "paddle was imported before ppdiffusers_tome and has replaced functions of zlib, so that Pillow crashes "
-            f"when it writes a PNG; this could not be repaired ({error!r}): import ppdiffusers_tome, or zlib, before "
-            "paddle.",
+            "Paddle 2.6 was imported before ppdiffusers_tome and has replaced functions of zlib: Pillow may crash the "
+            "process when it reads or writes a PNG. Import ppdiffusers_tome, or zlib, before paddle.",
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _function_slots(library: ctypes.CDLL, memory: int) -> Iterator[tuple[int, int]]:
-    """Where a library holds the addresses of functions that it defines and calls, and what these should be."""
-    link_map = ctypes.c_size_t()
-    if ctypes.CDLL(None).dlinfo(ctypes.c_void_p(library._handle), _LINK_MAP, ctypes.byref(link_map)):
-        raise OSError("dlinfo failed")
-    base, section = _read(memory, link_map.value), _read(memory, link_map.value + 16)
-    dynamic = {}
-    while tag := _read(memory, section):
-        dynamic[tag] = _read(memory, section + 8)
-        section += 16
-    for table, size in _TABLES:
-        start = dynamic.get(table, 0)
-        for relocation in range(start, start + dynamic.get(size, 0), 24):
-            info = _read(memory, relocation + 8)
-            symbol = dynamic[_SYMBOLS] + (info >> 32) * 24
-            is_defined = _read(memory, symbol + 6, 2) != 0  # the section of the definition
-            if info & 0xFFFFFFFF in _FUNCTION_RELOCATIONS and is_defined:
-                name = os.pread(memory, 80, dynamic[_STRINGS] + _read(memory, symbol, 4)).split(b"\0")[0].decode()
-                yield base + _read(memory, relocation), _address(library, name)
-
-
-def _read(memory: int, address: int, size: int = 8) -> int:
-    return int.from_bytes(os.pread(memory, size, address), "little")
-
-
-def _address(library: ctypes.CDLL, function: str) -> int:
-    return ctypes.cast(library[function], ctypes.c_void_p).value or 0
-
-
-def _file_at(address: int) -> str | None:
-    """The library that contains an address."""
-    described = (ctypes.c_char_p * 4)()  # a Dl_info; the file's name comes first
-    is_known = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), described)
-    return os.fsdecode(described[0]) if is_known and described[0] else None

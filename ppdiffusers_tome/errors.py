@@ -1,4 +1,7 @@
-"""The package's exceptions, each a `ToMeError` and also the matching built-in one, and a remedy that several name."""
+"""The package's exceptions, and a remedy that several of them name.
+
+Each is a `ToMeError` and also the built-in exception that matches.
+"""
 
 import shlex
 from pathlib import Path
@@ -17,7 +20,7 @@ class ToMeConfigError(ToMeError, ValueError):
 class NotExportedError(ToMeConfigError, AttributeError):
     """An exported pipeline cannot do what was asked for, because its programs are fixed.
 
-    It is an AttributeError because ppdiffusers asks models by `hasattr` for what they have.
+    It is an AttributeError because ppdiffusers uses `hasattr` to find out what a model has.
     """
 
 
@@ -25,8 +28,9 @@ class ParameterError(ToMeConfigError):
     """A parameter has a value that is not allowed. Commands name the option that sets it in its place.
 
     Args:
-        name, value: of the parameter.
-        rule: which values are allowed.
+        name: the name of the parameter.
+        value: its value.
+        rule: the values that are allowed.
     """
 
     def __init__(self, name: str, value: object, rule: str) -> None:

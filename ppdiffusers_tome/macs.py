@@ -12,9 +12,8 @@ from .models import MergeableBlock, block_grid, find_blocks
 from .patch import merges_whole, merging_layers
 from .positions import Grid, count_pairs, count_removed, tokens_kept
 
-# Of a joint attention for the text, or in Wan's image-to-video for the image, which queries also attend to.
+# Projections of the second stream: of the text in joint attention, of the conditioning image in Wan's image-to-video.
 ADDED_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-WAN_IMAGE = 257  # tokens of the image
 
 
 def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> int:
@@ -26,13 +25,13 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
         text: text tokens that attention sees.
         frames: latent frames of a video.
     """
-    total, places = 0, {}
-    for block in find_blocks(denoiser):
+    total, blocks = 0, find_blocks(denoiser)
+    for block in blocks:
         tokens = frames * block_grid(block, latent).tokens
-        total += sum(_layer_macs(block, name, tokens, _keys(name, tokens, text), text) for name in block.sublayers)
-        places[f"{block.path}."] = block
+        for name in block.sublayers:
+            total += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
     if not hasattr(denoiser, "down_blocks"):
-        return total + _other_macs(denoiser, tokens, text, places)
+        return total + _other_macs(denoiser, frames * block_grid(blocks[0], latent).tokens, text, blocks)
     pixels = latent.tokens  # after the last convolution that embeds a ControlNet's image; more after those before it
     for conv in reversed(list(getattr(denoiser, "controlnet_cond_embedding", nn.Layer()).sublayers())):
         if isinstance(conv, nn.Conv2D):
@@ -50,25 +49,38 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
     return total
 
 
-def _other_macs(transformer: nn.Layer, tokens: int, text: int, blocks: dict[str, MergeableBlock]) -> int:
-    """MACs of a transformer without a UNet, but for attention and feed-forward of its blocks, which are by path."""
+def _other_macs(transformer: nn.Layer, tokens: int, text: int, blocks: list[MergeableBlock]) -> int:
+    """MACs of everything in a transformer without a UNet except the layers of its blocks that can merge.
+
+    Args:
+        transformer: the model.
+        tokens, text: image and text tokens.
+        blocks: its blocks.
+    """
+    facts_by_prefix = {f"{block.path}.": block.facts for block in blocks}
+    text_layers = {name for block in blocks for name in block.facts.text_layers}
+    image_layers = {name: block.facts.image_tokens for block in blocks for name in block.facts.image_layers}
     total = 0
     for path, layer in transformer.named_sublayers():
         if not isinstance(layer, (nn.Linear, nn.Conv2D, nn.Conv3D)):
             continue
-        start = next((start for start in blocks if path.startswith(start)), None)
-        names = path[len(start or "") :].split(".")
-        if start is not None and names[0] in ("attn", "attn1", "attn2", "ff", "ffn"):
+        prefix = next((prefix for prefix in facts_by_prefix if path.startswith(prefix)), "")
+        names = path.removeprefix(prefix).split(".")
+        if prefix and names[0] in facts_by_prefix[prefix].merging_layers:
             continue
-        if any(name.startswith(("time", "norm")) for name in names):  # they get one row, the timestep
-            rows = 1
-        elif start is not None:  # the MLP of the text, or that of a single-stream block
-            rows = text if names[0] == "ff_context" else tokens + text
+        if any(name.startswith(("time", "norm")) for name in names):
+            rows = 1  # embeddings of the timestep, and norms that it modulates
+        elif not text_layers.isdisjoint(names):
+            rows = text
+        elif not image_layers.keys().isdisjoint(names):
+            rows = next(image_layers[name] for name in names if name in image_layers)
+        elif prefix:
+            rows = tokens + text  # the MLP of a single-stream block, and its last projection
         else:
-            rows = text if "text" in path else WAN_IMAGE if "image_embedder" in path else tokens
+            rows = tokens
         total += rows * _weights(layer)
-        if start is None and names[-1] == "to_q":  # attention of the text alone, in HunyuanVideo
-            total += 2 * text * text * layer.weight.shape[1]
+        if not prefix and names[-1] == "to_q":
+            total += 2 * text * text * layer.weight.shape[1]  # attention of the text alone, in HunyuanVideo
     return total
 
 
@@ -109,14 +121,15 @@ def _keys(name: str, tokens: int, text: int) -> int:
 
 
 def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text: int) -> int:
-    """MACs of a block's "attn", "crossattn" or "mlp" with so many image tokens as queries, and as keys and values.
+    """MACs of a block's "attn", "crossattn" or "mlp" for the given numbers of query and key tokens of the image.
 
-    Text tokens come on top where they attend with the image or pass through the same layers.
+    Text tokens are added where they attend with the image or pass through the same layers.
     """
     total = 0
-    shared = text if block.is_one_sequence else 0
+    shared = 0 if block.facts.text is None else text
     for layer in block.sublayers[name]:
-        image = WAN_IMAGE if name == "crossattn" and getattr(layer, "add_k_proj", None) is not None else 0
+        attends_to_image = name == "crossattn" and getattr(layer, "add_k_proj", None) is not None
+        image = block.facts.image_tokens if attends_to_image else 0
         for path, part in layer.named_sublayers():
             if isinstance(part, nn.Linear):
                 first = path.split(".")[0]

@@ -6,7 +6,6 @@ from operator import attrgetter
 from typing import Any
 
 import paddle
-import ppdiffusers
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline, SD3Transformer2DModel, UNet2DConditionModel
 from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
@@ -23,30 +22,147 @@ from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
 from .positions import Grid, check_ids, grid_of_ids
 
-SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
-MERGEABLE_BLOCKS = (
-    "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt, SD3, FLUX, CogVideoX, "
-    "Wan or HunyuanVideo"
-)
-# Models whose attention `rotary.py` computes, none of which ppdiffusers 0.29.0 has: the layer that shows the grid.
-ROTARY = {
-    "FluxTransformer2DModel": "pos_embed",
-    "FluxControlNetModel": "pos_embed",
-    "CogVideoXTransformer3DModel": "patch_embed.proj",
-    "CogVideoXTransformer3DVCtrlModel": "patch_embed.proj",
-    "VCtrlModel": "sample_patch_embed.proj",
-    "WanTransformer3DModel": "patch_embedding",
-    "HunyuanVideoTransformer3DModel": "x_embedder.proj",
+FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """What this package knows of a class of transformer blocks, and of the models that consist of such blocks.
+
+    Layers are named by attributes of the block. A class that ppdiffusers 0.29.0 does not have is named by a string.
+    """
+
+    transformers: tuple[type | str, ...]  # models whose lists of `BLOCK_LISTS` contain such blocks
+    grid_layers: tuple[str, ...]  # in the transformer: the first path that exists is the layer that shows the grid
+    shows_positions: bool = False  # whether that layer gets the position of each token, not a feature map
+    has_frames: bool = False  # whether the frames of a video are one sequence of tokens
+    packs_latents: bool = False  # whether the pipeline makes one latent pixel of 2×2
+    # The layers that can run on merged tokens, by the names of the `merge_…` settings. A block may lack some of them.
+    attn: tuple[str, ...] = ("attn1",)
+    crossattn: tuple[str, ...] = ("attn2",)
+    mlp: tuple[str, ...] = ("ff",)
+    is_joint: bool = False  # whether self-attention has projections of its own for text
+    is_single_stream: bool = False  # whether attention and MLP are parallel and share a norm and a projection
+    text: str | None = None  # FIRST or LAST where text passes through the same layers as the image, as one sequence
+    # The class of the attention processor, where positions rotate: `rotary.py` computes its attention, and no other.
+    rotary_processor: str | None = None
+    has_mask: bool = False  # whether that processor takes a mask of the text
+    # What counting MACs assumes. Without text_tokens only UNet2DConditionModel and ControlNetModel are counted.
+    text_tokens: int | None = None  # that the pipeline passes by default; None: as many as its tokenizer allows
+    text_layers: tuple[str, ...] = ()  # layers that get the text alone, in the block or in the model around it
+    image_tokens: int = 0  # tokens of an image that cross-attention also attends to, if it has projections for them
+    image_layers: tuple[str, ...] = ()  # layers that get those image tokens, in the model around the block
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether `rotary.py` computes the self-attention."""
+        return self.rotary_processor is not None
+
+    @property
+    def merging_layers(self) -> tuple[str, ...]:
+        """All layers of the block that can run on merged tokens."""
+        return self.attn + self.crossattn + self.mlp
+
+
+BLOCKS: dict[type | str, BlockFacts] = {
+    BasicTransformerBlock: BlockFacts(
+        transformers=(Transformer2DModel, TransformerSpatioTemporalModel),
+        grid_layers=("latent_image_embedding", "pos_embed", "norm"),  # of VQ-Diffusion; DiT and PixArt; UNets
+    ),
+    JointTransformerBlock: BlockFacts(
+        transformers=(SD3Transformer2DModel, "SD3ControlNetModel"),
+        grid_layers=("pos_embed",),
+        attn=("attn", "attn2"),  # the second, over the image alone, is in some blocks of Stable Diffusion 3.5
+        crossattn=(),
+        is_joint=True,
+        text_tokens=77 + 256,  # of CLIP and T5
+        text_layers=("context_embedder", "ff_context"),
+    ),
+    "FluxTransformerBlock": BlockFacts(
+        transformers=("FluxTransformer2DModel", "FluxControlNetModel"),
+        grid_layers=("pos_embed",),
+        shows_positions=True,
+        packs_latents=True,
+        attn=("attn",),
+        crossattn=(),
+        is_joint=True,
+        rotary_processor="FluxAttnProcessor2_0",
+        text_tokens=512,
+        text_layers=("context_embedder", "ff_context"),
+    ),
+    "FluxSingleTransformerBlock": BlockFacts(
+        transformers=("FluxTransformer2DModel", "FluxControlNetModel"),
+        grid_layers=("pos_embed",),
+        shows_positions=True,
+        packs_latents=True,
+        attn=("attn",),
+        crossattn=(),
+        mlp=(),
+        is_single_stream=True,
+        text=FIRST,
+        rotary_processor="FluxAttnProcessor2_0",
+        text_tokens=512,
+        text_layers=("context_embedder",),
+    ),
+    "CogVideoXBlock": BlockFacts(
+        transformers=("CogVideoXTransformer3DModel", "CogVideoXTransformer3DVCtrlModel"),
+        grid_layers=("patch_embed.proj",),
+        has_frames=True,
+        crossattn=(),
+        text=FIRST,
+        rotary_processor="CogVideoXAttnProcessor2_0",
+        text_tokens=226,
+        text_layers=("text_proj",),
+    ),
+    "VCtrlBlock": BlockFacts(
+        transformers=("VCtrlModel",),
+        grid_layers=("sample_patch_embed.proj",),
+        has_frames=True,
+        crossattn=(),
+        rotary_processor="VCtrlAttnProcessor2_0",
+        text_tokens=226,  # of CogVideoX beside it; the block itself gets no text
+    ),
+    "WanTransformerBlock": BlockFacts(
+        transformers=("WanTransformer3DModel",),
+        grid_layers=("patch_embedding",),
+        has_frames=True,
+        mlp=("ffn",),
+        rotary_processor="WanAttnProcessor2_0",
+        text_tokens=512,
+        text_layers=("text_embedder",),
+        image_tokens=257,
+        image_layers=("image_embedder",),
+    ),
+    "HunyuanVideoTransformerBlock": BlockFacts(
+        transformers=("HunyuanVideoTransformer3DModel",),
+        grid_layers=("x_embedder.proj",),
+        has_frames=True,
+        attn=("attn",),
+        crossattn=(),
+        is_joint=True,
+        rotary_processor="HunyuanVideoAttnProcessor2_0",
+        has_mask=True,
+        text_tokens=256,
+        text_layers=("context_embedder", "ff_context"),
+    ),
+    "HunyuanVideoSingleTransformerBlock": BlockFacts(
+        transformers=("HunyuanVideoTransformer3DModel",),
+        grid_layers=("x_embedder.proj",),
+        has_frames=True,
+        attn=("attn",),
+        crossattn=(),
+        mlp=(),
+        is_single_stream=True,
+        text=LAST,
+        rotary_processor="HunyuanVideoAttnProcessor2_0",
+        has_mask=True,
+        text_tokens=256,
+        text_layers=("context_embedder",),
+    ),
 }
-# Blocks in which text passes through the same layers as the image.
-ONE_SEQUENCE = {"CogVideoXBlock", "FluxSingleTransformerBlock", "HunyuanVideoSingleTransformerBlock"}
-# Transformers whose MACs are counted: the text tokens that their pipelines pass by default.
-TEXT_TOKENS = {
-    **dict.fromkeys(("SD3Transformer2DModel", "SD3ControlNetModel"), 77 + 256),  # of CLIP and T5
-    **dict.fromkeys(("FluxTransformer2DModel", "FluxControlNetModel", "WanTransformer3DModel"), 512),
-    **dict.fromkeys(("CogVideoXTransformer3DModel", "CogVideoXTransformer3DVCtrlModel", "VCtrlModel"), 226),
-    "HunyuanVideoTransformer3DModel": 256,
-}
+BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks", "blocks")
+_TRANSFORMERS = frozenset(cls for facts in BLOCKS.values() for cls in facts.transformers)
+CONTROLNETS = frozenset((ControlNetModel, "SD3ControlNetModel", "FluxControlNetModel", "VCtrlModel"))
 
 
 @dataclass(frozen=True)
@@ -59,37 +175,19 @@ class MergeableBlock:
     transformer: nn.Layer  # the transformer around the block: of a UNet one of many, otherwise the denoiser itself
     grid_layer: nn.Layer  # its first layer, whose input shows the token grid whatever calls it
     block: nn.Layer  # the transformer block itself
-    is_rotary: bool = False  # whether its self-attention is one that `rotary.py` computes, as in FLUX
-
-    @property
-    def is_single_stream(self) -> bool:
-        """Whether attention and MLP are parallel and share a norm and a projection, as in FLUX and HunyuanVideo."""
-        return self.is_rotary and hasattr(self.block, "proj_mlp")
-
-    @property
-    def is_one_sequence(self) -> bool:
-        """Whether text passes through the same layers as the image."""
-        return type(self.block).__name__ in ONE_SEQUENCE
-
-    @property
-    def text_is_last(self) -> bool:
-        """Whether the text comes after the image where both are one sequence, as in HunyuanVideo."""
-        return type(self.block).__name__.startswith("HunyuanVideo")
+    facts: BlockFacts  # of the class of the block
 
     @property
     def sublayers(self) -> dict[str, tuple[nn.Layer, ...]]:
         """The layers that can run on merged tokens, under the names of the `merge_…` settings."""
-        block, second = self.block, getattr(self.block, "attn2", None)
-        mlp = None if self.is_single_stream else getattr(block, "ffn", None) or block.ff
-        if hasattr(block, "attn"):  # joint attention of text and image; only the image merges
-            # Some blocks of Stable Diffusion 3.5 also have an attention over the image tokens alone.
-            layers = {"attn": (block.attn, second), "mlp": (mlp,)}
-        elif getattr(block, "only_cross_attention", False):  # Stable Diffusion's upscaler: attn1 attends to text too
-            layers = {"crossattn": (block.attn1, second), "mlp": (mlp,)}
-        else:
-            layers = {"attn": (block.attn1,), "crossattn": (second,), "mlp": (mlp,)}
-        existing = {name: tuple(layer for layer in some if layer is not None) for name, some in layers.items()}
-        return {name: some for name, some in existing.items() if some}
+        facts = self.facts
+        names = {"attn": facts.attn, "crossattn": facts.crossattn, "mlp": facts.mlp}
+        if getattr(self.block, "only_cross_attention", False):
+            # In Stable Diffusion's upscaler the first attention is to text too.
+            names |= {"attn": (), "crossattn": facts.attn + facts.crossattn}
+        layers = {key: [getattr(self.block, name, None) for name in some] for key, some in names.items()}
+        existing = {key: tuple(layer for layer in some if layer is not None) for key, some in layers.items()}
+        return {key: some for key, some in existing.items() if some}
 
 
 def is_chunked(block: nn.Layer) -> bool:
@@ -98,21 +196,21 @@ def is_chunked(block: nn.Layer) -> bool:
 
 
 def is_joint(attention: nn.Layer) -> bool:
-    """Whether an attention layer computes as in SD3, also without text: a fused kernel with the scale of its width."""
+    """Whether an attention uses SD3's fused kernel, which scales by the width of a head, with or without text."""
     has_text = getattr(attention, "add_q_proj", None) is not None
     return has_text or isinstance(attention.processor, JointAttnProcessor2_5)
 
 
 def is_fused(attention: nn.Layer) -> bool:
-    """Whether a kernel computes an attention layer's scores and output together, and would take no broadcast mask."""
+    """Whether one kernel computes the scores and the output of an attention, and takes no broadcast mask."""
     return isinstance(attention.processor, (XFormersAttnProcessor, LoRAXFormersAttnProcessor))
 
 
 def splits_heads(attention: nn.Layer) -> bool:
     """Whether a layer's processor is known to use `head_to_batch_dim` and `get_attention_scores`.
 
-    A subclass with a `__call__` of its own may compute scores in another way. Those of Text2Video-Zero count whatever
-    they define, because its keys are those of the first frame, which no mask over a frame's own tokens fits.
+    A subclass with a `__call__` of its own may compute scores in another way. Text2Video-Zero's processors always
+    count: their keys are those of the first frame, so a mask over the tokens of one frame would have the wrong length.
     """
     classes = type(attention.processor).__mro__
     computing = next(cls for cls in classes if "__call__" in vars(cls)).__name__
@@ -167,15 +265,34 @@ def half_on_cpu(target: Any) -> list[str]:
     return labels
 
 
+def nothing_merges(target: Any) -> str:
+    """Why a pipeline or model has no denoiser that can merge, in one sentence: what was looked for, and a remedy.
+
+    Raises:
+        ToMeConfigError: as `components`.
+    """
+    name = type(target).__name__
+    for component in components(target).values():
+        if hasattr(component, "exported_merging"):
+            return f"{name} runs exported programs: select one of their ratios by pipe.unet.ratio, or export again"
+        if getattr(component, "inference_optimize", False):
+            return f"INFERENCE_OPTIMIZE=True has replaced the blocks of {name} by fused ones: load it without"
+    return (
+        f"nothing merges in {name}: it has no transformer blocks over the pixels of a feature map, as UNets, "
+        "ControlNets, DiT, PixArt, SD3, FLUX, CogVideoX, Wan and HunyuanVideo have them; docs/families.md lists the "
+        "pipelines that merge"
+    )
+
+
 def denoisers(target: Any) -> dict[str, nn.Layer]:
-    """The models of a pipeline (or within a model) that have mergeable blocks, by name: UNets, ControlNets, DiTs.
+    """The models of a pipeline, or within a model, that have mergeable blocks, by name: UNets, ControlNets, DiTs.
 
     Raises:
         ToMeConfigError: as `components`.
     """
     by_name: dict[str, nn.Layer] = {}
     for name, component in layer_components(target).items():
-        prefix = None  # of the paths inside the last denoiser; sublayers come right after their layer
+        prefix = None  # paths inside the last denoiser start with it; sublayers come right after their layer
         for path, layer in component.named_sublayers(include_self=True):
             if prefix is not None and path.startswith(prefix):
                 continue
@@ -191,65 +308,80 @@ def _is_denoiser(layer: nn.Layer) -> bool:
     if hasattr(layer, "down_blocks"):
         return next(_transformers(layer), None) is not None
     is_in_a_unet = isinstance(layer, TransformerSpatioTemporalModel) or getattr(layer, "is_input_continuous", False)
-    return _stem(layer) is not None and not is_in_a_unet and not getattr(layer, "inference_optimize", False)
+    return _is_transformer(layer) and not is_in_a_unet
 
 
 def find_blocks(denoiser: nn.Layer) -> list[MergeableBlock]:
     """All mergeable blocks of a denoiser, at every level, in the order of its layers."""
     blocks: list[MergeableBlock] = []
-    for path, transformer, stem in _transformers(denoiser):
-        rotary = rotary_stem(transformer) is not None
-        for name in ("transformer_blocks", "single_transformer_blocks", *["blocks"] * rotary):
+    for path, transformer in _transformers(denoiser):
+        level = level_of(denoiser, path)
+        for name in BLOCK_LISTS:
             for i, block in enumerate(getattr(transformer, name, ())):
-                if rotary or isinstance(block, (BasicTransformerBlock, JointTransformerBlock)):
-                    place = f"{path}.{name}.{i}".lstrip("."), len(blocks), level_of(denoiser, path)
-                    blocks.append(MergeableBlock(*place, transformer, stem, block, rotary))
+                facts = _facts_of(block)
+                if facts is None:
+                    continue
+                mergeable = MergeableBlock(
+                    path=f"{path}.{name}.{i}".lstrip("."),
+                    index=len(blocks),
+                    level=level,
+                    transformer=transformer,
+                    grid_layer=_grid_layer(transformer, facts),
+                    block=block,
+                    facts=facts,
+                )
+                blocks.append(mergeable)
     return blocks
 
 
-def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer, nn.Layer]]:
-    """Path, layer and stem of each transformer over pixels, except those that INFERENCE_OPTIMIZE has fused."""
+def _transformers(denoiser: nn.Layer) -> Iterator[tuple[str, nn.Layer]]:
+    """Path and layer of each transformer over pixels."""
     for path, layer in denoiser.named_sublayers(include_self=True):
-        stem = _stem(layer)
-        if stem is not None and not getattr(layer, "inference_optimize", False):
-            yield path, layer, stem
+        if _is_transformer(layer):
+            yield path, layer
 
 
-def rotary_stem(model: nn.Layer) -> nn.Layer | None:
-    """The layer that shows the token grid of a model in `ROTARY`; None if it is none of them."""
-    path = next((ROTARY[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in ROTARY), None)
-    return None if path is None else attrgetter(path)(model)
+def _is_transformer(layer: nn.Layer) -> bool:
+    """Whether a layer is a transformer over pixels, and INFERENCE_OPTIMIZE has not fused its blocks."""
+    return _is_one_of(layer, _TRANSFORMERS) and not getattr(layer, "inference_optimize", False)
 
 
-def has_frames(grid_layer: nn.Layer) -> bool:
-    """Whether a sequence of tokens is that of several frames with one grid each, as in CogVideoX and Wan."""
-    return isinstance(grid_layer, (nn.Conv2D, nn.Conv3D))
+def _is_one_of(layer: Any, classes: frozenset[type | str]) -> bool:
+    """Whether a layer is of one of these classes, or of a subclass; a string is the name of a class."""
+    return any(cls in classes or cls.__name__ in classes for cls in type(layer).__mro__)
 
 
-def _stem(layer: nn.Layer) -> nn.Layer | None:
-    """The layer whose input shows the token grid of a transformer over pixels; None if `layer` is no such model.
+def _facts_of(block: nn.Layer) -> BlockFacts | None:
+    """The row of `BLOCKS` for the class of a block, or for a parent class; None if there is none."""
+    for cls in type(block).__mro__:
+        facts = BLOCKS.get(cls) or BLOCKS.get(cls.__name__)
+        if facts is not None:
+            return facts
+    return None
+
+
+def _grid_layer(transformer: nn.Layer, facts: BlockFacts) -> nn.Layer:
+    """The layer whose input shows the token grid of a transformer.
 
     It is inside the transformer, so that a library that replaces the whole `forward` of a transformer, as caches of
     ppdiffusers do, still calls it.
     """
-    if (stem := rotary_stem(layer)) is not None:
-        return stem
-    if isinstance(layer, (SD3Transformer2DModel, SD3ControlNetModel)):
-        return layer.pos_embed
-    if isinstance(layer, Transformer2DModel):
-        if layer.is_input_continuous:
-            return layer.norm
-        return layer.pos_embed if layer.is_input_patches else layer.latent_image_embedding
-    return layer.norm if isinstance(layer, TransformerSpatioTemporalModel) else None
+    return next(
+        attrgetter(path)(transformer)
+        for path in facts.grid_layers
+        if getattr(transformer, path.partition(".")[0], None) is not None
+    )
 
 
-def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = None) -> Grid:
+def token_grid(facts: BlockFacts, grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = None) -> Grid:
     """The token grid of a transformer, from the input x of its `grid_layer`.
 
     Args:
-        grid_layer, x: the layer, and what it gets.
-        before: the grid of the pass before, which is that of a program of FLUX: the positions that it gets are only
-            known when it runs, and it checks them then.
+        facts: the facts of the transformer's blocks.
+        grid_layer: the layer that shows the grid.
+        x: the input of that layer.
+        before: the grid of the previous pass. A program of FLUX is traced for it, because its positions are only known
+            when it runs; the program checks them then.
 
     Raises:
         ToMePassError: x is not a feature map, has fewer indices than its grid, or has no fixed height and width.
@@ -262,7 +394,7 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = Non
                 f"{grid.tokens}: merging needs the complete grid. Pass all indices, or remove_tome() first."
             )
         return grid
-    if type(grid_layer).__name__ == "FluxPosEmbed":
+    if facts.shows_positions:
         return grid_of_ids(x) if paddle.in_dynamic_mode() else check_ids(x, before)
     if x.ndim not in (4, 5):  # 5 in Hotshot-XL, [B, C, F, H, W], whose F frames become images of the batch
         raise ToMePassError(
@@ -289,33 +421,33 @@ def block_grid(block: MergeableBlock, latent: Grid) -> Grid:
 
 def _in_patches(grid_layer: nn.Layer, grid: Grid) -> Grid:
     if isinstance(grid_layer, PatchEmbed):
-        sides = (grid_layer.patch_size,) * 2
-    else:
-        sides = grid_layer._stride[-2:] if has_frames(grid_layer) else (1, 1)
-    return Grid(grid.h // sides[0], grid.w // sides[1])
+        return Grid(grid.h // grid_layer.patch_size, grid.w // grid_layer.patch_size)
+    if isinstance(grid_layer, (nn.Conv2D, nn.Conv3D)):
+        return Grid(grid.h // grid_layer._stride[-2], grid.w // grid_layer._stride[-1])
+    return grid
 
 
 def is_controlnet(denoiser: nn.Layer) -> bool:
     """Whether a model is a ControlNet, to which `apply_tome(controlnet=…)` applies."""
-    is_other = type(denoiser).__name__ in ("FluxControlNetModel", "VCtrlModel")
-    return is_other or isinstance(denoiser, (ControlNetModel, SD3ControlNetModel))
+    return _is_one_of(denoiser, CONTROLNETS)
 
 
 def is_countable(denoiser: nn.Layer) -> bool:
     """Whether the MACs of all layers of a model follow from their shapes and places.
 
-    Not in FLUX's ControlNets that add a token for the kind of their image, or that embed it by convolutions.
+    They do not in FLUX's ControlNets that add a token for the kind of their image, or that embed it by convolutions.
     """
     if isinstance(denoiser, (UNet2DConditionModel, ControlNetModel)):
         return True
-    is_other = getattr(denoiser, "union", False) or getattr(denoiser, "input_hint_block", None) is not None
-    return type(denoiser).__name__ in TEXT_TOKENS and not is_other
+    has_more = getattr(denoiser, "union", False) or getattr(denoiser, "input_hint_block", None) is not None
+    blocks = find_blocks(denoiser)
+    return not has_more and bool(blocks) and all(block.facts.text_tokens is not None for block in blocks)
 
 
 def count_frames(target: Any, frames: int | None) -> int | None:
     """Frames of one sequence of tokens: 1 for images; of a video those given, or of the config; None if unknown."""
     models = list(denoisers(target).values())
-    if not any(has_frames(block.grid_layer) for model in models for block in find_blocks(model)[:1]):
+    if not any(block.facts.has_frames for model in models for block in find_blocks(model)):
         return 1
     configs = [getattr(model, "config", {}) for model in models]
     known = [(c["sample_frames"] - 1) // c["temporal_compression_ratio"] + 1 for c in configs if "sample_frames" in c]
@@ -335,17 +467,18 @@ def latent_grid(denoiser: nn.Layer) -> Grid | None:
 
 def vae_factor(pipe: DiffusionPipeline) -> int:
     """Image pixels per latent pixel, along each side; 8 in Stable Diffusion, 16 in FLUX, which packs 2×2 of them."""
-    classes = type(vars(pipe).get("transformer")).__mro__
-    if any(cls.__name__ == "FluxTransformer2DModel" for cls in classes):
+    transformer = vars(pipe).get("transformer")
+    if isinstance(transformer, nn.Layer) and any(block.facts.packs_latents for block in find_blocks(transformer)):
         return 16
     return getattr(pipe, "vae_scale_factor", getattr(pipe, "vae_scale_factor_spatial", 8))
 
 
 def text_tokens(target: Any) -> int:
-    """Number of text tokens: those in `TEXT_TOKENS`, or the tokenizer's maximum, 77 if it has none."""
-    for model in layer_components(target).values():
-        if type(model).__name__ in TEXT_TOKENS:
-            return TEXT_TOKENS[type(model).__name__]
+    """Number of text tokens: those of the first block that knows them, or the tokenizer's maximum, or 77."""
+    for denoiser in denoisers(target).values():
+        for block in find_blocks(denoiser):
+            if block.facts.text_tokens is not None:
+                return block.facts.text_tokens
     length = getattr(getattr(target, "tokenizer", None), "model_max_length", 77)
     return length if 0 < length < 10_000 else 77  # tokenizers without a maximum report 1e30
 

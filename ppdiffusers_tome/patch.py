@@ -8,20 +8,21 @@ from typing import Any
 
 from paddle import nn
 
-from .attention import FIRST, LAST, AttentionWrap, MergeWrap
-from .config import ASYMMETRIC, ToMeConfig
+from .attention import AttentionWrap, MergeWrap
+from .config import ASYMMETRIC, LAYERS, LEVELS, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .models import (
+    FIRST,
     MergeableBlock,
     denoisers,
     find_blocks,
     is_chunked,
     is_controlnet,
     layer_components,
+    nothing_merges,
     remove_builtin,
 )
 from .rotary import RotaryAttentionWrap
-from .unsupported import nothing_to_merge
 from .wraps import (
     CHUNKED_FEED_FORWARD,
     BlockWrap,
@@ -35,7 +36,7 @@ from .wraps import (
 
 
 def attached_configs(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
-    """The denoisers of a pipeline or model, each with its config; None if it does not merge."""
+    """The denoisers of a pipeline or model, each with its config, or with None if it does not merge."""
     return [(denoiser, config_of(denoiser)) for denoiser in denoisers(target).values()]
 
 
@@ -44,8 +45,8 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
 
     Args:
         target: a pipeline or model.
-        config: for all denoisers except ControlNets.
-        controlnet: for ControlNets; None leaves them plain.
+        config: the config of all denoisers except ControlNets.
+        controlnet: the config of ControlNets; None leaves them plain.
 
     Raises:
         ToMeConfigError: target is not a pipeline or model, or merge_mlp meets chunked feed-forward layers.
@@ -58,7 +59,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         if denoiser_config is not None and (blocks := chosen_blocks(denoiser, denoiser_config)):
             chosen.append((denoiser, blocks, denoiser_config))
     if not chosen:
-        raise NoMergeableLayerError(nothing_to_merge(target, config, controlnet))
+        raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
     for _, blocks, denoiser_config in chosen:
         if config.merge_mlp and denoiser_config.ratio and any(is_chunked(block.block) for block in blocks):
             raise ToMeConfigError(CHUNKED_FEED_FORWARD)
@@ -69,6 +70,30 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
     except BaseException:
         restore(target, before)
         raise
+
+
+def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> str:
+    """Why no block of a pipeline or model merges with these configs, and what to change."""
+    models = denoisers(target)
+    if not any(find_blocks(denoiser) for denoiser in models.values()):
+        return f"{nothing_merges(target)}."
+    start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
+    included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
+    if not included:
+        return f"{start}, controlnet=False: it only has ControlNets. Pass controlnet=True."
+    layers = [name for name in LAYERS if getattr(config, f"merge_{name}")]
+    levels: dict[int, int] = {}
+    for denoiser in included:
+        for block in find_blocks(denoiser):
+            if not block.sublayers.keys().isdisjoint(layers):
+                levels[block.level] = levels.get(block.level, 0) + 1
+    if not levels:
+        names = ", ".join(f"merge_{name}" for name in layers)
+        return f"{start}: none of its blocks has a layer for {names}."
+    listed = ", ".join(f"level {level} ({count})" for level, count in sorted(levels.items()))
+    remedy = "leave max_downsample out" + (f" or pass {min(levels)}" if min(levels) in LEVELS else "")
+    reason = f"no block is at level {config.max_downsample} or less, its blocks are at {listed}"
+    return f"{start}: {reason}. To merge there, {remedy}."
 
 
 def detach(target: Any) -> None:
@@ -90,20 +115,21 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
 
 def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
     for mergeable in blocks:
-        block, text = mergeable.block, LAST if mergeable.text_is_last else FIRST
+        block, facts = mergeable.block, mergeable.facts
         if config.ratio == 0:
             install(block, Wrap(config))
             continue
         grid = wrap_of(mergeable.grid_layer)
         if not isinstance(grid, GridWrap):
-            grid = GridWrap(config)
+            grid = GridWrap(config, facts)
             install(mergeable.grid_layer, grid)
-        is_whole, text_is_first = merges_whole(mergeable, config), mergeable.is_single_stream and text == FIRST
+        is_whole = merges_whole(mergeable, config)
+        text_is_first = facts.is_single_stream and facts.text == FIRST
         install(block, BlockWrap(config, grid, mergeable.index, is_whole, text_is_first))
         inner: list[tuple[nn.Layer, InnerWrap]] = []
         if is_whole:
-            inner.append((block.norm, MergeWrap(config, before=False, after=True, text=text)))
-            inner.append((block.proj_out, MergeWrap(config, before=False, text=text)))
+            inner.append((block.norm, MergeWrap(config, before=False, after=True, text=facts.text)))
+            inner.append((block.proj_out, MergeWrap(config, before=False, text=facts.text)))
         for name, layers in merging_layers(mergeable, config).items():
             inner += [(layer, _wrap_for(name, mergeable, config, is_whole)) for layer in layers]
         for layer, wrap in inner:
@@ -113,15 +139,15 @@ def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
 
 def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> InnerWrap:
     if name == "mlp":
-        return MergeWrap(config, text=FIRST if block.is_rotary else None)
-    if name == "attn" and block.is_rotary:
-        return RotaryAttentionWrap(config, is_whole)
+        return MergeWrap(config, text=block.facts.text)
+    if name == "attn" and block.facts.is_rotary:
+        return RotaryAttentionWrap(config, block.facts, is_whole)
     return AttentionWrap(config, name == "attn")
 
 
 def merges_whole(block: MergeableBlock, config: ToMeConfig) -> bool:
     """Whether a config merges around attention and the MLP that is parallel to it, in a single-stream block."""
-    return block.is_single_stream and config.merge_attn in (True, ASYMMETRIC)
+    return block.facts.is_single_stream and config.merge_attn in (True, ASYMMETRIC)
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:

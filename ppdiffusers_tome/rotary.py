@@ -18,17 +18,10 @@ from .config import KV, ToMeConfig
 from .errors import ToMePassError
 from .matching import MergePlan, cast
 from .merging import gather_rows, merge, unmerge
+from .models import BlockFacts
 from .wraps import InnerWrap, is_outermost
 
 Rows = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
-# Attention processors whose arguments and results are those that `RotaryAttentionWrap` computes: whether with a mask.
-PROCESSORS = {
-    "FluxAttnProcessor2_0": False,
-    "CogVideoXAttnProcessor2_0": False,
-    "VCtrlAttnProcessor2_0": False,
-    "WanAttnProcessor2_0": False,
-    "HunyuanVideoAttnProcessor2_0": True,
-}
 MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no kernel multiplies 0 by infinity
 
 
@@ -40,13 +33,15 @@ class RotaryAttentionWrap(InnerWrap):
 
     Args:
         config: the settings of the denoiser.
+        facts: the facts of the block around the attention.
         is_merged: whether the image tokens that it gets are merged already, and stay so.
     """
 
     config: ToMeConfig
 
-    def __init__(self, config: ToMeConfig, is_merged: bool = False) -> None:
+    def __init__(self, config: ToMeConfig, facts: BlockFacts, is_merged: bool = False) -> None:
         super().__init__(config)
+        self._facts = facts
         self._is_merged = is_merged
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +77,7 @@ class RotaryAttentionWrap(InnerWrap):
         keys = image if self._is_merged else merge(image, plan.keys, config.blend)
         is_alike = self._is_merged or plan.further is None
         queries = image if keys_only else keys if is_alike else merge(image, plan, config.blend)
-        has_own = returns_text and getattr(layer, "add_q_proj", None) is not None  # projections of the text
+        has_own = returns_text and self._facts.is_joint  # projections of the text
 
         def heads(name: str, image: paddle.Tensor) -> paddle.Tensor:  # [B, T + N, heads, d]
             if text is None:
@@ -105,7 +100,7 @@ class RotaryAttentionWrap(InnerWrap):
         image = output
         if text is not None:
             text, image = output[:, :length], output[:, length:]
-        out = getattr(layer, "to_out", None) or ()
+        out = () if self._facts.is_single_stream else layer.to_out
         image = _in_turn(out, image)
         if not keys_only and not self._is_merged:
             image = unmerge(image, plan)
@@ -120,15 +115,15 @@ class RotaryAttentionWrap(InnerWrap):
 
     def _check(self, layer: nn.Layer, mask: Any, others: dict[str, Any]) -> None:
         """Raise ToMePassError unless the attention is what this wrap computes."""
-        name = type(layer.processor).__name__
+        name, expected = type(layer.processor).__name__, self._facts.rotary_processor
         unknown = [key for key, value in others.items() if value is not None]
         if mask is not None:
             is_of_text = mask.dtype == paddle.bool and mask.ndim == 4 and mask.shape[1:3] == [1, 1]
-            unknown += [] if PROCESSORS.get(name) and is_of_text else ["attention_mask"]
-        if name not in PROCESSORS or unknown:
-            what = f"with the argument {unknown[0]}" if name in PROCESSORS else f"by {name}"
+            unknown += [] if self._facts.has_mask and is_of_text else ["attention_mask"]
+        if name != expected or unknown:
+            what = f"with the argument {unknown[0]}" if name == expected else f"by {name}"
             raise ToMePassError(
-                f"attention {what} cannot merge, only that of {', '.join(PROCESSORS)} with their own arguments: set "
+                f"attention {what} cannot merge, only that of {expected} with its own arguments: set "
                 "another attention processor, leave the argument out, or remove_tome() first."
             )
         if self.below is not None and getattr(self.below, "__func__", None) is not type(layer).forward:

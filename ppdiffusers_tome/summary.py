@@ -8,10 +8,19 @@ from ppdiffusers import DiffusionPipeline
 from .config import KV
 from .errors import ToMeConfigError
 from .macs import count_macs, saved_macs
-from .models import block_grid, components, count_frames, denoisers, is_countable, latent_grid, text_tokens, vae_factor
+from .models import (
+    block_grid,
+    components,
+    count_frames,
+    denoisers,
+    is_countable,
+    latent_grid,
+    nothing_merges,
+    text_tokens,
+    vae_factor,
+)
 from .patch import chosen_blocks, config_of, merges_whole, merging_layers
 from .positions import Grid, tokens_kept
-from .unsupported import nothing_merges
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class ToMeSummary:
     settings: dict[str, str]  # denoiser: its config, "off", or what was exported; empty where nothing can merge
     latent: Grid | None  # None where nothing can merge and no size was passed
     blocks: tuple[BlockSummary, ...]
-    # Of each denoiser without attention at level 1, or exported; or why nothing can merge.
+    # A note for each denoiser without attention at level 1, or for what was exported; or why nothing can merge.
     notes: tuple[str, ...]
     macs: int | None  # of one pass for one image without merging; None for models or videos that cannot be counted
     saved: int | None  # MACs saved, net of the cost of matching

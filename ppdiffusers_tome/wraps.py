@@ -18,7 +18,7 @@ from paddle import nn
 from .config import GRID, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
 from .matching import MergePlan, join_frames, plan_cells, plan_pairs
-from .models import has_frames, is_chunked, token_grid
+from .models import BlockFacts, is_chunked, token_grid
 from .positions import Grid, constant_cells, constant_positions, tokens_kept
 
 Value = TypeVar("Value")
@@ -176,10 +176,15 @@ class GridWrap(Wrap):
 
     It stores three integers until the next pass, because gradient checkpointing runs single blocks again after the
     pass.
+
+    Args:
+        config: the settings of the denoiser.
+        facts: the facts of the transformer's blocks.
     """
 
-    def __init__(self, config: ToMeConfig) -> None:
+    def __init__(self, config: ToMeConfig, facts: BlockFacts) -> None:
         super().__init__(config)
+        self._facts = facts
         self._use_rand, self._seed = config.use_rand, config.seed
         self._thread = _PerThread()
 
@@ -191,7 +196,7 @@ class GridWrap(Wrap):
     def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
         self._thread.seed = secrets.randbits(64) if self.changes_dst else self._seed
         before = getattr(self._thread, "grid", None)
-        self._thread.grid, self._thread.has_frames = token_grid(layer, _first(args, kwargs), before), has_frames(layer)
+        self._thread.grid = token_grid(self._facts, layer, _first(args, kwargs), before)
         return self.forward(layer, *args, **kwargs)
 
     def grid(self, tokens: int | None = None) -> Grid:
@@ -199,7 +204,7 @@ class GridWrap(Wrap):
         grid: Grid | None = getattr(self._thread, "grid", None)
         if grid is None:
             reason = "no feature map was seen"
-        elif tokens in (None, grid.tokens) or (self._thread.has_frames and tokens % grid.tokens == 0):
+        elif tokens in (None, grid.tokens) or (self._facts.has_frames and tokens % grid.tokens == 0):
             return grid  # frames of a video come one after another
         else:
             reason = f"the feature map was {grid.h}×{grid.w}"

@@ -1,24 +1,26 @@
-"""Every family: plain, merged (the image differs), removed (bit-equal, nothing left); or rejected with a reason."""
+"""Every family: plain, merged (the image differs), removed (bit-equal, nothing left); and models that do not merge."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import ppdiffusers
 import pytest
 from conftest import Recorder, traces
-from families_page import PAGE, row, rows_of
 from ppdiffusers import (
     AutoPipelineForImage2Image,
     AutoPipelineForInpainting,
     AutoPipelineForText2Image,
+    DDIMScheduler,
     DiffusionPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionPipeline,
 )
-from zoo import REFUSED, ZOO, Tiny, generate
+from zoo import ZOO, Tiny, generate
 from zoo.controlnets import ONE
-from zoo.images import IMAGE, INPAINT, TEXT, UNET, ip_adapter
-from zoo.parts import controlnet, image
+from zoo.images import IMAGE, INPAINT, TEXT, UNET, ip_adapter, prior
+from zoo.parts import HIDDEN, controlnet, image, unet
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
@@ -47,7 +49,20 @@ def all_differ(*images):
     return all(np.abs(image - other).max() > 1e-4 for i, image in enumerate(images) for other in images[:i])
 
 
-LISTED = rows_of(PAGE.read_text(encoding="utf-8"))
+PAGE = (Path(__file__).parents[1] / "docs" / "families.md").read_text(encoding="utf-8")
+# The models that merge by default, by pipeline class, as the page lists them.
+LISTED = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE.partition("## Added after")[0], re.MULTILINE))
+WITHOUT_BUILDER = {
+    "BlipDiffusionControlNetPipeline",
+    "BlipDiffusionPipeline",
+    "StableDiffusionParadigmsPipeline",
+    "StableDiffusionPix2PixZeroPipeline",
+    "VersatileDiffusionPipeline",
+}
+
+
+def test_page_lists_the_families():
+    assert {*LISTED} == {name.partition("_")[0] for name in ZOO} | WITHOUT_BUILDER
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
@@ -59,8 +74,8 @@ def test_family(name):
     tiny = ZOO[name]()
     plain, before = generate(tiny), all_traces(tiny.pipe)
     assert np.isfinite(plain).all()
-    cls = name.partition("_")[0]  # a builder's name is its class, or class_variant
-    assert LISTED[cls] == row(cls, tiny.pipe, tiny.merges), "run tests/families_page.py"
+    models = ", ".join(dict.fromkeys(model.split(".")[0] for model in tiny.merges))
+    assert LISTED[name.partition("_")[0]] == models  # a builder's name is its class, or class_variant
     assert tiny.pipe.apply_tome(ratio=0.5) is tiny.pipe
     assert merging(tiny.pipe) == set(tiny.merges)
     merged = generate(tiny)
@@ -74,23 +89,38 @@ def test_family(name):
     assert all_traces(tiny.pipe) == before
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_family_in_which_nothing_merges(name):
-    pipe = REFUSED[name]()
-    before = all_traces(pipe)
-    with pytest.raises(NoMergeableLayerError) as error:
-        pipe.apply_tome(ratio=0.5)
-    labels = {f"{name} ({type(model).__name__})" for name, model in layer_components(pipe).items()}
-    assert labels and all(model in str(error.value) for model in labels)
-    assert any(f"{model}: " in str(error.value) for model in labels)  # the reason, for at least one
-    assert LISTED[name] == row(name, pipe), "run tests/families_page.py"
-    for size in {}, {"height": 64}, {"height": 64, "width": 64}:
-        summary = pipe.tome_summary(**size)
-        reason, *latents = str(summary).splitlines()
-        assert reason.startswith(f"nothing merges in {name} (") and "docs/families.md" in reason
-        assert any(f"{model}: " in reason for model in labels) and len(latents) == (len(size) == 2)
-        assert (summary.blocks, summary.macs, summary.saved, summary.saved_share) == ((), None, None, None)
-    assert all_traces(pipe) == before
+def simple_unet():
+    """A UNet of DeepFloyd IF, UnCLIP and Kandinsky, whose attention takes pixels and text together."""
+    return unet(
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        resnet_time_scale_shift="scale_shift",
+    )
+
+
+def uvit():
+    """U-ViT, in which image, text and time are one sequence."""
+    heads = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": HIDDEN // 2}
+    return ppdiffusers.UViTT2IModel(sample_size=8, in_channels=4, clip_dim=HIDDEN, num_text_tokens=24, **heads)
+
+
+@pytest.mark.parametrize("make", [simple_unet, uvit, prior])
+def test_model_in_which_nothing_merges(make):
+    """`prior` has the blocks that merge elsewhere, but its tokens are embeddings."""
+    model = make()
+    pipe = OtherNames(model, DDIMScheduler())
+    before = traces(model)
+    for target in (model, pipe):
+        sentence = f"nothing merges in {type(target).__name__}: it has no transformer blocks over the pixels"
+        with pytest.raises(NoMergeableLayerError, match=rf"{sentence} .*; docs/families\.md lists the pipelines"):
+            target.apply_tome(ratio=0.5)
+        for size in {}, {"height": 64}, {"height": 64, "width": 64}:
+            summary = target.tome_summary(**size)
+            first, *latents = str(summary).splitlines()
+            assert first.startswith(sentence) and len(latents) == (len(size) == 2)
+            assert (summary.blocks, summary.macs, summary.saved, summary.saved_share) == ((), None, None, None)
+    assert traces(model) == before
 
 
 @pytest.mark.parametrize(

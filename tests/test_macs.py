@@ -13,7 +13,15 @@ from zoo import rotary as zoo
 from zoo.noise import noise
 from zoo.transformers import sd3, sd3_controlnet
 
-from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, apply_tome, remove_tome, tome_summary
+from ppdiffusers_tome import (
+    Grid,
+    NoMergeableLayerError,
+    ToMeConfig,
+    ToMeConfigError,
+    apply_tome,
+    remove_tome,
+    tome_summary,
+)
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
 from ppdiffusers_tome.patch import chosen_blocks
 
@@ -172,6 +180,14 @@ def test_summary_of_a_video_needs_its_frames():
         tome_summary(model, 12, 16, frames=0)
 
 
+def test_a_model_whose_blocks_are_unknown_is_not_counted():
+    model = OF_FLUX.double()
+    model.transformer_blocks, model.single_transformer_blocks = nn.LayerList(), nn.LayerList([nn.Linear(2, 2)])
+    assert tome_summary(model, 16, 16).macs is None
+    with pytest.raises(NoMergeableLayerError, match="nothing merges in FluxTransformer2DModel: it has no"):
+        apply_tome(model)
+
+
 def test_summary_of_a_single_stream_block():
     model = OF_FLUX.double()
     merges = {True: ("attn", "mlp"), "asymmetric": ("attn", "mlp"), "kv": ("kv",)}
@@ -226,7 +242,7 @@ def test_summary_with_merging_off(pipe):
 def test_summary_of_a_model_in_which_nothing_can_merge(pipe):
     for size in (), (32,), (32, 32):
         summary = pipe.vae.tome_summary(*size)
-        assert str(summary).startswith("nothing merges in AutoencoderKL (it has no transformer blocks over the pixels")
+        assert str(summary).startswith("nothing merges in AutoencoderKL: it has no transformer blocks over the pixels")
         assert "docs/families.md" in str(summary) and summary.saved_share is None
     with pytest.raises(ToMeConfigError, match="height=0"):
         pipe.vae.tome_summary(0, 32)

@@ -24,12 +24,12 @@ def test_denoisers_of_pipelines_and_models(pipe, controlnet):
 
 
 def test_token_grid_is_read_from_the_feature_map(unet):
-    layer = find_blocks(unet)[0].grid_layer
-    assert token_grid(layer, paddle.zeros([2, 32, 5, 7])) == Grid(5, 7)
+    block = find_blocks(unet)[0]
+    assert token_grid(block.facts, block.grid_layer, paddle.zeros([2, 32, 5, 7])) == Grid(5, 7)
     with pytest.raises(ToMePassError, match=r"\[2, 35, 32\]"):
-        token_grid(layer, paddle.zeros([2, 35, 32]))
+        token_grid(block.facts, block.grid_layer, paddle.zeros([2, 35, 32]))
 
 
 def test_token_grid_of_channels_last():
-    layer = find_blocks(make_unet(data_format="NHWC"))[0].grid_layer
-    assert token_grid(layer, paddle.zeros([2, 5, 7, 32])) == Grid(5, 7)
+    block = find_blocks(make_unet(data_format="NHWC"))[0]
+    assert token_grid(block.facts, block.grid_layer, paddle.zeros([2, 5, 7, 32])) == Grid(5, 7)

@@ -224,10 +224,11 @@ def test_error_without_blocks_at_the_level_has_a_remedy():
 
 def test_error_for_a_model_without_mergeable_blocks(pipe):
     with pytest.raises(
-        NoMergeableLayerError, match=r"looks for transformer blocks .* there are none in AutoencoderKL"
+        NoMergeableLayerError,
+        match=r"nothing merges in AutoencoderKL: it has no transformer blocks .*; docs/families\.md lists",
     ):
         pipe.vae.apply_tome()
-    with pytest.raises(ValueError, match="Linear"):
+    with pytest.raises(ValueError, match="nothing merges in Linear"):
         paddle.nn.Linear(2, 2).apply_tome()
 
 

@@ -27,6 +27,7 @@ from ppdiffusers_tome import (
     wraps,
 )
 from ppdiffusers_tome.matching import join_frames
+from ppdiffusers_tome.models import BLOCKS, find_blocks
 from ppdiffusers_tome.rotary import RotaryAttentionWrap
 from ppdiffusers_tome.wraps import install, remove, wrap_of
 
@@ -208,6 +209,14 @@ def test_three_ways(family, model, settings, h, w, text):
     np.testing.assert_array_equal(run(model, inputs), merged)
     np.testing.assert_array_equal(run(remove_tome(model), inputs), plain)
     assert traces(model) == before
+
+
+def test_every_row_of_the_table_has_a_family():
+    models = [family.double() for family in (*FAMILIES, *CONTROLNETS, *OTHERS)]
+    blocks = {type(block.block).__name__ for model in models for block in find_blocks(model)}
+    assert blocks == {name for name in BLOCKS if isinstance(name, str)}
+    transformers = {name for facts in BLOCKS.values() for name in facts.transformers if isinstance(name, str)}
+    assert {type(model).__name__ for model in models} == transformers - {"SD3ControlNetModel"}
 
 
 @pytest.mark.parametrize("family", CONTROLNETS, ids=named)
@@ -466,12 +475,6 @@ def oracle(layer, image, text, plan, rows, keys_only, mask):
     return out if keys_only else out[source], out_text
 
 
-def attentions(model):
-    """The self-attention of each block."""
-    blocks = [*getattr(model, "transformer_blocks", ()), *getattr(model, "single_transformer_blocks", ())]
-    return [block.attn if hasattr(block, "attn") else block.attn1 for block in blocks or model.blocks]
-
-
 @paddle.no_grad()
 @pytest.mark.parametrize(
     ("merge_attn", "removed", "removed_keys"),
@@ -481,7 +484,8 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, removed,
     match = partial(
         match_tokens, grid=Grid(H, W), removed=removed, random_key=(1,), window=4, removed_keys=removed_keys
     )
-    for layer in attentions(model):
+    for block in find_blocks(model):
+        layer = block.sublayers["attn"][0]
         image, text = noise(2, family.frames * H * W, CHANNELS, seed=3), noise(2, TEXT, CHANNELS, seed=4)
         frames = image.reshape([-1, H * W, CHANNELS])
         plan = join_frames(match(frames), family.frames)
@@ -501,7 +505,7 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, removed,
             arguments["image_rotary_emb"] = rows
         with monkeypatch.context() as context:
             context.setattr(wraps._current, "plan", plan)
-            install(layer, RotaryAttentionWrap(ToMeConfig(merge_attn=merge_attn)))
+            install(layer, RotaryAttentionWrap(ToMeConfig(merge_attn=merge_attn), block.facts))
             actual = layer(paddle.concat([text, image], axis=1) if is_sequence else image, **arguments)
             remove(layer)
         if is_sequence:
@@ -646,7 +650,7 @@ def test_what_cannot_merge_is_an_error(family, model):
     block = (model.blocks if family is OF_WAN else model.transformer_blocks)[0]
     with pytest.raises(ToMePassError, match=f"a block got {tokens} tokens but the feature map was 6×8"):
         block(paddle.randn([1, tokens, CHANNELS]))
-    attention = attentions(model)[-1]
+    attention = find_blocks(model)[-1].sublayers["attn"][0]
     processor, attention.processor = attention.processor, OtherProcessor()
     with pytest.raises(
         ToMePassError, match=r"by OtherProcessor cannot merge, only.*another.*or remove_tome\(\) first"
@@ -668,7 +672,7 @@ def test_an_argument_that_would_be_ignored_is_an_error(name, monkeypatch):
     layer = OF_WAN.double().blocks[0].attn1
     image = noise(1, H * W, CHANNELS)
     monkeypatch.setattr(wraps._current, "plan", match_tokens(image, Grid(H, W), removed=20))
-    install(layer, RotaryAttentionWrap(ToMeConfig()))
+    install(layer, RotaryAttentionWrap(ToMeConfig(), BLOCKS["WanTransformerBlock"]))
     arguments = {"attention_mask": paddle.ones([1, 1, 1, H * W])} if name == "mask" else {"scale": 2.0}
     with pytest.raises(ToMePassError, match=f"attention with the argument {next(iter(arguments))} cannot merge"):
         layer(hidden_states=image, **arguments)
@@ -691,7 +695,7 @@ def test_positional_arguments_are_those_of_the_layer(monkeypatch):
 
     check()
     monkeypatch.setattr(wraps._current, "plan", match_tokens(image, Grid(H, W), removed=20))
-    install(layer, RotaryAttentionWrap(ToMeConfig()))
+    install(layer, RotaryAttentionWrap(ToMeConfig(), BLOCKS["FluxTransformerBlock"]))
     np.testing.assert_equal(check(), [x.numpy() for x in layer(image, encoder_hidden_states=text)])
     with pytest.raises(ToMePassError, match="attention with the argument attention_mask cannot merge"):
         layer(image, text, paddle.ones([1, 1, 1, H * W + TEXT]))

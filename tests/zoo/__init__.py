@@ -2,6 +2,5 @@
 
 from . import controlnets, images, others, transformers, videos  # noqa: F401
 from .base import ZOO, Tiny, generate
-from .refused import REFUSED
 
-__all__ = ["REFUSED", "ZOO", "Tiny", "generate"]
+__all__ = ["ZOO", "Tiny", "generate"]

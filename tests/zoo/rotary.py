@@ -436,7 +436,7 @@ class WanTransformer3DModel(nn.Layer):
         super().__init__()
         self.rope = Rope(is_complex=True)
         self.patch_embedding = nn.Conv3D(LATENTS, CHANNELS, (1, 2, 2), stride=(1, 2, 2))
-        self.time, self.text = nn.Linear(1, CHANNELS), nn.Linear(STATES, CHANNELS)
+        self.time, self.text_embedder = nn.Linear(1, CHANNELS), nn.Linear(STATES, CHANNELS)
         self.image_embedder = nn.Linear(STATES, CHANNELS) if has_image else None
         self.blocks = nn.LayerList([WanTransformerBlock(has_image) for _ in range(2)])
         self.proj_out = nn.Linear(CHANNELS, 4 * LATENTS)
@@ -444,7 +444,7 @@ class WanTransformer3DModel(nn.Layer):
     def forward(self, hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None):
         rows = self.rope(hidden_states)
         x = self.patch_embedding(hidden_states).flatten(2).transpose([0, 2, 1])
-        temb, text = embedded(self.time, timestep), self.text(encoder_hidden_states)
+        temb, text = embedded(self.time, timestep), self.text_embedder(encoder_hidden_states)
         if self.image_embedder is not None:
             text = paddle.concat([self.image_embedder(encoder_hidden_states_image), text], axis=1)
         for block in self.blocks:
@@ -483,14 +483,14 @@ class HunyuanVideoTransformer3DModel(nn.Layer):
         super().__init__()
         self.rope, self.x_embedder = Rope(is_complex=False), HunyuanVideoPatchEmbed()
         processor = HunyuanVideoAttnProcessor2_0
-        self.time, self.text = nn.Linear(1, CHANNELS), nn.Linear(STATES, CHANNELS)
+        self.time, self.context_embedder = nn.Linear(1, CHANNELS), nn.Linear(STATES, CHANNELS)
         self.transformer_blocks = nn.LayerList([HunyuanVideoTransformerBlock(processor())])
         self.single_transformer_blocks = nn.LayerList([HunyuanVideoSingleTransformerBlock(processor())])
         self.proj_out = nn.Linear(CHANNELS, 4 * LATENTS)
 
     def forward(self, hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, **others):
         rows, image = self.rope(hidden_states), self.x_embedder(hidden_states)
-        temb, text = embedded(self.time, timestep), self.text(encoder_hidden_states)
+        temb, text = embedded(self.time, timestep), self.context_embedder(encoder_hidden_states)
         mask = paddle.concat([paddle.ones([*image.shape[:2]]), encoder_attention_mask.cast("float32")], axis=1) > 0
         mask = mask.unsqueeze([1, 2])
         for block in (*self.transformer_blocks, *self.single_transformer_blocks):
