@@ -51,7 +51,7 @@ def _seed_and_one_thread(monkeypatch):
     Those of fixtures compare in two, as users' do: fixtures with a wider scope are set up before this one.
     """
     paddle.seed(0)
-    monkeypatch.setattr(tracing, "LEAST_THREADS", 1)
+    monkeypatch.setattr(tracing, "MIN_THREADS", 1)
 
 
 @pytest.fixture

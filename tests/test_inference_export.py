@@ -38,7 +38,7 @@ from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
 from ppdiffusers_tome.inference.request import check_request
 from ppdiffusers_tome.inference.runtime import Program
-from ppdiffusers_tome.inference.tracing import LEAST_THREADS, TOLERANCE, relative_difference
+from ppdiffusers_tome.inference.tracing import MIN_THREADS, TOLERANCE, relative_difference
 from ppdiffusers_tome.patch import attach
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -255,10 +255,12 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny, tmp_
 
 
 def test_the_earlier_export_is_there_after_a_kill(exported_folder, tiny, tmp_path):
-    """Between two renames it has another name: whatever reads or writes the folder renames it back."""
+    """Between two renames it has another name: readers report it, and change nothing; writers rename it back."""
     shutil.copytree(exported_folder, tmp_path / ".out.replaced")
-    read_manifest(tmp_path / "out", verify=True)
-    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    for read in (read_manifest, load_pipeline):
+        with pytest.raises(ToMeExportError, match=r"earlier export is \S+/\.out\.replaced: rename it to \S+/out, or"):
+            read(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [".out.replaced"]
     with pytest.raises(ToMeExportError, match="--overwrite"):
         export(tiny, tmp_path / "out", 0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -337,7 +339,7 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
         return Disturbed(program, errors) if self.optimize and not self.onednn else program
 
     monkeypatch.setattr(PaddleRuntime, "load", load_disturbed)
-    monkeypatch.setattr(tracing, "LEAST_THREADS", LEAST_THREADS)
+    monkeypatch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     if is_accepted:
         assert max(tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE

@@ -70,8 +70,8 @@ def export_pipeline(
     with eager on random inputs and two batch sizes. Random dst are chosen once, by `seed`, and are part of the
     program: the same as in eager with that seed.
 
-    After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, at the latest
-    when it is next read or written: see `replacement.replacing`.
+    After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, or the error of
+    the next reader says where the earlier one is: see `replacement.replacing`.
 
     Args:
         pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from ..config import TOMESD_SETTINGS, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..schedules import Schedule, make_schedule
-from .replacement import restore
+from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
 # The folder of each model's config: ppdiffusers reads it from beside a program.
@@ -265,8 +265,12 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
         ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
     """
     folder = Path(folder)
-    restore(folder)
     path = folder / MANIFEST
+    if (earlier := earlier_folder(folder)) is not None:
+        raise ToMeExportError(
+            f"{folder} does not exist: a process is replacing it now, or was killed while it did. The earlier export "
+            f"is {earlier}: rename it to {folder}, or export again."
+        )
     if not path.is_file():
         raise ToMeExportError(
             f"{folder} has no {MANIFEST}, so it is not an exported pipeline: create one with "
