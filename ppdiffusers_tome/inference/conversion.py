@@ -123,7 +123,7 @@ def _in_float32(part: dict[str, Any]) -> dict[str, Any]:
 
 def _reason(lines: list[str], status: int) -> str:
     """The converter's line about what it cannot convert, or how it ended."""
-    for words in ("not support", "Only support", "rror", "ailed"):  # the most telling first
+    for words in ("not support", "Only support", "rror", "ailed"):  # the most informative first
         for line in lines:
             if words in line:
                 return line[:300]

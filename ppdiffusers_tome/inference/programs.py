@@ -1,4 +1,4 @@
-"""What is traced: a pipeline's models, each in a layer with named inputs.
+"""The layers to trace: a pipeline's models, each with named inputs.
 
 Names of programs and inputs, and the order of outputs, are those that ppdiffusers' `PaddleInfer…Pipeline` classes
 expect. Further outputs, which only `load_pipeline` reads, come last.
@@ -39,7 +39,7 @@ class Input:
     dtype: str = "float32"
 
     def spec(self, fixed: Mapping[str, int]) -> InputSpec:
-        """The input's shape, in which the named dimensions are those of `fixed` or else dynamic."""
+        """The input's shape. Named dimensions have their size in `fixed`, or are dynamic."""
         return InputSpec([fixed.get(d) if isinstance(d, str) else d for d in self.dims], self.dtype, name=self.name)
 
     def random(self, random: np.random.RandomState, dims: Mapping[str, int]) -> paddle.Tensor:
