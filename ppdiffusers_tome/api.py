@@ -11,8 +11,7 @@ from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
 from typing_extensions import TypedDict, Unpack
 
-from .config import ToMeConfig
-from .errors import ToMeConfigError
+from .config import ToMeConfig, controlnet_config
 from .models import half_on_cpu
 from .patch import attach, attached_configs, detach, restore
 from .summary import tome_summary
@@ -94,17 +93,6 @@ def apply_tome(
         )
     attach(target, common, controlnet_config(common, controlnet))
     return target
-
-
-def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
-    """The config for ControlNets, given the common one; None leaves them plain. Raises as `apply_tome` does."""
-    if isinstance(controlnet, bool):
-        return common if controlnet else None
-    try:
-        return replace(common, ratio=controlnet)
-    except ToMeConfigError as error:
-        allowed = "it must be True, False or a ratio"
-        raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None
 
 
 def remove_tome(target: PipelineOrModel) -> PipelineOrModel:

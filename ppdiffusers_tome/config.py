@@ -329,3 +329,14 @@ def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
             f"1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}, or 0."
         )
     return ratio
+
+
+def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
+    """The config for ControlNets, given the common one; None leaves them plain. Raises as `apply_tome` does."""
+    if isinstance(controlnet, bool):
+        return common if controlnet else None
+    try:
+        return replace(common, ratio=controlnet)
+    except ToMeConfigError as error:
+        allowed = "it must be True, False or a ratio"
+        raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None

@@ -29,6 +29,7 @@ TOML
 # resolve NAME [uv options]: $work/NAME.in -> $work/NAME.lock, one "name==version" a line.
 # - the platform is always CPython on Linux on x86_64: only Python markers stay
 # - ligo-segments is declared by ppdiffusers but never imported, and is a C extension without wheels: left out, no compiler needed
+# - openvino-telemetry, which reports imports of OpenVINO to its makers: OpenVINO imports without it
 # - opencv-python needs libGL from the system, opencv-python-headless is the same module without it
 resolve() {
   local name=$1
@@ -36,7 +37,7 @@ resolve() {
   (cd "$work" && venv/bin/uv pip compile "$name.in" --quiet --universal --python-version 3.10 --no-annotate --no-header "$@") |
     sed -E -e "s/ and (platform_machine|sys_platform|platform_python_implementation|implementation_name) [=!]= '[A-Za-z0-9_]+'//g" \
       -e "s/ (;|and) python_full_version < '3.13'$//" \
-      -e "/implementation_name == 'pypy'/d" -e '/^ligo-segments==/d' -e 's/^opencv-python==/opencv-python-headless==/' | LC_ALL=C sort > "$work/$name.lock"
+      -e "/implementation_name == 'pypy'/d" -e '/^ligo-segments==/d' -e '/^openvino-telemetry==/d' -e 's/^opencv-python==/opencv-python-headless==/' | LC_ALL=C sort > "$work/$name.lock"
 }
 
 # emit FILE, with the lines of standard input below the file's own leading comment (kept as it is: edit it in the file).

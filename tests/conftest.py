@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -27,6 +28,8 @@ import ppdiffusers_tome  # noqa: F401
 from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.worker import measure_case
 from ppdiffusers_tome.inference import export_pipeline, tracing
+from ppdiffusers_tome.inference.arguments import make_configs
+from ppdiffusers_tome.inference.export import write_export
 from ppdiffusers_tome.wraps import BlockWrap
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
@@ -51,7 +54,7 @@ def _seed_and_one_thread(monkeypatch):
     Those of fixtures compare in two, as users' do: fixtures with a wider scope are set up before this one.
     """
     paddle.seed(0)
-    monkeypatch.setattr(tracing, "LEAST_THREADS", 1)
+    monkeypatch.setattr(tracing, "MIN_THREADS", 1)
 
 
 @pytest.fixture
@@ -322,6 +325,13 @@ def export_once(tmp_path_factory, name, sizes, **settings):
         if not folder.exists():
             export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, image_to_image=True, progress=False, **settings)
     return folder
+
+
+def export_linked(pipe, folder, ratios=None, sizes=None, **options):
+    """`export_pipeline` that links the programs of `linked` in place of tracing them."""
+    names = inspect.signature(write_export).parameters
+    settings = {name: options.pop(name) for name in [*options] if name not in names}
+    return write_export(pipe, Path(folder), make_configs(ratios, settings), sizes, progress=False, **options)
 
 
 def tiny_pipeline(**changes):

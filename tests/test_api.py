@@ -8,7 +8,7 @@ from typing import get_type_hints
 import numpy as np
 import paddle
 import pytest
-from conftest import draw, load_bundled, make_unet, run, tiny_pipeline
+from conftest import draw, export_linked, load_bundled, make_unet, run, tiny_pipeline
 from ppdiffusers import StableDiffusionPipeline
 from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio
@@ -16,7 +16,7 @@ from skimage.metrics import peak_signal_noise_ratio
 import ppdiffusers_tome
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome, patch
 from ppdiffusers_tome.api import MergeSettings
-from ppdiffusers_tome.inference import export_pipeline, unmerged_programs
+from ppdiffusers_tome.inference.export import unmerged_programs
 
 
 def ratios(target):
@@ -46,7 +46,7 @@ def test_half_precision_weights_on_the_cpu_are_a_warning(half, recwarn):
 def test_half_precision_weights_are_exported_in_float32(exported_folder, tmp_path):
     pipe, linked = tiny_pipeline(), unmerged_programs(exported_folder)
     pipe.unet.to(dtype="float16")
-    (unet, *_) = export_pipeline(pipe, tmp_path / "export", 0.5, linked=linked, progress=False).programs
+    (unet, *_) = export_linked(pipe, tmp_path / "export", 0.5, linked=linked).programs
     assert unet.ratio == 0.5 and max(unet.parity.values()) < 1e-5
 
 

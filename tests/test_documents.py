@@ -19,7 +19,7 @@ import ops
 import paddle
 import program_memory
 import pytest
-from conftest import tiny_pipeline
+from conftest import export_linked, tiny_pipeline
 from markdown_text import COMMANDS, ROOT, anchors, commands, documents, links, snippets, tables, text_of
 from PIL import Image
 from ppdiffusers import StableDiffusionPipeline
@@ -125,7 +125,7 @@ def test_snippets_run(document, request, monkeypatch, tmp_path):
         for size, small in SMALL.items():
             codes = [code.replace(size, small) for code in codes]
         programs = [(folder, file) for file in inference.read_manifest(folder).programs]
-        monkeypatch.setattr(inference, "export_pipeline", partial(inference.export_pipeline, linked=programs))
+        monkeypatch.setattr(inference, "export_pipeline", partial(export_linked, linked=programs))
     if document == "docs/serving.md":
         (tmp_path / "build" / "emoji").symlink_to(folder)
     if document in PROCESSES:

@@ -10,8 +10,6 @@ from paddle.static import InputSpec
 from zoo.parts import ONE_LEVEL
 from zoo.transformers import dit, sd3
 
-from ppdiffusers_tome.inference.tracing import without_origins
-
 pytestmark = [
     # Paddle 2.6 on Python 3.12: its translation of Python to programs reads syntax trees by names that go away.
     pytest.mark.filterwarnings(r"ignore:(.|\n)*(Attribute [ns] is|ast\.\w+ is) deprecated:DeprecationWarning"),
@@ -30,8 +28,7 @@ def export(unet, path, size=(16, 16)):
 
 def save(layer, spec, path):
     """`paddle.jit.save`, as `export_pipeline` calls it."""
-    with without_origins():
-        paddle.jit.save(paddle.jit.to_static(layer, input_spec=spec, full_graph=True), str(path))
+    paddle.jit.save(paddle.jit.to_static(layer, input_spec=spec, full_graph=True), str(path))
 
 
 @pytest.fixture(scope="module")

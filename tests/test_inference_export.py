@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from conftest import ONNX_SETTINGS, tiny_pipeline, traces
+from conftest import ONNX_SETTINGS, export_linked, tiny_pipeline, traces
 from ppdiffusers import DiffusionPipeline, StableDiffusionControlNetPipeline, StableDiffusionPipeline
 from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
@@ -25,27 +25,25 @@ from ppdiffusers_tome.inference import (
     PaddleRuntime,
     ProgramFile,
     Size,
-    export_pipeline,
     load_pipeline,
     parse_size,
     programs,
     read_manifest,
     tracing,
-    unmerged_programs,
 )
 from ppdiffusers_tome.inference import export as export_module
+from ppdiffusers_tome.inference.arguments import merging_of
+from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
-from ppdiffusers_tome.inference.request import check_request
 from ppdiffusers_tome.inference.runtime import Program
-from ppdiffusers_tome.inference.tracing import LEAST_THREADS, TOLERANCE, relative_difference
+from ppdiffusers_tome.inference.tracing import MIN_THREADS, TOLERANCE, relative_difference
 from ppdiffusers_tome.patch import attach
 
 PADDLE2 = paddle.__version__.startswith("2.")
 
 
-def export(pipe, folder, *args, **settings):
-    return export_pipeline(pipe, folder, *args, progress=False, **settings)
+export = export_linked
 
 
 # Contents of the folder
@@ -87,19 +85,15 @@ def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_pat
     assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
 
 
-def test_manifest_of_an_earlier_release_has_its_method(exported_folder, tmp_path):
-    """It lacks the settings that are new, and merged as tomesd does, whatever the defaults are now."""
-    folder = tmp_path / "old"
-    shutil.copytree(exported_folder, folder)
-    data = json.loads((folder / "tome.json").read_text())
-    for config in data["merging"]["0.5"]:
-        for name in ("window", "proportional", "match", "blend"):
-            del config[name]
-        config["merge_attn"] = True
-    (folder / "tome.json").write_text(json.dumps(data))
-    manifest = read_manifest(folder)
-    tomesd = ToMeConfig(0.5, window=None, proportional=False, match="similarity", blend=1.0, merge_attn=True)
-    assert manifest.merging["0.5"] == (tomesd, tomesd) and manifest.methods == {0.5: "ToMe", 0.0: ""}
+def test_exports_before_release_1_are_refused(exported_folder, tmp_path):
+    shutil.copytree(exported_folder, tmp_path / "old")
+    data = json.loads((tmp_path / "old" / "tome.json").read_text())
+    data["versions"]["ppdiffusers_tome"] = "0.12.1"
+    (tmp_path / "old" / "tome.json").write_text(json.dumps(data))
+    with pytest.raises(
+        ToMeExportError, match=r"of release 0\.12\.1, and exports before 1\.0 .*: export the model again"
+    ):
+        load_pipeline(tmp_path / "old")
 
 
 def test_every_program_was_compared_with_eager_and_holds_no_paths_of_this_machine(exported_folder):
@@ -239,14 +233,13 @@ def test_a_merge_map_where_only_keys_merge_has_every_token_alone(ratio, groups, 
     assert [len(np.unique(image)) for image in groups_of] == [groups] * 2
 
 
-def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny, tmp_path):
+def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
     assert load_pipeline(exported_folder, ratio=0.50000001).unet.ratio == 0.5
     assert load_pipeline(exported_folder, ratio=-0.0).unet.ratio == 0
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
     configs = [ToMeConfig(ratio, sx=3, match="grid") for ratio in (0.833333, -0.0)]
-    options = {"image_to_image": False, "merge_map": False, "overwrite": False, "controlnet": True, "format": "paddle"}
-    configs = check_request(lambda: tiny, tmp_path / "out", configs, None, **options).configs
+    configs = merging_of(tiny, configs, controlnet=True)
     assert list(configs) == [1 - 1 / 6, 0.0] and find_ratio(0.833333, configs) == 1 - 1 / 6
     assert ratio_name([*configs][1]) == "0"
 
@@ -255,10 +248,12 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny, tmp_
 
 
 def test_the_earlier_export_is_there_after_a_kill(exported_folder, tiny, tmp_path):
-    """Between two renames it has another name: whatever reads or writes the folder renames it back."""
+    """Between two renames it has another name: readers report it, and change nothing; writers rename it back."""
     shutil.copytree(exported_folder, tmp_path / ".out.replaced")
-    read_manifest(tmp_path / "out", verify=True)
-    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    for read in (read_manifest, load_pipeline):
+        with pytest.raises(ToMeExportError, match=r"earlier export is \S+/\.out\.replaced: rename it to \S+/out, or"):
+            read(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [".out.replaced"]
     with pytest.raises(ToMeExportError, match="--overwrite"):
         export(tiny, tmp_path / "out", 0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -277,13 +272,13 @@ def test_program_that_differs_is_an_error(tiny, tmp_path):
 
 
 def test_failing_overwrite_keeps_the_earlier_export(exported_folder, tiny, tmp_path, monkeypatch):
-    def failing_copy(request, folder):
+    def failing_copy(pipe, folder, image_to_image):
         (folder / "model_index.json").write_text("half of i")
         raise OSError("No space left on device")
 
     folder = tmp_path / "out"
     shutil.copytree(exported_folder, folder)
-    monkeypatch.setattr(export_module, "list_programs", lambda *_: [])
+    monkeypatch.setattr(export_module, "list_programs", lambda *_: {})
     monkeypatch.setattr(export_module, "copy_parts", failing_copy)
     with pytest.raises(OSError, match="No space left"):
         export(tiny, folder, 0.5, overwrite=True)
@@ -337,7 +332,7 @@ def test_each_image_needs_one_try_that_agrees_in_two_runs(tmp_path, monkeypatch,
         return Disturbed(program, errors) if self.optimize and not self.onednn else program
 
     monkeypatch.setattr(PaddleRuntime, "load", load_disturbed)
-    monkeypatch.setattr(tracing, "LEAST_THREADS", LEAST_THREADS)
+    monkeypatch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
     traceable = programs.Traceable(paddle.nn.Linear(4, 4), (programs.Input("input", ("batch", 4)),))
     if is_accepted:
         assert max(tracing.save(traceable, ProgramFile("layer"), tmp_path, "x", {}, 1).parity.values()) <= TOLERANCE
@@ -396,6 +391,13 @@ def test_an_export_after_one_that_failed(tmp_path):
 def test_invalid_arguments_are_rejected(tiny, tmp_path, settings, message):
     with pytest.raises(ToMeConfigError, match=message):
         export(tiny, tmp_path / "out", **{"ratios": 0.5, **settings})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_within_auto_cast_is_refused(tiny, tmp_path):
+    """ppdiffusers' VAE would check for infinity, which does not convert to ONNX."""
+    with paddle.amp.auto_cast(enable=False), pytest.raises(ToMeExportError, match=r"auto_cast is on.* outside"):
+        export(tiny, tmp_path / "out", 0.5)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ppdiffusers_tome.inference import replacement
-from ppdiffusers_tome.inference.replacement import check_replaceable, replacing, restore
+from ppdiffusers_tome.inference.replacement import check_replaceable, earlier_folder, replacing, restore
 
 # Loads the module alone, which takes no time, and ends the process before its nth rename or while it writes.
 SCRIPT = """
@@ -64,6 +64,7 @@ def test_a_kill_between_the_steps(folder, renames, expected):
     with start(folder, renames) as process:
         assert process.wait(30) == -signal.SIGKILL
     assert len(names(folder)) == 2, "something is left behind"
+    assert (earlier_folder(folder) is not None) == (not folder.exists()) == (renames == 1)
     restore(folder)
     assert content(folder) == expected
     replace(folder, "newest")
@@ -150,6 +151,7 @@ def test_what_restores_nothing(folder):
     restore(folder)
     restore(folder.parent / "a" / "b")
     assert names(folder) == [".out.replaced", "out"]
+    assert earlier_folder(folder) is None and earlier_folder(folder.parent / "a" / "b") is None
 
 
 def test_signals_are_left_to_the_program_that_handles_them(folder, monkeypatch):

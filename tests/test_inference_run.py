@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 import ppdiffusers
 import pytest
+from conftest import export_linked
 from paddle import inference
 from ppdiffusers import (
     AutoencoderKL,
@@ -30,12 +31,11 @@ from ppdiffusers_tome.inference import (
     PaddleRuntime,
     ProgramFile,
     choose_runtime,
-    export_pipeline,
     load_pipeline,
     paddle_runtime,
     read_manifest,
-    unmerged_programs,
 )
+from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.paddle_runtime import SHAPE_FILE, Predictor
 
 PADDLE2 = paddle.__version__.startswith("2.")
@@ -148,11 +148,8 @@ def test_other_pipelines_over_the_same_programs(exported, tiny, cls, settings, e
 
 @pytest.fixture(scope="module")
 def others(tiny, exported_folder):
-    """Models that are exported already, and the argument of an export that links them."""
-    return {"vae": tiny.vae, "text_encoder": tiny.text_encoder}, {
-        "linked": unmerged_programs(exported_folder),
-        "progress": False,
-    }
+    """Models that are exported already, and their programs."""
+    return {"vae": tiny.vae, "text_encoder": tiny.text_encoder}, unmerged_programs(exported_folder)
 
 
 def test_controlnet_is_fused_with_the_unet(others, tmp_path):
@@ -160,7 +157,7 @@ def test_controlnet_is_fused_with_the_unet(others, tmp_path):
     pipe = StableDiffusionControlNetPipeline(
         **stable_diffusion(unet=unet(**ONE_LEVEL), controlnet=controlnet(**ONE_LEVEL), **models)
     )
-    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, **linked)
+    manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], controlnet=0.25, linked=linked)
     assert manifest.residuals == 3 and manifest.merging["0.5"][1].ratio == 0.25
     exported = load(tmp_path / "out")
     assert "proportional; ControlNet at ratio 0.25: asymmetric ToMe" in str(exported.tome_summary())
@@ -193,9 +190,9 @@ def xl_parts(pipe):
 
 def test_sdxl_with_its_additional_inputs(others, tmp_path):
     models, linked = others
-    of_vae = [program for program in linked["linked"] if program[1].model.startswith("vae")]
+    of_vae = [program for program in linked if program[1].model.startswith("vae")]
     pipe = StableDiffusionXLPipeline(**sdxl(unet=unet(**{**SDXL, **ONE_LEVEL, **ONE_DEPTH}), vae=models["vae"]))
-    export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], image_to_image=True, **{**linked, "linked": of_vae})
+    export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], image_to_image=True, linked=of_vae)
     exported = load(tmp_path / "out")
     with pipe.tome(ratio=0.5):
         np.testing.assert_allclose(draw(exported), draw(pipe), atol=TOLERANCE)
@@ -212,7 +209,7 @@ def test_sdxl_with_its_additional_inputs(others, tmp_path):
 def test_inpainting_model_with_nine_channels(others, tmp_path):
     models, linked = others
     pipe = StableDiffusionInpaintPipeline(**stable_diffusion(unet=unet(**ONE_LEVEL, in_channels=9), **models))
-    manifest = export_pipeline(pipe, tmp_path / "out", 0.5, [(32, 32)], **linked)
+    manifest = export_linked(pipe, tmp_path / "out", 0.5, [(32, 32)], linked=linked)
     assert manifest.image_to_image
     arguments = {"image": image(), "mask_image": mask(), "height": 32, "width": 32}
     with pipe.tome(ratio=0.5):

@@ -136,16 +136,16 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     exports = []
     monkeypatch.setattr(image_generation, "load_model", lambda model: "pipe")
     monkeypatch.setattr(image_generation, "unmerged_programs", lambda folder: [folder])  # text encoder and VAE
-    monkeypatch.setattr(image_generation, "export_pipeline", lambda *args, **options: exports.append((args, options)))
+    monkeypatch.setattr(image_generation, "write_export", lambda *args, **options: exports.append((args, options)))
     settings = [PLAIN_IMAGES, *list_settings((0.25, 0.5), ("layers", "use_rand"))]
     programs = export_programs(replace(EVALUATION, backend="onnxruntime"), settings, tmp_path)
     folders = {setting.name: folder.name for setting, folder in programs.items()}
     assert folders["plain"] == folders["0.25"] == folders["0.5"] == "defaults"
     assert folders["0.25-fixed"] == folders["0.5-fixed"] == "use_rand=False"
     assert len(exports) == len(set(folders.values())) == 5
-    (_, folder, ratios, sizes), options = exports[0]
-    assert (folder.name, ratios, sizes) == ("defaults", (0, 0.25, 0.5), [(32, 32)])
-    assert "ratio" not in options and options["use_rand"] and options["format"] == "onnx"
+    (_, folder, configs, sizes), options = exports[0]
+    assert (folder.name, configs, sizes) == ("defaults", [ToMeConfig(ratio) for ratio in (0, 0.25, 0.5)], [(32, 32)])
+    assert options["format"] == "onnx"
     assert [options["linked"] for _, options in exports] == [[], *[[programs[PLAIN_IMAGES]]] * 4]
 
 

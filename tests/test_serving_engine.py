@@ -19,7 +19,7 @@ import numpy as np
 import openai
 import paddle
 import pytest
-from conftest import record_plans, tiny_pipeline
+from conftest import export_linked, record_plans, tiny_pipeline
 from PIL import Image
 from ppdiffusers import EulerAncestralDiscreteScheduler
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
@@ -32,7 +32,8 @@ from ppdiffusers_tome.generation.engine import Engine, load_engine
 from ppdiffusers_tome.generation.jobs import MERGE_MAP, AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
-from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest, unmerged_programs
+from ppdiffusers_tome.inference import load_pipeline, read_manifest
+from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.loading import ModelDefaults, read_defaults
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
@@ -451,8 +452,8 @@ def test_tokens_that_the_text_encoder_reads(exported_folder):
 def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path, monkeypatch):
     """That of the exported program equals the plan of the same pipeline in eager mode; a single step has none."""
     folder, linked = tmp_path / "mapped", unmerged_programs(exported_folder)
-    settings = {"linked": linked, "merge_map": True, "image_to_image": True, "progress": False}
-    export_pipeline(tiny_pipeline(), folder, (0.5, 0), [(32, 32)], **settings)
+    settings = {"linked": linked, "merge_map": True, "image_to_image": True}
+    export_linked(tiny_pipeline(), folder, (0.5, 0), [(32, 32)], **settings)
     manifest = read_manifest(folder, verify=True)
     maps = manifest.programs_of("merge_map")
     assert manifest.merge_map and [(file.size, file.ratio) for file in maps] == [((32, 32), 0.5)]

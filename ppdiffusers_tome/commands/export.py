@@ -2,14 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from ..inference import Manifest, parse_size
+from ..inference.arguments import EXPORT_FORMATS, check_arguments
 from ..inference.export import write_export
 from ..inference.loading import load_for_export
 from ..inference.manifest import ratio_name
-from ..inference.request import EXPORT_FORMATS, check_request
 from .merge_options import add_merge_options, merge_configs
 
 
@@ -33,18 +32,30 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    request = check_request(
-        partial(load_for_export, options.model, options.controlnet, not options.no_safety_checker),
+    configs = merge_configs(options)
+    sizes = [parse_size(text) for text in options.size] if options.size else None
+    controlnet = True if options.controlnet_ratio is None else options.controlnet_ratio
+    check_arguments(
         options.output,
-        merge_configs(options),
-        [parse_size(text) for text in options.size] if options.size else None,
-        image_to_image=options.img2img,
-        merge_map=options.merge_map,
+        configs,
+        sizes,
+        controlnet=controlnet,
         overwrite=options.overwrite,
-        controlnet=True if options.controlnet_ratio is None else options.controlnet_ratio,
         format=options.format,
     )
-    print(_describe(write_export(request), options.output))
+    pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
+    manifest = write_export(
+        pipe,
+        options.output,
+        configs,
+        sizes,
+        image_to_image=options.img2img,
+        merge_map=options.merge_map,
+        controlnet=controlnet,
+        overwrite=options.overwrite,
+        format=options.format,
+    )
+    print(_describe(manifest, options.output))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Export a pipeline with token merging, and run the exported folder in Paddle Inference, ONNX Runtime or OpenVINO."""
 
-from .export import export_pipeline, unmerged_programs
+from .export import export_pipeline
 from .manifest import Manifest, ProgramFile, Size, parse_size, read_manifest
 from .onnx_runtime import OnnxRuntime
 from .openvino_runtime import OpenVinoRuntime
@@ -22,5 +22,4 @@ __all__ = [
     "load_pipeline",
     "parse_size",
     "read_manifest",
-    "unmerged_programs",
 ]

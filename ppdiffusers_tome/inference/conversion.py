@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ToMeExportError, install_command
-from .onnx_weights import LARGE
+from .onnx_weights import EXTERNAL_SUFFIX
 
 OPSET = 17
-DONE = "converted"  # what the process writes after each program
+DONE = "converted"  # the line that the process writes after each program
 SCRIPT = f"""
 import ctypes, json, sys, paddle2onnx
 for line in sys.stdin:
     program, params, target = json.loads(line)
     options = {{"optimize_tool": "None"}} if program.endswith(".json") else {{}}
-    options |= {{"opset_version": {OPSET}, "external_file": target + "{LARGE}"}}
+    options |= {{"opset_version": {OPSET}, "external_file": target + "{EXTERNAL_SUFFIX}"}}
     try:
         paddle2onnx.export(program, params, save_file=target, enable_onnx_checker=True, **options)
     except Exception as error:
         print("[ERROR]", type(error).__name__, error)
     library = ctypes.CDLL(None)
-    library.fflush(None)  # what C++ has written
+    library.fflush(None)  # output of C++
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
     print("{DONE}", flush=True)
@@ -44,7 +44,7 @@ def check_converter() -> None:
 
 
 class Converter(AbstractContextManager["Converter"]):
-    """Converts programs in a process of its own, because paddle2onnx aborts its process on what it cannot convert.
+    """Converts programs in a separate process, because paddle2onnx aborts its process if it cannot convert one.
 
     The process starts with the first program, which takes seconds, and ends with the context or `close()`.
 
@@ -87,9 +87,9 @@ class Converter(AbstractContextManager["Converter"]):
         if status or not is_written or any("[ERROR]" in line for line in lines):
             target.unlink(missing_ok=True)  # it writes wrong and empty files too
             raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
-        from .onnx_programs import correct  # late: without a conversion, onnx need not be installed
+        from .onnx_programs import fix_paddle2onnx  # late: without a conversion, onnx need not be installed
 
-        correct(target)
+        fix_paddle2onnx(target)
         return target
 
     def _run(self, files: list[str]) -> tuple[int, list[str]]:
@@ -109,11 +109,11 @@ class Converter(AbstractContextManager["Converter"]):
             lines.append(line.strip())
         status = self._process.wait()
         self.close()
-        return status or 1, lines  # it ended without a result
+        return status or 1, lines  # it ended before it wrote DONE
 
 
 def _in_float32(part: dict[str, Any]) -> dict[str, Any]:
-    """An object of a `.json` program as paddle2onnx reads it: with float32 in the attributes of FLOAT32."""
+    """An object of a `.json` program, with the attributes of FLOAT32 as float32."""
     name = FLOAT32.get(str(part.get("#")))
     for attribute in part["A"] if name else []:
         if attribute.get("N") == name:
@@ -123,7 +123,7 @@ def _in_float32(part: dict[str, Any]) -> dict[str, Any]:
 
 def _reason(lines: list[str], status: int) -> str:
     """The converter's line about what it cannot convert, or how it ended."""
-    for words in ("not support", "Only support", "rror", "ailed"):  # the most telling first
+    for words in ("not support", "Only support", "rror", "ailed"):  # the most informative first
         for line in lines:
             if words in line:
                 return line[:300]

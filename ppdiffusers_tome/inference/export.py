@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,20 @@ from tqdm.auto import tqdm
 
 from .._version import __version__
 from ..config import ToMeConfig
-from ..errors import ToMeConfigError
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
 from . import programs
+from .arguments import (
+    EXPORT_FORMATS,
+    check_arguments,
+    check_merge_map,
+    check_pipeline,
+    controlnet_of,
+    is_xl,
+    make_configs,
+    merging_of,
+    sizes_of,
+)
 from .conversion import Converter
 from .loading import DEFAULTS
 from .manifest import (
@@ -29,9 +39,11 @@ from .manifest import (
     COPIED,
     ONNX_WEIGHTS,
     READERS,
+    Configs,
     FileFacts,
     Manifest,
     ProgramFile,
+    Size,
     list_programs,
     ratio_name,
     read_manifest,
@@ -41,7 +53,6 @@ from .onnx_weights import SharedWeights
 from .paddle_runtime import PaddleRuntime
 from .programs import Traceable, count_residuals
 from .replacement import replacing
-from .request import Request, check_request
 from .tracing import save
 
 RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppdiffusers loads a program with
@@ -58,19 +69,18 @@ def export_pipeline(
     controlnet: bool | float = True,
     format: str = "paddle",
     overwrite: bool = False,
-    linked: Iterable[tuple[Path, ProgramFile]] = (),
     progress: bool = True,
     **settings: Any,
 ) -> Manifest:
-    """Write a pipeline's models, with token merging, as Paddle Inference programs; the pipeline is not changed.
+    """Write a pipeline's models, with token merging, as programs; the pipeline is not changed.
 
     The folder has the layout that ppdiffusers' `PaddleInfer…Pipeline` classes read (they use the first size and
     ratio), plus `tome.json`. Batch and text length are dynamic. Each program is loaded in a predictor and compared
     with eager on random inputs and two batch sizes. Random dst are chosen once, by `seed`, and are part of the
     program: the same as in eager with that seed.
 
-    After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, at the latest
-    when it is next read or written: see `replacement.replacing`.
+    After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, or the error of
+    the next reader says where the earlier one is: see `replacement.replacing`.
 
     Args:
         pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.
@@ -79,15 +89,12 @@ def export_pipeline(
             each; all share one file of weights. None: the config that is applied to the pipeline now.
         sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
-        merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first
-            merging block merges; for Stable Diffusion without a ControlNet.
+        merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first block
+            merges; for Stable Diffusion without a ControlNet.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         format: "paddle" for Paddle Inference, "onnx" for ONNX Runtime and OpenVINO, or "both". ppdiffusers' own
             classes only read Paddle programs.
         overwrite: replace an earlier export in folder, once the new one is complete.
-        linked: programs that need not be written again, with their folders on the same file system: those of
-            `unmerged_programs` of an earlier export of the same pipeline, or what `tracing.save` wrote with the same
-            settings. They are linked if they have all formats.
         progress: show a progress bar.
         settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
@@ -105,16 +112,76 @@ def export_pipeline(
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
-    if ratios is None:
-        if settings:
-            raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
-        configs = None
-    else:
-        each: Any = [ratios] if isinstance(ratios, (int, float)) else ratios
-        configs = [ToMeConfig(ratio=ratio, **settings) for ratio in each]
-    options: dict[str, Any] = {"image_to_image": image_to_image, "merge_map": merge_map, "overwrite": overwrite}
-    options |= {"controlnet": controlnet, "format": format}
-    return write_export(check_request(lambda: pipe, folder, configs, sizes, **options), linked, progress)
+    return write_export(
+        pipe,
+        Path(folder),
+        make_configs(ratios, settings),
+        None if sizes is None else tuple(sizes),
+        image_to_image=image_to_image,
+        merge_map=merge_map,
+        controlnet=controlnet,
+        format=format,
+        overwrite=overwrite,
+        progress=progress,
+    )
+
+
+def write_export(
+    pipe: DiffusionPipeline,
+    folder: Path,
+    configs: Sequence[ToMeConfig] | None,
+    sizes: Collection[tuple[int, int]] | None,
+    *,
+    image_to_image: bool = False,
+    merge_map: bool = False,
+    controlnet: bool | float = True,
+    format: str = "paddle",
+    overwrite: bool = False,
+    linked: Iterable[tuple[Path, ProgramFile]] = (),
+    progress: bool = True,
+) -> Manifest:
+    """`export_pipeline` for configs in place of ratios and settings.
+
+    Args:
+        configs: one for each ratio; None: those that are applied to the pipeline.
+        linked: programs to link instead of tracing them again, with their folders on the same file system, for the
+            package's own experiments: `unmerged_programs` of an earlier export of the same pipeline, or what
+            `tracing.save` wrote with the same settings. Those that do not have all formats are traced.
+    """
+    check_arguments(folder, configs, sizes, controlnet=controlnet, overwrite=overwrite, format=format)
+    check_pipeline(pipe)
+    merging = merging_of(pipe, configs, controlnet)
+    if merge_map:
+        check_merge_map(pipe, merging)
+    sizes = sizes_of(pipe, sizes)
+    image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
+    planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
+    with replacing(folder) as partial, Converter() as converter:
+        writer = _Writer(pipe, merging, sizes[0], partial, EXPORT_FORMATS[format], converter, linked)
+        for target, file in tqdm(planned.items(), desc="export", unit="program", disable=not progress):
+            writer.write(file, target)
+        copy_parts(pipe, partial, image_to_image)
+        manifest = Manifest(
+            format=1,
+            name=Path(pipe.config.get("_name_or_path") or type(pipe).__name__).name,
+            pipeline=type(pipe).__name__,
+            sizes=sizes,
+            ratios=tuple(merging),
+            image_to_image=image_to_image,
+            residuals=0 if controlnet_of(pipe) is None else count_residuals(controlnet_of(pipe)),
+            vae_factor=vae_factor(pipe),
+            merging={ratio_name(ratio): pair for ratio, pair in merging.items()},
+            versions={
+                "ppdiffusers_tome": __version__,
+                "paddle": paddle.__version__,
+                "ppdiffusers": ppdiffusers.__version__,
+            },
+            programs=tuple(writer.written),
+            files=_list_files(partial),
+            merge_map=merge_map,
+        )
+        manifest.save(partial)
+    return manifest
 
 
 def unmerged_programs(folder: Path) -> list[tuple[Path, ProgramFile]]:
@@ -122,35 +189,34 @@ def unmerged_programs(folder: Path) -> list[tuple[Path, ProgramFile]]:
     return [(folder, file) for file in read_manifest(folder).programs if file.size is None]
 
 
-def write_export(request: Request, linked: Iterable[tuple[Path, ProgramFile]] = (), progress: bool = True) -> Manifest:
-    """Write what `check_request` has checked: see `export_pipeline`."""
-    planned = list_programs(request.sizes, request.configs, request.is_xl, request.image_to_image, request.merge_map)
-    with replacing(request.folder) as partial, Converter() as converter:
-        writer = _Writer(request, partial, converter, linked)
-        for file in tqdm(planned, desc="export", unit="program", disable=not progress):
-            writer.write(file)
-        copy_parts(request, partial)
-        manifest = describe_export(request, partial, writer.written)
-        manifest.save(partial)
-    return manifest
-
-
 class _Writer:
-    """Writes the programs of an export, one after another; one copy of one model is in memory."""
+    """Writes the programs of an export, one after another; one copy of one model is in memory.
+
+    Args:
+        size: image size of the comparison with eager, for programs of any size.
+        folder: the folder to write to.
+        formats: some of FORMATS.
+    """
 
     def __init__(
-        self, request: Request, folder: Path, converter: Converter, linked: Iterable[tuple[Path, ProgramFile]]
+        self,
+        pipe: DiffusionPipeline,
+        merging: Mapping[float, Configs],
+        size: Size,
+        folder: Path,
+        formats: tuple[str, ...],
+        converter: Converter,
+        linked: Iterable[tuple[Path, ProgramFile]],
     ) -> None:
         self.written: list[ProgramFile] = []
-        self._request, self._folder = request, folder
-        self._converter = converter if "onnx" in request.formats else None
+        self._pipe, self._merging, self._size = pipe, merging, size
+        self._folder, self._formats = folder, formats
+        self._converter = converter if "onnx" in formats else None
         self._weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
-        self._linked = {file.place: (root, file) for root, file in linked if file.formats == request.formats}
+        self._linked = {file.place: (root, file) for root, file in linked if file.formats == formats}
 
-    def write(self, planned: ProgramFile) -> None:
-        """Write or link one program."""
-        # ppdiffusers reads "unet"; only this package reads the others.
-        target = planned.name if self.written else planned.model
+    def write(self, planned: ProgramFile, target: str) -> None:
+        """Write or link one program, in Paddle's format to the folder `target`."""
         root, file = self._linked.get(planned.place, (None, None))
         if root is None or file is None:
             root, file = self._folder, self._trace(planned, target)
@@ -158,7 +224,7 @@ class _Writer:
             file = self._link_program(root, file, target)
         if file.onnx is not None:
             file = self._add_onnx(root, file, f"onnx/{planned.name}.onnx")
-        if "paddle" not in self._request.formats:
+        if "paddle" not in self._formats:
             shutil.rmtree(self._folder / target, ignore_errors=True)
             file = replace(file, program=None, params=None)
         elif file.params is not None:
@@ -168,11 +234,10 @@ class _Writer:
         self.written.append(file)
 
     def _trace(self, planned: ProgramFile, target: str) -> ProgramFile:
-        pipe, size = self._request.pipe, planned.size or self._request.sizes[0]
-        factor = vae_factor(pipe)
-        dims = {"height": size.height, "width": size.width, "tokens": text_tokens(pipe)}
+        size, factor = planned.size or self._size, vae_factor(self._pipe)
+        dims = {"height": size.height, "width": size.width, "tokens": text_tokens(self._pipe)}
         dims |= {"latent_height": size.height // factor, "latent_width": size.width // factor}
-        traceable = _traceable(self._request, planned)
+        traceable = _traceable(self._pipe, planned, self._merging)
         return save(traceable, planned, self._folder, target, dims, PaddleRuntime().cores(), self._converter)
 
     def _link_program(self, root: Path, file: ProgramFile, target: str) -> ProgramFile:
@@ -189,29 +254,34 @@ class _Writer:
             (self._folder / target).parent.mkdir(exist_ok=True)
             os.link(source, self._folder / target)
             os.link(root / name, self._folder / name)
+            return replace(file, onnx=target)
+        if file.model not in self._weights:
+            self._weights[file.model] = SharedWeights(self._folder / name)
+        weights = self._weights[file.model]
+        if root == self._folder:
+            weights.move(source, self._folder / target)
         else:
-            if file.model not in self._weights:
-                self._weights[file.model] = SharedWeights(self._folder / name)
-            weights = self._weights[file.model]
-            (weights.move if root == self._folder else weights.copy)(source, self._folder / target)
+            weights.copy(source, self._folder / target)
         return replace(file, onnx=target)
 
 
-def _traceable(request: Request, planned: ProgramFile) -> Traceable:
-    pipe, model = request.pipe, planned.model
+def _traceable(pipe: DiffusionPipeline, planned: ProgramFile, merging: Mapping[float, Configs]) -> Traceable:
+    """The layer to trace for a planned program, with its merging."""
+    model = planned.model
     if model == "vae_encoder":
         return programs.vae_encoder(pipe.vae)
     if model == "vae_decoder":
         return programs.vae_decoder(pipe.vae)
     if planned.ratio is None:
-        return programs.text_encoder(getattr(pipe, model), request.is_xl)
+        return programs.text_encoder(getattr(pipe, model), is_xl(pipe))
+    controlnet = controlnet_of(pipe)
     is_map = model == "merge_map"
-    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, request.controlnet)
-    config, controlnet_config = request.configs[planned.ratio]
+    traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, controlnet)
+    config, controlnet_config = merging[planned.ratio]
     detach(traceable.layer)  # the wraps of the originals, which were copied too
     if config is not None:
         attach(traceable.layer.unet, config, None)
-    if controlnet_config is not None and request.controlnet is not None:
+    if controlnet_config is not None and controlnet is not None:
         attach(traceable.layer.controlnet, controlnet_config, controlnet_config)
     return traceable
 
@@ -225,9 +295,8 @@ def share_weights(params: Path, others: list[Path]) -> Path:
     return params
 
 
-def copy_parts(request: Request, folder: Path) -> None:
+def copy_parts(pipe: DiffusionPipeline, folder: Path, image_to_image: bool) -> None:
     """Write tokenizers and scheduler, the models' configs, `model_index.json`, and `defaults.json` if there is one."""
-    pipe = request.pipe
     model = pipe.config.get("_name_or_path")  # None of a pipeline that was made in Python
     if model and (Path(model) / DEFAULTS).is_file():
         (folder / DEFAULTS).write_bytes((Path(model) / DEFAULTS).read_bytes())
@@ -238,52 +307,35 @@ def copy_parts(request: Request, folder: Path) -> None:
     for name, subfolder in CONFIGS.items():
         if name in pipe.config:
             _write_json(folder / subfolder / "config.json", _config(getattr(pipe, name)))
-    if request.controlnet is not None:
-        _write_json(folder / CONTROLNET_CONFIG / "config.json", _config(request.controlnet))
-    _write_json(folder / "model_index.json", _model_index(request, folder))
+    if controlnet_of(pipe) is not None:
+        _write_json(folder / CONTROLNET_CONFIG / "config.json", _config(controlnet_of(pipe)))
+    reader = READERS[type(pipe).__name__][image_to_image]
+    assert reader is not None  # image_to_image is True for pipelines without a text-to-image reader
+    _write_json(folder / "model_index.json", _model_index(pipe, folder, reader))
 
 
-def describe_export(request: Request, folder: Path, written: list[ProgramFile]) -> Manifest:
-    """The folder's manifest; all other files must already exist."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {
-        path.relative_to(folder).as_posix(): FileFacts(bytes=path.stat().st_size, sha256=sha256(path))
-        for path in paths
-    }
-    return Manifest(
-        format=1,
-        name=Path(request.pipe.config.get("_name_or_path") or type(request.pipe).__name__).name,
-        pipeline=type(request.pipe).__name__,
-        sizes=request.sizes,
-        ratios=tuple(request.configs),
-        merge_map=any(file.model == "merge_map" for file in written),
-        image_to_image=request.image_to_image,
-        residuals=0 if request.controlnet is None else count_residuals(request.controlnet),
-        vae_factor=vae_factor(request.pipe),
-        merging={ratio_name(ratio): pair for ratio, pair in request.configs.items()},
-        versions={
-            "ppdiffusers_tome": __version__,
-            "paddle": paddle.__version__,
-            "ppdiffusers": ppdiffusers.__version__,
-        },
-        programs=tuple(written),
-        files=files,
-    )
-
-
-def _model_index(request: Request, folder: Path) -> dict[str, Any]:
-    """The contents of `model_index.json` for `PaddleInfer…Pipeline.from_pretrained`: the class of each component."""
-    config, reader = request.pipe.config, READERS[type(request.pipe).__name__][request.image_to_image]
-    assert reader is not None  # check_request sets image_to_image for pipelines without a text-to-image reader
+def _model_index(pipe: DiffusionPipeline, folder: Path, reader: str) -> dict[str, Any]:
+    """The contents of `model_index.json` for ppdiffusers' class `reader`: the class of each component."""
     index = {"_class_name": reader, "_ppdiffusers_version": ppdiffusers.__version__}
     for name, parameter in inspect.signature(getattr(ppdiffusers, reader)).parameters.items():
-        if name in COPIED and vars(request.pipe).get(name) is not None:
-            index[name] = list(config[name])
+        if name in COPIED and vars(pipe).get(name) is not None:
+            index[name] = list(pipe.config[name])
+        elif name == "requires_safety_checker":
+            index[name] = False
         elif isinstance(parameter.default, bool):
-            index[name] = config.get(name, parameter.default) if name != "requires_safety_checker" else False
+            index[name] = pipe.config.get(name, parameter.default)
         else:
             index[name] = RUNTIME_MODEL if (folder / name).is_dir() else [None, None]
     return index
+
+
+def _list_files(folder: Path) -> dict[str, FileFacts]:
+    """Size and hash of all files of a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): FileFacts(bytes=path.stat().st_size, sha256=sha256(path))
+        for path in paths
+    }
 
 
 def _config(model: Any) -> dict[str, Any]:

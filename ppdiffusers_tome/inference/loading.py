@@ -1,4 +1,4 @@
-"""A model that is not exported: whether a folder contains one, what suits it, and its eager pipeline in float32."""
+"""Models that are not exported: check a model's folder, read its recommended settings, load it for an export."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ from pydantic.dataclasses import dataclass
 from ..errors import ToMeConfigError, ToMeExportError
 from .manifest import MANIFEST, STRICT, first_error
 
-DEFAULTS = "defaults.json"  # in a model's folder and its export
+DEFAULTS = "defaults.json"  # in a model's folder, and copied to its export
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
 
 
 @dataclass(frozen=True, config=STRICT)
 class ModelDefaults:
-    """What suits a model, as DEFAULTS has it; None where it does not say."""
+    """Recommended settings of a model, from its `defaults.json`; None where that has no value."""
 
     size: int | None = None  # px, height and width; an export's default is its first size
     steps: int | None = None
@@ -26,7 +26,7 @@ class ModelDefaults:
 
 
 def read_defaults(folder: Path) -> ModelDefaults:
-    """What suits the model in a folder, exported or not.
+    """Recommended settings of the model in a folder, exported or not.
 
     Raises:
         ToMeConfigError: DEFAULTS has another field, or a value that is not allowed.

@@ -10,19 +10,19 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import TOMESD_SETTINGS, ToMeConfig
+from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
-from .replacement import restore
+from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
 # The folder of each model's config: ppdiffusers reads it from beside a program.
 CONFIGS = {"unet": "unet", "text_encoder": "text_encoder", "text_encoder_2": "text_encoder_2", "vae": "vae_decoder"}
 CONTROLNET_CONFIG = "controlnet"
-COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are no models
+COPIED = ("tokenizer", "tokenizer_2", "scheduler", "feature_extractor")  # components that are not models
 FORMATS = ("paddle", "onnx")
 ONNX_WEIGHTS = ".weights"  # suffix of the file beside `.onnx` files that has their weights
 WEIGHTS = (".pdiparams", ONNX_WEIGHTS)
@@ -70,13 +70,7 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-def _complete(settings: Any) -> Any:
-    """The settings of a folder that an earlier release exported: it had one method, whatever the defaults are now."""
-    return {**TOMESD_SETTINGS, **settings} if isinstance(settings, dict) else settings
-
-
-MergeSettings: TypeAlias = Annotated[ToMeConfig, BeforeValidator(_complete)]
-Configs: TypeAlias = tuple[MergeSettings | None, MergeSettings | None]  # of UNet and ControlNet; None: plain or none
+Configs: TypeAlias = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain or none
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -97,7 +91,7 @@ class ProgramFile:
 
     @property
     def place(self) -> tuple[str, Size | None, float | None]:
-        """Model, size and ratio: an export has one program of each."""
+        """Model, size and ratio, which identify a program of an export."""
         return self.model, self.size, self.ratio
 
     @property
@@ -107,7 +101,7 @@ class ProgramFile:
 
     @property
     def name(self) -> str:
-        """The name of its folder, or of its `.onnx` file: "unet_48x32_0.5"."""
+        """The name of its `.onnx` file and, except for the first UNet, of its folder: "unet_48x32_0.5"."""
         size = [] if self.size is None else [str(self.size)]
         return "_".join([self.model, *size, *([] if self.ratio is None else [ratio_name(self.ratio)])])
 
@@ -153,8 +147,10 @@ class Manifest:
     def __post_init__(self, schedule: Any) -> None:
         if schedule is not None:
             raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
+        if (version := self.versions.get("ppdiffusers_tome", "")).startswith("0."):
+            raise ValueError(f"it is of release {version}, and exports before 1.0 are not read any more")
         is_xl = "XL" in self.pipeline
-        expected = list_programs(self.sizes, self.ratios, is_xl, self.image_to_image, self.merge_map)
+        expected = list_programs(self.sizes, self.ratios, is_xl, self.image_to_image, self.merge_map).values()
         paths = {path for file in self.programs for path in file.paths}
         is_consistent = {
             "pipeline": self.pipeline in READERS,
@@ -193,23 +189,16 @@ class Manifest:
         """The programs of one model, the default first."""
         return [file for file in self.programs if file.model == model]
 
-    def program(self, model: str, size: Size, ratio: float) -> ProgramFile | None:
-        """The program of a model for a size and an exported ratio, if there is one."""
-        return next((file for file in self.programs if file.place == (model, size, ratio)), None)
+    def programs_by_size(self, model: str, ratio: float) -> dict[Size, ProgramFile]:
+        """The programs of a model for an exported ratio."""
+        return {file.size: file for file in self.programs_of(model) if file.size is not None and file.ratio == ratio}
 
-    def denoiser(self, size: Size, ratio: float) -> ProgramFile:
-        """The UNet's program for a size and a ratio.
-
-        Raises:
-            ToMeConfigError: there is none; the message lists the exported ones.
-        """
-        file = self.program("unet", size, self.exported(ratio))
-        if file is None:
-            raise ToMeConfigError(
-                f"size={size} (width x height) was not exported, only {', '.join(map(str, self.sizes))}. Pass height= "
-                "and width= of one of these, or export again with this size in --size."
-            )
-        return file
+    def size_error(self, size: Size) -> ToMeConfigError:
+        """An error for a size that was not exported; its message lists the exported ones."""
+        return ToMeConfigError(
+            f"size={size} (width x height) was not exported, only {', '.join(map(str, self.sizes))}. Pass height= "
+            "and width= of one of these, or export again with this size in --size."
+        )
 
     def save(self, folder: Path) -> None:
         """Write `tome.json` into a folder."""
@@ -219,18 +208,23 @@ class Manifest:
 
 def list_programs(
     sizes: Collection[Size], ratios: Collection[float], is_xl: bool, image_to_image: bool, merge_map: bool = False
-) -> list[ProgramFile]:
-    """The programs of an export, in order, without their files."""
+) -> dict[str, ProgramFile]:
+    """The programs of an export, in order, without their files; the keys are the folders to write them to.
+
+    The folder of the first UNet is "unet", because ppdiffusers reads that one; only this package reads the others,
+    whose folders have the names of the programs.
+    """
     models = ["text_encoder", *(["text_encoder_2"] if is_xl else [])]
     models += ["vae_decoder", *(["vae_encoder"] if image_to_image else [])]
     unets = [ProgramFile("unet", size=size, ratio=ratio) for size in sizes for ratio in ratios]
     maps = [ProgramFile("merge_map", size=file.size, ratio=file.ratio) for file in unets if merge_map and file.ratio]
-    return [*unets, *map(ProgramFile, models), *maps]
+    first, *others = [*unets, *map(ProgramFile, models), *maps]
+    return {first.model: first} | {file.name: file for file in others}
 
 
 def ratio_name(ratio: float) -> str:
-    """A ratio in six digits, as files are named and messages list it: ratios of one name are the same ratio."""
-    return f"{ratio + 0.0:g}"  # of 0 also for -0.0
+    """A ratio in six digits, for names of files and messages. Ratios with the same name are the same ratio."""
+    return f"{ratio + 0.0:g}"  # plus 0.0, because -0.0 is 0
 
 
 def find_ratio(ratio: Any, ratios: Collection[float]) -> float:
@@ -259,8 +253,12 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
         ToMeExportError: the folder was not exported by this package, is damaged, or comes from a newer version.
     """
     folder = Path(folder)
-    restore(folder)
     path = folder / MANIFEST
+    if (earlier := earlier_folder(folder)) is not None:
+        raise ToMeExportError(
+            f"{folder} does not exist: a process is replacing it now, or was killed while it did. The earlier export "
+            f"is {earlier}: rename it to {folder}, or export again."
+        )
     if not path.is_file():
         raise ToMeExportError(
             f"{folder} has no {MANIFEST}, so it is not an exported pipeline: create one with "
@@ -292,7 +290,7 @@ def read_manifest(folder: str | Path, verify: bool | None = None) -> Manifest:
 
 
 def first_error(error: ValidationError, fields: Iterable[str] = ()) -> str:
-    """The first of pydantic's errors in one line: field, reason and value; for an unknown field those that exist."""
+    """The first of pydantic's errors in one line: field, reason and value; for an unknown field the known fields."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
     if first["type"] == "extra_forbidden":

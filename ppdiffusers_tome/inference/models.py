@@ -26,40 +26,41 @@ logger = logging.getLogger(__name__)
 class ExportedModel(StandIn):
     """Base class: a model that runs programs, which are loaded when they first run.
 
-    At most `most` of them are in memory, or all: before one more is loaded, the one that has not run for longest is
-    unloaded.
+    Args:
+        max_programs: largest number of them in memory: before one more is loaded, the least recently used one is
+            unloaded. None: they stay loaded.
     """
 
-    loads = 0  # programs that were loaded so far, and the time that it took
-    loading_seconds = 0.0
+    loads = 0  # number of programs that were loaded so far
+    loading_seconds = 0.0  # the time that it took
 
     def __init__(
-        self, config: dict[str, Any], manifest: Manifest, load: Load, name: str, most: int | None = None
+        self, config: dict[str, Any], manifest: Manifest, load: Load, name: str, max_programs: int | None = None
     ) -> None:
         super().__init__(config)
         self._programs = manifest.programs_of(name)
         self._manifest = manifest
         self._load = load
-        self._most = most
-        self._loaded: dict[ProgramFile, Program] = {}  # the one that ran last is last
+        self._max_programs = max_programs
+        self._loaded: dict[ProgramFile, Program] = {}  # in the order of use, the last one is last
 
     def _loaded_program(self, file: ProgramFile) -> Program:
         program = self._loaded.pop(file, None)
         if program is None:
-            while self._most is not None and len(self._loaded) >= self._most:
+            while self._max_programs is not None and len(self._loaded) >= self._max_programs:
                 del self._loaded[next(iter(self._loaded))]  # before loading, so that memory never holds one more
             program = self._load_program(file)
         self._loaded[file] = program
         return program
 
     def _load_program(self, file: ProgramFile) -> Program:
-        return_memory()  # of programs that have left
+        return_memory()  # that of unloaded programs
         start = time.perf_counter()
         program = self._load(file)
-        return_memory()  # what only loading needed
+        return_memory()  # that which only loading needed
         seconds = time.perf_counter() - start
         self.loads, self.loading_seconds = self.loads + 1, self.loading_seconds + seconds
-        if self._most is not None:
+        if self._max_programs is not None:
             logger.info("loaded %s for %s at ratio %s in %.1f s", file.model, file.size, file.ratio, seconds)
         return program
 
@@ -88,7 +89,7 @@ class ExportedTextEncoder(ExportedModel, CLIPTextModel):
 
 
 class _PenultimateOnly(dict[int, paddle.Tensor]):
-    """The hidden states of a text encoder of SDXL, of which its program returns one."""
+    """The hidden states of a text encoder of SDXL. Its program returns only the penultimate one."""
 
     def __missing__(self, index: int) -> paddle.Tensor:
         raise ToMeConfigError(
@@ -141,33 +142,35 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
     """A UNet, with or without a fused ControlNet: one program for each exported size and ratio."""
 
     def __init__(
-        self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float, most: int | None = None
+        self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float, max_programs: int | None = None
     ) -> None:
-        super().__init__(config, manifest, load, "unet", most)
+        super().__init__(config, manifest, load, "unet", max_programs)
         self.ratio = ratio
-        self._map_programs: dict[ProgramFile, Program] = {}  # small; they do not count as programs of the UNet
+        self._map_programs: dict[ProgramFile, Program] = {}  # not counted in max_programs, because they are small
         # SDXL's pipelines read the width of this layer.
         width = SimpleNamespace(in_features=config.get("projection_class_embeddings_input_dim"))
         self.add_embedding = SimpleNamespace(linear_1=width)
 
     @property
     def loaded(self) -> list[tuple[Size, float]]:
-        """Size and ratio of the programs that are in memory; the one that ran last is last."""
+        """Size and ratio of the programs in memory; the last one that ran is last."""
         return [(file.size, file.ratio) for file in self._loaded if file.size is not None and file.ratio is not None]
 
     def load(self, size: Size, ratio: float) -> None:
-        """Load a program before it first runs, unless another would leave for it.
+        """Load a program before it first runs, unless another would have to be unloaded.
 
         Raises:
             ToMeConfigError: it was not exported.
         """
-        file = self._manifest.denoiser(size, ratio)
-        if file not in self._loaded and (self._most is None or len(self._loaded) < self._most):
-            # It has not run, so it is the next to leave.
+        file = self._manifest.programs_by_size("unet", self._manifest.exported(ratio)).get(size)
+        if file is None:
+            raise self._manifest.size_error(size)
+        if file not in self._loaded and (self._max_programs is None or len(self._loaded) < self._max_programs):
+            # It has not run, so it is the next to be unloaded.
             self._loaded = {file: self._load_program(file), **self._loaded}
 
     def merge_map(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> np.ndarray:
-        """Which tokens the first merging block merges at the ratio: the group of each token, [h, w] int.
+        """Which tokens the UNet's first block merges at the ratio: the group of each token, [h, w] int.
 
         Args:
             sample: [1, C, h, w], the scaled input of the step with this timestep.
@@ -175,10 +178,10 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         Raises:
             ToMeConfigError: it was not exported, or the ratio merges nothing.
         """
-        size, ratio = self._size(sample), self._ratio
-        file = self._manifest.program("merge_map", size, ratio)
+        size = self._size(sample)
+        file = self._manifest.programs_by_size("merge_map", self._ratio).get(size)
         if file is None:
-            raise ToMeConfigError(f"size={size}, ratio={ratio} has no merge map: export with --merge-map.")
+            raise ToMeConfigError(f"size={size}, ratio={self._ratio} has no merge map: export with --merge-map.")
         if file not in self._map_programs:
             self._map_programs[file] = self._load(file)
         (groups,) = self._map_programs[file](sample=sample, timestep=timestep.reshape([1]).cast("float32"))
@@ -206,6 +209,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
     @ratio.setter
     def ratio(self, ratio: float) -> None:
         self._ratio = self._manifest.exported(ratio)
+        self._program_files = self._manifest.programs_by_size("unet", self._ratio)
 
     def forward(
         self,
@@ -230,7 +234,10 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
             **(added_cond_kwargs or {}),
             **self._control(down_block_additional_residuals),
         }
-        program = self._loaded_program(self._manifest.denoiser(self._size(sample), self._ratio))
+        file = self._program_files.get(self._size(sample))
+        if file is None:
+            raise self._manifest.size_error(self._size(sample))
+        program = self._loaded_program(file)
         if unknown := set(inputs) - set(program.inputs):
             raise ToMeConfigError(f"the exported UNet has no input {', '.join(sorted(unknown))}: leave it out.")
         (prediction,) = program(**inputs)

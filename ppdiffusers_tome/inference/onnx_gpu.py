@@ -1,4 +1,4 @@
-"""ONNX programs in the form in which a GPU runs them: attention that its kernels can fuse, and float16 on request."""
+"""Change ONNX programs for GPUs: attention in a form that their kernels can fuse, and float16 on request."""
 
 import copy
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from .onnx_programs import Graph, cached, casts, drop_unused, fuse_attention, re
 from .onnx_weights import SharedWeights, external_places
 
 HEAD_CHANNELS = 8  # the kernels of fused attention need a multiple of it
-# Comparisons decide which tokens merge. They stay in float32, and so does what leads to them from the results of
-# ROUNDED. Otherwise one kernel compares a similarity that another has rounded, and more tokens merge than have room.
+# Comparisons decide which tokens merge. They stay in float32, and so do the nodes between ROUNDED nodes and them.
+# Otherwise one kernel compares a similarity that another has rounded, and more tokens merge than have room.
 COMPARING = ("TopK", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal")
 ROUNDED = ("Conv", "LayerNormalization", "MatMul", "Div", "ReduceMax", "ArgMax")
 SQUARES = "ReduceSum"  # of squared tokens: in float16 infinite from a root mean square of 14 on, with 320 channels
@@ -28,7 +28,7 @@ def gpu_program(path: Path) -> bytes:
 
 
 def half_program(path: Path) -> Path:
-    """The same in float16, with inputs and outputs in float32, as a file beside the optimized programs.
+    """A file with that program in float16, beside the optimized programs. Inputs and outputs stay in float32.
 
     Its weights are in one file for all programs of the folder.
 
@@ -59,7 +59,7 @@ def _fused(path: Path) -> onnx.ModelProto:
 
 
 def widen_heads(model: onnx.ModelProto) -> None:
-    """Add channels of zeros to heads of fused attention, so that queries, keys and values have as many.
+    """Pad the heads of fused attention with zeros, so that queries, keys and values have the same number of channels.
 
     A head has one more channel in queries and keys for the sizes of merged tokens. With that number of channels ONNX
     Runtime computes attention step by step on a GPU: half as fast, and in four times the memory at 1024 px.
@@ -71,7 +71,7 @@ def widen_heads(model: onnx.ModelProto) -> None:
         return weights[-1].name
 
     def channels(name: str) -> int:
-        """Of a value [B, N, channels]; 0 if they are not known."""
+        """Number of channels of a [B, N, C] value; 0 if unknown."""
         node = graph.maker(name, "Add", "Mul")
         if node is not None and node.op_type == "MatMul" and node.input[1] in graph.weights:
             return graph.weights[node.input[1]].dims[-1]
@@ -108,12 +108,12 @@ def widen_heads(model: onnx.ModelProto) -> None:
 
 
 def halve(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A program in float16. The data type of weights in other files changes, but not yet their data.
+    """Convert a program to float16. The data type of weights in other files changes, but not their data.
 
     Inputs and outputs stay in float32, and so do the sums of merged tokens and what decides which tokens merge.
 
     Args:
-        model: with the types of its values; it is changed.
+        model: a program with the types of its values; it is changed.
     """
     from onnxruntime.transformers import float16, onnx_model  # type: ignore[import-untyped]
 
@@ -136,7 +136,7 @@ def halve(model: onnx.ModelProto) -> onnx.ModelProto:
     made: set[str] = set()
 
     def once(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """The converter writes a cast once for each node that needs it."""
+        """Drop repeated casts: the converter writes a cast for each node that needs it."""
         is_again = node.op_type == "Cast" and node.output[0] in made
         made.update(node.output)
         return [] if is_again else [node]

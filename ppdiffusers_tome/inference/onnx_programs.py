@@ -1,8 +1,8 @@
-"""Changes of ONNX programs: what runtimes compute wrongly, and the form in which ONNX Runtime runs them on a CPU.
+"""Change ONNX programs: fix what paddle2onnx writes, and optimize them for ONNX Runtime on a CPU.
 
 ONNX Runtime reorders and packs weights for the processor when it loads a program: for each session in memory of its
-own, larger than the weights themselves. `optimized` writes them to a file once, in that form and for all programs of a
-folder, and sessions map them from it: a second program of a model adds next to nothing, nor does a second process.
+own, larger than the weights themselves. `optimized` writes the packed weights of all programs of a folder to one file,
+once, and sessions map them from it: a second program of a model adds next to nothing, nor does a second process.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from .onnx_weights import LARGE, OPTIMIZED, SHARED_BYTES, WEIGHTS_FOLDER, SharedWeights, external_places
+from .onnx_weights import EXTERNAL_SUFFIX, OPTIMIZED, SHARED_BYTES, WEIGHTS_FOLDER, SharedWeights, external_places
 
 FORMAT = 1  # of optimized programs: increase it when `fuse_attention` or the files change
 HEADS_FIRST, KEYS_LAST = [0, 2, 1, 3], [0, 2, 3, 1]  # from [B, N, heads, d]: transpositions of queries, and of keys
@@ -27,45 +27,54 @@ SWAPPED = [0, 1, 3, 2]  # after HEADS_FIRST: the same as KEYS_LAST
 
 
 class Graph:
-    """What computes the values of a program.
+    """The nodes and constants of a program, by the names of their values.
 
     Args:
-        model: read when this is made; later changes are not seen.
+        model: it is read when the graph is made; later changes are not seen.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.makers = {output: node for node in model.graph.node for output in node.output}
         self.weights = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.users: dict[str, list[onnx.NodeProto]] = {}
+        for node in model.graph.node:
+            for name in node.input:
+                self.users.setdefault(name, []).append(node)
 
     def maker(self, name: str, *passed: str) -> onnx.NodeProto | None:
-        """The node that computes a value, behind nodes that change nothing, and those of the operators `passed`."""
+        """The node that computes a value, skipping Identity nodes, additions of 0, and the operators `passed`."""
         node = self.makers.get(name)
         while node is not None and (node.op_type in ("Identity", *passed) or self.number(node, "Add") == 0):
             node = self.makers.get(node.input[0])
         return node
 
     def constant(self, name: str) -> np.ndarray | None:
-        """The array of a constant; None if it is none, or is stored in another file."""
+        """The array of a constant; None if the value is not constant, or is stored in another file."""
         node = self.maker(name)
         is_value = node is not None and node.op_type == "Constant" and node.attribute[0].name == "value"
         tensor = node.attribute[0].t if is_value and node is not None else self.weights.get(name)
         return None if tensor is None or tensor.external_data else numpy_helper.to_array(tensor)
 
     def number(self, node: onnx.NodeProto, operator: str) -> float | None:
-        """The one number that a node adds to its first input, or multiplies it by; None if it has another operator."""
+        """The number that an Add or Mul node combines with its first input; None for any other operator."""
         value = self.constant(node.input[1]) if node.op_type == operator else None
         return float(value.reshape([-1])[0]) if value is not None and value.size == 1 else None
 
+    def only_user(self, node: onnx.NodeProto | None) -> onnx.NodeProto | None:
+        """The node that uses a node's first output, if it is the only one."""
+        using = [] if node is None else self.users.get(node.output[0], [])
+        return using[0] if len(using) == 1 else None
+
 
 def rewrite(model: onnx.ModelProto, change: Callable[[onnx.NodeProto], Sequence[onnx.NodeProto]]) -> None:
-    """Put in place of each node those that `change` returns for it."""
+    """Replace each node by the nodes that `change` returns for it."""
     nodes = [changed for node in model.graph.node for changed in change(node)]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
 
 
 def drop_unused(model: onnx.ModelProto) -> None:
-    """Remove the nodes that no output is computed from."""
+    """Remove the nodes that do not contribute to an output."""
     needed, used = {output.name for output in model.graph.output}, []
     for node in reversed(model.graph.node):
         if needed.intersection(node.output):
@@ -75,16 +84,16 @@ def drop_unused(model: onnx.ModelProto) -> None:
     model.graph.node.extend(used[::-1])
 
 
-def correct(path: Path) -> None:
-    """Replace in an `.onnx` file what runtimes compute wrongly."""
+def fix_paddle2onnx(path: Path) -> None:
+    """Replace the nodes of an `.onnx` file by paddle2onnx that runtimes compute wrongly."""
     model = onnx.load(str(path), load_external_data=False)  # weights in a file of their own stay there
-    _keep_integers(model)
-    _add_in_order(model)
+    _undo_casts_of_integers(model)
+    _scatter_elements(model)
     onnx.save(model, str(path))
 
 
-def _keep_integers(model: onnx.ModelProto) -> None:
-    """Let a program compute `integers * 2 + 3` in int64, for which paddle2onnx casts to float32 and back.
+def _undo_casts_of_integers(model: onnx.ModelProto) -> None:
+    """Compute `integers * 2 + 3` in int64, where paddle2onnx casts to float32 and back.
 
     A runtime that computes floats in bf16 rounds those above 256, and then gathers from rows that do not exist.
     """
@@ -120,20 +129,20 @@ def casts(node: onnx.NodeProto | None, dtype: int) -> TypeGuard[onnx.NodeProto]:
 
 
 def _whole_number(graph: Graph, node: onnx.NodeProto) -> np.ndarray | None:
-    """The number without a fraction that a node adds to its input or multiplies it by, if it does so, as int64."""
+    """The whole number that an Add or Mul node combines with its first input, as int64; None for any other node."""
     value = graph.constant(node.input[1]) if node.op_type in ("Add", "Mul") else None
     if value is None or value.size != 1 or value != value.round():
         return None
     return value.astype("int64")
 
 
-def _add_in_order(model: onnx.ModelProto) -> None:
+def _scatter_elements(model: onnx.ModelProto) -> None:
     """Add rows by ScatterElements in place of ScatterND.
 
-    Of rows that are added to the same one, ONNX Runtime's ScatterND loses some if it has several threads.
+    If several rows are added to the same one, ONNX Runtime's ScatterND loses some of them with several threads.
     """
 
-    def in_order(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    def by_elements(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         if node.op_type != "ScatterND" or not any(attribute.s == b"add" for attribute in node.attribute):
             return [node]
         (data, rows, updates), (output,) = node.input, node.output  # [D, C], [R, 1], [R, C]
@@ -144,11 +153,11 @@ def _add_in_order(model: onnx.ModelProto) -> None:
             helper.make_node("ScatterElements", [data, index, updates], [output], axis=0, reduction="add"),
         ]
 
-    rewrite(model, in_order)
+    rewrite(model, by_elements)
 
 
-def _add_rows(model: onnx.ModelProto) -> None:
-    """The reverse of `_add_in_order`."""
+def _scatter_rows(model: onnx.ModelProto) -> None:
+    """Add rows by ScatterND again: the reverse of `_scatter_elements`."""
     graph = Graph(model)
 
     def by_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -170,8 +179,8 @@ def fused(path: Path, threads: int) -> bytes:
     """
     model = onnx.load(str(path), load_external_data=False)
     fuse_attention(model)
-    change = _add_rows if threads == 1 else _add_in_order  # exports before 0.12 need it
-    change(model)
+    if threads == 1:
+        _scatter_rows(model)
     return model.SerializeToString()
 
 
@@ -181,60 +190,70 @@ def fuse_attention(model: onnx.ModelProto) -> None:
     What is replaced is, for queries, keys and values [B, N, heads·d]: reshape to [B, N, heads, d], transpose, product
     of queries and keys, softmax, product with the values, transpose, reshape to [B, N, heads·d]; with a constant that
     scales the queries or the product. Attention of another form, for instance with a mask, stays as it is.
+
+    `onnxruntime.transformers` has `FusionAttentionUnet`, which looks for the nodes of PyTorch's exports and fuses none
+    of these.
     """
     graph = Graph(model)
-    users: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            users.setdefault(name, []).append(node)
-
-    def unscaled(name: str) -> tuple[onnx.NodeProto | None, float]:
-        """The node whose output is multiplied by one number, and the number; 1 if it is not."""
-        node = graph.maker(name)
-        factor = None if node is None else graph.number(node, "Mul")
-        return (node, 1.0) if node is None or factor is None else (graph.maker(node.input[0]), factor)
-
-    def tokens(node: onnx.NodeProto | None, order: list[int]) -> tuple[str, int] | None:
-        """[B, N, heads·d] from which heads were made with that order of axes, and their number."""
-        if order == KEYS_LAST and _is_transpose(node, SWAPPED):
-            node, order = graph.maker(node.input[0]), HEADS_FIRST
-        reshape = graph.maker(node.input[0]) if _is_transpose(node, order) else None
-        shape = graph.constant(reshape.input[1]) if reshape is not None and reshape.op_type == "Reshape" else None
-        if reshape is None or shape is None or shape.size != 4 or shape[0] != 0 or shape[1] != 0:
-            return None
-        return reshape.input[0], int(shape[2])
-
-    def only_user(node: onnx.NodeProto | None) -> onnx.NodeProto | None:
-        using = [] if node is None else users.get(node.output[0], [])
-        return using[0] if len(using) == 1 else None
-
     replaced = {}
-    for softmax in (node for node in model.graph.node if node.op_type == "Softmax"):
-        scores, scale = unscaled(softmax.input[0])
-        output = only_user(softmax)
-        if scores is None or output is None or {scores.op_type, output.op_type} != {"MatMul"}:
-            continue
-        query, query_scale = unscaled(scores.input[0])
-        key, key_scale = unscaled(scores.input[1])
-        value = graph.maker(output.input[1])
-        sources = tokens(query, HEADS_FIRST), tokens(key, KEYS_LAST), tokens(value, HEADS_FIRST)
-        joined = only_user(output)
-        last = only_user(joined) if _is_transpose(joined, HEADS_FIRST) else None
-        if None in sources or last is None or last.op_type != "Reshape" or output.input[0] != softmax.output[0]:
-            continue
-        (q, heads), (k, _), (v, _) = (source for source in sources if source is not None)
-        replaced[last.output[0]] = helper.make_node(
-            "MultiHeadAttention",
-            [q, k, v],
-            [last.output[0]],
-            domain="com.microsoft",
-            num_heads=heads,
-            scale=scale * query_scale * key_scale,
-        )
+    for node in model.graph.node:
+        fused = _fused_attention(graph, node) if node.op_type == "Softmax" else None
+        if fused is not None:
+            replaced[fused.output[0]] = fused
     rewrite(model, lambda node: [replaced.get(node.output[0], node)])
     drop_unused(model)
     if replaced:
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+
+
+def _fused_attention(graph: Graph, softmax: onnx.NodeProto) -> onnx.NodeProto | None:
+    """The operator that replaces the attention around a softmax; None if that has another form."""
+    scores, scale = _unscaled(graph, softmax.input[0])
+    output = graph.only_user(softmax)
+    if scores is None or output is None or {scores.op_type, output.op_type} != {"MatMul"}:
+        return None
+    query, query_scale = _unscaled(graph, scores.input[0])
+    key, key_scale = _unscaled(graph, scores.input[1])
+    queries = _split_tokens(graph, query, HEADS_FIRST)
+    keys = _split_tokens(graph, key, KEYS_LAST)
+    values = _split_tokens(graph, graph.maker(output.input[1]), HEADS_FIRST)
+    if queries is None or keys is None or values is None or output.input[0] != softmax.output[0]:
+        return None
+    transposed = graph.only_user(output)
+    joined = graph.only_user(transposed) if _is_transpose(transposed, HEADS_FIRST) else None
+    if joined is None or joined.op_type != "Reshape":
+        return None
+    name, heads = queries
+    return helper.make_node(
+        "MultiHeadAttention",
+        [name, keys[0], values[0]],
+        [joined.output[0]],
+        domain="com.microsoft",
+        num_heads=heads,
+        scale=scale * query_scale * key_scale,
+    )
+
+
+def _unscaled(graph: Graph, name: str) -> tuple[onnx.NodeProto | None, float]:
+    """The node that computes a value, before it is multiplied by a number, and the number; 1 if it is not."""
+    node = graph.maker(name)
+    factor = None if node is None else graph.number(node, "Mul")
+    if node is None or factor is None:
+        return node, 1.0
+    return graph.maker(node.input[0]), factor
+
+
+def _split_tokens(graph: Graph, node: onnx.NodeProto | None, order: list[int]) -> tuple[str, int] | None:
+    """The name of the tokens [B, N, heads·d] that a node has split and transposed to an order, and their heads."""
+    if order == KEYS_LAST and _is_transpose(node, SWAPPED):
+        node, order = graph.maker(node.input[0]), HEADS_FIRST
+    reshape = graph.maker(node.input[0]) if _is_transpose(node, order) else None
+    if reshape is None or reshape.op_type != "Reshape":
+        return None
+    shape = graph.constant(reshape.input[1])
+    if shape is None or shape.size != 4 or shape[0] != 0 or shape[1] != 0:
+        return None
+    return reshape.input[0], int(shape[2])
 
 
 def _is_transpose(node: onnx.NodeProto | None, order: list[int]) -> TypeGuard[onnx.NodeProto]:
@@ -242,7 +261,7 @@ def _is_transpose(node: onnx.NodeProto | None, order: list[int]) -> TypeGuard[on
 
 
 def optimized(path: Path, threads: int) -> Path:
-    """The program of an `.onnx` file as this ONNX Runtime runs it on this processor, without further optimization.
+    """A file with the program as this ONNX Runtime has optimized it for this processor.
 
     Raises:
         OSError: the folder cannot be written.
@@ -258,9 +277,9 @@ def optimized(path: Path, threads: int) -> Path:
 
 
 def cached(path: Path, form: str, write: Callable[[Path, SharedWeights], None]) -> Path:
-    """Another form of the program of an `.onnx` file, which the first call makes for later ones and other processes.
+    """A file with another form of a program, which the first call writes for later calls and other processes.
 
-    It lies in a folder beside the program, whose name depends on the version of ONNX Runtime and the processor. The
+    It is in a folder beside the program, whose name depends on the version of ONNX Runtime and the processor. The
     file's name depends on the content of the program, and on the time and size of its weights.
 
     Args:
@@ -294,7 +313,7 @@ def _write_optimized(path: Path, threads: int, target: Path) -> None:
     options.optimized_model_filepath = str(target)
     entries = {
         WEIGHTS_FOLDER: str(path.parent),
-        "session.optimized_model_external_initializers_file_name": f"{target.name}{LARGE}",
+        "session.optimized_model_external_initializers_file_name": f"{target.name}{EXTERNAL_SUFFIX}",
         "session.optimized_model_external_initializers_min_size_in_bytes": str(SHARED_BYTES),
         "session.save_external_prepacked_constant_initializers": "1",
     }
@@ -304,7 +323,7 @@ def _write_optimized(path: Path, threads: int, target: Path) -> None:
 
 
 def _state(path: Path) -> str:
-    """What distinguishes the programs and weights that a path has had."""
+    """Cache key of an `.onnx` file: the hash of its content, and the size and time of its weights."""
     content = path.read_bytes()
     tensors = onnx.load_model_from_string(content).graph.initializer
     files = {place["location"] for tensor in tensors if (place := external_places(tensor))}
@@ -314,7 +333,7 @@ def _state(path: Path) -> str:
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """What decides the form of optimized programs: this code, ONNX Runtime and the processor."""
+    """Cache key of this machine: the format of this code, the version of ONNX Runtime and the processor."""
     version = importlib.import_module("onnxruntime").__version__
     lines = set()
     with suppress(OSError):

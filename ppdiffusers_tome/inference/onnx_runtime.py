@@ -70,7 +70,7 @@ class OnnxProgram(Program):
     `onnx_programs`. On a CUDA GPU its attention is fused too: see `onnx_gpu`.
 
     Args:
-        is_temporary: the file is used once, so it is not written in its optimized form.
+        is_temporary: the file is used once, so no optimized form of it is written.
 
     Raises:
         ToMeExportError: this version of ONNX Runtime cannot load it on the device.
@@ -103,7 +103,7 @@ class OnnxProgram(Program):
 
 
 def _program(path: Path, kind: str, runtime: OnnxRuntime, options: Any, is_temporary: bool) -> str | bytes:
-    """The form in which a device runs the program of a file, with the options for it."""
+    """The program of a file in the form that suits the device: a path, or the content. Options are changed for it."""
     from . import onnx_gpu, onnx_programs  # late: to run programs in Paddle, onnx need not be installed
 
     if kind == "cuda":
@@ -117,12 +117,12 @@ def _program(path: Path, kind: str, runtime: OnnxRuntime, options: Any, is_tempo
         program = str(onnx_programs.optimized(path, threads))
     except OSError as error:
         logger.warning(
-            "%s cannot be written (%s), so each program has weights in memory of its own: make the folder writable",
+            "%s cannot be written (%s), so each program has its own weights in memory: make the folder writable",
             path.parent / OPTIMIZED,
             error.strerror or error,
         )
         return onnx_programs.fused(path, threads)
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is done
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized already
     options.add_session_config_entry("session.use_env_allocators", "1")
     _share_memory(onnxruntime)
     return program
@@ -130,7 +130,7 @@ def _program(path: Path, kind: str, runtime: OnnxRuntime, options: Any, is_tempo
 
 @lru_cache(maxsize=1)
 def _share_memory(onnxruntime: ModuleType) -> None:
-    """Let the sessions of this process take the memory of activations from one pool, instead of one each."""
+    """Let all sessions of this process share one pool of memory for activations."""
     place = onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
     )

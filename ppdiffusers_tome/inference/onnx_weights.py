@@ -11,19 +11,23 @@ from ..files import write_file
 if TYPE_CHECKING:
     import onnx
 
-LARGE = ".data"  # suffix of the file with the weights of a model of more than 2 GB, which a `.onnx` file cannot hold
+EXTERNAL_SUFFIX = ".data"  # of the file with the weights of a model above 2 GB, the limit of a `.onnx` file
 SHARED_BYTES = 1024  # smaller constants stay in the `.onnx` file
 ALIGNMENT = 4096  # bytes: runtimes map weights into memory page by page
-WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # of a program that is not read from a file
-OPTIMIZED = "optimized"  # the folder of optimized programs, beside the `.onnx` files; without it they are made again
+# ONNX Runtime's option that says where the weights of a program are that is not read from a file.
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+OPTIMIZED = (
+    "optimized"  # the folder of optimized programs, beside the `.onnx` files; they are written again if it is missing
+)
 
 
 class SharedWeights:
     """A file of weights for several `.onnx` files in the same folder, which contains equal weights once.
 
     Args:
-        path: of the file; what it contains already is only found again with an index.
-        index: a file that lists the weights by their hash, to add to them later; None: the file must not exist.
+        path: the file of weights.
+        index: a file that lists the weights in `path` by their hash, so that more can be added later. None: `path`
+            must not exist yet.
     """
 
     def __init__(self, path: Path, index: Path | None = None) -> None:
@@ -40,13 +44,16 @@ class SharedWeights:
         write_file(self._index, json.dumps(self._offsets))
 
     def move(self, source: Path, target: Path) -> None:
-        """Write the `.onnx` file `source` as `target`, beside the shared weights and without its own; remove it."""
+        """Write the `.onnx` file `source` as `target`, which refers to the shared weights, and remove `source`."""
         self.copy(source, target)
         source.unlink()
-        Path(f"{source}{LARGE}").unlink(missing_ok=True)
+        Path(f"{source}{EXTERNAL_SUFFIX}").unlink(missing_ok=True)
 
     def copy(self, source: Path, target: Path) -> None:
-        """The same without removing it. Its weights may be in another shared file."""
+        """Write the `.onnx` file `source` as `target`, which refers to the shared weights.
+
+        The weights of `source` may be in another shared file.
+        """
         import onnx
 
         model = onnx.load(str(source))
@@ -70,16 +77,16 @@ class SharedWeights:
         onnx.checker.check_model(str(target))
 
     def copy_optimized(self, source: Path, target: Path) -> None:
-        """Write a program that ONNX Runtime has optimized as `target`, beside the shared weights and without its own.
+        """Write a program that ONNX Runtime has optimized as `target`, which refers to the shared weights.
 
-        A tensor there names the place of its data, and of the same data packed for an operator, if it is:
+        A tensor of such a program names the place of its data and, if an operator has packed them, of the packed data:
         "prepacked_0": "MatMul+<hash>|<offset>;<length>;<checksum>|…".
         """
         import onnx
 
         model = onnx.load(str(source), load_external_data=False)
         tensors = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
-        with Path(f"{source}{LARGE}").open("rb") if tensors else tempfile.TemporaryFile() as own:
+        with Path(f"{source}{EXTERNAL_SUFFIX}").open("rb") if tensors else tempfile.TemporaryFile() as own:
 
             def move(offset: str, length: str) -> str:
                 own.seek(int(offset))
@@ -98,7 +105,7 @@ class SharedWeights:
         onnx.save(model, str(target))
 
     def store(self, data: bytes) -> int:
-        """The offset of data in the file, to which it is added if it is not there."""
+        """Add data to the file unless it is there; returns its offset."""
         digest = hashlib.sha256(data).hexdigest()
         if digest not in self._offsets:
             with self.path.open("ab") as file:
@@ -109,7 +116,7 @@ class SharedWeights:
         return self._offsets[digest]
 
     def place(self, tensor: "onnx.TensorProto", data: bytes) -> None:
-        """Let a tensor refer to this file for its data, which is added to it."""
+        """Add the data of a tensor to the file, and let the tensor refer to it."""
         import onnx
 
         tensor.ClearField("raw_data")
@@ -119,17 +126,18 @@ class SharedWeights:
 
 
 def external_places(tensor: "onnx.TensorProto") -> dict[str, str]:
-    """Where the data of a tensor lies: the file "location", "offset" and "length" in bytes, and others."""
+    """The entries that say where the data of a tensor is: the file "location", "offset" and "length" in bytes, …"""
     return {entry.key: entry.value for entry in tensor.external_data}
 
 
 def set_places(tensor: "onnx.TensorProto", places: dict[str, str]) -> None:
+    """Add entries that say where the data of a tensor is."""
     for key, value in places.items():
         tensor.external_data.add(key=key, value=value)
 
 
 def weight_offsets(path: Path) -> dict[str, int]:
-    """Where the weights of an `.onnx` file lie in the file that it shares with others, by name."""
+    """The offsets of the weights of an `.onnx` file in its file of weights, by name."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph

@@ -17,7 +17,7 @@ from .runtime import Load, Program, Runtime, load_error, load_module
 
 PRECISIONS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 INDEX = "index"  # the input that chooses a program
-Lengths = tuple[tuple[str, int, int], ...]  # (input, axis, length) of each axis that a program leaves open
+Lengths = tuple[tuple[str, int, int], ...]  # (input, axis, length) of each dynamic axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class OpenVinoRuntime(Runtime):
         device: one of OpenVINO's, such as "cpu", "gpu", "gpu.1", "npu". Only "cpu" has been tested.
         threads: as in `Runtime`.
         precision: "fp32"; "bf16" on a CPU that has AVX512-BF16 or AMX; "fp16" on a GPU.
-        share_weights: compile all programs of a model, such as the UNet's sizes and ratios, as one when the first of
-            them runs, so that they hold its weights in memory once. That takes as long as compiling each of them.
+        share_weights: compile all programs of a model, such as the UNet's sizes and ratios, into one when the first
+            of them runs, so that its weights are in memory once. That takes as long as compiling each of them.
 
     Raises:
         ToMeConfigError: a value is not allowed, or this machine does not have the device or the precision.
@@ -74,8 +74,8 @@ class OpenVinoProgram(Program):
     """A program in OpenVINO. Calls from several threads run one after another.
 
     The first call compiles it for the shapes of its inputs, which is up to a quarter faster than for any shapes. The
-    first call with other shapes compiles it for any. So it holds its weights once or twice. A call raises
-    ToMeExportError if this version of OpenVINO cannot compile it.
+    first call with other shapes compiles it for any shapes. So its weights are in memory once or twice. A call raises
+    ToMeExportError if this version of OpenVINO cannot compile the program.
     """
 
     def __init__(self, compiled: "Compiled", nth: int) -> None:
@@ -88,7 +88,7 @@ class OpenVinoProgram(Program):
 
 
 class Compiled:
-    """Programs of one model, compiled as one. OpenVINO shares weights within what it compiles, and nowhere else.
+    """Programs of one model, compiled into one. OpenVINO shares weights within a compiled model, and nowhere else.
 
     Args:
         paths: `.onnx` files, which differ in their nodes and in the fixed lengths of their inputs.
@@ -151,7 +151,7 @@ class Compiled:
         names = [[*_inputs(model)] for model in models]
         joined = models[-1]
         for nth in reversed(range(len(models) - 1)):
-            joined = _choose(nth, models[nth], joined)
+            joined = _if_index_equals(nth, models[nth], joined)
         places = {name: place for place, name in enumerate(_inputs(joined))}
         unused = [_zeros(parameter) for parameter in _inputs(joined).values()]
         positions = [dict(zip(self.inputs, (places[name] for name in own), strict=True)) for own in names]
@@ -165,7 +165,7 @@ class Compiled:
 
 
 def _inputs(model: Any) -> dict[str, Any]:
-    """The inputs of a model by name: their tensors have further names, of operations that OpenVINO has removed."""
+    """The inputs of a model by name. Their tensors have further names, of operations that OpenVINO has removed."""
     return {parameter.get_friendly_name(): parameter for parameter in model.get_parameters()}
 
 
@@ -175,7 +175,11 @@ def _zeros(parameter: Any) -> np.ndarray:
 
 
 def _share_weights(models: Sequence[Any], offsets: Sequence[Mapping[str, int]]) -> None:
-    """Let operators of all models take equal weights from one constant; offsets are those of a model's, by name."""
+    """Let the operators of all models read equal weights from one constant.
+
+    Args:
+        offsets: for each model the offsets of its weights in their common file, by name.
+    """
     constants: dict[tuple[int, str, str], Any] = {}  # equal bytes may have different shapes, such as zeros
     for model, places in zip(models, offsets, strict=True):
         for operator in model.get_ops():
@@ -188,10 +192,10 @@ def _share_weights(models: Sequence[Any], offsets: Sequence[Mapping[str, int]]) 
                 user.replace_source_output(shared.output(0))
 
 
-def _choose(nth: int, model: Any, other: Any) -> Any:
-    """A model that computes `model` if its last input, an index, is nth, and otherwise `other`.
+def _if_index_equals(n: int, then: Any, otherwise: Any) -> Any:
+    """A model that computes `then` if its last input, an index, equals n, and `otherwise` if not.
 
-    Its other inputs are those of both, one for each name; only those of the chosen one are read.
+    Its other inputs are those of both models, one for each name; only those of the chosen one are read.
     """
     openvino = load_module("openvino")
     ops = importlib.import_module("openvino.opset13")
@@ -202,16 +206,16 @@ def _choose(nth: int, model: Any, other: Any) -> Any:
         return made
 
     index = parameter(INDEX, [], np.int32)
-    choice = ops.if_op(ops.equal(index, ops.constant(np.int32(nth))).output(0))
-    choice.set_then_body(model)
-    choice.set_else_body(other)
-    own, others = _inputs(model), _inputs(other)
+    choice = ops.if_op(ops.equal(index, ops.constant(np.int32(n))).output(0))
+    choice.set_then_body(then)
+    choice.set_else_body(otherwise)
+    own, others = _inputs(then), _inputs(otherwise)
     if INDEX in others:
         choice.set_input(index.output(0), None, others.pop(INDEX))
     inputs = []
     for name, one in {**others, **own}.items():
         inputs.append(parameter(name, one.get_partial_shape(), one.get_element_type()))
         choice.set_input(inputs[-1].output(0), own.get(name), others.get(name))
-    pairs = zip(model.get_results(), other.get_results(), strict=True)
+    pairs = zip(then.get_results(), otherwise.get_results(), strict=True)
     results = [ops.result(choice.set_output(*pair)) for pair in pairs]
-    return openvino.Model(results, [*inputs, index], model.get_friendly_name())
+    return openvino.Model(results, [*inputs, index], then.get_friendly_name())

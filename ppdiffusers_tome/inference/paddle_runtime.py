@@ -38,7 +38,7 @@ class PaddleRuntime(Runtime):
             passed the export's oneDNN check, off for Paddle 3's `.json`, with which it crashes (Paddle #77340) or is
             inaccurate.
         tensorrt: run the UNet with TensorRT (GPU): "tune" records the shapes of a first image, True uses them.
-        optimize: let Paddle fuse operators. Without it a program on the CPU rounds as eager mode does, and is slower.
+        optimize: let Paddle fuse operators. Without fusion a program on the CPU rounds as eager does, and is slower.
 
     The GPU settings follow ppdiffusers' deploy/ and Paddle's documentation and have not been tested.
 

@@ -45,9 +45,9 @@ def load_pipeline(
         runtime: "paddle"; if the folder was exported as ONNX too, "onnxruntime" or "openvino".
         verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
             always compared. With unnoticed damaged weights, images are black or the process crashes.
-        max_programs: most programs of the UNet in memory, at least 1. The one that has not run for longest is unloaded
-            before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one copy of
-            the weights; in Paddle Inference each has its own, and in OpenVINO unless share_weights=True.
+        max_programs: largest number of programs of the UNet in memory, at least 1. The least recently used one is
+            unloaded before another is loaded. None: they stay loaded. In ONNX Runtime on a CPU all of them share one
+            copy of the weights; in Paddle Inference each has its own, and in OpenVINO unless share_weights=True.
         settings: device, threads and precision, as in the runtime's class: `PaddleRuntime`, which also has onednn,
             tensorrt and optimize, `OnnxRuntime`, or `OpenVinoRuntime`, which also has share_weights.
 
@@ -104,10 +104,12 @@ def check_format(folder: Path, manifest: Manifest, runtime: str) -> None:
 
 
 def _assemble(
-    folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: Any, most: int | None
+    folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: Any, max_programs: int | None
 ) -> DiffusionPipeline:
     index = _read_json(folder / "model_index.json")
-    available = _exported_components(folder, manifest, load, manifest.ratios[0] if ratio is None else ratio, most)
+    available = _exported_components(
+        folder, manifest, load, manifest.ratios[0] if ratio is None else ratio, max_programs
+    )
     for name in COPIED:
         if (folder / name).is_dir():
             available[name] = _copied_component(folder, name, index)
@@ -131,8 +133,10 @@ def _assemble(
     return pipe
 
 
-def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: Any, most: int | None) -> dict[str, Any]:
-    """The components that are programs, under their names in ordinary pipelines."""
+def _exported_components(
+    folder: Path, manifest: Manifest, load: Load, ratio: Any, max_programs: int | None
+) -> dict[str, Any]:
+    """The components that run programs, by their names in ordinary pipelines."""
     paths = {name: folder / subfolder / "config.json" for name, subfolder in CONFIGS.items()}
     configs = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
     height, width = manifest.sizes[0]
@@ -143,7 +147,7 @@ def _exported_components(folder: Path, manifest: Manifest, load: Load, ratio: An
         for name in ("text_encoder", "text_encoder_2")
         if name in configs
     }
-    exported["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio, most)
+    exported["unet"] = ExportedUNet(configs["unet"], manifest, load, ratio, max_programs)
     exported["vae"] = ExportedVAE(configs["vae"], manifest, load, "vae_decoder")
     exported["image_encoder"] = NoImageEncoder()
     if manifest.controlnet:

@@ -1,4 +1,4 @@
-"""What is traced: a pipeline's models, each in a layer with named inputs.
+"""The layers to trace: a pipeline's models, each with named inputs.
 
 Names of programs and inputs, and the order of outputs, are those that ppdiffusers' `PaddleInfer…Pipeline` classes
 expect. Further outputs, which only `load_pipeline` reads, come last.
@@ -15,6 +15,7 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ..errors import ToMeExportError
+from ..matching import MergePlan
 from ..models import find_blocks
 from ..wraps import current_plan
 
@@ -38,7 +39,7 @@ class Input:
     dtype: str = "float32"
 
     def spec(self, fixed: Mapping[str, int]) -> InputSpec:
-        """The input's shape, in which the named dimensions are those of `fixed` or else dynamic."""
+        """The input's shape. Named dimensions have their size in `fixed`, or are dynamic."""
         return InputSpec([fixed.get(d) if isinstance(d, str) else d for d in self.dims], self.dtype, name=self.name)
 
     def random(self, random: np.random.RandomState, dims: Mapping[str, int]) -> paddle.Tensor:
@@ -128,32 +129,32 @@ class Denoiser(nn.Layer):
         return self.unet(sample, timestep, return_dict=False, **arguments, **residuals)[0]
 
 
-class _Planned(Exception):
-    """Ends a pass of a UNet in its first block that merges, with the plan."""
-
-
 class MergeMap(nn.Layer):
-    """The first merging block of a UNet: the group of each token, [B, N] int64, equal for tokens that merge."""
+    """The first block of a UNet: the group of each token, [B, N] int64, equal for tokens that merge.
+
+    The whole UNet runs, on a text of zeros, which the first block's plan does not depend on. The program has only what
+    the plan is computed from, because Paddle saves what leads to the outputs and nothing else.
+    """
 
     def __init__(self, unet: nn.Layer) -> None:
         super().__init__()
         self.unet = unet
+        self._plans: list[MergePlan | None] = []  # of the blocks, in the order in which they run
         for block in find_blocks(unet):
-            block.block.norm1.register_forward_pre_hook(_end_with_plan)  # it runs inside the block, before attention
+            block.block.norm1.register_forward_pre_hook(self._record_plan)  # it runs inside the block
+
+    def _record_plan(self, layer: nn.Layer, inputs: Any) -> None:
+        self._plans.append(current_plan())
 
     @paddle.jit.not_to_static
     def forward(self, sample: paddle.Tensor, timestep: paddle.Tensor) -> paddle.Tensor:
-        try:
-            self.unet(sample, timestep, encoder_hidden_states=None)
-        except _Planned as end:
-            (plan,) = end.args
-            return plan.source_rows.reshape([-1, plan.tokens])
-        raise ToMeExportError("no block merges before the text is read, so there is no merge map: leave it out")
-
-
-def _end_with_plan(layer: nn.Layer, inputs: Any) -> None:
-    if (plan := current_plan()) is not None:
-        raise _Planned(plan)
+        self._plans.clear()
+        text = paddle.zeros_like(sample[:, :1, 0, :1]).expand([-1, -1, self.unet.config.cross_attention_dim])
+        self.unet(sample, timestep, encoder_hidden_states=text)
+        plan = self._plans[0]
+        if plan is None:
+            raise ToMeExportError("the first block does not merge, so there is no merge map: leave it out")
+        return plan.source_rows.reshape([-1, plan.tokens])
 
 
 def unet_inputs(unet: nn.Layer) -> tuple[Input, ...]:
@@ -187,9 +188,9 @@ def denoiser(unet: nn.Layer, controlnet: nn.Layer | None) -> Traceable:
 
 
 def merge_map(unet: nn.Layer) -> Traceable:
-    """Which tokens the first merging block of a UNet of Stable Diffusion merges. The UNet, with its wraps, is copied.
+    """Which tokens the first block of a UNet of Stable Diffusion merges. The UNet, with its wraps, is copied.
 
-    It ends before that block's attention, so it is small, and reads no text.
+    The program is small, because it has only what leads to the plan, and reads no text.
     """
     return Traceable(MergeMap(_working_copy(unet)), unet_inputs(unet)[:2])
 

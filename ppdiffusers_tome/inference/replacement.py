@@ -1,4 +1,4 @@
-"""Replace a folder as a whole: after an error or a kill, the earlier one is complete and can be found."""
+"""Replace a folder as a whole: after an error or a kill, the earlier one is still complete."""
 
 import fcntl
 import os
@@ -18,8 +18,9 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that replaces it on success, and is deleted on any error and on SIGTERM.
 
     The earlier folder is renamed to `.NAME.replaced`, the new one takes its name, and only then the earlier one is
-    deleted. Between the two renames `folder` does not exist. If the process is killed there, `restore` renames the
-    earlier one back: everything that reads or writes an export calls it first.
+    deleted. Between the two renames `folder` does not exist. If the process is killed there, the next one that
+    writes an export renames the earlier one back, by `restore`. One that only reads changes nothing: it reports where
+    the earlier one is, which `earlier_folder` finds.
 
     The next process that replaces the same folder deletes what a killed one left behind
     (`.NAME.xxxxxxxx.partial`), and tries again what could not be deleted. Temporary folders in use are locked. On
@@ -47,11 +48,17 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def restore(folder: Path) -> None:
-    """Rename the earlier folder back, if a process was killed while it replaced `folder`; otherwise do nothing."""
+    """Rename the earlier folder back if a process was killed while it replaced `folder`; otherwise do nothing."""
     target = Path(os.path.realpath(folder))
     if not os.path.exists(target):  # unlike Path's, it raises nothing
         with suppress(OSError), _locked(_aside(target)):
             os.rename(_aside(target), target)
+
+
+def earlier_folder(folder: Path) -> Path | None:
+    """The earlier folder, while `folder` does not exist because it is being replaced or that was interrupted."""
+    target = Path(os.path.realpath(folder))
+    return _aside(target) if not os.path.exists(target) and os.path.isdir(_aside(target)) else None
 
 
 def check_replaceable(folder: Path) -> None:
@@ -79,7 +86,7 @@ def _swap(partial: Path, target: Path) -> None:
     aside = _aside(target)
     with ExitStack() as stack:
         with suppress(OSError):
-            stack.enter_context(_locked(target))  # so that no reader restores it between the renames
+            stack.enter_context(_locked(target))  # so that no other writer restores it between the renames
         os.rename(target, aside)
         try:
             os.rename(partial, target)
@@ -95,7 +102,7 @@ def _delete_earlier(partial: Path, target: Path) -> None:
         if partial.exists():
             shutil.rmtree(partial)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)  # all but that file
+        shutil.rmtree(partial, ignore_errors=True)  # delete the others
         warnings.warn(
             f"{target} is complete, but the earlier one cannot be deleted ({error}): delete {partial} yourself, or "
             f"write {target} again.",

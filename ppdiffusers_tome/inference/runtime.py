@@ -1,12 +1,11 @@
-"""What a runtime is: it loads the programs of an exported folder, each for one device with the same settings."""
+"""The base classes of runtimes, which load the programs of an exported folder for one device, and of programs."""
 
 import ctypes
 import gc
 import importlib
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,9 @@ from ..cores import usable_cores
 from ..errors import ParameterError, ToMeExportError, install_command
 from .manifest import Manifest, ProgramFile
 
-MAX_THREADS = 1024  # of one program
-# Largest relative difference to eager, in fp32, of a program whose runtime fuses operators. They round differently, by
-# about 5e-6.
+MAX_THREADS = 1024  # for one program
+# Largest relative difference from eager, in fp32, of a program whose runtime fuses operators. Fused operators round
+# differently, by about 5e-6.
 FUSED_TOLERANCE = 1e-4
 
 
@@ -40,7 +39,7 @@ Load = Callable[[ProgramFile], Program]
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime(ABC):
-    """What all runtimes have in common.
+    """Base class of runtimes.
 
     Args:
         device: its names depend on the runtime.
@@ -51,7 +50,7 @@ class Runtime(ABC):
         ToMeConfigError: a value is not allowed, or not on this machine.
     """
 
-    format: ClassVar[str]  # of the programs that it runs, one of `manifest.FORMATS`
+    format: ClassVar[str]  # the format of the programs that it runs, one of `manifest.FORMATS`
     device: str = "cpu"
     threads: int | None = None
     precision: str = "fp32"
@@ -63,14 +62,14 @@ class Runtime(ABC):
 
     @abstractmethod
     def load(self, folder: Path, file: ProgramFile) -> Program:
-        """Load one program of a folder, which has it in this runtime's format.
+        """Load one program of a folder. The folder must have it in this runtime's format.
 
         Raises:
             ToMeExportError: this version cannot load it.
         """
 
     def loader(self, folder: Path, manifest: Manifest) -> Load:
-        """What loads the programs of an exported folder, each when it first runs."""
+        """A function that loads a program of an exported folder."""
         return partial(self.load, folder)
 
     def cores(self) -> int:
@@ -89,7 +88,7 @@ def return_memory() -> None:
 
 
 def is_accurate(parity: Mapping[str, float]) -> bool:
-    """Whether a runtime with fused operators runs a program correctly, by relative differences at all batch sizes."""
+    """Whether all relative differences, by batch size, are within the tolerance of fused operators."""
     return bool(parity) and max(parity.values()) <= FUSED_TOLERANCE
 
 
@@ -100,33 +99,18 @@ def error_summary(error: Exception) -> str:
     return informative[-1][:300]
 
 
-@contextmanager
-def _no_telemetry() -> Iterator[None]:
-    """OpenVINO reports its import to its makers over the network, unless the package that does so is missing."""
-    name = "openvino_telemetry"
-    is_imported = name in sys.modules
-    if not is_imported:
-        sys.modules[name] = None  # type: ignore[assignment] # Python's way to say that it cannot be imported
-    try:
-        yield
-    finally:
-        if not is_imported:
-            del sys.modules[name]
-
-
 def load_error(module: ModuleType, path: Path, error: Exception) -> ToMeExportError:
-    """The error that a package cannot load a program."""
+    """An error for a program that a package cannot load."""
     return ToMeExportError(f"{module.__name__} {module.__version__} cannot load {path}: {error_summary(error)}")
 
 
 def load_module(name: str) -> ModuleType:
-    """ONNX Runtime or OpenVINO.
+    """Import ONNX Runtime or OpenVINO.
 
     Raises:
         ToMeExportError: it is not installed.
     """
     try:
-        with _no_telemetry():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ToMeExportError(f"{error}. runtime={name!r} needs: {install_command('onnx')}") from error

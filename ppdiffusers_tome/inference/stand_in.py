@@ -1,4 +1,4 @@
-"""A model of ppdiffusers without layers and weights: whatever needs them raises one error, which names the remedy."""
+"""Models of ppdiffusers without layers and weights. What needs these raises one error, which names the remedy."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,18 +13,18 @@ from ppdiffusers.configuration_utils import FrozenDict
 from ..api import ToMeMixin
 from ..errors import NotExportedError, ToMeConfigError
 
-# What nn.Layer does with weights. Everything else of it is harmless without any, or is defined below.
+# Methods of nn.Layer that need weights. All others are harmless without weights, or are defined below.
 OF_WEIGHTS = (
     "astype", "bfloat16", "float16", "load_dict", "set_dict", "set_state_dict", "state_dict", "to_static_state_dict",
 )  # fmt: skip
-OF_CALLS = "maybe_convert_prompt"  # of what pipelines have for loading weights: each call uses it
+OF_CALLS = "maybe_convert_prompt"  # a method of the loader mixins that each pipeline call uses
 REMEDIES = {"save_pretrained": "copy the exported folder instead."}
 REMEDY = "do it before export_pipeline(), as with LoRA and textual inversion, or leave it out, as with IP-Adapters."
 PACKAGE = __name__.partition(".")[0]
 
 
 def refuse(owner: type, name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    """Raise NotExportedError for what a model or pipeline cannot do because its programs are fixed."""
+    """Raise NotExportedError for an attribute of a model or pipeline that needs layers or weights."""
     remedy = REMEDIES.get(name, REMEDY)
     raise NotExportedError(
         f"{owner.__name__}.{name} needs layers or weights, but an exported pipeline runs fixed programs: {remedy}"
@@ -32,7 +32,7 @@ def refuse(owner: type, name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def refuse_loading(pipe: DiffusionPipeline) -> None:
-    """Let a pipeline refuse weights before it reads or downloads them, and not only when it adds them to a model."""
+    """Let a pipeline refuse weights before it reads or downloads them, not only when it adds them to a model."""
     for base in type(pipe).__mro__:
         for name, value in vars(base).items() if base.__module__.startswith("ppdiffusers.loaders.") else ():
             if isinstance(value, FunctionType) and not name.startswith("_") and name != OF_CALLS:
@@ -40,15 +40,15 @@ def refuse_loading(pipe: DiffusionPipeline) -> None:
 
 
 class StandIn(ToMeMixin, nn.Layer):
-    """Base class, together with the class of ppdiffusers that it stands for, whose `__init__` never runs.
+    """Base class of stand-ins, which also inherit from the class of ppdiffusers that they stand for.
 
-    Pipelines check for that class, and whether a model has a method, before they use it; otherwise they do nothing and
-    do not say so. Therefore the methods are there, but those that no class of ours defines raise NotExportedError. So
-    do properties and all other attributes, such as layers.
+    Pipelines ask for that class, and whether a model has a method; without it they silently do nothing. Therefore a
+    stand-in has all methods, but those that no class of ours defines raise NotExportedError. So do properties and all
+    other attributes, such as layers. The `__init__` of ppdiffusers' class never runs.
     """
 
     config = FrozenDict({})
-    dtype = paddle.float32  # of inputs and outputs, whatever the precision inside
+    dtype = paddle.float32  # the type of inputs and outputs, whatever the precision inside
 
     def __init__(self, config: dict[str, Any]) -> None:
         nn.Layer.__init__(self)
@@ -72,11 +72,11 @@ class StandIn(ToMeMixin, nn.Layer):
 
     @property
     def place(self) -> str:
-        """The device of inputs and outputs, which pipelines ask for: Paddle's current one, as "cpu" or "gpu:0"."""
+        """The device of inputs and outputs, for pipelines: Paddle's current one, as "cpu" or "gpu:0"."""
         return paddle.get_device()
 
     def to(self, device: Any = None, dtype: Any = None, blocking: bool | None = None) -> "StandIn":
-        """Does nothing: SDXL's pipelines cast the VAE to float32 and back, but programs always take float32.
+        """Do nothing. SDXL's pipelines cast the VAE to float32 and back, but programs always take float32.
 
         Raises:
             ToMeConfigError: another device or dtype is asked for.
@@ -98,7 +98,7 @@ def _is_ours(cls: type) -> bool:
 
 
 class NoImageEncoder:
-    """In place of the image encoder of an IP-Adapter, which cannot be exported."""
+    """Stands for the image encoder of an IP-Adapter, which cannot be exported."""
 
     def __getattr__(self, name: str) -> Any:
         refuse(type(self), name)

@@ -1,20 +1,18 @@
 """Trace and save one program, load it again and compare it with its layer."""
 
 import functools
+import importlib
 import importlib.util
-import inspect
-import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
 from .conversion import Converter
@@ -31,30 +29,8 @@ TOLERANCE = 1e-5  # largest relative difference between program and eager, in fp
 # the other one, so the outputs of an input may differ by more although nothing is wrong: often, with many
 # tokens. Wrong kernels differ on all inputs.
 TRIES = 8
-LEAST_THREADS = 2  # of programs that are compared, so that what threads lose to each other shows
-# Paddle 2.6 inspects the stack at every operator with a dynamic batch, for the line number of a warning. Without the
-# source text around each frame, which it does not use, an export is a third faster. It also stores the stack, with the
-# paths of this machine, in every operator: four fifths of a file, and a fifth of the time or more. None is stored.
-_SHALLOW_STACK = functools.partial(inspect.stack, 0)
-# Paddle translates the Python code of a model before it traces it. Which line became which is for messages alone, and
-# takes a third of the time of a VAE's export to find.
-_TRANSLATOR = importlib.import_module("paddle.jit.dy2static.program_translator")
-# Paddle does not restore its global state after `auto_cast` in a static program. ppdiffusers reads it, and then puts a
-# check for infinity into the VAE's program, which paddle2onnx cannot convert.
-_AMP = importlib.import_module("paddle.amp.auto_cast")  # `paddle.amp.auto_cast` is the function
-# Paddle notes the parameters of each program under the `id` of the program, and forgets to take them out if tracing
-# fails: they stay in memory, and a later program at the same address gets them as its own (2.6), or crashes (3).
-_RECORDS: list[tuple[Any, str]] = [
-    (_TRANSLATOR.ProgramTranslator.get_instance()._params_recorder, "params_dict"),
-    (_TRANSLATOR.ProgramTranslator.get_instance()._inplace_map, "params_dict"),
-]
-if importlib.util.find_spec("paddle.jit.dy2static.parameter_recorder"):  # Paddle 3
-    _RECORDER = importlib.import_module("paddle.jit.dy2static.parameter_recorder")
-    _RECORDS += [
-        (_RECORDER._global_parameter_recorder, "params_dict"),
-        (_RECORDER._global_parameter_recorder, "tensor2value"),
-        (_RECORDER._global_inplace_map, "params_dict"),
-    ]
+MIN_THREADS = 2  # for the compared programs, so that a race between threads shows
+CALL_STACK = "op_callstack"  # attribute of an operator in a `.pdmodel` file
 
 
 class _ByName(nn.Layer):
@@ -82,10 +58,10 @@ def save(
     Args:
         traceable: the layer; hooks on it become part of the program.
         planned: the program's model, size and ratio. If it has a size, height and width are fixed in the program.
-        root: of the paths in the result.
-        folder: in `root`; created if it does not exist.
+        root: the folder that paths in the result start from.
+        folder: a folder in `root`; it is created if it does not exist.
         dims: values of all named dimensions except the batch, for the comparison.
-        threads: of the compared programs, but at least LEAST_THREADS.
+        threads: number of threads of the compared programs; at least MIN_THREADS are used.
         converter: converts the program to ONNX too.
 
     Returns:
@@ -96,66 +72,96 @@ def save(
             from eager, or from run to run, by more than TOLERANCE, or FUSED_TOLERANCE in ONNX Runtime.
     """
     return_memory()  # that of the program before
-    label, random, threads = planned.label, np.random.RandomState(0), max(LEAST_THREADS, threads)
-    inputs = {batch: [_random_inputs(traceable, random, dims, batch)] for batch in BATCHES}
-    with paddle.no_grad():
-        eager = {batch: _arrays(traceable.layer(**inputs[batch][0])) for batch in BATCHES}
-    for batch in BATCHES:
-        inputs[batch] += [_random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1)]
+    comparison = _Comparison(traceable, dims)
     fixed = {name: size for name, size in dims.items() if name != "tokens"} if planned.size else {}
-    program, params = (path.relative_to(root) for path in _trace(traceable, root / folder, fixed, label))
-    file = replace(planned, program=program.as_posix(), params=params.as_posix())
-    runtime = PaddleRuntime(threads=threads, onednn=False)
+    program, params = _trace(traceable, root / folder, fixed, planned.label)
+    file = replace(planned, program=program.relative_to(root).as_posix(), params=params.relative_to(root).as_posix())
+    runtime = PaddleRuntime(threads=max(MIN_THREADS, threads), onednn=False)
 
     @functools.cache
     def unfused() -> Program:
         """The program without fused operators, which rounds as eager does: eager itself cannot run any more."""
-        program = replace(runtime, optimize=False).load(root, file)
-        outputs = {batch: _arrays(program(**inputs[batch][0])) for batch in BATCHES}
-        parity = {f"batch {batch}": relative_difference(outputs[batch], eager[batch]) for batch in BATCHES}
-        _check(parity, TOLERANCE, f"exported {label}")
-        return program
-
-    def compare(program: Program, tolerance: float) -> dict[str, float]:
-        """The smallest difference over the tries (see `TRIES`) or, if it is larger, that between two runs of one.
-
-        The more tokens, the fewer tries are without an image in which another pair merges, so each image of the batch
-        needs one try of its own that agrees. What agrees must do so again: threads that lose each other's results, in
-        a few places and not always, could not be distinguished from other pairs.
-        """
-        parity = {}
-        for batch in BATCHES:
-            smallest = np.full(batch, np.inf)
-            for number, one in enumerate(inputs[batch]):
-                expected, actual = _arrays(unfused()(**one)) if number else eager[batch], _arrays(program(**one))
-                differences = image_differences(actual, expected, batch)
-                smallest = np.minimum(smallest, differences)
-                if smallest.max() <= tolerance:
-                    break
-            again = image_differences(_arrays(program(**one)), actual, batch)
-            agrees = differences <= tolerance
-            parity[f"batch {batch}"] = float(np.where(agrees, np.fmax(smallest, again), smallest).max())
-        return parity
+        loaded = replace(runtime, optimize=False).load(root, file)
+        _check(comparison.first_differences(loaded), TOLERANCE, f"exported {file.label}")
+        return loaded
 
     return_memory()  # each predictor has its own copy of the weights
-    parity = _check(compare(runtime.load(root, file), TOLERANCE), TOLERANCE, f"exported {label}")
-    file = replace(file, parity=parity)
-    if program.suffix != ".json":
-        return_memory()
-        onednn = replace(runtime, onednn=True).load(root, file)
-        file = replace(file, onednn_parity=compare(onednn, FUSED_TOLERANCE))
-        del onednn
+    file = _compare_in_paddle(file, root, runtime, comparison, unfused)
     if converter is None:
         return file
     unfused.cache_clear()
     return_memory()  # the conversion needs three times that of the weights
-    onnx = converter.convert(root / program, root / params, label)
-    in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=threads), is_temporary=True)
-    parity = _check(compare(in_onnx_runtime, FUSED_TOLERANCE), FUSED_TOLERANCE, f"{label} in ONNX Runtime")
+    onnx = converter.convert(program, params, file.label)
+    in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=runtime.threads), is_temporary=True)
+    parity = comparison.differences(in_onnx_runtime, FUSED_TOLERANCE, unfused)
+    _check(parity, FUSED_TOLERANCE, f"{file.label} in ONNX Runtime")
     return replace(file, onnx=onnx.relative_to(root).as_posix(), onnx_parity=parity)
 
 
-def _check(parity: dict[str, float], tolerance: float, name: str) -> dict[str, float]:
+def _compare_in_paddle(
+    file: ProgramFile, root: Path, runtime: PaddleRuntime, comparison: "_Comparison", unfused: Callable[[], Program]
+) -> ProgramFile:
+    """The program with its differences from eager, with Paddle's own kernels and, if they can run it, oneDNN's."""
+    parity = comparison.differences(runtime.load(root, file), TOLERANCE, unfused)
+    _check(parity, TOLERANCE, f"exported {file.label}")
+    file = replace(file, parity=parity)
+    if str(file.program).endswith(".json"):
+        return file
+    return_memory()
+    onednn = replace(runtime, onednn=True).load(root, file)
+    return replace(file, onednn_parity=comparison.differences(onednn, FUSED_TOLERANCE, unfused))
+
+
+class _Comparison:
+    """Compares programs of a layer with its outputs in eager mode, on TRIES random inputs for each batch size.
+
+    The layer runs once for each batch size, now, because tracing may modify it.
+    """
+
+    def __init__(self, traceable: Traceable, dims: Mapping[str, int]) -> None:
+        random = np.random.RandomState(0)
+        self._inputs = {batch: [_random_inputs(traceable, random, dims, batch)] for batch in BATCHES}
+        with paddle.no_grad():
+            self._eager = {batch: _arrays(traceable.layer(**self._inputs[batch][0])) for batch in BATCHES}
+        for batch in BATCHES:
+            self._inputs[batch] += [_random_inputs(traceable, random, dims, batch) for _ in range(TRIES - 1)]
+
+    def first_differences(self, program: Program) -> dict[str, float]:
+        """The difference from eager on the first input of each batch size."""
+        parity = {}
+        for batch in BATCHES:
+            outputs = _arrays(program(**self._inputs[batch][0]))
+            parity[f"batch {batch}"] = relative_difference(outputs, self._eager[batch])
+        return parity
+
+    def differences(self, program: Program, tolerance: float, unfused: Callable[[], Program]) -> dict[str, float]:
+        """For each batch size the smallest difference over the tries or, if it is larger, that between two runs.
+
+        The more tokens, the fewer tries are without an image in which another pair merges, so each image of the batch
+        needs one try of its own that agrees. That try runs again, because results that threads lose, in a few
+        places and not always, could not be distinguished from other pairs.
+
+        Args:
+            unfused: returns the program that the tries after the first are compared with.
+        """
+        parity = {}
+        for batch in BATCHES:
+            smallest = np.full(batch, np.inf)
+            for number, inputs in enumerate(self._inputs[batch]):
+                expected = _arrays(unfused()(**inputs)) if number else self._eager[batch]
+                actual = _arrays(program(**inputs))
+                differences = image_differences(actual, expected, batch)
+                smallest = np.minimum(smallest, differences)
+                if smallest.max() <= tolerance:
+                    break
+            again = image_differences(_arrays(program(**inputs)), actual, batch)
+            agrees = differences <= tolerance
+            parity[f"batch {batch}"] = float(np.where(agrees, np.fmax(smallest, again), smallest).max())
+        return parity
+
+
+def _check(parity: dict[str, float], tolerance: float, name: str) -> None:
+    """Raise ToMeExportError if a difference exceeds the tolerance."""
     for batch, difference in parity.items():
         if not difference <= tolerance:
             raise ToMeExportError(
@@ -163,7 +169,6 @@ def _check(parity: dict[str, float], tolerance: float, name: str) -> dict[str, f
                 f"{batch}, more than the allowed {tolerance:.0e}: nothing was written. Please report this with the "
                 f"versions of Paddle ({paddle.__version__}) and ppdiffusers."
             )
-    return parity
 
 
 def relative_difference(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
@@ -189,35 +194,11 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
     return [tensor.numpy() for tensor in tensors]
 
 
-@contextmanager
-def without_origins() -> Iterator[None]:
-    """A context in which Paddle traces without recording where each operator comes from, in a fraction of the time."""
-    with (
-        mock.patch.object(inspect, "stack", _SHALLOW_STACK),
-        mock.patch.object(traceback, "extract_stack", return_value=[]),
-        mock.patch.object(_TRANSLATOR, "create_and_update_origin_info_map"),
-    ):
-        yield
-
-
-@contextmanager
-def _own_records() -> Iterator[None]:
-    """A context in which Paddle's records (see `_RECORDS`) are empty; what it leaves there is forgotten."""
-    with ExitStack() as stack:
-        for owner, name in _RECORDS:
-            stack.enter_context(mock.patch.object(owner, name, {}))
-        yield
-
-
 def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: str) -> tuple[Path, Path]:
+    """Write the program of a layer; returns its files, the program and its weights."""
     spec = [{field.name: field.spec(fixed) for field in traceable.inputs}]
     try:
-        with (
-            warnings.catch_warnings(),
-            without_origins(),
-            _own_records(),
-            mock.patch.object(_AMP, "_g_amp_state_", None),
-        ):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
             layer = _ByName(traceable.layer)
             layer.eval()
@@ -227,7 +208,41 @@ def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: 
         raise ToMeExportError(
             f"Paddle {paddle.__version__} cannot export the {label}: {error_summary(error)}"
         ) from error
+    finally:
+        _forget_traces()
     # Only needed to continue training; contains pickled objects.
     (folder / f"{STEM}.pdiparams.info").unlink(missing_ok=True)
-    program = next(path for path in (folder / f"{STEM}.json", folder / f"{STEM}.pdmodel") if path.is_file())
-    return program, folder / f"{STEM}.pdiparams"
+    params = folder / f"{STEM}.pdiparams"
+    program = folder / f"{STEM}.json"
+    if program.is_file():  # Paddle 3
+        return program, params
+    program = folder / f"{STEM}.pdmodel"
+    _remove_call_stacks(program)
+    return program, params
+
+
+def _remove_call_stacks(path: Path) -> None:
+    """Empty the call stacks that Paddle 2.6 stores in operators: four fifths of a file, with paths of this machine."""
+    program = framework_pb2.ProgramDesc.FromString(path.read_bytes())
+    for block in program.blocks:
+        for operator in block.ops:
+            for attribute in operator.attrs:
+                if attribute.name == CALL_STACK:
+                    attribute.ClearField("strings")
+    path.write_bytes(program.SerializeToString())
+
+
+def _forget_traces() -> None:
+    """Empty Paddle's records of the parameters of programs that are being traced.
+
+    They are under the `id` of the program, and stay if tracing fails: so do the parameters, and a later program at the
+    same address gets them as its own (Paddle 2.6), or crashes (Paddle 3).
+    """
+    translator = importlib.import_module("paddle.jit.dy2static.program_translator").ProgramTranslator.get_instance()
+    records = [translator._params_recorder.params_dict, translator._inplace_map.params_dict]
+    if importlib.util.find_spec("paddle.jit.dy2static.parameter_recorder"):  # Paddle 3
+        recorder = importlib.import_module("paddle.jit.dy2static.parameter_recorder")
+        parameters = recorder._global_parameter_recorder
+        records += [parameters.params_dict, parameters.tensor2value, recorder._global_inplace_map.params_dict]
+    for record in records:
+        record.clear()

@@ -21,7 +21,8 @@ from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.engine import Engine, load_engine
 from ...generation.jobs import Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate
-from ...inference import Size, export_pipeline, read_manifest, unmerged_programs
+from ...inference import Size, read_manifest
+from ...inference.export import unmerged_programs, write_export
 from ...inference.loading import ModelDefaults, load_for_export, read_defaults
 from ...models import latent_grid, vae_factor
 from ..cache import Cache, digest, program_key
@@ -166,16 +167,22 @@ def export_programs(
         folder = output.resolve() / "programs" / name
         ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
         if not set(ratios) <= _exported_ratios(folder):
-            options = {key: value for key, value in asdict(config).items() if key != "ratio"}
-            options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}
-            options["format"] = PROGRAM_FORMATS[evaluation.backend]
             earlier = [*programs.values(), *([folder] if _exported_ratios(folder) else [])]
             linked = unmerged_programs(earlier[0]) if earlier else []  # the other models are exported once
             if cached is not None:
                 unets = [cached.load_program(_unet_key(evaluation, config, ratio)) for ratio in ratios]
                 linked += [(cached.folder, file) for file in unets if file is not None]
             size = Size(evaluation.size, evaluation.size)
-            export_pipeline(load_model(evaluation.model), folder, ratios, [size], linked=linked, **options)
+            write_export(
+                load_model(evaluation.model),
+                folder,
+                [replace(config, ratio=ratio) for ratio in ratios],
+                [size],
+                image_to_image=evaluation.strength is not None,
+                format=PROGRAM_FORMATS[evaluation.backend],
+                overwrite=True,
+                linked=linked,
+            )
         programs |= dict.fromkeys(members, folder)
     return programs
 

@@ -5,7 +5,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from ppdiffusers.models.attention_processor import Attention, AttnProcessor, Sli
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...inference import ProgramFile, Size, choose_runtime, export_pipeline, load_pipeline, unmerged_programs
+from ...inference import ProgramFile, Size, choose_runtime, load_pipeline
 from ...inference.conversion import Converter
-from ...inference.export import share_weights
+from ...inference.export import share_weights, unmerged_programs, write_export
 from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
 from ...inference.onnx_weights import SharedWeights
 from ...inference.tracing import save
@@ -191,12 +191,18 @@ class ProgramBackend(Backend):
             raise ToMeConfigError(f"export_pipeline cannot export the arm {arm.arm!r}: leave it out.")
         folder = self.programs / self._key(arm)
         sizes = [(workload.case.size, workload.case.size)]
-        settings = asdict(arm.config) if arm.config else {"ratio": 0}
-        ratio = settings.pop("ratio")
+        config = arm.config or ToMeConfig(ratio=0)
         if not (folder / MANIFEST).is_file():
             linked = [] if self._earlier is None else unmerged_programs(self._earlier)
-            settings |= {"format": self._runtime.format, "linked": linked, "progress": False}
-            export_pipeline(workload.pipe, folder, ratio, sizes, **settings)
+            write_export(
+                workload.pipe,
+                folder,
+                [config],
+                sizes,
+                format=self._runtime.format,
+                linked=linked,
+                progress=False,
+            )
         self._earlier = folder
 
         def load() -> Run:

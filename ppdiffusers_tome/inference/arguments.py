@@ -1,16 +1,15 @@
-"""The arguments of `export_pipeline`, validated before anything is written."""
+"""Check the arguments of `export_pipeline` before anything is written."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paddle import nn
+from paddle.amp.auto_cast import amp_state
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
-from ..api import controlnet_config
-from ..config import ToMeConfig
+from ..config import ToMeConfig, controlnet_config
 from ..errors import ToMeConfigError, ToMeExportError
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
@@ -23,77 +22,76 @@ EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  
 STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
 
 
-@dataclass(frozen=True)
-class Request:
-    """Validated arguments of an export."""
+def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, Any]) -> list[ToMeConfig] | None:
+    """A config for each ratio, with these settings; None without ratios.
 
-    pipe: DiffusionPipeline
-    folder: Path
-    configs: dict[float, Configs]  # by ratio, in the order of the arguments; the first is the default
-    sizes: tuple[Size, ...]
-    image_to_image: bool
-    merge_map: bool
-    formats: tuple[str, ...]  # some of FORMATS
-
-    @property
-    def controlnet(self) -> nn.Layer | None:
-        """The pipeline's ControlNet; None if it has none."""
-        return vars(self.pipe).get("controlnet")
-
-    @property
-    def is_xl(self) -> bool:
-        """Whether this is an SDXL pipeline, which has two text encoders."""
-        return "text_encoder_2" in self.pipe.config
+    Raises:
+        ToMeConfigError: a value is not allowed, or there are settings but no ratios.
+    """
+    if ratios is None:
+        if settings:
+            raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
+        return None
+    if isinstance(ratios, (int, float)):
+        ratios = [ratios]
+    return [ToMeConfig(ratio=ratio, **settings) for ratio in ratios]
 
 
-def check_request(
-    load: Callable[[], DiffusionPipeline],
-    folder: str | Path,
+def check_arguments(
+    folder: Path,
     configs: Sequence[ToMeConfig] | None,
-    sizes: Iterable[tuple[int, int]] | None,
+    sizes: Collection[tuple[int, int]] | None,
     *,
-    image_to_image: bool,
-    merge_map: bool,
-    overwrite: bool,
     controlnet: Any,
+    overwrite: bool,
     format: str,
-) -> Request:
-    """Check the arguments of `export_pipeline`, which documents them: first those that need no pipeline.
-
-    Args:
-        load: returns the pipeline.
-        configs: one for each ratio; None: those that are applied to the pipeline.
+) -> None:
+    """Check the arguments of `write_export` that need no pipeline, so that this can be done before one is loaded.
 
     Raises:
         ToMeConfigError, ToMeExportError: as `export_pipeline`.
     """
-    _check_output(Path(folder), overwrite, format)
-    by_ratio = {} if configs is None else _requested_configs(configs, controlnet)
-    _check_configs(by_ratio)
-    sizes = None if sizes is None else tuple(sizes)
+    if amp_state():
+        raise ToMeExportError(
+            "paddle.amp.auto_cast is on, but programs are exported in float32: export outside of it. A static program "
+            "that used it leaves it on for the whole process: then export in another process."
+        )
+    _check_output(folder, overwrite, format)
+    if configs is not None:
+        _check_configs(_requested_configs(configs, controlnet))
     for size in sizes or ():
         _check_size(size, STEP)
-    pipe = load()
+
+
+def check_pipeline(pipe: DiffusionPipeline) -> None:
+    """Raise ToMeExportError unless a pipeline can be exported."""
     class_name = type(pipe).__name__
     if class_name not in READERS:
         raise ToMeExportError(
             f"{class_name} cannot be exported: only {', '.join(READERS)} can. Run it in eager mode with apply_tome()."
         )
     _check_components(pipe)
-    if configs is None:
-        by_ratio = _applied_configs(pipe)
-        _check_configs(by_ratio)
-    if merge_map:
-        _check_merge_map(pipe, by_ratio)
-    return Request(
-        pipe=pipe,
-        folder=Path(folder),
-        configs=by_ratio,
-        sizes=_sizes(pipe, sizes),
-        image_to_image=image_to_image or READERS[class_name][0] is None,
-        merge_map=merge_map,
-        formats=EXPORT_FORMATS[format],
-    )
+
+
+def merging_of(pipe: DiffusionPipeline, configs: Sequence[ToMeConfig] | None, controlnet: Any) -> dict[float, Configs]:
+    """The configs of UNet and ControlNet by the UNet's ratio, in the order of the arguments; the first is the default.
+
+    Args:
+        configs: one for each ratio; None: those that are applied to the pipeline.
+    """
+    merging = _applied_configs(pipe) if configs is None else _requested_configs(configs, controlnet)
+    _check_configs(merging)
+    return merging
+
+
+def controlnet_of(pipe: DiffusionPipeline) -> nn.Layer | None:
+    """The pipeline's ControlNet; None if it has none."""
+    return vars(pipe).get("controlnet")
+
+
+def is_xl(pipe: DiffusionPipeline) -> bool:
+    """Whether this is an SDXL pipeline, which has two text encoders."""
+    return "text_encoder_2" in pipe.config
 
 
 def _check_output(folder: Path, overwrite: bool, format: str) -> None:
@@ -128,8 +126,9 @@ def _check_configs(configs: dict[float, Configs]) -> None:
         )
 
 
-def _check_merge_map(pipe: DiffusionPipeline, configs: dict[float, Configs]) -> None:
-    if "text_encoder_2" in pipe.config or vars(pipe).get("controlnet") is not None:
+def check_merge_map(pipe: DiffusionPipeline, configs: dict[float, Configs]) -> None:
+    """Raise ToMeConfigError unless there are merge maps for a pipeline and these configs."""
+    if is_xl(pipe) or controlnet_of(pipe) is not None:
         raise ToMeConfigError(
             f"merge_map=True is not allowed for {type(pipe).__name__}: only Stable Diffusion without a ControlNet has "
             "such a program. Leave it out."
@@ -160,7 +159,7 @@ def _check_components(pipe: DiffusionPipeline) -> None:
         )
     if getattr(unet, "encoder_hid_proj", None) is not None:
         raise ToMeExportError("IP-Adapters cannot be exported: load the pipeline without one.")
-    controlnet = vars(pipe).get("controlnet")
+    controlnet = controlnet_of(pipe)
     if controlnet is not None and not isinstance(controlnet, ControlNetModel):
         raise ToMeExportError(f"{type(controlnet).__name__} cannot be exported: pass a single ControlNetModel.")
 
@@ -183,7 +182,8 @@ def _requested_configs(configs: Sequence[ToMeConfig], controlnet: Any) -> dict[f
     return by_ratio
 
 
-def _sizes(pipe: DiffusionPipeline, sizes: Collection[tuple[int, int]] | None) -> tuple[Size, ...]:
+def sizes_of(pipe: DiffusionPipeline, sizes: Collection[tuple[int, int]] | None) -> tuple[Size, ...]:
+    """The sizes to export, each once; None: the UNet's default."""
     factor = vae_factor(pipe)
     if sizes is None:
         latent = latent_grid(pipe.unet)
