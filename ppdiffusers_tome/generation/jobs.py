@@ -11,9 +11,9 @@ from PIL.Image import Image, Resampling
 from ..errors import ParameterError, ToMeConfigError, ToMeError
 from ..inference.manifest import Size, find_ratio
 
-LARGEST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 MERGE_MAP = "merge_map"  # in an image's `info`, which Ray sends too
-LONGEST_SCHEDULE = 1000  # steps: as many as models are trained with
+MAX_STEPS = 1000  # steps: as many as models are trained with
 
 
 class JobError(ToMeConfigError):
@@ -41,7 +41,7 @@ class EngineLostError(ToMeError, RuntimeError):
 
 def seed_after(first: int, count: int) -> int:
     """The seed of the image that is `count` places after the one with seed `first`: the sum, modulo 2**32."""
-    return (first + count) % (LARGEST_SEED + 1)
+    return (first + count) % (MAX_SEED + 1)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Limits:
         """Smallest and largest value of a job's numbers, and of the number of images in one request."""
         return {
             "images": (1, self.images),
-            "seed": (0, LARGEST_SEED),
+            "seed": (0, MAX_SEED),
             "steps": (1, self.steps),
             "guidance_scale": (0, self.guidance_scale),
         }
@@ -203,10 +203,11 @@ class Limits:
         Raises:
             JobError: it is not allowed, or too many images are; with the field and its allowed values.
         """
-        self._check_range("images", images)
-        self._check_texts(job)
+        self.check_range("images", images)
+        self.check_text("prompt", job.prompt)
+        self.check_text("negative_prompt", job.negative_prompt)
         for name in ("seed", "steps", "guidance_scale"):
-            self._check_range(name, getattr(job, name))
+            self.check_range(name, getattr(job, name))
         ratio = self._exported_ratio(job)
         if job.strength is not None:
             self._check_strength(job.strength)
@@ -219,13 +220,26 @@ class Limits:
             self._check_second_pass(job.second_pass)
         return replace(job, ratio=ratio)
 
+    def check_range(self, name: str, value: float) -> None:
+        """Raise JobError unless a value is within its range, one of `ranges`."""
+        low, high = self.ranges[name]
+        if not low <= value <= high:
+            raise JobError(name, f"{name}={value!s:.60} is not allowed: it must be {low} to {high}")
+
+    def check_text(self, name: str, text: str) -> None:
+        """Raise JobError unless a prompt can be encoded and is short enough."""
+        if len(text) > self.prompt_characters:
+            raise JobError(name, f"{len(text)} characters are too many: the limit is {self.prompt_characters}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise JobError(name, "it contains an unpaired surrogate, which is not a character")
+
     def _check_second_pass(self, second: SecondPass) -> None:
         try:
-            self._check_range("steps", second.steps)
+            self.check_range("steps", second.steps)
             self._exported_ratio(second)
             self._check_strength(second.strength)
-            if second.steps > second.strength * LONGEST_SCHEDULE:
-                message = f"{second.strength} leaves less than {second.steps} of {LONGEST_SCHEDULE} steps"
+            if second.steps > second.strength * MAX_STEPS:
+                message = f"{second.strength} leaves less than {second.steps} of {MAX_STEPS} steps"
                 raise JobError("strength", message)
         except JobError as error:
             raise JobError(f"second_pass.{error.field}", str(error)) from None
@@ -239,19 +253,6 @@ class Limits:
         except ToMeConfigError:
             ratios = ", ".join(str(ratio) for ratio in self.ratios)
             raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}") from None
-
-    def _check_range(self, name: str, value: float) -> None:
-        low, high = self.ranges[name]
-        if not low <= value <= high:
-            raise JobError(name, f"{name}={value!s:.60} is not allowed: it must be {low} to {high}")
-
-    def _check_texts(self, job: Job) -> None:
-        for name in ("prompt", "negative_prompt"):
-            text = getattr(job, name)
-            if len(text) > self.prompt_characters:
-                raise JobError(name, f"{len(text)} characters are too many: the limit is {self.prompt_characters}")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise JobError(name, "it contains an unpaired surrogate, which is not a character")
 
     def _check_strength(self, strength: float) -> None:
         if not self.image_to_image:

@@ -14,7 +14,7 @@ from ..inference.manifest import Size
 from .jobs import Job, JobError, Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
-MOST_SCANS = 100  # of a JPEG, which has about ten. Stops files of a few KB that take minutes to decode
+MAX_SCANS = 100  # of a JPEG, which has about ten. Stops files of a few KB that take minutes to decode
 
 
 class Source(Protocol):
@@ -117,8 +117,8 @@ def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:
     if short * long > limits.image_pixels or long > limits.image_side or long > limits.image_aspect * short:
         allowed = f"at most {limits.image_pixels} pixels, sides of {limits.image_side}, 1:{limits.image_aspect:g}"
         raise JobError("image", f"{Size(image.height, image.width)} is too large or too narrow: {allowed}")
-    if image.format == "JPEG" and data.count(b"\xff\xda") > MOST_SCANS:
-        raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which costs as much as an image")
+    if image.format == "JPEG" and data.count(b"\xff\xda") > MAX_SCANS:
+        raise JobError("image", f"it has more than {MAX_SCANS} scans, each of which costs as much as an image")
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from PIL.Image import Image
 
-from ..generation.jobs import LARGEST_SEED, MERGE_MAP, GenerationError, Job, JobError, seed_after
+from ..generation.jobs import MAX_SEED, MERGE_MAP, GenerationError, Job, JobError, seed_after
 from ..generation.png import encode_png, load_image
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
@@ -45,14 +45,15 @@ class RequestHandler:
         defaults = {"height": height, "width": width, "ratio": limits.ratios[0], "steps": self._config.steps}
         values = {name: value for name, value in fields.items() if value is not None}
         values = {**defaults, "guidance_scale": self._config.guidance_scale, **values}
-        first = secrets.randbelow(LARGEST_SEED + 1) if seed is None else seed
+        first = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
         try:
             job = limits.check(Job(**values, seed=first), images)
         except JobError as error:
-            raise self._refusal(error) from None
+            raise self.refusal(error) from None
         return [replace(job, seed=seed_after(first, index)) for index in range(images)]
 
-    def _refusal(self, error: JobError) -> ApiError:
+    def refusal(self, error: JobError) -> ApiError:
+        """The answer to a job that is not allowed, which names the field as this interface does."""
         return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
     async def generate(
@@ -78,7 +79,7 @@ class RequestHandler:
             submission = asyncio.ensure_future(queue.submit(jobs, load, progress))
             images = await self._while_connected(request, submission)
         except JobError as error:
-            raise self._refusal(error) from None
+            raise self.refusal(error) from None
         except UnavailableError as error:
             is_full = isinstance(error, QueueFullError)
             status, code = (429, "queue_full") if is_full else (503, "unavailable")

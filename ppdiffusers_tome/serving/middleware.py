@@ -3,7 +3,7 @@
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -32,7 +32,7 @@ ENDPOINTS = frozenset(
     )
 )
 # In JSON; no request has as many. Stops bodies of millions of small values, whose error messages take gigabytes.
-MOST_SEPARATORS = 20_000
+MAX_SEPARATORS = 20_000
 
 
 class CountingMiddleware:
@@ -146,7 +146,7 @@ class JsonRoute(APIRoute):
     with an Origin, which `RequestMiddleware` checks.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
@@ -166,8 +166,8 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        if sum(map(body.count, (b",", b":", b"[", b"{"))) > MOST_SEPARATORS:
-            message = f"the body has more than {MOST_SEPARATORS} commas, colons and brackets"
+        if sum(map(body.count, (b",", b":", b"[", b"{"))) > MAX_SEPARATORS:
+            message = f"the body has more than {MAX_SEPARATORS} commas, colons and brackets"
             raise ApiError(413, message, code="too_many_values")
         try:
             return from_json(body, allow_inf_nan=False)

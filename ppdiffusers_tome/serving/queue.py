@@ -28,7 +28,7 @@ from .tickets import (
 )
 
 logger = logging.getLogger(__name__)
-LONGEST_WAIT = 60.0  # seconds for a batch to fill
+MAX_BATCH_WAIT = 60.0  # seconds for a batch to fill
 FAILURES = 5  # images in a row that failed because of the model, after which the process is unhealthy
 ATTEMPTS = 3  # engines that may be lost with one job before the job counts as the cause
 SCALE_UP_SECONDS, SCALE_DOWN_SECONDS = 10.0, 600.0  # that an image waits, or an engine is idle
@@ -67,8 +67,8 @@ class ImageQueue:
     ) -> None:
         if largest_batch < 1:
             raise ParameterError("largest_batch", largest_batch, "it must be 1 or more")
-        if not 0 <= batch_wait <= LONGEST_WAIT:
-            raise ParameterError("batch_wait", batch_wait, f"it must be 0 to {LONGEST_WAIT:g} s")
+        if not 0 <= batch_wait <= MAX_BATCH_WAIT:
+            raise ParameterError("batch_wait", batch_wait, f"it must be 0 to {MAX_BATCH_WAIT:g} s")
         if not 0 < stuck_seconds < inf:
             raise ParameterError("stuck_seconds", stuck_seconds, "it must be positive and finite")
         if capacity < limits.images:
