@@ -227,7 +227,7 @@ def draw(engine: Engine, jobs: dict[str, list[Any]], prototype: Prototype = null
     for name, members in jobs.items():
         for job in members:
             with prototype():
-                drawn[name].append(np.asarray(engine.generate([job])[0]))
+                drawn[name].append(np.asarray(engine.generate([job])[0].image))
     return {name: np.stack(images) for name, images in drawn.items()}
 
 

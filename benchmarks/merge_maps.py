@@ -208,7 +208,7 @@ def generate_merge_map(result: dict[str, Any], path: Path) -> tuple[Path, str]:
     about = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
     about["model"] = result["model"]
     with pipe.tome(**asdict(config)):
-        return write_merge_map(pipe, lambda: np.asarray(engine.generate([prompt.job])[0]), path, **about)
+        return write_merge_map(pipe, lambda: np.asarray(engine.generate([prompt.job])[0].image), path, **about)
 
 
 def main() -> None:

@@ -3,17 +3,20 @@
 The errors survive pickling, because Ray sends them between processes.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError
 from ..inference.manifest import Size, find_ratio
 
 MAX_SEED = 2**32 - 1
-MERGE_MAP = "merge_map"  # in an image's `info`, which Ray sends too
-MAX_STEPS = 1000  # steps: as many as models are trained with
+MAX_STEPS = 1000  # as many as models are trained with
+MAX_LOST_ENGINES = 3  # that may be lost with one job before the job counts as the cause
 
 
 class JobError(ToMeConfigError):
@@ -89,8 +92,7 @@ class Job:
         image: RGB, the image to start from; None for noise. It may be added later, see `ImageQueue.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
         second_pass: what follows; only without an image.
-        merge_map: whether the image's `info` is to have the group of each token, which merge at the last step
-            of the last pass.
+        wants_merge_map: whether to return which tokens were merged, see `GeneratedImage`.
     """
 
     prompt: str
@@ -104,7 +106,7 @@ class Job:
     image: Image | None = field(default=None, repr=False, hash=False)  # images have no hash
     strength: float | None = None
     second_pass: SecondPass | None = None
-    merge_map: bool = False
+    wants_merge_map: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio + 0.0)  # -0.0 is 0.0: equal jobs have equal settings
@@ -113,6 +115,11 @@ class Job:
     def size(self) -> Size:
         """Height and width."""
         return Size(self.height, self.width)
+
+    @property
+    def is_from_noise(self) -> bool:
+        """Whether text-to-image alone generates it."""
+        return self.image is None and self.second_pass is None
 
     @property
     def steps_to_run(self) -> int:
@@ -134,9 +141,13 @@ class Job:
 
         Its pipelines sample noise for the whole batch at once, so an image would depend on the rest of its batch.
         """
-        if self.image is not None or self.second_pass is not None:
+        if not self.is_from_noise:
             return None
         return self.height, self.width, self.steps, self.guidance_scale, self.ratio
+
+    def shares_call_with(self, others: "Sequence[Job]") -> bool:
+        """Whether jobs have the settings of this one, so that one pipeline call can run them all."""
+        return self.batch_key is not None and all(job.batch_key == self.batch_key for job in others)
 
     def settings(self) -> dict[str, Any]:
         """All fields but the image, ready for JSON; `strength` and `second_pass` only where they are set."""
@@ -148,6 +159,19 @@ class Job:
         return {**texts, **numbers, **size, **strength, **second_pass}
 
 
+class GeneratedImage(NamedTuple):
+    """What an engine returns for a job.
+
+    Args:
+        image: RGB.
+        merge_map: the group of each token, [h, w], as they merged at the last step of the last pass; None unless the
+            job asked for it, that pass has two steps or more, and its ratio is above 0.
+    """
+
+    image: Image
+    merge_map: NDArray[np.int_] | None = None
+
+
 @dataclass(frozen=True)
 class Limits:
     """The jobs that a server accepts.
@@ -156,7 +180,7 @@ class Limits:
         sizes: the exported ones, in pixels; the first is the default.
         ratios: the exported ratios; the first is the default.
         image_to_image: whether jobs may start from an image.
-        merge_map: whether jobs may ask for one.
+        has_merge_maps: whether jobs may ask for a merge map.
         prompt_characters: longest prompt and longest negative prompt.
         images: most images in one request.
         steps: most denoising steps.
@@ -171,7 +195,7 @@ class Limits:
     sizes: tuple[Size, ...]
     ratios: tuple[float, ...]
     image_to_image: bool = False
-    merge_map: bool = False
+    has_merge_maps: bool = False
     prompt_characters: int = 2000
     images: int = 4
     steps: int = 100
@@ -214,8 +238,8 @@ class Limits:
             if int(job.steps * job.strength) < 1:
                 message = f"{job.strength} of {job.steps} steps is less than one step: raise one of them"
                 raise JobError("strength", message)
-        if job.merge_map and not self.merge_map:
-            raise JobError("merge_map", "merge maps were not exported: export the model with --merge-map")
+        if job.wants_merge_map and not self.has_merge_maps:
+            raise JobError("wants_merge_map", "merge maps were not exported: export the model with --merge-map")
         if job.second_pass is not None:
             self._check_second_pass(job.second_pass)
         return replace(job, ratio=ratio)

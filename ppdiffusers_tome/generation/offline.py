@@ -126,7 +126,7 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
         AbandonedError: the engine was stopped.
     """
     jobs = [prompt.job for prompt in batch]
-    if len(batch) == 1 or engine.batch_key(jobs[0]) is not None:
+    if len(batch) == 1 or (engine.can_batch and jobs[0].shares_call_with(jobs)):
         try:
             images = engine.generate(jobs)
         except (EngineLostError, AbandonedError):
@@ -135,7 +135,7 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
             if len(batch) == 1:
                 return [(batch[0], f"{type(error).__name__}: {error}")]
         else:
-            return [(one, encode_png(image, one.job, engine)) for one, image in zip(batch, images, strict=True)]
+            return [(one, encode_png(made.image, one.job, engine)) for one, made in zip(batch, images, strict=True)]
     return [result for prompt in batch for result in generate_batch(engine, [prompt])]
 
 

@@ -6,12 +6,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import monotonic
-from typing import Any, Literal
-
-from PIL.Image import Image
+from typing import Literal
 
 from ..errors import ToMeError
-from ..generation.jobs import GenerationError, Job, JobError
+from ..generation.jobs import GeneratedImage, GenerationError, Job, JobError
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -53,7 +51,6 @@ class RequestProgress:
         seconds: duration of the pipeline calls that have generated its images; waiting does not count.
         batch: images in the last of these calls. They may be of several requests.
         step_seconds: duration of each step of the last of these calls; empty if its engine does not report every step.
-        merge_maps: the group of each token of each image, [h, w] int, or None; set when the images are there.
     """
 
     position: int | None = None
@@ -64,7 +61,6 @@ class RequestProgress:
     seconds: float = 0.0
     batch: int = 0
     step_seconds: list[float] = field(default_factory=list)
-    merge_maps: list[Any] = field(default_factory=list)
 
     def count(self, step: int, steps: int, images: int) -> None:
         """Note that a pipeline call with this many of the images has finished `step` of `steps`."""
@@ -91,7 +87,7 @@ class Ticket:
     job: Job
     progress: RequestProgress  # of its request
     arrived: float  # by time.monotonic()
-    future: "Future[Image]" = field(default_factory=Future)
+    future: "Future[GeneratedImage]" = field(default_factory=Future)
     runs_alone: bool = False  # because a call that it shared has failed
     lost_engines: int = 0
 
@@ -148,7 +144,7 @@ class Call:
             progress.count(step, steps, images)
         return all(ticket.future.cancelled() for ticket in self.tickets)
 
-    def deliver(self, images: Sequence[Image], seconds: float) -> None:
+    def deliver(self, images: Sequence[GeneratedImage], seconds: float) -> None:
         """Hand over the images after the call has taken so many seconds."""
         for progress, count in self.requests.items():
             progress.seconds, progress.batch = progress.seconds + seconds, len(images)
@@ -159,23 +155,23 @@ class Call:
                 ticket.future.set_result(image)
 
 
-def gather(waiting: Sequence[Ticket], largest_batch: int) -> tuple[list[Ticket], bool]:
+def gather(waiting: Sequence[Ticket], max_batch: int) -> tuple[list[Ticket], bool]:
     """The oldest job and those that share its call, and whether more could."""
     oldest = waiting[0]
     key = oldest.job.batch_key
     if key is None or oldest.runs_alone:
         return [oldest], False
     compatible = [ticket for ticket in waiting if ticket.job.batch_key == key]
-    return compatible[:largest_batch], len(compatible) < largest_batch
+    return compatible[:max_batch], len(compatible) < max_batch
 
 
-def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], largest_batch: int, pace: float) -> float:
+def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], max_batch: int, pace: float) -> float:
     """The estimated seconds until this many waiting images have left the queue.
 
     Args:
         images: not more than wait.
         waiting, calls: oldest first.
-        largest_batch: most images in one call.
+        max_batch: most images in one call.
         pace: seconds per cost of the latest calls; 0 if none has ended.
     """
     cost = 0.0
@@ -183,7 +179,7 @@ def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], lar
         cost += call.cost * (1 - call.step / call.steps)
         if not pace and call.step:  # the first call
             pace = call.seconds * call.steps / call.step / call.cost
-    while waiting and images > len(batch := gather(waiting, largest_batch)[0]):
+    while waiting and images > len(batch := gather(waiting, max_batch)[0]):
         images -= len(batch)
         cost += sum(ticket.cost for ticket in batch)
         waiting = [ticket for ticket in waiting if ticket not in batch]
