@@ -1,4 +1,4 @@
-"""From jobs to images: one pipeline call for jobs with equal size, steps, guidance scale and ratio. No HTTP."""
+"""Generate images of jobs, in one pipeline call if size, steps, guidance scale and ratio are equal. No HTTP."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
@@ -84,11 +84,15 @@ class Engine:
 
     @property
     def program_loads(self) -> int:
-        """How often a program of the UNet was loaded; more often than there are programs if not all fit in memory."""
+        """How often a program of the UNet was loaded. It exceeds the number of programs if not all fit in memory."""
         return getattr(self._text_to_image.unet, "loads", 0)
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """The tokens of a prompt with the two around it, how many the text encoder reads, and the text beyond them."""
+        """Count the tokens of a prompt.
+
+        Returns:
+            The number of tokens with the two around them, how many the text encoder reads, and the text beyond them.
+        """
         tokenizer = self._text_to_image.tokenizer
         limit, tokens = tokenizer.model_max_length, tokenizer(prompt, verbose=False).input_ids
         cut = tokenizer.decode(tokens[limit - 1 : -1]) if len(tokens) > limit else ""
@@ -119,7 +123,7 @@ class Engine:
         Raises:
             AbandonedError: should_stop returned True.
             GenerationError: an image has values that are not finite.
-            JobError: the scheduler has no schedule of so many steps.
+            JobError: the scheduler does not support the number of steps.
             ToMeConfigError: the jobs cannot share a call, a job starts from an image and there is no image-to-image
                 pipeline, its image is not RGB or not of the job's size, or a size or ratio was not exported.
         """
@@ -184,7 +188,7 @@ class Engine:
         return list(self._image_to_image(**settings).images)
 
     def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
-        """Raise JobError unless the scheduler has a schedule of so many steps, within the timesteps of training."""
+        """Raise JobError unless the scheduler supports the number of steps, within the timesteps of training."""
         scheduler = self._text_to_image.scheduler
         skipped = 0 if strength is None else steps - int(steps * strength)
         try:

@@ -43,7 +43,7 @@ class EngineLostError(ToMeError, RuntimeError):
 
 
 def seed_after(first: int, count: int) -> int:
-    """The seed of the image that is `count` places after the one with seed `first`: the sum, modulo 2**32."""
+    """The seed of the image `count` places after the one with seed `first`: their sum, modulo 2**32."""
     return (first + count) % (MAX_SEED + 1)
 
 
@@ -54,7 +54,7 @@ class SecondPass:
     Args:
         height, width: pixels, one of the exported sizes.
         ratio: as in `Job`; the first pass has its own.
-        steps: that run, whatever the strength.
+        steps: number of steps that run, whatever the strength.
         strength: share of denoising that the steps cover, 0 < strength <= 1.
     """
 
@@ -71,7 +71,7 @@ class SecondPass:
 
     @property
     def schedule(self) -> int:
-        """Steps of the schedule of which `strength` leaves `steps`."""
+        """Number of steps for which the scheduler must be set so that `strength` leaves `steps` of them."""
         count = int(self.steps / self.strength)
         while int(count * self.strength) < self.steps:  # as pipelines round
             count += 1
@@ -91,7 +91,7 @@ class Job:
         guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt has no effect.
         image: RGB, the image to start from; None for noise. It may be added later, see `ImageQueue.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
-        second_pass: what follows; only without an image.
+        second_pass: a second pass that follows; only without an image.
         wants_merge_map: whether to return which tokens were merged, see `GeneratedImage`.
     """
 
@@ -137,7 +137,7 @@ class Job:
 
     @property
     def batch_key(self) -> tuple[float, ...] | None:
-        """Settings that all jobs of one pipeline call share; None for jobs that image-to-image makes, one by one.
+        """Settings that all jobs of one pipeline call share; None for image-to-image, which runs job by job.
 
         Its pipelines sample noise for the whole batch at once, so an image would depend on the rest of its batch.
         """
@@ -160,7 +160,7 @@ class Job:
 
 
 class GeneratedImage(NamedTuple):
-    """What an engine returns for a job.
+    """The result of a job.
 
     Args:
         image: RGB.
@@ -181,12 +181,12 @@ class Limits:
         ratios: the exported ratios; the first is the default.
         image_to_image: whether jobs may start from an image.
         has_merge_maps: whether jobs may ask for a merge map.
-        prompt_characters: longest prompt and longest negative prompt.
-        images: most images in one request.
-        steps: most denoising steps.
+        prompt_characters: length of the longest prompt or negative prompt.
+        images: largest number of images in one request.
+        steps: largest number of denoising steps.
         guidance_scale: largest guidance scale.
-        image_pixels, image_side, image_aspect: of an image that a client sends, the most pixels (width times height),
-            the longest side, and the largest ratio of the longer to the shorter side.
+        image_pixels, image_side, image_aspect: limits of an image that a client sends: width times height, the longer
+            side, and the ratio of the longer to the shorter side.
 
     Raises:
         ToMeConfigError: a limit is not positive, or there is no size or no ratio.

@@ -14,11 +14,11 @@ from ..inference.manifest import Size
 from .jobs import Job, JobError, Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
-MAX_SCANS = 100  # of a JPEG, which has about ten. Stops files of a few KB that take minutes to decode
+MAX_SCANS = 100  # of a JPEG; usual ones have about ten. Files of a few KB with thousands take minutes to decode
 
 
 class Source(Protocol):
-    """What an image is described by beside its job: an `Engine`, or a queue with the same attributes."""
+    """The source of an image, which its metadata name: an `Engine`, or a queue with the same attributes."""
 
     name: str
 
@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 def describe(job: Job, source: Source) -> str:
-    """How an image was made, in the format that stable-diffusion-webui writes and reads ("infotext")."""
+    """Describe how an image was made, in the format of stable-diffusion-webui ("infotext")."""
     facts: dict[str, Any] = {
         "Steps": job.steps,
         "Sampler": source.sampler,
@@ -48,7 +48,7 @@ def describe(job: Job, source: Source) -> str:
 
 
 def describe_merging(job: Job, source: Source) -> dict[str, Any]:
-    """How tokens merge, and the second pass, in stable-diffusion-webui's words."""
+    """Describe how tokens merge, and the second pass, in stable-diffusion-webui's terms."""
     facts: dict[str, Any] = {"Token merging ratio": job.ratio}
     method = source.methods.get(job.ratio, "")
     if method:
@@ -83,7 +83,7 @@ def load_image(source: str | bytes, size: tuple[int, int], limits: Limits) -> Im
         source: a PNG, JPEG or WEBP file, as bytes, or as text in base64 with or without "data:image/png;base64,"
             before it. URLs and file names are not read.
         size: (width, height) of the result.
-        limits: of pixels, sides and aspect. An image beyond them is refused by its header, before it is decoded.
+        limits: has the limits of pixels, sides and aspect. They are checked before the image is decoded.
 
     Raises:
         JobError: the image is malformed, of another format or too large; the field is `image`.

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, on this machine or others: Ray actors with the interface of `Engine`."""
+"""Engines in their own processes, on this machine or others: Ray actors with the interface of `Engine`."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from .jobs import MAX_LOST_ENGINES, AbandonedError, EngineLostError, GeneratedIm
 from .offline import ImageBackend, ImageResult, ImageResults, generate_batch
 from .prompt_file import Prompt
 
-# What the caller of a process gets if the process or its machine died.
+# Errors that the caller of a process gets if the process or its machine died.
 DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, ObjectLostError)
 POLL_SECONDS = 0.1  # between two looks at the progress of a call
 OBJECT_STORE_BYTES = 200 * 2**20  # for jobs and images; Ray's default is a third of the machine's memory
@@ -180,7 +180,7 @@ class RemoteEngine:
         return self._result(self._actor.generate.remote(self._calls, jobs), self._hung_seconds, poll)
 
     def _result(self, call: Any, max_seconds: float = inf, poll: Callable[[], None] = lambda: None) -> Any:
-        """What the actor returns or raises; `poll` is called meanwhile.
+        """Wait for the actor and return its result, or raise its error; `poll` is called meanwhile.
 
         Raises:
             EngineLostError: the actor has died, or the call took too long.
@@ -209,11 +209,12 @@ class RemoteEngine:
 def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0, gpus: float = 0.0) -> ImageBackend:
     """A backend of several engines, on the Ray that this process is connected to.
 
-    An engine that is lost is replaced, and any engine takes its batch. Three times, then its prompts run alone.
+    An engine that is lost is replaced, and its batch runs again on any engine. The prompts of a batch that has lost
+    three engines run alone. A prompt that then loses three engines has failed.
 
     Args:
         load: makes an engine; called in each process, so its files must be on all machines.
-        engines: their number; at most one for each batch is started.
+        engines: number of engines; not more than there are batches are started.
         cpus, gpus: reserved by Ray for each engine; may be fractions.
 
     Raises (the backend):

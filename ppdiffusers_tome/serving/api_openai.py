@@ -41,7 +41,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
 
 class OpenAIService:
-    """What the handlers of this interface share; one for each application, in `app.state.openai`."""
+    """State that the handlers of this interface share. Each application has one, in `app.state.openai`."""
 
     def __init__(self, queue: ImageQueue, config: AppConfig) -> None:
         self.queue, self.config = queue, config
@@ -51,7 +51,7 @@ class OpenAIService:
 
     @property
     def keywords(self) -> dict[str, dict[str, Any]]:
-        """What /openapi.json says about the fields, see `schema_keywords`."""
+        """Keywords of JSON Schema that /openapi.json has for the fields, by name."""
         return {NAMES.get(name, name): one for name, one in protocol.schema_keywords(self.queue.limits).items()}
 
     def describe_model(self) -> protocol.ModelResponse:
@@ -163,7 +163,7 @@ async def edit(request: Request, service: Service) -> ImagesAnswer:
 
 @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 413, 415, 422, 503))
 async def count_tokens(body: protocol.TokensRequest, service: Service) -> protocol.TokensResponse:
-    """How many tokens a prompt has, and what of it the text encoder does not read."""
+    """Count the tokens of a prompt, and return the end of it that the text encoder does not read."""
     try:
         service.queue.limits.check_text("prompt", body.prompt)
         tokens, limit, cut = await asyncio.to_thread(service.queue.count_tokens, body.prompt)

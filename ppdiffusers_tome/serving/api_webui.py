@@ -56,7 +56,7 @@ router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_cl
 
 
 class WebuiService:
-    """What the handlers of this interface share; one for each application, in `app.state.webui`."""
+    """State that the handlers of this interface share. Each application has one, in `app.state.webui`."""
 
     def __init__(self, queue: ImageQueue, config: AppConfig) -> None:
         self.queue = queue
@@ -79,7 +79,7 @@ class WebuiService:
 
     @property
     def choices(self) -> dict[str, list[Any]]:
-        """The values of fields, beside null, that depend on the export, by name."""
+        """The allowed values, besides null, of the fields that depend on the export, by name."""
         limits = self.queue.limits
         ratios = list(dict.fromkeys((0.0, *limits.ratios)))
         return {
@@ -95,7 +95,7 @@ class WebuiService:
 
     @property
     def keywords(self) -> dict[str, dict[str, Any]]:
-        """What /openapi.json says about the fields, as keywords of JSON Schema by name."""
+        """Keywords of JSON Schema that /openapi.json has for the fields, by name."""
         of_jobs = protocol.schema_keywords(self.queue.limits)
         keywords = {name: {"enum": values} for name, values in self.choices.items()}
         return keywords | {
@@ -291,7 +291,7 @@ async def list_schedulers() -> list[dict[str, Any]]:
 
 @router.get("/upscalers")
 async def list_upscalers() -> list[dict[str, Any]]:
-    """What enlarges the image before a second pass."""
+    """List the filter that enlarges the image before a second pass."""
     return [{"name": "Lanczos", "model_name": None, "model_path": None, "model_url": None, "scale": 4}]
 
 

@@ -1,4 +1,4 @@
-"""From a request's fields to PNG files while its client waits; time-outs, disconnections and failures are errors."""
+"""Generate the images of a request while its client waits. Time-outs, disconnections and failures are errors."""
 
 import asyncio
 import base64
@@ -37,7 +37,7 @@ class RequestHandler:
 
     Args:
         queue: generates the images.
-        config: the time limit of a request, and the defaults of its fields.
+        config: has the time limit of a request and the defaults of its fields.
         names: the interface's names of a job's fields, where they differ.
     """
 
@@ -74,7 +74,7 @@ class RequestHandler:
 
         Args:
             request: if its client disconnects, the jobs are abandoned.
-            image: to start from, see `load_image`; None for noise.
+            image: the image to start from, see `load_image`; None for noise.
             progress: see `ImageQueue.submit`.
 
         Returns:

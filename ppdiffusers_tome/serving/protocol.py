@@ -26,7 +26,7 @@ Integer = Annotated[int, WHOLE]
 
 
 def schema_keywords(limits: Limits) -> dict[str, dict[str, Any]]:
-    """What /openapi.json says about the fields of a job, as keywords of JSON Schema. `Limits.check` checks them."""
+    """Keywords of JSON Schema that /openapi.json has for the fields of a job, which `Limits.check` checks."""
     text = {"maxLength": limits.prompt_characters}
     keywords: dict[str, dict[str, Any]] = {
         "prompt": text,
@@ -51,7 +51,7 @@ def add_keywords(model: dict[str, Any], keywords: Mapping[str, Mapping[str, Any]
 
 
 class ImageFields(Strict):
-    """What requests for images have in common."""
+    """The fields that all requests for images share."""
 
     prompt: str
     model: str | None = Field(None, max_length=500, description="the name in GET /v1/models")
@@ -74,7 +74,7 @@ class ImageFields(Strict):
     # OpenAI's fields of which this server supports one value.
     output_format: Literal["png"] | None = None
     partial_images: Annotated[Integer, Field(json_schema_extra={"enum": [0]})] | None = None
-    # OpenAI's fields that are ignored, because without what they ask for there is an image too: see `IGNORED`.
+    # OpenAI's fields that are ignored, because an image without what they ask for is still useful: see `IGNORED`.
     background: str | None = Field(None, max_length=100, description="ignored")
     moderation: str | None = Field(None, max_length=100, description="ignored")
     output_compression: Annotated[int, Field(ge=0, le=100), WHOLE] | None = Field(None, description="ignored")

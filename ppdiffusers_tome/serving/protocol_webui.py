@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from ..generation.jobs import MAX_SEED, MAX_STEPS
 
-# Most clients send all fields of the schema, whatever they use.
+# Most clients send all fields of the schema, also those that they do not use.
 # These fields ask for features that do not exist here, unless they have one of these values, or null.
 OFF: dict[str, tuple[Any, ...]] = {
     "CLIP_stop_at_last_layers": (1,),
@@ -177,7 +177,7 @@ class ImageToImageRequest(TextRequest):
 
 
 class GenerationInfo(BaseModel):
-    """What stable-diffusion-webui always writes into `info`."""
+    """The fields that stable-diffusion-webui always writes into `info`."""
 
     prompt: str
     all_prompts: list[str]

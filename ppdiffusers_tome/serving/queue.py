@@ -50,8 +50,8 @@ class ImageQueue:
         load: makes an engine; called once in each thread, and again if its engine is lost.
         name: the model's name for clients.
         limits: the jobs that are accepted.
-        capacity: most images that wait; images in the pipeline do not count.
-        max_batch: most images in one pipeline call.
+        capacity: largest number of waiting images; images in the pipeline do not count.
+        max_batch: largest number of images in one pipeline call.
         batch_wait: seconds, 0 to 60, that the oldest job waits for others to share its call. Time that it spent in the
             queue during an earlier call counts.
         stuck_seconds: duration of a pipeline call after which the queue is unhealthy.
@@ -95,11 +95,11 @@ class ImageQueue:
         self._calls: list[Call] = []  # oldest first
         self._reserved = 0  # places of jobs whose image is being decoded
         self.is_closed = False
-        self._pace = 0.0  # seconds per cost of a call, of late
+        self._pace = 0.0  # seconds per cost of the latest calls
         self._failures = 0  # in a row
         self.failure: BaseException | None = None  # why the state is "failed"
         self._engines: list[Engine] = []  # loaded, and not known to be lost; oldest first
-        # What all engines have in common; read once, because any of them may be lost.
+        # Attributes that all engines share. They are copied, because any engine may be lost.
         self.sampler = "not loaded"  # the scheduler's name in Stable Diffusion's user interfaces
         self.methods: Mapping[float, str] = {}  # how tokens merge, in words, by ratio
         self._threads = [
@@ -139,7 +139,7 @@ class ImageQueue:
             return Progress.of(self._calls, len(self._waiting))
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """See `Engine.count_tokens`. An engine that turns out to be lost is replaced, and another one counts.
+        """See `Engine.count_tokens`. If an engine is lost, another one counts and it is replaced.
 
         Raises:
             UnavailableError: no engine is loaded now.
@@ -160,14 +160,14 @@ class ImageQueue:
             jobs: of one request; without their image if `load_image` is given.
             load_image: decodes the image that all jobs start from. It is called once, in a thread, after the jobs
                 have their places and before the pipeline runs.
-            progress: a new one, which is updated from other threads.
+            progress: a new one; it is updated from other threads.
 
         Returns:
             The images, in the order of the jobs.
 
         Raises:
             UnavailableError: the jobs are not accepted now; a QueueFullError if there is no room for them.
-            JobError: from `load_image`, or the model's scheduler has no schedule of so many steps.
+            JobError: from `load_image`, or the model's scheduler does not support the number of steps.
             GenerationError: the pipeline failed on one of the jobs.
         """
         self._reserve(len(jobs))
@@ -260,9 +260,10 @@ class ImageQueue:
                 self._changed.notify_all()
 
     def _wait_until_needed(self) -> bool:
-        """Wait until the thread must load an engine, and return True; or False if the queue was closed.
+        """Block until another engine is needed, and return True; return False if the queue was closed.
 
-        It must if an image has waited for long, or if a thread has ended because it could not replace its engine.
+        It is needed if an image has waited more than SCALE_UP_SECONDS, or if a thread has ended because it could not
+        replace its engine.
         """
         with self._changed:
             while not self.is_closed:
@@ -275,7 +276,7 @@ class ImageQueue:
         return False
 
     def _add(self, engine: Engine) -> None:
-        """Note that an engine is loaded."""
+        """Record that an engine is loaded."""
         with self._changed:
             self._engines.append(engine)
             self.sampler, self.methods = engine.sampler, engine.methods
@@ -285,14 +286,14 @@ class ImageQueue:
                 self.state = "ready"
 
     def _remove(self, engine: Engine) -> None:
-        """Note that an engine is lost or given up. The thread that runs it replaces it if it is lost."""
+        """Record that an engine is lost or was ended. The thread that runs it replaces it if it is lost."""
         with self._changed:
             if engine in self._engines:
                 self._engines.remove(engine)
                 self._changed.notify_all()
 
     def _run(self, engine: Engine, max_idle_seconds: float) -> None:
-        """Run call after call until the queue is closed, or the engine was idle for so long and is not needed."""
+        """Run call after call until the queue is closed, or the engine is not needed after `max_idle_seconds` idle."""
         loads = True  # whether there are programs to load, which happens while no image waits
         while True:
             if call := self._next_call(engine, 0.0 if loads else max_idle_seconds):
@@ -303,7 +304,7 @@ class ImageQueue:
                 loads = engine.load_next()
 
     def _next_call(self, engine: Engine, idle_seconds: float) -> Call | None:
-        """Wait for the next call, which then counts as running; None if the queue was closed or idle for so long."""
+        """Wait for the next call and mark it as running; None if the queue was closed, or idle for `idle_seconds`."""
         with self._changed:
             until = monotonic() + idle_seconds
             while True:
@@ -366,7 +367,7 @@ class ImageQueue:
                 self._calls.remove(call)
 
     def _deliver(self, call: Call, images: Sequence[GeneratedImage]) -> None:
-        """Note the pace and the duration of a call that has ended, and hand over its images."""
+        """Record the pace and the duration of a call that has ended, and hand over its images."""
         seconds = call.seconds
         pace = seconds / call.cost
         with self._changed:
