@@ -4,21 +4,17 @@ import json
 import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import ToMeConfigError
 from .files import write_file
-from .schedules import Schedule, is_schedule, make_schedule, ratio_at
 
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
 _ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
-# Of merge_attn: keys and values merge further than queries, or only they merge, or attention merges and the MLP that
-# is parallel to it does not.
-ASYMMETRIC, KV, ALONE = "asymmetric", "kv", "alone"
+ASYMMETRIC, KV = "asymmetric", "kv"  # of merge_attn: keys and values merge further than queries, or only they merge
 # With ASYMMETRIC and a share of tokens to keep, keys and values keep it to this power, queries to 2 less this power.
 _KEYS_POWER = 5 / 3
 SIMILARITY, GRID = "similarity", "grid"  # of match
@@ -41,12 +37,7 @@ class ToMeConfig:
 
     Args:
         ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy); see merge_attn. 0.5, the default, is a good
-            start; 0 merges nothing. Or a schedule from the start (1.0) to the end (0.0) of denoising, as a mapping:
-            {1.0: 0.7, 0.5: 0.5, 0.1: 0.0} is ratio 0.7 at first, 0.5 in the second half, and plain in the last tenth.
-            Each pass reads where it is from the timestep that the model gets; DiT, VQ-Diffusion and Stable Video
-            Diffusion do not show it. At the same mean ratio, a schedule that falls a little is slightly nearer to the
-            plain image than a constant one, one that falls much or rises is further (docs/methods.md). The attribute
-            is then a tuple of the pairs.
+            start; 0 merges nothing.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, the default, only the largest feature maps
             with self-attention merge: level 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all
@@ -75,7 +66,7 @@ class ToMeConfig:
             values are computed, at `ratio`, so that every token keeps its own query and output; False merges nothing
             there. The text of a joint attention never merges. In the single-stream blocks of FLUX and HunyuanVideo,
             True and "asymmetric" merge all tokens at `ratio`, around the MLP too, which is parallel to attention there
-            and is most of the work; "alone" does so only with merge_mlp. Elsewhere it is as True.
+            and is most of the work.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality. It cannot be combined with
             `enable_forward_chunking()`.
@@ -87,7 +78,7 @@ class ToMeConfig:
             message names the argument, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
-    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "asymmetric", "kv" and "alone" are new; a ratio
+    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "asymmetric" and "kv" are new; a ratio
     above the maximum is an error, where tomesd silently lowers it; and `max_downsample` defaults to None, where
     tomesd's default of 1 merges nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya
     et al. 2022, arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024,
@@ -99,7 +90,7 @@ class ToMeConfig:
         2048
     """
 
-    ratio: float | Schedule = 0.5
+    ratio: float = 0.5
     max_downsample: int | None = None
     sx: int = 2
     sy: int = 2
@@ -128,9 +119,7 @@ class ToMeConfig:
                 "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
                 "True, or use remove_tome() to turn merging off."
             )
-        check = partial(_ratio, sx=self.sx, sy=self.sy, is_grid=self.match == GRID)
-        ratio = make_schedule(self.ratio, check) if is_schedule(self.ratio) else check(self.ratio)
-        object.__setattr__(self, "ratio", ratio)
+        object.__setattr__(self, "ratio", _ratio(self.ratio, self.sx, self.sy, self.match == GRID))
 
     def removed(self, tokens: int, dst: int, *, keys: bool = False) -> int:
         """Number of tokens of a grid that are merged away, r.
@@ -145,9 +134,6 @@ class ToMeConfig:
             r = ⌊N·ratio⌋, at most N - dst; N - dst with match="grid"; 0 below min_tokens. Where floating point puts
             N·ratio just below the integer that it is, as 100·0.29, tomesd merges one token less. With
             merge_attn="asymmetric", `ratio` is that of `attention_ratios`.
-
-        Raises:
-            ToMeConfigError: the ratio follows a schedule.
         """
         ratio = self.attention_ratios[keys]
         if tokens < self.min_tokens:
@@ -164,15 +150,12 @@ class ToMeConfig:
         both merge at `ratio`. Keys and values keep the fifth power of the share that queries keep, or as much as cells
         let them.
 
-        Raises:
-            ToMeConfigError: the ratio follows a schedule.
-
         Example:
             >>> queries, keys = ToMeConfig(ratio=0.5, merge_attn="asymmetric").attention_ratios
             >>> round(queries, 3), round(keys, 3), round((1 - queries) * (1 - keys), 3)
             (0.206, 0.685, 0.25)
         """
-        ratio = self.constant_ratio
+        ratio = self.ratio
         if self.merge_attn != ASYMMETRIC:
             return ratio, ratio
         keys = min(1 - (1 - ratio) ** _KEYS_POWER, 1 - 1 / (self.sx * self.sy))
@@ -182,47 +165,16 @@ class ToMeConfig:
         """With merge_attn=True in place of "asymmetric"."""
         return replace(self, merge_attn=True) if self.merge_attn == ASYMMETRIC else self
 
-    @property
-    def constant_ratio(self) -> float:
-        """The ratio, where it must not change; raises ToMeConfigError if it follows a schedule."""
-        if isinstance(self.ratio, tuple):
-            raise ToMeConfigError(f"{self.describe()}: a constant ratio is needed here, not a schedule.")
-        return self.ratio
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """The ratios that passes have: one, or those of the schedule in its order, each once."""
-        return tuple(dict.fromkeys(part.constant_ratio for _, part in self.parts))
-
-    def at(self, share: float) -> "ToMeConfig":
-        """The settings of a pass at `share`, from the start (1.0) to the end (0.0) of denoising.
-
-        Example:
-            >>> ToMeConfig(ratio={1.0: 0.7, 0.5: 0.25}).at(0.5).ratio
-            0.25
-        """
-        return replace(self, ratio=ratio_at(self.ratio, share))
-
-    @property
-    def parts(self) -> list[tuple[float, "ToMeConfig"]]:
-        """The settings in order, each with the share of denoising that has them; without a schedule one pair."""
-        if not isinstance(self.ratio, tuple):
-            return [(1.0, self)]
-        ends = [*(share for share, _ in self.ratio[1:]), 0.0]
-        return [(share - end, self.at(share)) for (share, _), end in zip(self.ratio, ends, strict=True)]
-
     def describe(self) -> str:
         """`ratio` and all settings that differ from their defaults, as "name=value, …"; for logs and metadata."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         described = {f.name: values[f.name] for f in fields(self) if f.name == "ratio" or values[f.name] != f.default}
-        if isinstance(self.ratio, tuple):
-            described["ratio"] = dict(self.ratio)
         return ", ".join(f"{name}={value!r}" for name, value in described.items())
 
     @property
     def method(self) -> str:
         """How tokens merge in words, defaults included; without `ratio` and `seed`."""
-        of_attention = {True: "ToMe", ASYMMETRIC: "asymmetric ToMe", ALONE: "ToMe around attention alone"}
+        of_attention = {True: "ToMe", ASYMMETRIC: "asymmetric ToMe"}
         layers = [of_attention[self.merge_attn]] if self.merge_attn in of_attention else []
         layers += [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
         applies = {
@@ -339,8 +291,8 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("use_rand", "proportional", "merge_crossattn", "merge_mlp"), _EITHER),
     "merge_attn": (
         lambda value: value if isinstance(value, (bool, str)) else None,
-        lambda value: value in (True, False, ASYMMETRIC, KV, ALONE),
-        f"True or False, or {ASYMMETRIC!r}, {KV!r} or {ALONE!r}",
+        lambda value: value in (True, False, ASYMMETRIC, KV),
+        f"True or False, or {ASYMMETRIC!r} or {KV!r}",
     ),
     "match": (lambda value: value, lambda value: value in (SIMILARITY, GRID), f"{SIMILARITY!r} or {GRID!r}"),
     **dict.fromkeys(("sx", "sy"), _CELL),
@@ -364,7 +316,7 @@ def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
     largest = 1 - 1 / (sx * sy)
     allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ToMeConfigError(f"ratio={value!r:.200} is not allowed: {allowed}, or a schedule {{share: ratio}}.")
+        raise ToMeConfigError(f"ratio={value!r:.200} is not allowed: {allowed}.")
     ratio = float(value)
     if abs(ratio - largest) <= 5e-7:  # as rounded in the message
         ratio = largest

@@ -5,13 +5,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..config import ALONE, ASYMMETRIC, GRID, KV, SIMILARITY, ToMeConfig
+from ..config import ASYMMETRIC, GRID, KV, SIMILARITY, ToMeConfig
 
 NAMES = tuple(field.name for field in fields(ToMeConfig) if field.name != "ratio")
 _MERGE_ATTN: dict[str, bool | str] = {
     "true": True,
     "false": False,
-    **{name: name for name in (ASYMMETRIC, KV, ALONE)},
+    **{name: name for name in (ASYMMETRIC, KV)},
 }
 
 
@@ -50,9 +50,7 @@ def add_merge_options(command: argparse.ArgumentParser) -> None:
     option("--match", choices=(SIMILARITY, GRID), **default("match", match))
     blend = f"share of the mean in a merged token, from 0, its dst token, to 1 {shown('blend')}"
     option("--blend", type=float, **default("blend", blend))
-    values = (
-        f"{ASYMMETRIC}: keys and values further than queries, {KV}: only they, {ALONE}: not the MLP parallel to it"
-    )
+    values = f"{ASYMMETRIC}: keys and values further than queries, {KV}: only they"
     attn = f"merge around self-attention; {values} {shown('merge_attn')}"
     option("--merge-attn", type=_merge_attn, metavar="|".join(_MERGE_ATTN), **default("merge_attn", attn))
     option("--merge-crossattn", action="store_true", **default("merge_crossattn", "merge around cross-attention too"))

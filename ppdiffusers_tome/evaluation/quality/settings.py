@@ -85,7 +85,7 @@ class Evaluation:
 
     def jobs(self, setting: Setting) -> list[Prompt]:
         """The images of a setting."""
-        job = Job("", self.size, self.size, setting.config.constant_ratio, 0, "", self.steps, self.guidance_scale)
+        job = Job("", self.size, self.size, setting.config.ratio, 0, "", self.steps, self.guidance_scale)
         offset = 2**31 if setting == OTHER_SEEDS else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):
