@@ -120,7 +120,7 @@ def test_second_pass_starts_from_the_enlarged_image_of_the_first(engine):
 @pytest.mark.parametrize("strength", [0.001, 0.05, 0.3, 0.6, 0.7, 0.999, 1.0])
 def test_all_steps_of_a_second_pass_run(strength):
     for steps in (1, 7, 20, 100):
-        schedule = SecondPass(64, 64, 0.5, steps, strength).schedule
+        schedule = SecondPass(64, 64, 0.5, steps, strength).scheduled_steps
         assert int(schedule * strength) == steps
 
 

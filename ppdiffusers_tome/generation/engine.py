@@ -135,7 +135,7 @@ class Engine:
             )
         self._check_steps("steps", first.steps, first.strength)
         if first.second_pass is not None:
-            self._check_steps("second_pass.steps", first.second_pass.schedule, first.second_pass.strength)
+            self._check_steps("second_pass.steps", first.second_pass.scheduled_steps, first.second_pass.strength)
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
         last_pipe = self._text_to_image if first.is_from_noise else self._image_to_image

@@ -70,7 +70,7 @@ class SecondPass:
         return Size(self.height, self.width)
 
     @property
-    def schedule(self) -> int:
+    def scheduled_steps(self) -> int:
         """Number of steps for which the scheduler must be set so that `strength` leaves `steps` of them."""
         count = int(self.steps / self.strength)
         while int(count * self.strength) < self.steps:  # as pipelines round
@@ -133,7 +133,7 @@ class Job:
         assert second is not None
         job = replace(self, height=second.height, width=second.width, ratio=second.ratio, second_pass=None)
         image = image.resize((second.width, second.height), Resampling.LANCZOS)
-        return replace(job, image=image, strength=second.strength, steps=second.schedule)
+        return replace(job, image=image, strength=second.strength, steps=second.scheduled_steps)
 
     @property
     def batch_key(self) -> tuple[float, ...] | None:
