@@ -4,7 +4,7 @@ import os
 
 from PIL import Image
 
-from ppdiffusers_tome.generation.jobs import Limits
+from ppdiffusers_tome.generation.jobs import GeneratedImage, Limits
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE, AppConfig
@@ -13,10 +13,7 @@ from ppdiffusers_tome.serving.server import serve
 
 
 class BlankEngine:
-    name, sampler, methods = "blank", "DDIM", {}
-
-    def batch_key(self, job):
-        return None
+    name, sampler, methods, can_batch = "blank", "DDIM", {}, False
 
     def count_tokens(self, prompt):
         return len(prompt), 77, prompt[77:]
@@ -25,7 +22,7 @@ class BlankEngine:
         return False
 
     def generate(self, jobs, should_stop=None):
-        return [Image.new("RGB", (job.width, job.height)) for job in jobs]
+        return [GeneratedImage(Image.new("RGB", (job.width, job.height))) for job in jobs]
 
 
 if __name__ == "__main__":

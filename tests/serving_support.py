@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import httpx
 from PIL import Image
 
-from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Limits
+from ppdiffusers_tome.generation.jobs import AbandonedError, GeneratedImage, GenerationError, Limits
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
 from ppdiffusers_tome.serving.app_config import AppConfig
@@ -42,6 +42,7 @@ class FakeEngine:
     """
 
     name, sampler, methods = "fake", "DDIM", {0.5: "ToMe, windows of 16", 0.0: ""}
+    can_batch = True
     clock = None  # a `Clock`: steps take their time by it, and none by any other
 
     def __init__(self, step_seconds=0.0):
@@ -53,9 +54,6 @@ class FakeEngine:
         self.pause_at = None  # a step before which the gate closes
         self.started = threading.Semaphore(0)  # released at the start of every call
         self.programs = []  # events: each loads when it is set
-
-    def batch_key(self, job):
-        return job.batch_key
 
     def count_tokens(self, prompt):
         """Words, of which the text encoder reads the first five."""
@@ -89,7 +87,13 @@ class FakeEngine:
                 raise RuntimeError("secret reason")
             if job.prompt == "damaged":
                 raise GenerationError("an image has values that are not finite")
-        return [Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0)) for job in jobs]
+        return [GeneratedImage(self.paint(job), self.merge_map(job)) for job in jobs]
+
+    def paint(self, job):
+        return Image.new("RGB", (job.width, job.height), (job.seed % 256, 0, 0))
+
+    def merge_map(self, job):
+        return None
 
 
 class Clock:

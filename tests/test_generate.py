@@ -17,7 +17,7 @@ from PIL import Image
 
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation.engine import load_engine
-from ppdiffusers_tome.generation.jobs import Job, Limits
+from ppdiffusers_tome.generation.jobs import GeneratedImage, Job, Limits
 from ppdiffusers_tome.generation.offline import OutputError, generate, generate_batch, generate_here, model_hash, split
 from ppdiffusers_tome.generation.prompt_file import Prompt, PromptFileError, read_prompts
 from ppdiffusers_tome.inference import read_manifest
@@ -148,17 +148,14 @@ class Painter:
 
     name, sampler, methods = "painter", "DDIM", {}
 
-    def __init__(self, key="batched"):
-        self.batches, self.key = [], key
-
-    def batch_key(self, job):
-        return self.key
+    def __init__(self, can_batch=True):
+        self.batches, self.can_batch = [], can_batch
 
     def generate(self, jobs, should_stop=None):
         self.batches.append([job.seed for job in jobs])
         if any("explode" in job.prompt for job in jobs):
             raise RuntimeError("no such image")
-        return [Image.new("RGB", (job.width, job.height), (job.seed, 0, 0)) for job in jobs]
+        return [GeneratedImage(Image.new("RGB", (job.width, job.height), (job.seed, 0, 0))) for job in jobs]
 
 
 def prompts_of(*texts):
@@ -218,8 +215,8 @@ def test_failed_prompt_does_not_fail_its_batch(tmp_path):
     assert [(prompt.index, reason) for prompt, reason in summary.failures] == [(1, "RuntimeError: no such image")]
 
 
-def test_jobs_without_a_batch_key_run_alone():
-    painter = Painter(key=None)
+def test_jobs_of_an_engine_that_cannot_batch_run_alone():
+    painter = Painter(can_batch=False)
     assert [prompt.index for prompt, _ in generate_batch(painter, prompts_of("a", "b"))] == [0, 1]
     assert painter.batches == [[0], [1]]
 
@@ -338,7 +335,7 @@ def test_image_has_metadata_and_does_not_depend_on_its_batch(tmp_path, exported_
     assert "Seed: 7" in text and f"Token merging method: {json.dumps(metadata['tome_method'])}" in text
     assert f"{engine.name}, ratio 0.5: asymmetric ToMe" in capsys.readouterr().out
     job = Job("owl", 32, 32, 0.5, seed=42, negative_prompt="red", steps=2, guidance_scale=2.0)
-    alone = engine.generate([job])[0]
+    alone = engine.generate([job])[0].image
     assert np.abs(np.asarray(alone, int) - np.asarray(owl, int)).max() <= 1
 
 

@@ -29,7 +29,6 @@ from skimage.metrics import structural_similarity
 from ppdiffusers_tome.commands.serve import warm_up_jobs
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.generation.jobs import MERGE_MAP
 from ppdiffusers_tome.inference.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig
 
@@ -49,7 +48,7 @@ NARROW = {"width": 320, "height": 640}
 LANDSCAPE = {"width": 740, "height": 340}
 RATIOS = (0.5, 0.25, 0.75, 0.0)
 PROMPTS = ("a 3d render of fox", "a flat drawing of octopus")
-EXPORTED = replace(LIMITS, ratios=RATIOS, merge_map=True)
+EXPORTED = replace(LIMITS, ratios=RATIOS, has_merge_maps=True)
 CONFIG = AppConfig(steps=4, prompts=PROMPTS)
 ABORTED = ["ERR_ABORTED"]  # of a request that the page cancels
 
@@ -77,12 +76,15 @@ class ColorEngine(FakeEngine):
         self.step_seconds = self.seconds.get(jobs[0].ratio, 0.0)
         if jobs[0].ratio == self.held:
             self.gate.clear()
-        images = super().generate(jobs, should_stop)
-        for image, job in zip(images, jobs, strict=True):
-            image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
-            if job.merge_map:
-                image.info[MERGE_MAP] = self.maps[job.ratio]
-        return images
+        return super().generate(jobs, should_stop)
+
+    def paint(self, job):
+        image = super().paint(job)
+        image.paste((job.seed % 256, round(80 * job.ratio), 0), (0, 0, job.width, job.height // 2))
+        return image
+
+    def merge_map(self, job):
+        return self.maps[job.ratio] if job.wants_merge_map else None
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def bundled():
     """The server with the bundled model."""
     ratios = RATIOS if MODEL else (0.5, 0.0)
     limits = replace(LIMITS, sizes=(Size(128, 128),), ratios=ratios, image_to_image=bool(MODEL), steps=100)
-    limits = replace(limits, merge_map=bool(MODEL) and read_manifest(Path(MODEL)).merge_map)
+    limits = replace(limits, has_merge_maps=bool(MODEL) and read_manifest(Path(MODEL)).merge_map)
 
     def load():
         if not MODEL:
@@ -350,7 +352,7 @@ def test_merge_maps(browser, fake):
     """That of the right image at first, of others by the slider; without such programs there is no empty section."""
     with opened(browser, fake) as page:
         generate(page, done="Done: 4 images", button="#all")
-        assert [call[0].merge_map for call in fake.engine.calls] == [False, True, True, True]
+        assert [call[0].wants_merge_map for call in fake.engine.calls] == [False, True, True, True]
         expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 24")
         assert page.get_attribute("#merge-map", "aria-label").startswith("Merge map of ratio 0.5: 48 tokens")
         page.focus("#map-ratio")
@@ -363,7 +365,7 @@ def test_merge_maps(browser, fake):
     with serving(limits=LIMITS) as server, opened(browser, server) as page:
         generate(page)
         expect(page.locator("#merge-figure")).to_be_hidden()
-        assert not server.engine.calls[-1][0].merge_map
+        assert not server.engine.calls[-1][0].wants_merge_map
 
 
 def test_plain_image_is_reused(browser, fake):
@@ -434,7 +436,7 @@ def test_speed_is_a_spread_and_not_a_number_of_one_image(browser, fake):
 
 def test_times_of_shared_calls_are_marked(browser):
     """The page's plain image waits for another one and shares its call."""
-    with serving(batch_wait=1.0, largest_batch=2) as server, opened(browser, server) as page:
+    with serving(batch_wait=1.0, max_batch=2) as server, opened(browser, server) as page:
         fill(page, steps=2, guidance_scale=7.5)
         with ThreadPoolExecutor(1) as pool:
             page.click("#generate")
@@ -683,7 +685,7 @@ def test_errors_of_the_server_are_in_words(browser, fake):
 def test_places_in_the_queue_and_a_full_queue(browser):
     """One image runs and one waits; the page's is the second of the queue. Then the queue has no room."""
     refusals = [429, *ABORTED]
-    with serving(capacity=3, largest_batch=1) as server, opened(browser, server, refusals=refusals) as page:
+    with serving(capacity=3, max_batch=1) as server, opened(browser, server, refusals=refusals) as page:
         fill(page, steps=2)
         server.engine.gate.clear()
         with ThreadPoolExecutor(3) as pool:

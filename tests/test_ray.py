@@ -25,7 +25,7 @@ from serving_support import MALFORMED_HOSTS, OPENAI, until
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.commands import image_options
-from ppdiffusers_tome.generation.jobs import AbandonedError, Job
+from ppdiffusers_tome.generation.jobs import AbandonedError, GeneratedImage, Job
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.serving.app_config import KEY_VARIABLE
 
@@ -383,14 +383,12 @@ def test_lost_node_loses_no_prompt(nodes, exported_folder, tmp_path):
 POISON = """
 import os, json, sys, time
 from PIL import Image
-from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError, GenerationError, Job
+from ppdiffusers_tome.generation.jobs import AbandonedError, EngineLostError, GeneratedImage, GenerationError, Job
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.generation.ray_engines import RayError, RemoteEngine, generate_on_ray, ray_session
 
 class Engine:
-    name, sampler, methods = "model", "DDIM", {}
-    def batch_key(self, job):
-        return "same"
+    name, sampler, methods, can_batch = "model", "DDIM", {}, True
     def load_next(self):
         return False
     def count_tokens(self, prompt):
@@ -406,7 +404,7 @@ class Engine:
             raise AbandonedError("stopped")
         if any("black" in job.prompt for job in jobs):
             raise GenerationError("not finite")
-        return [Image.new("RGB", (8, 8)) for job in jobs]
+        return [GeneratedImage(Image.new("RGB", (8, 8))) for job in jobs]
 
 def load():
     raise OSError("no such model")
@@ -494,14 +492,11 @@ def test_engines_that_die_hang_or_do_not_load(tmp_path):
 class FakeRemoteEngine:
     """In this process. What it generates depends on the prompt, and it counts its calls."""
 
-    name, sampler, methods = "model", "DDIM", {}
+    name, sampler, methods, can_batch = "model", "DDIM", {}, True
     calls = 0
 
     def __init__(self, load, cpus, gpus, hung_seconds, should_stop):
         self.should_stop = should_stop
-
-    def batch_key(self, job):
-        return "same"
 
     def generate(self, jobs):
         FakeRemoteEngine.calls += 1
@@ -511,7 +506,8 @@ class FakeRemoteEngine:
         if prompt == "wait":
             until(self.should_stop)
             raise AbandonedError("stopped")
-        return [None if prompt == "broken" else Image.new("RGB", (8, 8)) for _ in jobs]
+        image = None if prompt == "broken" else Image.new("RGB", (8, 8))
+        return [GeneratedImage(image) for _ in jobs]
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.generation.engine import Engine, load_engine
-from ppdiffusers_tome.generation.jobs import MERGE_MAP, AbandonedError, GenerationError, Job, Limits, SecondPass
+from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
@@ -60,8 +60,8 @@ def difference(one, other):
 
 
 def test_image_does_not_depend_on_its_batch(engine):
-    together = engine.generate(JOBS)
-    alone = [engine.generate([job])[0] for job in JOBS]
+    together = [made.image for made in engine.generate(JOBS)]
+    alone = [engine.generate([job])[0].image for job in JOBS]
     assert [image.size for image in together] == 3 * [(48, 32)]
     assert max(map(difference, together, alone)) <= 1, "equal but for rounding, which depends on the batch"
     assert difference(alone[0], alone[1]) > 10
@@ -72,13 +72,13 @@ def test_image_equals_the_pipelines(engine, exported_folder):
     pipe.set_progress_bar_config(disable=True)
     paddle.seed(3)
     own = pipe(JOB.prompt, height=32, width=48, num_inference_steps=3, guidance_scale=2.0).images[0]
-    assert difference(engine.generate([JOB])[0], own) == 0
+    assert difference(engine.generate([JOB])[0].image, own) == 0
 
 
 def test_ratio_is_the_jobs(engine):
-    merged, plain = engine.generate([JOB])[0], engine.generate([replace(JOB, ratio=0)])[0]
+    merged, plain = engine.generate([JOB])[0].image, engine.generate([replace(JOB, ratio=0)])[0].image
     assert difference(merged, plain) > 0
-    assert difference(engine.generate([JOB])[0], merged) == 0
+    assert difference(engine.generate([JOB])[0].image, merged) == 0
     with pytest.raises(ToMeConfigError, match=r"0\.25"):
         engine.generate([replace(JOB, ratio=0.25)])
     with pytest.raises(ToMeConfigError, match="64x64"):
@@ -88,11 +88,11 @@ def test_ratio_is_the_jobs(engine):
 def test_image_to_image(engine):
     start = Image.fromarray(np.random.RandomState(0).randint(0, 255, (32, 48, 3), dtype="uint8"))
     job = replace(JOB, image=start, strength=0.7)
-    once, again = engine.generate([job])[0], engine.generate([job])[0]
+    once, again = engine.generate([job])[0].image, engine.generate([job])[0].image
     assert once.size == (48, 32) and difference(once, again) == 0
-    assert difference(engine.generate([replace(job, image=start.rotate(180))])[0], once) > 0
-    assert difference(engine.generate([replace(job, seed=4)])[0], once) > 0
-    assert engine.batch_key(job) is None, "its noise would be sampled for the complete batch"
+    assert difference(engine.generate([replace(job, image=start.rotate(180))])[0].image, once) > 0
+    assert difference(engine.generate([replace(job, seed=4)])[0].image, once) > 0
+    assert job.batch_key is None, "its noise would be sampled for the complete batch"
     with pytest.raises(ToMeConfigError, match="2 jobs"):
         engine.generate([job, job])
     for wrong in (start.resize((1, 50_000)), start.convert("RGBA"), start.rotate(90, expand=True)):
@@ -109,18 +109,18 @@ def test_second_pass_starts_from_the_enlarged_image_of_the_first(engine):
         steps.append(step)
         return False
 
-    image = engine.generate([replace(first, second_pass=second)], should_stop)[0]
-    enlarged = engine.generate([first])[0].resize((48, 32), Image.Resampling.LANCZOS)
-    expected = engine.generate([replace(JOB, image=enlarged, steps=4, strength=0.6)])[0]
+    image = engine.generate([replace(first, second_pass=second)], should_stop)[0].image
+    enlarged = engine.generate([first])[0].image.resize((48, 32), Image.Resampling.LANCZOS)
+    expected = engine.generate([replace(JOB, image=enlarged, steps=4, strength=0.6)])[0].image
     assert image.size == (48, 32) and difference(image, expected) == 0
     assert steps == [(), *((step, 5) for step in range(1, 6))]
-    assert engine.batch_key(replace(first, second_pass=second)) is None
+    assert replace(first, second_pass=second).batch_key is None
 
 
 @pytest.mark.parametrize("strength", [0.001, 0.05, 0.3, 0.6, 0.7, 0.999, 1.0])
 def test_all_steps_of_a_second_pass_run(strength):
     for steps in (1, 7, 20, 100):
-        schedule = SecondPass(64, 64, 0.5, steps, strength).schedule
+        schedule = SecondPass(64, 64, 0.5, steps, strength).scheduled_steps
         assert int(schedule * strength) == steps
 
 
@@ -150,18 +150,18 @@ def test_steps_that_the_scheduler_does_not_have_are_422(exported_folder, monkeyp
 
 def test_different_jobs_do_not_share_a_call(engine):
     for change in ({"steps": 2}, {"guidance_scale": 3.0}, {"ratio": 0}, {"height": 32, "width": 32}):
-        assert engine.batch_key(replace(JOB, **change)) != engine.batch_key(JOB)
+        assert replace(JOB, **change).batch_key != JOB.batch_key
         with pytest.raises(ToMeConfigError, match="batch_key"):
             engine.generate([JOB, replace(JOB, **change)])
-    assert engine.batch_key(replace(JOB, seed=9, prompt="x", negative_prompt="y")) == engine.batch_key(JOB)
+    assert replace(JOB, seed=9, prompt="x", negative_prompt="y").batch_key == JOB.batch_key
 
 
 def test_stochastic_sampler_is_not_batched(exported_folder):
     pipe = load_pipeline(exported_folder, threads=1)
     pipe.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
     engine = Engine(pipe)
-    assert engine.batch_key(JOB) is None and engine.sampler == "EulerAncestralDiscrete"
-    assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0
+    assert not engine.can_batch and engine.sampler == "EulerAncestralDiscrete"
+    assert difference(engine.generate([JOB])[0].image, engine.generate([JOB])[0].image) == 0
     with pytest.raises(ToMeConfigError, match="image-to-image"):
         engine.generate([replace(JOB, image=Image.new("RGB", (8, 8)), strength=0.7)])
 
@@ -177,7 +177,7 @@ def test_call_stops_at_the_next_step(engine, steps):
     with pytest.raises(AbandonedError):
         engine.generate([replace(JOB, steps=20)], should_stop)
     assert calls == [(), (1, 20), (2, 20)][: steps + 1]
-    assert difference(engine.generate([JOB])[0], engine.generate([JOB])[0]) == 0, "the engine still works"
+    assert difference(engine.generate([JOB])[0].image, engine.generate([JOB])[0].image) == 0, "the engine still works"
 
 
 @pytest.fixture
@@ -264,14 +264,14 @@ def test_serve_in_its_own_process(exported_folder, tmp_path):
             image = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
             assert json.loads(image.text["ppdiffusers_tome"])["seed"] == 3
             engine = load_engine(exported_folder, threads=1)
-            assert difference(engine.generate([JOB])[0], image) <= 1
+            assert difference(engine.generate([JOB])[0].image, image) <= 1
             edited = client.images.edit(
                 image=base64.b64decode(answer.data[0].b64_json),
                 prompt=JOB.prompt, size="48x32", model="gpt-image-1", extra_body=fields | {"strength": 0.7},
             )  # fmt: skip
             job = replace(JOB, image=image.convert("RGB"), strength=0.7)
             edited_image = Image.open(io.BytesIO(base64.b64decode(edited.data[0].b64_json)))
-            assert difference(engine.generate([job])[0], edited_image) <= 1
+            assert difference(engine.generate([job])[0].image, edited_image) <= 1
 
         answers = []
         http = {"headers": {"Authorization": "Bearer secret"}, "timeout": 60}
@@ -457,13 +457,14 @@ def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path, monke
     manifest = read_manifest(folder, verify=True)
     maps = manifest.programs_of("merge_map")
     assert manifest.merge_map and [(file.size, file.ratio) for file in maps] == [((32, 32), 0.5)]
-    job = Job("a fox", height=32, width=32, ratio=0.5, seed=3, steps=4, guidance_scale=2.0, merge_map=True)
+    job = Job("a fox", height=32, width=32, ratio=0.5, seed=3, steps=4, guidance_scale=2.0, wants_merge_map=True)
     engine = load_engine(folder, threads=1)
     plain, merged, other, single = (
         engine.generate([one])[0]
-        for one in (replace(job, ratio=0.0), job, replace(job, merge_map=False), replace(job, steps=1))
+        for one in (replace(job, ratio=0.0), job, replace(job, wants_merge_map=False), replace(job, steps=1))
     )
-    assert MERGE_MAP not in {**plain.info, **other.info, **single.info} and difference(merged, other) == 0
+    assert plain.merge_map is other.merge_map is single.merge_map is None
+    assert difference(merged.image, other.image) == 0
     pipe = tiny_pipeline()
     paddle.seed(3)
     plans = []
@@ -471,18 +472,18 @@ def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path, monke
     with pipe.tome(ratio=0.5):
         pipe("a fox", height=32, width=32, num_inference_steps=4, guidance_scale=2.0)
     first_of_last_step = plans[len(plans) * 3 // 4]
-    groups = merged.info[MERGE_MAP]
+    groups = merged.merge_map
     expected = first_of_last_step.source_rows.numpy().reshape(-1, *groups.shape)[-1]
     assert groups.shape == expected.shape and len(np.unique(groups)) == len(np.unique(expected)) < groups.size
     first = [np.unique(one, return_index=True, return_inverse=True)[1:] for one in (groups, expected)]
     assert (first[0][0][first[0][1]] == first[1][0][first[1][1]]).all(), "the same tokens are together"
     pair = engine.generate([replace(job, seed=9), job])
-    assert (pair[1].info[MERGE_MAP] == groups).mean() > 0.95 and (pair[0].info[MERGE_MAP] != groups).any()
+    assert (pair[1].merge_map == groups).mean() > 0.95 and (pair[0].merge_map != groups).any()
 
     # With a second pass, the map is that of its last step, at its ratio.
     second = SecondPass(height=32, width=32, ratio=0.5, steps=3, strength=0.6)
     two_passes = replace(job, ratio=0.0, second_pass=second)
-    of_second = engine.generate([two_passes.second_job(plain)])[0]
-    np.testing.assert_array_equal(engine.generate([two_passes])[0].info[MERGE_MAP], of_second.info[MERGE_MAP])
+    of_second = engine.generate([two_passes.second_job(plain.image)])[0]
+    np.testing.assert_array_equal(engine.generate([two_passes])[0].merge_map, of_second.merge_map)
     for without in (replace(second, ratio=0.0), replace(second, steps=1)):
-        assert MERGE_MAP not in engine.generate([replace(job, second_pass=without)])[0].info
+        assert engine.generate([replace(job, second_pass=without)])[0].merge_map is None

@@ -39,7 +39,7 @@ from serving_support import (
 from starlette.testclient import TestClient
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.generation.jobs import MERGE_MAP, EngineLostError, GenerationError, Job, JobError
+from ppdiffusers_tome.generation.jobs import EngineLostError, GenerationError, Job, JobError
 from ppdiffusers_tome.serving import api_openai, middleware, protocol
 from ppdiffusers_tome.serving.app import FOLDER
 from ppdiffusers_tome.serving.app_config import AppConfig
@@ -152,7 +152,7 @@ def test_stream_reports_steps_then_images():
 
 
 def test_stream_over_two_calls_counts_its_steps_once():
-    with serving(FakeEngine(0.15), largest_batch=2) as server:
+    with serving(FakeEngine(0.15), max_batch=2) as server:
         answer = server.post(OPENAI, {"prompt": "fox", "stream": True, "n": 3, "steps": 6})
         assert [len(jobs) for jobs in server.engine.calls] == [2, 1]
         steps = [event["step"] for event in events_of(answer) if event.get("steps")]
@@ -210,14 +210,11 @@ def test_openai_starts_from_an_image(server):
 
 def test_merge_map_for_a_stream_that_asks():
     class Mapped(FakeEngine):
-        def generate(self, jobs, should_stop=None):
-            images = super().generate(jobs, should_stop)
-            for image, job in zip(images, jobs, strict=True):
-                image.info |= {MERGE_MAP: np.arange(6).reshape(2, 3) // 2} if job.merge_map else {}
-            return images
+        def merge_map(self, job):
+            return np.arange(6).reshape(2, 3) // 2 if job.wants_merge_map else None
 
     body = {"prompt": "fox", "stream": True}
-    with serving(Mapped(), limits=replace(LIMITS, merge_map=True)) as server:
+    with serving(Mapped(), limits=replace(LIMITS, has_merge_maps=True)) as server:
         *_, completed = events_of(server.post(OPENAI, {**body, "merge_map": True}))
         assert completed["merge_map"] == {"width": 3, "height": 2, "groups": [0, 0, 1, 1, 2, 2]}
         assert events_of(server.post(OPENAI, body))[-1]["merge_map"] is None
@@ -324,8 +321,8 @@ FROM_IMAGE = {"init_images": [png()]}
         ({"prompt": None}, "prompt", "valid string"),
         ({"prompt": "x" * 101}, "prompt", "101 characters are too many: the limit is 100"),
         ({"negative_prompt": "x" * 101}, "negative_prompt", "the limit is 100"),
-        ({"n": 0}, "n", "equal to 1"),
-        ({"n": 4}, "n", "equal to 3"),
+        ({"n": 0}, "n", "it must be 1 to 3"),
+        ({"n": 4}, "n", "it must be 1 to 3"),
         ({"n": "2"}, "n", "valid integer"),
         ({"n": True}, "n", "valid integer"),
         ({"n": 1.5}, "n", "valid integer"),

@@ -55,7 +55,7 @@ def wait_for_queue(server, images):
 
 
 def test_only_compatible_jobs_share_a_call(pool):
-    with serving(largest_batch=4) as server:
+    with serving(max_batch=4) as server:
         blocking = block(server, pool)
         requests = [pool.submit(ask, server, seed) for seed in range(3)]
         wait_for_queue(server, 3)
@@ -121,7 +121,7 @@ def fill(server, pool, steps):
 
 def test_retry_after_estimates_when_there_is_room(pool, clock):
     """The waiting images take much longer than earlier ones: 50 steps instead of 2, and one per call."""
-    with serving(FakeEngine(0.03), capacity=3, largest_batch=2, batch_wait=0) as server:
+    with serving(FakeEngine(0.03), capacity=3, max_batch=2, batch_wait=0) as server:
         server.engine.clock = clock
         assert ask(server, steps=2).status_code == 200
         assert server.engine.started.acquire(timeout=60)
@@ -156,10 +156,10 @@ def test_one_request_must_fit_the_queue():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("largest_batch", 0),
+        ("max_batch", 0),
         *(("batch_wait", seconds) for seconds in (-0.1, 61.0, nan)),
         *(("stuck_seconds", seconds) for seconds in (0.0, inf, nan)),
-        *(("engines", 0), ("most_engines", 0)),
+        *(("min_engines", 0), ("max_engines", 0)),
     ],
 )
 def test_numbers_that_are_not_allowed_are_named(name, value):
@@ -336,7 +336,7 @@ def test_failed_job_does_not_fail_its_batch(pool, prompt, reason):
 
 
 def test_other_images_of_a_failed_request_are_abandoned():
-    with serving(FakeEngine(0.01), largest_batch=1) as server:
+    with serving(FakeEngine(0.01), max_batch=1) as server:
         assert ask(server, 7, n=3, steps=20, prompt="explode at seed 7").status_code == 500
         until(lambda: server.queue.is_idle)
         assert server.count("images_total", outcome="failed") == 1
@@ -479,7 +479,7 @@ def serving_engines(number, **options):
         made.append(MortalEngine())
         return made[-1]
 
-    with serving(load=load, engines=number, **{"most_engines": number, **options}) as server:
+    with serving(load=load, min_engines=number, **{"max_engines": number, **options}) as server:
         until(lambda: len(made) == number and server.queue.state == "ready")
         yield server, made
 
@@ -520,7 +520,7 @@ def test_job_with_which_engines_are_lost_fails_alone(pool):
 def test_engines_follow_the_load(pool, monkeypatch):
     monkeypatch.setattr(queue_module, "SCALE_UP_SECONDS", 0.2)
     monkeypatch.setattr(queue_module, "SCALE_DOWN_SECONDS", 0.3)
-    with serving_engines(1, most_engines=2, batch_wait=0) as (server, engines):
+    with serving_engines(1, max_engines=2, batch_wait=0) as (server, engines):
         engines[0].gate.clear()
         requests = [pool.submit(ask, server, seed, steps=10 + seed) for seed in range(2)]
         until(lambda: len(engines) == 2)
@@ -594,7 +594,7 @@ def test_a_model_that_cannot_be_loaded_ends_a_server_that_could_have_more_engine
         tried.append(True)
         raise ToMeConfigError("no such model")
 
-    with serving(load=load, engines=number, most_engines=4) as server:
+    with serving(load=load, min_engines=number, max_engines=4) as server:
         until(lambda: server.queue.state == "failed")
         assert "no such model" in str(server.queue.failure) and len(tried) == number
         until(lambda: server.server.should_exit)
@@ -610,7 +610,7 @@ def test_a_spare_thread_takes_over_from_one_that_cannot_replace_its_engine(pool)
         made.append(MortalEngine())
         return made[-1]
 
-    with serving(load=load, most_engines=2) as server:
+    with serving(load=load, max_engines=2) as server:
         until(lambda: server.queue.state == "ready")
         made[0].is_lost = True
         assert ask(server).status_code == 200
@@ -627,7 +627,7 @@ def test_engines_that_no_thread_can_replace_end_the_server(pool):
             raise ToMeConfigError("no room for this engine")
         return tried[0]
 
-    with serving(load=load, most_engines=3) as server:
+    with serving(load=load, max_engines=3) as server:
         until(lambda: server.queue.state == "ready")
         tried[0].is_lost = True
         requests = [pool.submit(ask, server, seed) for seed in range(2)]
@@ -658,7 +658,7 @@ def test_the_last_engine_is_not_given_up(monkeypatch):
         made.append(None)
         raise ToMeConfigError("no room for this engine")
 
-    with serving(load=load, engines=2, most_engines=3) as server:
+    with serving(load=load, min_engines=2, max_engines=3) as server:
         until(lambda: idle.count(made[-1]) >= 5)  # that of the spare thread
         assert len(made) == 3 and ask(server).status_code == 200
 
@@ -685,8 +685,7 @@ def test_a_lost_engine_is_no_failure_of_the_model():
 
 def test_jobs_of_an_engine_that_cannot_batch_run_alone():
     class Alone(FakeEngine):
-        def batch_key(self, job):
-            return None
+        can_batch = False
 
     with serving(Alone(), batch_wait=60) as server:
         assert ask(server, n=3).status_code == 200

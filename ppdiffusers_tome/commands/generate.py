@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--ratio", type=float, help="share of tokens to merge (default: the first exported)")
     option("--seed", type=int, default=0, help="of the first prompt; each further one adds 1 (default: %(default)s)")
     option("--negative-prompt", default="", help="what the images should not show")
-    option("--batch", type=int, default=4, help="most images in one pipeline call (default: %(default)s)")
+    option("--batch", type=int, default=4, help="largest number of images in one pipeline call (default: %(default)s)")
     add_runtime_options(command)
     add_options(command)
     command.set_defaults(run=_generate)

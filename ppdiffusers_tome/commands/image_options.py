@@ -1,4 +1,4 @@
-"""Where images are generated, in this process or on Ray: options that commands share, and their meaning."""
+"""Options that commands which generate images share: steps, runtime, and this process or Ray."""
 
 import argparse
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def add_image_options(group: Options) -> None:
 
 
 def image_settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """What the options say about the images, as arguments of `Evaluation`; what they do not is the model's own.
+    """The options of the images as arguments of `Evaluation`; absent ones have the model's own values.
 
     Raises:
         ToMeConfigError: the prompts cannot be read, their number or seed is not allowed, or the model has no size.
@@ -68,7 +68,7 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
     option("--runtime", choices=RUNTIMES, default="paddle", help="what runs the programs (default: %(default)s)")
     option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda, tensorrt (default: %(default)s)")
     option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
-    option("--max-programs", type=int, help="most programs of the UNet in memory (default: all that are in use)")
+    option("--max-programs", type=int, help="largest number of the UNet's programs in memory (default: all in use)")
     option("--share-weights", action="store_true", help="of openvino: all programs of the UNet share its weights")
     option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
 

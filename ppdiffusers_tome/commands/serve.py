@@ -33,6 +33,7 @@ from .image_options import (
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
+    from ..serving.queue import ImageQueue
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -50,13 +51,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_runtime_options(serve)
     option("--threads", type=int, help="CPU threads (default: all cores)")
     option("--size", nargs="+", help="px or WIDTHxHEIGHT in px, the default first (default: all exported sizes)")
-    option("--queue", type=int, default=64, help=f"most images that wait; further requests get 429 {default}")
-    option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
+    option("--queue", type=int, default=64, help=f"how many images may wait; further requests get 429 {default}")
+    option("--batch", type=int, default=4, help=f"largest number of images in one pipeline call {default}")
     option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
     option("--timeout", type=float, default=AppConfig.request_seconds, help=f"seconds for one request {default}")
     add_step_options(serve)
-    option("--max-images", type=int, default=Limits.images, help=f"most images in one request {default}")
-    option("--max-steps", type=int, default=Limits.steps, help=f"most steps {default}")
+    option("--max-images", type=int, default=Limits.images, help=f"largest number of images in one request {default}")
+    option("--max-steps", type=int, default=Limits.steps, help=f"largest number of steps {default}")
     option("--max-prompt", type=int, default=Limits.prompt_characters, help=f"characters of a prompt {default}")
     option("--max-body", type=int, default=AppConfig.body_bytes, help=f"largest request, bytes {default}")
     option("--allow-host", action="append", default=[], help="another name of this server, without an API key")
@@ -77,6 +78,26 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    _check_packages()
+    from ..serving.app import create_app
+    from ..serving.server import serve
+
+    manifest = read_manifest(options.model)
+    limits = limits_of(manifest, options)
+    config = _app_config(options, limits)
+    settings = runtime_settings(options)
+    check_runtime(manifest, options)
+    if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+        print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
+    load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
+    queue = _make_queue(lambda: load_engine(lambda: queue.is_closed), manifest.name, limits, options)
+    with _open_engines(load, options) as load_engine:
+        app = create_app(queue, config)
+        serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
+    return 0
+
+
+def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -84,12 +105,14 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ToMeError(f"{error}. Serving needs: {install_command('serve')}") from error
-    from ..serving.app import create_app
-    from ..serving.queue import ImageQueue
-    from ..serving.server import serve
 
-    manifest = read_manifest(options.model)
-    limits = limits_of(manifest, options)
+
+def _app_config(options: argparse.Namespace, limits: Limits) -> AppConfig:
+    """The application's configuration by the command line, and by the model where an option is absent.
+
+    Raises:
+        ToMeConfigError: an option has a value that is not allowed, or requests without fields would be refused.
+    """
     own = read_defaults(options.model)
     with naming_options(
         request_seconds="--timeout", body_bytes="--max-body", hosts="--host or --allow-host", origins="--allow-origin"
@@ -111,34 +134,36 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
                 "other."
             )
         first, *_ = warm_up_jobs(limits, config.guidance_scale)
-        limits.check(replace(first, steps=config.steps))  # the defaults, or requests without them would be refused
-    settings = runtime_settings(options)
-    check_runtime(manifest, options)
-    if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
-        print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
-    load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
+        limits.check(replace(first, steps=config.steps))
+    return config
+
+
+def _make_queue(load: "Callable[[], Engine]", name: str, limits: Limits, options: argparse.Namespace) -> "ImageQueue":
+    """The queue for an exported model of this name. `load` loads an engine.
+
+    Raises:
+        ToMeConfigError: an option has a value that is not allowed.
+    """
+    from ..serving.queue import ImageQueue
+
     if options.queue < options.max_images:
         raise ToMeConfigError(
             f"--queue {options.queue} is not allowed: one request may ask for --max-images {options.max_images} "
             "images, which the queue must hold. Raise the one or lower the other."
         )
-    engines, most_engines = replicas(options)
-    with naming_options(largest_batch="--batch", stuck_seconds="twice --timeout"):
-        queue = ImageQueue(
-            lambda: load_engine(lambda: queue.is_closed),
-            manifest.name,
+    min_engines, max_engines = replicas(options)
+    with naming_options(max_batch="--batch", stuck_seconds="twice --timeout"):
+        return ImageQueue(
+            load,
+            name,
             limits,
-            options.queue,
-            options.batch,
-            options.batch_wait,
-            2 * options.timeout,
-            engines,
-            most_engines,
+            capacity=options.queue,
+            max_batch=options.batch,
+            batch_wait=options.batch_wait,
+            stuck_seconds=2 * options.timeout,
+            min_engines=min_engines,
+            max_engines=max_engines,
         )
-    with _open_engines(load, options, most_engines) as load_engine:
-        app = create_app(queue, config)
-        serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
-    return 0
 
 
 def open_page(url: str) -> None:
@@ -179,13 +204,14 @@ def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
 
 @contextmanager
 def _open_engines(
-    load: "Callable[[int | None], Engine]", options: argparse.Namespace, most: int
+    load: "Callable[[int | None], Engine]", options: argparse.Namespace
 ) -> "Iterator[Callable[[Callable[[], bool]], Any]]":
-    """A function that loads an engine, here or on Ray, where its argument ends the engine when it returns True.
+    """Yield a function that loads an engine, in this process or on Ray.
+
+    Its argument is a function. When that returns True, an engine on Ray is ended.
 
     Args:
-        load: loads an engine with so many threads.
-        most: the largest number of engines.
+        load: loads an engine with the given number of threads.
 
     Raises:
         ToMeError: --ray, and Ray is not installed or cannot be reached, or a number is not allowed.
@@ -197,13 +223,14 @@ def _open_engines(
     from ..serving.server import listen
 
     listen(options.host, options.port).close()  # now and not when Ray has started
+    _, max_engines = replicas(options)
     cpus, gpus = options.replica_cpus, 1.0 if uses_gpu(options) else 0.0
     if cpus is None:
-        cpus = max(1.0, usable_cores() / most) if options.ray_address is None else 1.0
+        cpus = max(1.0, usable_cores() / max_engines) if options.ray_address is None else 1.0
     if not cpus >= 0.01:
         raise ToMeConfigError(f"--replica-cpus {cpus} is not allowed: it must be 0.01 or more")
     load_there = partial(load, options.threads or max(1, int(cpus)))
-    with ray_engines.ray_session(options.ray_address, most * cpus, most * gpus, shows_logs=True):
+    with ray_engines.ray_session(options.ray_address, max_engines * cpus, max_engines * gpus, shows_logs=True):
         yield partial(ray_engines.RemoteEngine, load_there, cpus, gpus, 2 * options.timeout)
 
 
@@ -215,19 +242,19 @@ def replicas(options: argparse.Namespace) -> tuple[int, int]:
     """
     if not options.ray:
         return 1, 1
-    option, least = "--min-replicas", options.min_replicas
-    if least is None:
-        option, least = "--replicas", options.replicas
-    if least < 1:
-        raise ToMeConfigError(f"{option} {least} is not allowed: it must be 1 or more")
+    option, minimum = "--min-replicas", options.min_replicas
+    if minimum is None:
+        option, minimum = "--replicas", options.replicas
+    if minimum < 1:
+        raise ToMeConfigError(f"{option} {minimum} is not allowed: it must be 1 or more")
     if options.max_replicas is None:
-        return least, max(least, options.replicas)
-    if options.max_replicas < least:
+        return minimum, max(minimum, options.replicas)
+    if options.max_replicas < minimum:
         raise ToMeConfigError(
-            f"--max-replicas {options.max_replicas} is not allowed: {option} is {least}. Raise the one or lower the "
-            "other."
+            f"--max-replicas {options.max_replicas} is not allowed: {option} is {minimum}. Raise the one or lower "
+            "the other."
         )
-    return least, options.max_replicas
+    return minimum, options.max_replicas
 
 
 def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
@@ -248,7 +275,7 @@ def limits_of(manifest: Manifest, options: argparse.Namespace) -> Limits:
             sizes=sizes,
             ratios=manifest.ratios,
             image_to_image=manifest.image_to_image,
-            merge_map=manifest.merge_map,
+            has_merge_maps=manifest.merge_map,
             prompt_characters=options.max_prompt,
             images=options.max_images,
             steps=options.max_steps,

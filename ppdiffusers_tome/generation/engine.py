@@ -1,12 +1,14 @@
-"""From jobs to images: one pipeline call for jobs with equal size, steps, guidance scale and ratio. No HTTP."""
+"""Generate images of jobs, in one pipeline call if size, steps, guidance scale and ratio are equal. No HTTP."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 from PIL import Image
 from ppdiffusers import StableDiffusionImg2ImgPipeline as FromImage
 from ppdiffusers import StableDiffusionPipeline as FromText
@@ -17,7 +19,7 @@ from ppdiffusers.image_processor import VaeImageProcessor
 from ..errors import ToMeConfigError
 from ..inference import load_pipeline, read_manifest
 from ..inference.manifest import Size
-from .jobs import MERGE_MAP, AbandonedError, GenerationError, Job, JobError
+from .jobs import AbandonedError, GeneratedImage, GenerationError, Job, JobError
 
 # Schedulers whose steps sample no noise. Others sample it from one generator for the whole batch, so an image would
 # depend on the rest of its batch: with them, jobs run one by one.
@@ -82,75 +84,85 @@ class Engine:
 
     @property
     def program_loads(self) -> int:
-        """How often a program of the UNet was loaded; more often than there are programs if not all fit in memory."""
+        """How often a program of the UNet was loaded. It exceeds the number of programs if not all fit in memory."""
         return getattr(self._text_to_image.unet, "loads", 0)
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """The tokens of a prompt with the two around it, how many the text encoder reads, and the text beyond them."""
-        tokenizer = self._text_to_image.tokenizer
-        most, tokens = tokenizer.model_max_length, tokenizer(prompt, verbose=False).input_ids
-        cut = tokenizer.decode(tokens[most - 1 : -1]) if len(tokens) > most else ""
-        return len(tokens), most, cut
+        """Count the tokens of a prompt.
 
-    def batch_key(self, job: Job) -> Hashable | None:
-        """Jobs with equal keys may share a pipeline call; None: this job must run alone, as by `Job.batch_key`.
-
-        With schedulers whose steps sample noise all do, because ppdiffusers samples it for the whole batch at once.
+        Returns:
+            The number of tokens with the two around them, how many the text encoder reads, and the text beyond them.
         """
-        return job.batch_key if self._is_deterministic() else None
+        tokenizer = self._text_to_image.tokenizer
+        limit, tokens = tokenizer.model_max_length, tokenizer(prompt, verbose=False).input_ids
+        cut = tokenizer.decode(tokens[limit - 1 : -1]) if len(tokens) > limit else ""
+        return len(tokens), limit, cut
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
+    @property
+    def can_batch(self) -> bool:
+        """Whether jobs with equal `batch_key` may share a pipeline call.
+
+        They may not if the scheduler's steps sample noise, because ppdiffusers samples it for the whole batch at once.
+        """
+        scheduler = self._text_to_image.scheduler
+        is_stochastic = str(scheduler.config.get("algorithm_type", "")).startswith("sde")
+        return type(scheduler).__name__ in DETERMINISTIC and not is_stochastic
+
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[GeneratedImage]:
         """Generate the images of the jobs in one pipeline call.
 
         Args:
-            jobs: one, or several with equal `batch_key`.
+            jobs: one, or several with equal `batch_key` if `can_batch`.
             should_stop: called before the first step without arguments, and after each step with the number of
                 finished steps and of all steps, of both passes if there are two. If it returns True, the call ends.
 
         Returns:
-            RGB images, in the order of the jobs. Each equals the image of `paddle.seed(seed); pipe(prompt)` up to
-            rounding, because every job's noise comes from its own seed. The `info` of those with `merge_map` has
-            `MERGE_MAP`, [h, w] int, of the last step of the last pass, if that pass has two steps and merges.
+            The images, in the order of the jobs. Each equals the image of `paddle.seed(seed); pipe(prompt)` up to
+            rounding, because every job's noise comes from its own seed.
 
         Raises:
             AbandonedError: should_stop returned True.
             GenerationError: an image has values that are not finite.
-            JobError: the scheduler has no schedule of so many steps.
-            ToMeConfigError: the jobs have different keys, a job starts from an image and there is no image-to-image
+            JobError: the scheduler does not support the number of steps.
+            ToMeConfigError: the jobs cannot share a call, a job starts from an image and there is no image-to-image
                 pipeline, its image is not RGB or not of the job's size, or a size or ratio was not exported.
         """
         first = jobs[0]
-        key = self.batch_key(first)
-        if len(jobs) > 1 and (key is None or any(self.batch_key(job) != key for job in jobs[1:])):
-            raise ToMeConfigError(f"{len(jobs)} jobs cannot share a pipeline call: their batch_key is None or differs")
+        if len(jobs) > 1 and not (self.can_batch and first.shares_call_with(jobs[1:])):
+            raise ToMeConfigError(
+                f"{len(jobs)} jobs cannot share a pipeline call: their batch_key is None or differs, or the scheduler "
+                "samples noise in its steps. Generate them one by one."
+            )
         self._check_steps("steps", first.steps, first.strength)
         if first.second_pass is not None:
-            self._check_steps("second_pass.steps", first.second_pass.schedule, first.second_pass.strength)
+            self._check_steps("second_pass.steps", first.second_pass.scheduled_steps, first.second_pass.strength)
         if should_stop is not None and should_stop():
             raise AbandonedError("stopped before the first step")
+        last_pipe = self._text_to_image if first.is_from_noise else self._image_to_image
         last_pass = first.second_pass or first
-        is_from_noise = first.image is None and first.second_pass is None
-        last_pipe: Any = self._text_to_image if is_from_noise else self._image_to_image
-        has_map = any(job.merge_map for job in jobs) and last_pass.ratio > 0
-        inputs: list[tuple[paddle.Tensor, paddle.Tensor]] = []  # of the last step, for the map
+        has_maps = any(job.wants_merge_map for job in jobs) and last_pass.ratio > 0
+        last_inputs = _LastInputs(last_pipe if has_maps else None)
         finished = count(1)
 
         def after_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            if has_map and pipe is last_pipe and step == pipe.num_timesteps - 2:
-                last = pipe.scheduler.timesteps[-1]
-                inputs.append((pipe.scheduler.scale_model_input(tensors["latents"], last), last))
+            last_inputs.record(pipe, step, tensors["latents"])
             done = next(finished)
-            most = max(first.steps_to_run, pipe.num_timesteps, done)  # some schedulers take more than they are asked
-            if should_stop is not None and should_stop(done, most):
+            steps = max(first.steps_to_run, pipe.num_timesteps, done)  # some schedulers take more than they are asked
+            if should_stop is not None and should_stop(done, steps):
                 raise AbandonedError(f"stopped after step {done}")
             return tensors
 
         images = self._images(jobs, after_step)
-        for samples, timestep in inputs:
-            for index, (job, image) in enumerate(zip(jobs, images, strict=True)):
-                if job.merge_map:
-                    image.info[MERGE_MAP] = self._text_to_image.unet.merge_map(samples[index : index + 1], timestep)
-        return images
+        return [
+            GeneratedImage(image, self._merge_map(job, index, last_inputs))
+            for index, (job, image) in enumerate(zip(jobs, images, strict=True))
+        ]
+
+    def _merge_map(self, job: Job, index: int, inputs: "_LastInputs") -> NDArray[np.int_] | None:
+        """The merge map of the job at this place of the batch; None if the job has none."""
+        if not job.wants_merge_map or inputs.sample is None:
+            return None
+        return self._text_to_image.unet.merge_map(inputs.sample[index : index + 1], inputs.timestep)
 
     def _images(self, jobs: Sequence[Job], after_step: Callable[..., Any]) -> list[Image.Image]:
         first = jobs[0]
@@ -176,7 +188,7 @@ class Engine:
         return list(self._image_to_image(**settings).images)
 
     def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
-        """Raise JobError unless the scheduler has a schedule of so many steps, within the timesteps of training."""
+        """Raise JobError unless the scheduler supports the number of steps, within the timesteps of training."""
         scheduler = self._text_to_image.scheduler
         skipped = 0 if strength is None else steps - int(steps * strength)
         try:
@@ -195,16 +207,30 @@ class Engine:
         paddle.seed(job.seed)
         return paddle.randn([1, channels, job.height // factor, job.width // factor])
 
-    def _is_deterministic(self) -> bool:
-        scheduler = self._text_to_image.scheduler
-        is_stochastic = str(scheduler.config.get("algorithm_type", "")).startswith("sde")
-        return type(scheduler).__name__ in DETERMINISTIC and not is_stochastic
-
     @property
     def sampler(self) -> str:
         """The scheduler's name in Stable Diffusion's user interfaces, "DDIM" for DDIMScheduler."""
         name = type(self._text_to_image.scheduler).__name__
         return DETERMINISTIC.get(name, name.removesuffix("Scheduler"))
+
+
+class _LastInputs:
+    """The UNet's inputs in the last step of a pipeline; None if it runs a single step.
+
+    Args:
+        pipe: the pipeline; None to record nothing.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self.sample: paddle.Tensor | None = None
+        self.timestep: paddle.Tensor | None = None
+
+    def record(self, pipe: Any, step: int, latents: paddle.Tensor) -> None:
+        """Called after each step, of any pipeline. The latents after the last but one are those of the last one."""
+        if pipe is self._pipe and step == pipe.num_timesteps - 2:
+            self.timestep = pipe.scheduler.timesteps[-1]
+            self.sample = pipe.scheduler.scale_model_input(latents, self.timestep)
 
 
 def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **settings: Any) -> Engine:

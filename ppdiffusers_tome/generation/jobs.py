@@ -3,17 +3,20 @@
 The errors survive pickling, because Ray sends them between processes.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 
 from ..errors import ParameterError, ToMeConfigError, ToMeError
 from ..inference.manifest import Size, find_ratio
 
-LARGEST_SEED = 2**32 - 1
-MERGE_MAP = "merge_map"  # in an image's `info`, which Ray sends too
-LONGEST_SCHEDULE = 1000  # steps: as many as models are trained with
+MAX_SEED = 2**32 - 1
+MAX_STEPS = 1000  # as many as models are trained with
+MAX_LOST_ENGINES = 3  # that may be lost with one job before the job counts as the cause
 
 
 class JobError(ToMeConfigError):
@@ -40,8 +43,8 @@ class EngineLostError(ToMeError, RuntimeError):
 
 
 def seed_after(first: int, count: int) -> int:
-    """The seed of the image that is `count` places after the one with seed `first`: the sum, modulo 2**32."""
-    return (first + count) % (LARGEST_SEED + 1)
+    """The seed of the image `count` places after the one with seed `first`: their sum, modulo 2**32."""
+    return (first + count) % (MAX_SEED + 1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class SecondPass:
     Args:
         height, width: pixels, one of the exported sizes.
         ratio: as in `Job`; the first pass has its own.
-        steps: that run, whatever the strength.
+        steps: number of steps that run, whatever the strength.
         strength: share of denoising that the steps cover, 0 < strength <= 1.
     """
 
@@ -67,8 +70,8 @@ class SecondPass:
         return Size(self.height, self.width)
 
     @property
-    def schedule(self) -> int:
-        """Steps of the schedule of which `strength` leaves `steps`."""
+    def scheduled_steps(self) -> int:
+        """Number of steps for which the scheduler must be set so that `strength` leaves `steps` of them."""
         count = int(self.steps / self.strength)
         while int(count * self.strength) < self.steps:  # as pipelines round
             count += 1
@@ -88,9 +91,8 @@ class Job:
         guidance_scale: weight of classifier-free guidance; up to 1 there is none, and negative_prompt has no effect.
         image: RGB, the image to start from; None for noise. It may be added later, see `ImageQueue.submit`.
         strength: share of the steps that run on the image, 0 < strength <= 1; None without an image.
-        second_pass: what follows; only without an image.
-        merge_map: whether the image's `info` is to have the group of each token, which merge at the last step
-            of the last pass.
+        second_pass: a second pass that follows; only without an image.
+        wants_merge_map: whether to return which tokens were merged, see `GeneratedImage`.
     """
 
     prompt: str
@@ -104,7 +106,7 @@ class Job:
     image: Image | None = field(default=None, repr=False, hash=False)  # images have no hash
     strength: float | None = None
     second_pass: SecondPass | None = None
-    merge_map: bool = False
+    wants_merge_map: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", self.ratio + 0.0)  # -0.0 is 0.0: equal jobs have equal settings
@@ -113,6 +115,11 @@ class Job:
     def size(self) -> Size:
         """Height and width."""
         return Size(self.height, self.width)
+
+    @property
+    def is_from_noise(self) -> bool:
+        """Whether text-to-image alone generates it."""
+        return self.image is None and self.second_pass is None
 
     @property
     def steps_to_run(self) -> int:
@@ -126,17 +133,21 @@ class Job:
         assert second is not None
         job = replace(self, height=second.height, width=second.width, ratio=second.ratio, second_pass=None)
         image = image.resize((second.width, second.height), Resampling.LANCZOS)
-        return replace(job, image=image, strength=second.strength, steps=second.schedule)
+        return replace(job, image=image, strength=second.strength, steps=second.scheduled_steps)
 
     @property
     def batch_key(self) -> tuple[float, ...] | None:
-        """Settings that all jobs of one pipeline call share; None for jobs that image-to-image makes, one by one.
+        """Settings that all jobs of one pipeline call share; None for image-to-image, which runs job by job.
 
         Its pipelines sample noise for the whole batch at once, so an image would depend on the rest of its batch.
         """
-        if self.image is not None or self.second_pass is not None:
+        if not self.is_from_noise:
             return None
         return self.height, self.width, self.steps, self.guidance_scale, self.ratio
+
+    def shares_call_with(self, others: "Sequence[Job]") -> bool:
+        """Whether jobs have the settings of this one, so that one pipeline call can run them all."""
+        return self.batch_key is not None and all(job.batch_key == self.batch_key for job in others)
 
     def settings(self) -> dict[str, Any]:
         """All fields but the image, ready for JSON; `strength` and `second_pass` only where they are set."""
@@ -148,6 +159,19 @@ class Job:
         return {**texts, **numbers, **size, **strength, **second_pass}
 
 
+class GeneratedImage(NamedTuple):
+    """The result of a job.
+
+    Args:
+        image: RGB.
+        merge_map: the group of each token, [h, w], as they merged at the last step of the last pass; None unless the
+            job asked for it, that pass has two steps or more, and its ratio is above 0.
+    """
+
+    image: Image
+    merge_map: NDArray[np.int_] | None = None
+
+
 @dataclass(frozen=True)
 class Limits:
     """The jobs that a server accepts.
@@ -156,13 +180,13 @@ class Limits:
         sizes: the exported ones, in pixels; the first is the default.
         ratios: the exported ratios; the first is the default.
         image_to_image: whether jobs may start from an image.
-        merge_map: whether jobs may ask for one.
-        prompt_characters: longest prompt and longest negative prompt.
-        images: most images in one request.
-        steps: most denoising steps.
+        has_merge_maps: whether jobs may ask for a merge map.
+        prompt_characters: length of the longest prompt or negative prompt.
+        images: largest number of images in one request.
+        steps: largest number of denoising steps.
         guidance_scale: largest guidance scale.
-        image_pixels, image_side, image_aspect: of an image that a client sends, the most pixels (width times height),
-            the longest side, and the largest ratio of the longer to the shorter side.
+        image_pixels, image_side, image_aspect: limits of an image that a client sends: width times height, the longer
+            side, and the ratio of the longer to the shorter side.
 
     Raises:
         ToMeConfigError: a limit is not positive, or there is no size or no ratio.
@@ -171,7 +195,7 @@ class Limits:
     sizes: tuple[Size, ...]
     ratios: tuple[float, ...]
     image_to_image: bool = False
-    merge_map: bool = False
+    has_merge_maps: bool = False
     prompt_characters: int = 2000
     images: int = 4
     steps: int = 100
@@ -192,7 +216,7 @@ class Limits:
         """Smallest and largest value of a job's numbers, and of the number of images in one request."""
         return {
             "images": (1, self.images),
-            "seed": (0, LARGEST_SEED),
+            "seed": (0, MAX_SEED),
             "steps": (1, self.steps),
             "guidance_scale": (0, self.guidance_scale),
         }
@@ -203,29 +227,43 @@ class Limits:
         Raises:
             JobError: it is not allowed, or too many images are; with the field and its allowed values.
         """
-        self._check_range("images", images)
-        self._check_texts(job)
+        self.check_range("images", images)
+        self.check_text("prompt", job.prompt)
+        self.check_text("negative_prompt", job.negative_prompt)
         for name in ("seed", "steps", "guidance_scale"):
-            self._check_range(name, getattr(job, name))
+            self.check_range(name, getattr(job, name))
         ratio = self._exported_ratio(job)
         if job.strength is not None:
             self._check_strength(job.strength)
             if int(job.steps * job.strength) < 1:
                 message = f"{job.strength} of {job.steps} steps is less than one step: raise one of them"
                 raise JobError("strength", message)
-        if job.merge_map and not self.merge_map:
-            raise JobError("merge_map", "merge maps were not exported: export the model with --merge-map")
+        if job.wants_merge_map and not self.has_merge_maps:
+            raise JobError("wants_merge_map", "merge maps were not exported: export the model with --merge-map")
         if job.second_pass is not None:
             self._check_second_pass(job.second_pass)
         return replace(job, ratio=ratio)
 
+    def check_range(self, name: str, value: float) -> None:
+        """Raise JobError unless a value is within its range, one of `ranges`."""
+        low, high = self.ranges[name]
+        if not low <= value <= high:
+            raise JobError(name, f"{name}={value!s:.60} is not allowed: it must be {low} to {high}")
+
+    def check_text(self, name: str, text: str) -> None:
+        """Raise JobError unless a prompt can be encoded and is short enough."""
+        if len(text) > self.prompt_characters:
+            raise JobError(name, f"{len(text)} characters are too many: the limit is {self.prompt_characters}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise JobError(name, "it contains an unpaired surrogate, which is not a character")
+
     def _check_second_pass(self, second: SecondPass) -> None:
         try:
-            self._check_range("steps", second.steps)
+            self.check_range("steps", second.steps)
             self._exported_ratio(second)
             self._check_strength(second.strength)
-            if second.steps > second.strength * LONGEST_SCHEDULE:
-                message = f"{second.strength} leaves less than {second.steps} of {LONGEST_SCHEDULE} steps"
+            if second.steps > second.strength * MAX_STEPS:
+                message = f"{second.strength} leaves less than {second.steps} of {MAX_STEPS} steps"
                 raise JobError("strength", message)
         except JobError as error:
             raise JobError(f"second_pass.{error.field}", str(error)) from None
@@ -239,19 +277,6 @@ class Limits:
         except ToMeConfigError:
             ratios = ", ".join(str(ratio) for ratio in self.ratios)
             raise JobError("ratio", f"ratio {job.ratio} was not exported: it must be one of {ratios}") from None
-
-    def _check_range(self, name: str, value: float) -> None:
-        low, high = self.ranges[name]
-        if not low <= value <= high:
-            raise JobError(name, f"{name}={value!s:.60} is not allowed: it must be {low} to {high}")
-
-    def _check_texts(self, job: Job) -> None:
-        for name in ("prompt", "negative_prompt"):
-            text = getattr(job, name)
-            if len(text) > self.prompt_characters:
-                raise JobError(name, f"{len(text)} characters are too many: the limit is {self.prompt_characters}")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise JobError(name, "it contains an unpaired surrogate, which is not a character")
 
     def _check_strength(self, strength: float) -> None:
         if not self.image_to_image:

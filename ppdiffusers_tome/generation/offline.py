@@ -1,4 +1,4 @@
-"""Many images without a server: batches of a list, in any order, written so that a killed run can be resumed."""
+"""Generate many images without a server, in batches, so that a killed run can be resumed."""
 
 import fcntl
 import hashlib
@@ -50,9 +50,9 @@ class OutputError(ToMeError, RuntimeError):
 
 
 def model_hash(model: Path, runtime: Mapping[str, str]) -> str:
-    """A hash of an exported folder, by its `tome.json`, and of what else decides the images that it generates."""
-    decisive = json.dumps([sha256(model / MANIFEST), runtime], sort_keys=True)
-    return hashlib.sha256(decisive.encode()).hexdigest()
+    """A hash of an exported folder, by its `tome.json`, and of the runtime, which also affects the images."""
+    content = json.dumps([sha256(model / MANIFEST), runtime], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int, backend: ImageBackend) -> Summary:
@@ -60,9 +60,9 @@ def generate(prompts: Sequence[Prompt], identity: str, output: Path, batch: int,
 
     Args:
         prompts: the complete list.
-        identity: a hash of what generates, which is part of the images' names.
+        identity: hash of the model and its runtime, from `model_hash`; part of the images' names.
         output: folder for the images; created if it does not exist.
-        batch: most images in one pipeline call.
+        batch: largest number of images in one pipeline call.
         backend: from `generate_here` or `ray_engines.generate_on_ray`.
 
     Raises:
@@ -107,7 +107,7 @@ def split(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 
 
 def generate_here(load: Callable[[], Engine]) -> ImageBackend:
-    """A backend in this process, with one engine, which is loaded for the first batch."""
+    """A backend with one engine in this process. It is loaded for the first batch."""
 
     def run(batches: Sequence[Sequence[Prompt]]) -> ImageResults:
         engine: Engine | None = None
@@ -126,7 +126,7 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
         AbandonedError: the engine was stopped.
     """
     jobs = [prompt.job for prompt in batch]
-    if len(batch) == 1 or engine.batch_key(jobs[0]) is not None:
+    if len(batch) == 1 or (engine.can_batch and jobs[0].shares_call_with(jobs)):
         try:
             images = engine.generate(jobs)
         except (EngineLostError, AbandonedError):
@@ -135,7 +135,7 @@ def generate_batch(engine: Engine, batch: Sequence[Prompt]) -> list[ImageResult]
             if len(batch) == 1:
                 return [(batch[0], f"{type(error).__name__}: {error}")]
         else:
-            return [(one, encode_png(image, one.job, engine)) for one, image in zip(batch, images, strict=True)]
+            return [(one, encode_png(made.image, one.job, engine)) for one, made in zip(batch, images, strict=True)]
     return [result for prompt in batch for result in generate_batch(engine, [prompt])]
 
 

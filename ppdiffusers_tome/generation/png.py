@@ -14,11 +14,11 @@ from ..inference.manifest import Size
 from .jobs import Job, JobError, Limits
 
 ACCEPTED = ("PNG", "JPEG", "WEBP")
-MOST_SCANS = 100  # of a JPEG, which has about ten. Stops files of a few KB that take minutes to decode
+MAX_SCANS = 100  # of a JPEG; usual ones have about ten. Files of a few KB with thousands take minutes to decode
 
 
 class Source(Protocol):
-    """What an image is described by beside its job: an `Engine`, or a queue with the same attributes."""
+    """The source of an image, which its metadata name: an `Engine`, or a queue with the same attributes."""
 
     name: str
 
@@ -30,7 +30,7 @@ class Source(Protocol):
 
 
 def describe(job: Job, source: Source) -> str:
-    """How an image was made, in the format that stable-diffusion-webui writes and reads ("infotext")."""
+    """Describe how an image was made, in the format of stable-diffusion-webui ("infotext")."""
     facts: dict[str, Any] = {
         "Steps": job.steps,
         "Sampler": source.sampler,
@@ -48,7 +48,7 @@ def describe(job: Job, source: Source) -> str:
 
 
 def describe_merging(job: Job, source: Source) -> dict[str, Any]:
-    """How tokens merge, and the second pass, in stable-diffusion-webui's words."""
+    """Describe how tokens merge, and the second pass, in stable-diffusion-webui's terms."""
     facts: dict[str, Any] = {"Token merging ratio": job.ratio}
     method = source.methods.get(job.ratio, "")
     if method:
@@ -83,7 +83,7 @@ def load_image(source: str | bytes, size: tuple[int, int], limits: Limits) -> Im
         source: a PNG, JPEG or WEBP file, as bytes, or as text in base64 with or without "data:image/png;base64,"
             before it. URLs and file names are not read.
         size: (width, height) of the result.
-        limits: of pixels, sides and aspect. An image beyond them is refused by its header, before it is decoded.
+        limits: has the limits of pixels, sides and aspect. They are checked before the image is decoded.
 
     Raises:
         JobError: the image is malformed, of another format or too large; the field is `image`.
@@ -117,8 +117,8 @@ def _check_header(image: Image.Image, data: bytes, limits: Limits) -> None:
     if short * long > limits.image_pixels or long > limits.image_side or long > limits.image_aspect * short:
         allowed = f"at most {limits.image_pixels} pixels, sides of {limits.image_side}, 1:{limits.image_aspect:g}"
         raise JobError("image", f"{Size(image.height, image.width)} is too large or too narrow: {allowed}")
-    if image.format == "JPEG" and data.count(b"\xff\xda") > MOST_SCANS:
-        raise JobError("image", f"it has more than {MOST_SCANS} scans, each of which costs as much as an image")
+    if image.format == "JPEG" and data.count(b"\xff\xda") > MAX_SCANS:
+        raise JobError("image", f"it has more than {MAX_SCANS} scans, each of which costs as much as an image")
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:

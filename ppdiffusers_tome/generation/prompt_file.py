@@ -34,7 +34,7 @@ class Line(BaseModel):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One image of the list: its index, counted from 0, its job, and the user's name for it, which may be empty."""
+    """One image of the list: its index from 0, its job, and the user's name for it, which may be empty."""
 
     index: int
     job: Job

@@ -1,7 +1,7 @@
-"""Engines in processes of their own, on this machine or others: Ray actors with the interface of `Engine`."""
+"""Engines in their own processes, on this machine or others: Ray actors with the interface of `Engine`."""
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, inf
@@ -17,7 +17,6 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Ray after Paddle 2.6 crashes in inflateReset2, because Paddle exports its own copy of zlib's symbols, unless Python's
 # zlib was loaded before Paddle, as the package's __init__ does.
 import ray
-from PIL.Image import Image
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
@@ -30,13 +29,12 @@ from ray.exceptions import (
 from ..cores import usable_cores
 from ..errors import ToMeError
 from .engine import Engine
-from .jobs import AbandonedError, EngineLostError, Job
+from .jobs import MAX_LOST_ENGINES, AbandonedError, EngineLostError, GeneratedImage, Job
 from .offline import ImageBackend, ImageResult, ImageResults, generate_batch
 from .prompt_file import Prompt
 
-# What the caller of a process gets if the process or its machine died.
+# Errors that the caller of a process gets if the process or its machine died.
 DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, ObjectLostError)
-ATTEMPTS = 3  # for a process to load its engine without ending, and for a batch, each of which costs an engine
 POLL_SECONDS = 0.1  # between two looks at the progress of a call
 OBJECT_STORE_BYTES = 200 * 2**20  # for jobs and images; Ray's default is a third of the machine's memory
 
@@ -87,16 +85,15 @@ class EngineProcess:
         self._step: tuple[int, ...] = 0, 0
 
     def load(self) -> tuple[str, str, Mapping[float, str], bool]:
-        """Load the engine; returns its name, sampler and methods, and whether jobs may share a call."""
+        """Load the engine; returns its name, sampler, methods and `can_batch`."""
         self._engine = engine = self._load()
-        plain = Job("", 64, 64, 0.0, seed=0)
-        return engine.name, engine.sampler, engine.methods, engine.batch_key(plain) is not None
+        return engine.name, engine.sampler, engine.methods, engine.can_batch
 
     def load_next(self) -> bool:
         """See `Engine.load_next`."""
         return self._engine.load_next()
 
-    def generate(self, call: int, jobs: Sequence[Job]) -> list[Image]:
+    def generate(self, call: int, jobs: Sequence[Job]) -> list[GeneratedImage]:
         """See `Engine.generate`; `progress` reports and stops the call of this number."""
         self._call, self._step, self._should_stop = call, (0, jobs[0].steps_to_run), False
 
@@ -142,22 +139,19 @@ class RemoteEngine:
     ) -> None:
         make = ray.remote(num_cpus=cpus, num_gpus=gpus, concurrency_groups={"control": 1})(EngineProcess).remote
         self._hung_seconds, self._should_stop, self._calls = hung_seconds, should_stop, 0
-        for attempt in range(ATTEMPTS):
+        for attempt in range(MAX_LOST_ENGINES):
             self._actor = make(load)
             try:
                 described = self._result(self._actor.load.remote())
-                self.name, self.sampler, self.methods, self._shares_calls = described
+                self.name, self.sampler, self.methods, self.can_batch = described
                 return
             except EngineLostError as error:
-                if attempt == ATTEMPTS - 1:
-                    raise RayError(f"{ATTEMPTS} processes ended while they loaded the model: {error}") from None
+                if attempt == MAX_LOST_ENGINES - 1:
+                    message = f"{MAX_LOST_ENGINES} processes ended while they loaded the model: {error}"
+                    raise RayError(message) from None
             except BaseException:
                 ray.kill(self._actor)  # frees its resources
                 raise
-
-    def batch_key(self, job: Job) -> Hashable | None:
-        """See `Engine.batch_key`."""
-        return job.batch_key if self._shares_calls else None
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
         """See `Engine.count_tokens`; raises EngineLostError as `generate` does."""
@@ -167,7 +161,7 @@ class RemoteEngine:
         """See `Engine.load_next`; raises EngineLostError if the actor has died."""
         return self._result(self._actor.load_next.remote())
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image]:
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[GeneratedImage]:
         """See `Engine.generate`; should_stop is called several times a second, with the last step known here.
 
         Raises:
@@ -185,20 +179,20 @@ class RemoteEngine:
 
         return self._result(self._actor.generate.remote(self._calls, jobs), self._hung_seconds, poll)
 
-    def _result(self, call: Any, most_seconds: float = inf, poll: Callable[[], None] = lambda: None) -> Any:
-        """What the actor returns or raises; `poll` is called meanwhile.
+    def _result(self, call: Any, max_seconds: float = inf, poll: Callable[[], None] = lambda: None) -> Any:
+        """Wait for the actor and return its result, or raise its error; `poll` is called meanwhile.
 
         Raises:
             EngineLostError: the actor has died, or the call took too long.
             AbandonedError: should_stop returned True.
         """
-        end = monotonic() + most_seconds
+        end = monotonic() + max_seconds
         try:
             while not ray.wait([call], timeout=POLL_SECONDS)[0]:
                 if self._should_stop():
                     raise AbandonedError("the engine was stopped")
                 if monotonic() > end:
-                    raise EngineLostError(f"its call took longer than {most_seconds:g} s")
+                    raise EngineLostError(f"its call took longer than {max_seconds:g} s")
                 poll()
             return ray.get(call)
         except RayTaskError as error:  # the original error, without the remote traceback
@@ -215,11 +209,12 @@ class RemoteEngine:
 def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0, gpus: float = 0.0) -> ImageBackend:
     """A backend of several engines, on the Ray that this process is connected to.
 
-    An engine that is lost is replaced, and any engine takes its batch. Three times, then its prompts run alone.
+    An engine that is lost is replaced, and its batch runs again on any engine. The prompts of a batch that has lost
+    three engines run alone. A prompt that then loses three engines has failed.
 
     Args:
         load: makes an engine; called in each process, so its files must be on all machines.
-        engines: their number; at most one for each batch is started.
+        engines: number of engines; not more than there are batches are started.
         cpus, gpus: reserved by Ray for each engine; may be fractions.
 
     Raises (the backend):
@@ -248,13 +243,13 @@ def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0,
                     done.put(generate_batch(engine, batch))
                 except EngineLostError:
                     engine = None
-                    if attempt < ATTEMPTS:
+                    if attempt < MAX_LOST_ENGINES:
                         waiting.put((batch, attempt + 1))
                     elif len(batch) > 1:  # one of its prompts may be the cause
                         for prompt in batch:
                             waiting.put(([prompt], 1))
                     else:
-                        done.put([(batch[0], f"{ATTEMPTS} engines died with this prompt")])
+                        done.put([(batch[0], f"{MAX_LOST_ENGINES} engines died with this prompt")])
                 except BaseException as error:  # every batch is answered, or the consumer would wait for it
                     done.put(error)
                     return

@@ -7,19 +7,22 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-from fastapi import APIRouter, Request, Response
+import numpy as np
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import Field, ValidationError
+from numpy.typing import NDArray
+from pydantic import ValidationError
 
-from ..generation.jobs import Job
+from ..generation.jobs import Job, JobError
+from ..inference.manifest import Size
 from . import protocol
 from .api_errors import ApiError, internal_error, responses
 from .app_config import AppConfig
 from .forms import read_form
-from .handler import DEFAULT_STRENGTH, RequestHandler
+from .handler import DEFAULT_STRENGTH, EncodedImage, RequestHandler
 from .middleware import JsonRoute
 from .queue import ImageQueue
 from .tickets import RequestProgress, UnavailableError
@@ -27,154 +30,197 @@ from .tickets import RequestProgress, UnavailableError
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1  # between two looks at the progress
 REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after 10 s without one, the page says so
-NAMES = {"images": "n", "ratio": "tome_ratio"}
-FIELDS = ("prompt", "negative_prompt", "images", "size", "ratio", "seed", "steps", "guidance_scale")
+NAMES = {"images": "n", "ratio": "tome_ratio", "wants_merge_map": "merge_map"}
 URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name them get URLs unless they say otherwise
+EDITS = "/v1/images/edits"
+EVENTS = {"type": "string", "description": "with `stream`; see docs/serving.md for the events"}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENTS}}}}
+ERRORS = responses(protocol.OpenAIErrorResponse, 404, 413, 415, 422, 429, 500, 503, 504)
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
 
-def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
-    """The routes of this interface."""
-    router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
-    limits, types = queue.limits, protocol.bounds(queue.limits)
-    handler = RequestHandler(queue, config, NAMES)
-    own_types = {NAMES.get(field, field): types[field] for field in FIELDS}
-    Body = protocol.narrow(protocol.ImageRequest, own_types)
-    Form = protocol.narrow(protocol.EditRequest, own_types)
-    Prompt = protocol.narrow(
-        protocol.TokensRequest, {"prompt": Annotated[str, Field(max_length=limits.prompt_characters)]}
-    )
-    errors = responses(protocol.OpenAIErrorResponse, 404, 413, 415, 422, 429, 500, 503, 504)
-    created = int(time.time())
-    sizes = {"auto": limits.sizes[0], **{str(size): size for size in limits.sizes}}
+class OpenAIService:
+    """State that the handlers of this interface share. Each application has one, in `app.state.openai`."""
 
-    def model() -> protocol.ModelResponse:  # the methods are only known once the engine is loaded
+    def __init__(self, queue: ImageQueue, config: AppConfig) -> None:
+        self.queue, self.config = queue, config
+        self.handler = RequestHandler(queue, config, NAMES)
+        self._created = int(time.time())
+        self._logged: set[str] = set()
+
+    @property
+    def keywords(self) -> dict[str, dict[str, Any]]:
+        """Keywords of JSON Schema that /openapi.json has for the fields, by name."""
+        return {NAMES.get(name, name): one for name, one in protocol.schema_keywords(self.queue.limits).items()}
+
+    def describe_model(self) -> protocol.ModelResponse:
+        """The model of this server. Its methods are only known once the engine is loaded."""
+        limits = self.queue.limits
         return protocol.ModelResponse(
-            id=queue.name,
-            created=created,
-            sizes=list(map(str, limits.sizes)),
+            id=self.queue.name,
+            created=self._created,
+            sizes=[str(size) for size in limits.sizes],
             tome_ratios=list(limits.ratios),
-            tome_methods=[queue.methods.get(ratio, "") for ratio in limits.ratios],
+            tome_methods=[self.queue.methods.get(ratio, "") for ratio in limits.ratios],
             image_to_image=limits.image_to_image,
-            merge_map=limits.merge_map,
-            steps=config.steps,
-            guidance_scale=config.guidance_scale,
+            merge_map=limits.has_merge_maps,
+            steps=self.config.steps,
+            guidance_scale=self.config.guidance_scale,
             ranges={NAMES.get(name, name): values for name, values in limits.ranges.items()},
             prompt_characters=limits.prompt_characters,
-            prompts=list(config.prompts),
+            prompts=list(self.config.prompts),
         )
 
-    schema = {"type": "string", "description": "with `stream`; see docs/serving.md for the events"}
-    streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": schema}}}}
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if the name is that of another model."""
+        own = self.queue.name
+        if name is not None and name != own:
+            message = f"there is no model {name[:60]!r}: this server has {own}; --any-model accepts any name"
+            raise ApiError(404, message, "model", "model_not_found")
 
-    @router.post(
-        "/images/generations",
-        response_model=protocol.ImagesResponse,
-        response_model_exclude_none=True,
-        responses=streamed | errors,
-    )
-    async def generate(body: Body, request: Request) -> protocol.ImagesResponse | Response:  # type: ignore[valid-type]
-        values: protocol.ImageRequest = body
-        return await respond(request, values, values.image, "image_generation")
+    def make_jobs(self, values: protocol.ImageFields, has_image: bool) -> list[Job]:
+        """The jobs of a request.
 
-    @router.post(
-        "/images/edits",
-        response_model=protocol.ImagesResponse,
-        response_model_exclude_none=True,
-        responses=streamed | errors,
-        openapi_extra={"requestBody": _form_schema(Form)},
-        include_in_schema=limits.image_to_image,
-    )
-    async def edit(request: Request) -> protocol.ImagesResponse | Response:
-        """Generate images from an image. The body is a form, in which `image` is a file."""
-        if not limits.image_to_image:
-            message = "image-to-image was not exported: export the model with --img2img"
-            raise ApiError(404, message, code="not_exported")
-        texts, files = await read_form(request)
-        if "mask" in (*texts, *files):
-            message = "masks are not supported: the whole image is generated again"
-            raise ApiError(422, message, "mask", "unsupported_parameter")
-        images = files.pop("image", []) + files.pop("image[]", [])
-        if len(images) != 1:
-            raise ApiError(422, f"it must be one file, and {len(images)} were sent", "image", "invalid_value")
-        if files:
-            raise ApiError(422, "only the image is a file", next(iter(files))[:100], "invalid_value")
-        texts = {name: text for name, text in texts.items() if text or name == "prompt"}  # None is sent as ""
-        try:
-            values = Form.model_validate(texts, strict=False)  # numbers are texts in a form
-        except ValidationError as error:
-            raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from None
-        return await respond(request, values, images[0], "image_edit")
-
-    async def respond(
-        request: Request, values: protocol.ImageFields, image: str | bytes | None, stream_name: str
-    ) -> protocol.ImagesResponse | Response:
-        """The answer to a request for images, which start from the image if there is one.
-
-        The types of the events of a stream begin with its name.
+        Raises:
+            ApiError: 404 it names another model, 422 a value is not allowed.
         """
-        if not config.any_model:
-            check_model(values.model)
-        if image is None and values.strength is not None:
+        if not self.config.any_model:
+            self.check_model(values.model)
+        if values.strength is not None and not has_image:
             raise ApiError(422, "without an image there is no strength", "strength", "invalid_value")
-        size = values.size or "auto"
-        if size not in sizes:
-            message = f"{size[:60]!r} was not exported: it must be one of {', '.join(sizes)}"
-            raise ApiError(422, message, "size", "invalid_value")
-        log_ignored(values)
-        jobs = handler.make_jobs(
-            values.n or 1,
+        size = self._size(values.size or "auto")
+        self._log_ignored_fields(values)
+        return self.handler.make_jobs(
+            1 if values.n is None else values.n,
             values.seed,
-            **values.model_dump(include={"prompt", "negative_prompt", "steps", "guidance_scale", "merge_map"}),
-            width=sizes[size].width,
-            height=sizes[size].height,
+            prompt=values.prompt,
+            negative_prompt=values.negative_prompt,
+            width=size.width,
+            height=size.height,
+            steps=values.steps,
+            guidance_scale=values.guidance_scale,
             ratio=values.tome_ratio,
-            strength=None if image is None else values.strength or DEFAULT_STRENGTH,
+            strength=(values.strength or DEFAULT_STRENGTH) if has_image else None,
+            wants_merge_map=values.merge_map,
         )
-        progress = RequestProgress()
-        generation = handler.generate(request, jobs, image, progress)
-        if values.stream:
-            return await _stream(generation, jobs, progress, stream_name)
-        usual = "url" if values.model in URL_MODELS else "b64_json"
-        image_of = _image_with_url if (values.response_format or usual) == "url" else _image
-        data = [image_of(text, job.seed) for text, job in zip(await generation, jobs, strict=True)]
-        return protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
 
-    logged: set[str] = set()
+    def _size(self, name: str) -> Size:
+        sizes = {"auto": self.queue.limits.sizes[0]}
+        sizes.update((str(size), size) for size in self.queue.limits.sizes)
+        if name not in sizes:
+            message = f"{name[:60]!r} was not exported: it must be one of {', '.join(sizes)}"
+            raise ApiError(422, message, "size", "invalid_value")
+        return sizes[name]
 
-    def log_ignored(values: protocol.ImageFields) -> None:
+    def _log_ignored_fields(self, values: protocol.ImageFields) -> None:
         """Log each field that asks for what this server does not have, the first time that one is sent."""
         for name, usual in protocol.IGNORED.items():
             value = getattr(values, name, None)
-            if value is not None and value not in usual and name not in logged:
-                logged.add(name)
+            if value is not None and value not in usual and name not in self._logged:
+                self._logged.add(name)
                 logger.warning("a client asks for %s=%.40r, which this server ignores (logged once)", name, value)
 
-    @router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 413, 415, 422, 503))
-    async def count_tokens(body: Prompt) -> protocol.TokensResponse:  # type: ignore[valid-type]
-        """How many tokens a prompt has, and what of it the text encoder does not read."""
-        prompt: str = body.prompt  # type: ignore[attr-defined]
-        try:
-            tokens, most, cut = await asyncio.to_thread(queue.count_tokens, prompt)
-        except UnavailableError as error:
-            headers = {"Retry-After": str(error.retry_after)}
-            raise ApiError(503, str(error), code="unavailable", headers=headers) from None
-        return protocol.TokensResponse(tokens=tokens, most=most, cut=cut)
 
-    @router.get("/models")
-    async def list_models() -> protocol.ModelsResponse:
-        return protocol.ModelsResponse(data=[model()])
+async def _service(request: Request) -> OpenAIService:
+    return request.app.state.openai
 
-    @router.get("/models/{name:path}", responses=responses(protocol.OpenAIErrorResponse, 404, 422))
-    async def retrieve_model(name: str) -> protocol.ModelResponse:
-        check_model(name)
-        return model()
 
-    def check_model(name: str | None) -> None:
-        if name is not None and name != queue.name:
-            message = f"there is no model {name[:60]!r}: this server has {queue.name}; --any-model accepts any name"
-            raise ApiError(404, message, "model", "model_not_found")
+Service = Annotated[OpenAIService, Depends(_service)]
+ImagesAnswer: TypeAlias = protocol.ImagesResponse | Response  # the latter is a stream
 
-    return router
+
+@router.post(
+    "/images/generations",
+    response_model=protocol.ImagesResponse,
+    response_model_exclude_none=True,
+    responses=STREAM | ERRORS,
+)
+async def generate(body: protocol.ImageRequest, request: Request, service: Service) -> ImagesAnswer:
+    """Generate images from a prompt, and from an image if the request has one."""
+    return await _answer(request, service, body, body.image, "image_generation")
+
+
+@router.post(
+    EDITS.removeprefix("/v1"),
+    response_model=protocol.ImagesResponse,
+    response_model_exclude_none=True,
+    responses=STREAM | ERRORS,
+    openapi_extra={"requestBody": protocol.form_of(protocol.EditRequest)},
+)
+async def edit(request: Request, service: Service) -> ImagesAnswer:
+    """Generate images from an image. The body is a form, in which `image` is a file."""
+    if not service.queue.limits.image_to_image:
+        message = "image-to-image was not exported: export the model with --img2img"
+        raise ApiError(404, message, code="not_exported")
+    texts, files = await read_form(request)
+    if "mask" in (*texts, *files):
+        message = "masks are not supported: the whole image is generated again"
+        raise ApiError(422, message, "mask", "unsupported_parameter")
+    image = _only_image(files)
+    return await _answer(request, service, _read_fields(texts), image, "image_edit")
+
+
+@router.post("/tokens", responses=responses(protocol.OpenAIErrorResponse, 413, 415, 422, 503))
+async def count_tokens(body: protocol.TokensRequest, service: Service) -> protocol.TokensResponse:
+    """Count the tokens of a prompt, and return the end of it that the text encoder does not read."""
+    try:
+        service.queue.limits.check_text("prompt", body.prompt)
+        tokens, limit, cut = await asyncio.to_thread(service.queue.count_tokens, body.prompt)
+    except JobError as error:
+        raise service.handler.refusal(error) from None
+    except UnavailableError as error:
+        headers = {"Retry-After": str(error.retry_after)}
+        raise ApiError(503, str(error), code="unavailable", headers=headers) from None
+    return protocol.TokensResponse(tokens=tokens, most=limit, cut=cut)
+
+
+@router.get("/models")
+async def list_models(service: Service) -> protocol.ModelsResponse:
+    return protocol.ModelsResponse(data=[service.describe_model()])
+
+
+@router.get("/models/{name:path}", responses=responses(protocol.OpenAIErrorResponse, 404, 422))
+async def retrieve_model(name: str, service: Service) -> protocol.ModelResponse:
+    service.check_model(name)
+    return service.describe_model()
+
+
+def _only_image(files: dict[str, list[bytes]]) -> bytes:
+    """The image of a form, whose other files are refused."""
+    images = files.pop("image", []) + files.pop("image[]", [])
+    if len(images) != 1:
+        raise ApiError(422, f"it must be one file, and {len(images)} were sent", "image", "invalid_value")
+    if files:
+        raise ApiError(422, "only the image is a file", next(iter(files))[:100], "invalid_value")
+    return images[0]
+
+
+def _read_fields(texts: dict[str, str]) -> protocol.EditRequest:
+    """The fields of a form, in which numbers are texts. Clients send None as an empty text."""
+    given = {name: text for name, text in texts.items() if text or name == "prompt"}
+    try:
+        return protocol.EditRequest.model_validate(given, strict=False)
+    except ValidationError as error:
+        raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from None
+
+
+async def _answer(
+    request: Request, service: OpenAIService, values: protocol.ImageFields, image: str | bytes | None, stream_name: str
+) -> ImagesAnswer:
+    """The answer to a request for images, which start from the image if there is one.
+
+    The types of the events of a stream begin with its name.
+    """
+    jobs = service.make_jobs(values, image is not None)
+    progress = RequestProgress()
+    generation = service.handler.generate(request, jobs, image, progress)
+    if values.stream:
+        return await _stream(generation, jobs, progress, stream_name)
+    usual = "url" if values.model in URL_MODELS else "b64_json"
+    image_of = _image_with_url if (values.response_format or usual) == "url" else _image
+    data = [image_of(image.base64, job.seed) for image, job in zip(await generation, jobs, strict=True)]
+    return protocol.ImagesResponse(created=int(time.time()), data=data, size=str(jobs[0].size))
 
 
 def _image(text: str, seed: int) -> protocol.Image:
@@ -185,16 +231,8 @@ def _image_with_url(text: str, seed: int) -> protocol.Image:
     return protocol.Image(url=f"data:image/png;base64,{text}", seed=seed)
 
 
-def _form_schema(model: type[protocol.EditRequest]) -> dict[str, Any]:
-    """OpenAPI's description of a form with the model's fields and an image."""
-    schema = model.model_json_schema()
-    schema["properties"]["image"] = {"type": "string", "format": "binary", "description": "a PNG, JPEG or WEBP file"}
-    schema["required"].append("image")
-    return {"content": {"multipart/form-data": {"schema": schema}}, "required": True}
-
-
 async def _stream(
-    images: Coroutine[None, None, list[str]], jobs: Sequence[Job], progress: RequestProgress, name: str
+    images: Coroutine[None, None, list[EncodedImage]], jobs: Sequence[Job], progress: RequestProgress, name: str
 ) -> StreamingResponse:
     """The response to a request that asks for a stream.
 
@@ -217,7 +255,7 @@ async def _stream(
 
 
 async def _events(
-    pending: "asyncio.Future[list[str]]", jobs: Sequence[Job], progress: RequestProgress, name: str
+    pending: "asyncio.Future[list[EncodedImage]]", jobs: Sequence[Job], progress: RequestProgress, name: str
 ) -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     last, sent = None, 0.0
@@ -241,7 +279,7 @@ async def _events(
             for index, (image, job) in enumerate(zip(images, jobs, strict=True)):
                 completed = protocol.CompletedEvent(
                     type=f"{name}.completed",
-                    b64_json=image,
+                    b64_json=image.base64,
                     created_at=int(time.time()),
                     size=str(job.size),
                     seed=job.seed,
@@ -249,14 +287,14 @@ async def _events(
                     seconds=progress.seconds,
                     batch=progress.batch,
                     step_seconds=progress.step_seconds,
-                    merge_map=_merge_map(progress.merge_maps[index]),
+                    merge_map=_merge_map(image.merge_map),
                 )
                 yield _text(completed)
     finally:
         pending.cancel()
 
 
-def _merge_map(groups: Any) -> protocol.MergeMap | None:
+def _merge_map(groups: NDArray[np.int_] | None) -> protocol.MergeMap | None:
     """The event's field from an array [h, w]."""
     if groups is None:
         return None

@@ -1,22 +1,33 @@
 """The API of stable-diffusion-webui ("A1111"): txt2img, img2img, and the other paths that its clients use."""
 
+import json
 import logging
 import time
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from pydantic import Field
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel
 
 from .._version import __version__
-from ..generation.jobs import LARGEST_SEED, Job, Limits, SecondPass
+from ..generation.jobs import Job, JobError, SecondPass
 from ..generation.png import describe, describe_merging
-from . import protocol, protocol_webui
-from .api_errors import responses
+from . import protocol
+from .api_errors import ApiError, responses
 from .app_config import AppConfig
 from .handler import DEFAULT_STRENGTH, RequestHandler
 from .middleware import JsonRoute
-from .protocol import narrow
+from .protocol_webui import (
+    OFF,
+    GenerationInfo,
+    ImageToImageRequest,
+    Lenient,
+    Options,
+    ProgressResponse,
+    ProgressState,
+    TextRequest,
+    TwoPassRequest,
+    WebuiResponse,
+)
 from .queue import ImageQueue
 from .tickets import RequestProgress
 
@@ -36,97 +47,111 @@ NAMES = {
 # Defaults of stable-diffusion-webui and webuiapi, which cannot be distinguished from a choice. `info` contains the
 # sampler that was used.
 DEFAULT_SAMPLERS = ("", "Euler", "Euler a")
-# What stable-diffusion-webui lists, and an exported folder does not have
-EMPTY_LISTS = ("latent-upscale-modes", "loras", "prompt-styles", "sd-vae")
 MAX_LOGGED_NAMES = 100  # of unknown fields, so that clients cannot fill the log
+ERRORS = responses(protocol.WebuiErrorResponse, 413, 415, 422)
+IMAGE_ERRORS = ERRORS | responses(protocol.WebuiErrorResponse, 409, 429, 500, 503, 504)
 logger = logging.getLogger(__name__)
 
+router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
 
-def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
-    """The routes of this interface."""
-    router = APIRouter(prefix="/sdapi/v1", tags=["stable-diffusion-webui"], route_class=JsonRoute)
-    limits, types = queue.limits, protocol.bounds(queue.limits)
-    handler = RequestHandler(queue, config, NAMES)
-    unknown_fields = _UnknownFields()
-    model = protocol.one_of(str, lambda: ["", queue.name], f"this server has one model: {queue.name}")
-    sampler = protocol.one_of(
-        str,
-        lambda: [*DEFAULT_SAMPLERS, queue.sampler, *_aliases(queue.sampler)],
-        "requests cannot change the exported scheduler: see /sdapi/v1/samplers",
-    )
-    ratio, ratio_or_0 = (
-        protocol.one_of(float, partial(tuple, allowed), f"it must be one of {', '.join(map(str, allowed))}")
-        for allowed in (limits.ratios, dict.fromkeys((0.0, *limits.ratios)))
-    )
-    new_options = {
-        "sd_model_checkpoint": model,
-        "token_merging_ratio": ratio,
-        "token_merging_ratio_hr": ratio_or_0,
-        "token_merging_ratio_img2img": ratio_or_0,
-    }
-    NewOptions = narrow(protocol_webui.Options, new_options)
-    fields = {
-        "prompt": types["prompt"] | None,
-        "negative_prompt": types["negative_prompt"],
-        "seed": Annotated[int, Field(ge=-1, le=LARGEST_SEED)] | None,
-        "sampler_name": sampler,
-        "sampler_index": sampler,
-        "batch_size": types["images"],
-        "n_iter": types["images"],
-        "steps": types["steps"],
-        "cfg_scale": types["guidance_scale"],
-        "width": types["width"],
-        "height": types["height"],
-        "override_settings": NewOptions | None,
-    }
-    second_pass_one_of = protocol_webui.second_pass_one_of
-    of_second_pass = {
-        "firstpass_image": second_pass_one_of(list),
-        "hr_upscaler": second_pass_one_of(lambda: ["Lanczos", "Latent"]),
-        "hr_checkpoint_name": second_pass_one_of(lambda: ["Use same checkpoint", queue.name]),
-        "hr_sampler_name": second_pass_one_of(
-            lambda: ["Use same sampler", *DEFAULT_SAMPLERS, queue.sampler, *_aliases(queue.sampler)]
-        ),
-        "hr_scheduler": second_pass_one_of(lambda: ["Use same scheduler", *protocol_webui.OFF["scheduler"]]),
-        "hr_prompt": second_pass_one_of(list),
-        "hr_negative_prompt": second_pass_one_of(list),
-    }
-    FromText = narrow(protocol_webui.TwoPassRequest, fields | of_second_pass)
-    FromImage = narrow(protocol_webui.ImageToImageRequest, fields | {"enable_hr": protocol.only(bool, False)})
-    errors = partial(responses, protocol.WebuiErrorResponse, 413, 415, 422)
-    options = protocol_webui.Options(
-        sd_model_checkpoint=queue.name,
-        sd_vae="Automatic",
-        token_merging_ratio=limits.ratios[0],
-        token_merging_ratio_hr=0.0,
-        token_merging_ratio_img2img=0.0,
-        CLIP_stop_at_last_layers=1,
-    )
 
-    @router.post("/txt2img", responses=errors(409, 429, 500, 503, 504))
-    async def text_to_image(body: FromText, request: Request) -> protocol_webui.WebuiResponse:  # type: ignore[valid-type]
-        return await answer(request, body)
+class WebuiService:
+    """State that the handlers of this interface share. Each application has one, in `app.state.webui`."""
 
-    @router.post("/img2img", responses=errors(409, 429, 500, 503, 504))
-    async def image_to_image(body: FromImage, request: Request) -> protocol_webui.WebuiResponse:  # type: ignore[valid-type]
-        return await answer(request, body)
+    def __init__(self, queue: ImageQueue, config: AppConfig) -> None:
+        self.queue = queue
+        self.handler = RequestHandler(queue, config, NAMES)
+        self.options = Options(
+            sd_model_checkpoint=queue.name,
+            sd_vae="Automatic",
+            token_merging_ratio=queue.limits.ratios[0],
+            token_merging_ratio_hr=0.0,
+            token_merging_ratio_img2img=0.0,
+            CLIP_stop_at_last_layers=1,
+        )
+        self._default_steps = config.steps
+        self._logged: set[str] = set()  # names of unknown fields
 
-    async def answer(request: Request, values: protocol_webui.TextRequest) -> protocol_webui.WebuiResponse:
-        image = values.init_images[0] if isinstance(values, protocol_webui.ImageToImageRequest) else None
-        own = values.override_settings or protocol_webui.Options()
-        unknown_fields.log(values)
-        unknown_fields.log(own, "override_settings.")
-        changes = _set_options(own)
-        settings = options.model_dump() | changes
-        ratio, second_pass = settings["token_merging_ratio"], None
-        if image is not None:  # the order of stable-diffusion-webui
-            ratio = changes.get("token_merging_ratio") or settings["token_merging_ratio_img2img"] or ratio
+    @property
+    def samplers(self) -> list[str]:
+        """Names of samplers that requests may have. The exported one is only known once the engine is loaded."""
+        return [*DEFAULT_SAMPLERS, self.queue.sampler, *_aliases(self.queue.sampler)]
+
+    @property
+    def choices(self) -> dict[str, list[Any]]:
+        """The allowed values, besides null, of the fields that depend on the export, by name."""
+        limits = self.queue.limits
+        ratios = list(dict.fromkeys((0.0, *limits.ratios)))
+        return {
+            "sampler_name": self.samplers,
+            "sampler_index": self.samplers,
+            "width": sorted({size.width for size in limits.sizes}),
+            "height": sorted({size.height for size in limits.sizes}),
+            "sd_model_checkpoint": ["", self.queue.name],
+            "token_merging_ratio": list(limits.ratios),
+            "token_merging_ratio_hr": ratios,
+            "token_merging_ratio_img2img": ratios,
+        }
+
+    @property
+    def keywords(self) -> dict[str, dict[str, Any]]:
+        """Keywords of JSON Schema that /openapi.json has for the fields, by name."""
+        of_jobs = protocol.schema_keywords(self.queue.limits)
+        keywords = {name: {"enum": values} for name, values in self.choices.items()}
+        return keywords | {
+            "prompt": of_jobs["prompt"],
+            "negative_prompt": of_jobs["negative_prompt"],
+            "batch_size": of_jobs["images"],
+            "n_iter": of_jobs["images"],
+            "steps": of_jobs["steps"],
+            "cfg_scale": of_jobs["guidance_scale"],
+        }
+
+    def check(self, values: TextRequest) -> None:
+        """Raise ApiError unless the fields have values that this server supports."""
+        self._check_choices(values)
+        if values.override_settings is not None:
+            self._check_choices(values.override_settings, "override_settings.")
+        for name in ("batch_size", "n_iter"):  # their product is checked with the jobs
+            try:
+                self.queue.limits.check_range("images", _one_if_none(getattr(values, name)))
+            except JobError as error:
+                raise ApiError(422, str(error), name, "invalid_value") from None
+        if isinstance(values, TwoPassRequest) and values.enable_hr:
+            self._check_second_pass(values)
+
+    def set_options(self, new: Options) -> None:
+        """Change the options that are set."""
+        self._check_choices(new)
+        for name, value in _known_options(new).items():
+            setattr(self.options, name, value)
+
+    def log_unknown_fields(self, values: Lenient, prefix: str = "") -> None:
+        """Log the names, each once and without the values, which may be secret."""
+        for name in values.model_extra or {}:
+            shown = prefix + name[:100]
+            if shown not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
+                self._logged.add(shown)
+                logger.warning("/sdapi/v1: ignored a field that the request does not have here: %r", shown)
+
+    def make_jobs(self, values: TextRequest) -> list[Job]:
+        """The jobs of a request.
+
+        Raises:
+            ApiError: 422, a value is not allowed.
+        """
+        own = _known_options(values.override_settings or Options())
+        settings = self.options.model_dump() | own
+        is_from_image = isinstance(values, ImageToImageRequest)
+        ratio = settings["token_merging_ratio"]
+        if is_from_image:  # the order of stable-diffusion-webui
+            ratio = own.get("token_merging_ratio") or settings["token_merging_ratio_img2img"] or ratio
         strength = DEFAULT_STRENGTH if values.denoising_strength is None else values.denoising_strength
-        if isinstance(values, protocol_webui.TwoPassRequest) and values.enable_hr:
-            second_ratio = settings["token_merging_ratio_hr"] or ratio
-            second_pass = _second_pass(values, second_ratio, strength, limits, config.steps)
-        jobs = handler.make_jobs(
-            (values.batch_size or 1) * (values.n_iter or 1),
+        second_pass = None
+        if isinstance(values, TwoPassRequest) and values.enable_hr:
+            second_pass = self._second_pass(values, settings["token_merging_ratio_hr"] or ratio, strength)
+        return self.handler.make_jobs(
+            _one_if_none(values.batch_size) * _one_if_none(values.n_iter),
             None if values.seed == -1 else values.seed,
             prompt=values.prompt or "",
             negative_prompt=values.negative_prompt,
@@ -135,126 +160,182 @@ def make_router(queue: ImageQueue, config: AppConfig) -> APIRouter:
             steps=values.steps,
             guidance_scale=values.cfg_scale,
             ratio=ratio,
-            strength=None if image is None else strength,
+            strength=strength if is_from_image else None,
             second_pass=second_pass,
         )
-        if values.override_settings_restore_afterwards is False:
-            change_options(own)
-        images = await handler.generate(request, jobs, image, RequestProgress())
-        return protocol_webui.WebuiResponse(
-            images=[] if values.send_images is False else images,
-            parameters=_parameters(values, jobs[0]),
-            info=_info(values, jobs, queue).model_dump_json(),
+
+    def _second_pass(self, values: TwoPassRequest, ratio: float, strength: float) -> SecondPass:
+        """The second pass of a request; sizes as stable-diffusion-webui computes them."""
+        height, width = self.queue.limits.sizes[0]
+        height, width = values.height or height, values.width or width
+        x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
+        scale = values.hr_scale or 2.0
+        if not x and not y:
+            x, y = int(width * scale), int(height * scale)
+        return SecondPass(
+            height=y or x * height // width,
+            width=x or y * width // height,
+            ratio=ratio,
+            steps=values.hr_second_pass_steps or values.steps or self._default_steps,
+            strength=strength,
         )
 
-    def change_options(new: protocol_webui.Options) -> None:
-        for name, value in _set_options(new).items():
-            setattr(options, name, value)
+    def _check_choices(self, values: BaseModel, prefix: str = "") -> None:
+        for name, allowed in self.choices.items():
+            value = getattr(values, name) if name in type(values).model_fields else None
+            if value is not None and value not in allowed:
+                raise ApiError(422, self._reason(name, value), prefix + name, "invalid_value")
 
-    @router.post("/interrupt")
-    async def interrupt() -> dict[str, Any]:
-        """End all requests of this interface."""
-        handler.interrupt()
-        return {}
+    def _reason(self, name: str, value: Any) -> str:
+        """Why a field cannot have this value."""
+        if name == "sd_model_checkpoint":
+            return f"this server has one model: {self.queue.name}"
+        if name in ("sampler_name", "sampler_index"):
+            return "requests cannot change the exported scheduler: see /sdapi/v1/samplers"
+        if name in ("width", "height"):
+            sizes = ", ".join(str(size) for size in self.queue.limits.sizes)
+            return f"{value!s:.20} was not exported: width x height must be one of {sizes}"
+        return f"it must be one of {', '.join(str(choice) for choice in self.choices[name])}"
 
-    @router.post("/skip")
-    async def skip() -> dict[str, Any]:
-        """End the oldest request of this interface."""
-        handler.interrupt(1)
-        return {}
-
-    @router.get("/progress")
-    async def show_progress() -> protocol_webui.ProgressResponse:
-        """The progress of the current pipeline call, which may be of the other interface."""
-        now = queue.progress()
-        share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
-        state = protocol_webui.ProgressState(
-            job_count=now.running + now.waiting, sampling_step=now.step, sampling_steps=now.steps
-        )
-        eta = now.seconds * (1 / share - 1) if share else 0.0
-        return protocol_webui.ProgressResponse(progress=share, eta_relative=eta, state=state)
-
-    @router.get("/options")
-    async def show_options() -> protocol_webui.Options:
-        return options
-
-    @router.post("/options", responses=errors())
-    async def set_options(body: NewOptions) -> None:  # type: ignore[valid-type]
-        """Set the default ratios of requests; other options accept only their current value."""
-        unknown_fields.log(body)
-        change_options(body)
-
-    @router.get("/scripts")
-    async def list_scripts() -> dict[str, list[str]]:
-        return {"txt2img": [], "img2img": []}
-
-    @router.get("/samplers")
-    async def list_samplers() -> list[dict[str, Any]]:
-        return [{"name": queue.sampler, "aliases": _aliases(queue.sampler), "options": {}}]
-
-    @router.get("/schedulers")
-    async def list_schedulers() -> list[dict[str, Any]]:
-        unused = {"aliases": None, "default_rho": -1, "need_inner_model": False}
-        return [{"name": "automatic", "label": "Automatic", **unused}]
-
-    @router.get("/upscalers")
-    async def list_upscalers() -> list[dict[str, Any]]:
-        """What enlarges the image before a second pass."""
-        return [{"name": "Lanczos", "model_name": None, "model_path": None, "model_url": None, "scale": 4}]
-
-    @router.get("/sd-models")
-    async def list_models() -> list[dict[str, str | None]]:
-        no_file = {"hash": None, "sha256": None, "filename": "", "config": None}
-        return [{"title": queue.name, "model_name": queue.name, **no_file}]
-
-    async def list_nothing() -> list[dict[str, str]]:
-        """There are none."""
-        return []
-
-    for name in EMPTY_LISTS:
-        router.add_api_route(f"/{name}", list_nothing, methods=["GET"])
-
-    return router
+    def _check_second_pass(self, values: TwoPassRequest) -> None:
+        """Raise ApiError if the second pass asks for what only the first one can choose."""
+        same_as_first = {"hr_prompt": values.prompt, "hr_negative_prompt": values.negative_prompt}
+        choices: dict[str, tuple[str, ...]] = {
+            "firstpass_image": (),
+            "hr_upscaler": ("Lanczos", "Latent"),
+            "hr_checkpoint_name": ("Use same checkpoint", self.queue.name),
+            "hr_sampler_name": ("Use same sampler", *self.samplers),
+            "hr_scheduler": ("Use same scheduler", *OFF["scheduler"]),
+            "hr_prompt": (),
+            "hr_negative_prompt": (),
+        }
+        for name, others in choices.items():
+            text = getattr(values, name)
+            allowed = ("", *others)
+            if text is not None and text not in (*allowed, same_as_first.get(name)):
+                message = f"the second pass supports only {' or '.join(map(json.dumps, allowed))}"
+                raise ApiError(422, message, name, "invalid_value")
 
 
-class _UnknownFields:
-    """Names the unknown fields of requests in the log, each once, and at most `MAX_LOGGED_NAMES`."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def log(self, values: protocol_webui.Lenient, prefix: str = "") -> None:
-        """Log the names, without the values, which may be secret."""
-        for name in values.model_extra or {}:
-            shown = prefix + name[:100]
-            if shown not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
-                self._logged.add(shown)
-                logger.warning("/sdapi/v1: ignored a field that the request does not have here: %r", shown)
+async def _service(request: Request) -> WebuiService:
+    return request.app.state.webui
 
 
-def _set_options(new: protocol_webui.Options) -> dict[str, Any]:
-    """The known options that are set; clients send an empty model for the server's."""
-    values = new.model_dump(include=set(protocol_webui.Options.model_fields))
-    return {name: value for name, value in values.items() if value not in (None, "")}
+Service = Annotated[WebuiService, Depends(_service)]
 
 
-def _second_pass(
-    values: protocol_webui.TwoPassRequest, ratio: float, strength: float, limits: Limits, default_steps: int
-) -> SecondPass:
-    """The second pass of a request; sizes as stable-diffusion-webui computes them."""
-    height, width = limits.sizes[0]
-    height, width = values.height or height, values.width or width
-    x, y = values.hr_resize_x or 0, values.hr_resize_y or 0
-    scale = values.hr_scale or 2.0
-    if not x and not y:
-        x, y = int(width * scale), int(height * scale)
-    return SecondPass(
-        height=y or x * height // width,
-        width=x or y * width // height,
-        ratio=ratio,
-        steps=values.hr_second_pass_steps or values.steps or default_steps,
-        strength=strength,
+@router.post("/txt2img", responses=IMAGE_ERRORS)
+async def text_to_image(body: TwoPassRequest, request: Request, service: Service) -> WebuiResponse:
+    """Generate images from text."""
+    return await _answer(request, service, body, None)
+
+
+@router.post("/img2img", responses=IMAGE_ERRORS)
+async def image_to_image(body: ImageToImageRequest, request: Request, service: Service) -> WebuiResponse:
+    """Generate images from an image."""
+    return await _answer(request, service, body, body.init_images[0])
+
+
+@router.post("/interrupt")
+async def interrupt(service: Service) -> dict[str, Any]:
+    """End all requests of this interface."""
+    service.handler.interrupt()
+    return {}
+
+
+@router.post("/skip")
+async def skip(service: Service) -> dict[str, Any]:
+    """End the oldest request of this interface."""
+    service.handler.interrupt(1)
+    return {}
+
+
+@router.get("/progress")
+async def show_progress(service: Service) -> ProgressResponse:
+    """The progress of the current pipeline call, which may be of the other interface."""
+    now = service.queue.progress()
+    share = max(0.01, now.step / max(1, now.steps)) if now.running else 0.0
+    state = ProgressState(job_count=now.running + now.waiting, sampling_step=now.step, sampling_steps=now.steps)
+    eta = now.seconds * (1 / share - 1) if share else 0.0
+    return ProgressResponse(progress=share, eta_relative=eta, state=state)
+
+
+@router.get("/options")
+async def show_options(service: Service) -> Options:
+    return service.options
+
+
+@router.post("/options", responses=ERRORS)
+async def set_options(body: Options, service: Service) -> None:
+    """Set the default ratios of requests; other options accept only their current value."""
+    service.set_options(body)
+    service.log_unknown_fields(body)
+
+
+@router.get("/scripts")
+async def list_scripts() -> dict[str, list[str]]:
+    return {"txt2img": [], "img2img": []}
+
+
+@router.get("/samplers")
+async def list_samplers(service: Service) -> list[dict[str, Any]]:
+    sampler = service.queue.sampler
+    return [{"name": sampler, "aliases": _aliases(sampler), "options": {}}]
+
+
+@router.get("/schedulers")
+async def list_schedulers() -> list[dict[str, Any]]:
+    unused = {"aliases": None, "default_rho": -1, "need_inner_model": False}
+    return [{"name": "automatic", "label": "Automatic", **unused}]
+
+
+@router.get("/upscalers")
+async def list_upscalers() -> list[dict[str, Any]]:
+    """List the filter that enlarges the image before a second pass."""
+    return [{"name": "Lanczos", "model_name": None, "model_path": None, "model_url": None, "scale": 4}]
+
+
+@router.get("/sd-models")
+async def list_models(service: Service) -> list[dict[str, str | None]]:
+    name = service.queue.name
+    no_file = {"hash": None, "sha256": None, "filename": "", "config": None}
+    return [{"title": name, "model_name": name, **no_file}]
+
+
+@router.get("/latent-upscale-modes")
+@router.get("/loras")
+@router.get("/prompt-styles")
+@router.get("/sd-vae")
+async def list_nothing() -> list[dict[str, str]]:
+    """An exported folder has none."""
+    return []
+
+
+async def _answer(request: Request, service: WebuiService, values: TextRequest, image: str | None) -> WebuiResponse:
+    """The answer to a request for images, which start from the image if there is one."""
+    service.check(values)
+    own = values.override_settings or Options()
+    service.log_unknown_fields(values)
+    service.log_unknown_fields(own, "override_settings.")
+    jobs = service.make_jobs(values)
+    if values.override_settings_restore_afterwards is False:
+        service.set_options(own)
+    images = await service.handler.generate(request, jobs, image, RequestProgress())
+    return WebuiResponse(
+        images=[] if values.send_images is False else [image.base64 for image in images],
+        parameters=_parameters(values, jobs[0]),
+        info=_info(values, jobs, service.queue).model_dump_json(),
     )
+
+
+def _one_if_none(count: int | None) -> int:
+    return 1 if count is None else count
+
+
+def _known_options(new: Options) -> dict[str, Any]:
+    """The known options that are set; clients send an empty model for the server's."""
+    values = new.model_dump(include=set(Options.model_fields))
+    return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 def _aliases(sampler: str) -> list[str]:
@@ -263,7 +344,7 @@ def _aliases(sampler: str) -> list[str]:
     return [short, f"k_{short}"]
 
 
-def _parameters(values: protocol_webui.TextRequest, job: Job) -> dict[str, Any]:
+def _parameters(values: TextRequest, job: Job) -> dict[str, Any]:
     """The request with its defaults, without images unless it asks for them."""
     parameters = values.model_dump(include=set(type(values).model_fields))
     if values.override_settings is not None:
@@ -278,10 +359,10 @@ def _parameters(values: protocol_webui.TextRequest, job: Job) -> dict[str, Any]:
     return parameters
 
 
-def _info(values: protocol_webui.TextRequest, jobs: list[Job], queue: ImageQueue) -> protocol_webui.GenerationInfo:
+def _info(values: TextRequest, jobs: list[Job], queue: ImageQueue) -> GenerationInfo:
     first, seeds = jobs[0], [job.seed for job in jobs]
     strength = first.strength if first.second_pass is None else first.second_pass.strength
-    return protocol_webui.GenerationInfo(
+    return GenerationInfo(
         prompt=first.prompt,
         all_prompts=[job.prompt for job in jobs],
         negative_prompt=first.negative_prompt,

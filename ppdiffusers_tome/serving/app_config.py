@@ -8,7 +8,7 @@ from ..errors import ParameterError, ToMeConfigError
 
 KEY_VARIABLE = "PPDIFFUSERS_TOME_API_KEY"
 HOST = re.compile(r"\*|(\*\.)?[^*/:]+|.*:.*:.*")
-ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^*/?#@\s]+)([/?#].*)?")  # and a path, which is refused
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*://[^*/?#@\s]+)([/?#].*)?")  # the second group is a path, which is refused
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class AppConfig:
             browsers write them ("https://example.org", "chrome-extension://ID", "app://obsidian.md"); "*" for all.
         steps, guidance_scale: defaults for requests without these fields.
         page: whether `/` is the page for browsers; otherwise 404.
-        prompts: examples that the model knows, for the page; the first is its value at first.
-        any_model: whether requests may name any model, which this server's own then answers.
+        prompts: examples that suit the model, for the page, which begins with the first one.
+        any_model: whether requests may name any model; this server's own model answers them all.
 
     Raises:
         ToMeConfigError: a number is not positive, the key is empty or cannot be sent in an HTTP header, or a host or
@@ -71,7 +71,7 @@ class AppConfig:
 
 
 def _remedy(origin: str) -> str | None:
-    """What to write in place of an origin; None if it is right."""
+    """How to correct an origin; None if it is right."""
     if origin == "*":
         return None
     if origin == "null":

@@ -1,4 +1,4 @@
-"""Forms: the texts and files of a body that is sent as multipart/form-data. They stay in memory."""
+"""Read bodies that are sent as multipart/form-data. Their texts and files stay in memory."""
 
 from fastapi import Request
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -6,11 +6,11 @@ from starlette.requests import ClientDisconnect
 
 from .api_errors import CLIENT_GONE, ApiError
 
-MAX_PARTS = 50  # no request has as many
+MAX_PARTS = 50  # real requests have fewer
 
 
 async def read_form(request: Request) -> tuple[dict[str, str], dict[str, list[bytes]]]:
-    """The texts of a form, and its files, by name. `RequestMiddleware` limits the size of the body.
+    """Read the texts and the files of a form, by name. `RequestMiddleware` limits the size of the body.
 
     Raises:
         ApiError: 400 the form is malformed or incomplete, 413 it has too many parts, 415 the body is not a form, 422 a

@@ -1,4 +1,4 @@
-"""From a request's fields to PNG files while its client waits; time-outs, disconnections and failures are errors."""
+"""Generate the images of a request while its client waits. Time-outs, disconnections and failures are errors."""
 
 import asyncio
 import base64
@@ -6,12 +6,13 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from fastapi import Request
-from PIL.Image import Image
+from numpy.typing import NDArray
 
-from ..generation.jobs import LARGEST_SEED, MERGE_MAP, GenerationError, Job, JobError, seed_after
+from ..generation.jobs import MAX_SEED, GeneratedImage, GenerationError, Job, JobError, seed_after
 from ..generation.png import encode_png, load_image
 from .api_errors import CLIENT_GONE, ApiError
 from .app_config import AppConfig
@@ -21,18 +22,28 @@ from .tickets import QueueFullError, RequestProgress, UnavailableError
 DEFAULT_STRENGTH = 0.75  # of requests from an image, and of a second pass
 
 
+Submission: TypeAlias = "asyncio.Future[list[GeneratedImage]]"
+
+
+class EncodedImage(NamedTuple):
+    """A PNG file in base64, and the merge map of the image, see `GeneratedImage`."""
+
+    base64: str
+    merge_map: NDArray[np.int_] | None
+
+
 class RequestHandler:
     """Generates the images of one interface's requests.
 
     Args:
         queue: generates the images.
-        config: the time limit of a request, and the defaults of its fields.
+        config: has the time limit of a request and the defaults of its fields.
         names: the interface's names of a job's fields, where they differ.
     """
 
     def __init__(self, queue: ImageQueue, config: AppConfig, names: Mapping[str, str]) -> None:
         self._queue, self._config, self._names = queue, config, names
-        self._under_way: list[asyncio.Future[list[Image]]] = []  # oldest first
+        self._under_way: list[Submission] = []  # oldest first
 
     def make_jobs(self, images: int, seed: int | None, **fields: Any) -> list[Job]:
         """The jobs of a request: None is the default, or a random seed; each image has the next seed.
@@ -45,28 +56,29 @@ class RequestHandler:
         defaults = {"height": height, "width": width, "ratio": limits.ratios[0], "steps": self._config.steps}
         values = {name: value for name, value in fields.items() if value is not None}
         values = {**defaults, "guidance_scale": self._config.guidance_scale, **values}
-        first = secrets.randbelow(LARGEST_SEED + 1) if seed is None else seed
+        first = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
         try:
             job = limits.check(Job(**values, seed=first), images)
         except JobError as error:
-            raise self._refusal(error) from None
+            raise self.refusal(error) from None
         return [replace(job, seed=seed_after(first, index)) for index in range(images)]
 
-    def _refusal(self, error: JobError) -> ApiError:
+    def refusal(self, error: JobError) -> ApiError:
+        """The answer to a job that is not allowed, which names the field as this interface does."""
         return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
     async def generate(
         self, request: Request, jobs: list[Job], image: str | bytes | None, progress: RequestProgress
-    ) -> list[str]:
+    ) -> list[EncodedImage]:
         """Generate the images of one request.
 
         Args:
             request: if its client disconnects, the jobs are abandoned.
-            image: to start from, see `load_image`; None for noise.
+            image: the image to start from, see `load_image`; None for noise.
             progress: see `ImageQueue.submit`.
 
         Returns:
-            A PNG file in base64 for each job.
+            The image of each job.
 
         Raises:
             ApiError: 409 interrupted, 422 the image or the number of steps is not allowed, 429 the queue is full, 499
@@ -78,27 +90,27 @@ class RequestHandler:
             submission = asyncio.ensure_future(queue.submit(jobs, load, progress))
             images = await self._while_connected(request, submission)
         except JobError as error:
-            raise self._refusal(error) from None
+            raise self.refusal(error) from None
         except UnavailableError as error:
             is_full = isinstance(error, QueueFullError)
             status, code = (429, "queue_full") if is_full else (503, "unavailable")
             raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
         except GenerationError as error:
             raise ApiError(500, str(error), code="generation_failed") from None
-        progress.merge_maps = [image.info.get(MERGE_MAP) for image in images]
-        texts = [asyncio.to_thread(self._encode, image, job) for image, job in zip(images, jobs, strict=True)]
-        return list(await asyncio.gather(*texts))
+        encoded = [asyncio.to_thread(self._encode, image, job) for image, job in zip(images, jobs, strict=True)]
+        return list(await asyncio.gather(*encoded))
 
-    def _encode(self, image: Image, job: Job) -> str:
-        return base64.b64encode(encode_png(image, job, self._queue)).decode()
+    def _encode(self, generated: GeneratedImage, job: Job) -> EncodedImage:
+        png = encode_png(generated.image, job, self._queue)
+        return EncodedImage(base64.b64encode(png).decode(), generated.merge_map)
 
     def interrupt(self, count: int | None = None) -> None:
         """End the oldest `count` requests, or all, at the pipeline's next step."""
         for submission in self._under_way[:count]:
             submission.cancel()
 
-    async def _while_connected(self, request: Request, submission: "asyncio.Future[list[Image]]") -> list[Image]:
-        """The images, unless the client disconnects, the time is over or the request is interrupted."""
+    async def _while_connected(self, request: Request, submission: Submission) -> list[GeneratedImage]:
+        """The images, unless the client disconnects, the time limit passes or the request is interrupted."""
         disconnection = asyncio.ensure_future(_disconnection(request))
         seconds = self._config.request_seconds
         self._under_way.append(submission)

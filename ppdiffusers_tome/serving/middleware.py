@@ -1,9 +1,9 @@
-"""Checks before a request's fields are read: host, API key, origin, and size and type of the body; counters."""
+"""Checks that precede reading a request's fields (host, API key, origin, body), and the counters of answers."""
 
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -31,8 +31,9 @@ ENDPOINTS = frozenset(
         *("/sdapi/v1/txt2img", "/sdapi/v1/img2img"),
     )
 )
-# In JSON; no request has as many. Stops bodies of millions of small values, whose error messages take gigabytes.
-MOST_SEPARATORS = 20_000
+# Commas, colons and brackets in a JSON body. Real requests have fewer. The limit stops bodies of millions of small
+# values, whose error messages take gigabytes.
+MAX_SEPARATORS = 20_000
 
 
 class CountingMiddleware:
@@ -102,7 +103,7 @@ class RequestMiddleware:
             challenge = {"WWW-Authenticate": scheme}
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
         origin = request.headers.get("origin")
-        # Stops web pages of others that send requests through their visitor's browser, and their preflights.
+        # Stops foreign web pages that send requests through their visitor's browser, and their preflights.
         if request.method in ("POST", "OPTIONS") and origin is not None and not self._is_allowed(origin, host):
             message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
             raise ApiError(403, message, code="origin_not_allowed")
@@ -142,11 +143,11 @@ class RequestMiddleware:
 class JsonRoute(APIRoute):
     """A route whose body must be JSON, with that content type or none.
 
-    Browsers send JSON for a page of another origin only after a preflight. They may send a body without a type, but
+    For JSON, browsers require a CORS preflight of pages of other origins. They may send a body without a type, but
     with an Origin, which `RequestMiddleware` checks.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
@@ -166,8 +167,8 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        if sum(map(body.count, (b",", b":", b"[", b"{"))) > MOST_SEPARATORS:
-            message = f"the body has more than {MOST_SEPARATORS} commas, colons and brackets"
+        if sum(map(body.count, (b",", b":", b"[", b"{"))) > MAX_SEPARATORS:
+            message = f"the body has more than {MAX_SEPARATORS} commas, colons and brackets"
             raise ApiError(413, message, code="too_many_values")
         try:
             return from_json(body, allow_inf_nan=False)

@@ -1,14 +1,13 @@
 """Requests and responses as pydantic models: what both interfaces share, and OpenAI's images API.
 
-The schema contains all bounds; `narrow` adds those that depend on the export and the command line.
+The models check types and constant bounds. What depends on the export and the command line is checked by `Limits`, and
+added to /openapi.json by `app.App.openapi`.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from ..generation.jobs import Limits
 from ..inference.manifest import STRICT
@@ -21,88 +20,45 @@ class Strict(BaseModel):
     model_config = STRICT
 
 
-Request = TypeVar("Request", bound=BaseModel)
-
-
 # In JSON Schema, 3.0 is an integer; true and "3" are not
 WHOLE = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 Integer = Annotated[int, WHOLE]
 
 
-def one_of(kind: Any, choices: Callable[[], Sequence[Any]], reason: str) -> Any:
-    """The type of an optional value that must be one of the choices, which may change; `reason` is the message."""
-
-    def check(value: Any) -> Any:
-        allowed = list(choices())
-        if value not in allowed:
-            raise ValueError(reason)
-        return allowed[allowed.index(value)]  # -0.0 equals 0.0, but is written differently
-
-    extra = Field(json_schema_extra=lambda schema: schema.update(enum=list(choices())))
-    return Annotated[kind, AfterValidator(check), extra] | None
-
-
-def only(kind: Any, *values: Any) -> Any:
-    """The type of an optional field whose other values ask for features that do not exist here."""
-    return one_of(kind, lambda: values, f"only {' or '.join(map(json.dumps, values))} is supported")
-
-
-def bounds(limits: Limits) -> dict[str, Any]:
-    """The types of fields by name. The schema shows the bounds of a job's fields, which `Limits.check` applies.
-
-    Numbers of images, and sides, from which those of a second pass are computed, are checked here.
-    """
-    sizes = ", ".join(map(str, limits.sizes))
-
-    def shown(kind: Any, **schema: Any) -> Any:
-        return Annotated[kind, Field(json_schema_extra=schema)] | None
-
-    def number(name: str, kind: Any) -> Any:
-        low, high = limits.ranges[name]
-        return shown(kind, minimum=low, maximum=high)
-
-    def side(of_sizes: Iterable[int]) -> Any:
-        choices = sorted({*of_sizes})
-
-        def check(value: int) -> int:
-            if value not in choices:
-                raise ValueError(f"{value!s:.20} was not exported: width x height must be one of {sizes}")
-            return value
-
-        return Annotated[int, AfterValidator(check), Field(json_schema_extra={"enum": [*choices]})] | None
-
-    return {
-        "prompt": Annotated[str, Field(json_schema_extra={"maxLength": limits.prompt_characters})],
-        "negative_prompt": shown(str, maxLength=limits.prompt_characters),
-        "images": Annotated[int, Field(ge=1, le=limits.images), WHOLE] | None,
-        "height": side(size.height for size in limits.sizes),
-        "width": side(size.width for size in limits.sizes),
-        "size": shown(str, enum=["auto", *map(str, limits.sizes)]),
-        "ratio": shown(float, enum=list(limits.ratios)),
-        "seed": number("seed", Integer),
-        "steps": number("steps", Integer),
-        "guidance_scale": number("guidance_scale", float),
+def schema_keywords(limits: Limits) -> dict[str, dict[str, Any]]:
+    """Keywords of JSON Schema that /openapi.json has for the fields of a job, which `Limits.check` checks."""
+    text = {"maxLength": limits.prompt_characters}
+    keywords: dict[str, dict[str, Any]] = {
+        "prompt": text,
+        "negative_prompt": text,
+        "size": {"enum": ["auto", *map(str, limits.sizes)]},
+        "ratio": {"enum": list(limits.ratios)},
     }
+    for name, (low, high) in limits.ranges.items():
+        keywords[name] = {"minimum": low, "maximum": high}
+    return keywords
 
 
-def narrow(model: type[Request], types: Mapping[str, Any]) -> type[Request]:
-    """The model with other types for some fields, which keep default and description; new fields are optional."""
-    fields = {name: (kind, copy(model.model_fields.get(name, Field(None)))) for name, kind in types.items()}
-    return create_model(model.__name__, __base__=model, **fields)  # type: ignore[call-overload]
+def add_keywords(model: dict[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add keywords to the fields of these names in a model's JSON schema."""
+    for name in keywords.keys() & model.get("properties", {}).keys():
+        field = model["properties"][name]
+        value = field["anyOf"][0] if "anyOf" in field else field  # the other one is null
+        value.update(keywords[name])
 
 
 # OpenAI
 
 
 class ImageFields(Strict):
-    """What requests for images have in common."""
+    """The fields that all requests for images share."""
 
     prompt: str
     model: str | None = Field(None, max_length=500, description="the name in GET /v1/models")
-    n: int | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
+    n: Integer | None = Field(None, description="images, 1 if absent; they get seed, seed + 1, …, modulo 2**32")
     size: str | None = Field(None, description='"WIDTHxHEIGHT" in pixels; "auto" or absent: the first exported')
-    seed: int | None = Field(None, description="random if absent; the answer contains it")
-    steps: int | None = Field(None, description="denoising steps")
+    seed: Integer | None = Field(None, description="random if absent; the answer contains it")
+    steps: Integer | None = Field(None, description="denoising steps")
     guidance_scale: float | None = Field(None, description="weight of classifier-free guidance; 1 or less: none")
     negative_prompt: str | None = Field(None, description="what the image should not show")
     tome_ratio: float | None = Field(None, description="share of tokens to merge away; an exported ratio")
@@ -117,13 +73,20 @@ class ImageFields(Strict):
     )
     # OpenAI's fields of which this server supports one value.
     output_format: Literal["png"] | None = None
-    partial_images: only(Integer, 0) = None  # type: ignore[valid-type]
-    # OpenAI's fields that are ignored, because without what they ask for there is an image too: see `IGNORED`.
+    partial_images: Annotated[Integer, Field(json_schema_extra={"enum": [0]})] | None = None
+    # OpenAI's fields that are ignored, because an image without what they ask for is still useful: see `IGNORED`.
     background: str | None = Field(None, max_length=100, description="ignored")
     moderation: str | None = Field(None, max_length=100, description="ignored")
     output_compression: Annotated[int, Field(ge=0, le=100), WHOLE] | None = Field(None, description="ignored")
     quality: str | None = Field(None, max_length=100, description="ignored")
     style: str | None = Field(None, max_length=100, description="ignored")
+
+    @field_validator("partial_images")
+    @classmethod
+    def _refuse_partial_images(cls, count: int | None) -> int | None:
+        if count:
+            raise ValueError("only 0 is supported")
+        return count
 
 
 class ImageRequest(ImageFields):
@@ -136,6 +99,14 @@ class EditRequest(ImageFields):
     """Images to generate from one image, which the same form holds as a file."""
 
     input_fidelity: str | None = Field(None, max_length=100, description="ignored")
+
+
+def form_of(model: type[EditRequest]) -> dict[str, Any]:
+    """OpenAPI's description of a form with the model's fields and an image."""
+    schema = model.model_json_schema()
+    schema["properties"]["image"] = {"type": "string", "format": "binary", "description": "a PNG, JPEG or WEBP file"}
+    schema["required"].append("image")
+    return {"content": {"multipart/form-data": {"schema": schema}}, "required": True}
 
 
 # The ignored fields, each with the values that ask for what this server does anyway.

@@ -1,14 +1,14 @@
 """Requests and responses of stable-diffusion-webui's API ("A1111"), version 1.10, as pydantic models."""
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ..generation.jobs import LONGEST_SCHEDULE
+from ..generation.jobs import MAX_SEED, MAX_STEPS
 
-# Most clients send all fields of the schema, whatever they use.
+# Most clients send all fields of the schema, also those that they do not use.
 # These fields ask for features that do not exist here, unless they have one of these values, or null.
 OFF: dict[str, tuple[Any, ...]] = {
     "CLIP_stop_at_last_layers": (1,),
@@ -35,10 +35,10 @@ OFF: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _show_off(schema: dict[str, Any]) -> None:
-    """Add the values of `OFF` to the JSON schema of a model."""
-    for name in OFF.keys() & schema["properties"].keys():
-        schema["properties"][name]["anyOf"][0]["enum"] = list(OFF[name])
+def _show_off(schema: dict[str, Any], model: "type[Lenient]") -> None:
+    """Add the values of a model's `off` to its JSON schema."""
+    for name in model.off.keys() & schema["properties"].keys():
+        schema["properties"][name]["anyOf"][0]["enum"] = list(model.off[name])
 
 
 class Lenient(BaseModel):
@@ -48,14 +48,18 @@ class Lenient(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra=_show_off)
+    off: ClassVar[Mapping[str, tuple[Any, ...]]] = OFF
 
     @field_validator("*")
     @classmethod
     def _refuse_unsupported(cls, value: Any, info: ValidationInfo) -> Any:
-        allowed = OFF.get(info.field_name or "")
+        allowed = cls.off.get(info.field_name or "")
         if allowed is not None and value is not None and value not in allowed:
             raise ValueError(f"only {' or '.join(map(json.dumps, allowed))} is supported")
         return value
+
+
+Ratio = Annotated[float, AfterValidator(lambda ratio: ratio + 0.0)]  # -0.0 becomes 0.0, which is written differently
 
 
 class Options(Lenient):
@@ -63,9 +67,9 @@ class Options(Lenient):
 
     sd_model_checkpoint: str | None = None
     sd_vae: str | None = None
-    token_merging_ratio: float | None = None
-    token_merging_ratio_hr: Annotated[float | None, Field(description="0: token_merging_ratio")] = None
-    token_merging_ratio_img2img: Annotated[float | None, Field(description="0: token_merging_ratio")] = None
+    token_merging_ratio: Ratio | None = None
+    token_merging_ratio_hr: Annotated[Ratio | None, Field(description="0: token_merging_ratio")] = None
+    token_merging_ratio_img2img: Annotated[Ratio | None, Field(description="0: token_merging_ratio")] = None
     CLIP_stop_at_last_layers: int | None = None
 
 
@@ -80,7 +84,7 @@ class TextRequest(Lenient):
     prompt: str | None = ""
     negative_prompt: str | None = ""
     styles: list[str] | None = []
-    seed: int | None = Field(-1, description="-1 or null: random; the answer contains it")
+    seed: int | None = Field(-1, ge=-1, le=MAX_SEED, description="-1 or null: random; the answer contains it")
     subseed: Integer | None = Field(-1, description="ignored, because subseed_strength is 0")
     subseed_strength: float | None = 0
     seed_resize_from_h: OnlyOff | None = -1
@@ -126,22 +130,6 @@ class TextRequest(Lenient):
     save_images: bool | None = Field(False, description="ignored: the server stores no image")
 
 
-def second_pass_one_of(choices: Callable[[], Sequence[str]]) -> Any:
-    """The type of a text that may be anything without a second pass.
-
-    With one, it must be absent, empty, one of the choices, or the first pass's: `hr_prompt` equal to `prompt`.
-    """
-
-    def check(text: str, info: ValidationInfo) -> str:
-        allowed = ["", *choices()]
-        of_first_pass = info.data.get((info.field_name or "").removeprefix("hr_"))
-        if info.data.get("enable_hr") and text not in (*allowed, of_first_pass):
-            raise ValueError(f"the second pass supports only {' or '.join(map(json.dumps, allowed))}")
-        return text
-
-    return Annotated[str, AfterValidator(check)] | None
-
-
 class TwoPassRequest(TextRequest):
     """Images to generate from text, and to enlarge and denoise again if `enable_hr` is true."""
 
@@ -152,7 +140,7 @@ class TwoPassRequest(TextRequest):
     hr_scale: float | None = Field(2.0, ge=0, le=16, description="of width and height; 0 or null: 2")
     hr_resize_x: Pixels | None = Field(0, description="width instead of hr_scale, 0: from hr_resize_y")
     hr_resize_y: Pixels | None = Field(0, description="height instead of hr_scale, 0: from hr_resize_x")
-    hr_second_pass_steps: Annotated[int, Field(ge=0, le=LONGEST_SCHEDULE)] | None = Field(
+    hr_second_pass_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] | None = Field(
         0, description="that run; 0 or null: steps"
     )
     hr_upscaler: str | None = Field(None, description="Lanczos, whatever a client sends by default")
@@ -165,6 +153,8 @@ class TwoPassRequest(TextRequest):
 
 class ImageToImageRequest(TextRequest):
     """Images to generate from an image, which is resized to width and height."""
+
+    off = OFF | {"enable_hr": (False,)}
 
     init_images: list[str] = Field(min_length=1, max_length=1, description="PNG, JPEG or WEBP in base64 or a data URL")
     firstpass_image: str | None = Field(None, description="ignored, because there is no second pass")
@@ -183,10 +173,11 @@ class ImageToImageRequest(TextRequest):
     inpaint_full_res_padding: Integer | None = 0
     inpainting_fill: Integer | None = 0
     inpainting_mask_invert: Integer | None = 0
+    enable_hr: bool | None = None  # a second pass follows only an image from text
 
 
 class GenerationInfo(BaseModel):
-    """What stable-diffusion-webui always writes into `info`."""
+    """The fields that stable-diffusion-webui always writes into `info`."""
 
     prompt: str
     all_prompts: list[str]

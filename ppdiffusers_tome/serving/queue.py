@@ -13,7 +13,16 @@ from PIL.Image import Image
 
 from ..errors import ParameterError, ToMeError
 from ..generation.engine import Engine
-from ..generation.jobs import AbandonedError, EngineLostError, GenerationError, Job, JobError, Limits
+from ..generation.jobs import (
+    MAX_LOST_ENGINES,
+    AbandonedError,
+    EngineLostError,
+    GeneratedImage,
+    GenerationError,
+    Job,
+    JobError,
+    Limits,
+)
 from .prometheus import Metrics
 from .tickets import (
     Call,
@@ -28,10 +37,10 @@ from .tickets import (
 )
 
 logger = logging.getLogger(__name__)
-LONGEST_WAIT = 60.0  # seconds for a batch to fill
-FAILURES = 5  # images in a row that failed because of the model, after which the process is unhealthy
-ATTEMPTS = 3  # engines that may be lost with one job before the job counts as the cause
-SCALE_UP_SECONDS, SCALE_DOWN_SECONDS = 10.0, 600.0  # that an image waits, or an engine is idle
+MAX_BATCH_WAIT = 60.0  # seconds for a batch to fill
+MAX_FAILURES = 5  # images in a row that failed because of the model, after which the process is unhealthy
+SCALE_UP_SECONDS = 10.0  # waiting time of an image after which another engine is loaded
+SCALE_DOWN_SECONDS = 600.0  # idle time of an engine after which it is ended, if it is not needed
 
 
 class ImageQueue:
@@ -41,13 +50,13 @@ class ImageQueue:
         load: makes an engine; called once in each thread, and again if its engine is lost.
         name: the model's name for clients.
         limits: the jobs that are accepted.
-        capacity: most images that wait; images in the pipeline do not count.
-        largest_batch: most images in one pipeline call.
+        capacity: largest number of waiting images; images in the pipeline do not count.
+        max_batch: largest number of images in one pipeline call.
         batch_wait: seconds, 0 to 60, that the oldest job waits for others to share its call. Time that it spent in the
             queue during an earlier call counts.
         stuck_seconds: duration of a pipeline call after which the queue is unhealthy.
-        engines, most_engines: number of engines; more, up to the second number, are loaded while images wait for ten
-            seconds, and given up when they have been idle for ten minutes.
+        min_engines, max_engines: number of engines. More than `min_engines` are loaded while an image has waited for
+            ten seconds, and ended when they have been idle for ten minutes.
 
     Raises:
         ParameterError: a number is not allowed, or one request may ask for more images than the queue holds.
@@ -59,46 +68,46 @@ class ImageQueue:
         name: str,
         limits: Limits,
         capacity: int = 64,
-        largest_batch: int = 4,
+        max_batch: int = 4,
         batch_wait: float = 0.02,
         stuck_seconds: float = 600.0,
-        engines: int = 1,
-        most_engines: int = 1,
+        min_engines: int = 1,
+        max_engines: int = 1,
     ) -> None:
-        if largest_batch < 1:
-            raise ParameterError("largest_batch", largest_batch, "it must be 1 or more")
-        if not 0 <= batch_wait <= LONGEST_WAIT:
-            raise ParameterError("batch_wait", batch_wait, f"it must be 0 to {LONGEST_WAIT:g} s")
+        if max_batch < 1:
+            raise ParameterError("max_batch", max_batch, "it must be 1 or more")
+        if not 0 <= batch_wait <= MAX_BATCH_WAIT:
+            raise ParameterError("batch_wait", batch_wait, f"it must be 0 to {MAX_BATCH_WAIT:g} s")
         if not 0 < stuck_seconds < inf:
             raise ParameterError("stuck_seconds", stuck_seconds, "it must be positive and finite")
         if capacity < limits.images:
             raise ParameterError("capacity", capacity, f"one request may ask for {limits.images} images")
-        if engines < 1:
-            raise ParameterError("engines", engines, "it must be 1 or more")
-        if most_engines < engines:
-            raise ParameterError("most_engines", most_engines, f"it must be {engines} or more")
+        if min_engines < 1:
+            raise ParameterError("min_engines", min_engines, "it must be 1 or more")
+        if max_engines < min_engines:
+            raise ParameterError("max_engines", max_engines, f"it must be {min_engines} or more")
         self.name, self.limits, self.metrics = name, limits, Metrics()
-        self._load, self._capacity, self._min_engines = load, capacity, engines
-        self._largest_batch, self._batch_wait, self._stuck_seconds = largest_batch, batch_wait, stuck_seconds
+        self._load, self._capacity, self._min_engines = load, capacity, min_engines
+        self._max_batch, self._batch_wait, self._stuck_seconds = max_batch, batch_wait, stuck_seconds
         self._changed = threading.Condition()  # guards all attributes below
         self.state: State = "loading"  # jobs are accepted only while "ready"; "failed" is permanent
         self._waiting: list[Ticket] = []  # oldest first, without those whose client has gone
         self._calls: list[Call] = []  # oldest first
         self._reserved = 0  # places of jobs whose image is being decoded
         self.is_closed = False
-        self._pace = 0.0  # seconds per cost of a call, of late
+        self._pace = 0.0  # seconds per cost of the latest calls
         self._failures = 0  # in a row
         self.failure: BaseException | None = None  # why the state is "failed"
         self._engines: list[Engine] = []  # loaded, and not known to be lost; oldest first
-        # What all engines have in common; read once, because any of them may be lost.
+        # Attributes that all engines share. They are copied, because any engine may be lost.
         self.sampler = "not loaded"  # the scheduler's name in Stable Diffusion's user interfaces
         self.methods: Mapping[float, str] = {}  # how tokens merge, in words, by ratio
         self._threads = [
-            threading.Thread(target=self._work, args=(number >= engines,), name=f"images-{number}")
-            for number in range(most_engines)
+            threading.Thread(target=self._work, args=(number >= min_engines,), name=f"images-{number}")
+            for number in range(max_engines)
         ]
-        self._busy_threads = engines  # those that load or run an engine
-        self._spare_threads = most_engines - engines  # those that wait until they are needed
+        self._busy_threads = min_engines  # those that load or run an engine
+        self._spare_threads = max_engines - min_engines  # those that wait until they are needed
         self.metrics.waiting.set_function(lambda: len(self._waiting))
         self.metrics.running.set_function(lambda: self.progress().running)
         self.metrics.ready.set_function(lambda: self.state == "ready")
@@ -122,7 +131,7 @@ class ImageQueue:
             return "the model could not be loaded, or the image thread has ended"
         if (seconds := self.progress().seconds) > self._stuck_seconds:
             return f"one pipeline call has been running for {seconds:.0f} s"
-        return f"the last {self._failures} images failed" if self._failures >= FAILURES else None
+        return f"the last {self._failures} images failed" if self._failures >= MAX_FAILURES else None
 
     def progress(self) -> Progress:
         """The current progress."""
@@ -130,7 +139,7 @@ class ImageQueue:
             return Progress.of(self._calls, len(self._waiting))
 
     def count_tokens(self, prompt: str) -> tuple[int, int, str]:
-        """See `Engine.count_tokens`. An engine that turns out to be lost is replaced, and another one counts.
+        """See `Engine.count_tokens`. If an engine is lost, another one counts and it is replaced.
 
         Raises:
             UnavailableError: no engine is loaded now.
@@ -144,21 +153,21 @@ class ImageQueue:
 
     async def submit(
         self, jobs: Sequence[Job], load_image: Callable[[], Image] | None, progress: RequestProgress
-    ) -> list[Image]:
+    ) -> list[GeneratedImage]:
         """Generate the images of all jobs or of none. Cancelling the call abandons the jobs and frees their places.
 
         Args:
             jobs: of one request; without their image if `load_image` is given.
             load_image: decodes the image that all jobs start from. It is called once, in a thread, after the jobs
                 have their places and before the pipeline runs.
-            progress: a new one, which is updated from other threads.
+            progress: a new one; it is updated from other threads.
 
         Returns:
-            RGB images, in the order of the jobs.
+            The images, in the order of the jobs.
 
         Raises:
             UnavailableError: the jobs are not accepted now; a QueueFullError if there is no room for them.
-            JobError: from `load_image`, or the model's scheduler has no schedule of so many steps.
+            JobError: from `load_image`, or the model's scheduler does not support the number of steps.
             GenerationError: the pipeline failed on one of the jobs.
         """
         self._reserve(len(jobs))
@@ -216,7 +225,7 @@ class ImageQueue:
             missing = len(self._waiting) + self._reserved + images - self._capacity
             if missing > 0:
                 message = f"{len(self._waiting)} images wait, and the queue holds {self._capacity}"
-                seconds = wait_time(missing, self._waiting, self._calls, self._largest_batch, self._pace)
+                seconds = wait_time(missing, self._waiting, self._calls, self._max_batch, self._pace)
                 raise QueueFullError(message, max(1, ceil(seconds)))
             self._reserved += images
 
@@ -251,9 +260,10 @@ class ImageQueue:
                 self._changed.notify_all()
 
     def _wait_until_needed(self) -> bool:
-        """Wait until the thread must load an engine, and return True; or False if the queue was closed.
+        """Block until another engine is needed, and return True; return False if the queue was closed.
 
-        It must if an image has waited for long, or if a thread has ended because it could not replace its engine.
+        It is needed if an image has waited more than SCALE_UP_SECONDS, or if a thread has ended because it could not
+        replace its engine.
         """
         with self._changed:
             while not self.is_closed:
@@ -266,27 +276,27 @@ class ImageQueue:
         return False
 
     def _add(self, engine: Engine) -> None:
-        """Note that an engine is loaded."""
+        """Record that an engine is loaded."""
         with self._changed:
             self._engines.append(engine)
             self.sampler, self.methods = engine.sampler, engine.methods
-            if engine.batch_key(Job("", 64, 64, 0.0, seed=0)) is None:
-                self._largest_batch = 1
+            if not engine.can_batch:
+                self._max_batch = 1
             if self.state == "loading":
                 self.state = "ready"
 
     def _remove(self, engine: Engine) -> None:
-        """Note that an engine is lost or given up. The thread that runs it replaces it if it is lost."""
+        """Record that an engine is lost or was ended. The thread that runs it replaces it if it is lost."""
         with self._changed:
             if engine in self._engines:
                 self._engines.remove(engine)
                 self._changed.notify_all()
 
-    def _run(self, engine: Engine, most_idle_seconds: float) -> None:
-        """Run call after call until the queue is closed, or the engine was idle for so long and is not needed."""
+    def _run(self, engine: Engine, max_idle_seconds: float) -> None:
+        """Run call after call until the queue is closed, or the engine is not needed after `max_idle_seconds` idle."""
         loads = True  # whether there are programs to load, which happens while no image waits
         while True:
-            if call := self._next_call(engine, 0.0 if loads else most_idle_seconds):
+            if call := self._next_call(engine, 0.0 if loads else max_idle_seconds):
                 self._generate(engine, call)
             elif self.is_closed or (not loads and self._busy_threads > self._min_engines):
                 return
@@ -294,14 +304,14 @@ class ImageQueue:
                 loads = engine.load_next()
 
     def _next_call(self, engine: Engine, idle_seconds: float) -> Call | None:
-        """Wait for the next call, which then counts as running; None if the queue was closed or idle for so long."""
+        """Wait for the next call and mark it as running; None if the queue was closed, or idle for `idle_seconds`."""
         with self._changed:
             until = monotonic() + idle_seconds
             while True:
                 if engine not in self._engines:
                     raise EngineLostError("its process has ended")
                 if self._waiting:
-                    batch, is_open = gather(self._waiting, self._largest_batch)
+                    batch, is_open = gather(self._waiting, self._max_batch)
                     patience = batch[0].arrived + self._batch_wait - monotonic()
                     if not is_open or patience <= 0 or self.state == "draining":
                         for ticket in batch:
@@ -335,8 +345,8 @@ class ImageQueue:
         except EngineLostError:
             for ticket in tickets:
                 ticket.lost_engines += 1
-                if ticket.lost_engines == ATTEMPTS:
-                    ticket.fail(GenerationError(f"{ATTEMPTS} engines died with this job"))
+                if ticket.lost_engines == MAX_LOST_ENGINES:
+                    ticket.fail(GenerationError(f"{MAX_LOST_ENGINES} engines died with this job"))
             self._repeat(tickets)
             raise
         except Exception as error:
@@ -356,8 +366,8 @@ class ImageQueue:
             with self._changed:
                 self._calls.remove(call)
 
-    def _deliver(self, call: Call, images: Sequence[Image]) -> None:
-        """Note the pace and the duration of a call that has ended, and hand over its images."""
+    def _deliver(self, call: Call, images: Sequence[GeneratedImage]) -> None:
+        """Record the pace and the duration of a call that has ended, and hand over its images."""
         seconds = call.seconds
         pace = seconds / call.cost
         with self._changed:
@@ -387,7 +397,7 @@ class ImageQueue:
         with self._changed:
             self._failures = failures
 
-    def _leave(self, future: "Future[Image]") -> None:
+    def _leave(self, future: "Future[GeneratedImage]") -> None:
         """Count the outcome of a job, and free its place if it still waits."""
         outcome = "abandoned" if future.cancelled() else "failed" if future.exception() else "generated"
         self.metrics.images.labels(outcome).inc()

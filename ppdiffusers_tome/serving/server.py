@@ -124,7 +124,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until the clients have read their answers or the time is over."""
+        """Wait until the clients have read their answers, or the time limit passes."""
         self.end = self.end or monotonic() + self._seconds
         at_the_end = asyncio.get_running_loop().call_later(
             max(0.0, self._close_by - monotonic()), self._close_connections
@@ -135,7 +135,7 @@ class DrainingServer(uvicorn.Server):
         await asyncio.sleep(0.1)  # so that requests notice it
 
     def _close_connections(self) -> None:
-        """Close those of clients that do not read. Their requests end by themselves, which uvicorn then waits for.
+        """Close the connections of clients that do not read. Their requests then end, and uvicorn waits for that.
 
         With a timeout of its own, uvicorn would cancel them, and log that as a fault of the application.
         """

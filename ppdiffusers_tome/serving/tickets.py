@@ -1,4 +1,4 @@
-"""Jobs that wait or run, the pipeline calls that they share, how far they are, and why a job is not accepted."""
+"""Waiting and running jobs, the pipeline calls that they share, their progress, and errors of the queue."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,24 +6,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import monotonic
-from typing import Any, Literal
-
-from PIL.Image import Image
+from typing import Literal
 
 from ..errors import ToMeError
-from ..generation.jobs import GenerationError, Job, JobError
+from ..generation.jobs import GeneratedImage, GenerationError, Job, JobError
 
 State = Literal["loading", "ready", "draining", "failed"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the queue is with its accepted jobs.
+    """The progress of the queue with its accepted jobs.
 
     Args:
         running, waiting: images in the pipeline, and images in the queue.
         step, steps: of the current pipeline call, of the oldest if there are several; 0 of 0 if none runs.
-        seconds: since that call began.
+        seconds: elapsed since that call began.
     """
 
     running: int = 0
@@ -34,7 +32,7 @@ class Progress:
 
     @classmethod
     def of(cls, calls: "Sequence[Call]", waiting: int) -> "Progress":
-        """The progress of calls, the oldest first, while so many images wait."""
+        """The progress of the running calls (oldest first) and of the waiting images."""
         if not calls:
             return cls(waiting=waiting)
         running, oldest = sum(len(call.tickets) for call in calls), calls[0]
@@ -43,17 +41,16 @@ class Progress:
 
 @dataclass(eq=False)
 class RequestProgress:
-    """How far the images of one request are. The queue writes it, from any thread; the request's handler polls it.
+    """The progress of one request. The queue updates it from any thread; the request's handler polls it.
 
     Args:
         position: place of its last image in the queue, 1 for the next one; 0 if none of its images waits; None until
             they are accepted.
         step, steps: the mean over its images, which may be in several pipeline calls; 0 of 0 before the first one.
-        images, generated: of the request, and those whose pipeline call has ended.
+        images, generated: number of images in the request, and of those whose pipeline call has ended.
         seconds: duration of the pipeline calls that have generated its images; waiting does not count.
         batch: images in the last of these calls. They may be of several requests.
         step_seconds: duration of each step of the last of these calls; empty if its engine does not report every step.
-        merge_maps: the group of each token of each image, [h, w] int, or None; set when the images are there.
     """
 
     position: int | None = None
@@ -64,10 +61,9 @@ class RequestProgress:
     seconds: float = 0.0
     batch: int = 0
     step_seconds: list[float] = field(default_factory=list)
-    merge_maps: list[Any] = field(default_factory=list)
 
     def count(self, step: int, steps: int, images: int) -> None:
-        """Note that a pipeline call with this many of the images has finished `step` of `steps`."""
+        """Record that a pipeline call with `images` of the request's images has finished `step` of `steps`."""
         finished = (self.generated * steps + images * step) // self.images
         self.step, self.steps = max(self.step, finished), steps  # a batch that failed is repeated image by image
 
@@ -91,20 +87,23 @@ class Ticket:
     job: Job
     progress: RequestProgress  # of its request
     arrived: float  # by time.monotonic()
-    future: "Future[Image]" = field(default_factory=Future)
+    future: "Future[GeneratedImage]" = field(default_factory=Future)
     runs_alone: bool = False  # because a call that it shared has failed
     lost_engines: int = 0
 
     @property
     def cost(self) -> float:
-        """What the duration of the job is roughly proportional to: steps times pixels."""
+        """An estimate of the job's duration in arbitrary units: steps times pixels."""
         job, second = self.job, self.job.second_pass
         first = (job.steps_to_run - (second.steps if second else 0)) * job.height * job.width
         passes = 2 if job.guidance_scale > 1 else 1
         return passes * (first + (second.steps * second.height * second.width if second else 0))
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error where the image is awaited; one of the generic kind if its message may be confidential."""
+        """Raise an error where the image is awaited.
+
+        It is a generic one unless it is ours: messages of other errors may leak paths.
+        """
         if not isinstance(error, (GenerationError, JobError)):
             error = GenerationError("the pipeline failed; the server's log has the reason")
         if not self.future.done() and self.future.set_running_or_notify_cancel():
@@ -140,7 +139,7 @@ class Call:
         return [end - start for start, end in pairwise([self.since, *(self.step_times or ())])]
 
     def advance(self, step: int, steps: int) -> bool:
-        """Note the progress; returns whether no client waits for any of the images."""
+        """Record the progress; returns whether no client waits for any of the images."""
         if self.step_times is not None and (step or self.step_times):  # step 0 comes before the first one
             self.step_times = [*self.step_times, monotonic()] if step == len(self.step_times) + 1 else None
         self.step, self.steps = step, steps
@@ -148,8 +147,8 @@ class Call:
             progress.count(step, steps, images)
         return all(ticket.future.cancelled() for ticket in self.tickets)
 
-    def deliver(self, images: Sequence[Image], seconds: float) -> None:
-        """Hand over the images after the call has taken so many seconds."""
+    def deliver(self, images: Sequence[GeneratedImage], seconds: float) -> None:
+        """Hand over the images of a call that took `seconds`."""
         for progress, count in self.requests.items():
             progress.seconds, progress.batch = progress.seconds + seconds, len(images)
             progress.step_seconds = self.step_seconds
@@ -159,23 +158,23 @@ class Call:
                 ticket.future.set_result(image)
 
 
-def gather(waiting: Sequence[Ticket], largest_batch: int) -> tuple[list[Ticket], bool]:
+def gather(waiting: Sequence[Ticket], max_batch: int) -> tuple[list[Ticket], bool]:
     """The oldest job and those that share its call, and whether more could."""
     oldest = waiting[0]
     key = oldest.job.batch_key
     if key is None or oldest.runs_alone:
         return [oldest], False
     compatible = [ticket for ticket in waiting if ticket.job.batch_key == key]
-    return compatible[:largest_batch], len(compatible) < largest_batch
+    return compatible[:max_batch], len(compatible) < max_batch
 
 
-def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], largest_batch: int, pace: float) -> float:
-    """The estimated seconds until this many waiting images have left the queue.
+def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], max_batch: int, pace: float) -> float:
+    """The estimated seconds until `images` of the waiting images have left the queue.
 
     Args:
-        images: not more than wait.
+        images: at most the number of waiting images.
         waiting, calls: oldest first.
-        largest_batch: most images in one call.
+        max_batch: largest number of images in one call.
         pace: seconds per cost of the latest calls; 0 if none has ended.
     """
     cost = 0.0
@@ -183,7 +182,7 @@ def wait_time(images: int, waiting: Sequence[Ticket], calls: Sequence[Call], lar
         cost += call.cost * (1 - call.step / call.steps)
         if not pace and call.step:  # the first call
             pace = call.seconds * call.steps / call.step / call.cost
-    while waiting and images > len(batch := gather(waiting, largest_batch)[0]):
+    while waiting and images > len(batch := gather(waiting, max_batch)[0]):
         images -= len(batch)
         cost += sum(ticket.cost for ticket in batch)
         waiting = [ticket for ticket in waiting if ticket not in batch]

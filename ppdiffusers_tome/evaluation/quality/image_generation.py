@@ -3,7 +3,7 @@
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
 from ...generation.engine import Engine, load_engine
-from ...generation.jobs import Job
+from ...generation.jobs import GeneratedImage, Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate
 from ...inference import Size, read_manifest
 from ...inference.export import unmerged_programs, write_export
@@ -88,14 +88,17 @@ class EagerEngine(Engine):
         super().__init__(self._pipe, from_image(self._pipe), name=model)
         self._has_unet = "unet" in self._pipe.components
 
-    def batch_key(self, job: Job) -> Hashable | None:
-        """See `Engine.batch_key`. A pipeline without a UNet samples the noise of a whole batch at once."""
-        return super().batch_key(job) if self._has_unet else None
+    @property
+    def can_batch(self) -> bool:
+        """See `Engine.can_batch`. A pipeline without a UNet samples the noise of a whole batch at once."""
+        return self._has_unet and super().can_batch
 
-    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[Image.Image]:
+    def generate(self, jobs: Sequence[Job], should_stop: Callable[..., bool] | None = None) -> list[GeneratedImage]:
         """See `Engine.generate`."""
         with self._pipe.tome(**asdict(self._config)) if self._config.ratio else nullcontext():
-            return super().generate(jobs, should_stop) if self._has_unet else [self._image(job) for job in jobs]
+            if self._has_unet:
+                return super().generate(jobs, should_stop)
+            return [GeneratedImage(self._image(job)) for job in jobs]
 
     def _image(self, job: Job) -> Image.Image:
         """The image of a pipeline without a UNet, as Stable Diffusion 3's and FLUX's."""

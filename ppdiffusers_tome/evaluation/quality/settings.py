@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from ...config import GRID, KV, TOMESD_SETTINGS, ToMeConfig
 from ...errors import ToMeConfigError
-from ...generation.jobs import LARGEST_SEED, Job, Limits, seed_after
+from ...generation.jobs import MAX_SEED, Job, Limits, seed_after
 from ...generation.prompt_file import Prompt, read_prompts
 from ...inference.manifest import Size
 from ..speed.cases import IN_FP32
@@ -222,6 +222,6 @@ def with_seeds(texts: Sequence[str], count: int, seed: int) -> tuple[tuple[str, 
     """
     if count < 2:
         raise ToMeConfigError(f"count={count!r} is not allowed: it must be 2 or more, because KID compares sets.")
-    if not 0 <= seed <= LARGEST_SEED - count:
-        raise ToMeConfigError(f"seed={seed!r} is not allowed: it must be 0 to {LARGEST_SEED - count}.")
+    if not 0 <= seed <= MAX_SEED - count:
+        raise ToMeConfigError(f"seed={seed!r} is not allowed: it must be 0 to {MAX_SEED - count}.")
     return tuple((texts[n % len(texts)], seed + n) for n in range(count))

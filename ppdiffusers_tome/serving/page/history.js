@@ -4,18 +4,18 @@ import { forget, nameOfRatio, ratiosOf, urlOf } from "./compare.js";
 import { $, make, show } from "./dom.js";
 import { LANGUAGE, text } from "./texts.js";
 
-const MOST_ENTRIES = 30;
-const MOST_BYTES = 100 * 2 ** 20;
+const MAX_ENTRIES = 30;
+const MAX_BYTES = 100 * 2 ** 20;
 const NAME = "ppdiffusers_tome";
 const STORE = "entries";
 
 /** The entries to remove, so that the rest, the newest, are within the bounds. Entries are oldest first. */
-export function surplusOf(entries, mostEntries = MOST_ENTRIES, mostBytes = MOST_BYTES) {
+export function surplusOf(entries, maxEntries = MAX_ENTRIES, maxBytes = MAX_BYTES) {
   let bytes = 0;
   let count = 0;
   return entries.toReversed().filter((entry) => {
     bytes += Object.values(entry.images).reduce((sum, image) => sum + image.blob.size, entry.source?.blob.size ?? 0);
-    return ++count > mostEntries || (count > 1 && bytes > mostBytes);
+    return ++count > maxEntries || (count > 1 && bytes > maxBytes);
   });
 }
 
@@ -97,7 +97,7 @@ export function factsOf(entry) {
 }
 
 function showHint() {
-  $("history-hint").textContent = text(database ? "historyHint" : "historyMemory", { count: MOST_ENTRIES });
+  $("history-hint").textContent = text(database ? "historyHint" : "historyMemory", { count: MAX_ENTRIES });
 }
 
 /** Show all entries, the newest first, and mark the current one. */

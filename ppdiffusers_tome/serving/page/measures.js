@@ -1,7 +1,7 @@
 // How far two images are apart, and how two sets of times compare. Nothing here needs a document.
 
 const SCALES = [16, 32, 64, 128, 255]; // levels that may be white in a difference map
-const FEWEST = 3; // times that show a spread
+const MIN_TIMES = 3; // times that show a spread
 const NEAR = 1.02; // times as fast: a busy machine makes as much
 
 /** Mean squared error over pixels and colors. */
@@ -81,7 +81,7 @@ export function spreadOf(values) {
  * spreads overlap or the medians are near each other, "unknown" with too few times
  */
 export function compareTimes(a, b) {
-  if (!a || !b || a.count < FEWEST || b.count < FEWEST) return { kind: "unknown", factor: NaN };
+  if (!a || !b || a.count < MIN_TIMES || b.count < MIN_TIMES) return { kind: "unknown", factor: NaN };
   const factor = a.median / b.median;
   const isNear = Math.max(factor, 1 / factor) <= NEAR;
   const overlap = a.low <= b.high && b.low <= a.high;

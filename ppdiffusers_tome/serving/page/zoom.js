@@ -4,7 +4,7 @@ import { $ } from "./dom.js";
 import { text } from "./texts.js";
 
 const STEP = 1.5; // of one press
-const LARGEST = 64; // times the size that fits
+const MAX_SCALE = 64; // times the size that fits
 const PAN = 0.1; // of a pane, by one arrow key
 
 /** What is visible: the images are `scale` times as large as a pane, and begin at x and y, in shares of the pane. */
@@ -46,7 +46,7 @@ function setView(next) {
 
 function zoomBy(factor, x, y) {
   const smallest = Math.min(1, 1 / fitScale());
-  setView(scaleAt(view, Math.min(LARGEST, Math.max(smallest, view.scale * factor)), x, y));
+  setView(scaleAt(view, Math.min(MAX_SCALE, Math.max(smallest, view.scale * factor)), x, y));
 }
 
 function pan(x, y) {
