@@ -51,9 +51,15 @@ from ppdiffusers_tome.evaluation.plotting import (
     use_log_scale,
 )
 from ppdiffusers_tome.evaluation.quality.image_generation import load_model, model_defaults, read_images
+from ppdiffusers_tome.evaluation.quality.image_sets import (
+    OTHER_SEEDS,
+    PLAIN_IMAGES,
+    Evaluation,
+    prompts_of,
+    with_seeds,
+)
 from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
-from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, prompts_of, with_seeds
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine

@@ -16,7 +16,7 @@ import pandas as pd
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.markdown import change
 from ppdiffusers_tome.evaluation.speed.cases import EAGER, ERROR, MEASURED, NOT_MEASURED, OUT_OF_MEMORY, PLAIN
-from ppdiffusers_tome.evaluation.speed.frame import CASE, UNMERGED, partners, read_frame, rounds, spread
+from ppdiffusers_tome.evaluation.speed.frame import CASE, UNMERGED, read_frame, rounds, rows_with, spread
 
 ARM = [*CASE, "arm", "backend", "attention", "ratio", "max_downsample", "method"]  # equal if the arm is measured again
 HEADINGS = {
@@ -69,7 +69,7 @@ def compare(old: Path, new: Sequence[Path], threshold: float = 0.05) -> tuple[st
 
 def _with_shares(frame: pd.DataFrame) -> pd.DataFrame:
     backends = frame["backend"].mask(frame["arm"] == PLAIN, EAGER)
-    reference = partners(frame, arm=PLAIN, backend=backends, **UNMERGED)
+    reference = rows_with(frame, arm=PLAIN, backend=backends, **UNMERGED)
     frame = frame.join(spread("share", rounds(frame) / rounds(reference)))
     label, run = frame["case_name"] + ": " + frame["name"], frame["commit"] + ", " + frame["command"]
     return frame.assign(label=label, run=run, order=range(len(frame)))

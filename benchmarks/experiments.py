@@ -46,9 +46,9 @@ from ppdiffusers_tome import ToMeConfig, macs, matching, patch
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import sources
 from ppdiffusers_tome.evaluation.quality.image_generation import EagerEngine, load_model
+from ppdiffusers_tome.evaluation.quality.image_sets import PLAIN_IMAGES, Evaluation, read_texts, with_seeds
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.evaluation.quality.networks import st_lpips
-from ppdiffusers_tome.evaluation.quality.settings import PLAIN_IMAGES, Evaluation, read_texts, with_seeds
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, paddle_runtime, programs, runtime, tracing

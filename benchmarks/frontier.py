@@ -21,9 +21,9 @@ from ppdiffusers_tome.config import GRID
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
 from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, write_page
 from ppdiffusers_tome.evaluation.plotting import save_figure
+from ppdiffusers_tome.evaluation.quality.image_sets import BASES
 from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier, plot_frontier
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of, read_frame
-from ppdiffusers_tome.evaluation.quality.settings import BASES
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import check_result, read_json
 from ppdiffusers_tome.evaluation.speed.cases import EAGER, MEASURED, PLAIN, PREDICTOR, TOME, Case, read_cases

@@ -24,8 +24,8 @@ from skimage.morphology import dilation, erosion
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.evaluation.quality.image_generation import from_image, load_model
+from ppdiffusers_tome.evaluation.quality.image_sets import Evaluation, ImageSet
 from ppdiffusers_tome.evaluation.quality.quality_report import default_setting, read_frame
-from ppdiffusers_tome.evaluation.quality.settings import Evaluation, Setting
 from ppdiffusers_tome.evaluation.quality.sheets import make_sheet, save_png
 from ppdiffusers_tome.evaluation.results import check_result, read_json
 from ppdiffusers_tome.generation.engine import Engine
@@ -203,7 +203,7 @@ def generate_merge_map(result: dict[str, Any], path: Path) -> tuple[Path, str]:
     evaluation = Evaluation(**{name: result[name] for name in fields}, prompts=prompts)
     name = default_setting(read_frame(result))
     config = ToMeConfig(**next(setting["config"] for setting in result["settings"] if setting["name"] == name))
-    (prompt,) = evaluation.jobs(Setting("default", "ratio", config))
+    (prompt,) = evaluation.jobs(ImageSet("default", "ratio", config))
     engine = Engine(pipe, from_image(pipe))
     about = {**first, "photograph": prompt.name, "ratio": config.ratio, "steps": result["steps"]}
     about["model"] = result["model"]

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from ppdiffusers_tome import Grid, match_cells, match_tokens, merge, unmerge
 from ppdiffusers_tome.evaluation.plotting import BLUE, GREY, ORANGE, RED, make_figure, save_figure
-from ppdiffusers_tome.evaluation.quality.settings import photograph
+from ppdiffusers_tome.evaluation.quality.image_sets import photograph
 from ppdiffusers_tome.matching import MergePlan
 
 SIDE, PATCH = 24, 4  # tokens along each axis, pixels along each side of a token

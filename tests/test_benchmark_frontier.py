@@ -18,8 +18,8 @@ from quality_support import write_images
 from speed_results import write
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
+from ppdiffusers_tome.evaluation.quality.image_sets import name_of
 from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier, plot_frontier
-from ppdiffusers_tome.evaluation.quality.settings import name_of
 
 PHOTOGRAPHS = 0.4  # strength
 RESULTS = {
