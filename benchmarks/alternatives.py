@@ -355,7 +355,7 @@ class Programs:
             layer.eval()
             if reuses:  # a program has no inputs that it does not read
                 inputs = (*(inputs[:2] if key.gate else inputs), *layer.features)
-            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.constant_ratio)
+            planned = ProgramFile("unet", size=Size(side, side), ratio=key.config.ratio)
             traceable = programs.Traceable(layer, inputs)
             return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
 

@@ -357,7 +357,7 @@ def variant(*name: str) -> list[str]:
 
 
 def schedule(*name: str) -> list[str]:
-    """Of a schedule or a ratio for each level: MACs saved, and median PSNR of prompts."""
+    """Of a ratio that changes, or a ratio for each level: MACs saved, and median PSNR of prompts."""
     (row,) = [row for row in read("experiments_ratios")["variants"] if row["name"] == " ".join(name)]
     return [f"{100 * row['macs_saved']:.1f} %", f"{row['prompts']['psnr']:.1f}"]
 

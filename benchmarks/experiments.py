@@ -53,9 +53,7 @@ from ppdiffusers_tome.evaluation.results import make_result, read_json, write_re
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, paddle_runtime, programs, runtime, tracing
 from ppdiffusers_tome.levels import grid_at
-from ppdiffusers_tome.models import shares_left
 from ppdiffusers_tome.positions import Grid
-from ppdiffusers_tome.schedules import ratio_at
 
 MODEL = str(Path(__file__).parents[1] / "examples" / "emoji_sd")
 RESULT = Path(__file__).parent / "results" / "experiments.json"
@@ -100,9 +98,8 @@ class Variant:
         unet, saved = load_model(MODEL).unet, 0.0
         for block in patch.chosen_blocks(unet, self.config):
             ratio = self.level_ratios.get(block.level, self.config.ratio)
-            for length, config in replace(self.config, ratio=ratio).parts:
-                with self.prototype():
-                    saved += length * macs.saved_macs(block, config, LATENT, TEXT)
+            with self.prototype():
+                saved += macs.saved_macs(block, replace(self.config, ratio=ratio), LATENT, TEXT)
         return saved / macs.count_macs(unet, LATENT, TEXT) * len(self.steps) / STEPS
 
 
@@ -146,19 +143,8 @@ def list_variants() -> list[Variant]:
         Variant("kv window 16 0.75", 1, most | kv | w16),
         Variant("tomesd 0.75", 1, most | {"proportional": False}),
         Variant("kv window 16 0.5", 1, half | kv | w16),
-        *schedules(),
         *level_ratios(),
     ]
-
-
-def schedules() -> Iterator[Variant]:
-    """Equal mean ratios: constant, falling and rising; by the default method and by tomesd's."""
-    ratios = {"0.5": 0.5, "0.75, then 0.25": {1.0: 0.75, 0.5: 0.25}, "0.25, then 0.75": {1.0: 0.25, 0.5: 0.75}}
-    ratios |= {"0.6, then 0.4": {1.0: 0.6, 0.5: 0.4}, "0.4, then 0.6": {1.0: 0.4, 0.5: 0.6}}
-    methods = {"default": {"window": 16}, "tomesd's": {"proportional": False}}
-    for method, settings in methods.items():
-        for name, ratio in ratios.items():
-            yield Variant(f"{method}, {name}", 10, settings | {"ratio": ratio})
 
 
 def level_ratios() -> Iterator[Variant]:
@@ -191,7 +177,7 @@ def save_program(config: ToMeConfig, folder: Path, prototype: Prototype = nullco
     """Trace the bundled UNet, merged by a config and a prototype, check it against eager mode, and save it."""
     traceable = programs.denoiser(load_model(MODEL).unet, None)
     dims = {"height": SIZE, "width": SIZE, "latent_height": LATENT.h, "latent_width": LATENT.w, "tokens": TEXT}
-    planned = ProgramFile("unet", size=Size(SIZE, SIZE), ratio=config.constant_ratio)
+    planned = ProgramFile("unet", size=Size(SIZE, SIZE), ratio=config.ratio)
     with prototype():
         if config.ratio:
             patch.attach(traceable.layer.unet, config, None)
@@ -259,17 +245,12 @@ def measure_variants(
                     plain[True] = draw(EagerEngine(MODEL, ToMeConfig(ratio=0)), jobs)
                 images = draw(EagerEngine(MODEL, variant.config), jobs, variant.prototype)
             else:
-                merged = {}
-                for ratio in variant.config.ratios:
-                    target = Path(folder) / f"{variant.name} {ratio:g}"
-                    with variant.ratios_by_level():
-                        saved = save_program(replace(variant.config, ratio=ratio), target, variant.prototype)
-                    merged[ratio] = load_predictor(saved)
+                with variant.ratios_by_level():
+                    saved = save_program(variant.config, Path(folder) / variant.name, variant.prototype)
+                merged = load_predictor(saved)
 
                 def choose(call: int, timestep: float, variant: Variant = variant, merged: Any = merged) -> Any:
-                    if call % STEPS not in variant.steps:
-                        return plain_predictor
-                    return merged[ratio_at(variant.config.ratio, shares_left(timestep)[0])]
+                    return merged if call % STEPS in variant.steps else plain_predictor
 
                 images = draw(program_engine(choose)[0], jobs)
             entry = {"name": variant.name, "experiment": variant.experiment, "settings": variant.settings}

@@ -67,7 +67,7 @@ def tomesd_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig
 
 def built_in_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
     """By tomesd's method, at the ratios that ppdiffusers' apply_tome allows."""
-    return [config for config in tomesd_configs(case, configs) if config.constant_ratio < 0.75]
+    return [config for config in tomesd_configs(case, configs) if config.ratio < 0.75]
 
 
 def limit_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:

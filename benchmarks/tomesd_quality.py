@@ -69,7 +69,7 @@ def add_tomesd(folder: Path, ratios: list[float], torch_python: str) -> None:
         TorchProcess(torch_python, Path(exchange), pipe.unet, evaluation.threads) as process,
     ):
         for setting in settings:
-            unet = RemoteUNet(pipe.unet.config, process, setting.config.constant_ratio)
+            unet = RemoteUNet(pipe.unet.config, process, setting.config.ratio)
             remote = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
             engine = Engine(remote, from_image(remote), f"{evaluation.model} in PyTorch")
             generate_image_set(evaluation, setting, folder, generate_here(lambda engine=engine: engine), batch=1)

@@ -1,7 +1,7 @@
 """The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from .config import ToMeConfig
 from .errors import ToMeConfigError
 from .models import half_on_cpu
 from .patch import attach, attached_configs, detach, restore
-from .schedules import Schedule
 from .summary import tome_summary
 
 PipelineOrModel = TypeVar("PipelineOrModel")
@@ -37,7 +36,7 @@ RATIO = _default(0.5)
 
 def apply_tome(
     target: PipelineOrModel,
-    ratio: float | Mapping[float, float] | Schedule = RATIO,
+    ratio: float = RATIO,
     *,
     config: ToMeConfig | str | Path | None = None,
     max_downsample: int | None = _default(None),
@@ -53,7 +52,7 @@ def apply_tome(
     merge_crossattn: bool = _default(False),
     merge_mlp: bool = _default(False),
     min_tokens: int = _default(0),
-    controlnet: bool | float | Mapping[float, float] | Schedule = True,
+    controlnet: bool | float = True,
 ) -> PipelineOrModel:
     """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
 
@@ -62,21 +61,19 @@ def apply_tome(
             video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
             FLUX transformers, and CogVideoX, Wan and HunyuanVideo.
         ratio: share of the tokens to merge away. The main setting: a higher ratio is faster, and the image differs
-            more from the plain one. 0.5, the default, is a good start. Or a schedule from the start (1.0) to the end
-            (0.0) of denoising: {1.0: 0.6, 0.5: 0.4} is ratio 0.6 in the first half, then 0.4.
+            more from the plain one. 0.5, the default, is a good start.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
         max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend, merge_attn, merge_crossattn,
             merge_mlp, min_tokens: how tokens merge, and where; `ToMeConfig` describes them, and the range of ratio.
-        controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio or
-            schedule for them.
+        controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
+            them.
 
     Returns:
         target itself.
 
     Raises:
-        ToMeConfigError: an argument is not allowed (the message names it), target is not a pipeline or model, or a
-            model takes no schedule.
+        ToMeConfigError: an argument is not allowed (the message names it), or target is not a pipeline or model.
         NoMergeableLayerError: the target has no layer that these settings merge. After any error the target is
             unchanged.
 
@@ -109,7 +106,7 @@ def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:
     try:
         return replace(common, ratio=controlnet)
     except ToMeConfigError as error:
-        allowed = "it must be True, False, a ratio or a schedule"
+        allowed = "it must be True, False or a ratio"
         raise ToMeConfigError(f"controlnet={controlnet!r} is not allowed: {allowed}. {error}") from None
 
 
@@ -127,9 +124,7 @@ def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
 
 
 @contextmanager
-def tome(
-    target: PipelineOrModel, ratio: float | Mapping[float, float] | Schedule = RATIO, **settings: Any
-) -> Iterator[PipelineOrModel]:
+def tome(target: PipelineOrModel, ratio: float = RATIO, **settings: Any) -> Iterator[PipelineOrModel]:
     """Merge within a `with` block. Leaving it, even by an exception, restores the settings from before.
 
     Args:

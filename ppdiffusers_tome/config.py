@@ -4,14 +4,12 @@ import json
 import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import ToMeConfigError
 from .files import write_file
-from .schedules import Schedule, is_schedule, make_schedule, ratio_at
 
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
@@ -41,12 +39,7 @@ class ToMeConfig:
 
     Args:
         ratio: share of the tokens to remove, 0 <= ratio <= 1 - 1/(sx·sy); see merge_attn. 0.5, the default, is a good
-            start; 0 merges nothing. Or a schedule from the start (1.0) to the end (0.0) of denoising, as a mapping:
-            {1.0: 0.7, 0.5: 0.5, 0.1: 0.0} is ratio 0.7 at first, 0.5 in the second half, and plain in the last tenth.
-            Each pass reads where it is from the timestep that the model gets; DiT, VQ-Diffusion and Stable Video
-            Diffusion do not show it. At the same mean ratio, a schedule that falls a little is slightly nearer to the
-            plain image than a constant one, one that falls much or rises is further (docs/methods.md). The attribute
-            is then a tuple of the pairs.
+            start; 0 merges nothing.
         max_downsample: deepest level that merges: 1, 2, 4 or 8. A block has level d if its tokens are latent pixels
             downsampled d times along each axis. With None, the default, only the largest feature maps
             with self-attention merge: level 1 in Stable Diffusion, 2 in SDXL. In a DiT, PixArt or SD3 transformer all
@@ -99,7 +92,7 @@ class ToMeConfig:
         2048
     """
 
-    ratio: float | Schedule = 0.5
+    ratio: float = 0.5
     max_downsample: int | None = None
     sx: int = 2
     sy: int = 2
@@ -128,9 +121,7 @@ class ToMeConfig:
                 "merge_attn, merge_crossattn and merge_mlp are all False, so nothing would merge: set one of them to "
                 "True, or use remove_tome() to turn merging off."
             )
-        check = partial(_ratio, sx=self.sx, sy=self.sy, is_grid=self.match == GRID)
-        ratio = make_schedule(self.ratio, check) if is_schedule(self.ratio) else check(self.ratio)
-        object.__setattr__(self, "ratio", ratio)
+        object.__setattr__(self, "ratio", _ratio(self.ratio, self.sx, self.sy, self.match == GRID))
 
     def removed(self, tokens: int, dst: int, *, keys: bool = False) -> int:
         """Number of tokens of a grid that are merged away, r.
@@ -145,9 +136,6 @@ class ToMeConfig:
             r = ⌊N·ratio⌋, at most N - dst; N - dst with match="grid"; 0 below min_tokens. Where floating point puts
             N·ratio just below the integer that it is, as 100·0.29, tomesd merges one token less. With
             merge_attn="asymmetric", `ratio` is that of `attention_ratios`.
-
-        Raises:
-            ToMeConfigError: the ratio follows a schedule.
         """
         ratio = self.attention_ratios[keys]
         if tokens < self.min_tokens:
@@ -164,15 +152,12 @@ class ToMeConfig:
         both merge at `ratio`. Keys and values keep the fifth power of the share that queries keep, or as much as cells
         let them.
 
-        Raises:
-            ToMeConfigError: the ratio follows a schedule.
-
         Example:
             >>> queries, keys = ToMeConfig(ratio=0.5, merge_attn="asymmetric").attention_ratios
             >>> round(queries, 3), round(keys, 3), round((1 - queries) * (1 - keys), 3)
             (0.206, 0.685, 0.25)
         """
-        ratio = self.constant_ratio
+        ratio = self.ratio
         if self.merge_attn != ASYMMETRIC:
             return ratio, ratio
         keys = min(1 - (1 - ratio) ** _KEYS_POWER, 1 - 1 / (self.sx * self.sy))
@@ -182,41 +167,10 @@ class ToMeConfig:
         """With merge_attn=True in place of "asymmetric"."""
         return replace(self, merge_attn=True) if self.merge_attn == ASYMMETRIC else self
 
-    @property
-    def constant_ratio(self) -> float:
-        """The ratio, where it must not change; raises ToMeConfigError if it follows a schedule."""
-        if isinstance(self.ratio, tuple):
-            raise ToMeConfigError(f"{self.describe()}: a constant ratio is needed here, not a schedule.")
-        return self.ratio
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """The ratios that passes have: one, or those of the schedule in its order, each once."""
-        return tuple(dict.fromkeys(part.constant_ratio for _, part in self.parts))
-
-    def at(self, share: float) -> "ToMeConfig":
-        """The settings of a pass at `share`, from the start (1.0) to the end (0.0) of denoising.
-
-        Example:
-            >>> ToMeConfig(ratio={1.0: 0.7, 0.5: 0.25}).at(0.5).ratio
-            0.25
-        """
-        return replace(self, ratio=ratio_at(self.ratio, share))
-
-    @property
-    def parts(self) -> list[tuple[float, "ToMeConfig"]]:
-        """The settings in order, each with the share of denoising that has them; without a schedule one pair."""
-        if not isinstance(self.ratio, tuple):
-            return [(1.0, self)]
-        ends = [*(share for share, _ in self.ratio[1:]), 0.0]
-        return [(share - end, self.at(share)) for (share, _), end in zip(self.ratio, ends, strict=True)]
-
     def describe(self) -> str:
         """`ratio` and all settings that differ from their defaults, as "name=value, …"; for logs and metadata."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         described = {f.name: values[f.name] for f in fields(self) if f.name == "ratio" or values[f.name] != f.default}
-        if isinstance(self.ratio, tuple):
-            described["ratio"] = dict(self.ratio)
         return ", ".join(f"{name}={value!r}" for name, value in described.items())
 
     @property
@@ -364,7 +318,7 @@ def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
     largest = 1 - 1 / (sx * sy)
     allowed = f"it must be a number from 0 to 1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ToMeConfigError(f"ratio={value!r:.200} is not allowed: {allowed}, or a schedule {{share: ratio}}.")
+        raise ToMeConfigError(f"ratio={value!r:.200} is not allowed: {allowed}.")
     ratio = float(value)
     if abs(ratio - largest) <= 5e-7:  # as rounded in the message
         ratio = largest

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import paddle
 import ppdiffusers
 from paddle import nn
@@ -16,17 +15,15 @@ from ppdiffusers.models.attention_processor import (
     LoRAXFormersAttnProcessor,
     XFormersAttnProcessor,
 )
-from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed, Timesteps
+from ppdiffusers.models.embeddings import ImagePositionalEmbeddings, PatchEmbed
 from ppdiffusers.models.transformer_2d import Transformer2DModel
 from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
-from ppdiffusers.models.unet_spatio_temporal_condition import UNetSpatioTemporalConditionModel
 
 from .errors import ToMeConfigError, ToMePassError
 from .levels import grid_at, level_of
 from .positions import Grid, check_ids, grid_of_ids
 
 SD3ControlNetModel: Any = getattr(ppdiffusers, "SD3ControlNetModel", ())  # (), of which nothing is one, on 0.29.0
-TRAINING_STEPS = 1000  # of the noise schedules that models are trained with: timesteps are below
 MERGEABLE_BLOCKS = (
     "transformer blocks over the pixels of a feature map, in a UNet, ControlNet, DiT, PixArt, SD3, FLUX, CogVideoX, "
     "Wan or HunyuanVideo"
@@ -281,31 +278,6 @@ def token_grid(grid_layer: nn.Layer, x: paddle.Tensor, before: Grid | None = Non
             "Export one for each size, as export_pipeline(sizes=[(height, width), …]) does."
         )
     return _in_patches(grid_layer, Grid(h, w))
-
-
-def timestep_projection(denoiser: nn.Layer) -> nn.Layer | None:
-    """The layer whose input is the timesteps of a pass, before the first block; None if a denoiser has none.
-
-    It has none where blocks embed the timestep (DiT, VQ-Diffusion), or where it is no step of a noise schedule (Stable
-    Video Diffusion), or where the same layer also projects something else.
-    """
-    is_other = isinstance(denoiser, UNetSpatioTemporalConditionModel)
-    is_other = is_other or hasattr(getattr(denoiser, "time_text_embed", None), "guidance_embedder")
-    if is_other or getattr(getattr(denoiser, "config", None), "class_embed_type", None) == "timestep":
-        return None
-    for path, layer in denoiser.named_sublayers():
-        names = path.split(".")
-        is_projection = names[-1] in ("time_proj", "timesteps_proj")
-        if isinstance(layer, Timesteps) and is_projection and "transformer_blocks" not in names:
-            return layer
-    return None
-
-
-def shares_left(timesteps: Any) -> list[float]:
-    """The shares of denoising that are left at timesteps, from 0, its end, to 1, its start; ascending, each once."""
-    if isinstance(timesteps, paddle.Tensor):  # NumPy has no bfloat16
-        timesteps = timesteps.cast("float64").numpy()
-    return (np.unique(np.asarray(timesteps, dtype="float64")) / TRAINING_STEPS).tolist()
 
 
 def block_grid(block: MergeableBlock, latent: Grid) -> Grid:

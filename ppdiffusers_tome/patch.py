@@ -19,7 +19,6 @@ from .models import (
     is_controlnet,
     layer_components,
     remove_builtin,
-    timestep_projection,
 )
 from .rotary import RotaryAttentionWrap
 from .unsupported import nothing_to_merge
@@ -28,7 +27,6 @@ from .wraps import (
     BlockWrap,
     GridWrap,
     InnerWrap,
-    TimestepWrap,
     Wrap,
     install,
     remove,
@@ -50,8 +48,7 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         controlnet: for ControlNets; None leaves them plain.
 
     Raises:
-        ToMeConfigError: target is not a pipeline or model, merge_mlp meets chunked feed-forward layers, or a ratio
-            follows a schedule and the model does not show its timestep.
+        ToMeConfigError: target is not a pipeline or model, or merge_mlp meets chunked feed-forward layers.
         NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
     before = attached_configs(target)
@@ -62,18 +59,13 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
             chosen.append((denoiser, blocks, denoiser_config))
     if not chosen:
         raise NoMergeableLayerError(nothing_to_merge(target, config, controlnet))
-    for denoiser, blocks, denoiser_config in chosen:
+    for _, blocks, denoiser_config in chosen:
         if config.merge_mlp and denoiser_config.ratio and any(is_chunked(block.block) for block in blocks):
             raise ToMeConfigError(CHUNKED_FEED_FORWARD)
-        if len(denoiser_config.ratios) > 1 and timestep_projection(denoiser) is None:
-            raise ToMeConfigError(
-                f"{denoiser_config.describe()}: {type(denoiser).__name__} has no layer that gets the "
-                "timestep before its blocks, so its ratio cannot follow a schedule: pass a constant ratio."
-            )
     try:
         detach(target)
-        for denoiser, blocks, denoiser_config in chosen:
-            _install(denoiser, blocks, denoiser_config)
+        for _, blocks, denoiser_config in chosen:
+            _install(blocks, denoiser_config)
     except BaseException:
         restore(target, before)
         raise
@@ -93,16 +85,10 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
     for denoiser, config in before:
         detach(denoiser)
         if config is not None:
-            _install(denoiser, chosen_blocks(denoiser, config), config)
+            _install(chosen_blocks(denoiser, config), config)
 
 
-def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfig) -> None:
-    timestep = None
-    if len(config.ratios) > 1:
-        timestep = TimestepWrap(config)
-        projection = timestep_projection(denoiser)
-        assert projection is not None  # checked in `attach`
-        install(projection, timestep)
+def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
     for mergeable in blocks:
         block, text = mergeable.block, LAST if mergeable.text_is_last else FIRST
         if config.ratio == 0:
@@ -113,7 +99,7 @@ def _install(denoiser: nn.Layer, blocks: list[MergeableBlock], config: ToMeConfi
             grid = GridWrap(config)
             install(mergeable.grid_layer, grid)
         is_whole, text_is_first = merges_whole(mergeable, config), mergeable.is_single_stream and text == FIRST
-        install(block, BlockWrap(config, grid, timestep, mergeable.index, is_whole, text_is_first))
+        install(block, BlockWrap(config, grid, mergeable.index, is_whole, text_is_first))
         inner: list[tuple[nn.Layer, InnerWrap]] = []
         if is_whole:
             inner.append((block.norm, MergeWrap(config, before=False, after=True, text=text)))

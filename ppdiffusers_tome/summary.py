@@ -35,11 +35,11 @@ class ToMeSummary:
 
     settings: dict[str, str]  # denoiser: its config, "off", or what was exported; empty where nothing can merge
     latent: Grid | None  # None where nothing can merge and no size was passed
-    blocks: tuple[BlockSummary, ...]  # with a ratio schedule: in its first part
-    # Of each denoiser without attention at level 1, with a ratio schedule, or exported; or why nothing can merge.
+    blocks: tuple[BlockSummary, ...]
+    # Of each denoiser without attention at level 1, or exported; or why nothing can merge.
     notes: tuple[str, ...]
     macs: int | None  # of one pass for one image without merging; None for models or videos that cannot be counted
-    saved: int | None  # MACs saved, net of the cost of matching; with a ratio schedule: the mean of its passes
+    saved: int | None  # MACs saved, net of the cost of matching
 
     @property
     def saved_share(self) -> float | None:
@@ -112,23 +112,21 @@ def tome_summary(
     for name, config in configs.items():
         if config is None:
             continue
-        chosen, first = chosen_blocks(models[name], config), config.at(1.0)
+        chosen = chosen_blocks(models[name], config)
         if config.max_downsample is None and chosen[0].level > 1:
             notes.append(f"{name}: its largest feature maps with attention are at level {chosen[0].level}")
-        if len(config.ratios) > 1:
-            notes.append(f"{name}: tokens at ratio {first.ratio:g}, the first of its schedule; MACs are means over it")
         for block in chosen:
             grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
             is_whole = merges_whole(block, config)
             merges = ("attn", "mlp") if is_whole else merges
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
-            kept, keys = tokens_kept(grid, first.equally() if is_whole else first)
+            kept, keys = tokens_kept(grid, config.equally() if is_whole else config)
             merges = merges if keys < grid.tokens else ()
             is_gated = grid.tokens < config.min_tokens
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept, keys, is_gated, merges))
             if countable:
-                saved += sum(share * saved_macs(block, part, *size) for share, part in config.parts)
+                saved += saved_macs(block, config, *size)
     return ToMeSummary(
         settings={name: config.describe() if config else "off" for name, config in configs.items()},
         latent=latent,

@@ -18,7 +18,7 @@ from paddle import nn
 from .config import GRID, SEEDS, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
 from .matching import MergePlan, join_frames, match_cells, match_tokens
-from .models import has_frames, is_chunked, shares_left, token_grid
+from .models import has_frames, is_chunked, token_grid
 from .positions import Grid, tokens_kept
 
 ATTRIBUTE = "_tome"  # of a layer: its wrap
@@ -146,45 +146,6 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
-class TimestepWrap(Wrap):
-    """Of a denoiser's timestep projection: choose the ratio of the pass from the schedule in its config.
-
-    The config of the pass is stored until the next one, as the grid is. Reading the timestep waits for the device once
-    in a pass.
-    """
-
-    def __init__(self, config: ToMeConfig) -> None:
-        super().__init__(config)
-        self._schedule = config
-        self._thread = _PerThread()
-
-    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
-        if not paddle.in_dynamic_mode():
-            raise ToMePassError(
-                "a ratio schedule reads timesteps, which a program that is traced does not know: "
-                "export_pipeline() writes a program for each ratio."
-            )
-        timesteps = _first(args, kwargs)
-        configs = [*{self._schedule.at(share) for share in shares_left(timesteps)}]
-        if len(configs) > 1:
-            raise ToMePassError(
-                f"{self._schedule.describe()}: the timesteps of this batch, {timesteps.tolist()!r:.200}, have "
-                "different ratios: pass those of one ratio, or a constant ratio."
-            )
-        self._thread.config = configs[0]
-        return self.forward(layer, *args, **kwargs)
-
-    def config_of_pass(self) -> ToMeConfig:
-        """The config of the current pass in this thread, with its ratio."""
-        config: ToMeConfig | None = getattr(self._thread, "config", None)
-        if config is None:
-            raise ToMePassError(
-                "a block with a ratio schedule got tokens but no timestep: call it through its "
-                "model, or remove_tome() first."
-            )
-        return config
-
-
 class GridWrap(Wrap):
     """Of a transformer's first layer: read the token grid, and choose a seed if the config has none.
 
@@ -228,7 +189,6 @@ class BlockWrap(Wrap):
     Args:
         config: the settings of the denoiser.
         grid: the wrap that sees the block's token grid.
-        timestep: the wrap that chooses the ratio of a schedule; None for a constant ratio.
         index: of the block in its denoiser.
         is_whole: whether attention gets tokens that are merged already, so that all merge alike.
         text_is_first: whether the block gets text and image in one sequence [B, T + N, C].
@@ -240,7 +200,6 @@ class BlockWrap(Wrap):
         self,
         config: ToMeConfig,
         grid: GridWrap,
-        timestep: TimestepWrap | None,
         index: int,
         is_whole: bool = False,
         text_is_first: bool = False,
@@ -248,7 +207,6 @@ class BlockWrap(Wrap):
         super().__init__(config)
         self.grid = grid
         self.index = index
-        self._timestep = timestep
         self._is_whole = is_whole
         self._text_is_first = text_is_first
 
@@ -267,8 +225,7 @@ class BlockWrap(Wrap):
             metric = metric[:, -self.grid.grid().tokens :]
         tokens = metric.shape[1]
         grid = self.grid.grid(tokens)
-        config = self.config if self._timestep is None else self._timestep.config_of_pass()
-        config = config.equally() if self._is_whole else config
+        config = self.config.equally() if self._is_whole else self.config
         removed, removed_keys = (grid.tokens - kept for kept in tokens_kept(grid, config))
         if not removed_keys:
             return None

@@ -239,7 +239,7 @@ def test_a_merge_map_where_only_keys_merge_has_every_token_alone(ratio, groups, 
 
 def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny, tmp_path):
     assert load_pipeline(exported_folder, ratio=0.50000001).unet.ratio == 0.5
-    assert load_pipeline(exported_folder, ratio={1.0: 0.50000001, 0.5: -0.0}).unet.ratio == ((1.0, 0.5), (0.5, 0.0))
+    assert load_pipeline(exported_folder, ratio=-0.0).unet.ratio == 0
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
     configs = [ToMeConfig(ratio, sx=3, match="grid") for ratio in (0.833333, -0.0)]
@@ -380,7 +380,7 @@ def test_an_export_after_one_that_failed(tmp_path):
         ({"ratios": []}, "ratios is empty"),
         ({"ratios": 0.5, "seed": None}, "seed=None"),
         ({"ratios": (0.5, 0.5000001)}, r"ratios 0\.5 and 0\.5000001 are the same"),
-        ({"ratios": ({1.0: 0.5, 0.5: 0.3}, 0.3000001)}, r"ratios 0\.3 and 0\.3000001 are the same"),
+        ({"ratios": ({1.0: 0.5, 0.5: 0.3}, 0.5)}, r"ratio=\{1\.0: 0\.5, 0\.5: 0\.3\} .* must be a number"),
         ({"sizes": [(32, 33)]}, "size=33x32"),
         ({"sizes": [(132, 100)]}, "size=100x132 .* multiples of 8 px. The nearest sizes are 96x128 and 104x136"),
         ({"sizes": [(32, 32), (12, 4)]}, "size=4x12 .* 8x8 and 8x16"),

@@ -211,11 +211,7 @@ def test_summary_of_keys_and_values(pipe):
 
 
 def test_summary_at_ratio_0_and_of_grids_too_small_to_merge(pipe):
-    for ratio, size in (
-        (0, 128),
-        ({1.0: 0.0, 0.5: 0.5}, 128),
-        (0.5, 8),
-    ):  # 8 px: 2×2 and 1×1 tokens
+    for ratio, size in ((0, 128), (0.5, 8)):  # 8 px: 2×2 and 1×1 tokens
         summary = pipe.apply_tome(ratio, max_downsample=2).tome_summary(height=size, width=size)
         nothing = {b.merges for b in summary.blocks if b.kept_keys == b.grid.tokens}
         assert nothing == {()} and str(summary).count("  plain\n") == sum(not b.merges for b in summary.blocks)

@@ -19,7 +19,6 @@ from ppdiffusers_tome import (
     Grid,
     NoMergeableLayerError,
     ToMeConfig,
-    ToMeConfigError,
     ToMePassError,
     apply_tome,
     match_tokens,
@@ -543,28 +542,6 @@ def test_gradients_of_checkpointing_are_those_without():
     assert len(expected) == len(actual) > 20
     for name, gradient in expected.items():
         np.testing.assert_allclose(actual[name], gradient, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("family", [COG_5B, OF_WAN, OF_FLUX], ids=named)
-def test_schedule_of_a_real_model(family):
-    """It reads the timesteps of `Timesteps`, which the doubles do not have."""
-    model, inputs = family.real(), family.inputs()
-    steps = (0.9, 0.1) if family.is_flux else (900, 100)  # FLUX multiplies by 1000
-    early, late = ({**inputs, "timestep": paddle.full([2], step)} for step in steps)
-    expected = run(apply_tome(model, 0.5), early), run(remove_tome(model), late)
-    apply_tome(model, {1.0: 0.5, 0.5: 0.0})
-    for inputs, output in zip((early, late), expected, strict=True):
-        np.testing.assert_array_equal(run(model, inputs), output)
-
-
-OF_FLUX_WITH_GUIDANCE = Family("FLUX with guidance", zoo.FluxTransformer2DModel, {**FLUX, "guidance_embeds": True})
-
-
-@pytest.mark.parametrize("family", [OF_HUNYUAN, OF_FLUX_WITH_GUIDANCE], ids=named)
-def test_no_schedule_where_the_guidance_is_embedded(family):
-    """The layer that projects timesteps projects the guidance too."""
-    with pytest.raises(ToMeConfigError, match="its ratio cannot follow a schedule: pass a constant ratio"):
-        family.real().apply_tome({1.0: 0.5, 0.5: 0.0})
 
 
 class SampleOfVideo(paddle.nn.Layer):

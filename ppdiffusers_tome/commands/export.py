@@ -58,9 +58,6 @@ def _describe(manifest: Manifest, folder: Path) -> str:
         lines.append(f"{program.paths[0]:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))
-    if manifest.schedule is not None:
-        parts = (f"{ratio:g} from {share:g} on" for share, ratio in manifest.schedule)
-        ratios += f" (by default {', '.join(parts)}, from the start, 1, to the end, 0, of denoising)"
     megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6
     methods = dict.fromkeys(filter(None, manifest.methods.values()))
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"

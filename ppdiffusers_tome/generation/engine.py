@@ -216,17 +216,12 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
-        ToMeError: the folder is not an export or is damaged (from `inference`), or has a ControlNet, an inpainting
-            model or a ratio schedule.
+        ToMeError: the folder is not an export or is damaged (from `inference`), or has a ControlNet or an
+            inpainting model.
     """
     manifest = read_manifest(folder)
     if manifest.controlnet:
         raise ToMeConfigError(f"{folder} has a ControlNet, which needs an image in every step: it cannot be served")
-    if manifest.schedule is not None:
-        raise ToMeConfigError(
-            f"{folder} was exported with a ratio schedule, but each image is generated at one ratio here: export with "
-            f"constant ratios, for instance --ratio {' '.join(f'{ratio:g}' for ratio in manifest.ratios)}."
-        )
     is_xl = manifest.pipeline.startswith("StableDiffusionXL")
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:

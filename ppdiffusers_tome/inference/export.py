@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from ..config import ToMeConfig
 from ..errors import ToMeConfigError
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
-from ..schedules import Schedule, is_schedule
 from . import programs
 from .conversion import Converter
 from .loading import DEFAULTS
@@ -51,12 +50,12 @@ RUNTIME_MODEL = ["ppdiffusers", "PaddleInferRuntimeModel"]  # the class that ppd
 def export_pipeline(
     pipe: DiffusionPipeline,
     folder: str | Path,
-    ratios: Iterable[float] | float | Mapping[float, float] | Schedule | None = None,
+    ratios: Iterable[float] | float | None = None,
     sizes: Iterable[tuple[int, int]] | None = None,
     *,
     image_to_image: bool = False,
     merge_map: bool = False,
-    controlnet: bool | float | Mapping[float, float] | Schedule = True,
+    controlnet: bool | float = True,
     format: str = "paddle",
     overwrite: bool = False,
     linked: Iterable[tuple[Path, ProgramFile]] = (),
@@ -77,8 +76,7 @@ def export_pipeline(
         pipe: StableDiffusion, Img2Img, Inpaint or ControlNet pipeline, or StableDiffusionXL or its Img2Img.
         folder: must be new or empty, unless overwrite.
         ratios: one or several ratios, 0 for a plain program; the first is the default. A UNet program is written for
-            each; all share one file of weights. A schedule, as in `apply_tome`, writes a program for each of its
-            ratios and is the default of `load_pipeline`. None: the config that is applied to the pipeline now.
+            each; all share one file of weights. None: the config that is applied to the pipeline now.
         sizes: (height, width) in pixels, a UNet program for each. None: the UNet's default size.
         image_to_image: also write the VAE's encoder, for image-to-image and inpainting.
         merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first
@@ -112,7 +110,7 @@ def export_pipeline(
             raise ToMeConfigError(f"{', '.join(settings)} cannot be set without ratios: pass ratios as well.")
         configs = None
     else:
-        each: Any = [ratios] if isinstance(ratios, (int, float)) or is_schedule(ratios) else ratios
+        each: Any = [ratios] if isinstance(ratios, (int, float)) else ratios
         configs = [ToMeConfig(ratio=ratio, **settings) for ratio in each]
     options: dict[str, Any] = {"image_to_image": image_to_image, "merge_map": merge_map, "overwrite": overwrite}
     options |= {"controlnet": controlnet, "format": format}
@@ -258,7 +256,6 @@ def describe_export(request: Request, folder: Path, written: list[ProgramFile]) 
         pipeline=type(request.pipe).__name__,
         sizes=request.sizes,
         ratios=tuple(request.configs),
-        schedule=request.schedule,
         merge_map=any(file.model == "merge_map" for file in written),
         image_to_image=request.image_to_image,
         residuals=0 if request.controlnet is None else count_residuals(request.controlnet),

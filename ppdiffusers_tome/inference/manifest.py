@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, field
+from dataclasses import InitVar, asdict, field
 from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -16,7 +16,6 @@ from typing_extensions import TypedDict
 
 from ..config import TOMESD_SETTINGS, ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
-from ..schedules import Schedule, make_schedule
 from .replacement import restore
 
 MANIFEST = "tome.json"
@@ -148,10 +147,12 @@ class Manifest:
     versions: dict[str, str]
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
-    schedule: tuple[tuple[float, float], ...] | None = None  # the default, over `ratios`; None: the first of them
     merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
+    schedule: InitVar[Any] = None  # 2.x wrote null, or the ratio schedule of the export
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, schedule: Any) -> None:
+        if schedule is not None:
+            raise ValueError(f"it has the ratio schedule {schedule!r:.60}, and there are none since release 3.0")
         is_xl = "XL" in self.pipeline
         expected = list_programs(self.sizes, self.ratios, is_xl, self.image_to_image, self.merge_map)
         paths = {path for file in self.programs for path in file.paths}
@@ -159,11 +160,9 @@ class Manifest:
             "pipeline": self.pipeline in READERS,
             "residuals": ("ControlNet" in self.pipeline) == self.controlnet,
             "vae_factor": not any(side % self.vae_factor for size in self.sizes for side in size),
-            "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios]
-            and not any(config and len(config.ratios) > 1 for pair in self.merging.values() for config in pair),
+            "merging": list(self.merging) == [ratio_name(ratio) for ratio in self.ratios],
             "programs": [file.place for file in self.programs] == [file.place for file in expected],
             "formats": all(file.formats == self.formats for file in self.programs) and bool(self.formats),
-            "schedule": self.schedule is None or make_schedule(self.schedule, self.exported) == self.schedule,
             "files": {*paths, "model_index.json"} <= set(self.files),
         }
         for name, consistent in is_consistent.items():
@@ -173,11 +172,6 @@ class Manifest:
     def exported(self, ratio: Any) -> float:
         """The exported ratio that is the same as `ratio`; ToMeConfigError if there is none."""
         return find_ratio(ratio, self.ratios)
-
-    @property
-    def default_ratio(self) -> float | Schedule:
-        """The ratio or schedule that a loaded pipeline has at first."""
-        return self.schedule or self.ratios[0]
 
     @property
     def controlnet(self) -> bool:

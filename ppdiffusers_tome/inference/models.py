@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,6 @@ from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 from ppdiffusers.transformers import CLIPTextModel
 
 from ..errors import ToMeConfigError
-from ..models import shares_left
-from ..schedules import Schedule, is_schedule, make_schedule, ratio_at
 from .manifest import Manifest, ProgramFile, Size, ratio_name
 from .runtime import Load, Program, return_memory
 from .stand_in import StandIn
@@ -144,7 +141,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
     """A UNet, with or without a fused ControlNet: one program for each exported size and ratio."""
 
     def __init__(
-        self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float | Schedule, most: int | None = None
+        self, config: dict[str, Any], manifest: Manifest, load: Load, ratio: float, most: int | None = None
     ) -> None:
         super().__init__(config, manifest, load, "unet", most)
         self.ratio = ratio
@@ -178,7 +175,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
         Raises:
             ToMeConfigError: it was not exported, or the ratio merges nothing.
         """
-        size, ratio = self._size(sample), self._ratio_at(timestep)
+        size, ratio = self._size(sample), self._ratio
         file = self._manifest.program("merge_map", size, ratio)
         if file is None:
             raise ToMeConfigError(f"size={size}, ratio={ratio} has no merge map: export with --merge-map.")
@@ -192,25 +189,23 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
     def exported_merging(self) -> tuple[str, ...]:
         """What was exported, for `tome_summary`: a line with sizes and the current ratio, then one for each ratio."""
         manifest = self._manifest
-        ratio = dict(self._ratio) if isinstance(self._ratio, tuple) else ratio_name(self._ratio)
         sizes = ", ".join(map(str, manifest.sizes))
-        lines = [f"exported for {sizes} (width x height), at ratio {ratio} now (pipe.unet.ratio)"]
+        lines = [f"exported for {sizes} (width x height), at ratio {ratio_name(self._ratio)} now (pipe.unet.ratio)"]
         for exported, method in manifest.methods.items():
             lines.append(f"ratio {ratio_name(exported)}: {method or 'plain'}")
             controlnet = manifest.merging[ratio_name(exported)][1]
             if manifest.controlnet and controlnet is not None:
-                lines[-1] += f"; ControlNet at ratio {ratio_name(controlnet.ratios[0])}: {controlnet.method}"
+                lines[-1] += f"; ControlNet at ratio {ratio_name(controlnet.ratio)}: {controlnet.method}"
         return tuple(lines)
 
     @property
-    def ratio(self) -> float | Schedule:
-        """The merge ratio, one of the exported ones, or a schedule over them; 0 is the plain program."""
+    def ratio(self) -> float:
+        """The merge ratio, one of the exported ones; 0 is the plain program."""
         return self._ratio
 
     @ratio.setter
-    def ratio(self, ratio: float | Mapping[float, float] | Schedule) -> None:
-        exported = self._manifest.exported
-        self._ratio = make_schedule(ratio, exported) if is_schedule(ratio) else exported(ratio)
+    def ratio(self, ratio: float) -> None:
+        self._ratio = self._manifest.exported(ratio)
 
     def forward(
         self,
@@ -235,7 +230,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
             **(added_cond_kwargs or {}),
             **self._control(down_block_additional_residuals),
         }
-        program = self._loaded_program(self._manifest.denoiser(self._size(sample), self._ratio_at(timestep)))
+        program = self._loaded_program(self._manifest.denoiser(self._size(sample), self._ratio))
         if unknown := set(inputs) - set(program.inputs):
             raise ToMeConfigError(f"the exported UNet has no input {', '.join(sorted(unknown))}: leave it out.")
         (prediction,) = program(**inputs)
@@ -243,9 +238,6 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
 
     def _size(self, sample: paddle.Tensor) -> Size:
         return Size(*(side * self._manifest.vae_factor for side in sample.shape[2:]))
-
-    def _ratio_at(self, timestep: paddle.Tensor) -> float:
-        return ratio_at(self._ratio, shares_left(timestep)[0]) if isinstance(self._ratio, tuple) else self._ratio
 
     def _control(self, condition: Any) -> dict[str, paddle.Tensor]:
         if not self._manifest.controlnet:

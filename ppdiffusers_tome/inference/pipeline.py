@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import ppdiffusers
 from ppdiffusers import DiffusionPipeline
 
 from ..errors import ToMeConfigError, ToMeError, ToMeExportError
-from ..schedules import Schedule
 from .manifest import CONFIGS, CONTROLNET_CONFIG, COPIED, MANIFEST, Manifest, read_manifest
 from .models import ExportedControlNet, ExportedTextEncoder, ExportedUNet, ExportedVAE
 from .onnx_runtime import OnnxRuntime
@@ -28,7 +26,7 @@ def load_pipeline(
     folder: str | Path,
     cls: type[DiffusionPipeline] | None = None,
     *,
-    ratio: float | Mapping[float, float] | Schedule | None = None,
+    ratio: float | None = None,
     runtime: str = "paddle",
     verify: bool = True,
     max_programs: int | None = None,
@@ -37,14 +35,13 @@ def load_pipeline(
     """Load an exported folder as an ordinary pipeline: same call, schedulers, callbacks and progress bar.
 
     Programs are loaded when they first run: one of the UNet for each size and ratio in use. `pipe.unet.ratio` selects
-    one of the exported ratios, or a schedule over them. Create other pipelines over the same programs as usual:
+    one of the exported ratios. Create other pipelines over the same programs as usual:
     `StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)`.
 
     Args:
         folder: written by `export_pipeline`.
         cls: ppdiffusers class to load it as; None: the class that was exported.
-        ratio: merge ratio, one of the exported ones, or a schedule over them, as in `apply_tome`; None: the schedule
-            that was exported, or the first ratio.
+        ratio: merge ratio, one of the exported ones; None: the first of them.
         runtime: "paddle"; if the folder was exported as ONNX too, "onnxruntime" or "openvino".
         verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
             always compared. With unnoticed damaged weights, images are black or the process crashes.
@@ -110,7 +107,7 @@ def _assemble(
     folder: Path, manifest: Manifest, cls: type[DiffusionPipeline], load: Load, ratio: Any, most: int | None
 ) -> DiffusionPipeline:
     index = _read_json(folder / "model_index.json")
-    available = _exported_components(folder, manifest, load, manifest.default_ratio if ratio is None else ratio, most)
+    available = _exported_components(folder, manifest, load, manifest.ratios[0] if ratio is None else ratio, most)
     for name in COPIED:
         if (folder / name).is_dir():
             available[name] = _copied_component(folder, name, index)

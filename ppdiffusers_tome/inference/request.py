@@ -14,7 +14,6 @@ from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
-from ..schedules import Schedule
 from .conversion import check_converter
 from .manifest import FORMATS, MANIFEST, READERS, Configs, Size, ratio_name
 from .models import ExportedUNet
@@ -30,12 +29,11 @@ class Request:
 
     pipe: DiffusionPipeline
     folder: Path
-    configs: dict[float, Configs]  # by ratio, in the order of the arguments
+    configs: dict[float, Configs]  # by ratio, in the order of the arguments; the first is the default
     sizes: tuple[Size, ...]
     image_to_image: bool
     merge_map: bool
     formats: tuple[str, ...]  # some of FORMATS
-    schedule: Schedule | None  # the default, over ratios of `configs`; None: the default is the first of them
 
     @property
     def controlnet(self) -> nn.Layer | None:
@@ -64,13 +62,13 @@ def check_request(
 
     Args:
         load: returns the pipeline.
-        configs: one for each ratio or schedule; None: those that are applied to the pipeline.
+        configs: one for each ratio; None: those that are applied to the pipeline.
 
     Raises:
         ToMeConfigError, ToMeExportError: as `export_pipeline`.
     """
     _check_output(Path(folder), overwrite, format)
-    by_ratio, schedule = ({}, None) if configs is None else _by_ratio(configs, controlnet)
+    by_ratio = {} if configs is None else _requested_configs(configs, controlnet)
     _check_configs(by_ratio)
     sizes = None if sizes is None else tuple(sizes)
     for size in sizes or ():
@@ -83,7 +81,7 @@ def check_request(
         )
     _check_components(pipe)
     if configs is None:
-        by_ratio, schedule = _applied_configs(pipe)
+        by_ratio = _applied_configs(pipe)
         _check_configs(by_ratio)
     if merge_map:
         _check_merge_map(pipe, by_ratio)
@@ -95,7 +93,6 @@ def check_request(
         image_to_image=image_to_image or READERS[class_name][0] is None,
         merge_map=merge_map,
         formats=EXPORT_FORMATS[format],
-        schedule=schedule,
     )
 
 
@@ -168,44 +165,22 @@ def _check_components(pipe: DiffusionPipeline) -> None:
         raise ToMeExportError(f"{type(controlnet).__name__} cannot be exported: pass a single ControlNetModel.")
 
 
-def _applied_configs(pipe: DiffusionPipeline) -> tuple[dict[float, Configs], Schedule | None]:
-    """The configs that are applied to a pipeline now."""
+def _applied_configs(pipe: DiffusionPipeline) -> dict[float, Configs]:
+    """The configs of UNet and ControlNet that are applied to a pipeline now, by the UNet's ratio."""
     config = config_of(pipe.unet)
     controlnet = config_of(pipe.controlnet) if "controlnet" in pipe.config else None
-    return ({0.0: (None, controlnet)}, None) if config is None else (_at_ratios(config, controlnet), _schedule(config))
+    return {config.ratio if config else 0.0: (config, controlnet)}
 
 
-def _by_ratio(configs: Sequence[ToMeConfig], controlnet: Any) -> tuple[dict[float, Configs], Schedule | None]:
-    """The configs of UNet and ControlNet by ratio, and the schedule that is the default."""
+def _requested_configs(configs: Sequence[ToMeConfig], controlnet: Any) -> dict[float, Configs]:
+    """The configs of UNet and ControlNet by the UNet's ratio; both are plain at ratio 0."""
     if not configs:
         raise ToMeConfigError("ratios is empty: pass at least one, 0 for a plain program.")
-    if any(map(_schedule, configs[1:])):
-        raise ToMeConfigError(
-            f"ratios={[config.ratio for config in configs]!r:.200} is not allowed: only the first, the default, may "
-            "be a schedule."
-        )
-    pairs: dict[float, Configs] = {}
+    by_ratio: dict[float, Configs] = {}
     for config in configs:
-        pairs |= _at_ratios(config, controlnet_config(config, controlnet))
-    # Plus 0.0, because -0.0 is 0.
-    return {r + 0.0: pair if r else (None, None) for r, pair in pairs.items()}, _schedule(configs[0])
-
-
-def _schedule(config: ToMeConfig) -> Schedule | None:
-    return config.ratio if isinstance(config.ratio, tuple) else None
-
-
-def _at_ratios(config: ToMeConfig, controlnet: ToMeConfig | None) -> dict[float, Configs]:
-    """The two configs at each ratio of the first one."""
-    if controlnet is not None and len(controlnet.ratios) > 1 and controlnet.ratio != config.ratio:
-        raise ToMeExportError(
-            f"the ControlNet's {controlnet.describe()} cannot be exported: it is part of the UNet's programs, so it "
-            "can only have the UNet's schedule or a constant ratio."
-        )
-    if not isinstance(config.ratio, tuple):
-        return {config.ratio: (config, controlnet)}
-    pairs = ((config.at(share), controlnet and controlnet.at(share)) for share, _ in config.ratio)
-    return {unet.constant_ratio: (unet, other) for unet, other in pairs}
+        pair = config, controlnet_config(config, controlnet)
+        by_ratio[config.ratio + 0.0] = pair if config.ratio else (None, None)  # plus 0.0, because -0.0 is 0
+    return by_ratio
 
 
 def _sizes(pipe: DiffusionPipeline, sizes: Collection[tuple[int, int]] | None) -> tuple[Size, ...]:

@@ -165,7 +165,7 @@ def export_programs(
     for config, members in groups.items():
         name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
         folder = output.resolve() / "programs" / name
-        ratios = tuple(dict.fromkeys(image_set.config.constant_ratio for image_set in members))
+        ratios = tuple(dict.fromkeys(image_set.config.ratio for image_set in members))
         if not set(ratios) <= _exported_ratios(folder):
             options = {key: value for key, value in asdict(config).items() if key != "ratio"}
             options |= {"image_to_image": evaluation.strength is not None, "overwrite": True}

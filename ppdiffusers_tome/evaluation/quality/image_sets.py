@@ -77,7 +77,7 @@ class Evaluation:
 
     def jobs(self, image_set: ImageSet) -> list[Prompt]:
         """The images of an image set."""
-        job = Job("", self.size, self.size, image_set.config.constant_ratio, 0, "", self.steps, self.guidance_scale)
+        job = Job("", self.size, self.size, image_set.config.ratio, 0, "", self.steps, self.guidance_scale)
         offset = 2**31 if image_set == OTHER_SEEDS else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):

@@ -173,7 +173,7 @@ class ProgramBackend(Backend):
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
             self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
-            ratio = arm.config.constant_ratio if arm.config else 0.0
+            ratio = arm.config.ratio if arm.config else 0.0
             planned = ProgramFile(workload.case.scope, size=Size(size, size), ratio=ratio)
             file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
             file = self._share_weights(file, key)

@@ -61,7 +61,7 @@ class Arm:
     @property
     def ratio(self) -> float:
         """Share of tokens to merge; 0 if nothing merges."""
-        return self.config.constant_ratio if self.config else 0.0
+        return self.config.ratio if self.config else 0.0
 
     @property
     def max_downsample(self) -> int | None:

@@ -39,7 +39,7 @@ def frame_of(candidates: Sequence[Candidate], chosen: Candidate | None) -> pd.Da
     frame = pd.DataFrame(
         {
             "method": [name_of(c.config) for c in timed],
-            "ratio": [c.config.constant_ratio for c in timed],
+            "ratio": [c.config.ratio for c in timed],
             "rounds": [len(c.speed_up) for c in timed],
             "images": [len(c.psnr) for c in timed],
             **{measure: [c.median(measure) for c in timed] for measure in (SPEED_UP, PSNR, PERCEPTUAL)},

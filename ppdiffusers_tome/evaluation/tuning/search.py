@@ -202,15 +202,15 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
         config = candidate.config
         if config.match == GRID:  # which has one ratio
             continue
-        ratio = config.constant_ratio
-        ratios = [other.constant_ratio for other in configs if replace(other, ratio=0) == replace(config, ratio=0)]
+        ratio = config.ratio
+        ratios = [other.ratio for other in configs if replace(other, ratio=0) == replace(config, ratio=0)]
         is_reached = goal.shortfall(candidate) == 0
         if is_reached == (goal.measure == SPEED_UP):
             bound = max([0.0, *(other for other in ratios if other < ratio)])
         else:
             bound = min([1 - 1 / (config.sx * config.sy), *(other for other in ratios if other > ratio)])
         halfway = replace(config, ratio=round((ratio + bound) / 2, 2))
-        if abs(halfway.constant_ratio - ratio) >= MIN_STEP and halfway not in configs + between:
+        if abs(halfway.ratio - ratio) >= MIN_STEP and halfway not in configs + between:
             between.append(halfway)
     return between
 
