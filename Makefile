@@ -34,7 +34,7 @@ INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
 LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality frontier pass-frontier figures load fuzz lock dist clean
+.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -123,88 +123,42 @@ TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/speed.py
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
-IMAGES = --steps 10 --guidance-scale 2
+SCENES = --model examples/scenes_sd --size 256
 
 bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
 
 bench-speed: $(VENV)/.installed ## measure time and memory, and write their report
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output benchmarks
-	$(BENCH) --architecture sd15 --size 512 --batch 2 --ratio 0.25 0.5 0.75 --arms plain memory-efficient tome both --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet.json
-	$(BENCH) --architecture sd15 --scope block --size 512 768 1024 --batch 1 --arms plain memory-efficient tome both limit --rounds 2 --threads 1 --output $(RESULTS)/sd15_block.json
+	$(BENCH) --architecture sd15 --size 512 --batch 2 --arms plain tome --merging merge_attn=asymmetric merge_attn=true --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet_default.json
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(if $(TORCH_PYTHON),PyTorch) --arms plain memory-efficient tome both built-in limit --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
 	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch-bf16) --arms plain tome --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
 	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
-	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /frontier_ -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
+	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
-bench-quality: $(VENV)/.installed-test build/reference/.complete ## measure the quality of merged images, and write its report
-	$(EVALUATE) $(IMAGES) --size 128 --threads 1 --backend onnxruntime --real build/reference --merging merge_attn=true,proportional=false,window=none,ratio=0.5 --output build/evaluate
-	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py build/evaluate --ratio 0.5 $(TORCH))
-	mkdir -p $(RESULTS) && cp build/evaluate/quality.json $(RESULTS)/
-	$(EVALUATE) report $(RESULTS)/quality.json --images build/evaluate --output $(RESULTS)/..
-	$(PY) benchmarks/merge_maps.py $(RESULTS)/quality.json --output $(RESULTS)/..
+# REAL=... is a folder of scenes that the model was not trained on, with which KID compares too:
+# python examples/scenes_sd/training/scenes.py THINGS --output build/fresh_scenes --first 10000 --count 2000
+REAL ?=
+QUALITY = build/evaluate_scenes
 
-# Ways to merge, written out in full, so that they stay the same when the defaults change. The first is tomesd's, that of
-# match=grid with blend=0 is ToDo's, with blend=0.1 BiGain's. Photographs at 128 px are fast enough for more.
-GRID = merge_attn=kv,match=grid,blend=$(1),proportional=false,use_rand=false
-MERGING ?= \
-	merge_attn=true,proportional=false,window=none,ratio=0.5 \
-	$(foreach ratio,0.5 0.7,merge_attn=true,proportional,window=16,ratio=$(ratio)) \
-	merge_attn=true,proportional,window=none,ratio=0.5 \
-	merge_attn=kv,proportional,window=16,ratio=0.75 \
-	$(call GRID,0),ratio=0.75
-MORE_MERGING ?= \
-	merge_attn=true,proportional=false,window=none,ratio=0.75 \
-	merge_attn=true,proportional=false,window=8,ratio=0.5 \
-	merge_attn=true,proportional,window=8,ratio=0.5 \
-	merge_attn=true,proportional,window=16,ratio=0.6 \
-	merge_attn=kv,proportional,window=16,ratio=0.5 \
-	$(foreach ratio,0.5 0.75,merge_attn=kv,proportional,window=none,ratio=$(ratio)) \
-	$(foreach blend,0.1 1,$(call GRID,$(blend)),ratio=0.75)
-# Added at 256 px: ratios that are about as far from plain as tomesd at 0.5, also of larger cells, and the next level too.
-HIGH = \
-	merge_attn=true,proportional,window=16,ratio=0.75 \
-	merge_attn=true,proportional,window=16,max_downsample=2,ratio=0.45 \
-	$(foreach ratio,0.8 0.85,merge_attn=true,proportional,window=16,sx=4,ratio=$(ratio)) \
-	merge_attn=kv,proportional,window=16,sx=4,ratio=0.85 \
-	$(call GRID,0),sx=4,ratio=0.875 \
-	$(call GRID,0),sx=4,max_downsample=2,ratio=0.875
-AT_128 = --model examples/emoji_sd --size 128
-AT_256 = --model examples/emoji_sd_256 --size 256
-FRONTIER = --ratio 0.5 --threads 1 --merging $(MERGING)
-FRONTIER_IMAGES = frontier_128 frontier_256 frontier_photographs_128 frontier_photographs_256
+bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, and write its report
+	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --ablations --threads 1 --backend onnxruntime $(if $(REAL),--real $(REAL)) --merging merge_attn=true,proportional=false,window=none,ratio=0.5 --output $(QUALITY)
+	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py $(QUALITY) --ratio 0.5 $(TORCH))
+	mkdir -p $(RESULTS) && cp $(QUALITY)/quality.json $(RESULTS)/quality_scenes.json
+	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/../scenes_256
 
-pass-frontier: $(VENV)/.installed-test ## compare ways to merge by distance and by the time of a UNet pass, and write their page: hours
-	$(EVALUATE) $(IMAGES) $(FRONTIER) --ablations $(AT_128) --count 256 --output build/frontier_128
-	$(EVALUATE) $(IMAGES) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 16 --backend onnxruntime --output build/frontier_256
-	$(EVALUATE) $(IMAGES) $(FRONTIER) $(MORE_MERGING) --ablations $(AT_128) --count 32 --strength 0.4 --output build/frontier_photographs_128
-	$(EVALUATE) $(IMAGES) $(FRONTIER) $(HIGH) --ablations $(AT_256) --count 8 --strength 0.4 --backend onnxruntime --output build/frontier_photographs_256
-	mkdir -p $(RESULTS)
-	for images in $(FRONTIER_IMAGES); do cp build/$$images/quality.json $(RESULTS)/$$images.json || exit 1; done
-	$(BENCH) $(FRONTIER) $(MORE_MERGING) $(AT_128) --batch 2 --backend eager predictor --arms plain tome --rounds 15 --output $(RESULTS)/frontier_speed_128.json
-	$(BENCH) $(FRONTIER) $(HIGH) $(AT_256) --batch 2 --backend eager predictor --arms plain tome --output $(RESULTS)/frontier_speed_256.json
-	$(PY) benchmarks/frontier.py $(FRONTIER_IMAGES:%=$(RESULTS)/%.json) $(RESULTS)/frontier_speed_*.json --images build --output $(RESULTS)/..
-
-# Each line continues what its result has. Another number of images or other sources need a folder without results: RESULTS=build/frontier/results.
+# Each line continues what its result has. Another number of images or other sources need a folder without results: RESULTS=build/alternatives/results.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
-SCENES = --model examples/scenes_sd --size 256
 
-frontier: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
+alternatives: $(VENV)/.installed-test ## compare merging with fewer steps, cached features and both by whole images, and write their page: hours
 	for mode in "" --time; do \
-	$(ALTERNATIVES) $(AT_128) --count 32 --output $(RESULTS) $$mode && \
+	$(ALTERNATIVES) --model examples/emoji_sd --size 128 --count 32 --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 64 --output $(RESULTS) $$mode && \
 	$(ALTERNATIVES) $(SCENES) --count 24 --strength 0.4 --output $(RESULTS) $$mode || exit 1; done
 	$(ALTERNATIVES) report --output $(RESULTS)
 
 figures: $(VENV)/.installed ## write the figures of the committed results into the documents
 	$(PY) benchmarks/document_figures.py $(ARGS)
-
-# The bundled model's training images, from npm. resvg is not locked because only this target needs it.
-build/reference/.complete:
-	$(PYTHON) -m venv build/reference-venv
-	build/reference-venv/bin/pip install --quiet resvg-py==0.5.0 pillow==11.0.0
-	build/reference-venv/bin/python benchmarks/reference_images.py --output build/reference
-	@touch $@
 
 load: $(VENV)/.installed-test build/load/tome.json ## load test of a real server: five minutes
 	$(PY) benchmarks/load.py --model build/load $(ARGS)

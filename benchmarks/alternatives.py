@@ -15,7 +15,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pandas as pd
-from experiments import compare, earlier_result
 from matplotlib.figure import Figure
-from merge_prototypes import splitting
 from paddle import nn
 from paddle.utils import flatten, pack_sequence_as
 from PIL import Image
@@ -58,6 +55,8 @@ from ppdiffusers_tome.evaluation.quality.image_sets import (
     prompts_of,
     with_seeds,
 )
+from ppdiffusers_tome.evaluation.quality.metrics import psnr
+from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
@@ -98,8 +97,6 @@ class Arm:
     gate: int | None = None  # steps after which the outputs of cross-attention are reused
     guided: bool = True  # after the gate; False as in T-GATE (Zhang et al. 2024, arXiv:2404.02747)
     merging: dict[str, Any] = field(default_factory=dict, hash=False)  # of ToMeConfig
-    # Ratios of queries, and of keys and values, in place of the default's.
-    split: Sequence[float] | None = field(default=None, hash=False)
     other_seed: bool = False
 
     @property
@@ -115,8 +112,6 @@ class Arm:
     def method(self) -> str:
         """How it merges; empty if it does not."""
         ratio = self.merging.get("ratio", 0)
-        if self.split:
-            return "q {:g}, kv {:g}".format(*self.split)
         for name, settings in (("ToDo", TODO), ("tomesd", {**TOMESD_SETTINGS, "ratio": ratio})):
             if self.merging == settings:
                 return f"{name} {ratio:g}"
@@ -168,7 +163,6 @@ def list_arms() -> list[Arm]:
     arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
     arms += [Arm(every=2), Arm(every=3), Arm(every=2, merging=half), Arm(steps=14, merging=half)]
     arms += [Arm(steps=10, dpm_solver=True), Arm(gate=10, guided=False), Arm(other_seed=True)]
-    arms += [Arm(split=split, merging=half) for split in ((0.37, 0.603), (0.293, 0.646))]
     arms += [Arm(steps=10, merging=half), Arm(steps=10, dpm_solver=True, merging=half), Arm(every=3, merging=half)]
     arms += [Arm(every=2, merging=seven), Arm(every=2, merging=kv), Arm(gate=10, guided=False, merging=half)]
     arms += [Arm(every=2, last_layer=True), Arm(every=3, last_layer=True), Arm(gate=10)]
@@ -285,7 +279,7 @@ class Passes:
 
 def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
     """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
-    parts = {"merging": arm.merging, "split": arm.split, "last_layer": arm.last_layer, "guided": arm.guided}
+    parts = {"merging": arm.merging, "last_layer": arm.last_layer, "guided": arm.guided}
     key = Arm(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
     return [(key, reuses) for reuses in ((False, True) if arm.reused else (False,))]
 
@@ -348,7 +342,7 @@ class Programs:
     def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
         side, traceable = self._evaluation.size, programs.denoiser(load_model(self._evaluation.model).unet, None)
         unet, inputs = traceable.layer.unet, traceable.inputs
-        with splitting(*key.split)() if key.split else nullcontext(), Converter() as converter:
+        with Converter() as converter:
             if key.merging:
                 attach(unet, key.config, None)
             layer = Pass(traceable.layer, key.reused_layers(unet), self.inputs())
@@ -385,6 +379,30 @@ def generate_all(evaluation: Evaluation, saved: Programs, arm: Arm, folder: Path
     return read_images(list(paths), evaluation.size)
 
 
+def compare(images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
+    """Compare images with plain ones, both uint8 [N, H, W, 3].
+
+    Returns:
+        The medians "psnr" (dB) and "perceptual" (ST-LPIPS), and in "images" the values of each image.
+    """
+    values = {
+        "psnr": [round(psnr(image, other), 3) for image, other in zip(images, plain, strict=True)],
+        "perceptual": np.round(st_lpips(images, plain).astype(float), 6).tolist(),
+    }
+    return {**{measure: float(np.median(of_images)) for measure, of_images in values.items()}, "images": values}
+
+
+def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The result that a run continues, or {} if there is none.
+
+    The script ends if the result is about other images or other sources.
+    """
+    result = read_json(file) if file.exists() else {}
+    if differing := [key for key, value in about.items() if result.get(key, value) != value]:
+        sys.exit(f"{file} has results of another {', '.join(differing)}: remove it, or choose another --output.")
+    return result
+
+
 def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
     """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
     saved = Programs(evaluation)
@@ -395,7 +413,7 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
             continue
         images = generate_all(evaluation, saved, arm, folder / "images" / arm.name)
         entry = {"name": arm.name, "group": arm.group, "settings": asdict(arm)}
-        content["arms"].append({**entry, **compare({"": images}, {"": plain})[""]})
+        content["arms"].append({**entry, **compare(images, plain)})
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 

@@ -1,12 +1,11 @@
 """Write the figures of the committed results into the documents (`make figures`); `--check` only compares.
 
-In a document, the function NAME of this file computes
+In a document, the function NAME in LOOKUPS computes
 
-- a figure between two comments, `<!--= NAME ARGUMENT… -->1.68×<!--/-->`, which does not begin a line, because Markdown
-  takes such a line as HTML;
-- the last cells of a table's row that ends in a comment, `| windows of 8 | 0.5 | 47.0 <!--: NAME ARGUMENT… --> |`;
-  None leaves a cell, which is a label in the document's language, as it is. The mark has no "|", which would end the
-  cell.
+- a figure between two comments, `<!--= NAME ARGUMENT… -->1.29<!--/-->`. It does not begin a line, because Markdown
+  takes such a line as HTML.
+- the last cells of a table's row that ends in a comment, `| windows of 8 | 19.34 | 5.39 <!--: NAME ARGUMENT… --> |`.
+  None leaves a cell as it is: it is a label in the document's language. The mark has no "|", which would end the cell.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,11 @@ def update(text: str) -> str:
 
 
 def call(words: str) -> Any:
+    """What a mark asks for: the name of a function in LOOKUPS, and its arguments."""
     name, *arguments = words.split()
-    return globals()[name](*arguments)
+    if name not in LOOKUPS:
+        raise KeyError(f"{words!r} names no function: choose from {', '.join(sorted(LOOKUPS))}")
+    return LOOKUPS[name](*arguments)
 
 
 @lru_cache
@@ -93,11 +95,6 @@ def value(files: str, path: str, form: str = "") -> str:
     found = [field for file in files.split(",") for field in fields(read(file), path)]
     (number,) = {statistics.median(field) if isinstance(field, list) else field for field in found}
     return f"{number:{form}}".partition("+")[0]
-
-
-def psnr(file: str, name: str) -> str:
-    """The median of a setting's images, in dB."""
-    return value(file, f"settings/name={name}/pairs/psnr", ".1f")
 
 
 def count(file: str, path: str) -> str:
@@ -141,10 +138,8 @@ def times(row: dict[str, Any], base: dict[str, Any]) -> float:
 
 
 def speed_up(file: str, backend: str, size: str, batch: str = "2", form: str = ".2f") -> str:
-    """Of ToMe at ratio 0.5 against plain; of both arms with attention slicing as the backend "sliced"."""
-    names = ("both", "memory-efficient") if backend == "sliced" else ("tome", "plain")
-    merged, plain = (arm(file, name, backend.replace("sliced", "eager"), size, batch) for name in names)
-    return f"{times(merged, plain):{form}}×"
+    """How many times as fast merging by the default at ratio 0.5 is as plain."""
+    return f"{times(arm(file, 'tome', backend, size, batch), arm(file, 'plain', backend, size, batch)):{form}}"
 
 
 def memory(file: str, name: str, size: str, batch: str = "2") -> str:
@@ -152,112 +147,91 @@ def memory(file: str, name: str, size: str, batch: str = "2") -> str:
     return f"{arm(file, name, 'eager', size, batch)['peak_memory_bytes'] / 1e9:.1f}"
 
 
-def speed_up_by_macs(file: str, size: str, batch: str, form: str) -> str:
-    """What multiply-accumulates allow at ratio 0.5."""
+def macs_saved(file: str, size: str, batch: str = "2") -> str:
+    """The share of the multiply-accumulates of a pass that merging at ratio 0.5 saves."""
     plain, merged = (arm(file, name, "eager", size, batch) for name in ("plain", "tome"))
-    return f"{plain['macs'] / merged['macs']:{form}}×"
+    return f"{100 * (1 - merged['macs'] / plain['macs']):.0f} %"
 
 
-def on_gpu(size: str, *arm: str) -> str:
-    """Of a pass of Stable Diffusion 1.5's UNet on a GPU, batch 2: the speed-up against plain in the same program."""
-    rows = {row["arm"]: row for row in read("gpu_onnx")["rows"] if (f"{row['size']}", row["batch"]) == (size, 2)}
-    plain, merged = rows[f"{arm[0]} plain"], rows[" ".join(arm)]
-    return f"{statistics.median(a / b for a, b in zip(plain['ms'], merged['ms'], strict=True)):.2f}×"
+def gpu_arm(name: str, size: str, batch: str) -> dict[str, Any]:
+    """An arm of the passes of Stable Diffusion 1.5's UNet on a GPU."""
+    (row,) = [
+        row
+        for row in read("gpu_onnx")["rows"]
+        if (row["arm"], f"{row['size']}", f"{row['batch']}") == (name, size, batch)
+    ]
+    return row
 
 
-def speed_up_of_level(size: str, level: str) -> str:
-    """Of ToMe at ratio 0.5 up to a level against plain."""
-    plain, *merged = [row for row in arms("unet_levels") if f"{row['size']}" == size]
-    (row,) = [row for row in merged if f"{row['config']['max_downsample']}" == level]
-    return f"{times(row, plain):.2f}×"
+def on_gpu(size: str, batch: str, *name: str) -> str:
+    """How many times as fast an arm is on a GPU as plain in the same runtime."""
+    plain, merged = gpu_arm(f"{name[0]} plain", size, batch), gpu_arm(" ".join(name), size, batch)
+    return f"{statistics.median(a / b for a, b in zip(plain['ms'], merged['ms'], strict=True)):.2f}"
 
 
 def against_tomesd(backend: str, size: str) -> str:
-    """The speed-up of a merged pass against PyTorch with tomesd."""
+    """How many times as fast a merged pass is as PyTorch with tomesd."""
     return f"{times(arm('emoji_unet', 'tome', backend, size), arm('emoji_unet', 'tome', 'PyTorch', size)):.2f}×"
 
 
 def tomesd_against_eager() -> str:
-    """The same the other way round, in eager mode at 128 px."""
+    """How many times as fast PyTorch with tomesd is as a merged pass in eager mode, at 128 px."""
     return f"{times(arm('emoji_unet', 'tome', 'PyTorch'), arm('emoji_unet', 'tome')):.1f}"
-
-
-def bfloat16(program: str) -> str:
-    """The speed-up of a program by oneDNN's bfloat16, with the operations that Paddle chooses."""
-    rows = read("experiments_bfloat16")["bfloat16"]["programs"]
-    (row,) = [row for row in rows if row["program"] == program.replace("-", " ") and not row["set_bfloat16_op"]]
-    return f"{row['times_faster']:.2f}×"
-
-
-def hires_fix() -> str:
-    """The speed-up of both passes together, merged in the second."""
-    seconds = read("hires_fix_256")["seconds_of_both_passes"]
-    return f"{seconds['plain'] / seconds['0.5']:.2f}×"
 
 
 def near_limit(which: str) -> str:
     """How many arms are within 3 % of the free-merge limit, of how many, or by how much one is below it.
 
-    Some that are near are below: the documents call that noise.
+    Some of those within 3 % are below the limit: the documents call that noise.
     """
     over = []  # the time of an arm over that of its limit
-    for file in ("emoji_unet", "sd15_block"):
-        for row, limit in itertools.product(arms(file), arms(file)):
-            if (row["arm"], limit["arm"]) == ("tome", "limit") and agree(row, limit, *PLACE, "attention", "kept"):
-                where = ("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp")
-                over += [times(limit, row)] if agree(row["config"], limit["config"], *where) else []
+    where = ("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp")
+    for row, limit in itertools.product(arms("emoji_unet"), repeat=2):
+        is_pair = (row["arm"], limit["arm"]) == ("tome", "limit") and agree(row, limit, *PLACE, "attention", "kept")
+        if is_pair and agree(row["config"], limit["config"], *where):
+            over.append(times(limit, row))
     near = [ratio for ratio in over if ratio <= 1.03]
     assert min(near) < 1 < max(near)
     return {"count": f"{len(near)}", "of": f"{len(over)}", "below": f"{100 * (1 - min(over)):.1f} %"}[which]
 
 
-def noise(*backends: str) -> str:
-    """By how much a speed-up differs that was measured in several results; of these backends, or of all."""
+def noise() -> str:
+    """By how much a speed-up differs that was measured in several results."""
     repeated = defaultdict(list)
     for file in [path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"]:
         for row in arms(file):
-            if row["arm"] == "tome" and row["seconds"] and (not backends or row["backend"] in backends):
-                plain = plain_of(row, file)
-                config = replace(ToMeConfig(**row["config"]), use_rand=True)
-                if config.max_downsample == 1:  # the bundled models' shallowest level, which is the default
-                    config = replace(config, max_downsample=None)
-                about = tuple(row[key] for key in PLACE)
-                repeated[about, read(file)["threads"], config].append(times(row, plain))
+            if row["arm"] == "tome" and row["seconds"]:
+                case = tuple(row[key] for key in PLACE)
+                repeated[case, read(file)["threads"], ToMeConfig(**row["config"])].append(
+                    times(row, plain_of(row, file))
+                )
     spreads = [max(speed_ups) / min(speed_ups) - 1 for speed_ups in repeated.values() if len(speed_ups) > 1]
     assert len(spreads) >= 5
     return f"{100 * max(spreads):.0f} %"
 
 
 def gain(images: str) -> str:
-    """Of the default against tomesd's method, both at ratio 0.5, in dB."""
+    """By how many dB the default is nearer to plain than tomesd's method, both at ratio 0.5."""
     default, tomesd = (arm_of(images, f"{method} 0.5")["psnr"] for method in ("default", "tomesd"))
     return f"{default - tomesd:.0f}"
 
 
 def seed_against_change(images: str) -> str:
-    """How many times as far another seed moves an image as the default at ratio 0.5, by ST-LPIPS."""
+    """How many times as much another seed changes an image as the default at ratio 0.5, by ST-LPIPS."""
     seed, default = (arm_of(images, name)["perceptual"] for name in ("another seed", "default 0.5"))
-    return f"{seed / default:.0f}×"
+    return f"{seed / default:.0f}"
 
 
 def separated_by_kid(none: str, *words: str) -> str:
-    """The settings whose KID is above that of plain images by more than two standard deviations of both."""
-    above = []
-    for file in ("frontier_128", "quality_256", "quality_scenes"):
-        frame = read_frame(read(file))
-        differs = differs_by_kid(frame) & (frame["group"] != "calibration")
-        above += [f"{name} at {read(file)['size']} px" for name in frame.index[differs]]
-    return f"a difference in {', '.join(above)}" if above else " ".join([none, *words])
+    """The settings of scenes whose KID is above that of plain images by more than two standard deviations of both."""
+    frame = read_frame(read("quality_scenes"))
+    above = frame.index[differs_by_kid(frame) & (frame["group"] != "calibration")]
+    return f"a difference in {', '.join(above)}" if len(above) else " ".join([none, *words])
 
 
 def edges_near(direction: str, arm: str, *name: str) -> str:
     """The share of inner edges that have one of the other image within 2 px, with the bundled ControlNet."""
     return f"{100 * read('edges')['sets'][' '.join(name)][arm][direction]['inner']['within_2_px']:.0f} %"
-
-
-def pipeline_classes() -> str:
-    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").partition("## Added after")[0]
-    return f"{len(re.findall(r'^[|] `', page, re.MULTILINE))}"
 
 
 def operations_case() -> str:
@@ -290,11 +264,20 @@ def milliseconds(row: dict[str, Any]) -> str:
 
 def run(file: str, backend: str, size: str, batch: str) -> list[str | None]:
     """Size, batch and backend; seconds of plain and merged, their ratio, and peaks of memory in GB."""
-    names = ("memory-efficient", "both") if backend == "sliced" else ("plain", "tome")
-    pair = [arm(file, name, backend.replace("sliced", "eager"), size, batch) for name in names]
+    pair = [arm(file, name, backend, size, batch) for name in ("plain", "tome")]
     memory = ["–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.2f}" for row in pair]
     seconds = [f"{statistics.median(row['seconds']):.2f}" for row in pair]
-    return [f"{size} px", batch, None, *seconds, speed_up(file, backend, size, batch), *memory]
+    return [f"{size} px", batch, None, *seconds, f"{speed_up(file, backend, size, batch)}×", *memory]
+
+
+def gpu_row(size: str) -> list[str]:
+    """Milliseconds on a GPU at batch 2: in ONNX Runtime plain, the default at 0.5 and at 0.75; in PyTorch plain."""
+    cells = []
+    for name in ("onnxruntime plain", "onnxruntime default 0.5", "onnxruntime default 0.75", "torch plain"):
+        milliseconds = f"{statistics.median(gpu_arm(name, size, '2')['ms']):.1f}"
+        is_plain = name.endswith("plain")
+        cells.append(milliseconds if is_plain else f"{milliseconds} ({on_gpu(size, '2', *name.split())}×)")
+    return cells
 
 
 def choice(*name: str) -> list[str]:
@@ -350,46 +333,28 @@ def block(name: str, settings: str) -> list[str]:
     return [f"{times(row, plain):.2f}×", f"{plain['macs'] / row['macs']:.2f}×"]
 
 
-def variant(*name: str) -> list[str]:
-    """Of an experiment: ratio, and median PSNR of prompts and of image-to-image."""
-    (row,) = [row for row in read("experiments")["variants"] if row["name"] == " ".join(name)]
-    return [f"{row['settings']['ratio']:g}", *(f"{row[images]['psnr']:.1f}" for images in ("prompts", "photographs"))]
-
-
-def schedule(*name: str) -> list[str]:
-    """Of a ratio that changes, or a ratio for each level: MACs saved, and median PSNR of prompts."""
-    (row,) = [row for row in read("experiments_ratios")["variants"] if row["name"] == " ".join(name)]
-    return [f"{100 * row['macs_saved']:.1f} %", f"{row['prompts']['psnr']:.1f}"]
-
-
-def arm_of(images: str, name: str, kind: str = "alternatives") -> dict[str, Any]:
-    """An arm of "{kind}_{images}.json"."""
-    (row,) = [row for row in read(f"{kind}_{images}")["arms"] if row["name"] == name]
+def arm_of(images: str, name: str) -> dict[str, Any]:
+    """An arm of alternatives_IMAGES.json."""
+    (row,) = [row for row in read(f"alternatives_{images}")["arms"] if row["name"] == name]
     return row
-
-
-def split(*name: str) -> list[str]:
-    """Of ratios of queries, and of keys and values: PSNR and ST-LPIPS of scenes and of photographs."""
-    rows = [arm_of(images, " ".join(name), "splits") for images in ("scenes_sd_256", "scenes_sd_256_photographs")]
-    return [cell for row in rows for cell in (f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}")]
 
 
 def alternative(images: str, *name: str) -> list[str]:
     """Of an arm: speed-up of whole images in ONNX Runtime, PSNR and ST-LPIPS."""
     row = arm_of(images, " ".join(name))
-    return [image_speed_up(images, "onnxruntime", *name), f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
+    return [f"{image_speed_up(images, 'onnxruntime', *name)}×", f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
 
 
 def in_both(images: str, *name: str) -> list[str]:
     """Of an arm: speed-up of whole images in ONNX Runtime and in Paddle Inference, PSNR and ST-LPIPS."""
     speed, *distances = alternative(images, *name)
-    return [speed, image_speed_up(images, "paddle", *name), *distances]
+    return [speed, f"{image_speed_up(images, 'paddle', *name)}×", *distances]
 
 
 def image_speed_up(images: str, runtime: str, *name: str) -> str:
-    """How many times as fast as plain whole images of an arm are in a runtime."""
+    """How many times as fast whole images of an arm are as plain ones in a runtime."""
     result, arm = read(f"alternatives_{images}"), alternatives.Arm(**arm_of(images, " ".join(name))["settings"])
-    return f"{alternatives.speed_up(result, arm, runtime):.2f}×"
+    return f"{alternatives.speed_up(result, arm, runtime):.2f}"
 
 
 def arm_psnr(images: str, *name: str) -> str:
@@ -428,6 +393,47 @@ def seconds_to_images(client: str) -> list[str]:
     """Median and 95th percentile."""
     seconds = read("load")["seconds_to_images"][client]
     return [client, f"{seconds['p50']:.1f}", f"{seconds['p95']:.1f}"]
+
+
+# The functions that a document may name.
+LOOKUPS: dict[str, Callable[..., Any]] = {
+    "value": value,
+    "count": count,
+    "speed_up": speed_up,
+    "memory": memory,
+    "macs_saved": macs_saved,
+    "on_gpu": on_gpu,
+    "against_tomesd": against_tomesd,
+    "tomesd_against_eager": tomesd_against_eager,
+    "near_limit": near_limit,
+    "noise": noise,
+    "gain": gain,
+    "seed_against_change": seed_against_change,
+    "separated_by_kid": separated_by_kid,
+    "edges_near": edges_near,
+    "operations_case": operations_case,
+    "load_option": load_option,
+    "load_responses": load_responses,
+    "machines": machines,
+    "run": run,
+    "gpu_row": gpu_row,
+    "choice": choice,
+    "distances": distances,
+    "by_model": by_model,
+    "by_runtime": by_runtime,
+    "one_pass": one_pass,
+    "runtimes": runtimes,
+    "block": block,
+    "alternative": alternative,
+    "in_both": in_both,
+    "image_speed_up": image_speed_up,
+    "arm_psnr": arm_psnr,
+    "arm_perceptual": arm_perceptual,
+    "operations": operations,
+    "edges": edges,
+    "one_client": one_client,
+    "seconds_to_images": seconds_to_images,
+}
 
 
 def main() -> int:

@@ -45,7 +45,6 @@ SINGLE_STREAM = "single-stream"
 CONFIGS = {
     "merged": ToMeConfig(ratio=0.5),
     "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # in the blocks whose MLP comes after attention
-    "alone": ToMeConfig(ratio=0.5, merge_attn="alone"),  # in a single-stream block
     "kv": ToMeConfig(ratio=0.75, merge_attn="kv"),
 }
 TEXT_CHANNELS = 4096
@@ -113,8 +112,9 @@ def plan(block: str) -> tuple[Case, nn.Layer, dict[str, Any]]:
     model.eval()
     tokens = block_grid(find_blocks(model)[0], latent).tokens
     case = Case(name, scope, size, batch=1, latent=list(latent), tokens=tokens)
-    other = "merged_mlp" if block == SINGLE_STREAM else "alone"  # where it is the same as another arm
-    for config in (None, *(config for key, config in CONFIGS.items() if key != other)):
+    # In a single-stream block the MLP merges with attention.
+    configs = [config for name, config in CONFIGS.items() if (block, name) != (SINGLE_STREAM, "merged_mlp")]
+    for config in (None, *configs):
         set_merging(model, config)
         summary = ppdiffusers_tome.tome_summary(model, *latent, frames=frames)
         assert summary.macs is not None and summary.saved is not None

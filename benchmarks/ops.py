@@ -1,4 +1,4 @@
-"""Time the operations of token merging, of every method and of the functions that ppdiffusers ships, taking turns.
+"""Time the operations of token merging, by each kind of matching and by the functions of ppdiffusers, in turns.
 
 python benchmarks/ops.py --output benchmarks           # ops.json and ops.md
 python benchmarks/ops.py report --output benchmarks    # ops.md from ops.json
@@ -16,12 +16,11 @@ import paddle
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 
 from ppdiffusers_tome import ToMeConfig, ToMeError
-from ppdiffusers_tome.config import GRID, SIMILARITY
 from ppdiffusers_tome.evaluation import markdown
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
-from ppdiffusers_tome.matching import MergePlan, match_cells, match_tokens
+from ppdiffusers_tome.matching import MergePlan, match_tokens
 from ppdiffusers_tome.merging import merge, unmerge
 from ppdiffusers_tome.positions import Grid, count_pairs, count_removed
 
@@ -30,8 +29,6 @@ METHODS: dict[str, dict[str, Any]] = {
     GLOBAL: {},
     "windows of 8": {"window": 8},
     "windows of 16": {"window": 16},
-    "2×2 cells": {"match": GRID, "ratio": 0.75},
-    "2×2 cells, blend 0": {"match": GRID, "ratio": 0.75, "blend": 0.0},
 }
 OPERATIONS = ("plan", "merge", "unmerge", "merge + unmerge")
 CASE = {"batch": 2, "height": 64, "width": 64, "channels": 320, "ratio": 0.5}
@@ -40,15 +37,12 @@ TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
 
 
 def make_configs(ratio: float) -> dict[str, ToMeConfig]:
-    """The config of each method. Without matching, cells decide the ratio."""
-    base = {"ratio": ratio, "window": None, "match": SIMILARITY}
-    return {name: ToMeConfig(**{**base, **settings}) for name, settings in METHODS.items()}
+    """The config of each method."""
+    return {name: ToMeConfig(ratio=ratio, **{"window": None, **settings}) for name, settings in METHODS.items()}
 
 
 def make_plan(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> MergePlan:
     """The plan of one method for tokens [B, N, C]."""
-    if config.match == GRID:
-        return match_cells(x, grid)
     return match_tokens(x, grid, count_removed(grid, config), window=config.window)
 
 
@@ -57,8 +51,8 @@ def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
 
     Returns:
         `case`, `rounds`, `difference` (the largest, absolute), and `methods`, the built-in last: each with its
-        `method`, `ratio`, `milliseconds` (the median of each operation) and `times_faster` than the built-in (the
-        median within rounds); "merge + unmerge" adds the two within each round.
+        `method`, `milliseconds` (the median of each operation) and `times_faster` than the built-in (the median
+        within rounds); "merge + unmerge" adds the two within each round.
 
     Raises:
         ToMeError: the two differ.
@@ -79,7 +73,7 @@ def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
     for name, config in configs.items():
         plan = make_plan(x, grid, config)
         arms[name, "plan"] = partial(make_plan, x, grid, config)
-        arms[name, "merge"] = partial(merge, x, plan, config.blend)
+        arms[name, "merge"] = partial(merge, x, plan)
         arms[name, "unmerge"] = partial(unmerge, arms[name, "merge"](), plan)
     difference = float((arms[GLOBAL, "unmerge"]() - arms[BUILT_IN, "unmerge"]()).abs().max())
     if difference > TOLERANCE:
@@ -87,8 +81,7 @@ def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
     seconds = time_in_turns(arms, rounds, warm_up=3)
     methods = []
     for name in (*configs, BUILT_IN):
-        row: dict[str, Any] = {"method": name, "ratio": configs[name].ratio if name in configs else case["ratio"]}
-        row |= {"milliseconds": {}, "times_faster": {}}
+        row: dict[str, Any] = {"method": name, "milliseconds": {}, "times_faster": {}}
         for operation in OPERATIONS:
             ours, built_in = (
                 [sum(parts) for parts in zip(*(seconds[source, part] for part in operation.split(" + ")), strict=True)]
@@ -108,13 +101,14 @@ def time_growth(case: dict[str, Any], sides: list[int], rounds: int, limit: floa
         `milliseconds` (the median; None if it was not timed).
     """
     plans = []
-    configs = {name: config for name, config in make_configs(case["ratio"]).items() if config.blend == 1}
+    configs = make_configs(case["ratio"])
     for side in sides:
         grid = Grid(side, side)
         x = paddle.randn([1, grid.tokens, case["channels"]])
-        scores = {n: 0.0 if c.match == GRID else 4e-9 * count_pairs(grid, c) for n, c in configs.items()}
-        timed = {n: partial(make_plan, x, grid, c) for n, c in configs.items() if scores[n] <= limit}
-        medians = {n: 1e3 * quartiles(s).median for n, s in time_in_turns(timed, rounds, warm_up=1).items()}
+        scores = {name: 4e-9 * count_pairs(grid, config) for name, config in configs.items()}
+        timed = {name: partial(make_plan, x, grid, configs[name]) for name in configs if scores[name] <= limit}
+        seconds = time_in_turns(timed, rounds, warm_up=1)
+        medians = {name: 1e3 * quartiles(seconds[name]).median for name in seconds}
         plans += [
             {"method": name, "side": side, "scores_gb": gigabytes, "milliseconds": medians.get(name)}
             for name, gigabytes in scores.items()

@@ -5,10 +5,12 @@ import sys
 import alternatives
 import numpy as np
 import paddle
+import pandas as pd
 import pytest
 from alternatives import Arm
 from conftest import inputs, traces
 
+from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier
 from ppdiffusers_tome.evaluation.results import read_json
 from ppdiffusers_tome.inference import programs
 
@@ -85,6 +87,11 @@ def test_t_gate_drops_guidance_and_keeps_the_mean_of_both_halves(unet):
     for seed in (1, 2):
         half = by_hand(unet, cross_attention(unet), seed, half=True)
         np.testing.assert_allclose(own[seed], np.concatenate([half, half]), atol=1e-6)
+
+
+def test_frontier_leaves_out_what_is_slower_or_further():
+    speed_up, nearness = pd.Series([1.5, 1.2, 1.1, 0.9, 1.3]), pd.Series([30.0, 40.0, 35.0, 50.0, 29.0])
+    assert is_on_frontier(speed_up, nearness).tolist() == [True, True, False, False, False]
 
 
 def test_arms_have_names_of_their_own_and_allowed_settings():

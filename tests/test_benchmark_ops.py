@@ -29,10 +29,10 @@ def test_page_has_what_was_measured(tmp_path, monkeypatch, capsys):
     assert plans["windows of 8", 16]["scores_gb"] == pytest.approx(4 * 48 * 16 * 4e-9)
     page = (tmp_path / "ops.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip() and "does not fit: 4.92e-05 GB" in page
-    assert "B=1, 6×8 tokens, C=5, ratio 0.5 (cells: 0.75)" in page
+    assert "B=1, 6×8 tokens, C=5, ratio 0.5; medians" in page
 
 
 def test_nothing_is_timed_where_results_differ(monkeypatch):
-    monkeypatch.setattr(ops, "merge", lambda x, plan, blend: x[:, : plan.kept] * 2)
+    monkeypatch.setattr(ops, "merge", lambda x, plan: x[:, : plan.kept] * 2)
     with pytest.raises(ToMeError, match="they are not timed"):
         ops.time_operations(CASE, rounds=1)

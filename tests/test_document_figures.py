@@ -6,7 +6,6 @@ import shutil
 
 import document_figures as figures
 import pytest
-from frontier import NOISE
 from markdown_text import ROOT, documents, prose
 
 from ppdiffusers_tome.config import ToMeConfig
@@ -51,9 +50,21 @@ def test_a_figure_follows_its_result(tmp_path, monkeypatch):
     text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
     assert figures.update(text) == text.replace("?", "10").replace("9<", "320.0<")
     monkeypatch.undo()
-    assert figures.noise("predictor") == "6 %"
-    assert NOISE >= 0.06, "what another run changes is no place on the frontier"
+    assert figures.noise() == "7 %"
     assert figures.read("load")["violations"] == []
+
+
+def test_a_mark_names_a_function_of_the_table():
+    """Nothing else of the module can be called from a document."""
+    for name in ("json.loads", "main", "read", "update", "speedup"):
+        with pytest.raises(KeyError, match=r"names no function: choose from .*speed_up"):
+            figures.update(f"at <!--= {name} emoji_unet -->1<!--/-->")
+
+
+def test_every_function_of_the_table_is_used():
+    text = "".join(path.read_text(encoding="utf-8") for path in figures.DOCUMENTS)
+    named = set(re.findall(r"<!--[=:] (\w+)", text))
+    assert named == set(figures.LOOKUPS)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from importlib.metadata import requires, version
 from types import SimpleNamespace
 
 import alternatives
-import frontier
 import gpu_onnx
 import numpy as np
 import ops
@@ -37,7 +36,7 @@ NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in 
 DOCUMENTS = documents("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
 OPTION = r"--[a-z][a-z0-9-]*"
 # These quote commands as they were run, with the options of their time.
-HISTORY = ["CHANGELOG.md", *(f"benchmarks/{page}.md" for page in ("frontier", "ops", "quality", "speed"))]
+HISTORY = ["CHANGELOG.md", *(f"benchmarks/{page}.md" for page in ("ops", "speed"))]
 
 
 @pytest.mark.parametrize("module", [config, matching, merging])
@@ -66,7 +65,7 @@ def test_api_document_lists_what_is_public():
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
-OF_OTHER_PAGES = ("frontier_", "alternatives_", "program_memory_", "gpu_")  # results
+OF_OTHER_PAGES = ("alternatives_", "program_memory_", "gpu_")  # results
 SMALL = {"128": "32", "192": "48"}  # px, for exports of the tiny pipeline
 SERVER = """
 import atexit, subprocess, sys, time, urllib.request
@@ -202,21 +201,18 @@ def test_reports_are_those_of_the_committed_results(tmp_path, empty_plots, monke
         shutil.copy(RESULTS.parent / file, tmp_path)
     of_speed = [file for file in sorted(results.glob("*.json")) if not file.name.startswith(OF_OTHER_PAGES)]
     speed_report.write_report(of_speed, tmp_path)
-    frontier.write_frontier_page(sorted(results.glob("frontier_*.json")), tmp_path)
     alternatives.write_report(sorted(results.glob("alternatives_*.json")), tmp_path)
     ops.write_page(tmp_path)
     program_memory.report(SimpleNamespace(output=results))
     monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", "report", "--result", str(results / "gpu_onnx.json")])
     gpu_onnx.main()
-    for name, folder in {"quality": ".", "quality_256": "at_256", "quality_scenes": "scenes_256"}.items():
-        file = results / f"{name}.json"
-        quality_report.write_quality_page(json.loads(file.read_text(encoding="utf-8")), tmp_path / folder, file)
+    file = results / "quality_scenes.json"
+    quality_report.write_quality_page(json.loads(file.read_text(encoding="utf-8")), tmp_path / "scenes_256", file)
     pages = list(tmp_path.rglob("*.md"))
-    assert len(pages) == 10
+    assert len(pages) == 7
     for page in pages:
         committed, text = text_of(f"benchmarks/{page.relative_to(tmp_path)}"), page.read_text(encoding="utf-8")
-        has_more = page.name in ("frontier.md", "quality.md")
-        assert committed.startswith(text) if has_more else committed == text
+        assert committed.startswith(text) if page.name == "quality.md" else committed == text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
