@@ -88,7 +88,7 @@ SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 class Variant:
     """One way to generate an image; without arguments the plain one."""
 
-    steps: int | None = None  # of the images; None: all
+    steps: int | None = None  # None: as many as the plain images
     dpm_solver: bool = False  # DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095) in place of the model's scheduler
     # DeepCache (Ma et al. 2023, arXiv:2312.00858): the n-th steps compute everything, from the first on. With
     # `last_layer` the others compute the last layer alone, as its code does by default, not the whole level.
@@ -96,7 +96,7 @@ class Variant:
     last_layer: bool = False
     gate: int | None = None  # steps after which the outputs of cross-attention are reused
     guided: bool = True  # after the gate; False as in T-GATE (Zhang et al. 2024, arXiv:2404.02747)
-    merging: dict[str, Any] = field(default_factory=dict, hash=False)  # of ToMeConfig
+    merging: dict[str, Any] = field(default_factory=dict, hash=False)  # arguments of ToMeConfig
     other_seed: bool = False
 
     @property
@@ -110,7 +110,7 @@ class Variant:
 
     @property
     def method(self) -> str:
-        """How it merges; empty if it does not."""
+        """The name of its merging method and ratio; empty if it does not merge."""
         ratio = self.merging.get("ratio", 0)
         for name, settings in (("ToDo", TODO), ("tomesd", {**TOMESD_SETTINGS, "ratio": ratio})):
             if self.merging == settings:
@@ -132,7 +132,7 @@ class Variant:
 
     @property
     def reused(self) -> str:
-        """What its steps other than full ones reuse; empty if all compute everything."""
+        """A name for the outputs that are reused between full steps; empty if every step computes everything."""
         deep = f"deep{'er than the last layer' if self.last_layer else ''}" if self.every > 1 else ""
         return deep or (f"cross-attention{'' if self.guided else ' without guidance'}" if self.gate else "")
 
@@ -209,7 +209,7 @@ class Pass(nn.Layer):
         self._reused = [Reused(layer.forward) for layer in layers]
         for layer, reused in zip(layers, self._reused, strict=True):
             layer.forward = reused
-        self._used: list[int] = []  # of the tensors in all outputs, those that a pass with features reads
+        self._used: list[int] = []  # indices of the output tensors that a pass with features reads
         if layers:
             with paddle.no_grad():
                 self(**example)
@@ -257,7 +257,7 @@ class Passes:
 
     def __init__(self, config: Any, arm: Variant, full: Callable, reusing: Callable | None = None) -> None:
         self.config, self._arm, self._full, self._reusing = config, arm, full, reusing
-        self.number = 0  # of the next step
+        self.number = 0  # index of the next step
         self._features: dict[str, paddle.Tensor] = {}
 
     def step(self, number: int, inputs: dict[str, Any]) -> tuple[paddle.Tensor]:
@@ -307,7 +307,7 @@ class Programs:
         self._pipeline = self._folder / "pipeline"
 
     def engine(self, arm: Variant, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
-        """What generates the images of an arm, and its UNet, whose `number` is to be set to 0 before each image.
+        """The engine for an arm, and its UNet. Set the UNet's `number` to 0 before each image.
 
         `unet` replaces the programs of the arm's UNet.
         """
@@ -363,7 +363,7 @@ class Programs:
 
 
 def jobs_of(evaluation: Evaluation, arm: Variant) -> list[Any]:
-    """An arm's images."""
+    """The jobs of an arm's images."""
     steps = arm.steps and round(arm.steps / (evaluation.strength or 1))
     evaluation = evaluation if steps is None else replace(evaluation, steps=steps)
     return [prompt.job for prompt in evaluation.jobs(OTHER_SEEDS if arm.other_seed else PLAIN_IMAGES)]
@@ -436,7 +436,7 @@ def time_passes(evaluation: Evaluation, arms: Sequence[Variant], rounds: int) ->
             keys = programs_of(arm)
             if pass_name(*keys[0]) not in turns:
                 passes = Passes(nothing[1].config, keys[0][0], *saved.load_all(arm, runtime))
-                passes(**inputs)  # for its features
+                passes(**inputs)  # a full step fills the features
                 turns |= {pass_name(*key): partial(passes.step, number, inputs) for number, key in enumerate(keys)}
         seconds[runtime] = time_in_turns(turns, rounds, warm_up=1)
     return seconds

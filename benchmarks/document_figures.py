@@ -39,7 +39,7 @@ DOCUMENTS = [
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
-PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # of an arm in its result
+PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # these fields identify the case of an arm
 
 
 def update(text: str) -> str:
@@ -61,7 +61,7 @@ def update(text: str) -> str:
 
 
 def call(words: str) -> Any:
-    """What a mark asks for: the name of a function in LOOKUPS, and its arguments."""
+    """Call the function of LOOKUPS that a mark names, with the arguments in the mark."""
     name, *arguments = words.split()
     if name not in LOOKUPS:
         raise KeyError(f"{words!r} names no function: choose from {', '.join(sorted(LOOKUPS))}")
@@ -76,7 +76,10 @@ def read(file: str) -> dict[str, Any]:
 
 
 def fields(content: Any, path: str) -> list[Any]:
-    """What is at a path such as `cases/size=128,batch=2/arms/*/seconds`: keys, and `k=v,…` or `*` for list items."""
+    """All values at a path such as `cases/size=128,batch=2/arms/*/seconds`.
+
+    The parts are keys of objects; for lists they are `key=value,…`, which selects items, or `*`, which takes all.
+    """
     key, _, rest = path.partition("/")
     if not key:
         return [content]
@@ -184,7 +187,7 @@ def near_limit(which: str) -> str:
 
     Some of those within 3 % are below the limit: the documents call that noise.
     """
-    over = []  # the time of an arm over that of its limit
+    over = []  # the time of each arm, divided by that of its limit
     where = ("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp")
     for row, limit in itertools.product(arms("emoji_unet"), repeat=2):
         is_pair = (row["arm"], limit["arm"]) == ("tome", "limit") and agree(row, limit, *PLACE, "attention", "kept")
@@ -281,31 +284,31 @@ def gpu_row(size: str) -> list[str]:
 
 
 def choice(*name: str) -> list[str]:
-    """Of a way to merge: the speed-up of a whole scene, and the PSNR of scenes and of photographs."""
+    """A way to merge: the speed-up of a whole scene, and the PSNR of scenes and of photographs."""
     speed, psnr, _ = alternative("scenes_sd_256", *name)
     return [speed, psnr, alternative("scenes_sd_256_photographs", *name)[1]]
 
 
 def distances(*name: str) -> list[str]:
-    """Of a way to merge, or another seed: PSNR and ST-LPIPS of scenes, of photographs, and of simple images."""
+    """A way to merge, or another seed: PSNR and ST-LPIPS of scenes, of photographs, and of simple images."""
     sets = ("scenes_sd_256", "scenes_sd_256_photographs", "emoji_sd_128")
     return [cell for images in sets for cell in alternative(images, *name)[-2:]]
 
 
 def by_model(file: str, backend: str, size: str, batch: str) -> list[str]:
-    """Of ToMe at ratio 0.5: the speed-up, and the peaks of memory without and with merging in GB."""
+    """The default at ratio 0.5: the speed-up, and the peaks of memory without and with merging in GB."""
     *_, speed, plain, merged = run(file, backend, size, batch)
     return [f"{speed}", f"{plain} → {merged}"]
 
 
 def by_runtime(backend: str) -> list[str]:
-    """Of the bundled UNet at 256 px: milliseconds of plain and merged, and the speed-up."""
+    """The bundled UNet at 256 px in a runtime: milliseconds of plain and merged, and the speed-up."""
     _, _, plain, merged, _, speed, *_ = one_pass("256", backend)
     return [plain, merged, speed]
 
 
 def one_pass(size: str, backend: str) -> list[str]:
-    """Of the bundled UNet: milliseconds, speed-ups, and the merged predictor against plain."""
+    """The bundled UNet in a runtime: milliseconds, and speed-ups; the last one is of merging in Paddle Inference."""
     plain, merged = (arm("emoji_unet", name, backend, size) for name in ("plain", "tome"))
     limit = None if backend == "PyTorch" else arm("emoji_unet", "limit", backend, size)
     predictor = arm("emoji_unet", "tome", "predictor", size)
@@ -325,7 +328,7 @@ def runtimes(threads: str, size: str, batch: str) -> list[str]:
 
 
 def block(name: str, settings: str) -> list[str]:
-    """Of a block of a transformer, a word of whose name is given: the speed-up, and what MACs allow."""
+    """The speed-up of a transformer block, and the speed-up that its MACs allow. `name` is a word of its name."""
     rows = [row for row in arms("flux_blocks") if name in f"{row['model']} {row['scope']}".split()]
     config = ToMeConfig(**parse_settings(settings))
     (row,) = [row for row in rows if row["config"] and ToMeConfig(**row["config"]) == config]
@@ -340,13 +343,13 @@ def arm_of(images: str, name: str) -> dict[str, Any]:
 
 
 def alternative(images: str, *name: str) -> list[str]:
-    """Of an arm: speed-up of whole images in ONNX Runtime, PSNR and ST-LPIPS."""
+    """An arm: speed-up of whole images in ONNX Runtime, PSNR and ST-LPIPS."""
     row = arm_of(images, " ".join(name))
     return [f"{image_speed_up(images, 'onnxruntime', *name)}×", f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
 
 
 def in_both(images: str, *name: str) -> list[str]:
-    """Of an arm: speed-up of whole images in ONNX Runtime and in Paddle Inference, PSNR and ST-LPIPS."""
+    """An arm: speed-up of whole images in ONNX Runtime and in Paddle Inference, PSNR and ST-LPIPS."""
     speed, *distances = alternative(images, *name)
     return [speed, f"{image_speed_up(images, 'paddle', *name)}×", *distances]
 

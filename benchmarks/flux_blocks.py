@@ -44,7 +44,7 @@ from ppdiffusers_tome.positions import Grid
 SINGLE_STREAM = "single-stream"
 CONFIGS = {
     "merged": ToMeConfig(ratio=0.5),
-    "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # in the blocks whose MLP comes after attention
+    "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # for blocks whose MLP comes after attention
     "kv": ToMeConfig(ratio=0.75, merge_attn="kv"),
 }
 TEXT_CHANNELS = 4096
@@ -105,7 +105,7 @@ BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Layer, dict[str, Any]]], Grid, int
 
 
 def plan(block: str) -> tuple[Case, nn.Layer, dict[str, Any]]:
-    """What to measure, with tokens and MACs; the model, and the arguments of its pass."""
+    """The case to measure, with tokens and MACs; the model; and the arguments of its pass."""
     make, latent, frames, name, scope, size = BLOCKS[block]
     paddle.seed(0)
     model, inputs = make()

@@ -17,7 +17,7 @@ from ppdiffusers_tome.wraps import Wrap, install
 
 
 class CutWrap(Wrap):
-    """Of a layer: it gets the first `kept` tokens; its output is repeated up to `tokens`, unless that is None."""
+    """A wrap whose layer gets the first `kept` tokens. The output is repeated up to `tokens` unless that is None."""
 
     def __init__(self, kept: int, tokens: int | None) -> None:
         super().__init__(None)

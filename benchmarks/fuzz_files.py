@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 
 SECONDS = 120  # after which loading counts as hung or crashed
-LEVELS = 8  # of 255: largest mean difference of equal images, because rounding differs without oneDNN
+LEVELS = 8  # largest mean difference of equal images, in levels of 255: rounding differs without oneDNN
 WRONG = (None, True, -1, 0, 7, 0.25, 1e308, 10**30, 10**400, float("nan"), [], {}, [[]], [1, 2], {"a": None})
 WRONG += ("", "a", "0", "é", "\0", "../x", "/etc/passwd", "x" * 100_000)
 

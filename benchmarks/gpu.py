@@ -103,7 +103,7 @@ def measure(cells: Sequence[Case], rounds: int, path: Path, command: str, minute
 
 
 def key(cell: Case) -> tuple[str, str, str]:
-    """What identifies a cell: the names of case, dtype and arm."""
+    """The key of a cell: the names of case, dtype and arm."""
     return cell.name, cell.dtype, cell.arms[0].name
 
 

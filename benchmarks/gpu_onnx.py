@@ -44,8 +44,8 @@ CELLS = {  # (px, batch): programs
     (1024, 8): [PLAIN, "default 0.5"],
 }
 IN_ALL_FORMS = ((512, 2), (1024, 2))
-TOMESD_RATIOS = {2: (0.25, 0.5, 0.75), 8: (0.5,)}  # of PyTorch, by batch
-ROUNDS, SECONDS = 7, 0.25  # of an arm in a round
+TOMESD_RATIOS = {2: (0.25, 0.5, 0.75), 8: (0.5,)}  # ratios in PyTorch, by batch
+ROUNDS, SECONDS = 7, 0.25  # an arm runs for SECONDS in each round
 WEIGHTS = "weights"
 
 

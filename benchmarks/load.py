@@ -40,8 +40,8 @@ MEMORY_TOLERANCE = 32 * MIB
 TIMEOUT = 120.0  # seconds for a request, and from SIGTERM to the end
 # 16 clients fill this queue, and a client's body of 1.1 MB is too large.
 SERVE = ["--port", "0", "--queue", "12", "--batch", "4", "--max-body", "1000000", "--timeout", f"{TIMEOUT:g}"]
-STEPS = 20  # of the timed images
-OUTCOMES = ("generated", "abandoned", "failed")  # of images, in /metrics
+STEPS = 20  # denoising steps of the timed images
+OUTCOMES = ("generated", "abandoned", "failed")  # states of images in /metrics
 
 
 def time_images(url: str, sizes: list[str], ratios: list[float], images: int) -> list[dict[str, Any]]:

@@ -57,10 +57,10 @@ class Load:
 
     def __init__(self, url: str, sizes: list[str], ratios: list[float]) -> None:
         self.url, self.sizes, self.ratios = url, sizes, ratios
-        self.lock = threading.Lock()  # of the counts
+        self.lock = threading.Lock()  # guards the counts
         self.answers: Counter = Counter()  # (kind, status)
         self.abandoned = 0
-        self.seconds: dict[str, list[float]] = {}  # by kind, of answers with images and of answers to invalid requests
+        self.seconds: dict[str, list[float]] = {}  # response times by kind: with images, and of invalid requests
         self.wrong: list[str] = []
         self.start = png(96, 96)
 

@@ -1,4 +1,4 @@
-"""What merging itself costs: the shares of a block's time that matching, merging, unmerging and sizes take."""
+"""The cost of merging itself: the shares of a block's time that matching, merging, unmerging and sizes take."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 MARKER = 6  # half the side of a marker, in dots
-DISTANCES = (5, 9, 14, 20, 28, 38, 50, 64)  # of a label from its point, in points
+DISTANCES = (5, 9, 14, 20, 28, 38, 50, 64)  # candidates for the distance of a label from its point, in points
 NEAR = 14  # a label that is further away has a line to its point
 DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))  # right and up
 
@@ -26,7 +26,7 @@ def label_points(figure: Figure, axes: Axes, labels: Sequence[tuple[str, float, 
     if layout := figure.get_layout_engine():
         layout.execute(figure)
     renderer = FigureCanvasAgg(figure).get_renderer()
-    dots = figure.dpi / 72  # in a point
+    dots = figure.dpi / 72  # pixels per point
     marks = axes.transData.transform([(x, y) for _, x, y, _ in labels])
     taken = np.hstack([marks - MARKER, marks + MARKER])  # [K, 4]: left, bottom, right and top, in dots
     lines = [line.get_transform().transform(np.asarray(line.get_xydata())) for line in axes.lines]

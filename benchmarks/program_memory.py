@@ -45,8 +45,8 @@ RUNTIMES = {
     "openvino": {"runtime": "openvino"},
     "openvino, share_weights": {"runtime": "openvino", "share_weights": True},
 }
-STARTS = 3  # of `serve`, timed
-BOUND = 2  # of the measurement with `max_programs`
+STARTS = 3  # timed starts of `serve`
+MAX_PROGRAMS = 2  # in the measurement with `max_programs`
 
 
 def measured(folder: Path, runtime: str, count: int, most: int | None = None, processes: int = 1) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> None:
     rows = read_json(path)["rows"] if path.is_file() else []
     cases = [(runtime, count, None, 1) for runtime in options.runtime for count in options.count]
     bounded = [runtime for runtime in options.runtime if "share_weights" not in RUNTIMES[runtime]]
-    cases += [(runtime, COUNTS[-1], BOUND, 1) for runtime in bounded]
+    cases += [(runtime, COUNTS[-1], MAX_PROGRAMS, 1) for runtime in bounded]
     cases += [(runtime, max(options.count), None, 2) for runtime in options.runtime]
     command = shlex.join(["python", "benchmarks/program_memory.py", *sys.argv[1:]])
     for runtime, count, most, processes in cases:

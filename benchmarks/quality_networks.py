@@ -32,7 +32,7 @@ STAGES = [
     (4, 5, 2, 6, 192),
     (1, 3, 1, 6, 320),
 ]
-PADDINGS = (2, 2, 1, 1, 1)  # of AlexNet's convolutions
+PADDINGS = (2, 2, 1, 1, 1)  # padding of each convolution of AlexNet
 # LPIPS' scale of images in −1…1, per colour
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 
@@ -61,7 +61,7 @@ def read_tensors(weights: Weights, unused: Sequence[str]) -> Iterator[tuple[Tens
             sizes[key] = size * length
             return key
 
-    sizes: dict[str, int] = {}  # of the storages, bytes
+    sizes: dict[str, int] = {}  # bytes of each storage
     # The first three: magic number, protocol, machine.
     _, _, _, state, keys = (Unpickler(file).load() for _ in range(5))
     offsets, position = {}, file.tell()

@@ -55,7 +55,7 @@ class TorchProcess:
         return float(self._ask("run", merging=merging))
 
     def output(self, merging: Mapping[str, Any] | None) -> np.ndarray:
-        """What one pass predicts; merging as in `seconds`."""
+        """The prediction of one pass, merged as in `seconds`."""
         self._ask("run", merging=merging, output=str(self._output))
         return np.load(self._output)
 

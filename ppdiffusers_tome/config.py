@@ -14,9 +14,7 @@ from .files import write_file
 LEVELS = (1, 2, 4, 8)
 SEEDS = 2**64  # seeds are below
 _ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
-# Of merge_attn: keys and values merge further than queries, or only they merge, or attention merges and the MLP that
-# is parallel to it does not.
-ASYMMETRIC, KV, ALONE = "asymmetric", "kv", "alone"
+ASYMMETRIC, KV = "asymmetric", "kv"  # of merge_attn: keys and values merge further than queries, or only they merge
 # With ASYMMETRIC and a share of tokens to keep, keys and values keep it to this power, queries to 2 less this power.
 _KEYS_POWER = 5 / 3
 SIMILARITY, GRID = "similarity", "grid"  # of match
@@ -68,7 +66,7 @@ class ToMeConfig:
             values are computed, at `ratio`, so that every token keeps its own query and output; False merges nothing
             there. The text of a joint attention never merges. In the single-stream blocks of FLUX and HunyuanVideo,
             True and "asymmetric" merge all tokens at `ratio`, around the MLP too, which is parallel to attention there
-            and is most of the work; "alone" does so only with merge_mlp. Elsewhere it is as True.
+            and is most of the work.
         merge_crossattn: merge around cross-attention (`attn2`); rarely worth it.
         merge_mlp: merge around the feed-forward layer; costs the most quality. It cannot be combined with
             `enable_forward_chunking()`.
@@ -80,7 +78,7 @@ class ToMeConfig:
             message names the argument, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
-    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "asymmetric", "kv" and "alone" are new; a ratio
+    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "asymmetric" and "kv" are new; a ratio
     above the maximum is an error, where tomesd silently lowers it; and `max_downsample` defaults to None, where
     tomesd's default of 1 merges nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya
     et al. 2022, arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024,
@@ -176,7 +174,7 @@ class ToMeConfig:
     @property
     def method(self) -> str:
         """How tokens merge in words, defaults included; without `ratio` and `seed`."""
-        of_attention = {True: "ToMe", ASYMMETRIC: "asymmetric ToMe", ALONE: "ToMe around attention alone"}
+        of_attention = {True: "ToMe", ASYMMETRIC: "asymmetric ToMe"}
         layers = [of_attention[self.merge_attn]] if self.merge_attn in of_attention else []
         layers += [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
         applies = {
@@ -293,8 +291,8 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("use_rand", "proportional", "merge_crossattn", "merge_mlp"), _EITHER),
     "merge_attn": (
         lambda value: value if isinstance(value, (bool, str)) else None,
-        lambda value: value in (True, False, ASYMMETRIC, KV, ALONE),
-        f"True or False, or {ASYMMETRIC!r}, {KV!r} or {ALONE!r}",
+        lambda value: value in (True, False, ASYMMETRIC, KV),
+        f"True or False, or {ASYMMETRIC!r} or {KV!r}",
     ),
     "match": (lambda value: value, lambda value: value in (SIMILARITY, GRID), f"{SIMILARITY!r} or {GRID!r}"),
     **dict.fromkeys(("sx", "sy"), _CELL),

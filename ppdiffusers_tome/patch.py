@@ -9,7 +9,7 @@ from typing import Any
 from paddle import nn
 
 from .attention import FIRST, LAST, AttentionWrap, MergeWrap
-from .config import ALONE, ASYMMETRIC, ToMeConfig
+from .config import ASYMMETRIC, ToMeConfig
 from .errors import NoMergeableLayerError, ToMeConfigError
 from .models import (
     MergeableBlock,
@@ -121,8 +121,7 @@ def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bo
 
 def merges_whole(block: MergeableBlock, config: ToMeConfig) -> bool:
     """Whether a config merges around attention and the MLP that is parallel to it, in a single-stream block."""
-    merges_mlp = config.merge_attn in (True, ASYMMETRIC) or (config.merge_attn == ALONE and config.merge_mlp)
-    return block.is_single_stream and merges_mlp
+    return block.is_single_stream and config.merge_attn in (True, ASYMMETRIC)
 
 
 def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:

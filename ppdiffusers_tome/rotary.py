@@ -140,7 +140,7 @@ class RotaryAttentionWrap(InnerWrap):
             raise ToMePassError(
                 "another library has replaced the forward of an attention, as enable_cache() does, and in this "
                 "single-stream block it would see merged tokens, whose order changes from pass to pass: pass "
-                'merge_attn="alone" or "kv" to apply_tome(), or undo it.'
+                'merge_attn="kv" to apply_tome(), or undo it.'
             )
 
 

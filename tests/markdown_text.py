@@ -1,4 +1,4 @@
-"""What the tests read from Markdown documents: tables, prose, commands, links and anchors."""
+"""Read Markdown documents for the tests: tables, prose, commands, links and anchors."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What benchmarks/alternatives.py compares merging with does what it says; measuring it takes hours."""
+"""benchmarks/alternatives.py: the alternatives to merging do what their papers say. Measuring them takes hours."""
 
 import sys
 

@@ -67,8 +67,9 @@ def test_defaults():
         ("blend", float("nan"), "from 0"),
         ("blend", True, "a number"),
         ("blend", "1", "a number"),
-        ("merge_attn", None, "True or False, or 'asymmetric', 'kv' or 'alone'"),
-        ("merge_attn", "keys", "True or False, or 'asymmetric', 'kv'"),
+        ("merge_attn", None, "True or False, or 'asymmetric' or 'kv'"),
+        ("merge_attn", "keys", "True or False, or 'asymmetric' or 'kv'"),
+        ("merge_attn", "alone", "True or False, or 'asymmetric' or 'kv'"),  # until 3.0
         ("merge_crossattn", 0, "True or False"),
         *(("min_tokens", value, "0 or more") for value in (-1, 1.5, True, "64", None)),
         ("merge_mlp", "yes", "True or False"),
@@ -124,7 +125,7 @@ def test_asymmetric_ratios_cost_as_much_as_equal_ones(sx, sy):
         assert config.removed(400, dst, keys=True) == int(400 * keys + 1e-9)
         assert config.equally().attention_ratios == (config.ratio, config.ratio)
     assert (queries, keys) == pytest.approx((largest, largest))
-    for merge_attn in (True, "kv", "alone", False):
+    for merge_attn in (True, "kv", False):
         config = ToMeConfig(0.5, merge_attn=merge_attn, merge_mlp=True)
         assert config.attention_ratios == (0.5, 0.5) and config.equally() is config
 
@@ -147,7 +148,6 @@ def test_cells_take_remainders_with_them():
             {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0, "use_rand": False, "window": 8},
             "keys and values, 2×2 cells, blend 0, fixed dst",
         ),
-        ({"merge_attn": "alone"}, "ToMe around attention alone"),
         ({"merge_mlp": True}, "asymmetric ToMe + mlp"),
         ({"merge_attn": "kv", "merge_mlp": True, "sx": 4}, "keys and values, mlp, 4×2 cells"),
         ({"merge_attn": False, "merge_mlp": True, "proportional": True, "max_downsample": 2}, "mlp, max_downsample 2"),

@@ -89,7 +89,7 @@ PROCESSES = {"docs/serving.md": SERVER, "examples/emoji_sd/README.md": ""}
 
 
 def described(document):
-    """What the text around the snippets of a document describes."""
+    """The variables that the text around the snippets of a document describes."""
     if document == "tests/golden/README.md":
         case = json.loads(str(np.load(ROOT / "tests" / "golden" / "unet.npz")["cases"]))[0]
         return {"np": np, **{name: case[name] for name in ("B", "h", "w", "seed")}}
@@ -145,7 +145,7 @@ def test_snippets_run(document, request, monkeypatch, tmp_path):
 
 
 def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
-    """Which is why the snippets of only one of the two run."""
+    """The snippets of README_zh.md do not run in a test, because they equal those of README.md."""
     names = ("README.md", "README_zh.md")
     marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(name))) for name in names]
     sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(name), re.MULTILINE) for name in names]

@@ -145,7 +145,7 @@ def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
         {},
         {"merge_attn": True},
         {"merge_attn": "kv", "ratio": 0.6},
-        {"merge_attn": "alone", "window": 4},
+        {"merge_attn": True, "window": 4},
         {"merge_mlp": True, "merge_crossattn": True},
         {"merge_attn": False, "merge_mlp": True, "match": "grid", "ratio": 0.75},
     ):
@@ -174,7 +174,7 @@ def test_summary_of_a_video_needs_its_frames():
 
 def test_summary_of_a_single_stream_block():
     model = OF_FLUX.double()
-    merges = {"alone": ("attn",), True: ("attn", "mlp"), "asymmetric": ("attn", "mlp"), "kv": ("kv",)}
+    merges = {True: ("attn", "mlp"), "asymmetric": ("attn", "mlp"), "kv": ("kv",)}
     for merge_attn, expected in merges.items():
         summary = tome_summary(apply_tome(model, merge_attn=merge_attn), 16, 16)
         assert [block.merges for block in summary.blocks][2:] == [expected] * 2

@@ -35,7 +35,6 @@ SETTINGS = [
     {},
     {"merge_attn": "kv"},
     {"merge_attn": True},
-    {"merge_attn": "alone"},
     {"proportional": False},
     {"merge_mlp": True, "merge_crossattn": True},
     {"match": "grid", "ratio": 0.75},
@@ -277,7 +276,7 @@ def even_positions(model, inputs, first):
     [
         {},
         {"merge_attn": "kv"},
-        {"merge_attn": "alone"},
+        {"merge_attn": True},
         {"merge_mlp": True},
         {"ratio": 0.05, "match": "similarity"},  # a few keys merge, and no query
     ],
@@ -366,12 +365,10 @@ def test_which_layers_get_merged_tokens(family, model):
         ({}, 24, 24),
         ({"merge_attn": True}, 24, 24),
         ({"merge_attn": "kv"}, 48, 48),
-        ({"merge_attn": "alone"}, 24, 48),
-        ({"merge_attn": "alone", "merge_mlp": True}, 24, 24),
     ],
     ids=str,
 )
-def test_a_single_stream_block_merges_as_a_whole_unless_attention_alone(family, model, settings, queries, mlp):
+def test_a_single_stream_block_merges_as_a_whole_unless_keys_alone_merge(family, model, settings, queries, mlp):
     seen = widths(apply_tome(model, **settings))
     run(model, family.inputs())
     of_single = [seen[f"single_transformer_blocks.0.{name}"] for name in ("attn.to_q", "attn.to_k", "proj_mlp")]
@@ -603,7 +600,7 @@ def test_program_of_flux_equals_eager_and_fails_on_another_grid(family, model, s
             program(*{**inputs, "img_ids": family.inputs(W, H)["img_ids"]}.values())
 
 
-@pytest.mark.parametrize("merge_attn", [True, "alone"])
+@pytest.mark.parametrize("merge_attn", [True, "kv"])
 @pytest.mark.parametrize("family", [COG_5B, OF_HUNYUAN], ids=named)
 def test_attention_that_is_cached(family, merge_attn):
     """Pyramid Attention Broadcast, of ppdiffusers itself: after merging is applied, and not of merged tokens."""
@@ -622,7 +619,7 @@ def test_attention_that_is_cached(family, merge_attn):
     merged, merged_other = (run(model.apply_tome(merge_attn=merge_attn), x) for x in (inputs, other))
     model.enable_cache(config)
     if family.is_hunyuan and merge_attn is True:
-        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass merge_attn="alone"'):
+        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass merge_attn="kv"'):
             run(model, inputs)
     else:
         np.testing.assert_array_equal(run(model, inputs), merged)
@@ -712,11 +709,11 @@ def test_what_replaces_the_forward_of_an_attention_is_left_out_nowhere():
     with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
         run(apply_tome(model), inputs)
     del remove_tome(model).single_transformer_blocks[0].attn.forward
-    for merge_attn, is_whole in ((True, True), ("alone", False), ("kv", False)):
+    for merge_attn, is_whole in ((True, True), ("kv", False)):
         expected = run(apply_tome(model, merge_attn=merge_attn), inputs)
         replace(model.single_transformer_blocks[0].attn)
         if is_whole:
-            with pytest.raises(ToMePassError, match=r'single-stream block.*pass merge_attn="alone" or "kv"'):
+            with pytest.raises(ToMePassError, match=r'single-stream block.*pass merge_attn="kv"'):
                 run(model, inputs)
         else:
             np.testing.assert_array_equal(run(model, inputs), expected)
