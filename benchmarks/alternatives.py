@@ -48,11 +48,17 @@ from ppdiffusers_tome.evaluation.plotting import (
     use_log_scale,
 )
 from ppdiffusers_tome.evaluation.quality.image_generation import load_model, model_defaults, read_images
+from ppdiffusers_tome.evaluation.quality.image_sets import (
+    OTHER_SEEDS,
+    PLAIN_IMAGES,
+    Evaluation,
+    prompts_of,
+    with_seeds,
+)
 from ppdiffusers_tome.evaluation.quality.metrics import psnr
 from ppdiffusers_tome.evaluation.quality.networks import st_lpips
 from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is_on_frontier
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
-from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, prompts_of, with_seeds
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine
@@ -79,7 +85,7 @@ SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to generate an image; without arguments the plain one."""
 
     steps: int | None = None  # None: as many as the plain images
@@ -149,21 +155,29 @@ class Arm:
         return deep
 
 
-def list_arms() -> list[Arm]:
+def list_arms() -> list[Variant]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
     half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"merge_attn": "kv", "ratio": 0.75}
-    arms = [Arm(merging=half), Arm(merging={**half, "merge_attn": True}), Arm(merging=kv)]
-    arms += [Arm(merging={**TOMESD_SETTINGS, "ratio": 0.5}), Arm(merging=TODO), Arm(merging=seven)]
-    arms += [Arm(steps=steps) for steps in (16, 14, 12, 10)]
-    arms += [Arm(every=2), Arm(every=3), Arm(every=2, merging=half), Arm(steps=14, merging=half)]
-    arms += [Arm(steps=10, dpm_solver=True), Arm(gate=10, guided=False), Arm(other_seed=True)]
-    arms += [Arm(steps=10, merging=half), Arm(steps=10, dpm_solver=True, merging=half), Arm(every=3, merging=half)]
-    arms += [Arm(every=2, merging=seven), Arm(every=2, merging=kv), Arm(gate=10, guided=False, merging=half)]
-    arms += [Arm(every=2, last_layer=True), Arm(every=3, last_layer=True), Arm(gate=10)]
-    arms += [Arm(steps=steps, dpm_solver=True) for steps in (20, 14, 12, 8)]
-    arms += [Arm(merging={"ratio": 0.45, "max_downsample": 2}), Arm(merging={**half, "window": None})]
-    arms += [Arm(merging={"ratio": 0.25}), Arm(merging={"ratio": 0.8, "sx": 4})]
-    return [*arms, Arm(steps=8), Arm(every=2, last_layer=True, merging=half)]
+    arms = [Variant(merging=half), Variant(merging={**half, "merge_attn": True}), Variant(merging=kv)]
+    arms += [Variant(merging={**TOMESD_SETTINGS, "ratio": 0.5}), Variant(merging=TODO), Variant(merging=seven)]
+    arms += [Variant(steps=steps) for steps in (16, 14, 12, 10)]
+    arms += [Variant(every=2), Variant(every=3), Variant(every=2, merging=half), Variant(steps=14, merging=half)]
+    arms += [Variant(steps=10, dpm_solver=True), Variant(gate=10, guided=False), Variant(other_seed=True)]
+    arms += [
+        Variant(steps=10, merging=half),
+        Variant(steps=10, dpm_solver=True, merging=half),
+        Variant(every=3, merging=half),
+    ]
+    arms += [
+        Variant(every=2, merging=seven),
+        Variant(every=2, merging=kv),
+        Variant(gate=10, guided=False, merging=half),
+    ]
+    arms += [Variant(every=2, last_layer=True), Variant(every=3, last_layer=True), Variant(gate=10)]
+    arms += [Variant(steps=steps, dpm_solver=True) for steps in (20, 14, 12, 8)]
+    arms += [Variant(merging={"ratio": 0.45, "max_downsample": 2}), Variant(merging={**half, "window": None})]
+    arms += [Variant(merging={"ratio": 0.25}), Variant(merging={"ratio": 0.8, "sx": 4})]
+    return [*arms, Variant(steps=8), Variant(every=2, last_layer=True, merging=half)]
 
 
 class Reused:
@@ -241,7 +255,7 @@ class Passes:
 
     dtype = paddle.float32
 
-    def __init__(self, config: Any, arm: Arm, full: Callable, reusing: Callable | None = None) -> None:
+    def __init__(self, config: Any, arm: Variant, full: Callable, reusing: Callable | None = None) -> None:
         self.config, self._arm, self._full, self._reusing = config, arm, full, reusing
         self.number = 0  # index of the next step
         self._features: dict[str, paddle.Tensor] = {}
@@ -271,14 +285,14 @@ class Passes:
         return (paddle.concat([prediction, prediction]),)
 
 
-def programs_of(arm: Arm) -> list[tuple[Arm, bool]]:
+def programs_of(arm: Variant) -> list[tuple[Variant, bool]]:
     """The program of an arm's full steps, and that of those that reuse features: as equal programs of arms have it."""
     parts = {"merging": arm.merging, "last_layer": arm.last_layer, "guided": arm.guided}
-    key = Arm(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
+    key = Variant(**parts, every=2 if arm.every > 1 else 1, gate=1 if arm.gate else None)
     return [(key, reuses) for reuses in ((False, True) if arm.reused else (False,))]
 
 
-def pass_name(key: Arm, reuses: bool) -> str:
+def pass_name(key: Variant, reuses: bool) -> str:
     """The name of a pass."""
     return f"{key.method or 'plain'} {key.reused}".strip() + (", reusing" if reuses else "")
 
@@ -292,7 +306,7 @@ class Programs:
         self._folder = ROOT / "build" / "alternatives" / digest(decisive)
         self._pipeline = self._folder / "pipeline"
 
-    def engine(self, arm: Arm, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
+    def engine(self, arm: Variant, runtime: str, unet: Sequence[Callable] | None = None) -> tuple[Engine, Passes]:
         """The engine for an arm, and its UNet. Set the UNet's `number` to 0 before each image.
 
         `unet` replaces the programs of the arm's UNet.
@@ -308,11 +322,11 @@ class Programs:
         kinds = (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline)
         return Engine(*(kind(**parts, requires_safety_checker=False) for kind in kinds)), passes
 
-    def load_all(self, arm: Arm, runtime: str) -> list[Any]:
+    def load_all(self, arm: Variant, runtime: str) -> list[Any]:
         """The programs of an arm: see `programs_of`."""
         return [self._load(*key, runtime) for key in programs_of(arm)]
 
-    def _load(self, key: Arm, reuses: bool, runtime: str) -> Any:
+    def _load(self, key: Variant, reuses: bool, runtime: str) -> Any:
         folder = self._folder / pass_name(key, reuses)
         record = folder / "program.json"
         if not record.exists():
@@ -333,7 +347,7 @@ class Programs:
         latent = self._evaluation.size // vae_factor(pipe)
         return {"latent_height": latent, "latent_width": latent, "tokens": text_tokens(pipe)}
 
-    def _trace(self, key: Arm, reuses: bool, folder: Path) -> ProgramFile:
+    def _trace(self, key: Variant, reuses: bool, folder: Path) -> ProgramFile:
         side, traceable = self._evaluation.size, programs.denoiser(load_model(self._evaluation.model).unet, None)
         unet, inputs = traceable.layer.unet, traceable.inputs
         with Converter() as converter:
@@ -348,7 +362,7 @@ class Programs:
             return tracing.save(traceable, planned, folder, "unet", self._dims(), self._evaluation.threads, converter)
 
 
-def jobs_of(evaluation: Evaluation, arm: Arm) -> list[Any]:
+def jobs_of(evaluation: Evaluation, arm: Variant) -> list[Any]:
     """The jobs of an arm's images."""
     steps = arm.steps and round(arm.steps / (evaluation.strength or 1))
     evaluation = evaluation if steps is None else replace(evaluation, steps=steps)
@@ -361,7 +375,7 @@ def generate(engine: tuple[Engine, Passes], job: Any) -> np.ndarray:
     return np.asarray(engine[0].generate([job])[0].image)
 
 
-def generate_all(evaluation: Evaluation, saved: Programs, arm: Arm, folder: Path) -> np.ndarray:
+def generate_all(evaluation: Evaluation, saved: Programs, arm: Variant, folder: Path) -> np.ndarray:
     """uint8 [N, H, W, 3], as files in a folder: those that it lacks are generated."""
     paths = {folder / f"{number:04}.png": job for number, job in enumerate(jobs_of(evaluation, arm))}
     if lacking := [path for path in paths if not path.exists()]:
@@ -400,7 +414,7 @@ def earlier_result(file: Path, about: dict[str, Any]) -> dict[str, Any]:
 def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str], folder: Path) -> Iterator[str]:
     """Generate and compare the named arms, or all, that the content lacks; yields a line when one is in it."""
     saved = Programs(evaluation)
-    plain = generate_all(evaluation, saved, Arm(), folder / "images" / "plain")
+    plain = generate_all(evaluation, saved, Variant(), folder / "images" / "plain")
     done = {entry["name"] for entry in content["arms"]}
     for arm in list_arms():
         if arm.name in done or (names and arm.name not in names):
@@ -411,14 +425,14 @@ def measure(evaluation: Evaluation, content: dict[str, Any], names: Sequence[str
         yield "{name}: {psnr:.1f} dB, {perceptual:.4f}".format(**content["arms"][-1])
 
 
-def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
+def time_passes(evaluation: Evaluation, arms: Sequence[Variant], rounds: int) -> dict[str, Any]:
     """Seconds of each pass of the arms in turns, and of the rest of an image, in each runtime."""
-    seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Arm())[0]
+    seconds, saved, job = {}, Programs(evaluation), jobs_of(evaluation, Variant())[0]
     inputs = saved.inputs()
     for runtime in TIMED:
-        nothing = saved.engine(Arm(), runtime, [lambda sample, **_: [sample]])
+        nothing = saved.engine(Variant(), runtime, [lambda sample, **_: [sample]])
         turns: dict[str, Callable] = {"rest": partial(generate, nothing, job)}
-        for arm in (Arm(), *arms):
+        for arm in (Variant(), *arms):
             keys = programs_of(arm)
             if pass_name(*keys[0]) not in turns:
                 passes = Passes(nothing[1].config, keys[0][0], *saved.load_all(arm, runtime))
@@ -428,18 +442,18 @@ def time_passes(evaluation: Evaluation, arms: Sequence[Arm], rounds: int) -> dic
     return seconds
 
 
-def image_seconds(arm: Arm, steps: int, seconds: dict[str, list[float]]) -> list[float]:
+def image_seconds(arm: Variant, steps: int, seconds: dict[str, list[float]]) -> list[float]:
     """Seconds of a whole image of an arm, in each round, from those of its passes."""
     names = [pass_name(*key) for key in programs_of(arm)]
     passes = [names[0 if arm.is_full(number) else 1] for number in range(arm.steps or steps)]
     return [sum(each) for each in zip(seconds["rest"], *(seconds[name] for name in passes), strict=True)]
 
 
-def speed_up(result: dict[str, Any], arm: Arm, runtime: str) -> float:
+def speed_up(result: dict[str, Any], arm: Variant, runtime: str) -> float:
     """How many times as fast as plain an arm's images are; NaN if a pass of it was not timed."""
     steps = round(result["steps"] * (result["strength"] or 1))
     try:
-        plain, own = (image_seconds(one, steps, result["timing"]["seconds"][runtime]) for one in (Arm(), arm))
+        plain, own = (image_seconds(one, steps, result["timing"]["seconds"][runtime]) for one in (Variant(), arm))
     except (KeyError, TypeError):
         return np.nan
     return ratio_within_rounds(plain, own).median
@@ -449,7 +463,7 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     """One row for each arm but other seeds, with its speed-up in each runtime; the fastest first."""
     frame = pd.DataFrame([arm for arm in result["arms"] if arm["group"] != CALIBRATION])
     for runtime in TIMED:
-        frame[runtime] = [speed_up(result, Arm(**settings), runtime) for settings in frame["settings"]]
+        frame[runtime] = [speed_up(result, Variant(**settings), runtime) for settings in frame["settings"]]
         frame[f"on_{runtime}"] = is_on_frontier(frame[runtime], frame["psnr"])
     return frame.sort_values(next(iter(TIMED)), ascending=False, kind="stable", ignore_index=True)
 
@@ -543,7 +557,7 @@ def main() -> None:
     if options.time:
         made = {key: result[key] for key in ("command", "commit", "environment", "threads")}  # of the images
         about_timing = {"command": command, "commit": commit(), "environment": describe_environment()}
-        timed = [Arm(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
+        timed = [Variant(**entry["settings"]) for entry in content["arms"] if entry["group"] != CALIBRATION]
         seconds = time_passes(evaluation, timed, options.rounds)
         content["timing"] = {**about_timing, "threads": threads, "seconds": seconds}
     for line in ["timed"] if options.time else measure(evaluation, content, options.only, folder):

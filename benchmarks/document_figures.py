@@ -356,7 +356,7 @@ def in_both(images: str, *name: str) -> list[str]:
 
 def image_speed_up(images: str, runtime: str, *name: str) -> str:
     """How many times as fast whole images of an arm are as plain ones in a runtime."""
-    result, arm = read(f"alternatives_{images}"), alternatives.Arm(**arm_of(images, " ".join(name))["settings"])
+    result, arm = read(f"alternatives_{images}"), alternatives.Variant(**arm_of(images, " ".join(name))["settings"])
     return f"{alternatives.speed_up(result, arm, runtime):.2f}"
 
 

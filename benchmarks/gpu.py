@@ -41,12 +41,12 @@ from ppdiffusers_tome.evaluation.speed.cases import (
     Arm,
     Case,
     Timing,
-    make_arms,
     make_case,
     make_configs,
     read_cases,
 )
-from ppdiffusers_tome.evaluation.speed.parity import definition_of
+from ppdiffusers_tome.evaluation.speed.catalog import make_arms
+from ppdiffusers_tome.evaluation.speed.parity import reference_of
 from ppdiffusers_tome.evaluation.speed.runner import WorkerEndedError, worker_messages
 from ppdiffusers_tome.inference.runtime import error_summary
 
@@ -114,8 +114,8 @@ def measure_cell(cell: Case, timing: Timing, end: float, is_first: bool) -> Case
     process runs nothing but the arm, so that the memory that it fills is the arm's.
     """
     (arm,), step = cell.arms, "starting"
-    definitions = {other.name for other in (Arm(PLAIN), definition_of(arm)) if other}
-    skip = [] if is_first else sorted(definitions - {arm.name})
+    references = {other.name for other in (Arm(PLAIN), reference_of(arm)) if other}
+    skip = [] if is_first else sorted(references - {arm.name})
     with tempfile.TemporaryDirectory() as folder:
         try:
             for message in worker_messages(cell, timing, Path(folder), skip):

@@ -8,15 +8,14 @@ Adds to `python -m ppdiffusers_tome bench`:
 - the backends `PyTorch` and `PyTorch-bf16`: diffusers with tomesd in a process of the interpreter TORCH_PYTHON.
 - the shares of the time of eager merging blocks that matching, merging, unmerging and sizes take (overhead.py).
 
-The worker process of `bench` imports this file too, as its parent's main module.
+They are rows of CATALOG_WITH_OTHERS, which `bench` gets in place of its own catalog.
 """
 
 import os
-import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,10 +32,9 @@ from torch_unet import TorchProcess, torch_versions
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
 from ppdiffusers_tome.commands import bench
 from ppdiffusers_tome.config import SIMILARITY, TOMESD_SETTINGS
-from ppdiffusers_tome.evaluation.environment import describe_environment
-from ppdiffusers_tome.evaluation.speed import backends, cases, parity, runner, workloads
-from ppdiffusers_tome.evaluation.speed.backends import Backend, EagerBackend, Run
-from ppdiffusers_tome.evaluation.speed.cases import EAGER, PLAIN, TOME, Arm, Case
+from ppdiffusers_tome.evaluation.speed.backends import Attach, Backend, EagerBackend, Run
+from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, EAGER, PLAIN, TOME, Arm, Case
+from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, ArmKind, BackendKind, Catalog
 from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.patch import chosen_blocks
@@ -102,8 +100,10 @@ class PyTorchBackend(Backend):
         ToMeConfigError: the scope is not "unet".
     """
 
-    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
-        super().__init__(name, workload, threads, programs)
+    def __init__(
+        self, name: str, workload: Workload, threads: int, programs: Path, attachers: Mapping[str, Attach]
+    ) -> None:
+        super().__init__(name, workload, threads, programs, attachers)
         if workload.case.scope != "unet":
             raise ToMeConfigError("PyTorch is compared with --scope unet only")
         self._folder = tempfile.TemporaryDirectory()
@@ -142,25 +142,37 @@ def torch_python() -> str:
     return os.environ.get("TORCH_PYTHON") or sys.executable
 
 
-def register() -> None:
-    """Add the arms and backends to those of the package."""
-    backends.BACKEND_CLASSES |= {EAGER: EagerWithShares, PYTORCH: PyTorchBackend, PYTORCH_BF16: PyTorchBackend}
-    workloads.WORKLOADS["block"] = open_block
-    backends.ATTACH |= {BUILT_IN: attach_built_in, LIMIT: attach_free_merge}
-    for backend, names in cases.ARMS_OF.items():
-        cases.ARMS_OF[backend] = (*names, BUILT_IN, LIMIT) if backend == EAGER else (*names, LIMIT)
-    cases.ARMS_OF |= {PYTORCH: (PLAIN, TOME), PYTORCH_BF16: (PLAIN, TOME)}
-    cases.CONFIGS_OF |= {PYTORCH: tomesd_configs, PYTORCH_BF16: tomesd_configs}
-    cases.CONFIGS_OF |= {BUILT_IN: built_in_configs, LIMIT: limit_configs}
-    parity.TOLERANCES[PYTORCH] = 1e-3
-    parity.DEFINED_BY[BUILT_IN] = TOME
+def versions_of_pytorch() -> dict[str, str]:
+    """Versions of the packages in the interpreter with torch, for the result."""
+    return torch_versions(torch_python())
 
 
-if __name__ in ("__main__", "__mp_main__"):
-    register()
+def _with_limit(kind: BackendKind) -> BackendKind:
+    return replace(kind, arms=(*kind.arms, LIMIT))
+
+
+_PYTORCH = BackendKind(
+    PyTorchBackend,
+    (PLAIN, TOME),
+    tolerance=1e-3,
+    choose_configs=tomesd_configs,
+    versions=versions_of_pytorch,
+)
+CATALOG_WITH_OTHERS = Catalog(
+    scopes={**CATALOG.scopes, "block": open_block},
+    backends={
+        **{name: _with_limit(kind) for name, kind in CATALOG.backends.items()},
+        EAGER: BackendKind(EagerWithShares, (*ARM_NAMES, BUILT_IN, LIMIT), CATALOG.backends[EAGER].tolerance),
+        PYTORCH: _PYTORCH,
+        PYTORCH_BF16: replace(_PYTORCH, tolerance=None),
+    },
+    arms={
+        **CATALOG.arms,
+        BUILT_IN: ArmKind(reference=TOME, choose_configs=built_in_configs, attach=attach_built_in),
+        LIMIT: ArmKind(choose_configs=limit_configs, attach=attach_free_merge),
+    },
+)
+
 if __name__ == "__main__":
-    if {PYTORCH, PYTORCH_BF16} & {*sys.argv}:
-        about = torch_versions(torch_python())
-        runner.describe_environment = lambda: {**describe_environment(), **about}
-    bench.command_line = lambda arguments: shlex.join(["python", "benchmarks/speed.py", *arguments[1:]])
-    sys.exit(cli.main(["bench", *sys.argv[1:]]))
+    add_bench = partial(bench.add, catalog=CATALOG_WITH_OTHERS, program="python benchmarks/speed.py")
+    sys.exit(cli.main(["bench", *sys.argv[1:]], [add_bench]))

@@ -20,8 +20,8 @@ from torch_unet import TorchProcess
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.evaluation.quality.evaluation import Measurer, calibrate, entry_of
-from ppdiffusers_tome.evaluation.quality.image_generation import from_image, generate_setting, load_model
-from ppdiffusers_tome.evaluation.quality.settings import Evaluation, Setting
+from ppdiffusers_tome.evaluation.quality.image_generation import from_image, generate_image_set, load_model
+from ppdiffusers_tome.evaluation.quality.image_sets import Evaluation, ImageSet
 from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 from ppdiffusers_tome.generation.engine import Engine
@@ -63,7 +63,7 @@ def add_tomesd(folder: Path, ratios: list[float], torch_python: str) -> None:
         raise ToMeConfigError(
             f"{evaluation.model} is a {type(pipe).__name__}: tomesd needs a StableDiffusionPipeline."
         )
-    settings = [Setting(f"{ratio:g}-tomesd", "tomesd", ToMeConfig(ratio=ratio), "PyTorch") for ratio in ratios]
+    settings = [ImageSet(f"{ratio:g}-tomesd", "tomesd", ToMeConfig(ratio=ratio), "PyTorch") for ratio in ratios]
     with (
         tempfile.TemporaryDirectory(prefix="tomesd_") as exchange,
         TorchProcess(torch_python, Path(exchange), pipe.unet, evaluation.threads) as process,
@@ -72,7 +72,7 @@ def add_tomesd(folder: Path, ratios: list[float], torch_python: str) -> None:
             unet = RemoteUNet(pipe.unet.config, process, setting.config.ratio)
             remote = StableDiffusionPipeline(**{**pipe.components, "unet": unet}, requires_safety_checker=False)
             engine = Engine(remote, from_image(remote), f"{evaluation.model} in PyTorch")
-            generate_setting(evaluation, setting, folder, generate_here(lambda engine=engine: engine), batch=1)
+            generate_image_set(evaluation, setting, folder, generate_here(lambda engine=engine: engine), batch=1)
         result["torch"] = dict(process.versions)
     measurer = Measurer(folder, evaluation.size)
     _, references = calibrate(measurer, image_paths(Path(result["real"]["folder"])) if result["real"] else [])

@@ -2,26 +2,28 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from ._version import __version__
 from .commands import bench, evaluate, export, generate, serve, tune
 from .errors import ToMeError
-from .evaluation.results import command_line
+from .evaluation.results import PROGRAM, command_line
 
-COMMANDS = (bench, evaluate, tune, export, generate, serve)
+Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
+COMMANDS: tuple[Command, ...] = (bench.add, evaluate.add, tune.add, export.add, generate.add, serve.add)
 RESUMABLE = ("bench", "evaluate", "tune", "generate")  # what they have measured or generated is on the disk
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
     """Run one command; returns its exit status: 0, 2 for an invalid argument, 130 after Ctrl-C.
 
     1 is for a file that cannot be used, a case in which nothing could be measured (`bench`), a goal that is missed
     (`tune`) or an image that failed (`generate`).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(arguments)
+    options = _parser(commands).parse_args(arguments)
     try:
         return options.run(options, arguments)
     except ToMeError as error:
@@ -38,15 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _remedy(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     """What a user can do after Ctrl-C."""
     if options.command in RESUMABLE and not getattr(options, "what", None):
-        again = [argument for argument in arguments if argument != "--restart"]  # which would forget what is there
-        return f": continue with {command_line(again)}"
+        again = [argument for argument in arguments[1:] if argument != "--restart"]  # which would forget what is there
+        program = getattr(options, "program", f"{PROGRAM} {options.command}")
+        return f": continue with {command_line(again, program)}"
     return ": nothing was written" if options.command == "export" else ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(commands: Sequence[Command] = COMMANDS) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ppdiffusers_tome", description="Token merging for ppdiffusers.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command in COMMANDS:
-        command.add(commands)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for add in commands:
+        add(subparsers)
     return parser

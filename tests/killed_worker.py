@@ -1,9 +1,19 @@
-"""Takes the place of a worker of `bench`. Its process imports this module, which imports nothing that takes time."""
+"""Takes the place of parts of a worker of `bench`. Its process imports this module, which must import quickly."""
 
+import ctypes
 import os
 import signal
+from pathlib import Path
 
 
 def killed(connection, *_):
     connection.send(("an arm", "a step"))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_the_number_of_threads(case):
+    """A scope that cannot be opened: the error has the number of threads with which Paddle would compute."""
+    import paddle  # late: other users of this module do not need it
+
+    library = ctypes.CDLL(str(Path(paddle.__file__).with_name("libs") / "libiomp5.so"))
+    raise AssertionError(f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}, Paddle: {library.omp_get_max_threads()}")

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.config import TOMESD_SETTINGS
-from ppdiffusers_tome.evaluation.speed import backends
 from ppdiffusers_tome.evaluation.speed.cases import Arm, Case, make_case
+from ppdiffusers_tome.evaluation.speed.catalog import CATALOG
 
 PLAIN = [10.0, 20.0, 40.0]  # a shared machine: seconds vary, ratios within rounds do not
 
@@ -24,7 +24,7 @@ def arm(name, seconds, *, ratio=0.0, status="measured", memory=None, merging=Non
     """One arm; `seconds` has one number per round, `memory` is in GB; `merging` are settings of `ToMeConfig`."""
     settings = config(ratio, max_downsample=max_downsample, **(merging or {}))
     costs = {"seconds": list(seconds), "peak_memory_bytes": memory and int(memory * 10**9), "macs": 10**9}
-    costs["parity"] = {"against": "its definition", "difference": 2e-6}
+    costs["parity"] = {"against": "its reference", "difference": 2e-6}
     reason = None if status == "measured" else "the allocator failed"
     kept = int(4096 * (1 - ratio))
     return {**asdict(Arm(name, config=settings, kept=kept, status=status, reason=reason, **costs)), **fields}
@@ -46,8 +46,8 @@ def tiny(**fields):
     return make_case("tiny", **{"size": 128, **fields})
 
 
-def open_backend(name, workload, folder):
-    return backends.BACKEND_CLASSES[name](name, workload, 1, folder)
+def open_backend(name, workload, folder, catalog=CATALOG):
+    return catalog.backends[name].make(name, workload, 1, folder, catalog.attachers)
 
 
 def write(path, data):

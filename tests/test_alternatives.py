@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 import pandas as pd
 import pytest
-from alternatives import Arm
+from alternatives import Variant
 from conftest import inputs, traces
 
 from ppdiffusers_tome.evaluation.quality.quality_plots import is_on_frontier
@@ -57,7 +57,7 @@ def plain(unet, count=3):
 
 
 def test_a_step_of_deep_cache_computes_the_first_level_with_features_of_the_last_full_one(unet):
-    own = steps(unet, Arm(every=2))
+    own = steps(unet, Variant(every=2))
     expected = plain(unet)
     expected[1] = by_hand(unet, [unet.up_blocks[0]], 1)
     assert len(unet.up_blocks) == 2
@@ -65,7 +65,7 @@ def test_a_step_of_deep_cache_computes_the_first_level_with_features_of_the_last
 
 
 def test_with_last_layer_a_step_of_deep_cache_computes_that_alone(unet):
-    own = steps(unet, Arm(every=2, last_layer=True))
+    own = steps(unet, Variant(every=2, last_layer=True))
     expected, last = plain(unet), unet.up_blocks[-1]
     expected[1] = by_hand(unet, [last.resnets[-2], *getattr(last, "attentions", [])[-2:-1]], 1)
     np.testing.assert_array_equal(own, expected)
@@ -76,13 +76,13 @@ def cross_attention(unet):
 
 
 def test_cross_attention_is_reused_after_the_gate(unet):
-    own = steps(unet, Arm(gate=1))
+    own = steps(unet, Variant(gate=1))
     np.testing.assert_array_equal(own, [by_hand(unet, cross_attention(unet), seed) for seed in range(3)])
     assert (own[1] != plain(unet)[1]).any()
 
 
 def test_t_gate_drops_guidance_and_keeps_the_mean_of_both_halves(unet):
-    own = steps(unet, Arm(gate=1, guided=False))
+    own = steps(unet, Variant(gate=1, guided=False))
     np.testing.assert_array_equal(own[0], plain(unet, 1)[0])
     for seed in (1, 2):
         half = by_hand(unet, cross_attention(unet), seed, half=True)
@@ -99,15 +99,15 @@ def test_arms_have_names_of_their_own_and_allowed_settings():
     assert len({arm.name for arm in arms}) == len(arms)
     assert all(arm.config.ratio == arm.merging.get("ratio", 0) for arm in arms)
     assert {arm.name for arm in arms} >= set(alternatives.SHEET)
-    assert Arm().name == "plain"
+    assert Variant().name == "plain"
     assert {arm.group for arm in arms} == {*alternatives.COLOURS, alternatives.CALIBRATION}
 
 
 def test_a_result_is_continued_timed_and_reported_and_one_of_other_images_is_refused(
     model, tmp_path, monkeypatch, capsys
 ):
-    arms = [Arm(merging={"ratio": 0.5}), Arm(steps=1, dpm_solver=True), Arm(other_seed=True)]
-    arms += [Arm(gate=1, guided=False)]
+    arms = [Variant(merging={"ratio": 0.5}), Variant(steps=1, dpm_solver=True), Variant(other_seed=True)]
+    arms += [Variant(gate=1, guided=False)]
     monkeypatch.setattr(alternatives, "list_arms", lambda: arms)
     monkeypatch.setattr(alternatives, "ROOT", tmp_path)
 

@@ -126,7 +126,7 @@ def test_time_ends_and_the_same_command_continues(run, on_gpu):
     worker.cells.clear()
     result, page = run(worker, *command)
     first, second = (name for _, _, name, _ in worker.cells)
-    assert first.startswith("asymmetric ToMe 0.5,") and second.startswith("asymmetric ToMe + ")
+    assert first.startswith("default 0.5,") and second.startswith("default + ")
     assert {case["arms"][0]["status"] for case in result["cases"]} == {"measured"} and "not measured yet" not in page
     worker.cells.clear()
     run(worker, *command)

@@ -11,18 +11,19 @@ import numpy as np
 import paddle
 import pytest
 import speed
+import speed_results
 from conftest import Recorder, make_unet, run, traces
 from free_merge import attach_free_merge
-from speed_results import config, open_backend, tiny
+from speed_results import config, tiny
 from top_block import build_transformer
 from torch_unet import torch_versions, torch_weights
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
 from ppdiffusers_tome.config import parse_settings
-from ppdiffusers_tome.evaluation.speed import backends, cases, parity, workloads
 from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
-from ppdiffusers_tome.evaluation.speed.cases import Arm, make_arms, make_case, make_configs, read_cases
-from ppdiffusers_tome.evaluation.speed.workloads import open_workload
+from ppdiffusers_tome.evaluation.speed.cases import Arm, make_case, make_configs, read_cases
+from ppdiffusers_tome.evaluation.speed.catalog import make_arms
+from ppdiffusers_tome.evaluation.speed.parity import check_parity, reference_of
 from ppdiffusers_tome.models import find_blocks
 from ppdiffusers_tome.patch import attach, detach
 from ppdiffusers_tome.positions import Grid
@@ -32,39 +33,40 @@ TORCH_PYTHON = os.environ.get("TOME_TORCH_PYTHON") or (sys.executable if find_sp
 TOMESD = {"window": None, "proportional": False, "merge_attn": True}
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    """The arms and backends are there for one test."""
-    names = {backends: ("BACKEND_CLASSES", "ATTACH"), parity: ("TOLERANCES", "DEFINED_BY")}
-    names |= {cases: ("ARMS_OF", "CONFIGS_OF"), workloads: ("WORKLOADS",)}
-    for module in names:
-        for name in names[module]:
-            monkeypatch.setattr(module, name, getattr(module, name).copy())
-    speed.register()
+CATALOG = speed.CATALOG_WITH_OTHERS
+
+
+def open_backend(name, workload, folder):
+    return speed_results.open_backend(name, workload, folder, CATALOG)
 
 
 def test_arms_have_their_own_configs():
     texts = ("window=8", "proportional,window=none", "merge_attn=kv,match=grid,ratio=0.75", "merge_attn=kv,ratio=0.75")
     mergings = [TOMESD, *({**TOMESD, **parse_settings(text)} for text in texts), {"window": 4}, {"window": 8}]
     names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], [None], mergings)
-    arms = make_arms(tiny(), names, ["eager", "PyTorch"], configs)
+    arms = make_arms(tiny(), names, ["eager", "PyTorch"], configs, CATALOG)
     assert [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"] == [  # one for each number of tokens
-        ("limit 0.5, eager", 128),
+        ("limit 0.5, tomesd, eager", 128),
         ("limit 0.75, keys and values, eager", 64),
-        ("limit 0.5, asymmetric ToMe, eager", 204),
+        ("limit 0.5, default, eager", 204),
     ]
-    assert [arm.name for arm in arms if arm.arm == "built-in"] == ["built-in 0.5, eager"]  # it does not allow 0.75
+    assert [arm.name for arm in arms if arm.arm == "built-in"] == [
+        "built-in 0.5, tomesd, eager"
+    ]  # it does not allow 0.75
     of_torch = [arm.name for arm in arms if arm.backend == "PyTorch"]
-    assert of_torch == ["plain, PyTorch", "ToMe 0.5, PyTorch", "ToMe 0.75, PyTorch"]
+    assert of_torch == ["plain, PyTorch", "tomesd 0.5, PyTorch", "tomesd 0.75, PyTorch"]
     configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
     case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16
-    arms = make_arms(case, ["limit"], ["eager"], configs)
-    assert [(arm.name, arm.kept) for arm in arms] == [("limit 0.75, eager", 21), ("limit 0.75, 2×2 cells, eager", 16)]
+    arms = make_arms(case, ["limit"], ["eager"], configs, CATALOG)
+    assert [(arm.name, arm.kept) for arm in arms] == [
+        ("limit 0.75, tomesd, eager", 21),
+        ("limit 0.75, ToDo, blend 1, merge_attn=True, eager", 16),
+    ]
 
 
 @pytest.mark.parametrize("scope", ["unet", "block"])
 def test_arms_compute_what_they_should_and_leave_no_trace(scope, tmp_path):
-    workload = open_workload(tiny(scope=scope))
+    workload = CATALOG.open_workload(tiny(scope=scope))
     eager = open_backend("eager", workload, tmp_path)
     before, plain = traces(workload.denoiser), workload.run().numpy()
     out = {name: eager.output(Arm(name, config=config(0.5))) for name in ("tome", "built-in", "limit")}
@@ -76,9 +78,9 @@ def test_arms_compute_what_they_should_and_leave_no_trace(scope, tmp_path):
     assert eager.peak_memory(arm) > 0
     assert set(arm.shares) == {"matching", "merge", "unmerge", "sizes"}
     built_in = Arm("built-in", config=config(0.5))
-    parity.check_parity(workload.case, [built_in], workload.set_inputs, eager.output)
-    assert built_in.parity["against"] == "ToMe 0.5, eager" and built_in.parity["difference"] < 1e-5
-    assert parity.definition_of(Arm("limit", "predictor", config(0.5))) == Arm("limit", config=config(0.5))
+    check_parity(workload.case, [built_in], workload.set_inputs, eager.output, CATALOG)
+    assert built_in.parity["against"] == "tomesd 0.5, eager" and built_in.parity["difference"] < 1e-5
+    assert reference_of(Arm("limit", "predictor", config(0.5)), CATALOG) == Arm("limit", config=config(0.5))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +158,9 @@ def interpreter(folder, script):
 def test_pytorch_process_that_ends_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_PYTHON", interpreter(tmp_path, "exit 3"))
     with pytest.raises(ToMeError, match="PyTorch's process ended with status 3 at 'load'"):
-        open_backend("PyTorch", open_workload(tiny()), tmp_path)
+        open_backend("PyTorch", CATALOG.open_workload(tiny()), tmp_path)
     with pytest.raises(ToMeConfigError, match="with --scope unet only"):
-        open_backend("PyTorch", open_workload(tiny(scope="block")), tmp_path)
+        open_backend("PyTorch", CATALOG.open_workload(tiny(scope="block")), tmp_path)
 
 
 def test_versions_of_pytorch_are_read_from_its_interpreter(tmp_path):
@@ -205,7 +207,7 @@ def test_pytorch_process_exchanges_weights_inputs_and_outputs(tmp_path, monkeypa
         (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("TORCH_PYTHON", sys.executable)
-    workload = open_workload(tiny())
+    workload = CATALOG.open_workload(tiny())
     pytorch = open_backend("PyTorch", workload, tmp_path)
     for seed in (0, 1):
         workload.set_inputs(seed)
@@ -220,7 +222,7 @@ def test_pytorch_process_exchanges_weights_inputs_and_outputs(tmp_path, monkeypa
 @pytest.mark.parametrize(("name", "smallest", "largest"), [("PyTorch", 0, 1e-5), ("PyTorch-bf16", 1e-3, 0.1)])
 def test_pytorch_computes_what_eager_does(tmp_path, monkeypatch, name, smallest, largest):
     monkeypatch.setenv("TORCH_PYTHON", TORCH_PYTHON)
-    workload = open_workload(tiny())
+    workload = CATALOG.open_workload(tiny())
     eager, pytorch = (open_backend(backend, workload, tmp_path) for backend in ("eager", name))
     for kind, ratio in (("plain", 0.0), ("tome", 0.5), ("plain", 0.0)):
         expected, arm = eager.output(Arm(kind, config=config(ratio))), Arm(kind, name, config(ratio))

@@ -1,7 +1,8 @@
-"""The cache: values and programs under what decides them, and for what they must not be used."""
+"""The cache: values and programs under their keys, and for what they must not be used."""
 
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -91,15 +92,26 @@ def test_a_program_is_found_while_it_is_complete(tmp_path, onnx):
     assert Cache(moved).load_program("key") is None
 
 
-def test_a_value_is_found_by_all_that_decides_it_while_it_is_complete(tmp_path):
+def test_a_value_is_found_by_its_whole_key_while_it_is_complete(tmp_path, recwarn):
     values = Cache(tmp_path / "new")
     assert values.load("a", {"b": 1}) is None
     values.store([1.5, math.inf], "a", {"b": 1, "c": 2})
     assert values.load("a", {"c": 2, "b": 1}) == [1.5, math.inf]
     assert values.load("a", {"b": 2, "c": 2}) is values.load("b", {"b": 1, "c": 2}) is values.load("a") is None
+    assert not recwarn.list
     (file,) = values.folder.iterdir()
     file.write_text("[1.5")
-    assert values.load("a", {"c": 2, "b": 1}) is None
+    with pytest.warns(RuntimeWarning, match=re.escape(f"The cached file {file} is damaged")) as warned:
+        assert values.load("a", {"c": 2, "b": 1}) is None
+    assert len(warned) == 1
+
+
+def test_a_damaged_record_of_a_program_is_named(tmp_path):
+    programs = Cache(tmp_path)
+    programs.store({"name": "unet", "size": "large"}, "key")
+    (file,) = tmp_path.iterdir()
+    with pytest.warns(RuntimeWarning, match=re.escape(f"The cached file {file} is damaged")):
+        assert programs.load_program("key") is None
 
 
 def test_a_file_is_replaced_once_all_is_written(tmp_path):

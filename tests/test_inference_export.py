@@ -1,6 +1,5 @@
 """Exporting: what is written, what is rejected, and that errors leave nothing behind."""
 
-import argparse
 import copy
 import dataclasses
 import gc
@@ -20,7 +19,6 @@ from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
-from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs
 from ppdiffusers_tome.inference import (
     PaddleRuntime,
     ProgramFile,
@@ -452,48 +450,6 @@ def test_size_is_width_before_height():
 
 
 # The command
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", {}),
-        (
-            "--merge-attn kv --match grid --blend 0.1 --sx 4 --sy 3 --ratio 0",
-            {"merge_attn": "kv", "match": "grid", "blend": 0.1, "sx": 4, "sy": 3, "ratio": 0},
-        ),
-        (
-            "--merge-attn false --merge-mlp --merge-crossattn",
-            {"merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
-        ),
-        (
-            "--merge-attn TRUE --window none --no-proportional",
-            {"merge_attn": True, "window": None, "proportional": False},
-        ),
-        (
-            "--window 8 --proportional --no-rand --seed 3 --max-downsample 2",
-            {"window": 8, "proportional": True, "use_rand": False, "seed": 3, "max_downsample": 2},
-        ),
-    ],
-)
-@pytest.mark.parametrize("of_file", [{}, {"ratio": 0.6, "window": 4, "min_tokens": 1024}])
-def test_options_replace_the_settings_of_a_file(text, expected, of_file, tmp_path):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ratio", type=float, nargs="+")
-    add_merge_options(parser)
-    ToMeConfig(**of_file).save(tmp_path / "tome_config.json")
-    options = ["--config", str(tmp_path / "tome_config.json")] if of_file else []
-    assert merge_configs(parser.parse_args([*options, *text.split()])) == [ToMeConfig(**{**of_file, **expected})]
-    if "--ratio" not in text and "grid" not in text:
-        configs = merge_configs(parser.parse_args([*options, *text.split(), "--ratio", "0.25", "0"]))
-        assert configs == [ToMeConfig(**{**of_file, **expected, "ratio": ratio}) for ratio in (0.25, 0)]
-
-
-@pytest.mark.parametrize("wrong", [["--merge-attn", "keys"], ["--match", "cells"], ["--window", "x"]])
-def test_settings_that_do_not_exist_are_named(wrong, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["export", "--model", "x", "--output", str(tmp_path / "out"), *wrong])
-    assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Whole evaluations of a tiny model by the command line: complete, resumed, and refused."""
 
+import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import evaluate as evaluate_command
 from ppdiffusers_tome.evaluation.quality import evaluation, image_generation
 from ppdiffusers_tome.evaluation.quality.image_generation import image_folder
-from ppdiffusers_tome.evaluation.quality.settings import OTHER_SEEDS, PLAIN_IMAGES, Setting
+from ppdiffusers_tome.evaluation.quality.image_sets import OTHER_SEEDS, PLAIN_IMAGES, ImageSet
 from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.evaluation.results import check_result, read_json, write_result
 
@@ -80,6 +81,19 @@ def test_a_second_run_computes_nothing_and_gives_the_same_result(evaluated, noth
     assert main(command) == 0 and (output / "quality.md").read_bytes() == page
 
 
+def test_damaged_measures_are_named_and_measured_again(evaluated, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(evaluated[0], folder)
+    measurer = evaluation.Measurer(folder, 32)
+    expected = measurer.compare(PLAIN_IMAGES)
+    for file in (folder / "measured").iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.warns(RuntimeWarning, match=re.escape(f"The cached file {folder / 'measured'}")) as warned:
+        again = measurer.compare(PLAIN_IMAGES)
+    assert len(warned) == 1
+    np.testing.assert_equal(again, expected)
+
+
 def test_after_a_change_of_a_source_or_of_prompts_the_folder_is_refused(
     evaluated, nothing_is_computed, monkeypatch, capsys
 ):
@@ -132,7 +146,7 @@ def test_stable_diffusion_3_without_an_export(tmp_path, capsys, monkeypatch):
     assert [setting["name"] for setting in result["settings"]] == ["0.5"]
     assert max(result["settings"][0]["pairs"]["psnr"]) < 60
     pipe.set_progress_bar_config(disable=True)
-    for setting in (PLAIN_IMAGES, Setting("0.5", "ratio", ToMeConfig())):
+    for setting in (PLAIN_IMAGES, ImageSet("0.5", "ratio", ToMeConfig())):
         with pipe.tome(config=setting.config) if setting.config.ratio else nullcontext():
             for prompt, path in zip(result["prompts"], image_paths(image_folder(setting, tmp_path)), strict=True):
                 paddle.seed(prompt["seed"])

@@ -19,25 +19,25 @@ from ppdiffusers_tome.evaluation.quality.image_generation import (
     check_model,
     claim_folder,
     export_programs,
-    generate_setting,
+    generate_image_set,
     image_folder,
     read_images,
 )
-from ppdiffusers_tome.evaluation.quality.settings import (
+from ppdiffusers_tome.evaluation.quality.image_sets import (
     OTHER_SEEDS,
     PHOTOGRAPHS,
     PLAIN_BF16,
     PLAIN_IMAGES,
     Evaluation,
-    Setting,
-    list_settings,
+    ImageSet,
+    list_image_sets,
     photograph,
 )
 from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.generation.offline import generate_here
 
 EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2)), 32, 1, 7.5, "eager", threads=1)
-FIXED = Setting("0.5", "ratio", ToMeConfig(ratio=0.5, use_rand=False))
+FIXED = ImageSet("0.5", "ratio", ToMeConfig(ratio=0.5, use_rand=False))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_the_eager_engine_generates_as_the_pipeline_does_and_leaves_no_trace(pip
     evaluation = replace(EVALUATION, steps=2, strength=strength)
     for setting in (PLAIN_IMAGES, FIXED):
         engine = EagerEngine("model", setting.config)
-        generate_setting(evaluation, setting, tmp_path, generate_here(lambda engine=engine: engine), batch=2)
+        generate_image_set(evaluation, setting, tmp_path, generate_here(lambda engine=engine: engine), batch=2)
     assert pipe.tome_summary().blocks == ()
     plain, merged = (
         read_images(image_paths(image_folder(setting, tmp_path)), 32) for setting in (PLAIN_IMAGES, FIXED)
@@ -87,9 +87,11 @@ def test_failed_images_are_an_error_and_the_others_are_stored(tmp_path):
             yield batch[1], b"png"
 
     with pytest.raises(ToMeError, match=r"1 images of 0\.5 failed, the first of 'a fox': out of memory"):
-        generate_setting(EVALUATION, FIXED, tmp_path, backend, batch=2)
+        generate_image_set(EVALUATION, FIXED, tmp_path, backend, batch=2)
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 1
-    generate_setting(EVALUATION, FIXED, tmp_path, lambda batches: (one for one in [(batches[0][0], b"png")]), batch=2)
+    generate_image_set(
+        EVALUATION, FIXED, tmp_path, lambda batches: (one for one in [(batches[0][0], b"png")]), batch=2
+    )
     assert len(image_paths(image_folder(FIXED, tmp_path))) == 2
     Image.new("RGB", (48, 40), (10, 20, 30)).save(tmp_path / "a.png")
     assert (read_images([tmp_path / "a.png"], 32) == np.full([1, 32, 32, 3], [10, 20, 30])).all(), "resized"
@@ -137,7 +139,7 @@ def test_one_program_folder_for_settings_that_differ_in_the_ratio(monkeypatch, t
     monkeypatch.setattr(image_generation, "load_model", lambda model: "pipe")
     monkeypatch.setattr(image_generation, "unmerged_programs", lambda folder: [folder])  # text encoder and VAE
     monkeypatch.setattr(image_generation, "write_export", lambda *args, **options: exports.append((args, options)))
-    settings = [PLAIN_IMAGES, *list_settings((0.25, 0.5), ("layers", "use_rand"))]
+    settings = [PLAIN_IMAGES, *list_image_sets((0.25, 0.5), ("layers", "use_rand"))]
     programs = export_programs(replace(EVALUATION, backend="onnxruntime"), settings, tmp_path)
     folders = {setting.name: folder.name for setting, folder in programs.items()}
     assert folders["plain"] == folders["0.25"] == folders["0.5"] == "defaults"
@@ -156,10 +158,10 @@ def test_only_plain_images_stay_in_fp32(monkeypatch, tmp_path):
     monkeypatch.setattr(image_generation, "export_programs", lambda *arguments: dict.fromkeys(settings, tmp_path))
     monkeypatch.setattr(image_generation, "load_engine", lambda folder, **runtime: runtime)
 
-    def generate_setting(evaluation, setting, output, runtime, batch):
+    def generate_image_set(evaluation, setting, output, runtime, batch):
         generated[setting.name] = runtime()
 
-    monkeypatch.setattr(image_generation, "generate_setting", generate_setting)
+    monkeypatch.setattr(image_generation, "generate_image_set", generate_image_set)
     evaluation = replace(EVALUATION, backend="openvino-bf16")
     image_generation.generate_images(evaluation, settings, tmp_path, lambda load: load, batch=2)
     fp32 = {"runtime": "openvino", "threads": 1}

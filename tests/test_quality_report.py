@@ -175,7 +175,7 @@ def test_png_carries_its_settings(tmp_path):
 
 NINE = make_result(count=9)
 PAIRS = ["psnr", "ssim", "perceptual"]
-LABELS = {"ratio": "random dst", "use_rand": "use_rand=False", "tomesd": "tomesd on PyTorch", "method": "tomesd's"}
+LABELS = {"ratio": "random dst", "use_rand": "use_rand=False", "tomesd": "tomesd on PyTorch", "method": "tomesd"}
 KNOWN = {name: known for name, known in NINE["calibration"].items() if known["pairs"]}
 
 

@@ -14,8 +14,8 @@ from speed_results import config, open_backend, tiny
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.config import parse_settings
 from ppdiffusers_tome.evaluation.speed import backends
-from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, Arm, make_arms, make_case, make_configs
-from ppdiffusers_tome.evaluation.speed.workloads import open_workload
+from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, Arm, make_case, make_configs
+from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, make_arms
 
 WHOLE = {"window": None, "proportional": False}
 
@@ -26,7 +26,7 @@ def test_arms_are_backends_by_ratios_by_levels():
     names = [arm.name for arm in arms]
     assert names[:4] == [
         *("plain, eager", "memory-efficient, eager"),
-        *("asymmetric ToMe 0.5, eager", "asymmetric ToMe 0.75, eager"),
+        *(f"default {ratio}, whole grid, not proportional, eager" for ratio in (0.5, 0.75)),
     ]
     assert len({*names}) == len(names) and [arm.kept for arm in arms[:4]] == [256, 256, 204, 64]
     assert [arm.arm for arm in arms if arm.backend == "predictor"] == ["plain", "tome", "tome"]
@@ -49,10 +49,16 @@ def test_merging_arms_take_every_ratio_or_their_own():
     assert all(not config.use_rand for config in configs)
     arms = make_arms(tiny(), ["tome"], ["eager"], configs)
     assert [arm.name.removesuffix(", eager") for arm in arms] == [
-        *("asymmetric ToMe 0.5", "asymmetric ToMe 0.5, windows of 8", "asymmetric ToMe 0.5, proportional", "ToMe 0.5"),
-        *("keys and values 0.75, 2×2 cells", "keys and values 0.75"),
-        *("asymmetric ToMe 0.25", "asymmetric ToMe 0.25, windows of 8", "asymmetric ToMe 0.25, proportional"),
-        "ToMe 0.25",
+        "default 0.5, whole grid, not proportional",
+        "default 0.5, windows of 8, not proportional",
+        "default 0.5, whole grid",
+        "tomesd 0.5",
+        "ToDo 0.75, blend 1",
+        "keys and values 0.75, whole grid, not proportional",
+        "default 0.25, whole grid, not proportional",
+        "default 0.25, windows of 8, not proportional",
+        "default 0.25, whole grid",
+        "tomesd 0.25",
     ]
 
 
@@ -69,7 +75,7 @@ def test_arms_that_merge_nothing_are_refused(model, fields, ratio, level, messag
 
 
 def test_eager_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
-    workload = open_workload(tiny())
+    workload = CATALOG.open_workload(tiny())
     eager = open_backend("eager", workload, tmp_path)
     before, plain = traces(workload.denoiser), workload.run().numpy()
     arms = Arm("tome", config=config(0.5)), Arm("both", config=config(0.5), attention="slicing")
@@ -85,7 +91,7 @@ def test_eager_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
 
 
 def test_memory_limit_is_that_of_the_case(tmp_path):
-    eager = open_backend("eager", open_workload(tiny(size=512, batch=8, memory_limit_gb=0.05)), tmp_path)
+    eager = open_backend("eager", CATALOG.open_workload(tiny(size=512, batch=8, memory_limit_gb=0.05)), tmp_path)
     with pytest.raises(MemoryError):
         eager.output(Arm("plain"))
 
@@ -96,7 +102,7 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
         configs = make_configs([0.5], [None], [WHOLE])
         efficient, both = make_arms(case, ["memory-efficient", "both"], ["eager"], configs)
     assert efficient.attention == both.attention == "xformers"
-    workload, attend = open_workload(case), XFormersAttnProcessor.__call__
+    workload, attend = CATALOG.open_workload(case), XFormersAttnProcessor.__call__
     eager = open_backend("eager", workload, tmp_path)
     with (
         cuda_attention.available(),
@@ -118,7 +124,7 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     ],
 )
 def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio, settings, tmp_path):
-    workload, merging = open_workload(tiny()), config(ratio, **settings)
+    workload, merging = CATALOG.open_workload(tiny()), config(ratio, **settings)
     eager, predictor = (open_backend(name, workload, tmp_path) for name in ("eager", "predictor"))
     plain = workload.run().numpy()
     expected = eager.output(Arm("tome", config=merging))
@@ -134,7 +140,7 @@ def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio,
 
 
 def test_arms_as_onnx_compute_the_same_and_share_weights(tmp_path):
-    workload, arms = open_workload(tiny()), [Arm("plain", "openvino"), Arm("tome", "openvino", config(0.5))]
+    workload, arms = CATALOG.open_workload(tiny()), [Arm("plain", "openvino"), Arm("tome", "openvino", config(0.5))]
     eager, openvino, onnx = (open_backend(name, workload, tmp_path) for name in ("eager", "openvino", "onnxruntime"))
     with closing(openvino), closing(onnx):
         for arm in arms:

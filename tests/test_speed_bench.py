@@ -8,7 +8,7 @@ import pytest
 import speed_results as stored
 from conftest import EMOJI_SD, tiny_pipeline
 
-from ppdiffusers_tome import ToMeError
+from ppdiffusers_tome import ToMeConfig, ToMeError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import bench
 from ppdiffusers_tome.evaluation.speed.cases import read_cases
@@ -29,16 +29,33 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     assert main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
     assert "tiny, one UNet pass, 128 px, batch 2, float32: 256 tokens" in printed
-    assert re.search(r"asymmetric ToMe 0\.5, eager +204 +\d\.\d{4} +\d+\.\d\d× +\d\.\d\n", printed)
+    assert re.search(
+        r"default 0\.5, whole grid, not proportional, eager +204 +\d\.\d{4} +\d+\.\d\d× +\d\.\d\n", printed
+    )
     assert json.loads(out.read_text())["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
     assert [arm.arm for arm in case.with_status("measured")] == ["plain", "tome", "tome", "both", "both"]
     plain, tome, cells, both, _ = case.arms
-    assert (cells.name, cells.kept) == ("keys and values 0.75, 2×2 cells, proportional, eager", 64)
+    assert (cells.name, cells.kept) == ("ToDo 0.75, proportional, blend 1, eager", 64)
     assert cells.config.proportional and not cells.config.use_rand
     assert all(len(arm.seconds) == 2 for arm in case.arms)
-    assert both.parity["against"] == "asymmetric ToMe 0.5, eager" and both.parity["difference"] < 1e-4
+    assert (
+        both.parity["against"] == "default 0.5, whole grid, not proportional, eager"
+        and both.parity["difference"] < 1e-4
+    )
     assert both.peak_memory_bytes <= tome.peak_memory_bytes < plain.peak_memory_bytes
     assert both.macs == tome.macs < plain.macs
+
+
+def test_a_settings_file_is_a_way_to_merge(tmp_path, monkeypatch):
+    """At its own ratio, and with fixed dst, like all others."""
+    measured = []
+    monkeypatch.setattr(bench, "measure_all", lambda cases, *_, **__: measured.extend(cases) or cases)
+    ToMeConfig(ratio=0.6, window=4).save(tmp_path / "tuned.json")
+    options = ["--config", str(tmp_path / "tuned.json"), "--merging", "sx=4", "--ratio", "0.25", "--arms", "tome"]
+    assert main([*TINY, *options, "--output", str(tmp_path / "speed.json")]) == 1, "nothing was measured"
+    (case,) = measured
+    configs = [ToMeConfig(ratio=0.6, window=4, use_rand=False), ToMeConfig(ratio=0.25, sx=4, use_rand=False)]
+    assert [arm.config for arm in case.arms] == configs
 
 
 @pytest.mark.parametrize(
@@ -73,7 +90,7 @@ def test_quick_replaces_only_defaults(monkeypatch, tmp_path):
     """Options that are set keep their values, also where they are the usual defaults."""
     measured = []
 
-    def record(cases, settings, *arguments):
+    def record(cases, settings, *_, **__):
         measured.append([(Path(case.model).name, case.size, case.batch) for case in cases])
         measured.append((settings.rounds, {(arm.backend, arm.ratio) for case in cases for arm in case.arms}))
         raise ToMeError("enough")

@@ -1,4 +1,4 @@
-"""Arms are compared with their definitions before they are timed; those that differ are not timed."""
+"""Arms are compared with their references before they are timed; those that differ are not timed."""
 
 import re
 
@@ -7,11 +7,11 @@ import pytest
 from speed_results import config
 
 from ppdiffusers_tome.evaluation.speed.cases import Arm, Case
-from ppdiffusers_tome.evaluation.speed.parity import TRIES, check_parity, definition_of, tolerance
+from ppdiffusers_tome.evaluation.speed.parity import TRIES, check_parity, reference_of, tolerance
 
 CASE = Case("tiny", size=128)
 MERGED = np.array([1.0, -1.0])
-OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "ToMe 0.5, windows of 8, eager": np.array([0.5, 2.0])}
+OUTPUTS = {"plain, eager": np.array([1.0, -2.0]), "tomesd 0.5, windows of 8, eager": np.array([0.5, 2.0])}
 
 
 def arm(name, backend="eager", level=None):
@@ -43,7 +43,7 @@ def test_arms_that_agree_do_so_on_the_first_inputs_and_run_once():
     assert seeds == [0] and not reasons
     assert sorted(computed) == sorted({*computed})
     against = [each.parity and each.parity["against"] for each in arms]
-    assert against == [None, None, "ToMe 0.5, eager", "ToMe 0.5, eager", "plain, eager"]
+    assert against == [None, None, "tomesd 0.5, eager", "tomesd 0.5, eager", "plain, eager"]
     assert all(each.parity["difference"] == 0 for each in arms if each.parity)
 
 
@@ -82,11 +82,11 @@ def test_arms_without_output_are_left_out():
     assert not reasons and tome.parity is None and both.parity is None
 
 
-def test_definitions():
-    assert definition_of(arm("plain")) is None and definition_of(arm("tome")) is None
-    assert definition_of(arm("memory-efficient")) == arm("plain")
-    assert definition_of(arm("both")) == definition_of(arm("tome", "predictor")) == arm("tome")
-    assert definition_of(arm("tome", "predictor", 2)) == arm("tome", level=2)
+def test_references():
+    assert reference_of(arm("plain")) is None and reference_of(arm("tome")) is None
+    assert reference_of(arm("memory-efficient")) == arm("plain")
+    assert reference_of(arm("both")) == reference_of(arm("tome", "predictor")) == arm("tome")
+    assert reference_of(arm("tome", "predictor", 2)) == arm("tome", level=2)
 
 
 def test_half_precision_is_compared_where_nothing_merges():
@@ -102,7 +102,7 @@ def test_half_precision_is_compared_where_nothing_merges():
     [
         (MERGED + 0.05, None),
         (MERGED + 0.3, r"by 3\.0e-01 on average"),
-        (MERGED[:0], r"shape \[0\], and that of ToMe 0\.5, eager \[2\]"),
+        (MERGED[:0], r"shape \[0\], and that of tomesd 0\.5, eager \[2\]"),
     ],
 )
 def test_bf16_may_merge_other_pairs_but_not_return_something_else(merged, reason):

@@ -61,7 +61,7 @@ def test_out_of_memory_and_other_reasons(report):
     assert [row[2] for row in table_under(page, "## sd15")] == ["OOM", "error", "16.0 [12.0–24.0]", "not measured"]
     assert "fit in memory where plain does not: sd15, one UNet pass, 512 px, batch 2, limit 2.5 GB." in page
     assert "- out of memory: the allocator failed: plain, eager\n" in page
-    assert "- not measured: in float32 only: ToMe 0.5, predictor\n" in page
+    assert "- not measured: in float32 only: tomesd 0.5, predictor\n" in page
     assert "published" not in page  # there is no such page beside it
 
 
@@ -110,7 +110,7 @@ def test_plot_against_size(frame):
     np.testing.assert_allclose(time.lines[0].get_xydata(), [[512, 1.25], [768, 1 / 0.6], [1024, 2.0]])
     np.testing.assert_allclose(memory.lines[0].get_ydata(), [6, 6, 6])
     [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["ToMe 0.5, eager, batch 2"]
+    assert [text.get_text() for text in legend.get_texts()] == ["tomesd 0.5, eager, batch 2"]
     assert against_size(frame(sized(1024, 0.5), sized(512, 0.8))) is None, "two points"
 
 
@@ -141,7 +141,7 @@ def test_plot_by_method(frame):
 
     [axes] = by_method(frame(methods(512), methods(1024))).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([2, 2, 1.25, 1.25, 4, 4])
-    names = ["ToMe 0.5, windows of 8", "ToMe 0.5", "keys and values 0.75, 2×2 cells"]
+    names = ["tomesd 0.5, windows of 8", "tomesd 0.5", "ToDo 0.75, blend 1"]
     assert axes.get_legend_handles_labels()[1] == [f"{name}, eager" for name in names]
     assert axes.get_xticklabels()[0].get_text() == "512 px\nbatch 2"
     assert by_method(frame(sized(512, 0.8), sized(1024, 0.5))) is None

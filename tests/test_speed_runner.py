@@ -4,15 +4,17 @@ import copy
 import json
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from conftest import messages_of_this_process
-from killed_worker import killed
+from killed_worker import end_with_the_number_of_threads, killed
 
 from ppdiffusers_tome.evaluation.speed import runner, worker
 from ppdiffusers_tome.evaluation.speed.backends import EagerBackend
-from ppdiffusers_tome.evaluation.speed.cases import Timing, make_arms, make_case, make_configs, read_cases
+from ppdiffusers_tome.evaluation.speed.cases import Timing, make_case, make_configs, read_cases
+from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, make_arms
 from ppdiffusers_tome.evaluation.speed.runner import WorkerEndedError, measure_all, worker_messages
 
 
@@ -37,7 +39,7 @@ class Stub:
     def __init__(self, end=None, prepare=lambda stub, programs: ()):
         self.end, self.prepare, self.calls = end, prepare, []
 
-    def __call__(self, case, timing, programs, skip):
+    def __call__(self, case, timing, programs, skip, catalog):
         case = copy.deepcopy(case)
         self.calls.append((copy.deepcopy(case), programs, list(skip)))
         for arm in case.with_status("planned"):
@@ -107,17 +109,17 @@ def test_worker_that_dies_costs_only_its_arm(tmp_path, stub, end, status, reason
     assert failed.status == status and first.arms[1].status == "planned"
 
 
-def end_at_definition(stub, programs, times=1):
-    yield "a definition", "check"
+def end_at_reference(stub, programs, times=1):
+    yield "a reference", "check"
     if len(stub.calls) <= times:
         raise WorkerEndedError(3, "")
 
 
 @pytest.mark.parametrize(("times", "status"), [(1, "measured"), (9, "error")])
-def test_definition_that_ends_the_worker_is_skipped_and_fails_all_arms_if_it_does_again(tmp_path, stub, times, status):
-    made = stub(prepare=lambda *arguments: end_at_definition(*arguments, times))
+def test_reference_that_ends_the_worker_is_skipped_and_fails_all_arms_if_it_does_again(tmp_path, stub, times, status):
+    made = stub(prepare=lambda *arguments: end_at_reference(*arguments, times))
     assert {arm.status for arm in measure(tmp_path).values()} == {status}
-    assert [skip for *_, skip in made.calls] == [[], ["a definition"]]
+    assert [skip for *_, skip in made.calls] == [[], ["a reference"]]
 
 
 def test_worker_that_cannot_start_fails_all_arms(tmp_path, stub):
@@ -147,7 +149,14 @@ def test_processes_that_end(tmp_path, monkeypatch, entry, ended, status, message
     with pytest.raises(WorkerEndedError, match=message) as error:
         received.extend(worker_messages(None, SimpleNamespace(threads=3), tmp_path, []))  # without a case
     assert error.value.arm_status == status
-    assert "OMP_NUM_THREADS" not in os.environ or os.environ["OMP_NUM_THREADS"] != "3"
+
+
+def test_threads_are_those_of_the_worker_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    catalog = replace(CATALOG, scopes={"unet": end_with_the_number_of_threads})
+    with pytest.raises(WorkerEndedError, match="AssertionError: OMP_NUM_THREADS=3, Paddle: 3"):
+        list(worker_messages(make("plain"), Timing(threads=3), tmp_path, [], catalog))
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_killed_run_continues_and_repeats_no_round(tmp_path, stub, monkeypatch):
@@ -184,7 +193,7 @@ def messages_of(case, rounds, tmp_path):
 
 
 def test_arm_that_fails_costs_no_other_arm(tmp_path, monkeypatch):
-    """In the real worker: ToMe, the definition of both, has no memory; both fails later."""
+    """In the real worker: ToMe, the reference of both, has no memory; both fails later."""
     compute, passes = EagerBackend.output, []
 
     def output(self, arm):

@@ -9,7 +9,7 @@ import tomesd_quality
 
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.evaluation.quality.image_generation import image_folder, read_images
-from ppdiffusers_tome.evaluation.quality.settings import PLAIN_IMAGES, Setting
+from ppdiffusers_tome.evaluation.quality.image_sets import PLAIN_IMAGES, ImageSet
 from ppdiffusers_tome.evaluation.quality.sheets import image_paths
 from ppdiffusers_tome.evaluation.results import read_json
 
@@ -45,6 +45,6 @@ def test_tomesd_replaces_the_unet_alone(model, tmp_path, monkeypatch, strength):
     assert (ours["name"], tomesd["name"], tomesd["framework"]) == ("0.25", "0.5-tomesd", "PyTorch")
     assert tomesd["pairs"]["psnr"] == [None, None], "equal to the plain images"
     assert set(tomesd["kid"]) == set(ours["kid"]) and tomesd["kid"] != ours["kid"]
-    folders = (image_folder(PLAIN_IMAGES, tmp_path), image_folder(Setting("0.5-tomesd", "", None), tmp_path))
+    folders = (image_folder(PLAIN_IMAGES, tmp_path), image_folder(ImageSet("0.5-tomesd", "", None), tmp_path))
     plain, images = (read_images(image_paths(folder), 32) for folder in folders)
     np.testing.assert_array_equal(plain, images)

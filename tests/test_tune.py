@@ -171,14 +171,14 @@ def test_known_candidates_differ_and_are_at_all_levels():
     ],
 )
 def test_ratios_between_those_of_the_best(measure, value, between, monkeypatch):
-    monkeypatch.setattr(tuning, "SMALLEST_STEP", 0.02)
+    monkeypatch.setattr(tuning, "MIN_STEP", 0.02)
     ratios = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
     figures = ((ratio, *LANDSCAPE[ratio]) for ratio in ratios)
     candidates = [Candidate(ToMeConfig(r), [speed_up], [psnr], [far]) for r, speed_up, psnr, far in figures]
     cells = ToMeConfig(0.75, match="grid", merge_attn="kv")
     candidates.append(Candidate(cells, [1.0], [70.0], [1.0]))
     assert [config.ratio for config in tuning.ratios_between(candidates, candidates, Goal(measure, value))] == between
-    monkeypatch.setattr(tuning, "SMALLEST_STEP", 0.06)
+    monkeypatch.setattr(tuning, "MIN_STEP", 0.06)
     assert not tuning.ratios_between(candidates, candidates, Goal(measure, value))
 
 
@@ -348,7 +348,9 @@ def test_figures_are_measured_once_for_what_decides_them(model, tmp_path, monkey
     assert runs == [4, 1, 2], "only what is missing"
     for file in tmp_path.glob("*/figures/*.json"):
         file.write_text(file.read_text()[:-1])
-    assert timed(configs)[configs[0]] == first[configs[0]] and runs[3:] == [4], "damaged"
+    with pytest.warns(RuntimeWarning, match="is damaged") as warned:
+        assert timed(configs)[configs[0]] == first[configs[0]] and runs[3:] == [4], "damaged"
+    assert len(warned) == 4
     monkeypatch.setattr(image_generation, "model_files", lambda model: f"{model}, retrained")
     timed(configs)
     assert runs[4:] == [4], "other weights under the same path"
@@ -365,7 +367,7 @@ def test_figures_are_measured_once_for_what_decides_them(model, tmp_path, monkey
         (["--psnr", "30", "--size", "8"], "size=8 is not allowed"),
         (["--psnr", "30", "--rounds", "0"], "--rounds 0 is not allowed"),
         (["--psnr", "30", "--steps", "0"], "steps=0 is not allowed"),
-        (["--psnr", "30", "--merging", "ratio=0"], "--merging ratio=0 is not allowed"),
+        (["--psnr", "30", "--merging", "ratio=0"], "A candidate of ratio=0 is not allowed"),
         (["--psnr", "30", "--merging", "ratio=0.001"], "merges no token"),
         (["--psnr", "30", "--model", "nowhere"], "nowhere is not a folder"),
         (["--psnr", "30", "--prompts", "nowhere.txt"], "nowhere.txt"),

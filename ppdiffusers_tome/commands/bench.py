@@ -8,15 +8,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from ..config import parse_settings
 from ..cores import usable_cores
 from ..errors import ToMeConfigError
 from ..evaluation.clock import ratio_within_rounds
-from ..evaluation.results import command_line
+from ..evaluation.results import PROGRAM, command_line
 from ..evaluation.speed.architectures import ARCHITECTURES
 from ..evaluation.speed.cases import (
     ARM_NAMES,
-    ARMS_OF,
     DTYPES,
     EAGER,
     MEASURED,
@@ -25,27 +23,35 @@ from ..evaluation.speed.cases import (
     PROGRAMS,
     Case,
     Timing,
-    make_arms,
     make_case,
     make_configs,
 )
+from ..evaluation.speed.catalog import CATALOG, Catalog, make_arms
 from ..evaluation.speed.runner import measure_all
-from ..evaluation.speed.workloads import WORKLOADS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
-from .merge_options import add_merging
+from .merge_options import add_merge_options, read_methods
 
 BUNDLED = Path("examples/emoji_sd")
 DEFAULT = " (default: %(default)s)"  # at the end of help texts
 QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": [EAGER, PREDICTOR]}  # defaults of --quick
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add `bench` and `bench report` to the command line."""
+def add(
+    commands: argparse._SubParsersAction,
+    catalog: Catalog = CATALOG,
+    program: str = f"{PROGRAM} bench",
+) -> None:
+    """Add `bench` and `bench report` to the command line.
+
+    Args:
+        catalog: what can be measured.
+        program: what stands before the options where results and messages name the command.
+    """
     about = "Time a UNet or a pipeline, with and without token merging."
     bench = commands.add_parser("bench", help="measure speed and memory", description=about)
-    _add_options(bench)
-    bench.set_defaults(run=partial(_speed, bench))
+    _add_options(bench, catalog)
+    bench.set_defaults(run=partial(_speed, bench, catalog), program=program)
     report = bench.add_subparsers(dest="what").add_parser("report", help="make tables and plots of results")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench")
     page = "folder for speed.md and its plots" + DEFAULT
@@ -53,24 +59,24 @@ def add(commands: argparse._SubParsersAction) -> None:
     report.set_defaults(run=_report)
 
 
-def _add_options(bench: argparse.ArgumentParser) -> None:
+def _add_options(bench: argparse.ArgumentParser, catalog: Catalog) -> None:
     group = bench.add_argument_group("what is measured (several values: all combinations)")
     model = group.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, metavar="DIR", help="folder of a pipeline")
     weights = "UNet with random weights" + DEFAULT
     model.add_argument("--architecture", choices=list(ARCHITECTURES), default="sd15", help=weights)
     option = group.add_argument
-    option("--scope", choices=list(WORKLOADS), default="unet", help="part of the model" + DEFAULT)
+    option("--scope", choices=list(catalog.scopes), default="unet", help="part of the model" + DEFAULT)
     option("--size", type=int, nargs="+", default=[512], help="height and width of the images in px" + DEFAULT)
     option("--batch", type=int, nargs="+", default=[2], help="rows of a UNet, images of a pipeline" + DEFAULT)
     option("--ratio", type=float, nargs="+", default=[0.5], help="share of tokens to merge: 0.1 … 0.75" + DEFAULT)
     levels = "deepest level that merges (default: only the largest feature maps)"
     option("--max-downsample", type=int, nargs="+", default=[None], help=levels)
-    add_merging(group, "how to merge (default: as apply_tome, with fixed dst), at each ratio or at their own")
+    about = "ways to merge (default: that of apply_tome, with fixed dst), at each --ratio or at their own"
+    add_merge_options(group, about)
     option("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="of weights and inputs" + DEFAULT)
-    option("--backend", choices=list(ARMS_OF), nargs="+", default=[EAGER], help="one or several" + DEFAULT)
-    arms = list(dict.fromkeys(name for names in ARMS_OF.values() for name in names))
-    option("--arms", choices=arms, nargs="+", default=list(ARM_NAMES), help="what is compared" + DEFAULT)
+    option("--backend", choices=list(catalog.backends), nargs="+", default=[EAGER], help="one or several" + DEFAULT)
+    option("--arms", choices=list(catalog.arms), nargs="+", default=list(ARM_NAMES), help="what is compared" + DEFAULT)
     option("--steps", type=int, default=20, help="denoising steps of a pipeline" + DEFAULT)
     option("--guidance-scale", type=float, default=7.5, help="classifier-free guidance of a pipeline" + DEFAULT)
     option = bench.add_argument_group("how it is measured").add_argument
@@ -84,7 +90,9 @@ def _add_options(bench: argparse.ArgumentParser) -> None:
     option("--restart", action="store_true", help="do not continue an interrupted run")
 
 
-def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _speed(
+    parser: argparse.ArgumentParser, catalog: Catalog, options: argparse.Namespace, arguments: Sequence[str]
+) -> int:
     if options.quick:  # parse again with small defaults; options that were set win
         parser.set_defaults(**QUICK)
         options = parser.parse_args(arguments[1:])
@@ -95,11 +103,11 @@ def _speed(parser: argparse.ArgumentParser, options: argparse.Namespace, argumen
         choose_runtime(**PROGRAMS[backend])  # raises if it is not installed
     timing = Timing(options.rounds, options.warm_up, options.threads)
     cases = _cases(options)
-    mergings = [parse_settings(text) for text in options.merging]
-    configs = make_configs(options.ratio, options.max_downsample, mergings)
+    configs = make_configs(options.ratio, options.max_downsample, read_methods(options))
     for case in cases:
-        case.arms = make_arms(case, options.arms, options.backend, configs)
-    measured = measure_all(cases, timing, output, command_line(arguments), options.restart)
+        case.arms = make_arms(case, options.arms, options.backend, configs, catalog)
+    command = command_line(arguments[1:], options.program)
+    measured = measure_all(cases, timing, output, command, options.restart, catalog=catalog)
     print("\n\n".join("\n".join(_lines(case)) for case in measured))
     print(f"written to {output}")
     return int(not all(case.with_status(MEASURED) for case in measured))

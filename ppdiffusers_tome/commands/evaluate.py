@@ -6,16 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import parse_settings
 from ..cores import usable_cores
 from ..errors import ToMeConfigError
-from ..evaluation.quality.settings import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_settings
+from ..evaluation.quality.image_sets import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_image_sets
 from ..evaluation.results import command_line, read_json, write_result
 from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
-from .merge_options import add_merging
+from .merge_options import add_merge_options, read_methods
 
 QUICK = {"ratio": [0.5], "ablations": [], "count": 2, "steps": 2, "size": 64, "batch": 2}  # defaults of --quick
 
@@ -29,9 +28,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     bundled = "the bundled model that was trained at this size, examples/emoji_sd or emoji_sd_256"
     option("--model", help=f"ppdiffusers folder, or hub name (default: {bundled})")
     add_image_options(command)
-    option("--count", type=int, default=256, help=f"images of each setting; prompts repeat with other seeds {default}")
+    option("--count", type=int, default=256, help=f"images in each set; prompts repeat with other seeds {default}")
     option("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"shares of tokens to merge {default}")
-    add_merging(command, "other ways to merge, at each --ratio or at their own")
+    add_merge_options(command, "other ways to merge, at each --ratio or at their own")
     option("--ablations", nargs="*", default=list(ABLATIONS), metavar="NAME", help=f"what else to vary {default}")
     option("--ablation-ratio", type=float, default=0.5, help=f"ratio of max_downsample and layers {default}")
     option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")
@@ -73,13 +72,13 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         strength=options.strength,
     )
     levels = model_levels(model)
-    methods = [parse_settings(text) for text in options.merging]
-    settings = list_settings(options.ratio, options.ablations, options.ablation_ratio, levels, methods)
-    settings += [PLAIN_BF16] if options.backend in IN_FP32 else []
+    methods = read_methods(options)
+    image_sets = list_image_sets(options.ratio, options.ablations, options.ablation_ratio, levels, methods)
+    image_sets += [PLAIN_BF16] if options.backend in IN_FP32 else []
     with open_image_backend(options, gpu=False) as make_backend:
         result = evaluate(
             evaluation,
-            settings,
+            image_sets,
             options.output,
             make_backend,
             batch=options.batch,

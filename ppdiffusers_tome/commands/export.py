@@ -18,7 +18,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     option = export.add_argument
     option("--model", required=True, help="ppdiffusers folder or hub name")
     option("--output", type=Path, required=True, help="folder to write")
-    option("--ratio", type=float, nargs="+", help="one or several; 0 does not merge (default: 0.5, or --config's)")
+    option(
+        "--ratio", type=float, nargs="+", help="one or several; 0 does not merge (default: the method's own, or 0.5)"
+    )
     option("--size", nargs="+", help="one or several, px or WIDTHxHEIGHT in px (default: the model's own)")
     option("--controlnet", metavar="DIR", help="a ControlNet to fuse with the UNet")
     option("--controlnet-ratio", type=float, help="ratio of the ControlNet; 0 does not merge (default: the UNet's)")
@@ -27,7 +29,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
     option("--format", choices=EXPORT_FORMATS, default="paddle", help="of the programs (default: %(default)s)")
     option("--overwrite", action="store_true", help="replace an earlier export")
-    add_merge_options(export)
+    add_merge_options(export, "how to merge", is_single=True)
     export.set_defaults(run=_export)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ..cores import usable_cores
 from ..errors import ParameterError, ToMeConfigError, ToMeError, install_command
-from ..evaluation.quality.settings import prompts_of, with_seeds
+from ..evaluation.quality.image_sets import prompts_of, with_seeds
 from ..generation.jobs import Job, JobError
 from ..generation.offline import MakeImageBackend, generate_here
 from ..inference import RUNTIMES, Manifest, choose_runtime

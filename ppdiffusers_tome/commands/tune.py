@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from ..config import ToMeConfig, parse_settings
+from ..config import ToMeConfig
 from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError
-from ..evaluation.quality.settings import Evaluation
+from ..evaluation.quality.image_sets import Evaluation
 from ..evaluation.results import command_line
-from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, Timing, make_arms, make_case
+from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, Timing, make_case
+from ..evaluation.speed.catalog import make_arms
 from ..evaluation.tuning.search import PERCEPTUAL, PSNR, SPEED_UP, Goal, known_candidates, make_stages, nearest, search
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, image_settings
-from .merge_options import add_merging
+from .merge_options import add_merge_options, read_methods
 
 NOT_REACHED = 1  # exit status
 
@@ -39,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     goals.add_argument("--perceptual", type=float, metavar="X", help="at most this ST-LPIPS from plain, and fastest")
     group = command.add_argument_group("what is measured")
     option = group.add_argument
-    add_merging(group, "candidates in place of the known ones")
+    add_merge_options(group, "candidates in place of the known ones")
     add_image_options(group)
     option("--count", type=int, default=8, help=f"images of each finalist {default}")
     option("--rounds", type=int, default=9, help=f"timed UNet passes of each finalist; they take turns {default}")
@@ -65,7 +66,7 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     stages = make_stages(options.rounds, options.count)
     report = partial(print, file=sys.stderr, flush=True)
     measured = measurement.time, measurement.compare, report
-    chosen, candidates = search(configs, goal, stages, *measured, refines=not options.merging)
+    chosen, candidates = search(configs, goal, stages, *measured, refines=not (options.merging or options.config))
     for candidate in candidates:
         if candidate.failure:
             print(f"not measured: {candidate.config.describe()}: {candidate.failure}")
@@ -107,12 +108,12 @@ def _checked(options: argparse.Namespace) -> tuple[Case, Evaluation, list[ToMeCo
     model = str(options.model) if options.model.is_absolute() else f"./{options.model}"
     case = make_case(model, size=images["size"], batch=2 if images["guidance_scale"] > 1 else 1)
     evaluation = Evaluation(**images, backend=options.backend, threads=options.threads)
-    given = [ToMeConfig(**parse_settings(text)) for text in options.merging]
+    given = [ToMeConfig(**method) for method in read_methods(options)]
     grid = case.architecture.first_grid(case.size)
     configs = given or known_candidates(grid, model_levels(evaluation.model))
     for config in given:
         if config.ratio == 0:
-            raise ToMeConfigError("--merging ratio=0 is not allowed: plain is always measured.")
+            raise ToMeConfigError("A candidate of ratio=0 is not allowed: plain is always measured.")
     if not configs:
         raise ToMeConfigError(f"--size {case.size} is not allowed: no token of {options.model} would merge; raise it.")
     make_arms(case, [TOME], [evaluation.backend], configs)  # raises if one merges nothing

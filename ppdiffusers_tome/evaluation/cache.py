@@ -1,7 +1,8 @@
-"""What takes time is measured or exported once: a folder of values and programs, each named by what decides it."""
+"""On-disk cache of measurements and exported programs, keyed by a hash of what determines them."""
 
 import hashlib
 import json
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,40 +17,58 @@ from .environment import model_files, sources, versions
 
 @dataclass(frozen=True)
 class Cache:
-    """Values in a folder, which is made with the first: a JSON file for each, written completely or not at all."""
+    """Values in a folder, which is created on the first store: a JSON file each, written completely or not at all."""
 
     folder: Path
 
-    def load(self, *decisive: Any) -> Any:
-        """The value that is stored for what decides it; None if there is none, or its file is damaged."""
+    def load(self, *key_parts: Any) -> Any:
+        """The value that is stored under a key; None if there is none, or if its file is damaged, which warns."""
+        path = self._path(key_parts)
         try:
-            return json.loads(self._path(decisive).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            warn_of_damage(path, error)
             return None
 
-    def store(self, value: Any, *decisive: Any) -> None:
-        """Store a value for what decides it; both are ready for JSON."""
+    def store(self, value: Any, *key_parts: Any) -> None:
+        """Store a value under a key; both are ready for JSON."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self._path(decisive), json.dumps(value))
+        write_file(self._path(key_parts), json.dumps(value))
 
     def load_program(self, key: str) -> ProgramFile | None:
-        """The program of a key; None if it is not stored, or a file is missing."""
-        if (fields := self.load(key)) is None:
+        """The program of a key; None if it is not stored, a file of it is missing, or its record is damaged."""
+        fields = self.load(key)
+        if fields is None:
             return None
-        file = TypeAdapter(ProgramFile).validate_json(json.dumps(fields))
+        try:
+            file = TypeAdapter(ProgramFile).validate_json(json.dumps(fields))
+        except ValueError as error:
+            warn_of_damage(self._path((key,)), error)
+            return None
         return file if all((self.folder / path).is_file() for path in file.paths) else None
 
     def store_program(self, file: ProgramFile, key: str) -> None:
         """Store a program whose files are complete, and in the folder."""
         self.store(asdict(file), key)
 
-    def _path(self, decisive: Any) -> Path:
-        return self.folder / f"{digest(decisive)}.json"
+    def _path(self, key_parts: Any) -> Path:
+        return self.folder / f"{digest(key_parts)}.json"
 
 
-def digest(decisive: Any) -> str:
-    """A short hash of what decides something, ready for JSON."""
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+def warn_of_damage(path: Path, error: Exception) -> None:
+    """Warn that a cached file cannot be used, so that its content is measured or exported again."""
+    warnings.warn(
+        f"The cached file {path} is damaged ({error}). What it held is measured or exported again.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def digest(key_parts: Any) -> str:
+    """A short hash of a key, which must be ready for JSON."""
+    return hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def programs_of(root: Path, model: str) -> Cache:
@@ -58,7 +77,7 @@ def programs_of(root: Path, model: str) -> Cache:
 
 
 def program_key(scope: str, size: int, arm: str, config: ToMeConfig | None, format: str) -> str:
-    """The name of a program: what decides it, besides the model. `size` is that of a square image in px.
+    """The key of a program within the cache of its model. `size` is that of a square image in px.
 
     `config` is None where nothing merges; `format` is one of `inference.manifest.FORMATS`. The batch is dynamic.
     """

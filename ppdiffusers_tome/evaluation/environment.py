@@ -1,4 +1,4 @@
-"""The machine, versions and sources behind a figure, which every result file names."""
+"""The machine, versions and sources behind a result, which every result file names."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from ..cores import usable_cores
 from ..inference.manifest import sha256
 
 PACKAGE = Path(__file__).parents[1]
-UNRELATED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: decide no figure
+NOT_HASHED = ("_version.py", "cli.py", "commands", "serving")  # in PACKAGE: they do not affect results
 
 
 def describe_environment() -> dict[str, Any]:
@@ -42,14 +42,14 @@ def versions() -> dict[str, str]:
 
 @cache
 def sources() -> str:
-    """Hash of the code that may decide a figure: that of the package without UNRELATED.
+    """Hash of the code that may affect results: the package without NOT_HASHED.
 
-    Results are continued and used again only by the code that began them.
+    Only the code that began a result continues it or uses it again.
     """
     files = {file.relative_to(PACKAGE): file for kind in ("py", "json", "onnx") for file in PACKAGE.rglob(f"*.{kind}")}
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
-        if name.parts[0] not in UNRELATED:
+        if name.parts[0] not in NOT_HASHED:
             digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())
     return digest.hexdigest()[:16]
 

@@ -14,9 +14,12 @@ from .environment import commit, describe_environment
 FORMATS = {"speed": 3, "operations": 3, "quality": 3, "comparison": 2, "load": 2, "experiments": 1}
 
 
-def command_line(arguments: Sequence[str]) -> str:
-    """The command with these arguments, as results and documents write it."""
-    return shlex.join(["python", "-m", "ppdiffusers_tome", *arguments])
+PROGRAM = "python -m ppdiffusers_tome"
+
+
+def command_line(arguments: Sequence[str], program: str = PROGRAM) -> str:
+    """A program with these arguments, as results and messages write it."""
+    return f"{program} {shlex.join(arguments)}"
 
 
 def make_result(kind: str, command: str, /, **content: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -14,17 +15,17 @@ from ...errors import ToMeConfigError
 from ...files import write_file
 from ...generation.offline import MakeImageBackend
 from ...models import denoisers, find_blocks
-from ..cache import digest
+from ..cache import digest, warn_of_damage
 from ..results import make_result
 from .image_generation import check_model, claim_folder, generate_images, image_folder, load_model, read_images
+from .image_sets import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, ImageSet
 from .metrics import blur, kid, load_fid, psnr, ssim
 from .networks import EFFICIENTNET, STLPIPS, efficientnet_features, st_lpips
-from .settings import OTHER_SEEDS, PLAIN_IMAGES, Evaluation, Setting
 from .sheets import image_paths
 
 PAIRS = ("psnr", "ssim", "perceptual")  # measures of an image and its plain one
 SIGMA = 1.0  # px: a blur that is visible at once
-SMALLEST_REAL = 4  # images: KID compares their halves, of two images at least
+MIN_REAL_IMAGES = 4  # KID compares their halves, which need two images each
 CHUNK = 16  # images in memory at a time
 
 Measured = dict[str, np.ndarray]  # "features" [N, 1280] of N images, and each of PAIRS [N] where there are references
@@ -43,7 +44,7 @@ def model_levels(model: str) -> list[int]:
 
 def evaluate(
     evaluation: Evaluation,
-    settings: Sequence[Setting],
+    image_sets: Sequence[ImageSet],
     output: Path,
     make_backend: MakeImageBackend,
     batch: int,
@@ -51,11 +52,11 @@ def evaluate(
     with_inception: bool,
     command: str,
 ) -> dict[str, Any]:
-    """Generate plain images and those of all settings in a folder, which a repeated run continues; measure them.
+    """Generate plain images and those of all image sets in a folder, which a repeated run continues; measure them.
 
     Args:
         batch: most images in one pipeline call.
-        real: folder of at least SMALLEST_REAL real images, to measure KID to them too.
+        real: folder of at least MIN_REAL_IMAGES real images, to measure KID to them too.
         with_inception: measure FID to the real images too.
         command: for the record.
 
@@ -70,21 +71,21 @@ def evaluate(
     check_model(evaluation)
     # What may be missing is loaded now, because generation takes hours.
     real_images = [] if real is None else image_paths(real)
-    if real is not None and len(real_images) < SMALLEST_REAL:
-        raise ToMeConfigError(f"{real} has {len(real_images)} PNG files: KID needs {SMALLEST_REAL} real images.")
+    if real is not None and len(real_images) < MIN_REAL_IMAGES:
+        raise ToMeConfigError(f"{real} has {len(real_images)} PNG files: KID needs {MIN_REAL_IMAGES} real images.")
     if real is None and with_inception:
         raise ToMeConfigError("FID compares with real images: name their folder with --real.")
     fid = load_fid() if with_inception else None
     for weights in (EFFICIENTNET, STLPIPS):
         weights.read()
     generated_by = claim_folder(evaluation, output)
-    generate_images(evaluation, [PLAIN_IMAGES, OTHER_SEEDS, *settings], output, make_backend, batch)
+    generate_images(evaluation, [PLAIN_IMAGES, OTHER_SEEDS, *image_sets], output, make_backend, batch)
     measurer = Measurer(output, evaluation.size)
     calibration, references = calibrate(measurer, real_images)
-    entries = [entry_of(measurer, setting, references) for setting in settings]
+    entries = [entry_of(measurer, image_set, references) for image_set in image_sets]
     if fid is not None and real is not None:
-        for setting, entry in zip(settings, entries, strict=True):
-            entry["fid"] = fid(image_folder(setting, output), real)
+        for image_set, entry in zip(image_sets, entries, strict=True):
+            entry["fid"] = fid(image_folder(image_set, output), real)
     return make_result(
         "quality",
         command,
@@ -106,20 +107,23 @@ class Measurer:
     output: Path
     size: int  # px; images of another size are resized
 
-    def compare(self, setting: Setting, sigma: float = 0, count: int | None = None) -> Measured:
-        """A setting's first images, blurred by sigma px, each against the plain one of the same prompt and noise."""
-        images, plain = (image_paths(image_folder(one, self.output))[:count] for one in (setting, PLAIN_IMAGES))
+    def compare(self, image_set: ImageSet, sigma: float = 0, count: int | None = None) -> Measured:
+        """The first images of a set, blurred by sigma px, each against the plain one of the same prompt and noise."""
+        images, plain = (image_paths(image_folder(one, self.output))[:count] for one in (image_set, PLAIN_IMAGES))
         return self.measure(images, plain, sigma)
 
     def measure(self, images: Sequence[Path], references: Sequence[Path] = (), sigma: float = 0) -> Measured:
         """Features of images, blurred by sigma px, and each of PAIRS between them and their references."""
-        # Names of generated images contain a hash of what decides them; those of real images do not: hence their size.
+        # Names of generated images contain a hash of their inputs. Those of real images do not, so sizes are added.
         names = [f"{path.parent.name}/{path.name}/{path.stat().st_size}" for path in (*images, *references)]
         key = digest([names, len(references), self.size, sigma, EFFICIENTNET.sha256, STLPIPS.sha256])
         path = self.output / "measured" / f"{key}.npz"
         if path.exists():
-            with np.load(path) as arrays:
-                return dict(arrays)
+            try:
+                with np.load(io.BytesIO(path.read_bytes())) as arrays:
+                    return dict(arrays)
+            except (OSError, ValueError, EOFError, BadZipFile) as error:
+                warn_of_damage(path, error)
         starts = tqdm(range(0, len(images), CHUNK), f"measure {images[0].parent.name}", unit="chunk", disable=None)
         parts = [self._measure_chunk(images[n : n + CHUNK], references[n : n + CHUNK], sigma) for n in starts]
         measured = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -146,7 +150,7 @@ class Measurer:
 def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Measure known differences: other noise, a blur, and halves of the real images.
 
-    Returns the result's "calibration", and the features of each set that settings are compared with.
+    Returns the result's "calibration", and the features of each set that image sets are compared with.
     """
     plain, other = measurer.compare(PLAIN_IMAGES), measurer.compare(OTHER_SEEDS)
     blurred = measurer.compare(PLAIN_IMAGES, SIGMA)
@@ -164,11 +168,11 @@ def calibrate(measurer: Measurer, real_images: Sequence[Path]) -> tuple[dict[str
     return {name: {"pairs": pairs, "kid": kid(x, y)} for name, (pairs, x, y) in sets.items()}, references
 
 
-def entry_of(measurer: Measurer, setting: Setting, references: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """A setting's entry in the result: how far its images are from plain ones, and their set from each reference."""
-    measured = measurer.compare(setting)
+def entry_of(measurer: Measurer, image_set: ImageSet, references: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The entry of an image set in the result: distances of its images from plain ones, and from each reference."""
+    measured = measurer.compare(image_set)
     distances = {name: kid(measured["features"], features) for name, features in references.items()}
-    return {**asdict(setting), "pairs": _pairs(measured), "kid": distances}
+    return {**asdict(image_set), "pairs": _pairs(measured), "kid": distances}
 
 
 def _pairs(measured: Measured) -> dict[str, list[float | None]]:

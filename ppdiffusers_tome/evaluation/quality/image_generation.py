@@ -1,4 +1,4 @@
-"""Generate images of all prompts by each setting, from the same noise, in a folder that a repeated run continues."""
+"""Generates all image sets of an evaluation from the same noise, in a folder that a repeated run continues."""
 
 import inspect
 import json
@@ -24,14 +24,15 @@ from ...generation.offline import ImageBackend, MakeImageBackend, generate
 from ...inference import Size, read_manifest
 from ...inference.export import unmerged_programs, write_export
 from ...inference.loading import ModelDefaults, load_for_export, read_defaults
+from ...inference.manifest import MANIFEST
 from ...models import latent_grid, vae_factor
-from ..cache import Cache, digest, program_key
+from ..cache import Cache, digest, program_key, warn_of_damage
 from ..environment import commit, model_files, sources, versions
 from ..results import read_json, write_result
 from ..speed.cases import EAGER, PLAIN, PROGRAM_FORMATS, PROGRAMS, TOME
-from .settings import Evaluation, Setting
+from .image_sets import Evaluation, ImageSet
 
-RECORD = "evaluation.json"  # what generated the images of a folder
+RECORD = "evaluation.json"  # in a folder of images: the evaluation that they belong to
 
 
 def load_model(model: str) -> DiffusionPipeline:
@@ -115,10 +116,10 @@ def from_image(pipe: DiffusionPipeline) -> StableDiffusionImg2ImgPipeline | None
 
 
 def fingerprint(evaluation: Evaluation) -> dict[str, Any]:
-    """What decides the images of an evaluation, as JSON has it: also the model's content, versions and sources."""
-    decisive = {name: value for name, value in asdict(evaluation).items() if name != "threads"}
-    decisive["content of the model"] = model_files(evaluation.model)
-    return json.loads(json.dumps({**decisive, "versions": versions(), "sources": sources()}))
+    """All that an evaluation's images depend on, ready for JSON, with the model's content, versions and sources."""
+    inputs = {name: value for name, value in asdict(evaluation).items() if name != "threads"}
+    inputs["content of the model"] = model_files(evaluation.model)
+    return json.loads(json.dumps({**inputs, "versions": versions(), "sources": sources()}))
 
 
 def claim_folder(evaluation: Evaluation, output: Path) -> str:
@@ -140,35 +141,35 @@ def claim_folder(evaluation: Evaluation, output: Path) -> str:
 
 
 def generate_images(
-    evaluation: Evaluation, settings: Sequence[Setting], output: Path, make_backend: MakeImageBackend, batch: int
+    evaluation: Evaluation, image_sets: Sequence[ImageSet], output: Path, make_backend: MakeImageBackend, batch: int
 ) -> None:
     """Generate the images that the folder lacks. Raises ToMeError if images failed; the others are stored."""
-    programs = export_programs(evaluation, settings, output) if evaluation.backend in PROGRAMS else {}
-    for setting in tqdm(settings, desc="settings", unit="setting", disable=None):
+    programs = export_programs(evaluation, image_sets, output) if evaluation.backend in PROGRAMS else {}
+    for image_set in tqdm(image_sets, desc="image sets", unit="set", disable=None):
         load: Callable[[], Engine]
         if programs:
-            runtime = PROGRAMS[evaluation.backend_of(setting)]
-            load = partial(load_engine, programs[setting], threads=evaluation.threads, **runtime)
+            runtime = PROGRAMS[evaluation.backend_of(image_set)]
+            load = partial(load_engine, programs[image_set], threads=evaluation.threads, **runtime)
         else:
-            load = partial(EagerEngine, _absolute(evaluation.model), setting.config)
-        generate_setting(evaluation, setting, output, make_backend(load), batch)
+            load = partial(EagerEngine, _absolute(evaluation.model), image_set.config)
+        generate_image_set(evaluation, image_set, output, make_backend(load), batch)
 
 
 def export_programs(
-    evaluation: Evaluation, settings: Sequence[Setting], output: Path, cached: Cache | None = None
-) -> dict[Setting, Path]:
-    """The exported folder for each setting; settings that differ only in the ratio share one.
+    evaluation: Evaluation, image_sets: Sequence[ImageSet], output: Path, cached: Cache | None = None
+) -> dict[ImageSet, Path]:
+    """The exported folder for each image set; image sets that differ only in the ratio share one.
 
     UNets that `cached` has, which are those of `bench`, are linked instead of traced again.
     """
-    groups: dict[ToMeConfig, list[Setting]] = defaultdict(list)
-    for setting in settings:
-        groups[replace(setting.config, ratio=0)].append(setting)
-    programs: dict[Setting, Path] = {}
+    groups: dict[ToMeConfig, list[ImageSet]] = defaultdict(list)
+    for image_set in image_sets:
+        groups[replace(image_set.config, ratio=0)].append(image_set)
+    programs: dict[ImageSet, Path] = {}
     for config, members in groups.items():
         name = config.describe().partition(", ")[2].replace(", ", "_") or "defaults"
         folder = output.resolve() / "programs" / name
-        ratios = tuple(dict.fromkeys(setting.config.ratio for setting in members))
+        ratios = tuple(dict.fromkeys(image_set.config.ratio for image_set in members))
         if not set(ratios) <= _exported_ratios(folder):
             earlier = [*programs.values(), *([folder] if _exported_ratios(folder) else [])]
             linked = unmerged_programs(earlier[0]) if earlier else []  # the other models are exported once
@@ -196,30 +197,38 @@ def _unet_key(evaluation: Evaluation, config: ToMeConfig, ratio: float) -> str:
 
 
 def _exported_ratios(folder: Path) -> set[float]:
+    """The ratios of an export; none if there is no export, or if it is damaged, which warns."""
+    if not folder.exists():
+        return set()
     try:
         return set(read_manifest(folder, verify=False).ratios)  # weights are verified when they are loaded
-    except ToMeExportError:
+    except ToMeExportError as error:
+        warn_of_damage(folder / MANIFEST, error)
         return set()
 
 
-def generate_setting(
-    evaluation: Evaluation, setting: Setting, output: Path, backend: ImageBackend, batch: int
+def generate_image_set(
+    evaluation: Evaluation, image_set: ImageSet, output: Path, backend: ImageBackend, batch: int
 ) -> None:
-    """Generate the images that a setting's folder lacks. Raises ToMeError if images failed; the others are stored."""
+    """Generate the images that the folder of an image set lacks.
+
+    Raises:
+        ToMeError: images failed; the others are stored.
+    """
     # Threads and the size of a batch change rounding alone.
-    of_setting = [evaluation.backend_of(setting), setting.framework, setting.config.describe()]
-    identity = digest([sources(), evaluation.model, *of_setting])
-    summary = generate(evaluation.jobs(setting), identity, image_folder(setting, output), batch, backend)
+    inputs = [evaluation.backend_of(image_set), image_set.framework, image_set.config.describe()]
+    identity = digest([sources(), evaluation.model, *inputs])
+    summary = generate(evaluation.jobs(image_set), identity, image_folder(image_set, output), batch, backend)
     if summary.failures:
         prompt, reason = summary.failures[0]
         raise ToMeError(
-            f"{len(summary.failures)} images of {setting.name} failed, the first of {prompt.job.prompt!r}: {reason}"
+            f"{len(summary.failures)} images of {image_set.name} failed, the first of {prompt.job.prompt!r}: {reason}"
         )
 
 
-def image_folder(setting: Setting, output: Path) -> Path:
-    """Where the images of a setting are; their names sort in the order of the prompts."""
-    return output / "images" / setting.name
+def image_folder(image_set: ImageSet, output: Path) -> Path:
+    """Where the images of an image set are; their names sort in the order of the prompts."""
+    return output / "images" / image_set.name
 
 
 def read_images(paths: Sequence[Path], size: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from ...errors import ToMeError
 
 SUBSETS = 100  # pairs of subsets that KID compares
-LARGEST_SUBSET = 1000
+MAX_SUBSET = 1000  # images
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:  # [H, W, 3] uint8 both
@@ -34,13 +34,13 @@ def blur(image: np.ndarray, sigma: float) -> np.ndarray:  # [H, W, 3] uint8 both
 def kid(x: np.ndarray, y: np.ndarray) -> dict[str, float]:  # [N, D] and [M, D], N and M at least 2
     """Kernel distance between features of two sets: "mean" and "std" of `squared_mmd` over random pairs of subsets.
 
-    A subset has half the members of the smaller set, at most LARGEST_SUBSET, so that subsets differ and "std" is
+    A subset has half the members of the smaller set, at most MAX_SUBSET, so that subsets differ and "std" is
     meaningful. Equal arguments give equal values.
 
     Source: Bińkowski et al. 2018, arXiv:1801.01401 §4, there in Inception's features.
     """
     x, y = x.astype(np.float64), y.astype(np.float64)
-    size = min(max(min(len(x), len(y)) // 2, 2), LARGEST_SUBSET)
+    size = min(max(min(len(x), len(y)) // 2, 2), MAX_SUBSET)
     random = np.random.RandomState(0)
     values = [
         squared_mmd(*(members[random.choice(len(members), size, replace=False)] for members in (x, y)))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ..plotting import BLUE, GREY, add_legend, looks_of, make_figure, mix, plot_lines, set_title, use_log_scale
 
-LONGEST_LINE = 34  # characters of a method beside its point
+MAX_LINE = 34  # characters of a method beside its point
 NEAR_PLAIN = 1.2  # speed-up from which on a plot has no line for plain
 BETTER = {"psnr": ": higher is better", "perceptual": ": lower is better"}
 TITLES = {
@@ -71,7 +71,7 @@ def is_on_frontier(speed_up: pd.Series, nearness: pd.Series, noise: float = 0) -
     return np.array(is_best, bool)
 
 
-# Writes text, x, y and colour of each point beside it.
+# A function that writes a text beside each point; a point is its text, x, y and colour.
 Label = Callable[[Figure, Axes, Sequence[tuple[str, float, float, str]]], None]
 
 
@@ -109,7 +109,7 @@ def plot_frontier(
     add_legend(figure, panels, columns=2 if label is None else 4, without=looks if label else ())
     texts = points["ratio"].map("{:g}".format)
     if label is not None:
-        names = points["method"].map(lambda method: fill(method, LONGEST_LINE) + ": ")
+        names = points["method"].map(lambda method: fill(method, MAX_LINE) + ": ")
         texts = names.mask(points.duplicated("method"), "") + texts
     colours = points["method"].map(lambda method: mix(looks[method][0], "black", 0.25))
     for axes, measure in zip(panels, nearness, strict=True):

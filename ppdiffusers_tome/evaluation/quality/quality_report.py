@@ -11,10 +11,10 @@ import pandas as pd
 from ...config import ToMeConfig
 from ..clock import quartiles
 from ..markdown import TEMPLATES, write_page
+from ..methods import name_of
 from ..plotting import save_figure
 from ..results import check_result
 from .quality_plots import plot_against_ratio, plot_bars
-from .settings import name_of
 from .sheets import GAIN, evenly_spaced, write_sheet
 
 OTHER_SEEDS = "plain, other seeds"  # a calibration that every result has

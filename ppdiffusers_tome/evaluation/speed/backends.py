@@ -3,7 +3,7 @@
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,27 +25,30 @@ from ...patch import attach, detach
 from ...positions import Grid
 from ..cache import Cache, program_key
 from ..clock import seconds_of
-from .cases import EAGER, PLANNED, PROGRAMS, Arm
+from .cases import PLANNED, PROGRAMS, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .workloads import PipelineWorkload, Workload, as_array
 
 Run = Callable[[bool], Any]  # one pass; the argument is `is_short` of Workload.run
 MEMORY_SHARE = 4  # programs stay loaded if they need at most 1/4 of the available memory
-# By arm, how it changes a denoiser for latents of a grid; the others merge. benchmarks/speed.py adds some.
-ATTACH: dict[str, Callable[[nn.Layer, ToMeConfig, Grid], None]] = {}
+Attach = Callable[[nn.Layer, ToMeConfig, Grid], None]  # changes a denoiser for latents of a grid
 
 
 class Backend(ABC):
     """Computes the arms of a workload. What `prepared` does is neither timed nor under the memory limit.
 
     Args:
-        name: in `cases.ARMS_OF`.
-        threads: of programs; eager Paddle reads OMP_NUM_THREADS.
+        name: in `Catalog.backends`.
+        threads: of programs; those of eager Paddle are the process's.
         programs: the folder in which exported programs are cached; it may not exist yet.
+        attachers: by arm, what changes the denoiser; that of an arm without an entry merges with this package.
     """
 
-    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
+    def __init__(
+        self, name: str, workload: Workload, threads: int, programs: Path, attachers: Mapping[str, Attach]
+    ) -> None:
         self.name, self.workload, self.threads, self.programs = name, workload, threads, programs
+        self.attachers = attachers
 
     @abstractmethod
     def prepared(self, arm: Arm) -> AbstractContextManager[Run]:
@@ -72,6 +75,16 @@ class Backend(ABC):
     def close(self) -> None:  # noqa: B027 - not every backend has a process
         """End processes."""
 
+    def attach(self, denoiser: nn.Layer, arm: Arm) -> None:
+        """Change a denoiser as the arm does; nothing changes for an arm that does not merge."""
+        if arm.config is None:
+            return
+        attacher = self.attachers.get(arm.arm)
+        if attacher is None:
+            attach(denoiser, arm.config, None)
+        else:
+            attacher(denoiser, arm.config, self.workload.latent)
+
     def _limited(self) -> AbstractContextManager[None]:
         gigabytes = self.workload.case.memory_limit_gb
         return limited(None if gigabytes is None else int(gigabytes * 1e9), self.workload.weights)
@@ -93,7 +106,7 @@ class EagerBackend(Backend):
                     layer.set_processor(SlicedAttnProcessor(max(1, layer.sliceable_head_dim // 2)))
                 else:
                     layer.set_processor(AttnProcessor())
-            attach_arm(denoiser, arm, self.workload.latent)
+            self.attach(denoiser, arm)
             yield self.workload.run
         finally:
             detach(denoiser)
@@ -110,8 +123,10 @@ class EagerBackend(Backend):
 class ProgramBackend(Backend):
     """Exported programs in one runtime, which are loaded once, or for each pass if memory is short."""
 
-    def __init__(self, name: str, workload: Workload, threads: int, programs: Path) -> None:
-        super().__init__(name, workload, threads, programs)
+    def __init__(
+        self, name: str, workload: Workload, threads: int, programs: Path, attachers: Mapping[str, Attach]
+    ) -> None:
+        super().__init__(name, workload, threads, programs, attachers)
         self._runtime = choose_runtime(threads=threads, **PROGRAMS[name])
         self._converter = Converter() if self._runtime.format == "onnx" else None
         planned = sum(arm.backend in PROGRAMS for arm in workload.case.with_status(PLANNED))
@@ -157,7 +172,7 @@ class ProgramBackend(Backend):
         if file is None:
             shutil.rmtree(self.programs / key, ignore_errors=True)  # of a process that ended while it wrote
             traceable = workload.traceable()
-            attach_arm(getattr(traceable.layer, "unet", traceable.layer), arm, workload.latent)
+            self.attach(getattr(traceable.layer, "unet", traceable.layer), arm)
             ratio = arm.config.ratio if arm.config else 0.0
             planned = ProgramFile(workload.case.scope, size=Size(size, size), ratio=ratio)
             file = save(traceable, planned, self.programs, key, workload.dims, self.threads, self._converter)
@@ -187,7 +202,7 @@ class ProgramBackend(Backend):
     def _export_pipeline(self, arm: Arm) -> Callable[[], Run]:
         workload = self.workload
         assert isinstance(workload, PipelineWorkload)
-        if arm.arm in ATTACH:
+        if arm.arm in self.attachers:
             raise ToMeConfigError(f"export_pipeline cannot export the arm {arm.arm!r}: leave it out.")
         folder = self.programs / self._key(arm)
         sizes = [(workload.case.size, workload.case.size)]
@@ -211,13 +226,3 @@ class ProgramBackend(Backend):
             return lambda is_short: workload.run(is_short, pipe)
 
         return load
-
-
-BACKEND_CLASSES: dict[str, type[Backend]] = {EAGER: EagerBackend, **dict.fromkeys(PROGRAMS, ProgramBackend)}
-
-
-def attach_arm(denoiser: nn.Layer, arm: Arm, latent: Grid) -> None:
-    """Merge in a denoiser as the arm does."""
-    if arm.config:
-        change = ATTACH.get(arm.arm)
-        change(denoiser, arm.config, latent) if change else attach(denoiser, arm.config, None)

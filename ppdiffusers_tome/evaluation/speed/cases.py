@@ -4,8 +4,8 @@ The same objects are planned, sent to the worker, stored in the result file and 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,7 @@ from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import tokens_kept
+from ..methods import name_of
 from ..results import check_result
 from .architectures import Architecture, architecture_of
 
@@ -38,18 +39,14 @@ DTYPES = ("float32", "float16", "bfloat16")
 SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
 UNMERGED = (PLAIN, MEMORY_EFFICIENT)
 ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
-# The next two are where benchmarks/speed.py adds arms and backends. Programs have their own attention kernels.
-ARMS_OF: dict[str, tuple[str, ...]] = {EAGER: tuple(ARM_NAMES), **dict.fromkeys(PROGRAMS, (PLAIN, TOME))}
-# By backend or arm: the configs with which it merges, of those that the user asks for.
-CONFIGS_OF: dict[str, Callable[["Case", Sequence[ToMeConfig]], Sequence[ToMeConfig]]] = {}
 
 
 @dataclass
 class Arm:
     """One way to compute a case, and what it cost; the fields are those of the result file."""
 
-    arm: str  # one of ARM_NAMES, or one that benchmarks/speed.py adds
-    backend: str = EAGER  # or another one of ARMS_OF
+    arm: str  # one of `Catalog.arms`
+    backend: str = EAGER  # or another one of `Catalog.backends`
     config: ToMeConfig | None = None  # how tokens merge; None: they do not
     attention: str = "plain"  # or "slicing", "xformers"
     kept: int = 0  # tokens after merging, at the shallowest level with attention
@@ -59,7 +56,7 @@ class Arm:
     parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
     peak_memory_bytes: int | None = None  # of one pass with the weights, by Paddle's counter
     macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
-    shares: dict[str, float] | None = None  # of the blocks' time, by part; benchmarks/speed.py measures them
+    shares: dict[str, float] | None = None  # of the blocks' time, by part; only benchmarks/speed.py measures them
 
     @property
     def ratio(self) -> float:
@@ -74,24 +71,28 @@ class Arm:
     @property
     def method(self) -> str:
         """How tokens merge, in words, without ratio, level and dst; "" if they do not."""
-        return replace(self.config, use_rand=True, max_downsample=None).method if self.config else ""
+        if self.config is None:
+            return ""
+        # The arms of benchmarks/speed.py have neither windows nor weights.
+        others = () if self.arm in ARM_NAMES else ("window", "proportional")
+        return name_of(self.config, without=("max_downsample", "use_rand", *others))
 
     @property
     def name(self) -> str:
-        """In words, such as "ToMe 0.5, windows of 16, eager"; no two arms of a case have the same."""
+        """In words, such as "default 0.5, windows of 8, eager"; no two arms of a case have the same."""
         level = "" if self.max_downsample is None else f", max_downsample {self.max_downsample}"
         dst = f", dst of seed {self.config.seed}" if self.config and self.config.use_rand else ""  # in `tune` alone
         return f"{self.label(f' {self.ratio:.15g}')}{level}{dst}, {self.backend}"
 
     def label(self, ratio: str = "") -> str:
-        """In words, such as "ToMe, windows of 16", without level and backend; `ratio` follows the first words."""
+        """In words, such as "default, windows of 8", without level and backend; `ratio` follows the first words."""
         words = ARM_NAMES.get(self.arm, self.arm)
         if self.config is None:
             return words
-        layers, *others = self.method.split(", ")
+        method, comma, differences = self.method.partition(", ")
         if self.arm in ARM_NAMES:
-            return ", ".join([words.replace("ToMe", layers) + ratio, *others])
-        return ", ".join([words + ratio, *([layers] if layers != "ToMe" else []), *others])
+            return words.replace("ToMe", method) + ratio + comma + differences
+        return f"{words}{ratio}, {self.method}"
 
     def fail(self, status: str, reason: str) -> None:
         """Record that the arm cannot be measured; its seconds are dropped."""
@@ -103,7 +104,7 @@ class Case:
     """One model at one size, with the arms that take turns on it; the fields are those of the result file."""
 
     model: str  # a name in ARCHITECTURES, or a pipeline's folder
-    scope: str = "unet"  # one of `workloads.WORKLOADS`
+    scope: str = "unet"  # one of `Catalog.scopes`
     size: int = 512  # px, of a square image
     batch: int = 2  # rows of the UNet or block; images of a pipeline
     dtype: str = "float32"  # one of DTYPES
@@ -216,27 +217,6 @@ def make_case(model: str, **fields: Any) -> Case:
         raise ToMeConfigError("--scope pipeline needs --model FOLDER: an --architecture is a UNet only.")
     case.latent, case.tokens = list(architecture.latent(case.size)), architecture.first_grid(case.size).tokens
     return case
-
-
-def make_arms(case: Case, arms: Sequence[str], backends: Sequence[str], configs: Sequence[ToMeConfig]) -> list[Arm]:
-    """The arms of a case, of `arms` in ARMS_OF; those that cannot be measured are NOT_MEASURED and have a reason.
-
-    Raises:
-        ToMeConfigError: a config would merge nothing in the case.
-    """
-    efficient = "slicing" if paddle.get_device() == "cpu" else "xformers"
-    made: dict[str, Arm] = {}
-    for backend in backends:
-        for name in [name for name in ARMS_OF[backend] if name in arms]:
-            choose = CONFIGS_OF.get(backend) or CONFIGS_OF.get(name)
-            chosen = choose(case, configs) if choose else configs
-            for config in [None] if name in UNMERGED else chosen:
-                attention = efficient if name in (MEMORY_EFFICIENT, BOTH) else "plain"
-                arm = Arm(name, backend, config, attention, case.count_kept(config))
-                if backend != EAGER and case.dtype != "float32":
-                    arm.fail(NOT_MEASURED, "only eager mode is measured in another dtype than float32")
-                made.setdefault(arm.name, arm)
-    return list(made.values())
 
 
 def read_cases(result: dict[str, Any], source: Path | str) -> list[Case]:

@@ -63,9 +63,9 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
     frame = pd.DataFrame(rows).astype(dict.fromkeys(NUMBERS, float))
     frame["max_downsample"] = frame["max_downsample"].fillna(0).astype(int)
     frame["merges"] = frame["is_ours"] & frame["arm"].isin([TOME, BOTH])
-    plain, efficient = (partners(frame, arm=arm, **UNMERGED) for arm in (PLAIN, MEMORY_EFFICIENT))
+    plain, efficient = (rows_with(frame, arm=arm, **UNMERGED) for arm in (PLAIN, MEMORY_EFFICIENT))
     references = {"plain": plain, "efficient": efficient[frame["arm"] == BOTH]}
-    references["eager"] = partners(frame, arm=PLAIN, backend=EAGER, **UNMERGED)
+    references["eager"] = rows_with(frame, arm=PLAIN, backend=EAGER, **UNMERGED)
     seconds = rounds(frame)
     columns = [spread("time", seconds)]
     for name, other in references.items():
@@ -79,8 +79,8 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
     return pd.concat([frame, *columns], axis=1), others
 
 
-def partners(frame: pd.DataFrame, **changes: Any) -> pd.DataFrame:
-    """For each arm the arm of the same case whose key differs by `changes` alone; missing values if there is none."""
+def rows_with(frame: pd.DataFrame, **changes: Any) -> pd.DataFrame:
+    """For each arm, the arm of the same case whose key differs by `changes` alone; missing values if there is none."""
     return frame[KEY].assign(**changes).merge(frame.drop_duplicates(KEY), "left", KEY).set_axis(frame.index)
 
 

@@ -1,21 +1,17 @@
-"""Parity before timing: an arm whose output differs from that of its definition is not timed."""
+"""Parity before timing: an arm whose output differs from that of its reference is not timed."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...inference.runtime import FUSED_TOLERANCE
 from ...inference.tracing import image_differences, relative_difference
-from .cases import BOTH, EAGER, ERROR, IN_FP32, MEMORY_EFFICIENT, PLAIN, PROGRAMS, TOME, Arm, Case
+from .cases import BOTH, EAGER, ERROR, MEMORY_EFFICIENT, PLAIN, Arm, Case
+from .catalog import CATALOG, Catalog
 
 # If the similarities of two dst differ by less than rounding, two correct programs may choose differently. So each
 # image of an arm must agree for one of several random inputs.
 TRIES = 5
-LEAST_CHANGE = 1e-4  # by merging, relative to the plain output
-# By backend that computes in float32: relative differences. By arm: what it must equal in eager mode.
-# benchmarks/speed.py adds some.
-TOLERANCES = {EAGER: 1e-5, **dict.fromkeys(set(PROGRAMS) - set(IN_FP32), FUSED_TOLERANCE)}
-DEFINED_BY = {MEMORY_EFFICIENT: PLAIN, BOTH: TOME}
+MIN_CHANGE = 1e-4  # by merging, relative to the plain output
 OTHER_ATTENTION = 1e-4  # rounds differently, and merging amplifies that from block to block
 PIPELINE = 1e-2  # of images in 0 … 1 after two steps and a VAE
 HALF = 1e-1  # float16 and bfloat16, without merging
@@ -24,8 +20,14 @@ MERGED_HALF = 1e-1  # the mean over the output, where other pairs merge because 
 Output = Callable[[Arm], np.ndarray | None]
 
 
-def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], None], output: Output) -> None:
-    """Set the `parity` of arms that agree with their definitions, if they have any; fail the arms that differ.
+def check_parity(
+    case: Case,
+    arms: Sequence[Arm],
+    set_inputs: Callable[[int], None],
+    output: Output,
+    catalog: Catalog = CATALOG,
+) -> None:
+    """Set the `parity` of arms that agree with their references, if they have any; fail the arms that differ.
 
     `set_inputs` sets the inputs from a seed; `output` computes one pass of any arm, or None if that fails.
     """
@@ -43,7 +45,7 @@ def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], No
 
         for name, arm in list(unequal.items()):
             values = output_once(arm)
-            reasons[name] = "" if values is None else _compare(case, arm, values, output_once, smallest)
+            reasons[name] = "" if values is None else _compare(case, arm, values, output_once, smallest, catalog)
             if not reasons[name]:
                 del unequal[name]
         if not unequal:
@@ -54,46 +56,49 @@ def check_parity(case: Case, arms: Sequence[Arm], set_inputs: Callable[[int], No
         arm.fail(ERROR, f"not timed, because {reasons[name]} for each of {TRIES} random inputs")
 
 
-def definition_of(arm: Arm) -> Arm | None:
-    """The arm whose output must be equal: the same in eager mode, and there what DEFINED_BY has.
+def reference_of(arm: Arm, catalog: Catalog = CATALOG) -> Arm | None:
+    """The arm whose output must be equal: the same arm in eager mode, and there its kind's reference.
 
     None for plain and ToMe in eager mode: what they compute is checked by the library's tests.
     """
-    name = DEFINED_BY.get(arm.arm) if arm.backend == EAGER else arm.arm
+    name = catalog.arms[arm.arm].reference if arm.backend == EAGER else arm.arm
     return Arm(name, EAGER, arm.config) if name else None
 
 
-def tolerance(case: Case, arm: Arm) -> float | None:
-    """The largest relative difference from the definition; None where other pairs merge because of rounding."""
-    if case.dtype != "float32" or arm.backend not in TOLERANCES:
+def tolerance(case: Case, arm: Arm, catalog: Catalog = CATALOG) -> float | None:
+    """The largest relative difference from the reference; None where other pairs merge because of rounding."""
+    of_backend = catalog.backends[arm.backend].tolerance
+    if case.dtype != "float32" or of_backend is None:
         return None if arm.config else HALF
     if case.scope == "pipeline":
         return PIPELINE
-    return OTHER_ATTENTION if arm.arm in (BOTH, MEMORY_EFFICIENT) else TOLERANCES[arm.backend]
+    return OTHER_ATTENTION if arm.arm in (BOTH, MEMORY_EFFICIENT) else of_backend
 
 
-def _compare(case: Case, arm: Arm, values: np.ndarray, output: Output, smallest: dict[str, np.ndarray]) -> str:
+def _compare(
+    case: Case, arm: Arm, values: np.ndarray, output: Output, smallest: dict[str, np.ndarray], catalog: Catalog
+) -> str:
     """Set the arm's parity and its `smallest` differences; the reason if it differs, else nothing."""
     arm.parity = None
     if not np.isfinite(values).all():
         return "its output contains NaN or infinity"
     plain = output(Arm(PLAIN)) if arm.config and arm.backend == EAGER else None
-    if plain is not None and not relative_difference([values], [plain]) > LEAST_CHANGE:
+    if plain is not None and not relative_difference([values], [plain]) > MIN_CHANGE:
         return "merging does not change the output"
-    definition, allowed = definition_of(arm), tolerance(case, arm)
-    expected = output(definition) if definition else None
-    if definition is None or expected is None:
+    reference, allowed = reference_of(arm, catalog), tolerance(case, arm, catalog)
+    expected = output(reference) if reference else None
+    if reference is None or expected is None:
         return ""
     if values.shape != expected.shape:
-        return f"the output has the shape {list(values.shape)}, and that of {definition.name} {list(expected.shape)}"
+        return f"the output has the shape {list(values.shape)}, and that of {reference.name} {list(expected.shape)}"
     if allowed is None:
         mean = float(np.abs(values - expected).mean() / np.abs(expected).mean())
         is_near = mean <= MERGED_HALF
-        return "" if is_near else f"the output differs from that of {definition.name} by {mean:.1e} on average"
+        return "" if is_near else f"the output differs from that of {reference.name} by {mean:.1e} on average"
     differences = image_differences([values], [expected], len(values))
     smallest[arm.name] = np.minimum(differences, smallest.get(arm.name, np.inf))
     difference = float(smallest[arm.name].max())
     if not difference <= allowed:
-        return f"the output differs from that of {definition.name} by {difference:.1e}"
-    arm.parity = {"against": definition.name, "difference": difference}
+        return f"the output differs from that of {reference.name} by {difference:.1e}"
+    arm.parity = {"against": reference.name, "difference": difference}
     return ""

@@ -1,7 +1,6 @@
 """Measures cases: one worker process per case, restarted if it dies, and one result file at the end."""
 
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
@@ -10,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tqdm.auto import tqdm
 
@@ -21,6 +19,7 @@ from ..environment import describe_environment, model_files, sources, versions
 from ..results import make_result, write_result
 from . import worker
 from .cases import ERROR, OUT_OF_MEMORY, PLANNED, Case, Timing
+from .catalog import CATALOG, Catalog
 from .memory import count_ended_processes, is_out_of_memory
 
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} passes, {elapsed} elapsed, {remaining} remaining"
@@ -44,6 +43,7 @@ def measure_all(
     command: str,
     restart: bool = False,
     programs: Path | None = None,
+    catalog: Catalog = CATALOG,
 ) -> list[Case]:
     """Measure the arms of cases that are PLANNED, write the result, and return the measured cases.
 
@@ -54,12 +54,18 @@ def measure_all(
             sources continues it.
         restart: forget what is in that folder.
         programs: folder in which exported programs are cached for other calls; None: the one beside `output`.
+        catalog: what the names of arms, backends and scopes stand for.
     """
     beside = output.with_name(f".{output.name}.cache")
     if restart:
         shutil.rmtree(beside, ignore_errors=True)
-    cache, environment = Cache(beside), {**describe_environment(), "threads": str(timing.threads)}
-    decisive = {
+    cache, environment = Cache(beside), describe_environment()
+    environment["threads"] = str(timing.threads)
+    for name in dict.fromkeys(arm.backend for case in cases for arm in case.arms):
+        versions_of_backend = catalog.backends[name].versions
+        if versions_of_backend:
+            environment |= versions_of_backend()
+    key = {
         "cases": [asdict(case) for case in cases],
         "models": [model_files(case.model) for case in cases],
         "settings": asdict(timing),
@@ -67,19 +73,19 @@ def measure_all(
         "machine": environment["machine"],
         "sources": sources(),
     }
-    result = cache.load(decisive)
+    result = cache.load(key)
     if result is None:
         if beside.exists():
             other = "an incomplete result of other cases, models, settings, versions or code, which is not continued"
             print(f"{beside} has {other}", file=sys.stderr)
-        result = make_result("speed", command, environment=environment, **asdict(timing), cases=decisive["cases"])
-        cache.store(result, decisive)
+        result = make_result("speed", command, environment=environment, **asdict(timing), cases=key["cases"])
+        cache.store(result, key)
     cases = [Case.from_json(fields) for fields in result["cases"]]
 
     def save(index: int, case: Case) -> None:
         cases[index] = case
         result["cases"] = [asdict(case) for case in cases]
-        cache.store(result, decisive)
+        cache.store(result, key)
 
     passes = [len(case.with_status(PLANNED)) * (1 + timing.warm_up + timing.rounds) for case in cases]
     with tqdm(total=sum(passes), bar_format=BAR, disable=None) as bar:
@@ -90,7 +96,7 @@ def measure_all(
             while cases[index].with_status(PLANNED):
                 arm, step = None, "starting"
                 try:
-                    for message in worker_messages(cases[index], timing, folder, skip):
+                    for message in worker_messages(cases[index], timing, folder, skip, catalog):
                         if isinstance(message, Case):
                             save(index, message)
                         else:
@@ -105,7 +111,9 @@ def measure_all(
     return cases
 
 
-def worker_messages(case: Case, timing: Timing, programs: Path, skip: Sequence[str]) -> Iterator[Any]:
+def worker_messages(
+    case: Case, timing: Timing, programs: Path, skip: Sequence[str], catalog: Catalog = CATALOG
+) -> Iterator[Any]:
     """What `worker.measure_case` sends, from a process of its own, which ends with this iterator.
 
     Raises:
@@ -115,10 +123,9 @@ def worker_messages(case: Case, timing: Timing, programs: Path, skip: Sequence[s
     context = multiprocessing.get_context("spawn")  # a fork of Paddle's threads does not work
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as errors, receiver:
-        arguments = (sender, errors.name, case, timing, programs, skip)
+        arguments = (sender, errors.name, case, timing, programs, skip, catalog)
         process = context.Process(target=worker.run, args=arguments, daemon=True)
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(timing.threads), PYTHONWARNINGS="ignore"):
-            process.start()
+        process.start()
         sender.close()
         try:
             while True:
@@ -138,7 +145,7 @@ def worker_messages(case: Case, timing: Timing, programs: Path, skip: Sequence[s
 def _fail(case: Case, name: str | None, step: str, error: WorkerEndedError, skip: Sequence[str]) -> list[str]:
     """Fail the arm that the worker was at when it ended; all, if it was at none or at one of `skip`.
 
-    If it was at a definition that is not an arm of the case, return its name, to be skipped from now on.
+    If it was at a reference that is not an arm of the case, return its name, to be skipped from now on.
     """
     names = [arm.name for arm in case.arms]
     if name and name not in names and name not in skip:

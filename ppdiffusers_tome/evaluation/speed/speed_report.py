@@ -14,7 +14,7 @@ from .cases import BOTH, MEASURED, OUT_OF_MEMORY, PLAIN, TOME
 from .frame import CASE, KEY, near_half, read_frame
 
 PUBLISHED = "published_figures.md"
-LEAST = 3  # points of a line, or bars, that a plot shows
+MIN_POINTS = 3  # points of a line, or bars, of a plot
 
 
 def write_report(files: Sequence[Path], output: Path) -> str:
@@ -59,7 +59,7 @@ def _range(speed_ups: pd.Series) -> str:
 
 
 def _summary(tome: pd.DataFrame) -> pd.DataFrame:
-    """The speed-ups of ToMe by model, size and method, at one ratio for each method and backend: a column for each."""
+    """Speed-ups by model, size and method, at one ratio for each method and backend; a column for each backend."""
     arms = near_half(tome)
     keys = [arms["subject"].rename("model"), arms["size"].rename("px"), arms["label"].rename("arm"), arms["backend"]]
     return arms["over_plain"].groupby(keys, sort=False).agg(_range).unstack() if len(arms) else pd.DataFrame()
@@ -129,7 +129,7 @@ def _text(values: pd.Series, write: Callable[[Any], str], missing: str | None = 
     return pd.Series([missing if pd.isna(value) else write(value) for value in values], values.index, dtype=object)
 
 
-# The plots of a section: a figure, or None if there are fewer than LEAST points to show.
+# The plots of a section: a figure, or None if there are fewer than MIN_POINTS points to show.
 
 
 def against_size(arms: pd.DataFrame) -> Figure | None:
@@ -163,7 +163,7 @@ def against_ratio(arms: pd.DataFrame) -> Figure | None:
 def by_method(arms: pd.DataFrame) -> Figure | None:
     """Bars: speed-up over plain of ToMe by each method in each backend, at its ratio nearest to 0.5; by case."""
     arms = near_half(arms[arms["merges"] & (arms["arm"] == TOME) & arms["over_plain"].notna()])
-    if len(arms) < LEAST:
+    if len(arms) < MIN_POINTS:
         return None
     figure, [axes] = make_figure()
     level = arms["max_downsample"].map(lambda level: f"\nlevel ≤ {level}" if level else "")
@@ -187,11 +187,11 @@ def by_method(arms: pd.DataFrame) -> Figure | None:
 
 
 def _lines(arms: pd.DataFrame, keys: Sequence[pd.Series], x: str, x_label: str, title: str) -> Figure | None:
-    """A line for each value of the keys that has LEAST points: the speed-up over plain, and peak memory if known."""
+    """A line for each value of the keys with MIN_POINTS points: speed-up over plain, and peak memory if known."""
     names = pd.Series([", ".join(words) for words in zip(*keys, strict=True)], arms.index)
     arms = arms.assign(line=pd.Categorical(names, names.unique()), memory=arms["peak_memory_bytes"] / 1e9)
     arms = arms[arms["over_plain"].notna()].sort_values(["line", x], kind="stable")
-    arms = arms[arms.groupby("line", observed=True)[x].transform("nunique") >= LEAST]
+    arms = arms[arms.groupby("line", observed=True)[x].transform("nunique") >= MIN_POINTS]
     if arms.empty:
         return None
     has_memory = arms["memory"].notna().groupby(arms["line"], observed=True).all().any()

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -11,20 +12,29 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+from paddle.base import core
 
 from ...inference.runtime import error_summary
 from ..clock import order_of_round
-from .backends import ATTACH, BACKEND_CLASSES, Backend
+from .backends import Backend
 from .cases import ERROR, MEASURED, OUT_OF_MEMORY, PLANNED, Arm, Case, Timing
+from .catalog import CATALOG, Catalog
 from .memory import is_out_of_memory, limited
 from .parity import check_parity
-from .workloads import open_workload
 
 PR_SET_PDEATHSIG = 1  # from Linux' sys/prctl.h
 Send = Callable[[Case | tuple[str | None, str]], None]
 
 
-def run(connection: Connection, errors: str, case: Case, timing: Timing, programs: Path, skip: Sequence[str]) -> None:
+def run(
+    connection: Connection,
+    errors: str,
+    case: Case,
+    timing: Timing,
+    programs: Path,
+    skip: Sequence[str],
+    catalog: Catalog,
+) -> None:
     """The worker process: `measure_case` with a connection to send to, and a file for what is printed."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -33,10 +43,20 @@ def run(connection: Connection, errors: str, case: Case, timing: Timing, program
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
     with suppress(OSError):  # where memory runs out, the system ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    measure_case(connection.send, case, timing, programs, skip)
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = str(timing.threads)  # of the processes that backends start
+    core.set_num_threads(timing.threads)  # of Paddle here, which read the variable when it was imported
+    measure_case(connection.send, case, timing, programs, skip, catalog)
 
 
-def measure_case(send: Send, case: Case, timing: Timing, programs: Path, skip: Sequence[str] = ()) -> None:
+def measure_case(
+    send: Send,
+    case: Case,
+    timing: Timing,
+    programs: Path,
+    skip: Sequence[str] = (),
+    catalog: Catalog = CATALOG,
+) -> None:
     """Build the model, check parity, warm up and time all rounds of the arms that are PLANNED.
 
     Before each pass, send the name of its arm (None: no arm in particular) and the step, so that the parent can name
@@ -45,16 +65,21 @@ def measure_case(send: Send, case: Case, timing: Timing, programs: Path, skip: S
     Args:
         timing: how; rounds that were timed before are not timed again.
         programs: as `Backend`.
-        skip: names of definitions whose passes ended an earlier worker.
+        skip: names of references whose passes ended an earlier worker.
+        catalog: what the names of arms, backends and scopes stand for.
     """
     send((None, "building the model"))
     with limited(None, 0):
-        workload = open_workload(case)
-    worker = _Worker(send, case, skip, lambda name: BACKEND_CLASSES[name](name, workload, timing.threads, programs))
+        workload = catalog.open_workload(case)
+
+    def make_backend(name: str) -> Backend:
+        return catalog.backends[name].make(name, workload, timing.threads, programs, catalog.attachers)
+
+    worker = _Worker(send, case, skip, make_backend)
     for arm in worker.planned:
-        arm.macs = workload.macs(arm.config) if arm.arm not in ATTACH else None
+        arm.macs = workload.macs(arm.config) if arm.arm not in catalog.attachers else None
     unchecked = [arm for arm in worker.planned if arm.parity is None and not arm.seconds]
-    check_parity(case, unchecked, workload.set_inputs, partial(worker.output, "check"))
+    check_parity(case, unchecked, workload.set_inputs, partial(worker.output, "check"), catalog)
     send(case)
     for arm in worker.planned:  # the first pass measures memory
         for index in range(timing.warm_up):
@@ -74,7 +99,7 @@ def measure_case(send: Send, case: Case, timing: Timing, programs: Path, skip: S
 
 
 class _Worker:
-    """A case with its backends. An arm that fails once is not run again, nor is a definition."""
+    """A case with its backends. An arm that fails once is not run again, and neither is a reference."""
 
     def __init__(self, send: Send, case: Case, skip: Sequence[str], make_backend: Callable[[str], Backend]) -> None:
         self._send, self._case, self._make_backend = send, case, make_backend
@@ -129,7 +154,7 @@ class _Worker:
             reason = f"{step}: {type(error).__name__}: {lines[0] if lines else error_summary(error)}"
             self._failed.add(arm.name)
             for planned in self.planned:
-                if planned.name == arm.name:  # a definition is another object than the arm of the case
+                if planned.name == arm.name:  # a reference is another object than the arm of the case
                     planned.fail(OUT_OF_MEMORY if is_memory else ERROR, reason)
             if arm.backend in self._backends:
                 self._backends[arm.backend].release(arm)

@@ -1,7 +1,6 @@
 """Workloads: a UNet, or a pipeline from prompt to image, with their inputs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 import paddle
@@ -111,16 +110,6 @@ def load_unet(case: Case) -> nn.Layer:
     if case.model in ARCHITECTURES:
         return case.architecture.build()
     return UNet2DConditionModel.from_pretrained(case.model, subfolder="unet")
-
-
-# By scope; benchmarks/speed.py adds one.
-WORKLOADS: dict[str, Callable[[Case], Workload]] = {"unet": UNetWorkload, "pipeline": PipelineWorkload}
-
-
-def open_workload(case: Case) -> Workload:
-    """Build or load a case's model."""
-    paddle.seed(0)
-    return WORKLOADS[case.scope](case)
 
 
 def as_array(value: paddle.Tensor | np.ndarray) -> np.ndarray:

@@ -12,24 +12,25 @@ from ..cache import Cache, digest, programs_of
 from ..environment import describe_environment
 from ..quality.evaluation import Measurer
 from ..quality.image_generation import export_programs, fingerprint, generate_images
-from ..quality.settings import PLAIN_IMAGES, Evaluation, Setting
-from ..speed.cases import MEASURED, PLAIN, PROGRAMS, TOME, Case, Timing, make_arms
+from ..quality.image_sets import PLAIN_IMAGES, Evaluation, ImageSet
+from ..speed.cases import MEASURED, PLAIN, PROGRAMS, TOME, Case, Timing
+from ..speed.catalog import make_arms
 from ..speed.runner import measure_all
 from .search import PERCEPTUAL, PSNR, Candidate
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measures candidates, each once: a folder for all that decides the figures has figures, programs and images."""
+    """Measures candidates, each once. Figures, programs and images are cached in a folder."""
 
     case: Case  # one UNet pass, without arms
     evaluation: Evaluation
-    root: Path  # of these folders
+    root: Path  # has a folder for each set of inputs that the figures depend on
     command: str  # for the record
 
     @cached_property
     def folder(self) -> Path:
-        """For this model, its content, these prompts, sizes, versions, sources, threads and machine."""
+        """The cache for this model, its content, these prompts, sizes, versions, sources, threads and machine."""
         machine = describe_environment()["machine"]
         return self.root / digest([fingerprint(self.evaluation), self.evaluation.threads, machine])
 
@@ -51,8 +52,10 @@ class Measurement:
                 candidate.speed_up = figures
 
     def _bench(self, configs: Sequence[ToMeConfig], rounds: int) -> Iterator[tuple[ToMeConfig, list[float] | str]]:
-        """Programs are those that generate the images. In eager mode, dst is fixed: random dst take the same time, and
-        the built-in ToMe samples others.
+        """Each config with its speed-ups, or with the reason that it has none.
+
+        The programs are those that generate the images. In eager mode, dst is fixed: random dst take the same time,
+        and the built-in ToMe samples others.
         """
         backend, threads = self.evaluation.backend, self.evaluation.threads
         has_own_dst = backend in PROGRAMS
@@ -76,17 +79,17 @@ class Measurement:
 
         One image per call of the pipeline, so that later ones do not change them.
         """
-        first, settings = replace(self.evaluation, prompts=self.evaluation.prompts[:count]), list[Setting]()
+        first, image_sets = replace(self.evaluation, prompts=self.evaluation.prompts[:count]), list[ImageSet]()
         for config in (candidate.config for candidate in candidates):
             name = config.describe().removeprefix("ratio=").replace(", ", "_").replace("'", "")
-            settings.append(Setting(name, "method", config))
-        if self.evaluation.backend in PROGRAMS:  # all now: settings that differ in the ratio alone share a program
+            image_sets.append(ImageSet(name, "method", config))
+        if self.evaluation.backend in PROGRAMS:  # all now: image sets that differ in the ratio alone share a program
             cached = programs_of(self._unets, self.evaluation.model)
-            export_programs(first, [PLAIN_IMAGES, *settings], self.folder, cached)
+            export_programs(first, [PLAIN_IMAGES, *image_sets], self.folder, cached)
         measurer = Measurer(self.folder, self.evaluation.size)
-        for candidate, setting in zip(candidates, settings, strict=True):
-            generate_images(first, [PLAIN_IMAGES, setting], self.folder, generate_here, batch=1)
-            measured = measurer.compare(setting, count=count)
+        for candidate, image_set in zip(candidates, image_sets, strict=True):
+            generate_images(first, [PLAIN_IMAGES, image_set], self.folder, generate_here, batch=1)
+            measured = measurer.compare(image_set, count=count)
             candidate.psnr, candidate.perceptual = (measured[name].tolist() for name in (PSNR, PERCEPTUAL))
 
     @property

@@ -13,10 +13,10 @@ from ...levels import grid_at
 from ..clock import quartiles
 from ..environment import commit, describe_environment
 from ..markdown import NOT_MEASURED
+from ..methods import name_of
 from ..plotting import save_figure
 from ..quality.quality_plots import is_on_frontier, plot_frontier
 from ..quality.quality_report import cells_of
-from ..quality.settings import name_of
 from ..speed.cases import Case
 from .measurement import Measurement
 from .search import PERCEPTUAL, PSNR, SPEED_UP, Candidate, Goal

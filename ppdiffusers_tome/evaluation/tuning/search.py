@@ -1,7 +1,7 @@
-"""The search of `tune`: of many ways to merge, the one that reaches a goal best, by successive halving.
+"""The search of `tune`: it finds the way to merge that reaches a goal best, by successive halving.
 
 It screens all candidates with few figures, then measures more for the better half, until few are left. The caller's
-functions measure time and distance. The search is a function of the figures, so a repeated one takes the same way.
+functions measure time and distance. The search is a function of the figures, so a repeated search decides the same.
 """
 
 import math
@@ -17,7 +17,7 @@ from ...positions import Grid, count_removed
 SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 # How much worse than the goal the first, few figures of a candidate may be, relative to it.
 MARGINS = {SPEED_UP: 0.05, PSNR: 0.05, PERCEPTUAL: 0.25}
-FEWEST = 3  # candidates of the last stage
+MIN_FINALISTS = 3
 TODO: dict[str, Any] = {"merge_attn": KV, "match": GRID, "blend": 0, "proportional": False, "use_rand": False}
 # The methods on the frontiers of benchmarks/alternatives.md, and their first ratios. They are few,
 # because a program takes longer to export than to time.
@@ -30,7 +30,7 @@ KNOWN: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
     (TODO, (0.75,)),
 )
 DEEPER: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.75, **TODO})  # at the next level too
-SMALLEST_STEP = 0.04  # between ratios
+MIN_STEP = 0.04  # between ratios
 
 
 @dataclass
@@ -198,7 +198,7 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
     """
     configs = [candidate.config for candidate in candidates]
     between: list[ToMeConfig] = []
-    for candidate in sorted(running, key=goal.rank)[:FEWEST]:
+    for candidate in sorted(running, key=goal.rank)[:MIN_FINALISTS]:
         config = candidate.config
         if config.match == GRID:  # which has one ratio
             continue
@@ -210,14 +210,14 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
         else:
             bound = min([1 - 1 / (config.sx * config.sy), *(other for other in ratios if other > ratio)])
         halfway = replace(config, ratio=round((ratio + bound) / 2, 2))
-        if abs(halfway.ratio - ratio) >= SMALLEST_STEP and halfway not in configs + between:
+        if abs(halfway.ratio - ratio) >= MIN_STEP and halfway not in configs + between:
             between.append(halfway)
     return between
 
 
 def _better_half(candidates: Sequence[Candidate], goal: Goal) -> list[Candidate]:
     ordered = sorted(candidates, key=goal.rank)
-    half = max(FEWEST, math.ceil(len(ordered) / 2))
+    half = max(MIN_FINALISTS, math.ceil(len(ordered) / 2))
     # What is just short of the goal would be better than all others if it reached it.
     almost = [c for c in ordered[half:] if goal.shortfall(c) <= MARGINS[goal.measure]]
     return ordered[:half] + [c for c in almost if goal.gain(c) > goal.gain(ordered[0])]

@@ -1,10 +1,10 @@
-"""What an evaluation generates: its settings, its prompts, and the jobs that both make."""
+"""What an evaluation generates: its image sets, its prompts, and the jobs that follow from both."""
 
 import csv
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import skimage.data
 from PIL import Image, ImageOps
 
-from ...config import GRID, KV, TOMESD_SETTINGS, ToMeConfig
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...generation.jobs import MAX_SEED, Job, Limits, seed_after
 from ...generation.prompt_file import Prompt, read_prompts
@@ -21,24 +21,16 @@ from ..speed.cases import IN_FP32
 
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "motorcycle_left", "rocket")
-TOMESD = ToMeConfig(**TOMESD_SETTINGS)
-BASES = {  # the methods of docs/methods.md, whose names are those of plots and tables
-    "default": ToMeConfig(),
-    "symmetric": ToMeConfig(merge_attn=True),
-    "tomesd's": TOMESD,
-    "keys and values": ToMeConfig(merge_attn=KV),
-    "ToDo": replace(TOMESD, merge_attn=KV, match=GRID, ratio=0.75, blend=0, use_rand=False),
-}
 ABLATIONS = ("use_rand", "max_downsample", "layers")
 LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
-SMALLEST_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
+MIN_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
 COLUMN = "Prompt"  # of PartiPrompts' table
 PROMPTS = "prompts.txt"  # in a model's folder: what it can show
 GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
 
 
 @dataclass(frozen=True)
-class Setting:
+class ImageSet:
     """One way to generate the images of all prompts."""
 
     name: str  # unique; also the name of the images' folder
@@ -47,19 +39,19 @@ class Setting:
     framework: str = "Paddle"  # or "PyTorch", of benchmarks/tomesd_quality.py
 
 
-PLAIN_IMAGES = Setting("plain", "plain", ToMeConfig(ratio=0))
+PLAIN_IMAGES = ImageSet("plain", "plain", ToMeConfig(ratio=0))
 # Plain images of the same prompts from other noise: how far apart two samples of one model are.
-OTHER_SEEDS = Setting("other-seeds", "plain", ToMeConfig(ratio=0))
+OTHER_SEEDS = ImageSet("other-seeds", "plain", ToMeConfig(ratio=0))
 # Plain images in a backend of IN_FP32, whose other images are compared with plain ones in fp32.
-PLAIN_BF16 = Setting("plain-bf16", "precision", ToMeConfig(ratio=0))
+PLAIN_BF16 = ImageSet("plain-bf16", "precision", ToMeConfig(ratio=0))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is generated, apart from the settings. Raises ToMeConfigError if a number is out of range."""
+    """What is generated, apart from the image sets. Raises ToMeConfigError if a number is out of range."""
 
     model: str  # folder of a ppdiffusers pipeline, or hub name
-    prompts: tuple[tuple[str, int], ...]  # (text, seed) of each image of a setting, at least two
+    prompts: tuple[tuple[str, int], ...]  # (text, seed) of each image of an image set, at least two
     size: int  # px, height and width
     steps: int
     guidance_scale: float
@@ -68,7 +60,7 @@ class Evaluation:
     strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise
 
     def __post_init__(self) -> None:
-        for name, least, most in (("size", SMALLEST_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
+        for name, least, most in (("size", MIN_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {least} to {most:,}.")
         if not math.isfinite(self.guidance_scale):
@@ -79,14 +71,14 @@ class Evaluation:
                 f"{self.steps} steps."
             )
 
-    def backend_of(self, setting: Setting) -> str:
-        """The backend for a setting's images: plain ones are the reference, so they are always in fp32."""
-        return IN_FP32.get(self.backend, self.backend) if setting.group == PLAIN_IMAGES.group else self.backend
+    def backend_of(self, image_set: ImageSet) -> str:
+        """The backend for an image set's images: plain ones are the reference, so they are always in fp32."""
+        return IN_FP32.get(self.backend, self.backend) if image_set.group == PLAIN_IMAGES.group else self.backend
 
-    def jobs(self, setting: Setting) -> list[Prompt]:
-        """The images of a setting."""
-        job = Job("", self.size, self.size, setting.config.ratio, 0, "", self.steps, self.guidance_scale)
-        offset = 2**31 if setting == OTHER_SEEDS else 0
+    def jobs(self, image_set: ImageSet) -> list[Prompt]:
+        """The images of an image set."""
+        job = Job("", self.size, self.size, image_set.config.ratio, 0, "", self.steps, self.guidance_scale)
+        offset = 2**31 if image_set == OTHER_SEEDS else 0
         prompts = []
         for n, (text, seed) in enumerate(self.prompts):
             name = "" if self.strength is None else PHOTOGRAPHS[n % len(PHOTOGRAPHS)]
@@ -103,22 +95,22 @@ def photograph(name: str, size: int) -> Image.Image:
     return ImageOps.fit(Image.open(path).convert("RGB"), (size, size), Image.Resampling.LANCZOS)
 
 
-def list_settings(
+def list_image_sets(
     ratios: Sequence[float],
     ablations: Collection[str] = ABLATIONS,
     ablation_ratio: float = 0.5,
     levels: Sequence[int] = (1,),
     methods: Sequence[Mapping[str, Any]] = (),
-) -> list[Setting]:
-    """The settings of an evaluation; except for methods, each differs in one thing from the defaults at its ratio.
+) -> list[ImageSet]:
+    """The image sets of an evaluation; except for methods, each differs in one thing from the defaults at its ratio.
 
     Args:
-        ratios: above 0; each with the defaults.
+        ratios: numbers above 0. Each has an image set with the defaults.
         ablations: some of ABLATIONS: "use_rand" (every ratio with fixed dst), "max_downsample" (every deeper level)
             and "layers" (cross-attention, the feed-forward layer, and both beside self-attention).
-        ablation_ratio: of "max_downsample" and "layers".
-        levels: at which the model has self-attention, the shallowest first.
-        methods: arguments of `ToMeConfig`, as from `config.parse_settings`; each at every ratio, or at its own. What
+        ablation_ratio: the ratio of "max_downsample" and "layers".
+        levels: the levels at which the model has self-attention, the shallowest first.
+        methods: other ways to merge, as arguments of `ToMeConfig`. Each runs at every ratio, or at its own. One that
             equals the defaults is not generated again.
 
     Raises:
@@ -132,51 +124,33 @@ def list_settings(
     if repeated := [ratio for ratio in ratios if list(ratios).count(ratio) > 1]:
         raise ToMeConfigError(f"ratio {repeated[0]:g} is repeated: list each ratio once.")
 
-    def setting(at: float, suffix: str, group: str, **options: Any) -> Setting:
+    def image_set(at: float, suffix: str, group: str, **options: Any) -> ImageSet:
         config = ToMeConfig(**{**options, "ratio": at})
         if config.ratio == 0:
             raise ToMeConfigError(f"ratio={at!r} is not allowed: it must be above 0, plain is always generated.")
-        return Setting(f"{at:g}{suffix}", group, config)
+        return ImageSet(f"{at:g}{suffix}", group, config)
 
-    setting(at := ablation_ratio, "", "")  # raises even if no ablation uses it
-    settings = [setting(ratio, "", "ratio") for ratio in ratios]
+    image_set(at := ablation_ratio, "", "")  # raises even if no ablation uses it
+    image_sets = [image_set(ratio, "", "ratio") for ratio in ratios]
     if "max_downsample" in ablations:
-        settings += [setting(at, f"-down{level}", "max_downsample", max_downsample=level) for level in levels[1:]]
+        image_sets += [image_set(at, f"-down{level}", "max_downsample", max_downsample=level) for level in levels[1:]]
     if "layers" in ablations:
         options = {"-" + "-".join(layers): {f"merge_{layer}": True for layer in layers} for layers in LAYERS}
-        settings += [setting(at, suffix, "layers", **merged) for suffix, merged in options.items()]
+        image_sets += [image_set(at, suffix, "layers", **merged) for suffix, merged in options.items()]
     if "use_rand" in ablations:
-        settings += [setting(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
+        image_sets += [image_set(ratio, "-fixed", "use_rand", use_rand=False) for ratio in ratios]
     of_method: set[ToMeConfig] = set()
     for method in methods:
-        suffix = "-" + "_".join(f"{name}={value}" for name, value in method.items() if name != "ratio")
+        differing = "_".join(f"{name}={value}" for name, value in method.items() if name != "ratio")
+        suffix = f"-{differing}" if differing else ""
         for ratio in [method["ratio"]] if "ratio" in method else ratios:
-            other = setting(ratio, suffix, "method", **method)
+            other = image_set(ratio, suffix, "method", **method)
             if other.config in of_method:
                 raise ToMeConfigError(f"{other.config.describe()} is repeated: list each way to merge once.")
             of_method.add(other.config)
-            if other.config not in [one.config for one in settings if one.group == "ratio"]:
-                settings.append(other)
-    return settings
-
-
-def name_of(config: ToMeConfig) -> str:
-    """A way to merge by the name of its method in the documents and what differs from that; without ratio and seed."""
-    of_attention = {KV: "keys and values", True: "symmetric" if config.proportional else "tomesd's"}
-    name = "ToDo" if config.match == GRID else of_attention.get(config.merge_attn, "default")
-    values, base = asdict(config), asdict(BASES[name])
-    words = {
-        "sx": f"{config.sx}×{config.sy} cells",
-        "sy": f"{config.sx}×{config.sy} cells",
-        "window": f"windows of {config.window}" if config.window else "whole grid",
-        "use_rand": "random dst" if config.use_rand else "fixed dst",
-        "max_downsample": f"up to level {config.max_downsample}",
-        "blend": f"blend {config.blend:g}",
-        "proportional": "proportional" if config.proportional else "not proportional",
-    }
-    ignored = {"ratio", "seed"} | ({"window"} if config.match == GRID else set())
-    differing = [field for field, value in values.items() if value != base[field] and field not in ignored]
-    return ", ".join([name, *dict.fromkeys(words.get(field, f"{field}={values[field]!r}") for field in differing)])
+            if other.config not in [one.config for one in image_sets if one.group == "ratio"]:
+                image_sets.append(other)
+    return image_sets
 
 
 def read_texts(path: Path) -> list[str]:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError
-from ppdiffusers_tome.evaluation.quality.settings import (
+from ppdiffusers_tome.evaluation.quality.image_sets import (
     OTHER_SEEDS,
     PHOTOGRAPHS,
     PLAIN_IMAGES,
     Evaluation,
-    list_settings,
+    list_image_sets,
     read_texts,
     with_seeds,
 )
@@ -21,7 +21,7 @@ EVALUATION = Evaluation("model", (("a fox", 1), ("an owl", 2**32 - 1)), 32, 20, 
 
 
 def test_every_setting_differs_from_the_defaults_in_one_thing():
-    settings = {setting.name: setting for setting in list_settings(ratios=(0.25, 0.5), levels=(1, 2, 4))}
+    settings = {setting.name: setting for setting in list_image_sets(ratios=(0.25, 0.5), levels=(1, 2, 4))}
     assert list(settings) == [
         *("0.25", "0.5", "0.5-down2", "0.5-down4"),
         *("0.5-crossattn", "0.5-mlp", "0.5-crossattn-mlp", "0.25-fixed", "0.5-fixed"),
@@ -36,7 +36,7 @@ def test_every_setting_differs_from_the_defaults_in_one_thing():
 def test_methods_are_generated_at_each_ratio_or_at_their_own():
     methods = [{"window": 4, "proportional": True}, {"merge_attn": "kv", "match": "grid", "ratio": 0.75}]
     methods.append({"window": ToMeConfig().window})  # equals the defaults, which are generated already
-    settings = list_settings((0.25, 0.5), ablations=(), methods=methods)[2:]
+    settings = list_image_sets((0.25, 0.5), ablations=(), methods=methods)[2:]
     assert {setting.group for setting in settings} == {"method"}
     assert {setting.name: setting.config for setting in settings} == {
         "0.25-window=4_proportional=True": ToMeConfig(ratio=0.25, window=4, proportional=True),
@@ -60,7 +60,7 @@ def test_methods_are_generated_at_each_ratio_or_at_their_own():
 )
 def test_settings_out_of_range_are_refused(arguments, message):
     with pytest.raises(ToMeConfigError, match=message):
-        list_settings(**arguments)
+        list_image_sets(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""--merging and --config: ways to merge, the same in all commands."""
+
+import argparse
+
+import pytest
+
+from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, read_methods
+
+TUNED = ToMeConfig(ratio=0.6, window=4, min_tokens=1024)
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """A settings file."""
+    path = tmp_path / "tome_config.json"
+    TUNED.save(path)
+    return str(path)
+
+
+def parse(*options, is_single):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ratio", type=float, nargs="+")
+    add_merge_options(parser, "how to merge", is_single)
+    return parser.parse_args(options)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sx=4", {"sx": 4}),
+        (
+            "merge_attn=false,merge_mlp,merge_crossattn",
+            {"merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
+        ),
+        (
+            "merge_attn=TRUE,window=none,proportional=false",
+            {"merge_attn": True, "window": None, "proportional": False},
+        ),
+        ("use_rand=false,seed=3,max_downsample=2", {"use_rand": False, "seed": 3, "max_downsample": 2}),
+        ("ratio=0.25", {"ratio": 0.25}),
+    ],
+)
+def test_one_way_to_merge_at_its_own_ratio_or_at_several(text, expected):
+    assert merge_configs(parse("--merging", text, is_single=True)) == [ToMeConfig(**expected)]
+    configs = merge_configs(parse("--merging", text, "--ratio", "0.5", "0", is_single=True))
+    assert configs == [ToMeConfig(**{**expected, "ratio": ratio}) for ratio in (0.5, 0)]
+
+
+def test_defaults_and_files_are_ways_to_merge_too(tuned):
+    assert merge_configs(parse(is_single=True)) == [ToMeConfig()]
+    assert merge_configs(parse("--config", tuned, is_single=True)) == [TUNED]
+    configs = merge_configs(parse("--ratio", "0.25", "0", "--config", tuned, is_single=True))
+    assert [(config.ratio, config.window, config.min_tokens) for config in configs] == [(0.25, 4, 1024), (0, 4, 1024)]
+
+
+def test_several_ways_to_merge(tuned):
+    assert read_methods(parse(is_single=False)) == []
+    options = parse("--merging", "sx=4", "ratio=0.75,window=none", "--config", tuned, tuned, is_single=False)
+    of_file = {"ratio": 0.6, "window": 4, "min_tokens": 1024}
+    assert read_methods(options) == [of_file, of_file, {"sx": 4}, {"ratio": 0.75, "window": None}]
+
+
+@pytest.mark.parametrize("command", ["export", "bench", "evaluate", "tune"])
+def test_all_commands_have_both_options(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    printed = capsys.readouterr().out
+    assert "--merging SETTINGS" in printed and "--config FILE" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--merging", "merge_attn=keys"], "merge_attn='keys' is not allowed"),
+        (["--merging", "windw=8"], "'windw' is not a setting"),
+        (["--config", "/no/such.json"], "/no/such.json cannot be read as a settings file"),
+    ],
+)
+def test_settings_that_are_not_allowed_are_named_before_anything_is_written(options, message, tmp_path, capsys):
+    assert main(["export", "--model", "x", "--output", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_merges_in_one_way(tuned, capsys):
+    with pytest.raises(SystemExit):
+        parse("--config", tuned, "--merging", "sx=4", is_single=True)
+    assert "not allowed with argument" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse("--merging", "sx=4", "sx=3", is_single=True)
