@@ -21,7 +21,7 @@ FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multipl
 
 
 class MergeWrap(InnerWrap):
-    """Of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens.
+    """Wrap of a layer that treats tokens alike, such as the feed-forward layer: run it on merged tokens.
 
     Args:
         config: the settings of the denoiser.
@@ -61,7 +61,9 @@ class MergeWrap(InnerWrap):
 
 
 class AttentionWrap(InnerWrap):
-    """Of an attention layer: run it on merged tokens; self-attention may have keys that merge further, or alone.
+    """Wrap of an attention layer: run it on merged tokens.
+
+    In self-attention, keys and values may merge further than queries, or only they merge.
 
     Args:
         config: the settings of the denoiser.
@@ -82,7 +84,7 @@ class AttentionWrap(InnerWrap):
         _check_mask(plan, self._is_self, *args, **kwargs)
         keys_only = self._is_self and config.merge_attn == KV
         tokens = hidden_states if keys_only else merge(hidden_states, plan, config.blend)
-        keys_differ = keys_only or plan.further is not None
+        keys_differ = keys_only or plan.keys_plan is not None
         if self._is_self and (keys_differ or config.proportional):
             unmerged = (tokens, hidden_states) if keys_differ else None
             view = AttentionView(layer, plan.keys, config, unmerged, self._ignored_scales)
@@ -180,7 +182,7 @@ class AttentionView:
         return [self._narrowed(first), *others]
 
     def _project(self, name: str, layer: nn.Layer, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
-        """What a projection returns, of merged tokens in `to_k` and `to_v`."""
+        """Output of a projection; `to_k` and `to_v` get merged tokens."""
         self._inputs[name] = tokens
         output = layer(self._merge(tokens) if name in ("to_k", "to_v") else tokens, *args)
         return self._with_channels(name, output) if self._channels else output
@@ -195,13 +197,13 @@ class AttentionView:
         return self._widen(output, 0.0) if self._is_fused else output
 
     def _normalize(self, name: str, norm: Any, heads: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
-        """What a norm returns, with the added channels as they are."""
+        """Output of a norm of heads, without a change of the added channels."""
         own, added = heads[..., : -self._channels], heads[..., -self._channels :]
         factor = self._factor if name in ("norm_q", "norm_added_q") else 1.0
         return paddle.concat([norm(own, *args, **kwargs) * factor, added], axis=-1)
 
     def head_to_batch_dim(self, tensor: paddle.Tensor, out_dim: int = 4, transpose: bool = True) -> paddle.Tensor:
-        """As the layer's, for heads of any width."""
+        """Same as the method of the layer, for heads of any width."""
         heads = split_heads(tensor, self._layer.heads)
         heads = heads.transpose([0, 2, 1, 3]) if transpose or out_dim == 3 else heads
         return heads.flatten(0, 1) if out_dim == 3 else heads
@@ -212,7 +214,7 @@ class AttentionView:
         key: paddle.Tensor,  # [..., M, d]
         attention_mask: paddle.Tensor | None = None,
     ) -> paddle.Tensor:  # [..., N, M]
-        """As the layer's. The scale goes into the queries where it can, which is no pass over the scores."""
+        """Same as the method of the layer. Where possible, it scales queries, which are fewer than scores."""
         layer = self._layer
         self._has_sizes = self._has_sizes or bool(self._channels)
         if attention_mask is not None or layer.upcast_attention or layer.upcast_softmax or not self._channels:
@@ -227,7 +229,7 @@ class AttentionView:
         out_dim: int = 4,
         **kwargs: Any,
     ) -> Any:
-        """As the layer's, for the merged keys, and with their sizes where no channel has them."""
+        """Same as the method of the layer, for merged keys; it adds their sizes where no channel contains them."""
         mask = self._layer.prepare_attention_mask(attention_mask, self._plan.kept, batch_size, out_dim, **kwargs)
         if self._channels or not self._config.proportional:
             return mask

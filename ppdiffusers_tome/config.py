@@ -13,12 +13,13 @@ from .files import write_file
 
 LEVELS = (1, 2, 4, 8)
 MAX_SEED = 2**64 - 1
-_ROUNDING = 1e-9  # more than floating point takes from N·ratio, for millions of tokens
+_ROUNDING = 1e-9  # tolerance: larger than the rounding error of N·ratio, for millions of tokens
 ASYMMETRIC, KV = "asymmetric", "kv"  # of merge_attn: keys and values merge further than queries, or only they merge
-# With ASYMMETRIC and a share of tokens to keep, keys and values keep it to this power, queries to 2 less this power.
+# With ASYMMETRIC, keys and values keep share ** _KEYS_POWER of the tokens, and queries share ** (2 - _KEYS_POWER). The
+# product of the two is the same as if both kept the share.
 _KEYS_POWER = 5 / 3
 SIMILARITY, GRID = "similarity", "grid"  # of match
-# As tomesd merges, which has no such settings but `merge_attn`.
+# Settings with which tokens merge as in tomesd.
 TOMESD_SETTINGS: dict[str, Any] = {
     "window": None,
     "proportional": False,
@@ -128,7 +129,7 @@ class ToMeConfig:
             tokens: tokens in the grid, N.
             dst: dst tokens among them: one per complete cell; 0 in a grid smaller than one cell, where nothing merges.
             keys: count those merged away from the keys and values of self-attention, which merge_attn="asymmetric"
-                merges further than all others.
+                merges further than other tokens.
 
         Returns:
             r = ⌊N·ratio⌋, at most N - dst; N - dst with match="grid"; 0 below min_tokens. Where floating point puts
@@ -161,8 +162,8 @@ class ToMeConfig:
         keys = min(1 - (1 - ratio) ** _KEYS_POWER, 1 - 1 / (self.sx * self.sy))
         return 1 - (1 - ratio) ** 2 / (1 - keys) if keys else 0.0, keys
 
-    def equally(self) -> "ToMeConfig":
-        """With merge_attn=True in place of "asymmetric"."""
+    def symmetric(self) -> "ToMeConfig":
+        """Return the config with merge_attn=True in place of "asymmetric"."""
         return replace(self, merge_attn=True) if self.merge_attn == ASYMMETRIC else self
 
     def describe(self) -> str:
@@ -195,7 +196,7 @@ class ToMeConfig:
 
         Args:
             path: of the file; an earlier one is replaced.
-            details: further content of the file, such as what the settings were chosen by; `load` ignores it.
+            details: other content of the file, such as how the settings were chosen; `load` ignores it.
 
         Example:
             >>> ToMeConfig(ratio=0.6).save("/tmp/tome_config.json")
@@ -285,8 +286,8 @@ def _real(value: Any) -> float | None:
 _Rule: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], bool], str]
 _EITHER: _Rule = (_flag, lambda value: True, "True or False")
 _CELL: _Rule = (_integer, lambda number: number >= 1, "an integer number of tokens, 1 or more")
-# Of each setting but `ratio`: the conversion, which returns None for a value of another type, what else must hold, and
-# what an error says is allowed.
+# For each setting except `ratio`: a conversion that returns None for a value of another type, a check of the converted
+# value, and the text of allowed values for error messages.
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("use_rand", "proportional", "merge_crossattn", "merge_mlp"), _EITHER),
     "merge_attn": (

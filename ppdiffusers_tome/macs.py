@@ -94,7 +94,7 @@ def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: in
     """
     grid = block_grid(block, latent)
     is_whole = merges_whole(block, config)
-    config = config.equally() if is_whole else config
+    config = config.symmetric() if is_whole else config
     tokens, saved = frames * grid.tokens, 0
     kept, keys = (frames * count for count in tokens_kept(grid, config))
     if keys == tokens:

@@ -33,12 +33,12 @@ class MergePlan:
     weights: paddle.Tensor  # [B·D, 1] float32: 1 / the number of tokens averaged in each dst token
     source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
     frames: int = 1  # F: equal parts of a sequence in which tokens merge separately
-    further: "MergePlan | None" = None  # of keys and values, if they merge further than queries; same tokens, same dst
+    keys_plan: "MergePlan | None" = None  # the plan of keys and values if they merge further; the same tokens and dst
 
     @property
     def keys(self) -> "MergePlan":
         """The plan of keys and values."""
-        return self.further or self
+        return self.keys_plan or self
 
     @property
     def kept(self) -> int:
@@ -50,7 +50,7 @@ class MergePlan:
         of_dst: paddle.Tensor,  # [B·D, …]
         of_stay: paddle.Tensor | None,  # [B·(N-r-D), …]; None if none
     ) -> paddle.Tensor:  # [B, N-r, …]
-        """Arrange what belongs to the dst tokens and to the remaining src tokens as in a merged sequence."""
+        """Concatenate rows of dst tokens and of the remaining src tokens in the order of a merged sequence."""
         shape = of_dst.shape[1:]
         rows = of_dst.reshape([-1, self.dst // self.frames, *shape])
         if of_stay is not None:
@@ -59,7 +59,7 @@ class MergePlan:
         return rows if self.frames == 1 else rows.reshape([-1, self.kept, *shape])
 
     def log_sizes(self) -> paddle.Tensor:  # [B, N-r] float32
-        """The logarithm of the number of tokens that each merged token is the mean of."""
+        """Logarithm of the size of each merged token: the number of tokens that it averages."""
         # like: a program may not know the batch size
         alone = None if self.stay_rows is None else paddle.zeros_like(self.stay_rows, dtype="float32")
         return self.in_order(-paddle.log(self.weights).reshape([-1]), alone)
@@ -70,8 +70,8 @@ def join_frames(plan: MergePlan, frames: int) -> MergePlan:
     if frames == 1:
         return plan
     counts = {name: frames * getattr(plan, name) for name in ("tokens", "removed", "dst")}
-    further = None if plan.further is None else join_frames(plan.further, frames)
-    return replace(plan, frames=frames, further=further, **counts)
+    keys_plan = None if plan.keys_plan is None else join_frames(plan.keys_plan, frames)
+    return replace(plan, frames=frames, keys_plan=keys_plan, **counts)
 
 
 def match_tokens(
@@ -114,14 +114,14 @@ def match_tokens(
         12
     """
     n, r = grid.tokens, removed
-    further = r if removed_keys is None else removed_keys
-    for number in (r, further):
+    of_keys = r if removed_keys is None else removed_keys
+    for number in (r, of_keys):
         _check(metric, grid, number, count_dst(grid, sx, sy))
-    if further < r:
+    if of_keys < r:
         raise ToMeConfigError(f"removed_keys={removed_keys} is not allowed: it must be at least removed={r}.")
-    if further == 0:
-        return _merge_none(metric, n)
-    return plan_pairs(metric, constant_positions(grid, sx, sy, random_key, window), r, further)
+    if of_keys == 0:
+        return _identity_plan(metric, n)
+    return plan_pairs(metric, constant_positions(grid, sx, sy, random_key, window), r, of_keys)
 
 
 def plan_pairs(
@@ -142,11 +142,11 @@ def plan_pairs(
                 return _merge_all(positions, batch, best)
             return _merge_pairs(positions, batch, best, _best_pairs(similarity, sorted_, pairs), pairs)
 
-        plan = merge_best(removed) if removed else _merge_none(metric, positions.d + positions.s)
-        return plan if removed_keys == removed else replace(plan, further=merge_best(removed_keys))
+        plan = merge_best(removed) if removed else _identity_plan(metric, positions.d + positions.s)
+        return plan if removed_keys == removed else replace(plan, keys_plan=merge_best(removed_keys))
 
 
-def _merge_none(metric: paddle.Tensor, tokens: int) -> MergePlan:
+def _identity_plan(metric: paddle.Tensor, tokens: int) -> MergePlan:
     """The plan of a batch in which every token stays in its place."""
     ones = paddle.ones_like(metric[..., 0], dtype="int64").reshape([-1])
     rows = paddle.cumsum(ones, axis=0) - 1  # 0, 1, … B·N - 1
@@ -276,7 +276,7 @@ def _best_pairs(
     sorted_: paddle.Tensor,  # [B, S]: the same, descending
     removed: int,  # 1 <= r < S
 ) -> paddle.Tensor:  # [B, S] bool
-    """Which r pairs are the most similar; of those as similar as the last one, the first.
+    """Mask of the r most similar pairs; ties go to the lowest index.
 
     Sorting values, and not pairs, makes the choice independent of whether a platform's sort is stable.
     """

@@ -72,7 +72,7 @@ def grid_of_ids(ids: paddle.Tensor) -> Grid:
 
 
 def check_ids(ids: paddle.Tensor, grid: Grid | None) -> Grid:
-    """Let a program fail that gets positions of another grid than the one it is traced for, which is returned.
+    """Return the grid for which a program is traced, and let the program fail for positions of another grid.
 
     Raises:
         ToMePassError: grid is None.

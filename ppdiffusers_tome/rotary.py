@@ -26,10 +26,10 @@ MASKED = -1e4  # added to the scores of masked keys: their weight is 0, and no k
 
 
 class RotaryAttentionWrap(InnerWrap):
-    """Of an attention over image, or text and image: compute it on merged image tokens; keys may merge more, or alone.
+    """Wrap of an attention over an image, or text and an image: compute it on merged image tokens.
 
-    Text is an argument of its own, with or without projections of its own, or the first part of the sequence (FLUX's
-    single-stream blocks), or absent (Wan).
+    With merge_attn="asymmetric" or "kv", keys and values have their own plan. The text is an argument, with or without
+    its own projections, or the first part of the sequence (in FLUX's single-stream blocks), or absent (in Wan).
 
     Args:
         config: the settings of the denoiser.
@@ -60,7 +60,7 @@ class RotaryAttentionWrap(InnerWrap):
         attention_mask: paddle.Tensor | None = None,  # [B, 1, 1, N + T], only in HunyuanVideo
         **others: Any,
     ) -> Any:
-        """What the layer's `forward` returns for these arguments, over merged image tokens.
+        """Compute what the layer's `forward` returns for these arguments, over merged image tokens.
 
         Text and image come back as they were passed: as a pair of image and text, as one sequence, or as the image
         alone. Arguments that the attention does not know raise ToMePassError, or TypeError as in any call.
@@ -75,7 +75,7 @@ class RotaryAttentionWrap(InnerWrap):
             text, image = hidden_states[:, :-count], hidden_states[:, -count:]
         length = 0 if text is None else text.shape[1]
         keys = image if self._is_merged else merge(image, plan.keys, config.blend)
-        is_alike = self._is_merged or plan.further is None
+        is_alike = self._is_merged or plan.keys_plan is None
         queries = image if keys_only else keys if is_alike else merge(image, plan, config.blend)
         has_own = returns_text and self._facts.is_joint  # projections of the text
 
@@ -214,7 +214,7 @@ def _heads(layer: nn.Layer, projection: str, norm: str, tokens: paddle.Tensor) -
 
 
 def _in_turn(layers: Iterable[nn.Layer], tokens: paddle.Tensor) -> paddle.Tensor:
-    """What the last of the layers returns, each of which gets the output of the one before."""
+    """Run the layers one after the other, each on the output of the one before."""
     for layer in layers:
         tokens = layer(tokens)
     return tokens

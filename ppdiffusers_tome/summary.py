@@ -130,7 +130,7 @@ def tome_summary(
             merges = ("attn", "mlp") if is_whole else merges
             if config.merge_attn == KV:
                 merges = tuple(KV if name == "attn" else name for name in merges)
-            kept, keys = tokens_kept(grid, config.equally() if is_whole else config)
+            kept, keys = tokens_kept(grid, config.symmetric() if is_whole else config)
             merges = merges if keys < grid.tokens else ()
             is_gated = grid.tokens < config.min_tokens
             blocks.append(BlockSummary(name, block.path, block.level, grid, kept, keys, is_gated, merges))

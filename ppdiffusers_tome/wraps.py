@@ -89,7 +89,7 @@ class Wrap:
         return self.forward(layer, *args, **kwargs)
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the layer computes without this wrap."""
+        """Run the layer without this wrap."""
         if self.below is not None:
             return self.below(*args, **kwargs)
         return type(layer).forward(layer, *args, **kwargs)
@@ -113,7 +113,7 @@ def is_outermost(layer: nn.Layer) -> bool:
 
 
 def install(layer: nn.Layer, wrap: Wrap) -> None:
-    """Let a wrap run in place of the layer's `forward`, around another library's that is there."""
+    """Put a wrap in place of the layer's `forward`. It calls the one that was there, also one of another library."""
     removed = wrap_of(layer)
     if removed is None:
         wrap.below = layer.__dict__.get("forward")
@@ -148,7 +148,7 @@ def remove(layer: nn.Layer) -> None:
 
 
 class InnerWrap(Wrap):
-    """Of a layer inside a block, which merges by the plan of the block."""
+    """Wrap of a layer inside a block. It merges by the plan of the block."""
 
     block: nn.Layer | None = None  # set when the wrap is installed in a block
 
@@ -172,7 +172,7 @@ def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 class GridWrap(Wrap):
-    """Of a transformer's first layer: read the token grid, and choose a seed if the config has none.
+    """Wrap of a transformer's first layer: read the token grid, and choose a seed if the config has none.
 
     It stores three integers until the next pass, because gradient checkpointing runs single blocks again after the
     pass.
@@ -217,7 +217,7 @@ class GridWrap(Wrap):
 
 
 class BlockWrap(Wrap):
-    """Of a transformer block: build the plan that the layers inside it share.
+    """Wrap of a transformer block: build the plan that the layers inside it share.
 
     Args:
         config: the settings of the denoiser.
@@ -259,7 +259,7 @@ class BlockWrap(Wrap):
             metric = metric[:, -self.grid.grid().tokens :]
         tokens = metric.shape[1]
         grid = self.grid.grid(tokens)
-        config = self.config.equally() if self._is_whole else self.config
+        config = self.config.symmetric() if self._is_whole else self.config
         removed, removed_keys = (grid.tokens - kept for kept in tokens_kept(grid, config))
         if not removed_keys:
             return None

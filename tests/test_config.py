@@ -123,11 +123,11 @@ def test_asymmetric_ratios_cost_as_much_as_equal_ones(sx, sy):
         assert 1 - keys == pytest.approx((1 - queries) ** 5) or keys == largest
         assert config.removed(400, dst) == int(400 * queries + 1e-9)
         assert config.removed(400, dst, keys=True) == int(400 * keys + 1e-9)
-        assert config.equally().attention_ratios == (config.ratio, config.ratio)
+        assert config.symmetric().attention_ratios == (config.ratio, config.ratio)
     assert (queries, keys) == pytest.approx((largest, largest))
     for merge_attn in (True, "kv", False):
         config = ToMeConfig(0.5, merge_attn=merge_attn, merge_mlp=True)
-        assert config.attention_ratios == (0.5, 0.5) and config.equally() is config
+        assert config.attention_ratios == (0.5, 0.5) and config.symmetric() is config
 
 
 def test_cells_take_remainders_with_them():
@@ -272,5 +272,5 @@ def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, 
 def test_grids_with_fewer_tokens_stay_plain(tokens, removed):
     config, dst = ToMeConfig(0.5, min_tokens=256), tokens // 4
     counts = (config.removed(tokens, dst), config.removed(tokens, dst, keys=True))
-    assert (*counts, config.equally().removed(tokens, dst)) == removed
+    assert (*counts, config.symmetric().removed(tokens, dst)) == removed
     assert ToMeConfig(0.75, match="grid", min_tokens=256).removed(tokens, dst) == 1.5 * removed[-1]

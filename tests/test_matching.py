@@ -120,7 +120,7 @@ def test_plans_of_queries_and_keys_are_those_of_one_cut_each(data):
     queries = data.draw(st.integers(0, keys), "queries")
     x = paddle.to_tensor(tokens(2, grid, 5, data.draw(st.integers(0, 999), "seed")))
     plan = match_tokens(x, grid, queries, random_key=(3,), window=4, removed_keys=keys)
-    assert (plan.removed, plan.keys.removed, plan.further is None) == (queries, keys, queries == keys)
+    assert (plan.removed, plan.keys.removed, plan.keys_plan is None) == (queries, keys, queries == keys)
     for one, removed in ((plan, queries), (plan.keys, keys)):
         alone = match_tokens(x, grid, removed, random_key=(3,), window=4)
         np.testing.assert_array_equal(merge(x, one).numpy(), merge(x, alone).numpy())

@@ -198,7 +198,7 @@ def test_three_ways(family, model, settings, h, w, text):
     assert all(not np.allclose(x, y, atol=1e-4) for x, y in zip(merged, plain, strict=True))
     summary = tome_summary(model, family.patch * h, family.patch * w, frames=FRAMES)
     config, dst = ToMeConfig(**settings), (h // 2) * (w // 2)
-    of_joint, of_single = ({h * w - c.removed(h * w, dst)} for c in (config, config.equally()))  # single: as a whole
+    of_joint, of_single = ({h * w - c.removed(h * w, dst)} for c in (config, config.symmetric()))  # single: as a whole
     assert {block.kept for block in summary.blocks} == (
         of_joint | of_single if family.is_flux or family.is_hunyuan else of_joint
     )
