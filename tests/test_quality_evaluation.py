@@ -44,7 +44,7 @@ def evaluated(model, tmp_path_factory):
 @pytest.fixture
 def nothing_is_computed(monkeypatch):
     for place, name in (
-        (image_generation, "export_pipeline"),
+        (image_generation, "write_export"),
         (image_generation, "load_engine"),
         (evaluation, "efficientnet_features"),
     ):

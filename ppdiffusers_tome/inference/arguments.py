@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from paddle import nn
-from paddle.amp.auto_cast import amp_state
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
 from ..config import ToMeConfig, controlnet_config
@@ -51,11 +50,6 @@ def check_arguments(
     Raises:
         ToMeConfigError, ToMeExportError: as `export_pipeline`.
     """
-    if amp_state():
-        raise ToMeExportError(
-            "paddle.amp.auto_cast is on, but programs are exported in float32: export outside of it. A static program "
-            "that used it leaves it on for the whole process: then export in another process."
-        )
     _check_output(folder, overwrite, format)
     if configs is not None:
         _check_configs(_requested_configs(configs, controlnet))

@@ -4,7 +4,8 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def _trace(traceable: Traceable, folder: Path, fixed: Mapping[str, int], label: 
     """Write the program of a layer; returns its files, the program and its weights."""
     spec = [{field.name: field.spec(fixed) for field in traceable.inputs}]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_auto_cast():
             warnings.simplefilter("ignore")  # Paddle's tracer warns about code of Paddle and ppdiffusers
             layer = _ByName(traceable.layer)
             layer.eval()
@@ -230,6 +231,22 @@ def _remove_call_stacks(path: Path) -> None:
                 if attribute.name == CALL_STACK:
                     attribute.ClearField("strings")
     path.write_bytes(program.SerializeToString())
+
+
+@contextmanager
+def _without_auto_cast() -> Iterator[None]:
+    """Trace in float32, as outside of `paddle.amp.auto_cast`.
+
+    A static program that used `auto_cast` leaves its record set for the whole process. With that record, ppdiffusers'
+    VAE checks for infinity, which does not convert to ONNX.
+    """
+    module = importlib.import_module("paddle.amp.auto_cast")
+    record = module._g_amp_state_
+    module._g_amp_state_ = None
+    try:
+        yield
+    finally:
+        module._g_amp_state_ = record
 
 
 def _forget_traces() -> None:
