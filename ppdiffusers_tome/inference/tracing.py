@@ -240,7 +240,7 @@ def _without_auto_cast() -> Iterator[None]:
     A static program that used `auto_cast` leaves its record set for the whole process. With that record, ppdiffusers'
     VAE checks for infinity, which does not convert to ONNX.
     """
-    module = importlib.import_module("paddle.amp.auto_cast")
+    module: Any = importlib.import_module("paddle.amp.auto_cast")
     record = module._g_amp_state_
     module._g_amp_state_ = None
     try:
