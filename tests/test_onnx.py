@@ -1,5 +1,6 @@
 """Exports as ONNX: they convert, and compute in ONNX Runtime and OpenVINO what eager computes."""
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -154,7 +155,7 @@ def test_the_other_format_is_an_error_with_a_remedy(onnx_folder, exported_folder
 def test_command_writes_both_formats(tmp_path, capsys):
     model, folder = tmp_path / "model", tmp_path / "export"
     tiny_pipeline().save_pretrained(str(model))
-    command = ["export", "--model", str(model), "--output", str(folder), "--ratio", "0.5", "--seed", "7"]
+    command = ["export", "--model", str(model), "--output", str(folder), "--ratio", "0.5", "--merging", "seed=7"]
     assert main([*command, "--size", "32x32", "--format", "both"]) == 0
     manifest = read_manifest(folder, verify=True)
     assert manifest.formats == ("paddle", "onnx") and manifest.sizes == (Size(32, 32),)
@@ -610,7 +611,7 @@ def test_bf16_is_near_fp32(onnx_folder):
 
 def test_state_that_paddle_leaves_behind_is_not_exported(tiny, tmp_path, converter, monkeypatch):
     """After `auto_cast` in a static program ppdiffusers' VAE checks for infinity, which does not convert."""
-    monkeypatch.setattr("paddle.amp.auto_cast._g_amp_state_", {"enable": False})
+    monkeypatch.setattr(importlib.import_module("paddle.amp.auto_cast"), "_g_amp_state_", {"enable": False})
     decoder = programs.vae_decoder(tiny.vae)
     dims = {"latent_height": 4, "latent_width": 4}
     assert (tmp_path / save(decoder, tmp_path, converter, dims).onnx).is_file()
