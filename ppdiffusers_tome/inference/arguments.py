@@ -116,7 +116,7 @@ def _check_configs(configs: dict[float, Configs]) -> None:
     if any(config is not None and config.use_rand and config.seed is None for config, _ in configs.values()):
         raise ToMeConfigError(
             "seed=None chooses new dst in every pass, but a program contains one fixed choice: pass a number, or "
-            "use_rand=False (--no-rand)."
+            "use_rand=False (--merging use_rand=false)."
         )
 
 
