@@ -36,10 +36,11 @@ HOSTS = ["x/health?", "x/ready?", "x/page/?", "x/page/#", "/health", "?", "#", "
 DELIMITERS = '/?#[]@ \\"%<>'  # none can be in a Host that is not malformed
 # A gray image of 2x2 pixels
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAAAAABX3VL4AAAADklEQVR4nGNoaGBoaAAABgYCASzBUNcAAAAASUVORK5CYII="
-# All other checks run by default. /sdapi takes a number in a string, which its schema does not say.
+# All other checks run by default. /sdapi takes a number in a string, which its schema does not say, and in a form all
+# values are texts.
 CONFIG = """
 [[operations]]
-include-path-regex = "^/sdapi/"
+include-path-regex = "^/(sdapi/|v1/images/edits)"
 checks.negative_data_rejection.enabled = false
 """
 # HTTP is tested, not the pipeline: one size, few steps, and a queue that is never full.

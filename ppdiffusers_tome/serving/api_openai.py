@@ -33,8 +33,13 @@ REPEAT_SECONDS = 5.0  # an event is repeated after this time, for proxies; after
 NAMES = {"images": "n", "ratio": "tome_ratio", "wants_merge_map": "merge_map"}
 URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name them get URLs unless they say otherwise
 EDITS = "/v1/images/edits"
-EVENTS = {"type": "string", "description": "with `stream`; see docs/serving.md for the events"}
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENTS}}}}
+EVENT = {
+    "type": "object",
+    "description": "with `stream`: one of the events in docs/serving.md, whose data is JSON",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": EVENT}}}}
 ERRORS = responses(protocol.OpenAIErrorResponse, 404, 413, 415, 422, 429, 500, 503, 504)
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)

@@ -36,6 +36,8 @@ def schema_keywords(limits: Limits) -> dict[str, dict[str, Any]]:
     }
     for name, (low, high) in limits.ranges.items():
         keywords[name] = {"minimum": low, "maximum": high}
+    if not limits.has_merge_maps:
+        keywords["wants_merge_map"] = {"enum": [False]}
     return keywords
 
 
