@@ -168,9 +168,12 @@ class ToMeConfig:
 
     def describe(self) -> str:
         """`ratio` and all settings that differ from their defaults, as "name=value, …"; for logs and metadata."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.changed_settings().items())
+
+    def changed_settings(self) -> dict[str, Any]:
+        """`ratio` and all settings that differ from their defaults, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        described = {f.name: values[f.name] for f in fields(self) if f.name == "ratio" or values[f.name] != f.default}
-        return ", ".join(f"{name}={value!r}" for name, value in described.items())
+        return {f.name: values[f.name] for f in fields(self) if f.name == "ratio" or values[f.name] != f.default}
 
     @property
     def method(self) -> str:

@@ -1,7 +1,6 @@
 """The options of the command line that name ways to merge: --merging as text, --config as settings files."""
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         ToMeConfigError: a file cannot be read, or a setting does not exist or is not allowed.
     """
-    of_files = [_differing(ToMeConfig.load(path)) for path in options.config]
+    of_files = [ToMeConfig.load(path).changed_settings() for path in options.config]
     return of_files + [parse_settings(text) for text in options.merging]
 
 
@@ -50,9 +49,3 @@ def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
     if options.ratio is None:
         return [ToMeConfig(**settings)]
     return [ToMeConfig(**(settings | {"ratio": ratio})) for ratio in options.ratio]
-
-
-def _differing(config: ToMeConfig) -> dict[str, Any]:
-    """The ratio of a config, and its settings that differ from the defaults."""
-    values = vars(config)
-    return {f.name: values[f.name] for f in fields(config) if f.name == "ratio" or values[f.name] != f.default}

@@ -175,8 +175,7 @@ async def count_tokens(body: protocol.TokensRequest, service: Service) -> protoc
     except JobError as error:
         raise service.handler.refusal(error) from None
     except UnavailableError as error:
-        headers = {"Retry-After": str(error.retry_after)}
-        raise ApiError(503, str(error), code="unavailable", headers=headers) from None
+        raise service.handler.unavailability(error) from None
     return protocol.TokensResponse(tokens=tokens, most=limit, cut=cut)
 
 

@@ -67,6 +67,12 @@ class RequestHandler:
         """The answer to a job that is not allowed, which names the field as this interface does."""
         return ApiError(422, str(error), self._names.get(error.field, error.field), "invalid_value")
 
+    def unavailability(self, error: UnavailableError) -> ApiError:
+        """The answer to a request that the queue does not accept now, with the seconds to wait before the next try."""
+        is_full = isinstance(error, QueueFullError)
+        status, code = (429, "queue_full") if is_full else (503, "unavailable")
+        return ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)})
+
     async def generate(
         self, request: Request, jobs: list[Job], image: str | bytes | None, progress: RequestProgress
     ) -> list[EncodedImage]:
@@ -92,9 +98,7 @@ class RequestHandler:
         except JobError as error:
             raise self.refusal(error) from None
         except UnavailableError as error:
-            is_full = isinstance(error, QueueFullError)
-            status, code = (429, "queue_full") if is_full else (503, "unavailable")
-            raise ApiError(status, str(error), code=code, headers={"Retry-After": str(error.retry_after)}) from None
+            raise self.unavailability(error) from None
         except GenerationError as error:
             raise ApiError(500, str(error), code="generation_failed") from None
         encoded = [asyncio.to_thread(self._encode, image, job) for image, job in zip(images, jobs, strict=True)]
