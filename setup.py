@@ -77,6 +77,7 @@ setup(
         "numpy<2",
         "packaging",
         "pydantic>=2.9,<3",
+        "typing_extensions>=4.6",
         "huggingface_hub<0.26",
         "aistudio-sdk<0.3",
     ],
