@@ -1,24 +1,31 @@
 """Exported programs of Stable Diffusion 1.5's UNet on a CUDA GPU, in ONNX Runtime, beside PyTorch with tomesd.
 
     python benchmarks/gpu_onnx.py export FOLDER            # where Paddle is; a minute for each program, no GPU
+    python benchmarks/gpu_onnx.py reference FOLDER         # passes at 512 px on the CPU; a minute each
     python benchmarks/gpu_onnx.py measure FOLDER OUTPUT    # on the GPU, without Paddle: see below
     python benchmarks/gpu_onnx.py report
 
 `export` writes each program as `precision="fp16"` runs it, with the mean and standard deviation of each weight in
-place of the weight: 2 MB for all programs when packed. `measure` draws weights of them, since speed does not depend on
-them, and needs onnx, onnxruntime-gpu, torch, diffusers and tomesd. All arms of a cell take turns: medians of seven
-rounds, after a warm-up. A pass in ONNX Runtime has its inputs and output on the GPU. Memory is what the first pass
-takes beside the weights in ONNX Runtime, and PyTorch's peak, weights included.
+place of the weight: 2 MB for all programs when packed. `reference` and `measure` draw weights of them, since speed
+does not depend on them. `measure` needs onnx, onnxruntime-gpu, torch, diffusers and tomesd. All arms of a cell take
+turns:
+medians of the rounds, after a warm-up. A time that is 20 % above the arm's fastest is measured again at once, at most
+twice. A pass in ONNX Runtime has its inputs and output on the GPU. Memory is what the first pass takes beside the
+weights in ONNX Runtime, and PyTorch's peak, weights included.
 """
 
 import argparse
 import json
+import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +33,34 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu_onnx.json"
+KEYS_AND_VALUES = {"ratio": 0.75, "merge_attn": "kv"}
 MERGED = {
     "default 0.25": {"ratio": 0.25},
     "default 0.5": {"ratio": 0.5},
     "default 0.75": {"ratio": 0.75},
+    "kv 0.75": KEYS_AND_VALUES,
+    "cells 0.75": KEYS_AND_VALUES | {"match": "grid"},
+    "ToDo 0.75": KEYS_AND_VALUES | {"match": "grid", "blend": 0, "proportional": False},
     "symmetric 0.5": {"ratio": 0.5, "merge_attn": True},
-    "tomesd's 0.5": {"ratio": 0.5, "method": "tomesd"},
+    "tomesd's 0.5": {"ratio": 0.5, "merge_attn": True, "window": None, "proportional": False},
 }
 PLAIN, DEFAULT = "plain", "default 0.5"
+MAIN = [PLAIN, DEFAULT, "kv 0.75", "ToDo 0.75"]
 FORMS = {"NHWC": {"prefer_nhwc": "1"}, "CUDA graph": {"enable_cuda_graph": "1"}}
 CELLS = {  # (px, batch): programs
     (512, 2): [PLAIN, *MERGED],
-    (768, 2): [PLAIN, "default 0.5", "default 0.75", "tomesd's 0.5"],
+    (768, 2): [*MAIN, "default 0.75", "cells 0.75"],
     (1024, 2): [PLAIN, *MERGED],
-    (1536, 2): [PLAIN, "default 0.5", "default 0.75"],
-    (512, 8): [PLAIN, "default 0.5"],
-    (1024, 8): [PLAIN, "default 0.5"],
+    (1536, 2): [*MAIN, "default 0.75"],
+    (512, 8): MAIN,
+    (1024, 8): MAIN,
 }
-IN_ALL_FORMS = ((512, 2), (1024, 2))
+IN_ALL_FORMS = ((512, 2), (1024, 2))  # where the arms of MAIN run in all forms
 TOMESD_RATIOS = {2: (0.25, 0.5, 0.75), 8: (0.5,)}  # ratios in PyTorch, by batch
-ROUNDS, SECONDS = 7, 0.25  # an arm runs for SECONDS in each round
-WEIGHTS = "weights"
+ROUNDS, SECONDS = 7, 0.2  # an arm runs for SECONDS in each round
+NOISY, REPETITIONS = 1.2, 2  # a time this much above the arm's fastest is measured again, so many times
+REFERENCE = (512, 2)  # the cell whose outputs are compared with the CPU's
+WEIGHTS, ORIGIN = "weights", "origin.json"
 
 
 def export(options: argparse.Namespace) -> None:
@@ -55,7 +69,7 @@ def export(options: argparse.Namespace) -> None:
     import paddle
     from onnx import numpy_helper
 
-    from ppdiffusers_tome.config import TOMESD_SETTINGS, ToMeConfig
+    from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
     from ppdiffusers_tome.inference import programs, tracing
     from ppdiffusers_tome.inference.conversion import Converter
@@ -68,6 +82,7 @@ def export(options: argparse.Namespace) -> None:
     unet = architecture.build()
     unet.eval()
     options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / ORIGIN).write_text(json.dumps(origin()), encoding="utf-8")
     wanted = dict.fromkeys((size, arm) for (size, _), arms in CELLS.items() for arm in arms)
     for size, arm in wanted if options.size is None else [(options.size, arm) for arm in (PLAIN, DEFAULT)]:
         target = options.folder / f"{size} {arm}.onnx"
@@ -75,9 +90,7 @@ def export(options: argparse.Namespace) -> None:
             continue
         traceable = programs.denoiser(unet, None)
         if arm != PLAIN:
-            settings = dict(MERGED[arm])
-            settings |= TOMESD_SETTINGS if settings.pop("method", None) else {}
-            attach(traceable.layer.unet, ToMeConfig(**settings), None)
+            attach(traceable.layer.unet, ToMeConfig(**MERGED[arm]), None)
         latent = architecture.latent(size)
         dims = {"height": size, "width": size, "latent_height": latent.h, "latent_width": latent.w}
         with tempfile.TemporaryDirectory() as scratch, Converter() as converter:
@@ -98,18 +111,27 @@ def export(options: argparse.Namespace) -> None:
         print(target, f"{target.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
-class Weights:
-    """A file of random weights for all programs."""
+def origin() -> dict[str, str]:
+    """What the programs are of: the versions of the package and of Paddle, and the commit."""
+    from importlib.metadata import version
 
-    def __init__(self, folder: Path, device: str) -> None:
-        self._path, self._device = folder / WEIGHTS, device
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {name: version(name) for name in ("ppdiffusers_tome", "paddlepaddle")} | {"commit": commit.stdout.strip()}
+
+
+class Weights:
+    """A file of random weights for all programs, the same on all machines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / WEIGHTS
         self._path.write_bytes(b"")
         self._offsets: dict[tuple, int] = {}
 
     def place(self, path: Path) -> bytes:
         """A program with weights in this file."""
         import onnx
-        import torch
 
         model = onnx.load(str(path), load_external_data=False)
         with self._path.open("ab") as file:
@@ -117,12 +139,12 @@ class Weights:
                 places = {entry.key: entry.value for entry in tensor.external_data}
                 key, count = (tensor.name, *tensor.dims), int(np.prod(tensor.dims))
                 if key not in self._offsets:
-                    generator = torch.Generator(self._device).manual_seed(zlib.crc32(repr(key).encode()))
-                    values = torch.randn(count, generator=generator, device=self._device)
-                    values = values * float(places["std"]) + float(places["mean"])
+                    random = np.random.default_rng(zlib.crc32(repr(key).encode()))
+                    values = random.standard_normal(count, "float32")
+                    values = values * np.float32(places["std"]) + np.float32(places["mean"])
                     file.write(bytes(-file.tell() % 4096))
                     self._offsets[key] = file.tell()
-                    file.write(values.half().cpu().numpy().tobytes())
+                    file.write(values.astype("float16").tobytes())
                 del tensor.external_data[:]
                 for name, value in (("location", WEIGHTS), ("offset", self._offsets[key]), ("length", 2 * count)):
                     tensor.external_data.add(key=name, value=str(value))
@@ -150,8 +172,13 @@ class Session:
         self._binding = self._session.io_binding()
         for key, value in feed.items():
             self._binding.bind_ortvalue_input(key, ort.OrtValue.ortvalue_from_numpy(value, device, 0))
-        output = ort.OrtValue.ortvalue_from_shape_and_type(sample.shape, np.float32, device, 0)
-        self._binding.bind_ortvalue_output(self._session.get_outputs()[0].name, output)
+        self._output = ort.OrtValue.ortvalue_from_shape_and_type(sample.shape, np.float32, device, 0)
+        self._binding.bind_ortvalue_output(self._session.get_outputs()[0].name, self._output)
+
+    @property
+    def output(self) -> np.ndarray:
+        """What the last pass returned."""
+        return self._output.numpy()
 
     def __call__(self) -> None:
         self._session.run_with_iobinding(self._binding)
@@ -181,6 +208,39 @@ class Torch:
             self._unet(*self._inputs)
 
 
+def inputs(options: argparse.Namespace, size: int, batch: int) -> dict[str, np.ndarray]:
+    """Random inputs of a UNet of the architecture."""
+    path = ROOT / "ppdiffusers_tome/evaluation/speed/architectures.json"
+    architecture = json.loads(path.read_text(encoding="utf-8"))[options.architecture]
+    random = np.random.default_rng(0)
+    text = (batch, architecture["text"], architecture["config"]["cross_attention_dim"])
+    return {
+        "sample": random.standard_normal((batch, 4, size // 8, size // 8), "float32"),
+        "timestep": np.array([500], "float32"),
+        "encoder_hidden_states": random.standard_normal(text, "float32"),
+    }
+
+
+def reference(options: argparse.Namespace) -> None:
+    """Write what the programs of one cell return on the CPU."""
+    (size, batch), names = cells_of(options)[0]
+    feed = inputs(options, size, batch)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Weights(Path(folder))
+        for name in names:
+            session = Session(weights.place(options.folder / f"{size} {name}.onnx"), Path(folder), feed, "cpu")
+            session()
+            np.save(options.folder / f"{size} {name}.npy", session.output)
+            print(size, name, flush=True)
+
+
+def cells_of(options: argparse.Namespace) -> list[tuple[tuple[int, int], list[str]]]:
+    """Sizes and batches with the names of their programs; that of the reference comes first."""
+    if options.size is not None:
+        return [((options.size, REFERENCE[1]), [PLAIN, DEFAULT])]
+    return [(REFERENCE, CELLS[REFERENCE]), *(cell for cell in CELLS.items() if cell[0] != REFERENCE)]
+
+
 def measure(options: argparse.Namespace) -> None:
     """Measure all cells and write the result after each."""
     from importlib.metadata import version
@@ -193,54 +253,71 @@ def measure(options: argparse.Namespace) -> None:
     if is_gpu:
         ort.preload_dlls()
     torch.manual_seed(0)
-    config = json.loads((ROOT / "ppdiffusers_tome/evaluation/speed/architectures.json").read_text(encoding="utf-8"))
-    architecture = config[options.architecture]
-    unet = UNet2DConditionModel(**architecture["config"]).eval().to(device, torch.float16 if is_gpu else None)
+    path = ROOT / "ppdiffusers_tome/evaluation/speed/architectures.json"
+    architecture = json.loads(path.read_text(encoding="utf-8"))[options.architecture]
+    with torch.device(device):
+        unet = UNet2DConditionModel(**architecture["config"]).eval().to(torch.float16 if is_gpu else None)
+    finish = torch.cuda.synchronize if is_gpu else lambda: None
     result: dict[str, Any] = {
         "kind": "gpu_onnx",
         "command": " ".join(["python", "benchmarks/gpu_onnx.py", *sys.argv[1:]]),
         "gpu": torch.cuda.get_device_name() if is_gpu else "none",
+        "programs": json.loads((options.folder / ORIGIN).read_text(encoding="utf-8")),
         "versions": {"cuda": torch.version.cuda}
         | {name: version(name) for name in ("torch", "diffusers", "tomesd")}
         | {"onnxruntime-gpu": ort.__version__},
         "rounds": ROUNDS,
         "rows": [],
     }
-    cells = CELLS if options.size is None else {(options.size, 2): [PLAIN, DEFAULT]}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
-        weights = Weights(Path(shared), device)
-        for (size, batch), names in cells.items():
-            random = np.random.default_rng(0)
-            text = (batch, architecture["text"], architecture["config"]["cross_attention_dim"])
-            feed = {
-                "sample": random.standard_normal((batch, 4, size // 8, size // 8), "float32"),
-                "timestep": np.array([500], "float32"),
-                "encoder_hidden_states": random.standard_normal(text, "float32"),
-            }
-            arms: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {}
-            memory = {}
-            for name in names:
-                program = weights.place(options.folder / f"{size} {name}.onnx")
-                has_forms = is_gpu and (size, batch) in IN_ALL_FORMS and name in (PLAIN, DEFAULT)
-                for form, settings in {"": {}, **(FORMS if has_forms else {})}.items():
-                    session = Session(program, Path(shared), feed, device, **settings)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared, ThreadPoolExecutor(8) as threads:
+        weights = Weights(Path(shared))
+        for (size, batch), names in cells_of(options):
+            feed = inputs(options, size, batch)
+            programs = {name: weights.place(options.folder / f"{size} {name}.onnx") for name in names}
+            turns = [[(name, "") for name in names]]
+            if is_gpu and (size, batch) in IN_ALL_FORMS:
+                turns.append([(PLAIN, ""), *((name, form) for form in FORMS for name in MAIN)])
+            for turn, chosen in enumerate(turns):
+                start = partial(start_session, programs, Path(shared), feed, device)
+                sessions = dict(zip(chosen, threads.map(start, chosen), strict=True))
+                arms: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {}
+                facts: dict[str, dict[str, float]] = {}
+                for (name, form), session in sessions.items():
+                    arm = f"onnxruntime {name}{', ' if form else ''}{form}"
                     before = used_bytes(is_gpu)
                     session()
-                    arm = f"onnxruntime {name}{', ' if form else ''}{form}"
-                    memory[arm], arms[arm] = used_bytes(is_gpu) - before, (lambda: None, session)
-            for ratio in (0, *TOMESD_RATIOS[batch]):
-                one = Torch(unet, feed, ratio)
-                arm = f"torch {f'tomesd {ratio}' if ratio else PLAIN}"
-                arms[arm] = (one.prepare, one)
-                if is_gpu:
-                    torch.cuda.reset_peak_memory_stats()
-                one.prepare()
-                one()
-                memory[arm] = torch.cuda.max_memory_allocated() if is_gpu else 0
-            for arm, times in in_turns(arms, torch.cuda.synchronize if is_gpu else lambda: None).items():
-                result["rows"].append({"size": size, "batch": batch, "arm": arm, "ms": times, "bytes": memory[arm]})
-                print(f"{size} px, batch {batch}, {arm}: {statistics.median(times):.2f} ms", flush=True)
-            options.output.write_text(json.dumps(result, indent=1), encoding="utf-8")
+                    facts[arm], arms[arm] = {"bytes": used_bytes(is_gpu) - before}, (lambda: None, session)
+                    file = options.folder / f"{size} {name}.npy"
+                    if batch == REFERENCE[1] and file.is_file():
+                        facts[arm]["difference"] = difference(session.output, np.load(file))
+                for ratio in () if turn else (0, *TOMESD_RATIOS[batch]):
+                    one = Torch(unet, feed, ratio)
+                    arm = f"torch {f'tomesd {ratio}' if ratio else PLAIN}"
+                    arms[arm] = (one.prepare, one)
+                    if is_gpu:
+                        torch.cuda.reset_peak_memory_stats()
+                    one.prepare()
+                    one()
+                    facts[arm] = {"bytes": torch.cuda.max_memory_allocated() if is_gpu else 0}
+                for arm, times in in_turns(arms, finish).items():
+                    result["rows"].append({"size": size, "batch": batch, "turn": turn, "arm": arm, "ms": times})
+                    result["rows"][-1] |= facts[arm]
+                    print(f"{size} px, batch {batch}, {arm}: {statistics.median(times):.2f} ms", facts[arm])
+                options.output.write_text(json.dumps(result, indent=1), encoding="utf-8")
+                del sessions, session, arms  # the next sessions need their memory
+
+
+def start_session(
+    programs: dict[str, bytes], weights: Path, feed: dict[str, np.ndarray], device: str, arm: tuple[str, str]
+) -> Session:
+    """The session of a program's name and a form."""
+    name, form = arm
+    return Session(programs[name], weights, feed, device, **FORMS.get(form, {}))
+
+
+def difference(output: np.ndarray, expected: np.ndarray) -> float:
+    """Distance from what is expected, relative to it (root mean squares)."""
+    return float(np.linalg.norm(output - expected) / np.linalg.norm(expected))
 
 
 def used_bytes(is_gpu: bool) -> int:
@@ -276,7 +353,11 @@ def in_turns(
         for arm, (prepare, run) in arms.items():
             prepare()
             run()
-            times[arm].append(1000 * seconds(run, counts[arm]))
+            one = seconds(run, counts[arm])
+            for _ in range(REPETITIONS):
+                if 1000 * one > NOISY * min(times[arm], default=math.inf):
+                    one = min(one, seconds(run, counts[arm]))
+            times[arm].append(1000 * one)
     return times
 
 
@@ -320,7 +401,7 @@ def report(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for command in (export, measure):
+    for command in (export, reference, measure):
         one = commands.add_parser(command.__name__, help=command.__doc__)
         one.add_argument("folder", type=Path, help="of the programs")
         one.add_argument("--architecture", default="sd15", choices=["sd15", "tiny"], help="default: %(default)s")
