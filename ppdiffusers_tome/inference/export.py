@@ -96,7 +96,7 @@ def export_pipeline(
             classes only read Paddle programs.
         overwrite: replace an earlier export in folder, once the new one is complete.
         progress: show a progress bar.
-        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
+        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
     Returns:

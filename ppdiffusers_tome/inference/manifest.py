@@ -10,11 +10,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import ToMeConfig
+from ..config import ToMeConfig, without_blend
 from ..errors import ToMeConfigError, ToMeExportError
 from .replacement import earlier_folder
 
@@ -70,7 +70,8 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-Configs: TypeAlias = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain or none
+Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(without_blend)]
+Configs: TypeAlias = tuple[Config, Config]  # of UNet and ControlNet; None: plain or none
 
 
 @dataclass(frozen=True, config=STRICT)
