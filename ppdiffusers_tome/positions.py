@@ -237,7 +237,7 @@ def constant_windows(
         order=_constant(order),
         slot=_constant(np.argsort(order)),
         begin=_constant(np.arange(count)[:, None] * p),
-        is_src=_constant(~is_dst),
+        is_src=_constant((~is_dst).astype(np.int64)),
         own=_constant(np.where(is_dst, np.arange(p), 0)),
         of_src=paddle.to_tensor(1.0 - is_dst, dtype="float32"),
         of_dst=paddle.to_tensor(2.0 * is_dst, dtype="float32"),

@@ -49,20 +49,20 @@ class _PerThread(threading.local):
 class _Pass(_PerThread):
     block: nn.Layer | None = None  # the one that runs
     plan: MergePlan | None = None  # of that block; None if nothing merges
-    is_traced_for_gpu = False  # whether what runs becomes a program for GPUs
+    is_for_gpu = False  # whether what runs becomes a program for GPUs
 
 
 _current = _Pass()
 
 
 @contextmanager
-def tracing_for_gpu() -> Iterator[None]:
-    """Merge by the operations that suit a GPU in programs that this thread traces."""
-    _current.is_traced_for_gpu = True
+def merging_for_gpu() -> Iterator[None]:
+    """Merge by the operations that suit a GPU in this thread, on whatever device: for programs that will run on one."""
+    _current.is_for_gpu = True
     try:
         yield
     finally:
-        _current.is_traced_for_gpu = False
+        _current.is_for_gpu = False
 
 
 class Cache:
@@ -309,6 +309,4 @@ class BlockWrap(Wrap):
 
 def _suits_gpu(metric: paddle.Tensor) -> bool:
     """Whether to merge by the operations that suit a GPU: the tokens are on one, or the program is for one."""
-    if paddle.in_dynamic_mode():
-        return bool(metric.place.is_gpu_place())
-    return _current.is_traced_for_gpu
+    return _current.is_for_gpu or (paddle.in_dynamic_mode() and bool(metric.place.is_gpu_place()))

@@ -28,6 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--merge-map", action="store_true", help="export which tokens merge too, for the page of serve")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
     option("--format", choices=EXPORT_FORMATS, default="paddle", help="of the programs (default: %(default)s)")
+    option("--for-gpu", action="store_true", help="merge by operations that are fast on a GPU and slow on a CPU")
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
     export.set_defaults(run=_export)
@@ -55,6 +56,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         merge_map=options.merge_map,
         controlnet=controlnet,
         overwrite=options.overwrite,
+        for_gpu=options.for_gpu,
         format=options.format,
     )
     print(_describe(manifest, options.output))

@@ -143,6 +143,7 @@ class Manifest:
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
     merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
+    for_gpu: bool = False  # whether merging is by operations that suit a GPU
     schedule: InitVar[Any] = None  # 2.x wrote null, or the ratio schedule of the export
 
     def __post_init__(self, schedule: Any) -> None:
