@@ -6,6 +6,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
@@ -15,7 +16,7 @@ from .errors import ToMePassError
 from .merging import merge, unmerge
 from .models import LAST, is_fused, is_joint, splits_heads
 from .plans import MergePlan, cast
-from .wraps import Cache, InnerWrap
+from .wraps import Cache, InnerWrap, is_for_gpu
 
 FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
 
@@ -159,6 +160,9 @@ class AttentionView:
         self._config = config
         self._is_fused = is_joint(layer) or is_fused(layer)
         channels = FUSED_CHANNELS if self._is_fused else int(splits_heads(layer))
+        self._widens_weights = is_for_gpu() and splits_heads(layer) and _has_plain_projections(layer)
+        if self._widens_weights:
+            channels = FUSED_CHANNELS
         is_alike = plan.has_equal_sizes and not is_joint(layer)  # beside tokens of text, which do not merge
         self._sizes = plan.log_sizes if config.proportional and not is_alike else None
         self._channels = 0 if self._sizes is None else channels
@@ -181,13 +185,43 @@ class AttentionView:
     @property
     def to_out(self) -> list[Any]:
         first, *others = self._layer.to_out
+        if self._widens_weights and self._channels:
+            return [ProjectionView(first, partial(self._project_wide, "to_out", first)), *others]
         return [self._narrowed(first), *others]
 
     def _project(self, name: str, layer: nn.Layer, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
         """Output of a projection; `to_k` and `to_v` get merged tokens."""
         self._inputs[name] = tokens
-        output = layer(self._merge(tokens) if name in ("to_k", "to_v") else tokens, *args)
+        tokens = self._merge(tokens) if name in ("to_k", "to_v") else tokens
+        if self._widens_weights and self._channels:
+            return self._project_wide(name, layer, tokens)
+        output = layer(tokens, *args)
         return self._with_channels(name, output) if self._channels else output
+
+    def _project_wide(self, name: str, layer: nn.Linear, tokens: paddle.Tensor, *_args: Any) -> paddle.Tensor:
+        """Output of a projection whose weights are widened, which a runtime does once, when it loads a program.
+
+        It takes two operations in place of the ten by which a GPU would widen outputs.
+        """
+        heads, channels = self._layer.heads, self._channels
+        weight, bias = layer.weight, layer.bias
+        if name == "to_out":
+            weight = _padded(weight.reshape([heads, -1, weight.shape[1]]), 1, channels).flatten(0, 1)
+            return F.linear(tokens, weight, bias)
+        weight = _padded(weight.reshape([weight.shape[0], heads, -1]), 2, channels)
+        width = weight.shape[2]
+        bias = None if bias is None else _padded(bias.reshape([heads, -1]), 1, channels).flatten()
+        output = F.linear(tokens, weight.flatten(1, 2), bias)
+        if name == "to_v":
+            return output
+        added = np.zeros([heads, width], dtype="float32")
+        added[:, width - channels] = 1 if name == "to_k" else 1 / self._layer.scale
+        channel = paddle.to_tensor(added.reshape(-1))
+        if name == "to_q":
+            return output + channel
+        assert self._sizes is not None
+        self._has_sizes = True
+        return output + self._sizes.unsqueeze(-1) * channel
 
     def _with_channels(self, name: str, output: paddle.Tensor) -> paddle.Tensor:
         """The output of a projection with the added channels; text has size 1."""
@@ -320,6 +354,25 @@ class AttentionView:
             self.check()
         heads = split_heads(tokens, self._layer.heads)[..., : -self._channels]
         return heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
+
+
+def _has_plain_projections(layer: nn.Layer) -> bool:
+    """Whether the projections of an attention are matrix products, without LoRA, hooks and norms of heads."""
+    projections = (layer.to_q, layer.to_k, layer.to_v, layer.to_out[0])
+    is_plain = all(
+        isinstance(part, nn.Linear)
+        and getattr(part, "lora_layer", None) is None
+        and not (part._forward_pre_hooks or part._forward_post_hooks)
+        for part in projections
+    )
+    return is_plain and all(getattr(layer, name, None) is None for name in NORMS)
+
+
+def _padded(weight: paddle.Tensor, axis: int, channels: int) -> paddle.Tensor:
+    """A weight with zeros at the end of an axis."""
+    shape = [*weight.shape]
+    shape[axis] = channels
+    return paddle.concat([weight, paddle.zeros(shape, dtype=weight.dtype)], axis=axis)
 
 
 def split_heads(output: paddle.Tensor, heads: int) -> paddle.Tensor:

@@ -57,7 +57,7 @@ _current = _Pass()
 
 @contextmanager
 def merging_for_gpu() -> Iterator[None]:
-    """Merge by the operations that suit a GPU in this thread, on whatever device: for programs that will run on one."""
+    """Merge by the operations that suit a GPU in this thread, whatever its device: for programs that will run on one."""
     _current.is_for_gpu = True
     try:
         yield
@@ -86,6 +86,11 @@ class Cache:
             if len(self._values) > MAX_CACHED:
                 del self._values[next(iter(self._values))]
         return value
+
+
+def is_for_gpu() -> bool:
+    """Whether what runs in this thread becomes a program for GPUs: see `merging_for_gpu`."""
+    return _current.is_for_gpu
 
 
 def current_plan() -> MergePlan | None:
