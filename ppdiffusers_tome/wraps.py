@@ -290,26 +290,25 @@ class BlockWrap(Wrap):
             return None
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
-        shape = grid, config.sx, config.sy
+        shape, window = (grid, config.sx, config.sy), config.window
         if config.match == GRID:
-            cells = self._constant(grid, lambda: constant_cells(*shape, self._random_key()))
-            plan = plan_cells(metric, cells)
-        elif _suits_gpu(metric) and has_equal_windows(*shape, config.window):
-            windows = self._constant(grid, lambda: constant_windows(*shape, self._random_key(), config.window))
-            plan = plan_windows(metric, windows, removed, removed_keys)
+            plan = plan_cells(metric, self._constant(constant_cells, *shape))
+        elif _suits_gpu(metric) and has_equal_windows(*shape, window):
+            plan = plan_windows(metric, self._constant(constant_windows, *shape, window=window), removed, removed_keys)
         else:
-            positions = self._constant(grid, lambda: constant_positions(*shape, self._random_key(), config.window))
+            positions = self._constant(constant_positions, *shape, window=window)
             plan = plan_pairs(metric, positions, removed, removed_keys)
         return join_frames(plan, frames)
 
-    def _random_key(self) -> tuple[int, ...] | None:
-        return self.grid.random_key(self.index)
-
-    def _constant(self, grid: Grid, build: Callable[[], Value]) -> Value:
+    def _constant(self, make: Callable[..., Value], grid: Grid, *shape: int, **settings: int | None) -> Value:
         """The constants of a grid, cached by device unless each pass has its own; a traced program gets its own."""
+
+        def build() -> Value:
+            return make(grid, *shape, random_key=self.grid.random_key(self.index), **settings)
+
         if self.grid.changes_dst or not paddle.in_dynamic_mode():
             return build()
-        return self._constants.get((paddle.get_device(), grid), build)
+        return self._constants.get((paddle.get_device(), make, grid), build)
 
 
 def _suits_gpu(metric: paddle.Tensor) -> bool:

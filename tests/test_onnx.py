@@ -36,6 +36,7 @@ from ppdiffusers_tome.inference import (
     tracing,
 )
 from ppdiffusers_tome.inference.conversion import Converter
+from ppdiffusers_tome.inference.cuda_graph import CudaGraphs
 from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve
 from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram
@@ -409,8 +410,26 @@ def test_devices_choose_their_programs(own_folder, monkeypatch):
         runtime = choose_runtime("onnxruntime", device="cuda:1", precision=precision)
         (output,) = outputs_of(load_file(runtime, path))
         assert abs(output - expected).mean() < tolerance * abs(expected).mean()
-    assert [providers for _, providers in made] == [[("CUDAExecutionProvider", {"device_id": 1})]] * 2
+    settings = [{"device_id": 1}, {"device_id": 1, "prefer_nhwc": "1"}]
+    assert [providers for _, providers in made] == [[("CUDAExecutionProvider", own)] for own in settings]
     assert isinstance(made[0][0], bytes) and "float16" in made[1][0]
+
+
+def test_graphs_return_what_a_session_returns(own_folder):
+    """On the CPU, which records none: inputs of two shapes in turns, each with memory of its own."""
+    onnxruntime, path = load_module("onnxruntime"), unets_of(own_folder)[0]
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    graphs, random = CudaGraphs(onnxruntime, session, 0, device="cpu"), np.random.RandomState(0)
+    for batch in (1, 2, 1, 2):
+        shapes = {"sample": (batch, 4, 16, 20), "timestep": (1,), "encoder_hidden_states": (batch, TEXT, 32)}
+        arrays = {name: random.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+        (output,), (expected,) = graphs(arrays), session.run(None, arrays)
+        np.testing.assert_array_equal(output, expected)
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(ToMeConfigError, match="cuda_graph=True needs device='cuda', not 'cpu'"):
+        choose_runtime("onnxruntime", cuda_graph=True)
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(own_folder, caplog):

@@ -3,12 +3,13 @@
 import numpy as np
 import paddle
 import pytest
-from conftest import groups, sizes_of
+from conftest import groups, make_unet, run, sizes_of
 
 from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
 from ppdiffusers_tome.matching import ROW_MULTIPLE, plan_windows, remaining
 from ppdiffusers_tome.plans import join_frames
 from ppdiffusers_tome.positions import constant_windows, has_equal_windows, window_of
+from ppdiffusers_tome.wraps import merging_for_gpu
 
 GRID, KEY, WINDOW = Grid(8, 16), (3, 1), 8
 T, P, Q = 2, 64, 16
@@ -109,3 +110,23 @@ def test_tokens_without_a_similarity_merge_last(bad):
 )
 def test_which_grids_have_equal_windows(grid, window, is_equal):
     assert has_equal_windows(grid, 2, 2, window) == is_equal
+
+
+def test_a_model_merges_alike_by_rows_and_by_products():
+    model = make_unet().apply_tome(0.75, merge_attn="kv", window=8)
+    expected = run(model)
+    with merging_for_gpu():
+        actual = run(model)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert not np.array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
+def test_a_model_merges_by_products_only_for_gpus(merge_attn, plans):
+    model = make_unet().apply_tome(0.5, merge_attn=merge_attn, window=8)
+    with merging_for_gpu():
+        run(model)
+    by_products = {type(plan.keys).__name__ for plan in plans}
+    plans.clear()
+    run(model)
+    assert by_products == {"WindowPlan"} and {type(plan.keys).__name__ for plan in plans} == {"PairPlan"}
