@@ -114,10 +114,10 @@ def test_metadata_is_in_the_png(server):
     body = server.post(OPENAI, {"prompt": prompt, "seed": 5, "steps": 4, "guidance_scale": 1.5}).json()
     chunks = opened(body["data"][0]["b64_json"]).text
     assert chunks["parameters"].startswith(prompt + "\nSteps: 4, Sampler: DDIM, CFG scale: 1.5, Seed: 5, Size: 64x48")
-    assert 'Token merging method: "ToMe, windows of 16"' in chunks["parameters"]
+    assert 'Token merging method: "symmetric, windows of 8"' in chunks["parameters"]
     metadata = json.loads(chunks["ppdiffusers_tome"])
     job = Job(prompt, 48, 64, ratio=0.5, seed=5, steps=4, guidance_scale=1.5)
-    expected = {**job.settings(), "tome_method": "ToMe, windows of 16", "model": "fake"}
+    expected = {**job.settings(), "tome_method": "symmetric, windows of 8", "model": "fake"}
     assert expected.items() <= metadata.items()
 
 
@@ -127,7 +127,10 @@ def test_models_and_health(server):
     model = server.http.get("/v1/models/fake").json()
     assert model["tome_ratios"] == [0.5, 0.0] and (model["steps"], model["guidance_scale"]) == (2, 7.5)
     assert model["ranges"]["steps"] == [1, 50] and model["ranges"]["n"] == [1, 3] and model["prompt_characters"] == 100
-    assert models["data"][0]["tome_methods"] == ["ToMe, windows of 16", ""] and model["prompts"] == ["a fox", "an owl"]
+    assert models["data"][0]["tome_methods"] == ["symmetric, windows of 8", ""] and model["prompts"] == [
+        "a fox",
+        "an owl",
+    ]
     assert server.http.get("/health").json() == server.http.get("/ready").json() == {"state": "ready"}
 
 

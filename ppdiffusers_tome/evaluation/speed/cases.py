@@ -13,11 +13,10 @@ from typing import Any
 
 import paddle
 
-from ...config import ToMeConfig
+from ...config import ToMeConfig, method_name
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import tokens_kept
-from ..methods import name_of
 from ..results import check_result
 from .architectures import Architecture, architecture_of
 
@@ -75,7 +74,7 @@ class Arm:
             return ""
         # The arms of benchmarks/speed.py have neither windows nor weights.
         others = () if self.arm in ARM_NAMES else ("window", "proportional")
-        return name_of(self.config, without=("max_downsample", "use_rand", *others))
+        return method_name(self.config, without=("max_downsample", "use_rand", *others))
 
     @property
     def name(self) -> str:

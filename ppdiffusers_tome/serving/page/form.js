@@ -6,7 +6,13 @@ import { FIELDS, check, choiceOf, linkOf, nameOf, readFile, readLink } from "./s
 import { methodText, number, text } from "./texts.js";
 
 const COUNT_DELAY = 300; // ms after the last key
-const EXPLAINED = { asymmetric: /asymmetric/, window: /windows of/, proportional: /proportional/ }; // terms of a method
+const HAS_OWN = "^(default|symmetric|keys and values)"; // the methods with windows and proportional attention
+// The terms that explain a method, each with the methods that it is part of, in the server's words.
+const EXPLAINED = {
+  asymmetric: /^default(?!.*not around self-attention)|, asymmetric/,
+  window: new RegExp(`${HAS_OWN}(?!.*whole grid)|, windows of`),
+  proportional: new RegExp(`${HAS_OWN}(?!.*not proportional)|, proportional`),
+};
 
 let model = null;
 let source = null; // the start image: {blob, name}, cut to the size in the form

@@ -28,7 +28,7 @@ export const ENGLISH = {
   tome_ratio: "Ratio",
   plainOnly: "0: plain only",
   ratioLine: "Share of tokens that merge away: higher is faster, and further from plain.",
-  percent: "{percent} % of the tokens merge. {method}",
+  percent: "{percent} % of the tokens merge, method: {method}",
   generate: "Generate",
   all: "Compare all ratios",
   again: "Measure again (3×)",
@@ -196,7 +196,7 @@ export const CHINESE = {
   tome_ratio: "合并比例",
   plainOnly: "0：只生成不合并的图像",
   ratioLine: "被合并掉的令牌比例：越高越快，与不合并的图像差别也越大。",
-  percent: "合并 {percent} % 的令牌。{method}",
+  percent: "合并 {percent} % 的令牌，方法：{method}",
   generate: "生成",
   all: "对比所有比例",
   again: "再测 3 次",
@@ -338,17 +338,23 @@ export const CHINESE = {
 
 // The words of ToMeConfig.method.
 const METHOD_WORDS = [
+  [/^default$/, "默认"],
+  [/^symmetric$/, "对称"],
+  [/^asymmetric$/, "非对称"],
   [/^keys and values$/, "键和值"],
-  [/^asymmetric /, "非对称 "],
   [/^(.+) cells$/, "$1 单元"],
   [/^blend (.+)$/, "混合 $1"],
   [/^windows of (.+)$/, "窗口 $1"],
+  [/^whole grid$/, "整个网格"],
+  [/^not proportional$/, "不按比例加权"],
   [/^proportional$/, "按比例加权"],
   [/^fixed dst$/, "固定 dst"],
-  [/^max_downsample (.+)$/, "最深层级 $1"],
+  [/^random dst$/, "随机 dst"],
+  [/^up to level (.+)$/, "最深层级 $1"],
   [/^from (.+) tokens$/, "至少 $1 个令牌"],
-  [/crossattn/, "交叉注意力"],
-  [/mlp/, "前馈层"],
+  [/^not around self-attention$/, "不含自注意力"],
+  [/^merge_crossattn=True$/, "含交叉注意力"],
+  [/^merge_mlp=True$/, "含前馈层"],
 ];
 
 /** "zh" for a language tag of Simplified Chinese, otherwise "en": there are no texts in Traditional Chinese. */
