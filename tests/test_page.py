@@ -542,7 +542,7 @@ def test_first_press(browser, fake):
         expect(page.locator("#tokens-cut")).to_have_text(
             "9 tokens: the text encoder reads 7 and not the end, “six seven”."
         )
-        expect(page.locator("#method")).to_contain_text("50 % of the tokens merge. symmetric")
+        expect(page.locator("#method")).to_contain_text("50 % of the tokens merge, method: symmetric")
         assert page.locator("#method-terms .term").all_inner_texts() == ["Window", "Proportional"]
         assert serious_findings(page) == []
         generate(page)
