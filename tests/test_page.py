@@ -353,11 +353,11 @@ def test_merge_maps(browser, fake):
     with opened(browser, fake) as page:
         generate(page, done="Done: 4 images", button="#all")
         assert [call[0].wants_merge_map for call in fake.engine.calls] == [False, True, True, True]
-        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 24")
+        expect(page.locator("#map-text")).to_contain_text("48 tokens merged to 24")
         assert page.get_attribute("#merge-map", "aria-label").startswith("Merge map of ratio 0.5: 48 tokens")
         page.focus("#map-ratio")
         page.keyboard.press("ArrowRight")
-        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 12")
+        expect(page.locator("#map-text")).to_contain_text("48 tokens merged to 12")
         assert page.get_attribute("#map-ratio", "aria-valuetext") == "ratio 0.75"
         script = "canvas => [...canvas.getContext('2d').getImageData(200, 300, 1, 1).data]"
         assert page.eval_on_selector("#merge-map", script)[3] == 255

@@ -60,9 +60,9 @@ class Evaluation:
     strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise
 
     def __post_init__(self) -> None:
-        for name, least, most in (("size", MIN_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {least} to {most:,}.")
+        for name, minimum, maximum in (("size", MIN_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
+            if not minimum <= (value := getattr(self, name)) <= maximum:
+                raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {minimum} to {maximum:,}.")
         if not math.isfinite(self.guidance_scale):
             raise ToMeConfigError(f"guidance_scale={self.guidance_scale!r} is not allowed: it must be finite.")
         if self.strength is not None and not (0 < self.strength <= 1 and int(self.steps * self.strength) >= 1):

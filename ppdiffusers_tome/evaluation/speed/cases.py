@@ -165,10 +165,10 @@ class Timing:
     threads: int = 1  # of every backend
 
     def __post_init__(self) -> None:
-        for name, most in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
-            if not 1 <= getattr(self, name) <= most:
+        for name, maximum in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= maximum:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
+                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {maximum:,}.")
 
 
 def make_configs(
@@ -200,10 +200,10 @@ def make_case(model: str, **fields: Any) -> Case:
     """
     case = Case(model, **fields)
     architecture, limit, guidance = case.architecture, case.memory_limit_gb, case.guidance_scale
-    for name, least in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
+    for name, minimum in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
         value = getattr(case, name)
-        if value is not None and value < least:
-            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more.")
+        if value is not None and value < minimum:
+            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {minimum} or more.")
     if case.size % architecture.factor:
         raise ToMeConfigError(f"--size {case.size} is not allowed: it must be a multiple of {architecture.factor} px.")
     if guidance is not None and not math.isfinite(guidance):
