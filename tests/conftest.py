@@ -306,7 +306,7 @@ def model(tmp_path_factory):
 
 
 def messages_of_this_process(*arguments):
-    """In place of a worker process, which takes seconds to start."""
+    """Measure in this process, in place of a worker process, which takes seconds to start."""
     messages = []
     measure_case(lambda message: messages.append(copy.deepcopy(message)), *arguments)
     return messages

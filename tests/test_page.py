@@ -349,7 +349,7 @@ def test_compare_all_ratios(browser, fake):
 
 
 def test_merge_maps(browser, fake):
-    """That of the right image at first, of others by the slider; without such programs there is no empty section."""
+    """The map of the right image at first, others by the slider. Without their programs there is no empty section."""
     with opened(browser, fake) as page:
         generate(page, done="Done: 4 images", button="#all")
         assert [call[0].wants_merge_map for call in fake.engine.calls] == [False, True, True, True]

@@ -449,7 +449,7 @@ def test_tokens_that_the_text_encoder_reads(exported_folder):
 
 
 def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path, monkeypatch):
-    """That of the exported program equals the plan of the same pipeline in eager mode; a single step has none."""
+    """The map of the exported program equals the plan of the pipeline in eager mode. A single step has no map."""
     folder, exported = tmp_path / "mapped", read_manifest(exported_folder)
     linked = [(exported_folder, file) for file in exported.programs]  # all but the map's
     settings = {"linked": linked, "merge_map": True, "image_to_image": True}

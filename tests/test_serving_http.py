@@ -190,7 +190,7 @@ def test_steps_that_an_engine_does_not_report_have_no_times():
 
 
 def test_openai_starts_from_an_image(server):
-    """As /sdapi/v1/img2img does, but with a stream; strength is for such requests only."""
+    """Image-to-image as by /sdapi/v1/img2img, with a stream. `strength` needs an image."""
     fields = {"prompt": "fox", "image": png(), "stream": True}
     for strength, expected in ((0.5, 0.5), (None, 0.75)):
         *_, completed = events_of(server.post(OPENAI, {**fields, "strength": strength}))
@@ -625,7 +625,7 @@ def test_content_types_other_than_a_form(server, kind):
 
 
 def test_form_in_chunks(server):
-    """As OpenAI's client for JavaScript sends a file from the disk. The limit of the body holds."""
+    """OpenAI's client for JavaScript sends files in chunks. The limit of the body holds for them too."""
     body = PROMPT + FILE + END
     pieces = [body[start : start + 100] for start in range(0, len(body), 100)]
     assert server.post(EDITS, content=iter(pieces), headers=FORM).status_code == 200
@@ -759,7 +759,7 @@ def test_large_body_is_refused_by_its_header(server):
 
 @pytest.mark.parametrize("path", [OPENAI, TEXT])
 def test_bodies_in_chunks(server, path):
-    """As .NET's HttpClient sends them by default."""
+    """.NET's HttpClient sends bodies in chunks by default."""
     body = b'{"prompt": "fox in chunks"}'
     pieces = (body[start : start + 5] for start in range(0, len(body), 5))
     assert server.post(path, content=pieces, headers=JSON_HEADER).status_code == 200

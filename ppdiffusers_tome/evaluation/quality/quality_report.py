@@ -82,7 +82,7 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
 
 
 def differs_by_kid(frame: pd.DataFrame) -> pd.Series:
-    """Which rows have a KID above that of plain images by more than two standard deviations of the difference."""
+    """Mask of the rows whose KID is above that of plain images by over two standard deviations of the difference."""
     floor = frame.loc[OTHER_SEEDS]
     deviation = np.hypot(frame["kid_others_std"], floor["kid_others_std"])
     return frame["kid_others"] - floor["kid_others"] > 2 * deviation

@@ -51,9 +51,9 @@ class Arm:
     kept: int = 0  # tokens after merging, at the shallowest level with attention
     status: str = PLANNED  # until MEASURED, OUT_OF_MEMORY or ERROR; or NOT_MEASURED
     reason: str | None = None  # why it was not measured
-    seconds: list[float] = field(default_factory=list)  # of each round
+    seconds: list[float] = field(default_factory=list)  # the time of each round
     parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
-    peak_memory_bytes: int | None = None  # of one pass with the weights, by Paddle's counter
+    peak_memory_bytes: int | None = None  # peak of one pass, weights included, by Paddle's counter
     macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
     shares: dict[str, float] | None = None  # of the blocks' time, by part; only benchmarks/speed.py measures them
 
@@ -107,8 +107,8 @@ class Case:
     size: int = 512  # px, of a square image
     batch: int = 2  # rows of the UNet or block; images of a pipeline
     dtype: str = "float32"  # one of DTYPES
-    steps: int | None = None  # of a pipeline
-    guidance_scale: float | None = None  # of a pipeline
+    steps: int | None = None  # pipelines only
+    guidance_scale: float | None = None  # pipelines only
     latent: list[int] = field(default_factory=list)  # height and width of the latents
     tokens: int = 0  # at the shallowest level with attention
     memory_limit_gb: float | None = None  # 10⁹ bytes for weights and one pass on the CPU; None: the machine's
@@ -122,7 +122,7 @@ class Case:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Of the model; reads the configs in the folder."""
+        """The architecture of the model, from the configs in its folder."""
         return architecture_of(self.model)
 
     @property
@@ -162,7 +162,7 @@ class Timing:
 
     rounds: int = 5  # timed passes of each arm
     warm_up: int = 1  # passes of each arm before the timed ones
-    threads: int = 1  # of every backend
+    threads: int = 1  # for every backend
 
     def __post_init__(self) -> None:
         for name, maximum in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):

@@ -39,7 +39,7 @@ class Candidate:
 
     config: ToMeConfig
     speed_up: list[float] = field(default_factory=list)  # plain's time over its own, in each round
-    psnr: list[float] = field(default_factory=list)  # of each image against the plain one, dB
+    psnr: list[float] = field(default_factory=list)  # each image against the plain one, dB
     perceptual: list[float] = field(default_factory=list)  # the same, ST-LPIPS
     failure: str | None = None  # why it cannot be measured
 
