@@ -181,7 +181,7 @@ def list_arms() -> list[Variant]:
 
 
 class Reused:
-    """In place of a layer's `forward`: its output, or one that was given."""
+    """Replaces a layer's `forward`: returns its output, or one that was given."""
 
     def __init__(self, forward: Callable) -> None:
         self._forward = forward
@@ -247,7 +247,7 @@ class Pass(nn.Layer):
 
 
 class Passes:
-    """In place of a pipeline's UNet: an arm's programs, step by step.
+    """Replaces a pipeline's UNet: runs an arm's programs, step by step.
 
     Without guidance, steps that reuse features compute the conditional half of the batch alone, with the mean of both
     halves' features.

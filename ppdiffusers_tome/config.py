@@ -2,7 +2,7 @@
 
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from pathlib import Path
@@ -173,21 +173,8 @@ class ToMeConfig:
 
     @property
     def method(self) -> str:
-        """How tokens merge in words, defaults included; without `ratio` and `seed`."""
-        of_attention = {True: "ToMe", ASYMMETRIC: "asymmetric ToMe"}
-        layers = [of_attention[self.merge_attn]] if self.merge_attn in of_attention else []
-        layers += [name for name in ("crossattn", "mlp") if getattr(self, f"merge_{name}")]
-        applies = {
-            "keys and values": self.merge_attn == KV,
-            " + ".join(layers): bool(layers),
-            f"{self.sx}×{self.sy} cells": (self.sx, self.sy) != (2, 2) or self.match == GRID,
-            f"windows of {self.window}": self.window is not None and self.match == SIMILARITY,
-            "proportional": self.proportional and bool(self.merge_attn),
-            "fixed dst": not self.use_rand,
-            f"max_downsample {self.max_downsample}": self.max_downsample is not None,
-            f"from {self.min_tokens} tokens": bool(self.min_tokens),
-        }
-        return ", ".join(words for words, is_set in applies.items() if is_set)
+        """How tokens merge in words, without `ratio` and `seed`: see `method_name`."""
+        return method_name(self)
 
     def save(self, path: str | Path, **details: Any) -> None:
         """Write a settings file (JSON), which `load` and `apply_tome(config=…)` read.
@@ -341,6 +328,52 @@ def _ratio(value: Any, sx: int, sy: int, is_grid: bool) -> float:
             f"1 - 1/(sx·sy) = {largest:g} for sx={sx}, sy={sy}, or 0."
         )
     return ratio
+
+
+DEFAULT, SYMMETRIC, TOMESD, KEYS_AND_VALUES, TODO = "default", "symmetric", "tomesd", "keys and values", "ToDo"
+METHODS = {  # those of docs/methods.md, at a ratio that they allow
+    DEFAULT: ToMeConfig(),
+    SYMMETRIC: ToMeConfig(merge_attn=True),
+    TOMESD: ToMeConfig(**TOMESD_SETTINGS),
+    KEYS_AND_VALUES: ToMeConfig(merge_attn=KV),
+    TODO: ToMeConfig(0.75, merge_attn=KV, match=GRID, use_rand=False),
+}
+
+
+def method_name(config: ToMeConfig, without: Collection[str] = ()) -> str:
+    """A way to merge in words: the name of its method in METHODS, and what differs from that method.
+
+    Args:
+        config: its ratio and seed are left out.
+        without: other settings to leave out.
+
+    Example:
+        >>> method_name(ToMeConfig(ratio=0.7, merge_attn=True, window=8))
+        'symmetric, windows of 8'
+    """
+    if config.match == GRID:
+        method = TODO
+    elif config.merge_attn is True:
+        method = SYMMETRIC if config.proportional else TOMESD
+    else:
+        method = KEYS_AND_VALUES if config.merge_attn == KV else DEFAULT
+    cells = f"{config.sx}×{config.sy} cells"
+    words = {
+        "sx": cells,
+        "sy": cells,
+        "window": f"windows of {config.window}" if config.window else "whole grid",
+        "use_rand": "random dst" if config.use_rand else "fixed dst",
+        "max_downsample": f"up to level {config.max_downsample}",
+        "proportional": "proportional" if config.proportional else "not proportional",
+        "merge_attn": {True: SYMMETRIC, ASYMMETRIC: ASYMMETRIC}.get(config.merge_attn, "not around self-attention"),
+        "min_tokens": f"from {config.min_tokens} tokens",
+    }
+    ignored = {"ratio", "seed", *without}
+    if config.match == GRID:
+        ignored.add("window")
+    values, usual = asdict(config), asdict(METHODS[method])
+    differing = [name for name, value in values.items() if value != usual[name] and name not in ignored]
+    return ", ".join([method, *dict.fromkeys(words.get(name, f"{name}={values[name]!r}") for name in differing)])
 
 
 def controlnet_config(common: ToMeConfig, controlnet: Any) -> ToMeConfig | None:

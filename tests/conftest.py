@@ -10,6 +10,7 @@ import weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import absl.logging
 import cuda_attention  # noqa: F401 - before ppdiffusers, which looks for a GPU when it is imported
@@ -38,6 +39,10 @@ absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 EMOJI_SD = Path(__file__).parents[1] / "examples" / "emoji_sd"
 TEXT = 7  # text tokens of the tiny models' inputs
 
+# With more threads than cores, the threads of a compared program wait for each other: only `export_once` has as many
+# as users have.
+MIN_THREADS, tracing.MIN_THREADS = tracing.MIN_THREADS, 1
+
 ONNX_SETTINGS = {"proportional": True, "window": 4}  # of `onnx_folder`
 
 
@@ -48,13 +53,25 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def _seed_and_one_thread(monkeypatch):
-    """Exports within tests compare programs in one thread, because two that share a core wait for each other.
-
-    Those of fixtures compare in two, as users' do: fixtures with a wider scope are set up before this one.
-    """
+def _seed():
     paddle.seed(0)
-    monkeypatch.setattr(tracing, "MIN_THREADS", 1)
+
+
+# Where Paddle looks for the lines of Python that an operator comes from, and what it finds in tests.
+ORIGINS = {
+    "paddle.base.framework.traceback": SimpleNamespace(extract_stack=list),
+    "paddle.base.layers.math_op_patch.inspect": SimpleNamespace(stack=partial(inspect.stack, 0)),
+    "paddle.jit.dy2static.program_translator.create_and_update_origin_info_map": lambda *_, **__: None,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_origins():
+    """To look for them takes half of the time of an export with Paddle 2.6."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, replaced in ORIGINS.items():
+            patch.setattr(name, replaced)
+        yield
 
 
 @pytest.fixture
@@ -288,7 +305,7 @@ def model(tmp_path_factory):
 
 
 def messages_of_this_process(*arguments):
-    """In place of a worker process, which takes seconds to start."""
+    """Measure in this process, in place of a worker process, which takes seconds to start."""
     messages = []
     measure_case(lambda message: messages.append(copy.deepcopy(message)), *arguments)
     return messages
@@ -322,7 +339,10 @@ def export_once(tmp_path_factory, name, sizes, **settings):
     folder = shared / "exported" / name
     with FileLock(shared / f"{name}.lock"):
         if not folder.exists():
-            export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, image_to_image=True, progress=False, **settings)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tracing, "MIN_THREADS", MIN_THREADS)
+                options = {"image_to_image": True, "progress": False, **settings}
+                export_pipeline(tiny_pipeline(), folder, (0.5, 0), sizes, **options)
     return folder
 
 

@@ -58,7 +58,7 @@ def read_program(path: Path) -> list[Operation]:
 
 
 def _operations_of_blocks(program: Any) -> Iterator[Operation]:
-    """Those of Paddle 2."""
+    """The operations of a program of Paddle 2."""
     for block in program.blocks:
         for op in block.ops:
             operands = sorted(op.input_names, key=lambda name: name not in MAIN_OPERANDS)
@@ -75,7 +75,7 @@ def _variable(block: Any, name: str) -> Variable:
 
 
 def _operations_of_pir(block: Any) -> Iterator[Operation]:
-    """Those of Paddle 3, in its intermediate representation."""
+    """The operations of a block in Paddle 3's intermediate representation."""
     for op in block.ops:
         if op.name() == "builtin.parameter":  # not computed
             continue

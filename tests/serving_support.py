@@ -41,7 +41,7 @@ class FakeEngine:
     A prompt may ask for a failure.
     """
 
-    name, sampler, methods = "fake", "DDIM", {0.5: "ToMe, windows of 16", 0.0: ""}
+    name, sampler, methods = "fake", "DDIM", {0.5: "symmetric, windows of 8", 0.0: ""}
     can_batch = True
     clock = None  # a `Clock`: steps take their time by it, and none by any other
 

@@ -239,7 +239,7 @@ class Adapted(nn.Layer):
 
 
 def with_lora(projection):
-    """As ppdiffusers adds LoRA: the same layer, with a part."""
+    """Add LoRA as ppdiffusers does: as a part of the same layer."""
     lora = LoRALinearLayer(*projection.weight.shape, rank=2)
     lora.up.weight.set_value(0.1 * paddle.randn(lora.up.weight.shape))
     projection.set_lora_layer(lora)

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
-from ppdiffusers_tome.config import parse_settings
+from ppdiffusers_tome.config import METHODS, TOMESD_SETTINGS, method_name, parse_settings
+from ppdiffusers_tome.evaluation.tuning.search import TODO as TODO_SETTINGS
+
+TODO = {**TODO_SETTINGS, "ratio": 0.75}
 
 
 def test_defaults():
@@ -26,54 +29,39 @@ def test_defaults():
     }
 
 
+NOT_ALLOWED = {  # of each setting: other types, and the values next to the limits
+    "ratio": (-0.1, 0.76, 1, float("nan"), float("inf"), "0.5", None, True, {1.0: 0.6, 0.5: 0.4}),
+    "max_downsample": (0, 3, 2.0, "2", True),
+    "sx": (0, -2, 2.0, "2", None),
+    "sy": (0, -2, 2.0, "2", None),
+    "use_rand": (1, "no", None),
+    "seed": (-1, 2**64, 0.5, False),
+    "window": (0, -2, 8.0, True),
+    "proportional": (1, None),
+    "match": ("cells", None),
+    "merge_attn": ("keys", "alone", None, 1.5),
+    "merge_crossattn": (0, None),
+    "merge_mlp": ("yes", None),
+    "min_tokens": (-1, 1.5, "64", True, None),
+}
+
+
 @pytest.mark.parametrize(
-    ("argument", "value", "allowed"),
-    [
-        ("window", 0, "1 or more"),
-        ("window", -2, "1 or more"),
-        ("window", True, "1 or more"),
-        ("window", 8.0, "or None for the whole grid"),
-        ("proportional", 1, "True or False"),
-        ("ratio", -0.1, "from 0 to 1 - 1/(sx·sy) = 0.75"),
-        ("ratio", 0.76, "from 0 to 1 - 1/(sx·sy) = 0.75"),
-        ("ratio", 1, "from 0 to"),
-        ("ratio", float("nan"), "from 0 to"),
-        ("ratio", {1.0: 0.6, 0.5: 0.4}, "it must be a number from 0 to"),  # a schedule, until 3.0
-        ("ratio", float("inf"), "from 0 to"),
-        ("ratio", "0.5", "a number"),
-        ("ratio", None, "a number"),
-        ("ratio", True, "a number"),
-        ("max_downsample", 3, "1, 2, 4 or 8"),
-        ("max_downsample", 0, "1, 2, 4 or 8"),
-        ("max_downsample", 2.0, "1, 2, 4 or 8"),
-        ("max_downsample", True, "1, 2, 4 or 8"),
-        ("max_downsample", "2", "1, 2, 4 or 8"),
-        ("sx", 0, "1 or more"),
-        ("sx", -2, "1 or more"),
-        ("sx", 2.0, "1 or more"),
-        ("sy", "2", "1 or more"),
-        ("sy", None, "1 or more"),
-        ("use_rand", 1, "True or False"),
-        ("use_rand", "no", "True or False"),
-        ("seed", -1, "0 to 2**64 - 1, or None"),
-        ("seed", 2**64, "0 to 2**64 - 1, or None"),
-        ("seed", 0.5, "0 to 2**64 - 1, or None"),
-        ("seed", False, "0 to 2**64 - 1, or None"),
-        ("match", "cells", "'similarity' or 'grid'"),
-        ("match", None, "'similarity' or 'grid'"),
-        ("merge_attn", None, "True or False, or 'asymmetric' or 'kv'"),
-        ("merge_attn", "keys", "True or False, or 'asymmetric' or 'kv'"),
-        ("merge_attn", "alone", "True or False, or 'asymmetric' or 'kv'"),  # until 3.0
-        ("merge_crossattn", 0, "True or False"),
-        *(("min_tokens", value, "0 or more") for value in (-1, 1.5, True, "64", None)),
-        ("merge_mlp", "yes", "True or False"),
-    ],
+    ("name", "value"), [(name, value) for name, values in NOT_ALLOWED.items() for value in values]
 )
-def test_invalid_value_is_reported_with_allowed_ones(argument, value, allowed):
+def test_a_value_that_is_not_allowed_is_an_error_that_names_it(name, value):
     with pytest.raises(ToMeConfigError) as caught:
-        ToMeConfig(**{argument: value})
-    assert f"{argument}={value!r}" in str(caught.value)
-    assert allowed in str(caught.value)
+        ToMeConfig(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+def test_every_setting_is_checked():
+    assert NOT_ALLOWED.keys() == vars(ToMeConfig()).keys()
+
+
+def test_the_error_names_what_is_allowed():
+    with pytest.raises(ToMeConfigError, match=r"seed=-1 .* from 0 to 2\*\*64 - 1, or None"):
+        ToMeConfig(seed=-1)
 
 
 def test_config_error_is_a_value_error_and_a_tome_error():
@@ -133,24 +121,40 @@ def test_cells_take_remainders_with_them():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, "asymmetric ToMe"),
-        ({"ratio": 0.7, "proportional": True, "window": 16}, "asymmetric ToMe, windows of 16, proportional"),
-        ({"merge_attn": True}, "ToMe"),
-        ({"merge_attn": True, "proportional": True, "window": 16}, "ToMe, windows of 16, proportional"),
-        ({"ratio": 0.75, "merge_attn": "kv", "match": "grid"}, "keys and values, 2×2 cells"),
+        ({}, "default"),
+        ({"ratio": 0.7, "seed": 3}, "default"),
+        ({"merge_attn": True, "window": 8}, "symmetric, windows of 8"),
+        (TOMESD_SETTINGS, "tomesd"),
+        ({"merge_attn": "kv", "sx": 4, "window": None}, "keys and values, 4×2 cells, whole grid"),
+        ({**TODO, "window": 8}, "ToDo"),
+        ({**TODO, "use_rand": True}, "ToDo, random dst"),
+        ({**TODO, "merge_attn": "asymmetric"}, "ToDo, asymmetric"),
+        ({"merge_attn": False, "merge_mlp": True}, "default, not around self-attention, merge_mlp=True"),
         (
-            {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "use_rand": False, "window": 8},
-            "keys and values, 2×2 cells, fixed dst",
+            {"use_rand": False, "max_downsample": 2, "proportional": False, "min_tokens": 64},
+            "default, up to level 2, fixed dst, not proportional, from 64 tokens",
         ),
-        ({"merge_mlp": True}, "asymmetric ToMe + mlp"),
-        ({"merge_attn": "kv", "merge_mlp": True, "sx": 4}, "keys and values, mlp, 4×2 cells"),
-        ({"merge_attn": False, "merge_mlp": True, "proportional": True, "max_downsample": 2}, "mlp, max_downsample 2"),
-        ({"merge_crossattn": True, "seed": 3}, "asymmetric ToMe + crossattn"),
-        ({"merge_attn": True, "merge_crossattn": True}, "ToMe + crossattn"),
     ],
 )
-def test_method_in_words_does_not_depend_on_defaults(settings, words):
-    assert ToMeConfig(**{"window": None, "proportional": False, **settings}).method == words
+def test_method_in_words(settings, words):
+    config = ToMeConfig(**settings)
+    assert config.method == words
+    assert method_name(config, without=list(settings)) == words.partition(",")[0]
+
+
+def test_no_two_ways_to_merge_have_the_same_words():
+    others = {
+        "max_downsample": 2,
+        "sx": 3,
+        "sy": 3,
+        "use_rand": False,
+        "window": 8,
+        "proportional": False,
+    }
+    others |= {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64}
+    names = [ToMeConfig(**{name: value}).method for name, value in others.items()]
+    names += [config.method for config in METHODS.values()]
+    assert len(set(names)) == len(others) + len(METHODS)
 
 
 @pytest.mark.parametrize(

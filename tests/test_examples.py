@@ -279,42 +279,34 @@ def test_default_sizes_prompts_and_steps(examples, monkeypatch, tmp_path):
     assert calls == [*expected, ("inpaint", 128, 2, 20)]
 
 
-BAD = {
-    "no such folder": ("text_to_image", ["--model", "/no/folder/here"], r"/no/folder/here is neither a folder"),
-    "not a hub name": ("text_to_image", ["--model", "emoji"], r"emoji is neither a folder"),
-    "no model in the folder": ("text_to_image", ["--model", str(EXAMPLES)], r"model_index\.json"),
-    "ratio above the maximum": ("text_to_image", ["--ratio", "0.5", "0.8"], r"ratio=0\.8 .*0\.75"),
-    "ratio is not a number": ("text_to_image", ["--ratio", "half"], r"half"),
-    "size": ("text_to_image", ["--size", "128", "100"], r"--size 100 .*multiple of 8"),
-    "steps": ("text_to_image", ["--steps", "0"], r"--steps 0 .*1 or more"),
-    "threads": ("text_to_image", ["--threads", "0"], r"--threads 0 .*1 or more"),
-    "seed": ("text_to_image", ["--seed", "-1"], r"--seed -1 .*0 or more"),
-    "missing image": ("image_to_image", ["--image", "/no/such.png"], r"--image /no/such\.png: .*No such file"),
-    "no image": ("image_to_image", ["--image", __file__], r"--image .*cannot identify"),
-    "strength": ("image_to_image", ["--strength", "1.5"], r"--strength 1\.5 .*at most 1"),
-    "strength leaves no step": ("image_to_image", ["--strength", "0.1", "--steps", "5"], r"leaves no steps"),
-    "first size": ("hires_fix", ["--size", "200"], r"--size 200 .*multiple of 16"),
-    "second pass's strength": ("hires_fix", ["--strength", "0"], r"--strength 0\.0 .*above 0"),
-    "no steps in the second pass": ("hires_fix", ["--strength", "0.1", "--steps", "5"], r"leaves no steps"),
-    "missing mask": ("inpaint", ["--mask", "/no/such.png"], r"--mask /no/such\.png: .*No such file"),
-    "no SDXL model": ("sdxl", [], r"--model --tiny is required"),
-    "no SD3 model": ("sd3", [], r"--model --tiny is required"),
-    "two models": ("sdxl", ["--tiny", "--model", "a/b"], r"--model: not allowed with argument --tiny"),
-    "not an SDXL model": ("sdxl", ["--model", str(EXAMPLES / "emoji_sd")], r"not SDXL: .* one text encoder"),
-    "not an SD3 model": ("sd3", ["--model", str(EXAMPLES / "emoji_sd")], r"StableDiffusion3Pipeline.* expected"),
-    "tiny with an invalid ratio": ("sd3", ["--tiny", "--ratio", "0.9"], r"ratio=0\.9 .*0\.75"),
-}
+REFUSED = [  # options, and what the error names
+    ("text_to_image", ["--model", "/no/folder/here"], "/no/folder/here"),
+    ("text_to_image", ["--model", str(EXAMPLES)], "model_index.json"),
+    ("text_to_image", ["--ratio", "0.5", "0.8"], "ratio=0.8"),
+    ("text_to_image", ["--size", "128", "100"], "--size 100"),
+    ("text_to_image", ["--seed", "-1"], "--seed -1"),
+    ("image_to_image", ["--image", "/no/such.png"], "/no/such.png"),
+    ("image_to_image", ["--image", __file__], __file__),
+    ("image_to_image", ["--strength", "0.1", "--steps", "5"], "--strength 0.1"),  # of 5 steps none is left
+    ("hires_fix", ["--size", "200"], "--size 200"),
+    ("hires_fix", ["--strength", "0"], "--strength 0"),
+    ("inpaint", ["--mask", "/no/such.png"], "/no/such.png"),
+    ("sdxl", [], "--tiny"),
+    ("sd3", ["--tiny", "--model", "a/b"], "--model"),
+    ("sdxl", ["--model", str(EXAMPLES / "emoji_sd")], "SDXL"),
+    ("sd3", ["--model", str(EXAMPLES / "emoji_sd")], "StableDiffusion3Pipeline"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_invalid_option_is_rejected_before_generation(examples, monkeypatch, tmp_path, capsys, case):
-    script, arguments, message = BAD[case]
+@pytest.mark.parametrize(("script", "options", "named"), REFUSED)
+def test_invalid_option_is_an_error_of_one_line_before_generation(
+    examples, monkeypatch, tmp_path, capsys, script, options, named
+):
     monkeypatch.setattr(examples.comparison, "compare", lambda *args, **kwargs: pytest.fail("images were generated"))
     with pytest.raises(SystemExit) as stopped:
-        getattr(examples, script).main([*arguments, "--output", str(tmp_path)])
-    assert stopped.value.code == 2
+        getattr(examples, script).main([*options, "--output", str(tmp_path)])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(rf"error: .*{message}", last), last
+    assert stopped.value.code == 2 and "error: " in last and named in last
 
 
 def test_xformers_without_a_gpu_is_an_error_of_one_line(examples, tmp_path, capsys):

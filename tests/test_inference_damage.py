@@ -182,16 +182,6 @@ def test_weights_are_verified_unless_switched_off_and_programs_always(source, ru
         read_manifest(folder)
 
 
-def test_every_file_is_hashed_once(exported_folder, monkeypatch):
-    hashed = []
-    real = read_manifest.__globals__["sha256"]
-    monkeypatch.setitem(read_manifest.__globals__, "sha256", lambda path: hashed.append(path) or real(path))
-    read_manifest(exported_folder)
-    assert not hashed
-    load_pipeline(exported_folder)
-    assert len(hashed) == len(set(hashed)) == len(read_manifest(exported_folder).files)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

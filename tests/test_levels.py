@@ -36,7 +36,7 @@ def test_level_of_every_convolution(changes, h, w):
 
 
 def test_attention_to_text_only_is_not_self_attention():
-    """As in Stable Diffusion's upscaler, whose shallow blocks attend to the text twice and never to the image."""
+    """The shallow blocks of Stable Diffusion's upscaler attend to the text twice and never to the image."""
     unet = make_unet(only_cross_attention=(True, False))
     blocks = find_blocks(unet)
     assert [len(block.sublayers.get("attn", ())) for block in blocks] == [0, 1, 1, 1, 0, 0, 1]

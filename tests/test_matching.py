@@ -89,7 +89,7 @@ def positions_of(plan, batch):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_part_of_a_plan_is_the_oracles(data):
-    """Of queries and of keys, in images and in frames of a video; one or both may merge nothing."""
+    """Plans of queries and of keys, for images and for frames of a video; one or both may merge nothing."""
     grid = Grid(data.draw(st.integers(1, 8), "h"), data.draw(st.integers(1, 8), "w"))
     dst = choose_dst(grid)
     keys = data.draw(st.integers(0, grid.tokens - len(dst) if len(dst) else 0), "keys")
@@ -112,10 +112,10 @@ def test_every_part_of_a_plan_is_the_oracles(data):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_plans_of_queries_and_keys_are_those_of_one_cut_each(data):
-    """Of the same order of pairs: where they are as many, there is one plan; also of no pair, and in frames."""
+    """Both cut the same order of pairs. With equal numbers they are one plan, also without pairs, and in frames."""
     grid, frames = Grid(data.draw(st.integers(2, 9), "h"), data.draw(st.integers(2, 9), "w")), 2
-    most = grid.tokens - len(choose_dst(grid))
-    keys = data.draw(st.integers(0, most), "keys")
+    maximum = grid.tokens - len(choose_dst(grid))
+    keys = data.draw(st.integers(0, maximum), "keys")
     queries = data.draw(st.integers(0, keys), "queries")
     x = paddle.to_tensor(tokens(2, grid, 5, data.draw(st.integers(0, 999), "seed")))
     plan = match_tokens(x, grid, queries, random_key=(3,), window=4, removed_keys=keys)

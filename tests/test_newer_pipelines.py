@@ -83,7 +83,7 @@ def test_pipeline(name, merge_attn, tmp_path):
 
 
 class RMSNorm(paddle.nn.Layer):
-    """As in ppdiffusers: by Paddle's fused_rms_norm."""
+    """RMSNorm of ppdiffusers, computed by Paddle's fused_rms_norm."""
 
 
 def test_a_model_that_would_end_the_process_is_skipped(tmp_path, monkeypatch):

@@ -598,7 +598,7 @@ def test_openvino_programs_share_weights(onnx_folder, monkeypatch):
 
 
 def float_offsets(path):
-    """Where the weights of an `.onnx` file lie, without indices, of which OpenVINO computes some ahead."""
+    """The offsets of the weights of an `.onnx` file, without indices: OpenVINO folds some of them."""
     floats = {t.name for t in onnx.load(str(path)).graph.initializer if t.data_type == onnx.TensorProto.FLOAT}
     return [at for name, at in weight_offsets(path).items() if name in floats]
 

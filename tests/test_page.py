@@ -67,7 +67,7 @@ class EagerEngine(Engine):
 class ColorEngine(FakeEngine):
     """Images whose upper half is the further from plain the higher the ratio is."""
 
-    methods: ClassVar = {ratio: "ToMe, windows of 16, proportional" if ratio else "" for ratio in RATIOS}
+    methods: ClassVar = {ratio: "symmetric" if ratio else "" for ratio in RATIOS}
     maps: ClassVar = {ratio: (np.arange(48).reshape(6, 8) * (1 - ratio)).astype(int) for ratio in RATIOS}
     seconds: ClassVar = {}  # of a step, by ratio
     held = None  # a ratio whose first step waits until the gate is set
@@ -96,7 +96,7 @@ def bundled():
 
     def load():
         if not MODEL:
-            return EagerEngine(load_bundled(), methods={0.5: "ToMe, windows of 16, proportional", 0.0: ""})
+            return EagerEngine(load_bundled(), methods={0.5: "symmetric", 0.0: ""})
         engine = load_engine(Path(MODEL), threads=1)
         for job in warm_up_jobs(limits, 2.0):
             engine.generate([job])
@@ -349,15 +349,15 @@ def test_compare_all_ratios(browser, fake):
 
 
 def test_merge_maps(browser, fake):
-    """That of the right image at first, of others by the slider; without such programs there is no empty section."""
+    """The map of the right image at first, others by the slider. Without their programs there is no empty section."""
     with opened(browser, fake) as page:
         generate(page, done="Done: 4 images", button="#all")
         assert [call[0].wants_merge_map for call in fake.engine.calls] == [False, True, True, True]
-        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 24")
+        expect(page.locator("#map-text")).to_contain_text("48 tokens merged to 24")
         assert page.get_attribute("#merge-map", "aria-label").startswith("Merge map of ratio 0.5: 48 tokens")
         page.focus("#map-ratio")
         page.keyboard.press("ArrowRight")
-        expect(page.locator("#map-text")).to_contain_text("48 tokens went on as 12")
+        expect(page.locator("#map-text")).to_contain_text("48 tokens merged to 12")
         assert page.get_attribute("#map-ratio", "aria-valuetext") == "ratio 0.75"
         script = "canvas => [...canvas.getContext('2d').getImageData(200, 300, 1, 1).data]"
         assert page.eval_on_selector("#merge-map", script)[3] == 255
@@ -542,7 +542,7 @@ def test_first_press(browser, fake):
         expect(page.locator("#tokens-cut")).to_have_text(
             "9 tokens: the text encoder reads 7 and not the end, “six seven”."
         )
-        expect(page.locator("#method")).to_contain_text("50 % of the tokens merge. ToMe, windows of 16, proportional")
+        expect(page.locator("#method")).to_contain_text("50 % of the tokens merge, method: symmetric")
         assert page.locator("#method-terms .term").all_inner_texts() == ["Window", "Proportional"]
         assert serious_findings(page) == []
         generate(page)

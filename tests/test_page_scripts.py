@@ -18,14 +18,18 @@ NODE = shutil.which("node")
 SETTINGS = (
     {},
     {"window": None, "proportional": False},
+    {"merge_attn": True},
+    {"merge_attn": True, "proportional": False},
     {"merge_attn": "kv", "sx": 4, "use_rand": False, "max_downsample": 2},
     {"match": "grid", "ratio": 0.75, "merge_attn": "kv"},
+    {"match": "grid", "ratio": 0.75},
     {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64},
+    {"merge_attn": False, "merge_mlp": True},
 )
 
 
 class Source:
-    name, sampler, methods = "fake", "DDIM", {0.5: "ToMe, windows of 16"}
+    name, sampler, methods = "fake", "DDIM", {0.5: "symmetric, windows of 8"}
 
 
 @pytest.mark.skipif(NODE is None, reason="no node: apt-get install nodejs")

@@ -396,7 +396,7 @@ def test_a_method_below_gets_what_merging_adds(unet):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_in_place_of_the_forward_of_a_model(name):
-    """As those of ppdiffusers after 0.29.0, around merging or inside it."""
+    """Caches like those of ppdiffusers after 0.29.0, around merging or inside it."""
     make, output = MODELS[name]
     model = make()
     check_with_caches(model, [model], [lambda: output(model)])

@@ -120,7 +120,7 @@ def block_wraps(unet):
 
 @pytest.mark.parametrize("settings", [{}, {"ratio": 0.75, "match": "grid"}], ids=str)
 def test_constants_leave_with_the_wraps_of_their_model(settings, monkeypatch):
-    """Those of the model that merging is removed from, and no others."""
+    """The constants of the model without merging leave; those of another model stay."""
     constants = {"one": [], "other": []}
 
     def apply_and_run(name, unet):

@@ -193,7 +193,7 @@ def test_killed_engine_is_replaced_and_no_image_lost(server):
 
 
 def test_tokens_are_counted_after_all_engines_have_died(server):
-    """Which no image has noticed."""
+    """No request for an image has noticed it before."""
     server.wait_for_engines()
     before = server.named("EngineProcess")
     for victim in before:

@@ -314,7 +314,7 @@ def test_equal_tokens_at_equal_positions_merge_without_a_difference(family, mode
 
 @pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
 def test_each_sample_of_a_batch_is_what_it_is_alone(family, model, merge_attn):
-    """As under guidance: the same latents with two texts."""
+    """The batch of guidance: the same latents with two texts."""
     apply_tome(model, merge_attn=merge_attn)
     inputs = family.inputs()
     inputs["hidden_states"] = paddle.concat([inputs["hidden_states"][:1]] * 2)
@@ -528,7 +528,7 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, removed,
 
 
 def test_gradients_of_checkpointing_are_those_without():
-    """Of ppdiffusers' own models whose blocks `recompute` runs again, VCtrl's alone works without merging too."""
+    """VCtrl is the only model of ppdiffusers whose checkpointing by `recompute` works without merging."""
     model = apply_tome(VCTRL.real(), merge_mlp=True)
     model.train()
 
@@ -634,7 +634,7 @@ def test_attention_that_is_cached(family, merge_attn):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *CONTROLNETS, *OTHERS], ids=named)
 def test_a_cache_in_place_of_the_forward_of_a_model(family, model):
-    """As SortBlock and TeaBlockCacheTaylor: grids with as many tokens and other sides follow each other."""
+    """Caches like SortBlock and TeaBlockCacheTaylor, on grids with equal numbers of tokens and other sides."""
     check_with_caches(model, [model], [partial(run, model, family.inputs(h, w)) for h, w in ((6, 8), (8, 6), (6, 8))])
 
 

@@ -246,8 +246,8 @@ def test_webui_text_to_image_with_its_own_defaults(webui, server):
     assert answer.parameters["cfg_scale"] == 2.5
     assert answer.info["infotexts"][0].splitlines()[:2] == ["fox", "Negative prompt: red"]
     assert "Seed: 6, Size: 64x48" in answer.info["infotexts"][1]
-    assert answer.info["extra_generation_params"]["Token merging method"] == "ToMe, windows of 16"
-    assert 'Token merging method: "ToMe, windows of 16"' in answer.info["infotexts"][0]
+    assert answer.info["extra_generation_params"]["Token merging method"] == "symmetric, windows of 8"
+    assert 'Token merging method: "symmetric, windows of 8"' in answer.info["infotexts"][0]
     job = Job("fox", 48, 64, ratio=0.5, seed=5, negative_prompt="red", steps=3, guidance_scale=2.5)
     assert server.engine.calls[-1] == [job, replace(job, seed=6)]
 

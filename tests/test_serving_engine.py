@@ -33,7 +33,6 @@ from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Jo
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
-from ppdiffusers_tome.inference.export import unmerged_programs
 from ppdiffusers_tome.inference.loading import ModelDefaults, read_defaults
 from ppdiffusers_tome.inference.manifest import Size
 from ppdiffusers_tome.serving.app import create_app
@@ -450,8 +449,9 @@ def test_tokens_that_the_text_encoder_reads(exported_folder):
 
 
 def test_merge_map_is_what_the_last_step_merged(exported_folder, tmp_path, monkeypatch):
-    """That of the exported program equals the plan of the same pipeline in eager mode; a single step has none."""
-    folder, linked = tmp_path / "mapped", unmerged_programs(exported_folder)
+    """The map of the exported program equals the plan of the pipeline in eager mode. A single step has no map."""
+    folder, exported = tmp_path / "mapped", read_manifest(exported_folder)
+    linked = [(exported_folder, file) for file in exported.programs]  # all but the map's
     settings = {"linked": linked, "merge_map": True, "image_to_image": True}
     export_linked(tiny_pipeline(), folder, (0.5, 0), [(32, 32)], **settings)
     manifest = read_manifest(folder, verify=True)

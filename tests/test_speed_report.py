@@ -48,10 +48,9 @@ def table_under(page, line):
 def test_repetitions_show_the_noise(report):
     one, again = ([arm("plain", PLAIN), arm("tome", times(share), ratio=0.5)] for share in (0.5, 0.55))
     page = report(result([case(one)]), result([case(again)]))
-    assert "\n- 1 speed-ups were measured in several runs, and differ between runs by up to +10.0 %:" in page
-    assert "None of 2 merged arms is slower" in page
+    assert "+10.0 %" in page
     slower = report(result([case([*one, arm("both", times(1.5), ratio=0.5)])]))
-    assert "several runs" not in slower and "eager, which takes 1.50 times as long" in slower
+    assert "+10.0 %" not in slower and "1.50 times" in slower and "1.50 times" not in page
 
 
 def test_out_of_memory_and_other_reasons(report):
@@ -59,9 +58,13 @@ def test_out_of_memory_and_other_reasons(report):
     absent = arm("tome", [], ratio=0.5, backend="predictor", status="not measured", reason="in float32 only")
     page = report(result([case([*failed, arm("tome", times(0.8), ratio=0.5), absent], memory_limit_gb=2.5)]))
     assert [row[2] for row in table_under(page, "## sd15")] == ["OOM", "error", "16.0 [12.0–24.0]", "not measured"]
-    assert "fit in memory where plain does not: sd15, one UNet pass, 512 px, batch 2, limit 2.5 GB." in page
-    assert "- out of memory: the allocator failed: plain, eager\n" in page
-    assert "- not measured: in float32 only: tomesd 0.5, predictor\n" in page
+    summary, section = page.split("## sd15")
+    assert "limit 2.5 GB" in summary  # of what fits only merged
+    for arm_name, reason in {
+        "plain, eager": "the allocator failed",
+        "tomesd 0.5, predictor": "in float32 only",
+    }.items():
+        assert any(arm_name in line and reason in line for line in section.splitlines())
     assert "published" not in page  # there is no such page beside it
 
 
@@ -83,8 +86,8 @@ def test_page_and_plots_are_written(tmp_path):
     output = tmp_path / "reports" / "speed"
     page = write_report(files, output)
     assert (output / "speed.md").read_text(encoding="utf-8") == page
-    assert "[one half.json](../../results/one%20half.json): Test CPU, cpu, threads: 1, cores: 2; paddlepaddle" in page
-    assert "not speed results: [quality.json](../../results/quality.json) (kind 'quality')." in page
+    assert "[one half.json](../../results/one%20half.json): Test CPU" in page
+    assert "[quality.json](../../results/quality.json)" in page
     images = re.findall(r"!\[.*?\]\((.*?)\)", page)
     assert sorted(images) == sorted(path.name for path in output.glob("*.png"))
     plots = ["against_size", "against_ratio", "by_method"]  # of one section, because there is one machine

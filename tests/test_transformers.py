@@ -188,7 +188,7 @@ def test_second_attention_merges_by_the_plan_of_its_block(sd35, merge_attn, quer
 @paddle.no_grad()
 @pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
 def test_each_half_of_a_batch_is_what_it_is_alone(sd35, merge_attn):
-    """As under guidance: the same latents with two texts."""
+    """The batch of guidance: the same latents with two texts."""
     sd35.apply_tome(merge_attn=merge_attn)
     latents = paddle.concat([noise(1, 4, 12, 20)] * 2)
     arguments = sd3_inputs()

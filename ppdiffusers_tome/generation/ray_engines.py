@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -223,64 +224,91 @@ def generate_on_ray(load: Callable[[], Engine], engines: int, cpus: float = 1.0,
     """
 
     def run(batches: Sequence[Sequence[Prompt]]) -> ImageResults:
-        # Batches with the number of the attempt; None wakes a thread at the end.
-        waiting: SimpleQueue[tuple[Sequence[Prompt], int] | None] = SimpleQueue()
-        done: SimpleQueue[Sequence[ImageResult] | BaseException | _NotLoaded] = SimpleQueue()
-        is_over = Event()
-
-        def work() -> None:
-            engine: Any = None
-            while not is_over.is_set():
-                try:
-                    engine = engine or RemoteEngine(load, cpus, gpus, inf, is_over.is_set)
-                except BaseException as error:
-                    done.put(_NotLoaded(error))
-                    return
-                if (item := waiting.get()) is None or is_over.is_set():
-                    return
-                batch, attempt = item
-                try:
-                    done.put(generate_batch(engine, batch))
-                except EngineLostError:
-                    engine = None
-                    if attempt < MAX_LOST_ENGINES:
-                        waiting.put((batch, attempt + 1))
-                    elif len(batch) > 1:  # one of its prompts may be the cause
-                        for prompt in batch:
-                            waiting.put(([prompt], 1))
-                    else:
-                        done.put([(batch[0], f"{MAX_LOST_ENGINES} engines died with this prompt")])
-                except BaseException as error:  # every batch is answered, or the consumer would wait for it
-                    done.put(error)
-                    return
-
-        for batch in batches:
-            waiting.put((batch, 1))
-        threads = [Thread(target=work, daemon=True) for _ in range(min(engines, len(batches)))]
-        for thread in threads:
-            thread.start()
-        missing, not_loaded = sum(map(len, batches)), 0
-        try:
-            while missing:
-                results = done.get()
-                if isinstance(results, _NotLoaded):
-                    not_loaded += 1
-                    if not_loaded == len(threads):
-                        cause = getattr(results.error, "cause", results.error)
-                        raise RayError(f"no engine could be loaded: {cause}")
-                elif isinstance(results, BaseException):
-                    raise results
-                else:
-                    missing -= len(results)
-                    yield from results
-        finally:
-            is_over.set()  # ends the processes, also during a batch
-            for _ in threads:
-                waiting.put(None)
-            for thread in threads:  # which use Ray, and would start another one after the session
-                thread.join()
+        work = _Work(batches, partial(RemoteEngine, load, cpus, gpus, inf))
+        yield from work.run_in_threads(min(engines, len(batches)))
 
     return run
+
+
+class _Work:
+    """Batches that threads share, each thread with an engine of its own.
+
+    Args:
+        batches: all of them.
+        make_engine: makes an engine, given a function that returns True when the engine must end.
+    """
+
+    def __init__(self, batches: Sequence[Sequence[Prompt]], make_engine: Callable[..., RemoteEngine]) -> None:
+        self._make_engine = make_engine
+        self._missing = sum(map(len, batches))  # images
+        # Batches with the number of the attempt; None wakes a thread at the end.
+        self._waiting: SimpleQueue[tuple[Sequence[Prompt], int] | None] = SimpleQueue()
+        self._done: SimpleQueue[Sequence[ImageResult] | BaseException | _NotLoaded] = SimpleQueue()
+        self._is_over = Event()
+        for batch in batches:
+            self._waiting.put((batch, 1))
+
+    def run_in_threads(self, count: int) -> ImageResults:
+        """Run all batches. The threads and their engines end with the generator, also during a batch.
+
+        Raises: as the backend of `generate_on_ray` does.
+        """
+        threads = [Thread(target=self._run_batches, daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield from self._results(count)
+        finally:
+            self._is_over.set()
+            for _ in threads:
+                self._waiting.put(None)
+            for thread in threads:  # a thread that outlives the session would start another Ray
+                thread.join()
+
+    def _results(self, threads: int) -> ImageResults:
+        not_loaded = 0
+        while self._missing:
+            results = self._done.get()
+            if isinstance(results, _NotLoaded):
+                not_loaded += 1
+                if not_loaded == threads:
+                    cause = getattr(results.error, "cause", results.error)
+                    raise RayError(f"no engine could be loaded: {cause}")
+            elif isinstance(results, BaseException):
+                raise results
+            else:
+                self._missing -= len(results)
+                yield from results
+
+    def _run_batches(self) -> None:
+        """In a thread: run batches until none is needed, and replace an engine that is lost."""
+        engine: Any = None
+        while not self._is_over.is_set():
+            try:
+                engine = engine or self._make_engine(self._is_over.is_set)
+            except BaseException as error:
+                self._done.put(_NotLoaded(error))
+                return
+            if (item := self._waiting.get()) is None or self._is_over.is_set():
+                return
+            try:
+                self._done.put(generate_batch(engine, item[0]))
+            except EngineLostError:
+                engine = None
+                self._repeat(*item)
+            except BaseException as error:  # every batch is answered, or the consumer would wait for it
+                self._done.put(error)
+                return
+
+    def _repeat(self, batch: Sequence[Prompt], attempt: int) -> None:
+        """Let a batch whose engine was lost run again, or report its prompt as failed."""
+        if attempt < MAX_LOST_ENGINES:
+            self._waiting.put((batch, attempt + 1))
+        elif len(batch) > 1:  # one of its prompts may be the cause
+            for prompt in batch:
+                self._waiting.put(([prompt], 1))
+        else:
+            self._done.put([(batch[0], f"{MAX_LOST_ENGINES} engines died with this prompt")])
 
 
 @dataclass(frozen=True)

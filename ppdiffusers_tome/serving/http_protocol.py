@@ -10,24 +10,25 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .api_errors import ApiError
 
 logger = logging.getLogger("uvicorn.error")
-# h11 takes 7 µs for a chunk, even of one byte, and other clients wait until all chunks of a read are parsed. Measured:
-# 0.4 s for asyncio's reads of 256 KiB, 0.03 s for 16 KiB; two minutes in all for 16 MiB in chunks of one byte.
+# h11 needs 7 µs for a chunk, even of one byte, and other clients wait until all chunks of a read are parsed. In chunks
+# of one byte that takes 0.4 s for a read of 256 KiB, asyncio's default, and 0.03 s for 16 KiB. A body of 16 MiB takes
+# two minutes in all.
 MAX_READ_BYTES = 16 * 2**10
 MAX_CHUNKS = 100_000
 
 
 class _Connection(h11.Connection):
-    """h11's parser, which raises an ApiError for each malformed request, and for a body in too many chunks."""
+    """h11's parser. It raises an ApiError for a malformed request, and for a body in more than MAX_CHUNKS chunks."""
 
-    _chunks = 0  # of the current body
+    _chunks = 0  # in the current body
 
     def next_event(self) -> Any:
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            # The rest of the message is what the client sent, which may contain its key, and the message is logged.
+            # After this mark h11's message quotes the request, which may contain a key, and the message is logged.
             raise _malformed(str(error).partition(": bytearray(")[0]) from None
-        except ValueError:  # from int(), which reads at most 4,300 digits
+        except ValueError:  # int() refuses more than 4,300 digits
             raise _malformed("bad Content-Length") from None
         if isinstance(event, h11.Request):
             self._chunks = 0
@@ -51,7 +52,7 @@ class HttpProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.conn = _Connection(h11.SERVER)
         self._buffer = bytearray()
 
-    # asyncio asks a BufferedProtocol for a buffer before each read, and so reads no more than it has room for.
+    # asyncio reads into this buffer, so no read is larger than it.
     def get_buffer(self, sizehint: int) -> bytearray:
         self._buffer = bytearray(MAX_READ_BYTES)
         return self._buffer
@@ -67,9 +68,9 @@ class HttpProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._refuse(error)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, unless the application has begun to, and close the connection."""
+        """Send the error, unless the application has begun an answer, and close the connection."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # uvicorn ignores what the application sends from now on
+            self.cycle.disconnected = True  # from now on uvicorn ignores what the application sends
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error.respond("")
             head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")

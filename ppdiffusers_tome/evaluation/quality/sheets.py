@@ -11,9 +11,9 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont, PngImagePlugin
 
 from ...errors import ToMeConfigError
 
-SHOWN = 6  # images of each setting
-GAIN = 4  # of difference maps
-GAP, LEFT, LINE = 4, 56, 16  # px: between images, least width of the labels, a line of text
+SHOWN = 6  # images of each setting on a sheet
+GAIN = 4  # factor that makes difference maps brighter
+GAP, LEFT, LINE = 4, 56, 16  # px: space between images, smallest width of the labels, height of a line of text
 
 
 def write_sheet(
@@ -27,11 +27,12 @@ def write_sheet(
     """Write a sheet of images that `evaluate` generated, a row for each setting, as a PNG.
 
     Args:
-        path: of the PNG.
-        result, images: of `evaluate`, and its output folder.
-        folders: the row's label → the setting's name. The first row is the plain images.
-        titles: number of the image → title of its column.
-        with_differences: below each row, its difference from the first.
+        path: the PNG to write.
+        result: what `evaluate` returned.
+        images: the output folder of `evaluate`.
+        folders: the label of each row → the name of its setting. The first row has the plain images.
+        titles: the number of each image → the title of its column.
+        with_differences: add a row of differences from the first row below each other row.
 
     Raises:
         ToMeConfigError: a setting has more or fewer images than the result.
@@ -72,12 +73,12 @@ def difference_map(a: Image.Image, b: Image.Image) -> Image.Image:
 
 
 def make_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequence[str], size: int) -> Image.Image:
-    """A sheet of images, which are at its lower right, with 4 px to the right of and below each.
+    """Draw a grid of images at the lower right of a sheet, each with 4 px of space to its right and below it.
 
     Args:
-        rows: label, shown to the left, and one RGB image for each title.
-        titles: shown above the columns, e.g. the prompts; wrapped to their width.
-        size: px, the side of each image's place; a larger image is scaled down to it.
+        rows: a label, to the left of the row, and one RGB image for each title.
+        titles: texts above the columns, such as prompts; wrapped to the width of a column.
+        size: px, the width and height of a cell; a larger image is scaled down to it.
     """
     font, step = ImageFont.load_default(13), size + GAP
     heads = ["\n".join(textwrap.wrap(title, max(size // 7, 8))) for title in titles]
@@ -98,7 +99,7 @@ def make_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequen
 
 
 def save_png(image: Image.Image, path: Path, /, **fields: Any) -> Path:
-    """Write an image and make its folder. The fields become the PNG's text, those other than strings as JSON."""
+    """Write an image as a PNG, and make its folder. The fields become text chunks, as JSON unless they are strings."""
     info = PngImagePlugin.PngInfo()
     for key, value in fields.items():
         info.add_text(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -13,11 +13,10 @@ from typing import Any
 
 import paddle
 
-from ...config import ToMeConfig
+from ...config import ToMeConfig, method_name
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import tokens_kept
-from ..methods import name_of
 from ..results import check_result
 from .architectures import Architecture, architecture_of
 
@@ -52,9 +51,9 @@ class Arm:
     kept: int = 0  # tokens after merging, at the shallowest level with attention
     status: str = PLANNED  # until MEASURED, OUT_OF_MEMORY or ERROR; or NOT_MEASURED
     reason: str | None = None  # why it was not measured
-    seconds: list[float] = field(default_factory=list)  # of each round
+    seconds: list[float] = field(default_factory=list)  # the time of each round
     parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
-    peak_memory_bytes: int | None = None  # of one pass with the weights, by Paddle's counter
+    peak_memory_bytes: int | None = None  # peak of one pass, weights included, by Paddle's counter
     macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
     shares: dict[str, float] | None = None  # of the blocks' time, by part; only benchmarks/speed.py measures them
 
@@ -75,7 +74,7 @@ class Arm:
             return ""
         # The arms of benchmarks/speed.py have neither windows nor weights.
         others = () if self.arm in ARM_NAMES else ("window", "proportional")
-        return name_of(self.config, without=("max_downsample", "use_rand", *others))
+        return method_name(self.config, without=("max_downsample", "use_rand", *others))
 
     @property
     def name(self) -> str:
@@ -108,8 +107,8 @@ class Case:
     size: int = 512  # px, of a square image
     batch: int = 2  # rows of the UNet or block; images of a pipeline
     dtype: str = "float32"  # one of DTYPES
-    steps: int | None = None  # of a pipeline
-    guidance_scale: float | None = None  # of a pipeline
+    steps: int | None = None  # pipelines only
+    guidance_scale: float | None = None  # pipelines only
     latent: list[int] = field(default_factory=list)  # height and width of the latents
     tokens: int = 0  # at the shallowest level with attention
     memory_limit_gb: float | None = None  # 10⁹ bytes for weights and one pass on the CPU; None: the machine's
@@ -123,7 +122,7 @@ class Case:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Of the model; reads the configs in the folder."""
+        """The architecture of the model, from the configs in its folder."""
         return architecture_of(self.model)
 
     @property
@@ -163,13 +162,13 @@ class Timing:
 
     rounds: int = 5  # timed passes of each arm
     warm_up: int = 1  # passes of each arm before the timed ones
-    threads: int = 1  # of every backend
+    threads: int = 1  # for every backend
 
     def __post_init__(self) -> None:
-        for name, most in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
-            if not 1 <= getattr(self, name) <= most:
+        for name, maximum in (("rounds", 10**6), ("warm_up", 10**6), ("threads", 1024)):
+            if not 1 <= getattr(self, name) <= maximum:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {most:,}.")
+                raise ToMeConfigError(f"{option} is not allowed: it must be from 1 to {maximum:,}.")
 
 
 def make_configs(
@@ -201,10 +200,10 @@ def make_case(model: str, **fields: Any) -> Case:
     """
     case = Case(model, **fields)
     architecture, limit, guidance = case.architecture, case.memory_limit_gb, case.guidance_scale
-    for name, least in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
+    for name, minimum in (("batch", 1), ("size", architecture.factor), ("steps", 1)):
         value = getattr(case, name)
-        if value is not None and value < least:
-            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} or more.")
+        if value is not None and value < minimum:
+            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {minimum} or more.")
     if case.size % architecture.factor:
         raise ToMeConfigError(f"--size {case.size} is not allowed: it must be a multiple of {architecture.factor} px.")
     if guidance is not None and not math.isfinite(guidance):

@@ -1,4 +1,4 @@
-"""Memory of one pass: its peak by Paddle's own counters, and a limit that it must fit in.
+"""Memory of one pass: measure its peak by Paddle's own counters, and limit it.
 
 Paddle counts the bytes of its tensors ("Allocated"), now and at their peak. Paddle 3 can reset the peak, Paddle 2.6
 cannot. There a ballast fills the gap between now and the peak, so that every further byte raises it. On the CPU the
@@ -17,7 +17,7 @@ import paddle
 from paddle import nn
 from paddle.base import core
 
-PIECE = 1 << 30  # bytes of ballast per allocation: Linux refuses one that is larger than the memory, but not several
+PIECE = 1 << 30  # bytes of ballast per allocation: Linux refuses a single allocation larger than the memory
 RESERVE = 256 << 20  # bytes for the rest of the machine if no limit is set
 MESSAGES = ("ResourceExhausted", "Out of memory", "out of memory", "bad_alloc", "allocate memory", "MemoryError")
 
@@ -35,7 +35,8 @@ def current_bytes() -> int:
 def peak_bytes(run: Callable[[], Any]) -> int | None:
     """The most bytes allocated at once while `run` runs, including those allocated before.
 
-    None on a GPU with Paddle 2.6 whose memory has no room for the ballast, or for `run` beside it, which runs again.
+    Returns None on a GPU with Paddle 2.6 if the ballast does not fit into its memory, or `run` does not fit beside the
+    ballast. In the latter case `run` runs again without it.
     """
     ballast: list[paddle.Tensor] = []
     offset = 0
@@ -54,7 +55,8 @@ def peak_bytes(run: Callable[[], Any]) -> int | None:
     except MemoryError:
         if not ballast:
             raise
-    # The pass may fit alone. The error, whose frames hold what it had allocated, is gone here, but for cycles.
+    # The pass may fit without the ballast. The error is gone here, and with it the frames that hold tensors, except
+    # those in reference cycles.
     ballast.clear()
     gc.collect()
     run()
@@ -68,14 +70,14 @@ def is_out_of_memory(error: BaseException | str) -> bool:
 
 @contextlib.contextmanager
 def limited(limit: int | None, weights: int) -> Iterator[None]:
-    """Limit what this process may allocate within the context; to exceed it raises MemoryError in Paddle.
+    """Limit the memory of this process within the context. An allocation above the limit raises MemoryError in Paddle.
 
-    Without it the system would end the process, and its measurements would be lost. On a GPU nothing is limited,
-    because drivers reserve more addresses than the machine has memory.
+    Without a limit the system ends the process when memory runs out, and its measurements are lost. On a GPU nothing
+    is limited, because drivers reserve more addresses than the machine has memory.
 
     Args:
-        limit: bytes for the weights and one pass; None: what the machine has available now.
-        weights: bytes of the weights, which are loaded already and count towards the limit.
+        limit: bytes for the weights and one pass; None: all that is available on the machine now.
+        weights: bytes of the weights. They are loaded already and count towards the limit.
     """
     if paddle.get_device() != "cpu":
         yield
@@ -101,7 +103,7 @@ def count_ended_processes() -> int | None:
 
 
 def available_bytes() -> int:
-    """What the machine can give to new processes without swapping."""
+    """Bytes that new processes can allocate without swapping."""
     return _number(Path("/proc/meminfo"), "MemAvailable:") << 10  # KiB
 
 

@@ -13,7 +13,7 @@ from .catalog import CATALOG, Catalog
 TRIES = 5
 MIN_CHANGE = 1e-4  # by merging, relative to the plain output
 OTHER_ATTENTION = 1e-4  # rounds differently, and merging amplifies that from block to block
-PIPELINE = 1e-2  # of images in 0 … 1 after two steps and a VAE
+PIPELINE = 1e-2  # for images from 0 to 1, after two steps and the VAE
 HALF = 1e-1  # float16 and bfloat16, without merging
 MERGED_HALF = 1e-1  # the mean over the output, where other pairs merge because of rounding
 

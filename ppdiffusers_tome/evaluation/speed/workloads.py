@@ -17,7 +17,7 @@ from .cases import Case
 from .memory import weights_bytes
 
 PROMPT = "a 3d render of fox"
-SHORT_STEPS = 2  # of a pipeline, for parity and memory: over many steps rounding grows into another image
+SHORT_STEPS = 2  # steps of a pipeline for parity and memory: with many, rounding errors grow into another image
 
 
 class Workload(ABC):

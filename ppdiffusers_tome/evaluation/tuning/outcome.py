@@ -8,12 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from ...config import ToMeConfig
+from ...config import ToMeConfig, method_name
 from ...levels import grid_at
 from ..clock import quartiles
 from ..environment import commit, describe_environment
 from ..markdown import NOT_MEASURED
-from ..methods import name_of
 from ..plotting import save_figure
 from ..quality.quality_plots import is_on_frontier, plot_frontier
 from ..quality.quality_report import cells_of
@@ -38,7 +37,7 @@ def frame_of(candidates: Sequence[Candidate], chosen: Candidate | None) -> pd.Da
     timed = sorted((c for c in candidates if c.speed_up), key=lambda c: -c.median(SPEED_UP))
     frame = pd.DataFrame(
         {
-            "method": [name_of(c.config) for c in timed],
+            "method": [method_name(c.config) for c in timed],
             "ratio": [c.config.ratio for c in timed],
             "rounds": [len(c.speed_up) for c in timed],
             "images": [len(c.psnr) for c in timed],
@@ -62,7 +61,7 @@ def table_of(frame: pd.DataFrame) -> str:
 def describe(candidate: Candidate) -> str:
     """Its method, ratio and medians in words."""
     faster = f"{candidate.median(SPEED_UP):.2f} times as fast as plain"
-    words = f"{name_of(candidate.config)}, ratio {candidate.config.ratio:g}, {faster}"
+    words = f"{method_name(candidate.config)}, ratio {candidate.config.ratio:g}, {faster}"
     if candidate.psnr:
         words += f", PSNR {candidate.median(PSNR):.1f} dB, ST-LPIPS {candidate.median(PERCEPTUAL):.4f}"
     return words

@@ -39,7 +39,7 @@ class Candidate:
 
     config: ToMeConfig
     speed_up: list[float] = field(default_factory=list)  # plain's time over its own, in each round
-    psnr: list[float] = field(default_factory=list)  # of each image against the plain one, dB
+    psnr: list[float] = field(default_factory=list)  # each image against the plain one, dB
     perceptual: list[float] = field(default_factory=list)  # the same, ST-LPIPS
     failure: str | None = None  # why it cannot be measured
 
@@ -58,13 +58,13 @@ class Goal:
     """
 
     measure: str  # SPEED_UP, PSNR or PERCEPTUAL
-    value: float  # the least speed-up or PSNR, or the largest perceptual distance
+    value: float  # the smallest speed-up or PSNR, or the largest perceptual distance
 
     def __post_init__(self) -> None:
-        least = 1 if self.measure == SPEED_UP else 0
-        if not (math.isfinite(self.value) and self.value > least):
+        minimum = 1 if self.measure == SPEED_UP else 0
+        if not (math.isfinite(self.value) and self.value > minimum):
             option = f"--{self.measure.replace('_', '-')}"
-            raise ToMeConfigError(f"{option} {self.value:g} is not allowed: it must be a number above {least}.")
+            raise ToMeConfigError(f"{option} {self.value:g} is not allowed: it must be a number above {minimum}.")
 
     def __str__(self) -> str:
         words = {
@@ -93,8 +93,8 @@ class Goal:
 
     def is_fast_enough(self, candidate: Candidate) -> bool:
         """Whether a candidate that has been timed is worth its images: faster than plain, and as the goal asks."""
-        least = self.value if self.measure == SPEED_UP else 1
-        return not candidate.failure and candidate.median(SPEED_UP) * (1 + MARGINS[SPEED_UP]) >= least
+        minimum = self.value if self.measure == SPEED_UP else 1
+        return not candidate.failure and candidate.median(SPEED_UP) * (1 + MARGINS[SPEED_UP]) >= minimum
 
 
 Measure = Callable[[Sequence[Candidate], int], None]  # sets so many figures of each candidate

@@ -2,13 +2,13 @@
 
 import { eventReader } from "./events.js";
 
-const SILENCE = 10_000; // ms without an event, of which the server sends one every five seconds
-const PATIENCE = 4_000; // ms for an answer of /health
-const POLL = 2_000; // ms between two looks at a server that does not answer
+const SILENCE = 10_000; // ms without an event; the server sends one every five seconds
+const PATIENCE = 4_000; // ms to wait for an answer of /health
+const POLL = 2_000; // ms between two requests to a server that does not answer
 
 let key = null;
 
-/** An answer that is not an image: `code` names a text of texts.js, `values` are its values. */
+/** An answer other than an image: `code` is the name of a text in texts.js, `values` are its values. */
 export class ApiError extends Error {
   constructor(code, values = {}, field = null) {
     super(code);
@@ -49,7 +49,7 @@ export async function serverState() {
 
 export const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/** Look until the server answers what is wanted, or `isWanted` says that nobody waits any more. */
+/** Ask for the server's state until `isReached` accepts it, or `isWanted` returns false. */
 export async function untilState(isReached, isWanted = () => true) {
   while (isWanted() && !isReached(await serverState())) await pause(POLL);
 }
@@ -66,8 +66,8 @@ export async function countTokens(prompt) {
 }
 
 /**
- * Generate one image. By XMLHttpRequest, because Chromium reports a finished fetch whose body was read as a stream as
- * aborted.
+ * Generate one image. This uses XMLHttpRequest: Chromium reports a finished fetch as aborted if its body was read as a
+ * stream.
  * @param settings of POST /v1/images/generations
  * @param onProgress called with each progress event: {position, step, steps}
  * @param onSilence called with true when no event has come for ten seconds, and with false when one comes again
@@ -81,9 +81,9 @@ export async function generate(settings, { onProgress, onSilence, signal }) {
   let image = null;
   let error = null;
   let silent = false;
-  let isLost = false; // the connection, while the server answers others
+  let isLost = false; // whether this connection is lost while the server answers others
   let timer = null;
-  let hasBegun = false; // an answer; after a network error, the status is 0
+  let hasBegun = false; // whether an answer has begun; after a network error, the status is 0
   const watch = async () => {
     onSilence((silent = true));
     await untilState((state) => state !== null, () => silent);

@@ -8,8 +8,8 @@ import { placeLabels, ticksOf } from "./plot.js";
 import { number, seconds, text } from "./texts.js";
 import { fitImages } from "./zoom.js";
 
-const urls = new Map(); // of images that have been shown
-const pixels = new Map(); // promises of their pixels
+const urls = new Map(); // addresses of the images that have been shown
+const pixels = new Map(); // promises of the pixels of these images
 const SVG = "http://www.w3.org/2000/svg";
 
 /** The address of an image's file in this tab. */
@@ -18,7 +18,7 @@ export function urlOf(image) {
   return urls.get(image.blob);
 }
 
-/** Free what was made to show an entry. */
+/** Free the addresses and pixels of the images of an entry. */
 export function forget(entry) {
   for (const { blob } of Object.values(entry.images)) {
     URL.revokeObjectURL(urls.get(blob));
@@ -81,7 +81,7 @@ export async function psnrOf(entry, [a, b]) {
   return psnr(await pixelsOf(entry.images[a]), await pixelsOf(entry.images[b]));
 }
 
-let latest = 0; // number of the latest call of showEntry, whose result is the one to show
+let latest = 0; // number of the latest call of showEntry; results of earlier calls are dropped
 
 /**
  * Show an entry.
@@ -251,12 +251,12 @@ function svg(tag, attributes, content = "") {
   return element;
 }
 
-/** A tick with the digits that the step between ticks has. */
+/** The text of a tick, with as many digits as the step between ticks needs. */
 function tickText(ticks, tick) {
   return number(tick, Math.max(0, -Math.floor(Math.log10(ticks[1] - ticks[0]) + 1e-9)));
 }
 
-/** Distance from plain over seconds per step: a point for each ratio, with the quartiles of its times. */
+/** Plot the distance from plain over seconds per step: a point for each ratio, with the quartiles of its times. */
 function showPlot(entry, { ratios, toPlain }) {
   const points = ratios
     .map((ratio) => ({ ratio, distance: ratio === 0 ? 0 : toPlain[ratio]?.rms, spread: spreadOfRatio(entry, ratio) }))
@@ -318,7 +318,7 @@ function showDownloads(entry, pair, measures, model) {
   $("copied").textContent = "";
 }
 
-/** What the JSON file has: the settings, and what was measured of each image and between the two that are shown. */
+/** The content of the JSON file: settings, measures of each image, and distances between the two images on show. */
 function resultOf(entry, pair, { ratios, toPlain, between }, model) {
   const finite = (value) => (Number.isFinite(value) ? value : null); // JSON has no infinity
   const images = ratios.map((ratio) => {

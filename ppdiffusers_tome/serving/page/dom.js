@@ -1,8 +1,8 @@
-// Elements by id, and small ones that several parts of the page need.
+// Find elements by id, and make small elements that several parts of the page need.
 
 import { text } from "./texts.js";
 
-const FOLDED = 160; // characters of a prompt that are shown at first
+const FOLDED = 160; // characters: a longer prompt is folded after these
 
 export const $ = (id) => document.getElementById(id);
 export const show = (id, visible) => ($(id).hidden = !visible);
@@ -23,7 +23,7 @@ export function promptElement(prompt) {
   return make("details", { className: "folded" }, summary, make("bdi", { textContent: prompt }));
 }
 
-/** The text of a status; it is read aloud when it changes. */
+/** Set the text of a status; screen readers read it aloud when it changes. */
 export function setStatus(status) {
   if ($("phase").textContent !== status) $("phase").textContent = status;
 }

@@ -1,8 +1,8 @@
 // Reading server-sent events. EventSource reads them too, but cannot send a POST.
 
-/** A reader of a text that grows: it returns the events that are complete since the last call, as objects. */
+/** Make a reader of a text that grows: each call returns the events that were completed since the last one. */
 export function eventReader() {
-  let read = 0; // characters
+  let read = 0; // characters read so far
   return (text) => {
     const end = text.lastIndexOf("\n\n");
     if (end < read) return [];

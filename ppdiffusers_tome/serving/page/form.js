@@ -6,12 +6,18 @@ import { FIELDS, check, choiceOf, linkOf, nameOf, readFile, readLink } from "./s
 import { methodText, number, text } from "./texts.js";
 
 const COUNT_DELAY = 300; // ms after the last key
-const EXPLAINED = { asymmetric: /asymmetric/, window: /windows of/, proportional: /proportional/ }; // terms of a method
+const HAS_OWN = "^(default|symmetric|keys and values)"; // the methods with windows and proportional attention
+// The terms that explain a method, each with the methods that it is part of, in the server's words.
+const EXPLAINED = {
+  asymmetric: /^default(?!.*not around self-attention)|, asymmetric/,
+  window: new RegExp(`${HAS_OWN}(?!.*whole grid)|, windows of`),
+  proportional: new RegExp(`${HAS_OWN}(?!.*not proportional)|, proportional`),
+};
 
 let model = null;
 let source = null; // the start image: {blob, name}, cut to the size in the form
-let original = null; // as it was dropped, chosen or pasted: {bitmap}, or null if it comes from the history
-let choices = 0; // start images that were chosen so far: one that is read slowly must not replace a later one
+let original = null; // the start image before it was cut: {bitmap}; null if it comes from the history
+let choices = 0; // how many start images were chosen: a file that is read slowly must not replace a later choice
 let counting = null; // AbortController of the latest count of tokens
 
 export function randomSeed() {
@@ -131,7 +137,7 @@ function showMethod() {
   $("method-terms").replaceChildren(...lines);
 }
 
-/** A word that opens the glossary. */
+/** A button with a term, which opens the glossary. */
 function termButton(term) {
   const button = make("button", { type: "button", className: "term" });
   button.dataset.term = term;
@@ -173,7 +179,7 @@ function setSource(image, from) {
   if (image) $("more").open = true;
 }
 
-/** The middle of an image in the size of the form, white where it is transparent, as PNG. */
+/** Cut the middle of an image to the size in the form; white where it is transparent, as a PNG. */
 async function cut(bitmap) {
   const [width, height] = $("size").value.split("x").map(Number);
   const canvas = new OffscreenCanvas(width, height);
@@ -196,7 +202,7 @@ export async function base64Of(blob) {
   return btoa(binary);
 }
 
-/** Take an image as the start image, unless another image or size is chosen before it is cut. */
+/** Make an image the start image, unless another image or size is chosen before it is cut. */
 async function place(from) {
   original = from;
   const size = $("size").value;
@@ -215,7 +221,7 @@ async function useImage(file) {
   }
 }
 
-/** A file that was dropped or pasted: one of ours restores its settings, another image is the start image. */
+/** Read a file that was dropped or pasted: a file of this page restores its settings, others are start images. */
 async function takeFile(file, isForImage) {
   const settings = isForImage ? null : readFile(new Uint8Array(await file.arrayBuffer()));
   if (settings) {
@@ -295,7 +301,7 @@ function fillChoices() {
   show("examples", chips.length > 0);
 }
 
-/** Offer what the model has, and put its defaults into the form. */
+/** Offer the sizes and ratios of the model, and put its defaults into the form. */
 export function startForm(loaded) {
   model = loaded;
   fillChoices();
@@ -313,7 +319,7 @@ export function startForm(loaded) {
   $("examples").addEventListener("click", writeLink);
 }
 
-/** Take the model of a server that was started again. */
+/** Use the model of a server that was started again. */
 export function renewModel(loaded) {
   model = loaded;
 }

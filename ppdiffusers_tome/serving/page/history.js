@@ -9,7 +9,7 @@ const MAX_BYTES = 100 * 2 ** 20;
 const NAME = "ppdiffusers_tome";
 const STORE = "entries";
 
-/** The entries to remove, so that the rest, the newest, are within the bounds. Entries are oldest first. */
+/** The entries to remove, so that the newest ones stay within the bounds. Entries are oldest first. */
 export function surplusOf(entries, maxEntries = MAX_ENTRIES, maxBytes = MAX_BYTES) {
   let bytes = 0;
   let count = 0;
@@ -60,12 +60,12 @@ export async function openHistory(model, onSelect) {
   showThumbnails(null);
 }
 
-/** The latest entry of a key; with another server start the key differs, and `settings` decide. */
+/** The latest entry that `isWanted` accepts. */
 export function findEntry(isWanted) {
   return entries.findLast(isWanted);
 }
 
-/** Add an entry, or write its change. */
+/** Add an entry, or store its changes. */
 export async function saveEntry(entry, current) {
   if (!entries.includes(entry)) entries.push(entry);
   const surplus = surplusOf(entries).filter((one) => one !== entry);

@@ -1,8 +1,8 @@
-// How far two images are apart, and how two sets of times compare. Nothing here needs a document.
+// Distances between two images, and the comparison of two sets of times. This module needs no document.
 
 const SCALES = [16, 32, 64, 128, 255]; // levels that may be white in a difference map
-const MIN_TIMES = 3; // times that show a spread
-const NEAR = 1.02; // times as fast: a busy machine makes as much
+const MIN_TIMES = 3; // fewer times show no spread
+const NEAR = 1.02; // speed-up: a smaller one may be the noise of a busy machine
 
 /** Mean squared error over pixels and colors. */
 function squaredError(a, b) {
@@ -28,7 +28,7 @@ export function ssim(a, b) {
   return globalThis.ssim.ssim(a, b, { ssim: "fast", downsample: false }).mssim;
 }
 
-/** A similarity that is rounded to 1 only if it is 1. */
+/** The text of a similarity, rounded so that only equal images have 1. */
 export function roundedSimilarity(value, format) {
   return value < 1 && value >= 0.9995 ? `> ${format(0.999)}` : format(value);
 }
@@ -48,7 +48,7 @@ export function differenceOf(a, b) {
   return { levels, largest, mean: sum / levels.length };
 }
 
-/** The level that is white in maps whose largest difference is this one. */
+/** The level that is white in a map with this largest difference. */
 export function whiteOf(largest) {
   return SCALES.find((scale) => scale >= largest);
 }
@@ -77,8 +77,8 @@ export function spreadOf(values) {
 
 /**
  * How two spreads of seconds per step compare.
- * @returns {{kind: "unknown"|"same"|"differs", factor: number}} how many times as fast the second is; "same" where the
- * spreads overlap or the medians are near each other, "unknown" with too few times
+ * @returns {{kind: "unknown"|"same"|"differs", factor: number}} the speed-up of the second over the first; "same" if the
+ * spreads overlap or the medians are near each other, "unknown" if there are too few times
  */
 export function compareTimes(a, b) {
   if (!a || !b || a.count < MIN_TIMES || b.count < MIN_TIMES) return { kind: "unknown", factor: NaN };

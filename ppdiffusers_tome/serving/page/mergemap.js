@@ -1,7 +1,7 @@
-// Which tokens merged, drawn over their image. Nothing here needs a document.
+// Draw which tokens merged over their image. This module needs no document.
 
-const SIDE = 512; // pixels of the longer side, about
-const CELL = 8; // pixels of a token, at least
+const SIDE = 512; // pixels of the longer side, approximately
+const CELL = 8; // smallest side of a token in pixels
 
 /** Red, green and blue of a group's outline: hues by the golden ratio, so that those of neighbours are far apart. */
 function colorOf(group) {
@@ -12,7 +12,7 @@ function colorOf(group) {
   });
 }
 
-/** How many tokens there are, and as how many they went on: {tokens, groups}. */
+/** The number of tokens before and after merging: {tokens, groups}. */
 export function countOf({ groups }) {
   return { tokens: groups.length, groups: new Set(groups).size };
 }

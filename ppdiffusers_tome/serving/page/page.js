@@ -14,10 +14,10 @@ const REPEATS = 3; // of "Measure again"
 const TERMS = ["token", "ratio", "asymmetric", "window", "proportional", "psnr", "ssim"];
 
 let model = null; // as in GET /v1/models
-let controller = null; // of the run that goes on
+let controller = null; // AbortController of the current run
 let current = null; // the entry that is shown
-let following = true; // whether the run's images are shown: no entry was selected since its start
-let watching = false; // a server that cannot be reached
+let following = true; // whether to show the images of the run: false once another entry is selected
+let watching = false; // whether the page waits for a server that cannot be reached
 
 // Showing an entry
 
@@ -26,7 +26,7 @@ async function showCurrent(entry) {
   await showEntry(entry, model, (ratio) => pick(entry, ratio));
 }
 
-/** Show an image at the divider, in place of the one that was picked before the other. */
+/** Show an image at the divider, in place of the one that was picked first. */
 async function pick(entry, ratio) {
   const pair = shownPair(entry);
   const others = entry.shown.filter((one) => pair.includes(one) && one !== ratio);
@@ -58,7 +58,7 @@ function entryOf({ tome_ratio, ...settings }, source) {
 // Generating
 
 /**
- * Generate what is wanted and not there yet.
+ * Generate the wanted images that are not there yet.
  * @param wanted from the ratio in the form to ratios; or ratios, which are generated `again` to time them
  */
 async function run(wanted, again = false) {
@@ -171,7 +171,7 @@ function onSilence(silent) {
   $("silence").textContent = silent ? text("silent") : "";
 }
 
-/** Look until the server is back, and take its model: it may be another one. */
+/** Ask until the server is back, and read its model, which may be another one. */
 async function watch() {
   if (watching) return;
   watching = true;
@@ -208,7 +208,7 @@ async function showError(error) {
 
 // The key and the start
 
-/** Ask for the key until the server accepts it. Resolves to whether it did. */
+/** Ask for the key until the server accepts it. Resolves to false if the reader gives up. */
 function askKey(wasWrong) {
   const dialog = $("key-dialog");
   $("key").value = "";

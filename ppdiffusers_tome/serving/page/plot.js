@@ -1,4 +1,4 @@
-// Where the parts of a plot are. Nothing here needs a document.
+// Places of the parts of a plot. This module needs no document.
 
 const HEIGHT = 11; // px of a label's text
 const RADIUS = 6; // px around a point that labels leave free
@@ -14,7 +14,7 @@ export function ticksOf(low, high, most = 4) {
   return Array.from({ length: count + 1 }, (_, index) => +((first + index) * step).toPrecision(12));
 }
 
-/** About the width of a bold label: characters of Chinese are square. */
+/** The approximate width of a bold label: Chinese characters are square. */
 const widthOf = (name) => [...name].reduce((width, one) => width + (one > "\u2e80" ? HEIGHT : 0.65 * HEIGHT), 0);
 
 const overlap = (a, b) =>
@@ -23,7 +23,7 @@ const overlap = (a, b) =>
 const distance = ({ x, y }, box) => Math.hypot(Math.max(box.left - x, 0, x - box.right), Math.max(box.top - y, 0, y - box.bottom));
 
 /**
- * Where labels overlap neither each other nor a point, if there is room beside their points; otherwise the least.
+ * Places of labels beside their points where they overlap neither each other nor a point, or as little as possible.
  * @param points {x, y, name} in px
  * @param area {left, right, top, bottom} of the plot
  * @returns {{x: number, y: number}[]} the start of the baseline of each label

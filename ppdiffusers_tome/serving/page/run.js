@@ -1,21 +1,21 @@
-// What one press of a button generates, image by image. Nothing here needs a document or a server.
+// The images that one press of a button generates. This module needs neither a document nor a server.
 
 /** The ratios that a press generates, plain first: those of `wanted` that are exported and not generated yet. */
 export function planOf(wanted, exported, images) {
   return wanted.filter((ratio, index) => exported.includes(ratio) && !images[ratio] && wanted.indexOf(ratio) === index);
 }
 
-/** What "Generate" wants: plain, and the ratio. */
+/** The ratios for "Generate": 0 (plain) and the one in the form. */
 export function pairOf(ratio) {
   return [0, ratio];
 }
 
-/** What "Compare all ratios" wants: all exported ratios, from plain on. */
+/** The ratios for "Compare all ratios": all exported ones, plain first. */
 export function allOf(exported) {
   return [...exported].sort((a, b) => a - b);
 }
 
-/** What "Measure again" wants: the two ratios in turns, so that a slow moment of the machine does not meet one only. */
+/** The ratios for "Measure again": both in turns, so that a slow moment of the machine affects both. */
 export function againOf(pair, times) {
   return Array.from({ length: times }, () => pair).flat();
 }
@@ -28,7 +28,7 @@ export function againOf(pair, times) {
  *     another try, when the server was not ready
  * @param onImage called with each ratio and its image, as soon as it is there
  * @param sleep waits: (seconds) => Promise, which is rejected when the run is cancelled
- * @returns {Promise<void>} rejected with the first error but 503; the images before it have been reported
+ * @returns {Promise<void>} rejected with the first error other than 503; the images before it have been reported
  */
 export async function runImages({ ratios, generate, onState, onImage, sleep }) {
   for (const [index, ratio] of ratios.entries()) {

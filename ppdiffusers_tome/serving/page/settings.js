@@ -1,4 +1,4 @@
-// The settings of an image: their checks, their link, and reading them from files. Nothing here needs a document.
+// The settings of an image: check them, make a link of them, read them from files. This module needs no document.
 
 export const FIELDS = ["prompt", "negative_prompt", "seed", "steps", "guidance_scale", "size", "tome_ratio", "strength"];
 const INTEGERS = ["seed", "steps"];
@@ -79,7 +79,7 @@ export function nameOf(text) {
   return `${(hash >>> 0).toString(16)}-${text.length}`;
 }
 
-/** The settings in a file of ours: a PNG of this server or a JSON of this page; null if it has none. */
+/** The settings in a PNG of this server or a JSON file of this page; null if the file has none. */
 export function readFile(bytes) {
   const text = isPng(bytes) ? pngText(bytes, "ppdiffusers_tome") : new TextDecoder().decode(bytes);
   if (text === null) return null;

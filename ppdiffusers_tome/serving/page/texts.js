@@ -14,7 +14,7 @@ export const ENGLISH = {
   negative_prompt: "Negative prompt",
   negativeHint: "What the image should not show. No effect with guidance 1 or less.",
   image: "Start image",
-  imageHint: "Drop, paste or choose an image. Its center is taken in the chosen size.",
+  imageHint: "Drop, paste or choose an image. It is cropped around its center to the chosen size.",
   chooseImage: "Choose an image…",
   removeImage: "Remove",
   imageAlt: "The start image",
@@ -28,7 +28,7 @@ export const ENGLISH = {
   tome_ratio: "Ratio",
   plainOnly: "0: plain only",
   ratioLine: "Share of tokens that merge away: higher is faster, and further from plain.",
-  percent: "{percent} % of the tokens merge. {method}",
+  percent: "{percent} % of the tokens merge, method: {method}",
   generate: "Generate",
   all: "Compare all ratios",
   again: "Measure again (3×)",
@@ -64,15 +64,15 @@ export const ENGLISH = {
   decibels: "{value} dB",
   psnrHint: "pixel difference: higher is nearer",
   ssimHint: "similarity of structure: 1 is equal",
-  timesHint: "Median and quartiles of the steps’ times. The first step of each run warms the program up and does not count.",
+  timesHint: "Median and quartiles of the time of a step. The first step of each run is a warm-up and does not count.",
   shared: "The server generated {count} images in one call, so the times are not those of single images.",
   difference: "Difference map",
   differenceText: "The largest difference of a color, in levels of 255: at most {largest}, {mean} on average.",
   differenceLabel: "Difference map: at most {largest} of 255 levels, {mean} on average",
   mergeMap: "Merge map",
   mapRatio: "Ratio of the merge map",
-  mapText: "{name}: {tokens} tokens went on as {groups}: first merging block, last step. Merged tokens have one outline and their mean color.",
-  mapLabel: "Merge map of {name}: {tokens} tokens went on as {groups}",
+  mapText: "{name}: {tokens} tokens merged to {groups}, in the first merging block of the last step. Merged tokens have one outline and their mean color.",
+  mapLabel: "Merge map of {name}: {tokens} tokens merged to {groups}",
   ratios: "Ratios",
   ratiosHint: "Click any two images to compare them. Each map shows the difference from plain, all on one scale:",
   cardLabel: "Show {name}",
@@ -115,7 +115,7 @@ export const ENGLISH = {
   waiting: "Waiting in the queue: place {position}.",
   retry: "The server is not ready. Trying again in {seconds} s.",
   silent: "The server has not answered for ten seconds. The page goes on as soon as it does.",
-  gone: "The page looks every two seconds whether it is back.",
+  gone: "The page tries again every two seconds.",
   back: "The server is back.",
   step: "step {step} of {steps}",
   done: "Done: PSNR {psnr}.",
@@ -196,7 +196,7 @@ export const CHINESE = {
   tome_ratio: "合并比例",
   plainOnly: "0：只生成不合并的图像",
   ratioLine: "被合并掉的令牌比例：越高越快，与不合并的图像差别也越大。",
-  percent: "合并 {percent} % 的令牌。{method}",
+  percent: "合并 {percent} % 的令牌，方法：{method}",
   generate: "生成",
   all: "对比所有比例",
   again: "再测 3 次",
@@ -338,16 +338,22 @@ export const CHINESE = {
 
 // The words of ToMeConfig.method.
 const METHOD_WORDS = [
+  [/^default$/, "默认"],
+  [/^symmetric$/, "对称"],
+  [/^asymmetric$/, "非对称"],
   [/^keys and values$/, "键和值"],
-  [/^asymmetric /, "非对称 "],
   [/^(.+) cells$/, "$1 单元"],
   [/^windows of (.+)$/, "窗口 $1"],
+  [/^whole grid$/, "整个网格"],
+  [/^not proportional$/, "不按比例加权"],
   [/^proportional$/, "按比例加权"],
   [/^fixed dst$/, "固定 dst"],
-  [/^max_downsample (.+)$/, "最深层级 $1"],
+  [/^random dst$/, "随机 dst"],
+  [/^up to level (.+)$/, "最深层级 $1"],
   [/^from (.+) tokens$/, "至少 $1 个令牌"],
-  [/crossattn/, "交叉注意力"],
-  [/mlp/, "前馈层"],
+  [/^not around self-attention$/, "不含自注意力"],
+  [/^merge_crossattn=True$/, "含交叉注意力"],
+  [/^merge_mlp=True$/, "含前馈层"],
 ];
 
 /** "zh" for a language tag of Simplified Chinese, otherwise "en": there are no texts in Traditional Chinese. */
@@ -358,7 +364,7 @@ export function languageOf(tag) {
 export const LANGUAGE = languageOf(globalThis.navigator?.language ?? "en");
 const TEXTS = LANGUAGE === "zh" ? CHINESE : ENGLISH;
 
-/** The text of this name, with its values. */
+/** The text of this name, with its placeholders replaced by values. */
 export function text(name, values = {}, texts = TEXTS) {
   return texts[name].replace(/\{(\w+)\}/g, (_, key) => values[key]);
 }

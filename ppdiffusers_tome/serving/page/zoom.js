@@ -1,29 +1,29 @@
-// The divider between two images, and pan and zoom: of both images and the maps in step, as they share one view.
+// The divider between two images; pan and zoom of both images and the maps, which share one view.
 
 import { $ } from "./dom.js";
 import { text } from "./texts.js";
 
-const STEP = 1.5; // of one press
-const MAX_SCALE = 64; // times the size that fits
-const PAN = 0.1; // of a pane, by one arrow key
+const STEP = 1.5; // factor of one press
+const MAX_SCALE = 64; // relative to the size that fits the pane
+const PAN = 0.1; // share of the pane that one arrow key moves
 
 /** What is visible: the images are `scale` times as large as a pane, and begin at x and y, in shares of the pane. */
 export const FIT = { scale: 1, x: 0, y: 0 };
 
-/** A view without a gap beside the image; a small image is in the middle. */
+/** The view moved so that there is no gap beside the image; a small image is centred. */
 export function clampView({ scale, x, y }) {
   const place = (value) => (scale < 1 ? (1 - scale) / 2 : Math.min(0, Math.max(1 - scale, value)));
   return { scale, x: place(x), y: place(y) };
 }
 
-/** The view with another scale, in which the point (x, y) of the pane shows the same. */
+/** The view at another scale that shows the same at the point (x, y) of the pane. */
 export function scaleAt(view, scale, x = 0.5, y = 0.5) {
   const factor = scale / view.scale;
   return clampView({ scale, x: x - (x - view.x) * factor, y: y - (y - view.y) * factor });
 }
 
 let view = FIT;
-let size = { width: 1, height: 1 }; // of the image in pixels
+let size = { width: 1, height: 1 }; // the image's, in pixels
 let leftName = "";
 
 const frame = () => $("frame");
