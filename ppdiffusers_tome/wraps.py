@@ -57,7 +57,7 @@ _current = _Pass()
 
 @contextmanager
 def merging_for_gpu() -> Iterator[None]:
-    """Merge by the operations that suit a GPU in this thread, whatever its device: for programs that will run on one."""
+    """Merge by the operations that suit a GPU in this thread, whatever its device: programs may run on one later."""
     _current.is_for_gpu = True
     try:
         yield

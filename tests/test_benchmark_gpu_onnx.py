@@ -15,8 +15,8 @@ def test_programs_have_no_weights_but_their_statistics(monkeypatch, tmp_path):
     arguments = ["export", str(tmp_path), "--architecture", "tiny", "--size", "128"]
     monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", *arguments])
     gpu_onnx.main()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["128 default 0.5.onnx", "128 plain.onnx"]
-    for path in tmp_path.iterdir():
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["128 default 0.5.onnx", "128 plain.onnx", "origin.json"]
+    for path in tmp_path.glob("*.onnx"):
         tensors = onnx.load(str(path), load_external_data=False).graph.initializer
         outside = [tensor for tensor in tensors if tensor.data_location == onnx.TensorProto.EXTERNAL]
         assert sum(np.prod(tensor.dims) for tensor in outside) > 170_000
