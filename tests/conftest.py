@@ -305,7 +305,8 @@ def worker_in_this_process(monkeypatch):
 def exported_folder(tmp_path_factory):
     """A tiny pipeline, exported: 32×32 and 48×32 px (width × height), ratios 0.5 and 0, with the VAE's encoder.
 
-    Its programs are for Paddle Inference alone. Tests that modify it must work on a copy, because all processes of a run share it.
+    Its programs are for Paddle Inference alone. Tests that modify it must work on a copy, because all processes of a
+    run share it.
     """
     return export_once(tmp_path_factory, "tiny", [(32, 32), (32, 48)], format="paddle")
 

@@ -20,6 +20,7 @@ from ppdiffusers_tome.inference import (
     load_pipeline,
     read_manifest,
 )
+from ppdiffusers_tome.inference.arguments import EXPORT_FORMATS, default_format
 from ppdiffusers_tome.inference.pipeline import default_runtime
 
 BOTH = ("paddle", "onnx")
@@ -98,9 +99,14 @@ def test_a_setting_of_another_runtime_is_an_error_that_names_it(onnx_folder, set
         choose_runtime("onnxruntime", **settings)
 
 
-@pytest.mark.parametrize(("is_gpu_build", "formats"), [(False, ("onnx",)), (True, ("paddle",))])
-def test_format_by_the_build_of_paddle(is_gpu_build, formats, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("is_gpu_build", "name"), [(False, "onnx"), (True, "paddle")])
+def test_format_by_the_build_of_paddle(is_gpu_build, name, monkeypatch):
     monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: is_gpu_build)
+    assert default_format() == name
+
+
+def test_export_writes_the_default_format(tiny, tmp_path):
+    formats = EXPORT_FORMATS[default_format()]
     manifest = export_pipeline(tiny, tmp_path / "python", 0, [(32, 32)], progress=False)
     tiny_pipeline().save_pretrained(str(tmp_path / "model"))
     command = ["export", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "command"), "--ratio", "0"]
@@ -113,4 +119,5 @@ def test_evaluate_and_tune_run_in_onnx_runtime():
     commands = parser.add_subparsers()
     for add, command in (evaluate.add, "evaluate"), (tune.add, "tune"):
         add(commands)
-        assert parser.parse_args([command, "--model", "x", "--output", "y"]).backend == "onnxruntime"
+        goal = ["--speed-up", "1.2"] if command == "tune" else []
+        assert parser.parse_args([command, *goal]).backend == "onnxruntime"
