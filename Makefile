@@ -194,7 +194,7 @@ dist: build/dist-venv/.complete ## build sdist and wheel in dist/, check them, a
 	git ls-files | grep -v '^examples/scenes_sd/checkpoint/' | LC_ALL=C sort | LC_ALL=C comm -23 - build/sdist.txt | diff /dev/null -
 	$(MAKE) VENV=$(RELEASE_VENV) $(RELEASE_VENV)/.installed
 	$(RELEASE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall dist/*.whl
-	mkdir -p build/release && cd build/release && env -u PYTHONPATH ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png
+	mkdir -p build/release && cd build/release && env -u PYTHONPATH LD_LIBRARY_PATH=$(CURDIR)/$(RELEASE_VENV)/lib/libgomp ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png
 
 build/dist-venv/.complete: requirements-dist.txt
 	$(PYTHON) -m venv --clear build/dist-venv
