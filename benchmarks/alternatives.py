@@ -80,7 +80,7 @@ TABLE = {  # column of the frame → title and form of the table's
     "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
-TODO = {"merge_attn": "kv", "match": "grid", "blend": 0.0, "proportional": False, "use_rand": False, "ratio": 0.75}
+TODO = {"merge_attn": "kv", "match": "grid", "use_rand": False, "ratio": 0.75}
 SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
 

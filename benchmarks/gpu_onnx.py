@@ -39,8 +39,7 @@ MERGED = {
     "default 0.5": {"ratio": 0.5},
     "default 0.75": {"ratio": 0.75},
     "kv 0.75": KEYS_AND_VALUES,
-    "cells 0.75": KEYS_AND_VALUES | {"match": "grid"},
-    "ToDo 0.75": KEYS_AND_VALUES | {"match": "grid", "blend": 0, "proportional": False},
+    "ToDo 0.75": KEYS_AND_VALUES | {"match": "grid", "use_rand": False},
     "symmetric 0.5": {"ratio": 0.5, "merge_attn": True},
     "tomesd's 0.5": {"ratio": 0.5, "merge_attn": True, "window": None, "proportional": False},
 }
@@ -49,7 +48,7 @@ MAIN = [PLAIN, DEFAULT, "kv 0.75", "ToDo 0.75"]
 FORMS = {"NHWC": {"prefer_nhwc": "1"}, "CUDA graph": {"enable_cuda_graph": "1"}}
 CELLS = {  # (px, batch): programs
     (512, 2): [PLAIN, *MERGED],
-    (768, 2): [*MAIN, "default 0.75", "cells 0.75"],
+    (768, 2): [*MAIN, "default 0.75"],
     (1024, 2): [PLAIN, *MERGED],
     (1536, 2): [*MAIN, "default 0.75"],
     (512, 8): MAIN,

@@ -74,7 +74,7 @@ def limit_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]
     """One config for each number of tokens that the configs remove, at each level and from the same layers."""
     limits: dict[Any, ToMeConfig] = {}
     for config in configs:
-        config = replace(config, window=None, proportional=False, blend=1.0)
+        config = replace(config, window=None, proportional=False)
         kept, similar = case.count_kept(config), replace(config, match=SIMILARITY)
         layers = config.merge_attn, config.merge_crossattn, config.merge_mlp
         same = similar if case.count_kept(similar) == kept else config  # a grid of incomplete cells keeps less

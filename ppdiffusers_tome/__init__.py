@@ -34,8 +34,9 @@ import ppdiffusers  # noqa: E402
 check_version("ppdiffusers", ppdiffusers.__version__)
 
 from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome  # noqa: E402
-from .matching import MergePlan, match_cells, match_tokens  # noqa: E402
+from .matching import match_cells, match_tokens  # noqa: E402
 from .merging import merge, unmerge  # noqa: E402
+from .plans import MergePlan  # noqa: E402
 from .positions import Grid, choose_dst  # noqa: E402
 from .summary import BlockSummary, ToMeSummary, tome_summary  # noqa: E402
 

@@ -30,7 +30,6 @@ class MergeSettings(TypedDict, total=False):
     window: int | None
     proportional: bool
     match: str
-    blend: float
     merge_attn: bool | str
     merge_crossattn: bool
     merge_mlp: bool
@@ -59,7 +58,7 @@ def apply_tome(
             them.
         settings: how tokens merge, and where; `ToMeConfig` describes them, and the range of ratio. The defaults:
             max_downsample=None, sx=2, sy=2, use_rand=True, seed=0, window=16, proportional=True, match='similarity',
-            blend=1.0, merge_attn='asymmetric', merge_crossattn=False, merge_mlp=False, min_tokens=0.
+            merge_attn='asymmetric', merge_crossattn=False, merge_mlp=False, min_tokens=0.
 
     Returns:
         target itself.

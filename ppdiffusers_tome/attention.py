@@ -6,16 +6,17 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
 from .config import ASYMMETRIC, KV, ToMeConfig
 from .errors import ToMePassError
-from .matching import MergePlan, cast
 from .merging import merge, unmerge
 from .models import LAST, is_fused, is_joint, splits_heads
-from .wraps import Cache, InnerWrap
+from .plans import MergePlan, cast
+from .wraps import Cache, InnerWrap, is_for_gpu
 
 FUSED_CHANNELS = 8  # added to each head for sizes: fused kernels need a multiple of 8
 
@@ -50,7 +51,7 @@ class MergeWrap(InnerWrap):
 
     def _move(self, tokens: paddle.Tensor, plan: MergePlan, merges: bool) -> paddle.Tensor:
         def move(image: paddle.Tensor) -> paddle.Tensor:
-            return merge(image, plan, self.config.blend) if merges else unmerge(image, plan)
+            return merge(image, plan) if merges else unmerge(image, plan)
 
         count = plan.tokens if merges else plan.kept
         if self._text is None or tokens.shape[1] == count:
@@ -83,7 +84,7 @@ class AttentionWrap(InnerWrap):
             return self.forward(layer, hidden_states, *args, **kwargs)
         _check_mask(plan, self._is_self, *args, **kwargs)
         keys_only = self._is_self and config.merge_attn == KV
-        tokens = hidden_states if keys_only else merge(hidden_states, plan, config.blend)
+        tokens = hidden_states if keys_only else merge(hidden_states, plan)
         keys_differ = keys_only or plan.keys_plan is not None
         if self._is_self and (keys_differ or config.proportional):
             unmerged = (tokens, hidden_states) if keys_differ else None
@@ -159,7 +160,12 @@ class AttentionView:
         self._config = config
         self._is_fused = is_joint(layer) or is_fused(layer)
         channels = FUSED_CHANNELS if self._is_fused else int(splits_heads(layer))
-        self._channels = channels if config.proportional else 0
+        self._widens_weights = is_for_gpu() and splits_heads(layer) and _has_plain_projections(layer)
+        if self._widens_weights:
+            channels = FUSED_CHANNELS
+        is_alike = plan.has_equal_sizes and not is_joint(layer)  # beside tokens of text, which do not merge
+        self._sizes = plan.log_sizes if config.proportional and not is_alike else None
+        self._channels = 0 if self._sizes is None else channels
         self._factor = 1.0  # of queries, for kernels that divide by the root of the width of heads, channels included
         self._has_sizes = False
         self._inputs: dict[str, paddle.Tensor] = {}  # of the projections
@@ -179,13 +185,43 @@ class AttentionView:
     @property
     def to_out(self) -> list[Any]:
         first, *others = self._layer.to_out
+        if self._widens_weights and self._channels:
+            return [ProjectionView(first, partial(self._project_wide, "to_out", first)), *others]
         return [self._narrowed(first), *others]
 
     def _project(self, name: str, layer: nn.Layer, tokens: paddle.Tensor, *args: Any) -> paddle.Tensor:
         """Output of a projection; `to_k` and `to_v` get merged tokens."""
         self._inputs[name] = tokens
-        output = layer(self._merge(tokens) if name in ("to_k", "to_v") else tokens, *args)
+        tokens = self._merge(tokens) if name in ("to_k", "to_v") else tokens
+        if self._widens_weights and self._channels:
+            return self._project_wide(name, layer, tokens)
+        output = layer(tokens, *args)
         return self._with_channels(name, output) if self._channels else output
+
+    def _project_wide(self, name: str, layer: nn.Linear, tokens: paddle.Tensor, *_args: Any) -> paddle.Tensor:
+        """Output of a projection whose weights are widened, which a runtime does once, when it loads a program.
+
+        It takes two operations in place of the ten by which a GPU would widen outputs.
+        """
+        heads, channels = self._layer.heads, self._channels
+        weight, bias = layer.weight, layer.bias
+        if name == "to_out":
+            weight = _padded(weight.reshape([heads, -1, weight.shape[1]]), 1, channels).flatten(0, 1)
+            return F.linear(tokens, weight, bias)
+        weight = _padded(weight.reshape([weight.shape[0], heads, -1]), 2, channels)
+        width = weight.shape[2]
+        bias = None if bias is None else _padded(bias.reshape([heads, -1]), 1, channels).flatten()
+        output = F.linear(tokens, weight.flatten(1, 2), bias)
+        if name == "to_v":
+            return output
+        added = np.zeros([heads, width], dtype="float32")
+        added[:, width - channels] = 1 if name == "to_k" else 1 / self._layer.scale
+        channel = paddle.to_tensor(added.reshape(-1))
+        if name == "to_q":
+            return output + channel
+        assert self._sizes is not None
+        self._has_sizes = True
+        return output + self._sizes.unsqueeze(-1) * channel
 
     def _with_channels(self, name: str, output: paddle.Tensor) -> paddle.Tensor:
         """The output of a projection with the added channels; text has size 1."""
@@ -193,7 +229,7 @@ class AttentionView:
             return self._widen_queries(output, "norm_q" if name == "to_q" else "norm_added_q")
         if name == "to_k":
             self._has_sizes = self._is_fused  # of others the scores show it
-            return self._widen(output, cast(self._plan.log_sizes(), output.dtype).unsqueeze([2, 3]))
+            return self._widen(output, cast(self._sizes, output.dtype).unsqueeze([2, 3]))
         return self._widen(output, 0.0) if self._is_fused else output
 
     def _normalize(self, name: str, norm: Any, heads: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
@@ -231,10 +267,10 @@ class AttentionView:
     ) -> Any:
         """Same as the method of the layer, for merged keys; it adds their sizes where no channel contains them."""
         mask = self._layer.prepare_attention_mask(attention_mask, self._plan.kept, batch_size, out_dim, **kwargs)
-        if self._channels or not self._config.proportional:
+        if self._channels or self._sizes is None:
             return mask
         self._has_sizes = True
-        sizes = cast(self._plan.log_sizes(), self._layer.dtype)  # [B, keys]
+        sizes = cast(self._sizes, self._layer.dtype)  # [B, keys]
         if out_dim == 3:  # attention slicing: [B·heads, 1, keys]
             sizes = sizes.repeat_interleave(self._layer.heads, axis=0).unsqueeze(1)
         else:  # [B, 1, 1, keys]
@@ -253,7 +289,7 @@ class AttentionView:
                 f"merge_attn={self._config.merge_attn!r}: {name} has not called to_k and to_v of the layer that it "
                 f"was given: do not fuse projections, {remedy} merge_attn=True."
             )
-        if self._config.proportional and not self._has_sizes:
+        if self._sizes is not None and not self._has_sizes:
             raise ToMePassError(
                 f"proportional=True: {name} has neither called prepare_attention_mask() nor computed scores from to_q "
                 "and to_k of the layer that it was given, so merged tokens cannot be weighted by their size: do not "
@@ -261,7 +297,7 @@ class AttentionView:
             )
         keys = self._inputs.get("to_k")
         is_own = keys is None or keys is tokens or keys is self._inputs.get("to_q")
-        if self._config.proportional and not is_own:
+        if self._sizes is not None and not is_own:
             raise ToMePassError(
                 f"proportional=True: {name} attends to other tokens than its own, whose sizes are not known: "
                 f"{remedy} proportional=False."
@@ -279,7 +315,7 @@ class AttentionView:
                     f"merge_attn={ASYMMETRIC!r}: {type(self._layer.processor).__name__} computes keys or values from "
                     "other tokens than those it was given: set another attention processor, or use merge_attn=True."
                 )
-            self._merged = tokens, merge(unmerged if tokens is given else tokens, self._plan, self._config.blend)
+            self._merged = tokens, merge(unmerged if tokens is given else tokens, self._plan)
         return self._merged[1]
 
     def _widen_queries(self, output: paddle.Tensor, norm: str) -> paddle.Tensor:
@@ -318,6 +354,25 @@ class AttentionView:
             self.check()
         heads = split_heads(tokens, self._layer.heads)[..., : -self._channels]
         return heads.reshape([0, 0, heads.shape[2] * heads.shape[3]])
+
+
+def _has_plain_projections(layer: nn.Layer) -> bool:
+    """Whether the projections of an attention are matrix products, without LoRA, hooks and norms of heads."""
+    projections = (layer.to_q, layer.to_k, layer.to_v, layer.to_out[0])
+    is_plain = all(
+        isinstance(part, nn.Linear)
+        and getattr(part, "lora_layer", None) is None
+        and not (part._forward_pre_hooks or part._forward_post_hooks)
+        for part in projections
+    )
+    return is_plain and all(getattr(layer, name, None) is None for name in NORMS)
+
+
+def _padded(weight: paddle.Tensor, axis: int, channels: int) -> paddle.Tensor:
+    """A weight with zeros at the end of an axis."""
+    shape = [*weight.shape]
+    shape[axis] = channels
+    return paddle.concat([weight, paddle.zeros(shape, dtype=weight.dtype)], axis=axis)
 
 
 def split_heads(output: paddle.Tensor, heads: int) -> paddle.Tensor:

@@ -24,7 +24,6 @@ TOMESD_SETTINGS: dict[str, Any] = {
     "window": None,
     "proportional": False,
     "match": SIMILARITY,
-    "blend": 1.0,
     "merge_attn": True,
     "min_tokens": 0,
 }
@@ -56,11 +55,9 @@ class ToMeConfig:
             logarithm of this number is added to the scores of its key. Raises in the pass if the attention processor
             takes neither a mask nor more channels. Has no effect where merge_attn is False. With False, window=None
             and merge_attn=True, tokens merge as in tomesd.
-        match: "similarity" merges the most similar pairs; "grid" merges every sx×sy cell into its dst, without
-            comparing tokens, so `ratio` must be 1 - 1/(sx·sy), 0.75 by default, or 0. "grid" needs a height and width
-            that are known when a program is exported, and ignores `window`.
-        blend: share of the mean in a merged token, from 0 to 1: 1 is the mean of the tokens that it replaces, 0 its
-            dst token unchanged.
+        match: "similarity" merges the most similar pairs into their mean; "grid" keeps the dst of every sx×sy cell as
+            it is, without comparing tokens, so `ratio` must be 1 - 1/(sx·sy), 0.75 by default, or 0. "grid" needs a
+            height and width that are known when a program is exported, and ignores `window`.
         merge_attn: True merges around self-attention (`attn1`), queries, keys and values alike; "asymmetric" merges
             keys and values further than queries, and attention is as much work: at ratio 0.5 queries merge at 0.21,
             keys and values at 0.69; other layers merge as queries do. "kv" merges only the tokens from which keys and
@@ -79,12 +76,12 @@ class ToMeConfig:
             message names the argument, its value and the allowed values.
 
     Source: names and meanings are those of tomesd (Bolya & Hoffman 2023, arXiv:2303.17604), with these differences:
-    `seed`, `window`, `proportional`, `match`, `blend`, `min_tokens`, "asymmetric" and "kv" are new; a ratio
+    `seed`, `window`, `proportional`, `match`, `min_tokens`, "asymmetric" and "kv" are new; a ratio
     above the maximum is an error, where tomesd silently lowers it; and `max_downsample` defaults to None, where
     tomesd's default of 1 merges nothing in SDXL. `proportional` is the proportional attention of ToMe for ViT (Bolya
-    et al. 2022, arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo with blend=0 (Smith et al. 2024,
-    arXiv:2402.13573) and the IE-KVD of BiGain with blend=0.1 (arXiv:2603.12240); "asymmetric" is named after AsymRnR
-    (Sun et al. 2024, arXiv:2412.11706), which removes other tokens from queries than from keys and values.
+    et al. 2022, arXiv:2210.09461). merge_attn="kv" with match="grid" is ToDo (Smith et al. 2024, arXiv:2402.13573),
+    with the first token of each cell if use_rand=False; "asymmetric" is named after AsymRnR (Sun et al. 2024,
+    arXiv:2412.11706), which removes other tokens from queries than from keys and values.
 
     Example:
         >>> ToMeConfig(ratio=0.5, merge_attn=True).removed(4096, dst=1024)
@@ -100,7 +97,6 @@ class ToMeConfig:
     window: int | None = 16
     proportional: bool = True
     match: str = SIMILARITY
-    blend: float = 1.0
     merge_attn: bool | str = ASYMMETRIC
     merge_crossattn: bool = False
     merge_mlp: bool = False
@@ -185,7 +181,6 @@ class ToMeConfig:
             "keys and values": self.merge_attn == KV,
             " + ".join(layers): bool(layers),
             f"{self.sx}×{self.sy} cells": (self.sx, self.sy) != (2, 2) or self.match == GRID,
-            f"blend {self.blend:g}": self.blend != 1,
             f"windows of {self.window}": self.window is not None and self.match == SIMILARITY,
             "proportional": self.proportional and bool(self.merge_attn),
             "fixed dst": not self.use_rand,
@@ -229,6 +224,7 @@ class ToMeConfig:
             settings, names = content.get("settings"), [f.name for f in fields(cls)]
             if not isinstance(settings, dict):
                 raise ToMeConfigError('it has no object "settings".')
+            settings = without_blend(settings)
             if unknown := sorted(settings.keys() - names):
                 raise ToMeConfigError(f"{unknown[0]!r:.80} is not a setting: use {', '.join(names)}.")
             return cls(**settings)
@@ -236,6 +232,23 @@ class ToMeConfig:
             raise ToMeConfigError(f"{path}: {error}") from None
         except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
             raise ToMeConfigError(f"{path} cannot be read as a settings file: {error}") from error
+
+
+def without_blend(settings: Any) -> Any:
+    """Settings that a release before 3.0 wrote, without `blend`.
+
+    Raises:
+        ToMeConfigError: tokens would not merge as they did.
+    """
+    if not isinstance(settings, dict) or "blend" not in settings:
+        return settings
+    blend = settings["blend"]
+    if blend != (0 if settings.get("match") == GRID else 1):
+        raise ToMeConfigError(
+            f"blend={blend!r:.50} is not a setting any more: since release 3.0 a merged token is the mean of its "
+            'tokens, or with match="grid" the dst of its cell. Remove it.'
+        )
+    return {name: value for name, value in settings.items() if name != "blend"}
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -282,10 +295,6 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def _real(value: Any) -> float | None:
-    return None if isinstance(value, bool) or not isinstance(value, Real) else float(value)
-
-
 _Rule: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], bool], str]
 _EITHER: _Rule = (_flag, lambda value: True, "True or False")
 _CELL: _Rule = (_integer, lambda number: number >= 1, "an integer number of tokens, 1 or more")
@@ -300,7 +309,6 @@ _RULES: dict[str, _Rule] = {
     ),
     "match": (lambda value: value, lambda value: value in (SIMILARITY, GRID), f"{SIMILARITY!r} or {GRID!r}"),
     **dict.fromkeys(("sx", "sy"), _CELL),
-    "blend": (_real, lambda share: 0 <= share <= 1, "a number from 0, the dst token, to 1, the mean of the tokens"),
     "min_tokens": (_integer, lambda number: number >= 0, "an integer number of tokens, 0 or more"),
     "window": (*_CELL[:2], f"{_CELL[2]}, or None for the whole grid"),
     "max_downsample": (

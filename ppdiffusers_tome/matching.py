@@ -1,77 +1,18 @@
 """Choose: build a `MergePlan`, which tokens merge into which, from tokens on a grid."""
 
+import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import paddle
 
 from .errors import ToMeConfigError
-from .positions import Cells, Grid, Positions, constant_cells, constant_positions, count_dst
+from .plans import CellPlan, MergePlan, PairPlan, Pairs, PlainPlan, WindowPlan, cast, full_precision
+from .positions import Cells, EqualWindows, Grid, Positions, constant_cells, constant_positions, count_dst
 
 _LARGEST = 3.4028234663852886e38  # in float32
-
-
-@dataclass(frozen=True, eq=False)
-class MergePlan:
-    """Which rows of a flattened [B·N, C] batch of tokens merge, and which row each token takes its result from.
-
-    Of an image's N tokens, D are dst and S = N - D are src, of which r merge away. A merged sequence has the dst
-    tokens first, then the remaining src tokens, both in the order of their positions. Where the frames of a video are
-    one sequence, N, D and r are those of all frames, and a merged sequence has frame after frame.
-    Indices count rows of the flattened batch, so one gather serves all images. With r = 0 every token is a dst that
-    nothing merges into; this also holds for queries whose keys merge further.
-    """
-
-    tokens: int  # N: tokens per image before merging
-    removed: int  # r: tokens per image that merge away
-    dst: int  # D: dst tokens per image
-    dst_rows: paddle.Tensor  # [B·D] int64: the input rows of the dst tokens
-    stay_rows: paddle.Tensor | None  # [B·(N-r-D)] int64: the input rows of the remaining src tokens; None if none
-    merged_rows: paddle.Tensor  # [B·r] int64: the input rows that merge away ...
-    target_rows: paddle.Tensor  # [B·r, 1] int64: ... and which row of dst_rows each is added to
-    weights: paddle.Tensor  # [B·D, 1] float32: 1 / the number of tokens averaged in each dst token
-    source_rows: paddle.Tensor  # [B·N] int64: the merged row that each input token takes its result from
-    frames: int = 1  # F: equal parts of a sequence in which tokens merge separately
-    keys_plan: "MergePlan | None" = None  # the plan of keys and values if they merge further; the same tokens and dst
-
-    @property
-    def keys(self) -> "MergePlan":
-        """The plan of keys and values."""
-        return self.keys_plan or self
-
-    @property
-    def kept(self) -> int:
-        """N - r: tokens per image after merging."""
-        return self.tokens - self.removed
-
-    def in_order(
-        self,
-        of_dst: paddle.Tensor,  # [B·D, …]
-        of_stay: paddle.Tensor | None,  # [B·(N-r-D), …]; None if none
-    ) -> paddle.Tensor:  # [B, N-r, …]
-        """Concatenate rows of dst tokens and of the remaining src tokens in the order of a merged sequence."""
-        shape = of_dst.shape[1:]
-        rows = of_dst.reshape([-1, self.dst // self.frames, *shape])
-        if of_stay is not None:
-            stay = of_stay.reshape([-1, (self.kept - self.dst) // self.frames, *shape])
-            rows = paddle.concat([rows, stay], axis=1)
-        return rows if self.frames == 1 else rows.reshape([-1, self.kept, *shape])
-
-    def log_sizes(self) -> paddle.Tensor:  # [B, N-r] float32
-        """Logarithm of the size of each merged token: the number of tokens that it averages."""
-        # like: a program may not know the batch size
-        alone = None if self.stay_rows is None else paddle.zeros_like(self.stay_rows, dtype="float32")
-        return self.in_order(-paddle.log(self.weights).reshape([-1]), alone)
-
-
-def join_frames(plan: MergePlan, frames: int) -> MergePlan:
-    """The plan of sequences [B, F·N, C] from that of their F frames [B·F, N, C]; the rows are the same."""
-    if frames == 1:
-        return plan
-    counts = {name: frames * getattr(plan, name) for name in ("tokens", "removed", "dst")}
-    keys_plan = None if plan.keys_plan is None else join_frames(plan.keys_plan, frames)
-    return replace(plan, frames=frames, keys_plan=keys_plan, **counts)
+ROW_MULTIPLE = 8  # of the tokens that remain of a window: matrix products are slower for other numbers on a GPU
+_STABLE = {"stable": True} if "stable" in inspect.signature(paddle.argsort).parameters else {}  # from Paddle 3 on
 
 
 def match_tokens(
@@ -101,7 +42,8 @@ def match_tokens(
             same matching, so all that merge in queries merge there too.
 
     Returns:
-        The plan. Of pairs that are equally similar, those with the lowest index merge first.
+        The plan. Of pairs that are equally similar, those with the lowest index merge first (in Paddle 2.6 any of
+        them).
 
     Raises:
         ToMeConfigError: metric is not a floating-point [B, N, C], h·w is not N, or r is out of range.
@@ -120,7 +62,7 @@ def match_tokens(
     if of_keys < r:
         raise ToMeConfigError(f"removed_keys={removed_keys} is not allowed: it must be at least removed={r}.")
     if of_keys == 0:
-        return _identity_plan(metric, n)
+        return PlainPlan(count=n, batch=_count_batch(metric))
     return plan_pairs(metric, constant_positions(grid, sx, sy, random_key, window), r, of_keys)
 
 
@@ -131,92 +73,69 @@ def plan_pairs(
     removed_keys: int,  # removed <= removed_keys <= S, at least 1
 ) -> MergePlan:
     """The plan of `match_tokens`, given the constants of its grid."""
-    with paddle.no_grad(), _full_precision():
+    with paddle.no_grad(), full_precision():
         batch = _count_batch(metric)
         best, similarity = _most_similar(metric, positions)  # [B, S] each
-        chooses = 0 < removed < positions.s or removed_keys < positions.s  # otherwise all pairs merge, or none
-        sorted_ = paddle.sort(similarity, axis=1, descending=True) if chooses else None
-
-        def merge_best(pairs: int) -> MergePlan:
-            if pairs == positions.s:
-                return _merge_all(positions, batch, best)
-            return _merge_pairs(positions, batch, best, _best_pairs(similarity, sorted_, pairs), pairs)
-
-        plan = merge_best(removed) if removed else _identity_plan(metric, positions.d + positions.s)
-        return plan if removed_keys == removed else replace(plan, keys_plan=merge_best(removed_keys))
+        merges_all = removed_keys == positions.s and removed in (0, positions.s)
+        pairs = Pairs(positions, batch, best, None if merges_all else _descending(similarity))
+    keys = PairPlan(pairs=pairs, merged=removed_keys)
+    if removed == removed_keys:
+        return keys
+    if removed == 0:
+        return PlainPlan(count=positions.d + positions.s, batch=batch, keys_plan=keys)
+    return PairPlan(pairs=pairs, merged=removed, keys_plan=keys)
 
 
-def _identity_plan(metric: paddle.Tensor, tokens: int) -> MergePlan:
-    """The plan of a batch in which every token stays in its place."""
-    ones = paddle.ones_like(metric[..., 0], dtype="int64").reshape([-1])
-    rows = paddle.cumsum(ones, axis=0) - 1  # 0, 1, … B·N - 1
-    none = paddle.zeros([0], dtype="int64")
-    return MergePlan(
-        tokens=tokens,
-        removed=0,
-        dst=tokens,
-        dst_rows=rows,
-        stay_rows=None,
-        merged_rows=none,
-        target_rows=none.reshape([0, 1]),
-        weights=ones.cast("float32").reshape([-1, 1]),
-        source_rows=rows,
-    )
+def _descending(similarity: paddle.Tensor) -> paddle.Tensor:  # [B, S] → [B, S] int64
+    """The order of pairs, the most similar first. Of equal ones it is the lowest index, except in Paddle 2.6."""
+    return paddle.argsort(similarity, axis=1, descending=True, **_STABLE)
 
 
-def _merge_all(
-    positions: Positions,
-    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, … B - 1
-    best: paddle.Tensor,  # [B, S] int64: each src's dst
+def plan_windows(
+    metric: paddle.Tensor,  # [B, N, C] floating point
+    windows: EqualWindows,
+    removed: int,  # r, 0 <= r <= S
+    removed_keys: int,  # removed <= removed_keys <= S
 ) -> MergePlan:
-    """The plan that merges every src into its dst."""
-    return _plan(positions, batch, positions.src.unsqueeze(0), best, best)
+    """The plan of the best pairs of each window, as many in each, by operations that suit a GPU.
+
+    The number of tokens that remain of a window is rounded to a multiple of `ROW_MULTIPLE`.
+    """
+    p, q = windows.p, windows.q
+    of_window, of_window_keys = (remaining(windows, number) for number in (removed, removed_keys))
+    with paddle.no_grad(), full_precision():
+        metric = cast(metric.detach(), paddle.float32)
+        tokens = paddle.gather(metric, windows.order, axis=1).reshape([-1, p, metric.shape[2]])  # [B·T, P, C]
+        inverse = paddle.rsqrt((tokens * tokens).sum(axis=-1, keepdim=True))
+        unit = tokens[:, :q] * inverse[:, :q]
+        scores = _or_zero(paddle.matmul(tokens, unit, transpose_y=True))  # [B·T, P, Q]
+        best = paddle.argmax(scores, axis=-1) * windows.is_src + windows.own
+        rank = None
+        if not {of_window, of_window_keys} <= {q, p}:
+            similarity = _or_zero(paddle.max(scores, axis=-1) * inverse.squeeze(-1))
+            dst_first = similarity * windows.of_src + windows.of_dst  # a similarity is at most 1
+            rank = paddle.argsort(paddle.argsort(dst_first, axis=1, descending=True), axis=1)
+
+        def keep(count: int) -> MergePlan:
+            if count == p:
+                return PlainPlan(count=windows.count_w * p, batch=_count_batch(metric))
+            rows = best
+            if count > q:
+                assert rank is not None
+                rows = paddle.where(rank < p - count + q, best, rank - (p - count))
+            return WindowPlan(windows=windows, rows=rows, of_window=count)
+
+        plan = keep(of_window)
+        return plan if of_window == of_window_keys else replace(plan, keys_plan=keep(of_window_keys))
 
 
-def _merge_pairs(
-    positions: Positions,
-    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, … B - 1
-    best: paddle.Tensor,  # [B, S] int64: each src's dst
-    merges: paddle.Tensor,  # [B, S] bool, of which r are true
-    removed: int,  # 1 <= r < S
-) -> MergePlan:
-    """The plan that merges these src into their dst."""
-    stays = paddle.logical_not(merges).cast("int64")
-    # No two keys are equal, so that the order does not depend on whether a platform's sort is stable; and they fit
-    # into 32 bits, in which OpenVINO computes integers.
-    order = paddle.argsort(positions.count_s + stays * positions.s, axis=1)  # [B, S]: merged src, then the others
-    ordered = paddle.gather(positions.src, order.reshape([-1])).reshape([-1, positions.s])
-    from_src = paddle.where(merges, best, paddle.cumsum(stays, axis=1) + (positions.d - 1))
-    targets = paddle.take_along_axis(best, order[:, :removed], axis=1)
-    return _plan(positions, batch, ordered[:, :removed], targets, from_src, stay=ordered[:, removed:])
-
-
-def _plan(
-    positions: Positions,
-    batch: paddle.Tensor,  # [B, 1] int64: 0, 1, … B - 1
-    merged: paddle.Tensor,  # [B or 1, r] int64: the tokens that merge away ...
-    targets: paddle.Tensor,  # [B, r] int64: ... and the dst that each is added to
-    from_src: paddle.Tensor,  # [B, S] int64: the merged token that each src takes its result from
-    stay: paddle.Tensor | None = None,  # [B, S-r] int64: the other src; None if all merge
-) -> MergePlan:
-    """The plan of these tokens, in rows of the whole batch."""
-    n, r = positions.d + positions.s, merged.shape[1]
-    dst_rows = positions.dst + batch * n
-    target_rows = (targets + batch * positions.d).reshape([-1, 1])
-    alone = paddle.ones_like(dst_rows.reshape([-1, 1]), dtype="float32")
-    members = paddle.scatter_nd_add(alone, target_rows, paddle.ones_like(target_rows, dtype="float32"))
-    source = paddle.concat([positions.count_d + paddle.zeros_like(batch), from_src], axis=1) + batch * (n - r)
-    return MergePlan(
-        tokens=n,
-        removed=r,
-        dst=positions.d,
-        dst_rows=dst_rows.reshape([-1]),
-        stay_rows=None if stay is None else (stay + batch * n).reshape([-1]),
-        merged_rows=(merged + batch * n).reshape([-1]),
-        target_rows=target_rows,
-        weights=paddle.reciprocal(members),
-        source_rows=paddle.gather(source, positions.slot, axis=1).reshape([-1]),
-    )
+def remaining(windows: EqualWindows, removed: int) -> int:
+    """The tokens that remain of a window of a grid of which r merge away."""
+    if removed == windows.count_w * (windows.p - windows.q):
+        return windows.q
+    exact = windows.p - removed / windows.count_w
+    rounded = ROW_MULTIPLE * round(exact / ROW_MULTIPLE)
+    return min(max(rounded, windows.q), windows.p)
 
 
 def match_cells(
@@ -226,7 +145,7 @@ def match_cells(
     sy: int = 2,
     random_key: Sequence[int] | None = None,
 ) -> MergePlan:
-    """Merge each sx×sy cell into its dst, without comparing tokens; a remainder joins the cell beside it.
+    """Keep the dst of each sx×sy cell, without comparing tokens; a remainder joins the cell beside it.
 
     Args:
         metric, grid, sx, sy, random_key: as in `match_tokens`.
@@ -255,36 +174,8 @@ def plan_cells(
     cells: Cells,
 ) -> MergePlan:
     """The plan of `match_cells`, given the constants of its grid."""
-    n, d = cells.cell.shape[0], cells.dst.shape[0]
     with paddle.no_grad():
-        batch = _count_batch(metric)
-        return MergePlan(
-            tokens=n,
-            removed=n - d,
-            dst=d,
-            dst_rows=(cells.dst + batch * n).reshape([-1]),
-            stay_rows=None,
-            merged_rows=(cells.src + batch * n).reshape([-1]),
-            target_rows=(cells.src_cell + batch * d).reshape([-1, 1]),
-            weights=(cells.weights + paddle.zeros_like(batch, dtype="float32")).reshape([-1, 1]),
-            source_rows=(cells.cell + batch * d).reshape([-1]),
-        )
-
-
-def _best_pairs(
-    similarity: paddle.Tensor,  # [B, S] float32
-    sorted_: paddle.Tensor,  # [B, S]: the same, descending
-    removed: int,  # 1 <= r < S
-) -> paddle.Tensor:  # [B, S] bool
-    """Mask of the r most similar pairs; ties go to the lowest index.
-
-    Sorting values, and not pairs, makes the choice independent of whether a platform's sort is stable.
-    """
-    least = sorted_[:, removed - 1 : removed]
-    is_more, is_tie = similarity > least, similarity == least
-    ties = removed - is_more.cast("int64").sum(axis=1, keepdim=True)
-    is_first = paddle.cumsum(is_tie.cast("int64"), axis=1) <= ties
-    return paddle.logical_or(is_more, paddle.logical_and(is_tie, is_first))
+        return CellPlan(cells=cells, batch=_count_batch(metric))
 
 
 def _count_batch(metric: paddle.Tensor) -> paddle.Tensor:  # [B, 1] int64
@@ -299,24 +190,25 @@ def _most_similar(
     """For each src token its most similar dst token, as an index into `dst`, and their cosine similarity."""
     metric = cast(metric.detach(), paddle.float32)
     inverse = paddle.rsqrt((metric * metric).sum(axis=-1))  # [B, N]: 1 / norm; infinite where that is 0
-    inverse = _or_zero(inverse)
-
     windows = positions.windows
     dst, src = (positions.dst, positions.src) if windows is None else (windows.dst, windows.src)
-    normed = _or_zero(paddle.gather(metric, dst, axis=1)) * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
+    unit = paddle.gather(metric, dst, axis=1) * paddle.gather(inverse, dst, axis=1).unsqueeze(-1)
     tokens, src_inverse = paddle.gather(metric, src, axis=1), paddle.gather(inverse, src, axis=1)
-    if windows is not None:  # the batch becomes B·T windows
-        tokens, normed = (x.reshape([-1, x.shape[1] // windows.count_w, x.shape[2]]) for x in (tokens, normed))
-        src_inverse = src_inverse.reshape([-1, tokens.shape[1]])
-    scores = paddle.matmul(tokens, normed, transpose_y=True)  # [B, S, D]: cosine · norm of src
-    # Measured in eager and oneDNN, not faster: argmax in two stages, src in chunks, max pooling with indices.
-    best, similarity = paddle.argmax(scores, axis=-1), paddle.max(scores, axis=-1)
-    is_valid = src_inverse != 0  # NaN in a src token only affects its own row of scores
-    best = paddle.where(is_valid, best, paddle.zeros_like(best))
-    similarity = paddle.where(is_valid, similarity * src_inverse, paddle.zeros_like(similarity))
     if windows is None:
-        return best, similarity
-    begin = (positions.count_d[: windows.count_w] * normed.shape[1]).unsqueeze(-1)  # [T, 1]: first dst of each window
+        unit = _or_zero(unit)
+    else:  # the batch becomes B·T windows
+        tokens, unit = (x.reshape([-1, x.shape[1] // windows.count_w, x.shape[2]]) for x in (tokens, unit))
+        src_inverse = src_inverse.reshape([-1, tokens.shape[1]])
+    scores = paddle.matmul(tokens, unit, transpose_y=True)  # [B, S, D]: cosine · norm of src
+    if windows is not None:  # which has fewer scores than numbers in tokens
+        scores = _or_zero(scores)
+    # Measured in eager and oneDNN, not faster: argmax in two stages, src in chunks, max pooling with indices.
+    best, similarity = paddle.argmax(scores, axis=-1), paddle.max(scores, axis=-1) * src_inverse
+    is_valid = paddle.abs(similarity) <= _LARGEST
+    similarity = paddle.where(is_valid, similarity, paddle.zeros_like(similarity))
+    if windows is None:
+        return best * is_valid.cast("int64"), similarity
+    begin = (positions.count_d[: windows.count_w] * unit.shape[1]).unsqueeze(-1)  # [T, 1]: first dst of each window
     best = (best.reshape([-1, windows.count_w, tokens.shape[1]]) + begin).reshape([-1])
     return tuple(
         paddle.gather(x.reshape([-1, windows.src.shape[0]]), windows.src_slot, axis=1)
@@ -327,16 +219,6 @@ def _most_similar(
 def _or_zero(x: paddle.Tensor) -> paddle.Tensor:
     """`x` in float32, with 0 in place of NaN and infinity; ONNX converters do not know `isfinite`."""
     return paddle.where(paddle.abs(x) <= _LARGEST, x, paddle.zeros_like(x))
-
-
-def cast(x: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
-    """`x.cast(dtype)` without the copy that Paddle makes even if the dtype is the same."""
-    return x if x.dtype == dtype else x.cast(dtype)
-
-
-def _full_precision() -> AbstractContextManager:
-    """Turn mixed precision off so that the matmul stays in float32; Paddle cannot do so in a static program."""
-    return paddle.amp.auto_cast(enable=False) if paddle.in_dynamic_mode() else nullcontext()
 
 
 def _check(metric: paddle.Tensor, grid: Grid, removed: int, dst: int) -> None:

@@ -3,22 +3,21 @@
 import paddle
 
 from .errors import ToMePassError
-from .matching import MergePlan, cast
-
-_HALF = (paddle.float16, paddle.bfloat16)
+from .plans import MergePlan
 
 
 def merge(
     x: paddle.Tensor,  # [B, N, C] floating point
     plan: MergePlan,
-    blend: float = 1.0,
 ) -> paddle.Tensor:  # [B, N-r, C]
-    """Average the tokens that the plan merges; the others pass unchanged. Differentiable; `x` is not modified.
+    """Merge tokens. Differentiable; `x` is not modified.
+
+    A plan of `match_tokens` replaces tokens that merge by their average, and the others pass unchanged; one of
+    `match_cells` keeps the dst of each cell.
 
     Args:
         x: tokens, in float32, float16 or bfloat16; half precision is summed in float32 and rounded once.
         plan: built for the same B and N; C may differ from that of the plan's metric.
-        blend: share of the mean in a merged token, from 0 to 1; the rest is its dst token.
 
     Returns:
         The merged tokens in x's dtype: dst first, then the remaining src tokens.
@@ -34,25 +33,7 @@ def merge(
         [2, 12, 8]
     """
     _check("merge", x, plan.tokens)
-    if plan.removed == 0:
-        return x
-    channels = x.shape[2]
-    rows = x.reshape([-1, channels])
-    wide = paddle.float32 if x.dtype in _HALF else x.dtype
-    if blend == 0:
-        means = gather_rows(rows, plan.dst_rows)
-    else:
-        # Intermediates have no names so that they are freed at once and their memory is reused: measured 20 % faster.
-        means = paddle.scatter_nd_add(
-            cast(gather_rows(rows, plan.dst_rows), wide),
-            plan.target_rows,
-            cast(gather_rows(rows, plan.merged_rows), wide),
-        )
-        means = means * cast(plan.weights, wide)
-        if blend != 1:
-            means = means * blend + cast(gather_rows(rows, plan.dst_rows), wide) * (1 - blend)
-    stay = None if plan.stay_rows is None else gather_rows(rows, plan.stay_rows)
-    return plan.in_order(cast(means, x.dtype), stay)
+    return plan.move(x)
 
 
 def unmerge(
@@ -79,17 +60,7 @@ def unmerge(
         [2, 24, 8]
     """
     _check("unmerge", y, plan.kept)
-    if plan.removed == 0:
-        return y
-    channels = y.shape[2]
-    return gather_rows(y.reshape([-1, channels]), plan.source_rows).reshape([-1, plan.tokens, channels])
-
-
-def gather_rows(rows: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
-    """`rows[index]` by one gather; float16 goes through float32 on the CPU, where Paddle has no float16 gather."""
-    if rows.dtype == paddle.float16 and paddle.get_device() == "cpu":
-        return paddle.gather(rows.cast("float32"), index).cast("float16")
-    return paddle.gather(rows, index)
+    return plan.move_back(y)
 
 
 def _check(operation: str, x: paddle.Tensor, tokens: int) -> None:

@@ -9,6 +9,8 @@ import paddle
 from .config import ToMeConfig
 from .errors import ToMePassError
 
+LARGEST_WINDOW = 512  # tokens: the matrix products of a window grow with the square
+
 
 class Grid(NamedTuple):
     """Height and width of a feature map in tokens; token n is in row n // w, column n % w."""
@@ -32,14 +34,28 @@ class Windows(NamedTuple):
     src_slot: paddle.Tensor  # [S] int64: the index in `src` of each of `Positions.src`
 
 
+class EqualWindows(NamedTuple):
+    """T windows of P tokens each, of which Q are dst."""
+
+    count_w: int  # T
+    p: int  # P
+    q: int  # Q
+    order: paddle.Tensor  # [N] int64: positions, window by window, each with its dst first
+    slot: paddle.Tensor  # [N] int64: the index of each position in `order`
+    begin: paddle.Tensor  # [T, 1] int64: the index in `order` of each window's first token
+    is_src: paddle.Tensor  # [P] int64: 1 for the src of a window, 0 for its dst
+    own: paddle.Tensor  # [P] int64: the index of each dst among those of its window, 0 for src
+    of_src: paddle.Tensor  # [P] float32: the same as `is_src`
+    of_dst: paddle.Tensor  # [P] float32: 2, more than any similarity, for dst, 0 for src
+
+
 class Cells(NamedTuple):
     """The cells of a grid, each with one dst. A remainder at the right or bottom belongs to the cell beside it."""
 
-    dst: paddle.Tensor  # [D] int64: positions, cells in the order of the grid
-    src: paddle.Tensor  # [S] int64: all other positions, ascending
-    cell: paddle.Tensor  # [N] int64: the cell of each position
-    src_cell: paddle.Tensor  # [S] int64: the cell of each src
-    weights: paddle.Tensor  # [D] float32: 1 / the number of tokens in each cell
+    dst: paddle.Tensor  # [D] int64: positions, ascending
+    cell: paddle.Tensor  # [N] int64: the index in `dst` of the dst of each position's cell
+    log_sizes: paddle.Tensor  # [D] float32: logarithm of the number of tokens of each cell
+    has_equal_sizes: bool
 
 
 class Positions(NamedTuple):
@@ -176,17 +192,55 @@ def _windows_along(length: int, cell: int, window: int) -> np.ndarray:
 def constant_cells(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None) -> Cells:
     """The cells of a grid that has one at least, with dst from `choose_dst`, as constants of a program."""
     dst = choose_dst(grid, sx, sy, random_key)
-    src = np.setdiff1d(np.arange(grid.tokens), dst, assume_unique=True)
     rows = np.minimum(np.arange(grid.h) // sy, grid.h // sy - 1)
     columns = np.minimum(np.arange(grid.w) // sx, grid.w // sx - 1)
     number = (rows[:, None] * (grid.w // sx) + columns).reshape(-1)
     cell = np.argsort(number[dst])[number]  # dst is sorted by position, not by cell
+    sizes = np.bincount(cell)
     return Cells(
         dst=_constant(dst),
-        src=_constant(src),
         cell=_constant(cell),
-        src_cell=_constant(cell[src]),
-        weights=paddle.to_tensor(1 / np.bincount(cell), dtype="float32"),
+        log_sizes=paddle.to_tensor(np.log(sizes), dtype="float32"),
+        has_equal_sizes=bool((sizes == sizes[0]).all()),
+    )
+
+
+def has_equal_windows(grid: Grid, sx: int, sy: int, window: int | None) -> bool:
+    """Whether all windows of a grid have as many tokens and dst, and few enough tokens for matrix products."""
+    sizes, dst = _count_windows(grid, sx, sy, window)
+    return 0 < dst.min() == dst.max() and sizes.min() == sizes.max() <= LARGEST_WINDOW
+
+
+def _count_windows(grid: Grid, sx: int, sy: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens and the dst of each window; which token of a cell is its dst makes no difference."""
+    of_token = window_of(grid, sx, sy, window)
+    count = of_token.max() + 1
+    return np.bincount(of_token), np.bincount(of_token[choose_dst(grid, sx, sy)], minlength=count)
+
+
+@paddle.jit.not_to_static  # constants, which Paddle would compute in the program
+def constant_windows(
+    grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None
+) -> EqualWindows:
+    """The windows of a grid for which `has_equal_windows`, with dst from `choose_dst`, as constants of a program."""
+    of_token, dst = window_of(grid, sx, sy, window), choose_dst(grid, sx, sy, random_key)
+    is_src = np.ones(grid.tokens, dtype=np.int64)
+    is_src[dst] = 0
+    order = np.lexsort((is_src, of_token))
+    count = int(of_token.max()) + 1
+    p, q = grid.tokens // count, len(dst) // count
+    is_dst = np.arange(p) < q
+    return EqualWindows(
+        count_w=count,
+        p=p,
+        q=q,
+        order=_constant(order),
+        slot=_constant(np.argsort(order)),
+        begin=_constant(np.arange(count)[:, None] * p),
+        is_src=_constant((~is_dst).astype(np.int64)),
+        own=_constant(np.where(is_dst, np.arange(p), 0)),
+        of_src=paddle.to_tensor(1.0 - is_dst, dtype="float32"),
+        of_dst=paddle.to_tensor(2.0 * is_dst, dtype="float32"),
     )
 
 

@@ -16,9 +16,9 @@ from paddle import nn
 from .attention import FUSED_CHANNELS, split_heads, widen
 from .config import KV, ToMeConfig
 from .errors import ToMePassError
-from .matching import MergePlan, cast
-from .merging import gather_rows, merge, unmerge
+from .merging import merge, unmerge
 from .models import BlockFacts
+from .plans import MergePlan, cast, gather
 from .wraps import InnerWrap, is_outermost
 
 Rows = tuple[paddle.Tensor, paddle.Tensor]  # cosines and sines, [T + N, d] each: text before image
@@ -74,9 +74,9 @@ class RotaryAttentionWrap(InnerWrap):
         if text is None and hidden_states.shape[1] > count:
             text, image = hidden_states[:, :-count], hidden_states[:, -count:]
         length = 0 if text is None else text.shape[1]
-        keys = image if self._is_merged else merge(image, plan.keys, config.blend)
-        is_alike = self._is_merged or plan.keys_plan is None
-        queries = image if keys_only else keys if is_alike else merge(image, plan, config.blend)
+        keys = image if self._is_merged else merge(image, plan.keys)
+        is_same = self._is_merged or plan.keys_plan is None
+        queries = image if keys_only else keys if is_same else merge(image, plan)
         has_own = returns_text and self._facts.is_joint  # projections of the text
 
         def heads(name: str, image: paddle.Tensor) -> paddle.Tensor:  # [B, T + N, heads, d]
@@ -91,9 +91,10 @@ class RotaryAttentionWrap(InnerWrap):
         if rows is not None:
             table = rotary_table(rows, plan.tokens, length)
             of_keys = rotary_rows(table, plan.keys)
-            query = rotate(query, table if keys_only else of_keys if is_alike else rotary_rows(table, plan))
+            query = rotate(query, table if keys_only else of_keys if is_same else rotary_rows(table, plan))
             key = rotate(key, of_keys)
-        added = plan.keys.log_sizes() if config.proportional else None
+        is_alike = text is None and plan.keys.has_equal_sizes
+        added = plan.keys.log_sizes if config.proportional and not is_alike else None
         if attention_mask is not None:
             added = _masked(attention_mask, added, plan.keys, length)
         output = attend(query, key, value, layer.scale, added).flatten(2)  # [B, T + N - r, heads·d]
@@ -159,10 +160,10 @@ def rotary_table(rows: Any, image: int, text: int) -> Rows:
 
 def rotary_rows(rows: Rows, plan: MergePlan) -> Rows:  # [B, T + N - r, d] each
     """The rotary rows of the tokens that `merge` returns: those of their dst, after those of the text."""
-    positions = plan.in_order(plan.dst_rows, plan.stay_rows) % plan.tokens  # [B, N - r]
+    positions = plan.kept_rows % plan.tokens  # [B, N - r]
     moved = []
     for table in rows:
-        image = gather_rows(table[-plan.tokens :], positions.flatten()).reshape([*positions.shape, -1])
+        image = gather(table[-plan.tokens :], positions.flatten()).reshape([*positions.shape, -1])
         if table.shape[0] > plan.tokens:
             text = table[: -plan.tokens].unsqueeze(0).expand([positions.shape[0], -1, -1])
             image = paddle.concat([text, image], axis=1)
@@ -229,5 +230,5 @@ def _masked(
     """HunyuanVideo's mask of the text, beside the sizes of the merged image tokens."""
     of_text = (1 - cast(mask[:, 0, 0, -text:], paddle.float32)) * MASKED
     if sizes is None:
-        sizes = paddle.zeros_like(plan.log_sizes())
+        sizes = paddle.zeros_like(plan.log_sizes)
     return paddle.concat([of_text, sizes], axis=1)

@@ -8,7 +8,8 @@ of their layers, so a deep copy of a model has its own.
 
 import secrets
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -17,9 +18,17 @@ from paddle import nn
 
 from .config import GRID, ToMeConfig
 from .errors import ToMeConfigError, ToMePassError
-from .matching import MergePlan, join_frames, plan_cells, plan_pairs
+from .matching import plan_cells, plan_pairs, plan_windows
 from .models import BlockFacts, is_chunked, token_grid
-from .positions import Grid, constant_cells, constant_positions, tokens_kept
+from .plans import MergePlan, join_frames
+from .positions import (
+    Grid,
+    constant_cells,
+    constant_positions,
+    constant_windows,
+    has_equal_windows,
+    tokens_kept,
+)
 
 Value = TypeVar("Value")
 ATTRIBUTE = "_tome"  # of a layer: its wrap
@@ -40,9 +49,20 @@ class _PerThread(threading.local):
 class _Pass(_PerThread):
     block: nn.Layer | None = None  # the one that runs
     plan: MergePlan | None = None  # of that block; None if nothing merges
+    is_for_gpu = False  # whether what runs becomes a program for GPUs
 
 
 _current = _Pass()
+
+
+@contextmanager
+def merging_for_gpu() -> Iterator[None]:
+    """Merge by the operations that suit a GPU in this thread, whatever its device: for programs that will run on one."""
+    _current.is_for_gpu = True
+    try:
+        yield
+    finally:
+        _current.is_for_gpu = False
 
 
 class Cache:
@@ -66,6 +86,11 @@ class Cache:
             if len(self._values) > MAX_CACHED:
                 del self._values[next(iter(self._values))]
         return value
+
+
+def is_for_gpu() -> bool:
+    """Whether what runs in this thread becomes a program for GPUs: see `merging_for_gpu`."""
+    return _current.is_for_gpu
 
 
 def current_plan() -> MergePlan | None:
@@ -265,13 +290,15 @@ class BlockWrap(Wrap):
             return None
         if (frames := max(1, tokens // grid.tokens)) > 1:
             metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
+        shape = grid, config.sx, config.sy
         if config.match == GRID:
-            cells = self._constant(grid, lambda: constant_cells(grid, config.sx, config.sy, self._random_key()))
+            cells = self._constant(grid, lambda: constant_cells(*shape, self._random_key()))
             plan = plan_cells(metric, cells)
+        elif _suits_gpu(metric) and has_equal_windows(*shape, config.window):
+            windows = self._constant(grid, lambda: constant_windows(*shape, self._random_key(), config.window))
+            plan = plan_windows(metric, windows, removed, removed_keys)
         else:
-            positions = self._constant(
-                grid, lambda: constant_positions(grid, config.sx, config.sy, self._random_key(), config.window)
-            )
+            positions = self._constant(grid, lambda: constant_positions(*shape, self._random_key(), config.window))
             plan = plan_pairs(metric, positions, removed, removed_keys)
         return join_frames(plan, frames)
 
@@ -283,3 +310,8 @@ class BlockWrap(Wrap):
         if self.grid.changes_dst or not paddle.in_dynamic_mode():
             return build()
         return self._constants.get((paddle.get_device(), grid), build)
+
+
+def _suits_gpu(metric: paddle.Tensor) -> bool:
+    """Whether to merge by the operations that suit a GPU: the tokens are on one, or the program is for one."""
+    return _current.is_for_gpu or (paddle.in_dynamic_mode() and bool(metric.place.is_gpu_place()))

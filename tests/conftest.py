@@ -210,9 +210,8 @@ def device_is_restored(monkeypatch):
 
 def groups(plan, batch):
     """[B, N]: for each token the original position whose merged row it gets."""
-    parts = [rows for rows in (plan.dst_rows, plan.stay_rows) if rows is not None]
-    kept = np.concatenate([rows.numpy().reshape(batch, -1) for rows in parts], axis=1)
-    return kept.reshape(-1)[plan.source_rows.numpy()].reshape(batch, -1) % int(plan.tokens)
+    rows = plan.kept_rows.numpy().reshape(-1)[plan.source_rows.numpy()]
+    return rows.reshape(batch, -1) % int(plan.tokens)
 
 
 def sizes_of(plan):

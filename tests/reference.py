@@ -68,8 +68,8 @@ def match_cells(h, w, sx, sy, dst):
     return {src: dst_of[cell_of[src]] for src in range(h * w) if src not in dst}
 
 
-def merge(tokens, dst, merged_into, blend=1.0):
-    """[N, C] -> {kept token: `blend` parts of its mean and the rest of itself}, by original position."""
+def merge(tokens, dst, merged_into):
+    """[N, C] -> {kept token: its mean}, by original position."""
     kept = {}
     for position in range(len(tokens)):
         if position in merged_into:
@@ -79,8 +79,6 @@ def merge(tokens, dst, merged_into, blend=1.0):
             if d == position:
                 group.append(tokens[src].astype(np.float64))
         kept[position] = sum(group) / len(group)
-        if blend != 1:
-            kept[position] = blend * kept[position] + (1 - blend) * group[0]
     return kept
 
 

@@ -98,8 +98,8 @@ def test_settings_file_in_place_of_settings(pipe, tmp_path):
 
 
 def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
-    config = ToMeConfig(0.7, sx=4, seed=None, window=None, blend=0.5)
-    given = {"sx": 2, "seed": 0, "window": 16, "blend": 1.0}  # the defaults
+    config = ToMeConfig(0.7, sx=4, seed=None, window=None, merge_mlp=True)
+    given = {"sx": 2, "seed": 0, "window": 16, "merge_mlp": False}  # the defaults
     for ratio in (0.5, 0.4):
         assert patch.config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio)
         with pipe.remove_tome().tome(ratio, config=config):

@@ -60,7 +60,7 @@ def test_arms_have_their_own_configs():
     arms = make_arms(case, ["limit"], ["eager"], configs, CATALOG)
     assert [(arm.name, arm.kept) for arm in arms] == [
         ("limit 0.75, tomesd, eager", 21),
-        ("limit 0.75, ToDo, blend 1, merge_attn=True, eager", 16),
+        ("limit 0.75, ToDo, merge_attn=True, random dst, eager", 16),
     ]
 
 

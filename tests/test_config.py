@@ -19,7 +19,6 @@ def test_defaults():
         "window": 16,
         "proportional": True,
         "match": "similarity",
-        "blend": 1.0,
         "merge_attn": "asymmetric",
         "merge_crossattn": False,
         "merge_mlp": False,
@@ -62,11 +61,6 @@ def test_defaults():
         ("seed", False, "0 to 2**64 - 1, or None"),
         ("match", "cells", "'similarity' or 'grid'"),
         ("match", None, "'similarity' or 'grid'"),
-        ("blend", -0.1, "from 0, the dst token, to 1, the mean"),
-        ("blend", 1.5, "from 0"),
-        ("blend", float("nan"), "from 0"),
-        ("blend", True, "a number"),
-        ("blend", "1", "a number"),
         ("merge_attn", None, "True or False, or 'asymmetric' or 'kv'"),
         ("merge_attn", "keys", "True or False, or 'asymmetric' or 'kv'"),
         ("merge_attn", "alone", "True or False, or 'asymmetric' or 'kv'"),  # until 3.0
@@ -145,8 +139,8 @@ def test_cells_take_remainders_with_them():
         ({"merge_attn": True, "proportional": True, "window": 16}, "ToMe, windows of 16, proportional"),
         ({"ratio": 0.75, "merge_attn": "kv", "match": "grid"}, "keys and values, 2×2 cells"),
         (
-            {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0, "use_rand": False, "window": 8},
-            "keys and values, 2×2 cells, blend 0, fixed dst",
+            {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "use_rand": False, "window": 8},
+            "keys and values, 2×2 cells, fixed dst",
         ),
         ({"merge_mlp": True}, "asymmetric ToMe + mlp"),
         ({"merge_attn": "kv", "merge_mlp": True, "sx": 4}, "keys and values, mlp, 4×2 cells"),
@@ -165,8 +159,8 @@ def test_method_in_words_does_not_depend_on_defaults(settings, words):
         ("window=16,proportional,ratio=0.7", {"window": 16, "proportional": True, "ratio": 0.7}),
         ("window=none, proportional=false", {"window": None, "proportional": False}),
         (
-            "merge_attn=kv,match=grid,ratio=0.75,blend=0",
-            {"merge_attn": "kv", "match": "grid", "ratio": 0.75, "blend": 0},
+            "merge_attn=kv,match=grid,ratio=0.75,min_tokens=0",
+            {"merge_attn": "kv", "match": "grid", "ratio": 0.75, "min_tokens": 0},
         ),
     ],
 )
@@ -228,7 +222,7 @@ def test_describe_has_ratio_and_changed_settings():
 
 def test_a_settings_file_gives_back_the_config(tmp_path):
     path = tmp_path / "tome_config.json"
-    config = ToMeConfig(0.75, merge_attn="kv", match="grid", blend=0.1, seed=None, min_tokens=1024)
+    config = ToMeConfig(0.75, merge_attn="kv", match="grid", sx=2, seed=None, min_tokens=1024)
     config.save(path, figures={"speed_up": 1.5})
     assert ToMeConfig.load(path) == ToMeConfig.load(str(path)) == config
     assert json.loads(path.read_text())["figures"] == {"speed_up": 1.5}

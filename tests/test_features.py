@@ -457,7 +457,7 @@ def dtypes(unet, dtype):
     [
         ({"window": 4, "ratio": 0.5}, 7),
         ({"window": 4, "ratio": 0.5, "merge_attn": True}, 6),
-        ({"merge_attn": "kv", "match": "grid", "blend": 0.1, "ratio": 0.75}, 5),
+        ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, 5),
     ],
 )
 def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves, monkeypatch):

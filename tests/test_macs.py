@@ -89,7 +89,7 @@ def test_controlnet_is_counted_as_measured(controlnet, monkeypatch):
         {"ratio": 0.5, "window": 6, "max_downsample": 2},
         {"ratio": 0.5, "merge_attn": "kv"},
         {"ratio": 0.7, "merge_attn": "kv", "proportional": True, "merge_mlp": True},
-        {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0},
+        {"ratio": 0.75, "merge_attn": "kv", "match": "grid"},
         {"ratio": 0.75, "match": "grid", "max_downsample": 2, "merge_crossattn": True},
         {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
     ],

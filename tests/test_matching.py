@@ -1,9 +1,9 @@
+import inspect
 import random
 
 import numpy as np
 import paddle
 import pytest
-import reference
 from conftest import groups
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,8 @@ from ppdiffusers_tome import (
     merge,
     unmerge,
 )
-from ppdiffusers_tome.matching import join_frames, match_cells
+from ppdiffusers_tome.matching import match_cells
+from ppdiffusers_tome.plans import join_frames
 
 
 def tokens(batch, grid, channels, seed=0):
@@ -78,8 +79,8 @@ def test_plan_within_windows_is_the_oracles(data):
 
 
 def positions_of(plan, batch):
-    """[B, N-r]: the original position of each row of a merged sequence, by `in_order`; [B, N] those of the groups."""
-    rows = plan.in_order(plan.dst_rows, plan.stay_rows).numpy()
+    """[B, N-r]: the original position of each row of a merged sequence; [B, N] those of the groups."""
+    rows = plan.kept_rows.numpy()
     assert rows.shape == (batch, plan.kept)
     offsets = plan.tokens * np.arange(batch)[:, None]
     return rows - offsets, rows.reshape(-1)[plan.source_rows.numpy()].reshape(batch, -1) - offsets
@@ -103,11 +104,9 @@ def test_every_part_of_a_plan_is_the_oracles(data):
         positions, actual_groups = positions_of(plan, batch)
         np.testing.assert_array_equal(actual_groups, expected_groups.reshape(batch, -1))
         sizes = [np.bincount(image)[rows] for image, rows in zip(actual_groups, positions, strict=True)]
-        np.testing.assert_allclose(np.exp(plan.log_sizes().numpy()), sizes, rtol=1e-6)
+        np.testing.assert_allclose(np.exp(plan.log_sizes.numpy()), sizes, rtol=1e-6)
         out = unmerge(merge(sequence, plan), plan).numpy()
         np.testing.assert_allclose(out, expected.reshape(batch, -1, 3), atol=2e-6)
-        assert plan.merged_rows.shape == [batch * plan.removed] and plan.target_rows.shape == [batch * plan.removed, 1]
-        assert plan.weights.shape == [batch * plan.dst, 1] and plan.dst_rows.shape == [batch * plan.dst]
 
 
 @settings(max_examples=40, deadline=None)
@@ -123,8 +122,8 @@ def test_plans_of_queries_and_keys_are_those_of_one_cut_each(data):
     assert (plan.removed, plan.keys.removed, plan.keys_plan is None) == (queries, keys, queries == keys)
     for one, removed in ((plan, queries), (plan.keys, keys)):
         alone = match_tokens(x, grid, removed, random_key=(3,), window=4)
-        np.testing.assert_array_equal(merge(x, one).numpy(), merge(x, alone).numpy())
-        np.testing.assert_array_equal(unmerge(merge(x, one), one).numpy(), unmerge(merge(x, alone), alone).numpy())
+        back = unmerge(merge(x, one), one).numpy()
+        np.testing.assert_allclose(back, unmerge(merge(x, alone), alone).numpy(), atol=1e-6)  # sums in another order
     video = join_frames(plan, frames)
     assert (video.kept, video.keys.kept) == (frames * (grid.tokens - queries), frames * (grid.tokens - keys))
 
@@ -143,16 +142,15 @@ def test_cells_are_the_oracles(data):
     """Also where cells leave remainders, and where a grid has none."""
     h, w = data.draw(st.integers(1, 13), "h"), data.draw(st.integers(1, 13), "w")
     sx, sy = data.draw(st.integers(1, 4), "sx"), data.draw(st.integers(1, 4), "sy")
-    key, blend = data.draw(st.sampled_from([None, (7, 0)]), "key"), data.draw(st.sampled_from([0, 0.3, 1]), "blend")
+    key = data.draw(st.sampled_from([None, (7, 0)]), "key")
     dst, x = choose_dst(Grid(h, w), sx, sy, key).tolist(), tokens(2, Grid(h, w), 5)
     merged_into = match_cells_of_reference(h, w, sx, sy, dst) if dst else {}
     plan = match_cells(paddle.to_tensor(x), Grid(h, w), sx, sy, key)
     assert plan.kept == (len(dst) or h * w)
     expected_groups = [merged_into.get(n, n) for n in range(h * w)]
     np.testing.assert_array_equal(groups(plan, 2), [expected_groups] * 2)
-    out = unmerge(merge(paddle.to_tensor(x), plan, blend), plan).numpy()
-    expected = [reference.unmerge(reference.merge(image, dst, merged_into, blend), merged_into, h * w) for image in x]
-    np.testing.assert_allclose(out, expected, atol=2e-6)
+    out = unmerge(merge(paddle.to_tensor(x), plan), plan).numpy()
+    np.testing.assert_array_equal(out, [image[expected_groups] for image in x])
 
 
 def test_cells_of_another_grid_are_rejected():
@@ -163,11 +161,16 @@ def test_cells_of_another_grid_are_rejected():
 def test_window_of_the_whole_grid_is_the_plan_without_windows():
     x = paddle.to_tensor(tokens(2, Grid(8, 12), 320))
     plans = [match_tokens(x, Grid(8, 12), 48, random_key=(3, 1), window=window) for window in (None, 12)]
-    for name, values in vars(plans[0]).items():
-        if isinstance(values, paddle.Tensor):
-            assert np.array_equal(values.numpy(), getattr(plans[1], name).numpy()), name
+    for name in ("kept_rows", "source_rows", "log_sizes"):
+        assert np.array_equal(getattr(plans[0], name).numpy(), getattr(plans[1], name).numpy()), name
 
 
+has_stable_sort = pytest.mark.skipif(
+    "stable" not in inspect.signature(paddle.argsort).parameters, reason="this Paddle has no stable sort"
+)
+
+
+@has_stable_sort
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), removed=st.integers(1, 47))
 def test_ties_go_to_the_lowest_index(seed, removed):
@@ -178,7 +181,7 @@ def test_ties_go_to_the_lowest_index(seed, removed):
 
 
 @pytest.mark.parametrize("bad", [0.0, np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("removed", [1, 20, 47, 48])
+@pytest.mark.parametrize("removed", [1, 20, pytest.param(47, marks=has_stable_sort), 48])
 def test_zero_and_non_finite_tokens_follow_the_stated_rule(bad, removed):
     x = tokens(2, Grid(8, 8), 5)
     x[0, [0, 3, 20, 37]] = bad  # two dst, two src

@@ -204,7 +204,7 @@ def check(traceable, tmp_path, converter, **dims):
     [
         ({}, {**TOMESD, "use_rand": False}),
         ({}, {"ratio": 0.7, "merge_attn": "kv"}),
-        ({}, {"ratio": 0.75, "merge_attn": "kv", "match": "grid", "blend": 0.1}),
+        ({}, {"ratio": 0.75, "merge_attn": "kv", "match": "grid"}),
         ({}, {**ONNX_SETTINGS, "merge_mlp": True, "merge_crossattn": True, "sx": 3}),
         ({**SDXL, **ONE_DEPTH}, {}),
     ],

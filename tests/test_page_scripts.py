@@ -19,7 +19,7 @@ SETTINGS = (
     {},
     {"window": None, "proportional": False},
     {"merge_attn": "kv", "sx": 4, "use_rand": False, "max_downsample": 2},
-    {"match": "grid", "ratio": 0.75, "blend": 0.5, "merge_attn": "kv"},
+    {"match": "grid", "ratio": 0.75, "merge_attn": "kv"},
     {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64},
 )
 

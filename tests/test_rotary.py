@@ -26,8 +26,8 @@ from ppdiffusers_tome import (
     tome_summary,
     wraps,
 )
-from ppdiffusers_tome.matching import join_frames
 from ppdiffusers_tome.models import BLOCKS, find_blocks
+from ppdiffusers_tome.plans import join_frames
 from ppdiffusers_tome.rotary import RotaryAttentionWrap
 from ppdiffusers_tome.wraps import install, remove, wrap_of
 
@@ -444,8 +444,7 @@ def oracle(layer, image, text, plan, rows, keys_only, mask):
     def merged_by(plan):
         source = plan.source_rows.numpy()
         merged = np.stack([image[source == row].mean(0) for row in range(plan.kept)])
-        rows_of = [x for x in (plan.dst_rows, plan.stay_rows) if x is not None]
-        positions = np.concatenate([x.numpy().reshape(plan.frames, -1) for x in rows_of], axis=1).reshape(-1)
+        positions = plan.kept_rows.numpy().reshape(-1)
         np.testing.assert_array_equal(source[positions], np.arange(plan.kept))
         return source, merged, None if rows is None else [table[positions] for table in rows]
 

@@ -53,7 +53,7 @@ def test_merging_arms_take_every_ratio_or_their_own():
         "default 0.5, windows of 8, not proportional",
         "default 0.5, whole grid",
         "tomesd 0.5",
-        "ToDo 0.75, blend 1",
+        "ToDo 0.75, random dst",
         "keys and values 0.75, whole grid, not proportional",
         "default 0.25, whole grid, not proportional",
         "default 0.25, windows of 8, not proportional",
@@ -120,7 +120,7 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
         (0.75, {}),
         (0.75, {"window": 8, "proportional": True}),
         (0.5, {"window": 8, "proportional": True, "merge_attn": "asymmetric"}),
-        (0.75, {"merge_attn": "kv", "match": "grid", "blend": 0.0}),
+        (0.75, {"merge_attn": "kv", "match": "grid"}),
     ],
 )
 def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio, settings, tmp_path):

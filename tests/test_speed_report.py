@@ -141,7 +141,7 @@ def test_plot_by_method(frame):
 
     [axes] = by_method(frame(methods(512), methods(1024))).axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([2, 2, 1.25, 1.25, 4, 4])
-    names = ["tomesd 0.5, windows of 8", "tomesd 0.5", "ToDo 0.75, blend 1"]
+    names = ["tomesd 0.5, windows of 8", "tomesd 0.5", "ToDo 0.75, random dst"]
     assert axes.get_legend_handles_labels()[1] == [f"{name}, eager" for name in names]
     assert axes.get_xticklabels()[0].get_text() == "512 px\nbatch 2"
     assert by_method(frame(sized(512, 0.8), sized(1024, 0.5))) is None

@@ -29,6 +29,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
     default = "onnx; paddle where Paddle is a build for GPUs"
     option("--format", choices=EXPORT_FORMATS, help=f"of the programs (default: {default})")
+    option("--for-gpu", action="store_true", help="merge by operations that are fast on a GPU and slow on a CPU")
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
     export.set_defaults(run=_export)
@@ -57,6 +58,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         merge_map=options.merge_map,
         controlnet=controlnet,
         overwrite=options.overwrite,
+        for_gpu=options.for_gpu,
         format=format,
     )
     print(_describe(manifest, options.output))

@@ -1,7 +1,7 @@
 """The names of ways to merge, the same in all results, tables and plots."""
 
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from ..config import GRID, KV, TOMESD_SETTINGS, ToMeConfig
 
@@ -12,7 +12,7 @@ METHODS = {  # those of docs/methods.md
     SYMMETRIC: ToMeConfig(merge_attn=True),
     TOMESD: _TOMESD_CONFIG,
     "keys and values": ToMeConfig(merge_attn=KV),
-    "ToDo": replace(_TOMESD_CONFIG, merge_attn=KV, match=GRID, ratio=0.75, blend=0, use_rand=False),
+    "ToDo": ToMeConfig(0.75, merge_attn=KV, match=GRID, use_rand=False),
 }
 
 
@@ -39,12 +39,11 @@ def name_of(config: ToMeConfig, without: Collection[str] = ()) -> str:
         "window": f"windows of {config.window}" if config.window else "whole grid",
         "use_rand": "random dst" if config.use_rand else "fixed dst",
         "max_downsample": f"up to level {config.max_downsample}",
-        "blend": f"blend {config.blend:g}",
         "proportional": "proportional" if config.proportional else "not proportional",
     }
     ignored = {"ratio", "seed", *without}
     if config.match == GRID:
-        ignored.add("window")
+        ignored |= {"window", "proportional"}
     values, usual = asdict(config), asdict(METHODS[method])
     differing = [name for name, value in values.items() if value != usual[name] and name not in ignored]
     return ", ".join([method, *dict.fromkeys(words.get(name, f"{name}={values[name]!r}") for name in differing)])

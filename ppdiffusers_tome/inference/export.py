@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from .._version import __version__
 from ..config import ToMeConfig
 from ..models import text_tokens, vae_factor
 from ..patch import attach, detach
+from ..wraps import merging_for_gpu
 from . import programs
 from .arguments import (
     EXPORT_FORMATS,
@@ -70,6 +72,7 @@ def export_pipeline(
     controlnet: bool | float = True,
     format: str | None = None,
     overwrite: bool = False,
+    for_gpu: bool = False,
     progress: bool = True,
     **settings: Any,
 ) -> Manifest:
@@ -96,8 +99,9 @@ def export_pipeline(
         format: "onnx" for ONNX Runtime and OpenVINO, "paddle" for Paddle Inference, or "both". ppdiffusers' own
             classes only read Paddle programs. None: "onnx", or "paddle" where Paddle is a build for GPUs.
         overwrite: replace an earlier export in folder, once the new one is complete.
+        for_gpu: merge by operations that are fast on a GPU and slow on a CPU; see docs/gpu.md.
         progress: show a progress bar.
-        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match, blend,
+        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
     Returns:
@@ -123,6 +127,7 @@ def export_pipeline(
         controlnet=controlnet,
         format=format or default_format(),
         overwrite=overwrite,
+        for_gpu=for_gpu,
         progress=progress,
     )
 
@@ -138,6 +143,7 @@ def write_export(
     controlnet: bool | float = True,
     format: str,
     overwrite: bool = False,
+    for_gpu: bool = False,
     linked: Iterable[tuple[Path, ProgramFile]] = (),
     progress: bool = True,
 ) -> Manifest:
@@ -157,7 +163,8 @@ def write_export(
     sizes = sizes_of(pipe, sizes)
     image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
     planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
-    with replacing(folder) as partial, Converter() as converter:
+    operations = merging_for_gpu() if for_gpu else nullcontext()
+    with replacing(folder) as partial, Converter() as converter, operations:
         writer = _Writer(pipe, merging, sizes[0], partial, EXPORT_FORMATS[format], converter, linked)
         for target, file in tqdm(planned.items(), desc="export", unit="program", disable=not progress):
             writer.write(file, target)
@@ -180,6 +187,7 @@ def write_export(
             programs=tuple(writer.written),
             files=_list_files(partial),
             merge_map=merge_map,
+            for_gpu=for_gpu,
         )
         manifest.save(partial)
     return manifest

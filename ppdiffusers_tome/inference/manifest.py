@@ -10,11 +10,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import ToMeConfig
+from ..config import ToMeConfig, without_blend
 from ..errors import ToMeConfigError, ToMeExportError
 from .replacement import earlier_folder
 
@@ -70,7 +70,8 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-Configs: TypeAlias = tuple[ToMeConfig | None, ToMeConfig | None]  # of UNet and ControlNet; None: plain or none
+Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(without_blend)]
+Configs: TypeAlias = tuple[Config, Config]  # of UNet and ControlNet; None: plain or none
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -142,6 +143,7 @@ class Manifest:
     programs: tuple[ProgramFile, ...]
     files: dict[InnerPath, FileFacts]
     merge_map: bool = False  # whether there is a program for each size and ratio that returns which tokens merge
+    for_gpu: bool = False  # whether merging is by operations that suit a GPU
     schedule: InitVar[Any] = None  # 2.x wrote null, or the ratio schedule of the export
 
     def __post_init__(self, schedule: Any) -> None:

@@ -15,8 +15,8 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ..errors import ToMeExportError
-from ..matching import MergePlan
 from ..models import find_blocks
+from ..plans import MergePlan
 from ..wraps import current_plan
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.

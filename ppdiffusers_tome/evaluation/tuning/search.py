@@ -18,7 +18,7 @@ SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 # How much worse than the goal the first, few figures of a candidate may be, relative to it.
 MARGINS = {SPEED_UP: 0.05, PSNR: 0.05, PERCEPTUAL: 0.25}
 MIN_FINALISTS = 3
-TODO: dict[str, Any] = {"merge_attn": KV, "match": GRID, "blend": 0, "proportional": False, "use_rand": False}
+TODO: dict[str, Any] = {"merge_attn": KV, "match": GRID, "use_rand": False}
 # The methods on the frontiers of benchmarks/alternatives.md, and their first ratios. They are few,
 # because a program takes longer to export than to time.
 KNOWN: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (

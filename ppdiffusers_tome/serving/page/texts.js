@@ -341,7 +341,6 @@ const METHOD_WORDS = [
   [/^keys and values$/, "键和值"],
   [/^asymmetric /, "非对称 "],
   [/^(.+) cells$/, "$1 单元"],
-  [/^blend (.+)$/, "混合 $1"],
   [/^windows of (.+)$/, "窗口 $1"],
   [/^proportional$/, "按比例加权"],
   [/^fixed dst$/, "固定 dst"],

@@ -1,0 +1,111 @@
+"""Merging within equal windows by matrix products: the form of GPUs, on a CPU."""
+
+import numpy as np
+import paddle
+import pytest
+from conftest import groups, sizes_of
+
+from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
+from ppdiffusers_tome.matching import ROW_MULTIPLE, plan_windows, remaining
+from ppdiffusers_tome.plans import join_frames
+from ppdiffusers_tome.positions import constant_windows, has_equal_windows, window_of
+
+GRID, KEY, WINDOW = Grid(8, 16), (3, 1), 8
+T, P, Q = 2, 64, 16
+
+
+def tokens(batch=3, channels=5, seed=0):
+    values = np.random.RandomState(seed).standard_normal((batch, GRID.tokens, channels))
+    return paddle.to_tensor(values.astype("float32"))
+
+
+def plan_of(x, removed, removed_keys=None):
+    windows = constant_windows(GRID, 2, 2, KEY, WINDOW)
+    return plan_windows(x, windows, removed, removed if removed_keys is None else removed_keys)
+
+
+def test_where_all_src_merge_it_is_the_plan_of_rows():
+    x = tokens()
+    by_products, by_rows = plan_of(x, 96), match_tokens(x, GRID, 96, random_key=KEY, window=WINDOW)
+    assert type(by_products) is not type(by_rows) and by_products.kept == by_rows.kept == 32
+    np.testing.assert_array_equal(groups(by_products, 3), groups(by_rows, 3))
+    back = [unmerge(merge(x, plan), plan).numpy() for plan in (by_products, by_rows)]
+    np.testing.assert_allclose(*back, atol=1e-6)
+    order = np.argsort(by_products.kept_rows.numpy(), axis=1)  # by window, and by position
+    sizes = [np.take_along_axis(by_products.log_sizes.numpy(), order, 1), by_rows.log_sizes.numpy()]
+    np.testing.assert_allclose(*sizes, atol=1e-6)
+
+
+@pytest.mark.parametrize("removed", [8, 40, 77])
+def test_the_best_pairs_of_each_window_merge(removed):
+    """As many in each window; those that a plan of the window alone would merge."""
+    x, window = tokens(), window_of(GRID, 2, 2, WINDOW)
+    plan = plan_of(x, removed)
+    kept = remaining(constant_windows(GRID, 2, 2, KEY, WINDOW), removed)
+    assert plan.kept == T * kept and kept % ROW_MULTIPLE == 0 and abs(plan.removed - removed) <= T * ROW_MULTIPLE / 2
+    actual = groups(plan, 3)
+    all_merged = groups(match_tokens(x, GRID, 96, random_key=KEY, window=WINDOW), 3)
+    for image in range(3):
+        norm = x.numpy()[image] / np.linalg.norm(x.numpy()[image], axis=1, keepdims=True)
+        similarity = (norm * norm[all_merged[image]]).sum(1)
+        for number in range(T):
+            src = np.flatnonzero((window == number) & (all_merged[image] != np.arange(GRID.tokens)))
+            best = src[np.argsort(-similarity[src])][: P - kept]
+            is_merged = np.flatnonzero((window == number) & (actual[image] != np.arange(GRID.tokens)))
+            assert set(best) == set(is_merged)
+            np.testing.assert_array_equal(actual[image][best], all_merged[image][best])
+
+
+def test_merged_tokens_are_means_and_unmerged_ones_copies():
+    x = tokens(channels=7)
+    plan = plan_of(tokens(), 40, 90)
+    for part in (plan, plan.keys):
+        owner = part.source_rows.numpy().reshape(3, -1) - np.arange(3)[:, None] * part.kept
+        copies = np.eye(part.kept)[owner]
+        means = copies.transpose(0, 2, 1) / copies.sum(1)[..., None]
+        merged = merge(x, part)
+        np.testing.assert_allclose(merged.numpy(), means @ x.numpy(), atol=1e-6)
+        np.testing.assert_allclose(unmerge(merged, part).numpy(), copies @ merged.numpy(), atol=1e-6)
+        np.testing.assert_allclose(np.exp(part.log_sizes.numpy()), sizes_of(part), rtol=1e-6)
+    assert plan.keys.kept < plan.kept
+
+
+def test_the_dtype_is_kept():
+    plan, x = plan_of(tokens(), 40), tokens().cast("float64")
+    merged = merge(x, plan)
+    assert merged.dtype == unmerge(merged, plan).dtype == x.dtype
+
+
+def test_frames_merge_separately():
+    x = tokens(batch=4)
+    plan, video = plan_of(x, 40, 96), join_frames(plan_of(x, 40, 96), 2)
+    sequence = x.reshape([2, -1, 5])
+    for part, joined in ((plan, video), (plan.keys, video.keys)):
+        assert (joined.tokens, joined.kept) == (2 * part.tokens, 2 * part.kept)
+        merged = merge(sequence, joined)
+        np.testing.assert_array_equal(merged.reshape([4, -1, 5]), merge(x, part))
+        np.testing.assert_array_equal(unmerge(merged, joined).reshape([4, -1, 5]), unmerge(merge(x, part), part))
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf, 3e38])
+def test_tokens_without_a_similarity_merge_last(bad):
+    x = tokens().numpy()
+    x[0, 17] = bad  # a src
+    plan = plan_of(paddle.to_tensor(x), 40)
+    assert (groups(plan, 3)[0] == 17).sum() == 1
+    assert np.isfinite(unmerge(merge(tokens(), plan), plan).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("grid", "window", "is_equal"),
+    [
+        (Grid(64, 64), 16, True),
+        (Grid(32, 64), 16, True),
+        (Grid(52, 76), 16, False),  # 19 cells of a row in windows of 8
+        (Grid(16, 16), None, True),
+        (Grid(64, 64), None, False),  # too large
+        (Grid(1, 16), 16, False),  # no cell
+    ],
+)
+def test_which_grids_have_equal_windows(grid, window, is_equal):
+    assert has_equal_windows(grid, 2, 2, window) == is_equal
