@@ -1,24 +1,24 @@
 # Each target builds what it needs first: "make demo" and "make test" work in a fresh checkout.
-#   STACK=paddle2 (default: Paddle 2.6.2, in .venv/), STACK=paddle3 (Paddle 3.3.1, in .venv-paddle3/) or
+#   STACK=paddle3 (default: Paddle 3.3.1, in .venv/), STACK=paddle2 (Paddle 2.6.2, in .venv-paddle2/) or
 #   STACK=gpu     (Paddle 2.6.2 for CUDA 11.8, in .venv-gpu/; without a GPU it runs on the CPU)
 #   ARGS="..."    options for the program of the target, for instance: make test ARGS="-k merging"
 #   PYTHON=...    interpreter for new environments, instead of the first that fits
-STACK ?= paddle2
+STACK ?= paddle3
 ARGS ?=
 
-lock.paddle2 := requirements.txt
-venv.paddle2 := .venv
-size.paddle2 := 2
-lock.paddle3 := requirements-paddle3.txt
-venv.paddle3 := .venv-paddle3
+lock.paddle3 := requirements.txt
+venv.paddle3 := .venv
 size.paddle3 := 2
+lock.paddle2 := requirements-paddle2.txt
+venv.paddle2 := .venv-paddle2
+size.paddle2 := 2
 lock.gpu := requirements-gpu.txt
 venv.gpu := .venv-gpu
 size.gpu := 5
 LOCK := $(lock.$(STACK))
 VENV := $(venv.$(STACK))
 ifeq ($(VENV),)
-$(error STACK=$(STACK) is not a stack: it is paddle2 (the default), paddle3 or gpu)
+$(error STACK=$(STACK) is not a stack: it is paddle3 (the default), paddle2 or gpu)
 endif
 
 # The first interpreter that starts (a pyenv shim may fail), is 3.10 to 3.12 and has venv and ensurepip.
@@ -30,14 +30,16 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 # All packages are locked: pip must not resolve others (--no-deps), and must build with the locked setuptools.
 INSTALL := $(PIP) install --quiet --no-deps --no-build-isolation
-# Paddle needs the system's libgomp.so.1. If it is missing, as in slim containers, link the copy in scikit-learn's wheel.
-LINK_LIBGOMP := cd $(VENV)/lib/python3*/site-packages/paddle/libs && ln -sf ../../scikit_learn.libs/libgomp-*.so.* libgomp.so.1
+# Paddle needs the system's libgomp.so.1. If it is missing, as in slim containers, the targets use the copy in scikit-learn's wheel.
+LIBGOMP := $(CURDIR)/$(VENV)/lib/libgomp
+LINK_LIBGOMP := mkdir -p $(LIBGOMP) && ln -sf ../$$(cd $(VENV)/lib && ls python3*/site-packages/scikit_learn.libs/libgomp-*.so.*) $(LIBGOMP)/libgomp.so.1
+export LD_LIBRARY_PATH := $(LIBGOMP)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
 
 help: ## list the targets
-	@echo 'make TARGET [STACK=paddle2|paddle3|gpu] [ARGS="..."] [PYTHON=python3.x]'
+	@echo 'make TARGET [STACK=paddle3|paddle2|gpu] [ARGS="..."] [PYTHON=python3.x]'
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
 
 # Stamp files: an environment is up to date until its lock file or the package's metadata change.
@@ -47,7 +49,7 @@ $(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup
 	$(INSTALL) -r requirements/build.txt
 	$(INSTALL) -r $(LOCK)
 	$(INSTALL) -e .
-	@$(PY) -c "import ctypes; ctypes.CDLL('libgomp.so.1')" 2>/dev/null || { $(LINK_LIBGOMP); }
+	@$(PY) -c "import ctypes; ctypes.CDLL('libgomp.so.1')" 2>/dev/null || { $(LINK_LIBGOMP); echo 'no libgomp.so.1 in the system (Debian, Ubuntu: apt-get install libgomp1): outside make, set LD_LIBRARY_PATH=$(LIBGOMP)'; }
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
@@ -76,7 +78,7 @@ test: $(VENV)/.installed-test $(JAVASCRIPT) ## run the test suite in two process
 
 # SOURCE is the folder that contains the package ppdiffusers, as PaddleMIX/ppdiffusers does.
 NEWER := patch attention transformers families features api models macs rotary newer_pipelines
-test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOURCE=its folder, with STACK=paddle3 for those after 0.29.0
+test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOURCE=its folder; those after 0.29.0 need Paddle 3
 	@test -f "$(SOURCE)/ppdiffusers/__init__.py" || { echo 'Needs SOURCE=DIR, the folder that contains the package ppdiffusers' >&2; exit 1; }
 	PPDIFFUSERS_SOURCE="$(abspath $(SOURCE))" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(NEWER:%=tests/test_%.py) $(ARGS)
 
@@ -192,7 +194,7 @@ dist: build/dist-venv/.complete ## build sdist and wheel in dist/, check them, a
 	git ls-files | grep -v '^examples/scenes_sd/checkpoint/' | LC_ALL=C sort | LC_ALL=C comm -23 - build/sdist.txt | diff /dev/null -
 	$(MAKE) VENV=$(RELEASE_VENV) $(RELEASE_VENV)/.installed
 	$(RELEASE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall dist/*.whl
-	mkdir -p build/release && cd build/release && env -u PYTHONPATH ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png
+	mkdir -p build/release && cd build/release && env -u PYTHONPATH LD_LIBRARY_PATH=$(CURDIR)/$(RELEASE_VENV)/lib/libgomp ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png
 
 build/dist-venv/.complete: requirements-dist.txt
 	$(PYTHON) -m venv --clear build/dist-venv
@@ -200,5 +202,5 @@ build/dist-venv/.complete: requirements-dist.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products (not outputs/)
-	rm -rf $(venv.paddle2) $(venv.paddle3) $(venv.gpu) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(venv.paddle3) $(venv.paddle2) $(venv.gpu) .venv-paddle3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

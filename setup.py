@@ -83,7 +83,7 @@ setup(
     ],
     # Each adds to the locked set and replaces nothing of it. The test tools are no extra: their newest versions would.
     extras_require={
-        "cpu": ["paddlepaddle>=2.6.2"],
+        "cpu": ["paddlepaddle>=2.6.2", *ONNX],  # the default runtime on a CPU is ONNX Runtime
         "gpu": ["paddlepaddle-gpu>=2.6.2"],
         "examples": EXAMPLES,
         "eval": EVAL,

@@ -22,6 +22,7 @@ from io import StringIO
 from pathlib import Path
 from random import Random
 
+CACHE = "optimized"  # what ONNX Runtime makes of an export beside its programs; it is not verified
 SECONDS = 120  # after which loading counts as hung or crashed
 LEVELS = 8  # largest mean difference of equal images, in levels of 255: rounding differs without oneDNN
 WRONG = (None, True, -1, 0, 7, 0.25, 1e308, 10**30, 10**400, float("nan"), [], {}, [[]], [1, 2], {"a": None})
@@ -96,7 +97,8 @@ JSON = (*ANY, invalid_utf8, nest, edit, edit, edit, edit, edit, edit, edit, edit
 
 def damages(model: Path, count: int, seed: int):
     """Number, path, kind and new content (None: no file) of each damage; the same for the same seed."""
-    paths = sorted(path for path in model.rglob("*") if path.is_file() and path.name != "tome.json")
+    files = sorted(path for path in model.rglob("*") if path.is_file() and path.name != "tome.json")
+    paths = [path for path in files if CACHE not in path.relative_to(model).parts]
     for number in range(count):
         random = Random(f"{seed} {number}")
         path = model / "tome.json" if number % 2 == 0 else paths[number // 2 % len(paths)]
@@ -109,7 +111,7 @@ def damages(model: Path, count: int, seed: int):
 
 def write_damaged(model: Path, path: Path, damaged: bytes | None, folder: Path) -> None:
     """A copy of the model's folder by hard links, with one damaged file."""
-    shutil.copytree(model, folder, copy_function=os.link)
+    shutil.copytree(model, folder, copy_function=os.link, ignore=shutil.ignore_patterns(CACHE))
     (folder / path).unlink()
     if damaged is not None:
         (folder / path).write_bytes(damaged)

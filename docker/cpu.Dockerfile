@@ -1,4 +1,4 @@
-# The server on a CPU, with the locked stack, as an ordinary user. In the repository's root:
+# The server on a CPU, with the default stack (Paddle 3.3.1, ONNX Runtime), as an ordinary user. In the repository's root:
 #   docker build -f docker/cpu.Dockerfile -t ppdiffusers_tome:cpu .
 #   docker run --rm -p 127.0.0.1:8000:8000 -e PPDIFFUSERS_TOME_API_KEY -v "$PWD/build/emoji:/model:ro" ppdiffusers_tome:cpu
 FROM python:3.11-slim

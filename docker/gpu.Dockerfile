@@ -1,4 +1,5 @@
-# The server on an NVIDIA GPU (compute capability 6.1 to 8.6, as the wheels of paddlepaddle-gpu 2.6.2). Neither built nor run yet. In the repository's root:
+# The server on an NVIDIA GPU (compute capability 6.1 to 8.6, as the wheels of paddlepaddle-gpu 2.6.2), in Paddle Inference: the model must have been
+# exported with Paddle 2.6.2 and --format paddle or both. Neither built nor run yet. In the repository's root:
 #   docker build -f docker/gpu.Dockerfile -t ppdiffusers_tome:gpu .
 #   docker run --rm --gpus all -p 127.0.0.1:8000:8000 -e PPDIFFUSERS_TOME_API_KEY -v "$PWD/build/emoji:/model:ro" ppdiffusers_tome:gpu
 FROM nvidia/cuda:11.8.0-cudnn8-runtime-ubuntu22.04

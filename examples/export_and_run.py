@@ -1,4 +1,4 @@
-"""Generate images with an exported folder by Paddle Inference, and the same images in eager from the same noise.
+"""Generate images with an exported folder, in its default runtime, and the same images in eager from the same noise.
 
 python -m ppdiffusers_tome export --model examples/emoji_sd --output build/emoji --ratio 0.5
 python examples/export_and_run.py build/emoji

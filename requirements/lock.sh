@@ -3,7 +3,8 @@
 # uv, which resolves for Python 3.10 to 3.12 at once, is installed into a throwaway environment. Run the tests on every stack after.
 #
 # The stacks are resolved as PyPI stood on STACK_DATE: ppdiffusers 0.29.0 declares hardly any upper bounds, and what came out
-# later breaks it. Paddle 3 and the safetensors it asks for are younger, so they, and the test tools, are cut at TOOLS_DATE.
+# later breaks it. Paddle 3, the safetensors it asks for and ONNX Runtime are younger, so they, and the test tools, are cut at
+# TOOLS_DATE.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -57,15 +58,18 @@ resolve paddle3 --exclude-newer "$STACK_DATE" --exclude-newer-package "paddlepad
 
 # What all three share is written once; each stack's own file holds the rest.
 LC_ALL=C comm -12 "$work/paddle2.lock" "$work/paddle3.lock" | LC_ALL=C comm -12 - "$work/gpu.lock" > "$work/shared"
-grep -E '^(pip|setuptools|wheel)==' "$work/shared" | emit build.txt
-{ echo "-r build.txt"; grep -vE '^(pip|setuptools|wheel)==' "$work/shared"; } | emit common.txt
+cp "$work/shared" "$work/constraints"
+cp runtime.in serve.in eval.in onnx.in test.in ray.in "$work"
+resolve runtime --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
+LC_ALL=C sort -u "$work/shared" "$work/runtime.lock" > "$work/common"
+grep -E '^(pip|setuptools|wheel)==' "$work/common" | emit build.txt
+{ echo "-r build.txt"; grep -vE '^(pip|setuptools|wheel)==' "$work/common"; } | emit common.txt
 own() { echo "-r requirements/common.txt"; LC_ALL=C comm -13 "$work/shared" "$work/$1.lock"; }
-own paddle2 | emit ../requirements.txt
-own paddle3 | emit ../requirements-paddle3.txt
+own paddle3 | emit ../requirements.txt
+own paddle2 | emit ../requirements-paddle2.txt
 own gpu | emit ../requirements-gpu.txt
 
-cp "$work/shared" "$work/constraints"
-cp serve.in eval.in onnx.in test.in ray.in "$work"
+# These files go with any stack, also one without what runtime.in adds.
 resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/serve.lock" | emit ../ppdiffusers_tome/requirements/serve.txt
 resolve eval --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
@@ -73,7 +77,7 @@ LC_ALL=C comm -13 "$work/shared" "$work/eval.lock" | emit ../ppdiffusers_tome/re
 resolve onnx --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../ppdiffusers_tome/requirements/onnx.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C comm -13 "$work/shared" "$work/test.lock" | emit ../requirements-test.txt
+LC_ALL=C comm -13 "$work/common" "$work/test.lock" | emit ../requirements-test.txt
 
 # Ray has the versions of the test tools, but its file holds all that it adds to a stack and to serving, which need no test tools.
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"

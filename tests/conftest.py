@@ -321,9 +321,10 @@ def worker_in_this_process(monkeypatch):
 def exported_folder(tmp_path_factory):
     """A tiny pipeline, exported: 32×32 and 48×32 px (width × height), ratios 0.5 and 0, with the VAE's encoder.
 
-    Tests that modify it must work on a copy, because all processes of a run share it.
+    Its programs are for Paddle Inference alone. Tests that modify it must work on a copy, because all processes of a
+    run share it.
     """
-    return export_once(tmp_path_factory, "tiny", [(32, 32), (32, 48)])
+    return export_once(tmp_path_factory, "tiny", [(32, 32), (32, 48)], format="paddle")
 
 
 @pytest.fixture(scope="session")
@@ -347,7 +348,8 @@ def export_once(tmp_path_factory, name, sizes, **settings):
 
 
 def export_linked(pipe, folder, ratios=None, sizes=None, **options):
-    """`export_pipeline` that links the programs of `linked` in place of tracing them."""
+    """`export_pipeline` for Paddle Inference that links the programs of `linked` in place of tracing them."""
+    options = {"format": "paddle", **options}
     names = inspect.signature(write_export).parameters
     settings = {name: options.pop(name) for name in [*options] if name not in names}
     return write_export(pipe, Path(folder), make_configs(ratios, settings), sizes, progress=False, **options)

@@ -22,7 +22,7 @@ def newer_class(name: str) -> type:
 
     if not hasattr(ppdiffusers, name):
         pytest.skip(
-            f"ppdiffusers {ppdiffusers.__version__} has no {name}: run make test-newer STACK=paddle3 SOURCE=DIR, "
+            f"ppdiffusers {ppdiffusers.__version__} has no {name}: run make test-newer SOURCE=DIR, "
             "where DIR has the source of a newer ppdiffusers"
         )
     return getattr(ppdiffusers, name)

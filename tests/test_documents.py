@@ -121,7 +121,7 @@ def test_snippets_run(document, request, monkeypatch, tmp_path):
     codes = [re.sub(r"(num_inference_steps=)\d+", r"\g<1>2", code) for code in snippets(document)]
     if document in ("docs/inference.md", "docs/serving.md"):
         folder, onnx = (request.getfixturevalue(name) for name in ("exported_folder", "onnx_folder"))
-        (tmp_path / "build" / "onnx").symlink_to(onnx)
+        (tmp_path / "build" / "both").symlink_to(onnx)
         for size, small in SMALL.items():
             codes = [code.replace(size, small) for code in codes]
         programs = [(folder, file) for file in inference.read_manifest(folder).programs]

@@ -123,7 +123,7 @@ def test_commands_use_the_runtime(onnx_folder, tmp_path, capsys):
     expected = np.asarray(engine.generate([job])[0].image).astype(int)
     for actual in images.values():
         assert np.abs(actual - expected).max() <= 1
-    assert main([*command, "--output", str(tmp_path / "paddle")])
+    assert main([*command, "--runtime", "paddle", "--output", str(tmp_path / "paddle")])
     assert "no Paddle programs" in capsys.readouterr().err
 
 
@@ -168,9 +168,11 @@ def test_command_writes_both_formats(tmp_path, capsys):
     assert f"\n{manifest.methods[0.5]}\n" in printed
     assert main(command) == 2  # the folder exists
     assert "--overwrite" in capsys.readouterr().err
-    images = [image_of(load(folder, runtime), width=32) for runtime in ("paddle", *RUNTIMES)]
-    for other in images[1:]:
-        np.testing.assert_allclose(other, images[0], atol=2e-5)
+    images = {runtime: image_of(load(folder, runtime), width=32) for runtime in ("paddle", *RUNTIMES, None)}
+    for other in images.values():
+        np.testing.assert_allclose(other, images["paddle"], atol=2e-5)
+    np.testing.assert_array_equal(images[None], images["onnxruntime"])  # the default
+    assert (images[None] != images["paddle"]).any()
 
 
 # Every method, and every kind of denoiser

@@ -55,7 +55,7 @@ def test_the_result_is_complete(evaluated, model):
     output, _ = evaluated
     result = read_json(output / "quality.json")
     check_result(result, "quality", output)
-    assert (result["model"], result["backend"], result["size"], result["steps"]) == (str(model), "predictor", 32, 2)
+    assert (result["model"], result["backend"], result["size"], result["steps"]) == (str(model), "onnxruntime", 32, 2)
     assert [(p["prompt"], p["seed"]) for p in result["prompts"]] == [
         *(("a fox", 0), ("an owl", 1), ("a fox", 2), ("an owl", 3))
     ]

@@ -96,7 +96,7 @@ def test_quick_replaces_only_defaults(monkeypatch, tmp_path):
     options = ["--size", "192", "--ratio", "0.25", "--rounds", "5", "--backend", "eager"]
     assert main(command) == main([*command, *options]) == 2
     assert main([*command, "--architecture", "tiny", "--batch", "3"]) == 2
-    every = {(backend, ratio) for backend in ("eager", "predictor") for ratio in (0.0, 0.5)}
+    every = {(backend, ratio) for backend in ("eager", "onnxruntime") for ratio in (0.0, 0.5)}
     assert measured[:2] == [[("tiny", 128, 2), ("emoji_sd", 128, 2)], (2, every)]
     assert measured[2:4] == [[("tiny", 192, 2), ("emoji_sd", 192, 2)], (5, {("eager", 0.0), ("eager", 0.25)})]
     assert measured[4:] == [[("tiny", 128, 3)], (2, every)]

@@ -18,8 +18,8 @@ from ..evaluation.speed.cases import (
     DTYPES,
     EAGER,
     MEASURED,
+    ONNX_RUNTIME,
     PLAIN,
-    PREDICTOR,
     PROGRAMS,
     Case,
     Timing,
@@ -34,7 +34,7 @@ from .merge_options import add_merge_options, read_methods
 
 BUNDLED = Path("examples/emoji_sd")
 DEFAULT = " (default: %(default)s)"  # at the end of help texts
-QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": [EAGER, PREDICTOR]}  # defaults of --quick
+QUICK = {"architecture": None, "size": [128], "rounds": 2, "backend": [EAGER, ONNX_RUNTIME]}  # defaults of --quick
 
 
 def add(

@@ -10,7 +10,7 @@ from ..cores import usable_cores
 from ..errors import ToMeConfigError
 from ..evaluation.quality.image_sets import ABLATIONS, PLAIN_BF16, RATIOS, Evaluation, list_image_sets
 from ..evaluation.results import command_line, read_json, write_result
-from ..evaluation.speed.cases import BACKENDS, IN_FP32, PROGRAMS
+from ..evaluation.speed.cases import BACKENDS, IN_FP32, ONNX_RUNTIME, PROGRAMS
 from ..inference import choose_runtime
 from ..inference.loading import require_model_folder
 from .image_options import add_image_options, add_options, image_settings, open_image_backend, threads
@@ -36,7 +36,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--strength", type=float, help="image-to-image of this strength from scikit-image's photographs")
     option("--real", type=Path, help="folder of real images (PNG), to measure KID to them too")
     option("--features", choices=("efficientnet", "inception"), default="efficientnet", help="inception: FID as well")
-    option("--backend", choices=BACKENDS, default="predictor", help=f"exported programs, or the pipeline {default}")
+    option("--backend", choices=BACKENDS, default=ONNX_RUNTIME, help=f"exported programs, or the pipeline {default}")
     option("--batch", type=int, default=4, help=f"most images in one pipeline call {default}")
     folder = Path("build/evaluate")
     option("--output", type=Path, default=folder, help=f"folder for images, result and report {default}")

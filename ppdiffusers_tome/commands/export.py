@@ -1,11 +1,11 @@
-"""`export`: write a pipeline as a folder of Paddle Inference programs."""
+"""`export`: write a pipeline as a folder of programs for ONNX Runtime or Paddle Inference."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..inference import Manifest, parse_size
-from ..inference.arguments import EXPORT_FORMATS, check_arguments
+from ..inference.arguments import EXPORT_FORMATS, check_arguments, default_format
 from ..inference.export import write_export
 from ..inference.loading import load_for_export
 from ..inference.manifest import ratio_name
@@ -14,7 +14,7 @@ from .merge_options import add_merge_options, merge_configs
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `export` to the command line."""
-    export = commands.add_parser("export", help="write a pipeline with token merging for Paddle Inference")
+    export = commands.add_parser("export", help="write a pipeline with token merging as programs")
     option = export.add_argument
     option("--model", required=True, help="ppdiffusers folder or hub name")
     option("--output", type=Path, required=True, help="folder to write")
@@ -27,7 +27,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
     option("--merge-map", action="store_true", help="export which tokens merge too, for the page of serve")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
-    option("--format", choices=EXPORT_FORMATS, default="paddle", help="of the programs (default: %(default)s)")
+    default = "onnx; paddle where Paddle is a build for GPUs"
+    option("--format", choices=EXPORT_FORMATS, help=f"of the programs (default: {default})")
     option("--for-gpu", action="store_true", help="merge by operations that are fast on a GPU and slow on a CPU")
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
@@ -36,6 +37,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = merge_configs(options)
+    format = options.format or default_format()
     sizes = [parse_size(text) for text in options.size] if options.size else None
     controlnet = True if options.controlnet_ratio is None else options.controlnet_ratio
     check_arguments(
@@ -44,7 +46,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         sizes,
         controlnet=controlnet,
         overwrite=options.overwrite,
-        format=options.format,
+        format=format,
     )
     pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
     manifest = write_export(
@@ -57,7 +59,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         controlnet=controlnet,
         overwrite=options.overwrite,
         for_gpu=options.for_gpu,
-        format=options.format,
+        format=format,
     )
     print(_describe(manifest, options.output))
     return 0

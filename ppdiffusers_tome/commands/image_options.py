@@ -14,7 +14,7 @@ from ..generation.jobs import Job, JobError
 from ..generation.offline import MakeImageBackend, generate_here
 from ..inference import RUNTIMES, Manifest, choose_runtime
 from ..inference.loading import ModelDefaults
-from ..inference.pipeline import check_format
+from ..inference.pipeline import check_format, default_runtime
 
 OWN = "(default: the model's own)"
 Options: TypeAlias = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -65,7 +65,8 @@ def step_settings(options: argparse.Namespace, own: ModelDefaults) -> dict[str, 
 def add_runtime_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `runtime_settings` reads."""
     option = command.add_argument
-    option("--runtime", choices=RUNTIMES, default="paddle", help="what runs the programs (default: %(default)s)")
+    default = "onnxruntime; paddle with --device gpu, or if the export has no ONNX programs"
+    option("--runtime", choices=RUNTIMES, help=f"what runs the programs (default: {default})")
     option("--device", default="cpu", help="cpu or gpu; of onnxruntime: cpu, cuda, tensorrt (default: %(default)s)")
     option("--precision", default="fp32", help="bf16 in openvino, fp16 or bf16 on GPUs (default: %(default)s)")
     option("--max-programs", type=int, help="largest number of the UNet's programs in memory (default: all in use)")
@@ -73,9 +74,10 @@ def add_runtime_options(command: argparse.ArgumentParser) -> None:
     option("--no-verify", dest="verify", action="store_false", help="do not check the weights against their hashes")
 
 
-def runtime_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `load_pipeline` and `load_engine`, except the threads."""
-    settings = {name: getattr(options, name) for name in ("runtime", "device", "precision", "verify", "max_programs")}
+def runtime_settings(manifest: Manifest, options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `load_pipeline` and `load_engine` for an exported folder, except the threads."""
+    settings = {name: getattr(options, name) for name in ("device", "precision", "verify", "max_programs")}
+    settings["runtime"] = options.runtime or default_runtime(manifest, options.device)
     return settings | ({"share_weights": True} if options.share_weights else {})
 
 
@@ -103,12 +105,13 @@ def naming_options(**options: str) -> Iterator[None]:
 
 def check_runtime(manifest: Manifest, options: argparse.Namespace) -> None:
     """Raise ToMeError if the folder was not exported for the runtime, or if this machine lacks it and must have it."""
-    check_format(options.model, manifest, options.runtime)
+    settings = runtime_settings(manifest, options)
+    check_format(options.model, manifest, settings["runtime"])
     if options.max_programs is not None and options.max_programs < 1:
         raise ToMeConfigError(f"--max-programs {options.max_programs} is not allowed: it must be 1 or more")
     if options.ray_address:  # the machines of a Ray cluster are not known here
         return
-    settings = runtime_settings(options) | {"threads": options.threads}
+    settings["threads"] = options.threads
     with naming_options():  # now and not when the model loads
         choose_runtime(**{name: value for name, value in settings.items() if name not in ("verify", "max_programs")})
 

@@ -85,7 +85,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     manifest = read_manifest(options.model)
     limits = limits_of(manifest, options)
     config = _app_config(options, limits)
-    settings = runtime_settings(options)
+    settings = runtime_settings(manifest, options)
     check_runtime(manifest, options)
     if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)

@@ -12,7 +12,7 @@ from ..cores import usable_cores
 from ..errors import ToMeConfigError, ToMeError
 from ..evaluation.quality.image_sets import Evaluation
 from ..evaluation.results import command_line
-from ..evaluation.speed.cases import BACKENDS, PREDICTOR, PROGRAMS, TOME, Case, Timing, make_case
+from ..evaluation.speed.cases import BACKENDS, ONNX_RUNTIME, PROGRAMS, TOME, Case, Timing, make_case
 from ..evaluation.speed.catalog import make_arms
 from ..evaluation.tuning.search import PERCEPTUAL, PSNR, SPEED_UP, Goal, known_candidates, make_stages, nearest, search
 from ..inference import choose_runtime
@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option, default = command.add_argument, "(default: %(default)s)"
     option("--model", type=Path, default=Path("examples/emoji_sd"), help=f"folder of a pipeline with a UNet {default}")
-    option("--backend", choices=BACKENDS, default=PREDICTOR, help=f"exported programs, or the pipeline {default}")
+    option("--backend", choices=BACKENDS, default=ONNX_RUNTIME, help=f"exported programs, or the pipeline {default}")
     goals = command.add_argument_group("goal").add_mutually_exclusive_group(required=True)
     goals.add_argument("--speed-up", type=float, metavar="X", help="at least X times as fast as plain, and nearest")
     goals.add_argument("--psnr", type=float, metavar="DB", help="at least this PSNR against plain, and fastest")

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import paddle
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
@@ -19,6 +20,14 @@ from .replacement import check_replaceable, restore
 
 EXPORT_FORMATS = {"paddle": FORMATS[:1], "onnx": FORMATS[1:], "both": FORMATS}  # argument → formats of the programs
 STEP = 8  # px: ppdiffusers' pipelines reject a height or width that is not a multiple of it, whatever the VAE
+
+
+def default_format() -> str:
+    """The format of an export unless another one is chosen, one of `EXPORT_FORMATS`.
+
+    It is that of the default runtime: ONNX, or Paddle's where Paddle is a build for GPUs (paddlepaddle-gpu).
+    """
+    return "paddle" if paddle.is_compiled_with_cuda() else "onnx"
 
 
 def make_configs(ratios: Iterable[float] | float | None, settings: Mapping[str, Any]) -> list[ToMeConfig] | None:

@@ -1,4 +1,4 @@
-"""Export a pipeline, with token merging, to a folder of Paddle Inference or ONNX programs."""
+"""Export a pipeline, with token merging, to a folder of ONNX or Paddle Inference programs."""
 
 import filecmp
 import inspect
@@ -28,6 +28,7 @@ from .arguments import (
     check_merge_map,
     check_pipeline,
     controlnet_of,
+    default_format,
     is_xl,
     make_configs,
     merging_of,
@@ -69,7 +70,7 @@ def export_pipeline(
     image_to_image: bool = False,
     merge_map: bool = False,
     controlnet: bool | float = True,
-    format: str = "paddle",
+    format: str | None = None,
     overwrite: bool = False,
     for_gpu: bool = False,
     progress: bool = True,
@@ -77,10 +78,10 @@ def export_pipeline(
 ) -> Manifest:
     """Write a pipeline's models, with token merging, as programs; the pipeline is not changed.
 
-    The folder has the layout that ppdiffusers' `PaddleInfer…Pipeline` classes read (they use the first size and
-    ratio), plus `tome.json`. Batch and text length are dynamic. Each program is loaded in a predictor and compared
-    with eager on random inputs and two batch sizes. Random dst are chosen once, by `seed`, and are part of the
-    program: the same as in eager with that seed.
+    With Paddle programs, the folder has the layout that ppdiffusers' `PaddleInfer…Pipeline` classes read (they use the
+    first size and ratio). `tome.json` describes it. Batch and text length are dynamic. Each program is loaded, and
+    compared with eager on random inputs and two batch sizes. Random dst are chosen once, by `seed`, and are part of
+    the program: the same as in eager with that seed.
 
     After any error the folder is unchanged. After a kill it is complete, the earlier or the new one, or the error of
     the next reader says where the earlier one is: see `replacement.replacing`.
@@ -95,8 +96,8 @@ def export_pipeline(
         merge_map: also write a small program for each size and ratio that returns which tokens the UNet's first block
             merges; for Stable Diffusion without a ControlNet.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
-        format: "paddle" for Paddle Inference, "onnx" for ONNX Runtime and OpenVINO, or "both". ppdiffusers' own
-            classes only read Paddle programs.
+        format: "onnx" for ONNX Runtime and OpenVINO, "paddle" for Paddle Inference, or "both". ppdiffusers' own
+            classes only read Paddle programs. None: "onnx", or "paddle" where Paddle is a build for GPUs.
         overwrite: replace an earlier export in folder, once the new one is complete.
         for_gpu: merge by operations that are fast on a GPU and slow on a CPU; see docs/gpu.md.
         progress: show a progress bar.
@@ -124,7 +125,7 @@ def export_pipeline(
         image_to_image=image_to_image,
         merge_map=merge_map,
         controlnet=controlnet,
-        format=format,
+        format=format or default_format(),
         overwrite=overwrite,
         for_gpu=for_gpu,
         progress=progress,
@@ -140,7 +141,7 @@ def write_export(
     image_to_image: bool = False,
     merge_map: bool = False,
     controlnet: bool | float = True,
-    format: str = "paddle",
+    format: str,
     overwrite: bool = False,
     for_gpu: bool = False,
     linked: Iterable[tuple[Path, ProgramFile]] = (),

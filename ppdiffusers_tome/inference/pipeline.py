@@ -27,7 +27,7 @@ def load_pipeline(
     cls: type[DiffusionPipeline] | None = None,
     *,
     ratio: float | None = None,
-    runtime: str = "paddle",
+    runtime: str | None = None,
     verify: bool = True,
     max_programs: int | None = None,
     **settings: Any,
@@ -42,7 +42,9 @@ def load_pipeline(
         folder: written by `export_pipeline`.
         cls: ppdiffusers class to load it as; None: the class that was exported.
         ratio: merge ratio, one of the exported ones; None: the first of them.
-        runtime: "paddle"; if the folder was exported as ONNX too, "onnxruntime" or "openvino".
+        runtime: "onnxruntime" or "openvino", for a folder with ONNX programs, or "paddle", for one with Paddle
+            programs. None: ONNX Runtime, or with device="gpu" Paddle Inference; if the folder has only one of the two
+            formats, the runtime of that one.
         verify: compare the weights with the hashes in `tome.json`, which takes seconds per GB. All other files are
             always compared. With unnoticed damaged weights, images are black or the process crashes.
         max_programs: largest number of programs of the UNet in memory, at least 1. The least recently used one is
@@ -62,12 +64,14 @@ def load_pipeline(
     folder = Path(folder)
     if max_programs is not None and (isinstance(max_programs, bool) or max_programs < 1):
         raise ToMeConfigError(f"max_programs={max_programs!r} is not allowed: it must be 1 or more, or None.")
-    chosen = choose_runtime(runtime, **settings)
     if max_programs is not None and settings.get("share_weights"):
         raise ToMeConfigError("max_programs and share_weights exclude each other: programs that share weights stay.")
+    if runtime is not None:
+        choose_runtime(runtime, **settings)  # raises before the weights are compared
     manifest = read_manifest(folder, verify)
-    check_format(folder, manifest, runtime)
-    load = chosen.loader(folder, manifest)
+    name = runtime or default_runtime(manifest, settings.get("device", Runtime.device))
+    check_format(folder, manifest, name)
+    load = choose_runtime(name, **settings).loader(folder, manifest)
     try:
         pipe = _assemble(folder, manifest, cls or getattr(ppdiffusers, manifest.pipeline), load, ratio, max_programs)
     except ToMeError:
@@ -78,7 +82,18 @@ def load_pipeline(
     return pipe
 
 
-def choose_runtime(runtime: str = "paddle", **settings: Any) -> Runtime:
+def default_runtime(manifest: Manifest, device: str) -> str:
+    """The name of the runtime that runs an exported folder on a device, unless another one is chosen.
+
+    On a CPU that is ONNX Runtime, whose programs are faster there than those of Paddle Inference. "gpu" is a device of
+    Paddle Inference, "cuda" and "tensorrt" are devices of ONNX Runtime. A folder that has only one of the two formats
+    runs in that one.
+    """
+    names = ("paddle", "onnxruntime") if str(device).partition(":")[0] == "gpu" else ("onnxruntime", "paddle")
+    return next(name for name in names if RUNTIMES[name].format in manifest.formats)
+
+
+def choose_runtime(runtime: str, **settings: Any) -> Runtime:
     """The runtime of a name, with the settings of its class.
 
     Raises:
@@ -89,7 +104,11 @@ def choose_runtime(runtime: str = "paddle", **settings: Any) -> Runtime:
         raise ToMeConfigError(f"runtime={runtime!r} is not allowed: it must be one of {[*RUNTIMES]}.")
     allowed = [field.name for field in fields(RUNTIMES[runtime])]
     if unknown := sorted(set(settings) - set(allowed)):
-        raise ToMeConfigError(f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}.")
+        others = [name for name, cls in RUNTIMES.items() if set(unknown) <= {field.name for field in fields(cls)}]
+        remedy = f"pass runtime={others[0]!r}, or leave it out" if others else "leave it out"
+        raise ToMeConfigError(
+            f"{', '.join(unknown)}: runtime={runtime!r} has only the settings {', '.join(allowed)}; {remedy}."
+        )
     return RUNTIMES[runtime](**settings)
 
 

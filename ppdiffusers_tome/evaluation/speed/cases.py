@@ -21,11 +21,12 @@ from ..results import check_result
 from .architectures import Architecture, architecture_of
 
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
-EAGER, PREDICTOR, OPENVINO, OPENVINO_BF16 = "eager", "predictor", "openvino", "openvino-bf16"
+EAGER, PREDICTOR, ONNX_RUNTIME = "eager", "predictor", "onnxruntime"
+OPENVINO, OPENVINO_BF16 = "openvino", "openvino-bf16"
 # Backends that run exported programs, and the settings of `load_pipeline` that they stand for.
 PROGRAMS: dict[str, dict[str, Any]] = {
     PREDICTOR: {"runtime": "paddle"},
-    "onnxruntime": {"runtime": "onnxruntime"},
+    ONNX_RUNTIME: {"runtime": "onnxruntime"},
     OPENVINO: {"runtime": "openvino"},
     OPENVINO_BF16: {"runtime": "openvino", "precision": "bf16"},
 }
