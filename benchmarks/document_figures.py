@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import alternatives
+import gpu_onnx
 
 from ppdiffusers_tome.config import ToMeConfig, parse_settings
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
+from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED
 from ppdiffusers_tome.evaluation.quality.quality_report import differs_by_kid, read_frame
 
 ROOT = Path(__file__).parents[1]
@@ -156,19 +158,19 @@ def macs_saved(file: str, size: str, batch: str = "2") -> str:
     return f"{100 * (1 - merged['macs'] / plain['macs']):.0f} %"
 
 
-def gpu_arm(name: str, size: str, batch: str) -> dict[str, Any]:
-    """An arm of the passes of Stable Diffusion 1.5's UNet on a GPU."""
-    (row,) = [
+def gpu_arms(name: str, size: str, batch: str) -> list[dict[str, Any]]:
+    """An arm of the passes of Stable Diffusion 1.5's UNet on a GPU, in each turn that has it."""
+    return [
         row
         for row in read("gpu_onnx")["rows"]
         if (row["arm"], f"{row['size']}", f"{row['batch']}") == (name, size, batch)
     ]
-    return row
 
 
 def on_gpu(size: str, batch: str, *name: str) -> str:
-    """How many times as fast an arm is on a GPU as plain in the same runtime."""
-    plain, merged = gpu_arm(f"{name[0]} plain", size, batch), gpu_arm(" ".join(name), size, batch)
+    """How many times as fast an arm is on a GPU as plain in the same runtime and form."""
+    merged = gpu_arms(" ".join(name), size, batch)[0]
+    plain = gpu_onnx.reference_of(merged, read("gpu_onnx")["rows"])
     return f"{statistics.median(a / b for a, b in zip(plain['ms'], merged['ms'], strict=True)):.2f}"
 
 
@@ -274,10 +276,15 @@ def run(file: str, backend: str, size: str, batch: str) -> list[str | None]:
 
 
 def gpu_row(size: str) -> list[str]:
-    """Milliseconds on a GPU at batch 2: in ONNX Runtime plain, the default at 0.5 and at 0.75; in PyTorch plain."""
+    """Milliseconds on a GPU at batch 2, in ONNX Runtime and in PyTorch: plain, and merged in several ways."""
+    merged = [f"onnxruntime {name}" for name in ("ToDo 0.75", "kv 0.75", "default 0.5")]
     cells = []
-    for name in ("onnxruntime plain", "onnxruntime default 0.5", "onnxruntime default 0.75", "torch plain"):
-        milliseconds = f"{statistics.median(gpu_arm(name, size, '2')['ms']):.1f}"
+    for name in ("onnxruntime plain", *merged, "torch plain", "torch tomesd 0.5"):
+        rows = gpu_arms(name, size, "2")
+        if not rows:
+            cells.append(NOT_MEASURED)
+            continue
+        milliseconds = f"{statistics.median(rows[0]['ms']):.1f}"
         is_plain = name.endswith("plain")
         cells.append(milliseconds if is_plain else f"{milliseconds} ({on_gpu(size, '2', *name.split())}×)")
     return cells

@@ -4,17 +4,18 @@
     python benchmarks/gpu_onnx.py reference FOLDER         # passes at 512 px on the CPU; a minute each
     python benchmarks/gpu_onnx.py measure FOLDER OUTPUT    # on the GPU, without Paddle: see below
     python benchmarks/gpu_onnx.py report
+    python benchmarks/gpu_onnx.py count                    # where Paddle is: operators that merging adds to a block
 
 `export` writes each program as `precision="fp16"` runs it, with the mean and standard deviation of each weight in
 place of the weight: 2 MB for all programs when packed. `reference` and `measure` draw weights of them, since speed
 does not depend on them. `measure` needs onnx, onnxruntime-gpu, torch, diffusers and tomesd. All arms of a cell take
-turns:
-medians of the rounds, after a warm-up. A time that is 20 % above the arm's fastest is measured again at once, at most
-twice. A pass in ONNX Runtime has its inputs and output on the GPU. Memory is what the first pass takes beside the
-weights in ONNX Runtime, and PyTorch's peak, weights included.
+turns: medians of the rounds, after a warm-up. A time that is 20 % above the fastest of its arm is measured again at
+once, at most twice. A pass in ONNX Runtime has its inputs and output on the GPU. Memory is what the first pass takes
+beside the weights in ONNX Runtime, and PyTorch's peak, weights included.
 """
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -61,6 +63,8 @@ ROUNDS, SECONDS = 7, 0.2  # an arm runs for SECONDS in each round
 NOISY, REPETITIONS = 1.2, 2  # a time this much above the arm's fastest is measured again, so many times
 REFERENCE = (512, 2)  # the cell whose outputs are compared with the CPU's
 WEIGHTS, ORIGIN = "weights", "origin.json"
+BOUNDS = {"default 0.5": 59, "kv 0.75": 32, "ToDo 0.75": 1}  # operators that a block has more than plain
+FREE = ("Reshape", "Squeeze", "Unsqueeze")  # operators that launch no kernel
 
 
 def export(options: argparse.Namespace) -> None:
@@ -120,6 +124,74 @@ def origin() -> dict[str, str]:
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return {name: version(name) for name in ("ppdiffusers_tome", "paddlepaddle")} | {"commit": commit.stdout.strip()}
+
+
+def count(options: argparse.Namespace) -> None:
+    """Print the operators that merging adds to a block, as ONNX Runtime runs it on a GPU, beside their bounds."""
+    from ppdiffusers_tome.evaluation.markdown import table
+
+    added = operators_added(options.architecture)
+    rows = [[arm, f"{added[arm][0]}", f"{added[arm][1]}", f"{bound}"] for arm, bound in BOUNDS.items()]
+    print(*table(["setting", "operators", "that launch kernels", "bound of operators"], rows), sep="\n")
+
+
+def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
+    """Operators of a block of 64×64 tokens in float16 that the plain block has not, and those that launch kernels."""
+    import paddle
+    from top_block import OneBlock, build_transformer
+
+    from ppdiffusers_tome.config import ToMeConfig
+    from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
+    from ppdiffusers_tome.inference.programs import Input, Traceable
+    from ppdiffusers_tome.patch import attach
+
+    known = ARCHITECTURES[architecture]
+    paddle.seed(0)
+    block = OneBlock(build_transformer(known))
+    block.eval()
+    shape = ("batch", known.config["block_out_channels"][0], 64, 64)
+    inputs = (
+        Input("sample", shape),
+        Input("encoder_hidden_states", ("batch", 77, known.config["cross_attention_dim"])),
+    )
+    counts = {}
+    for arm in (PLAIN, *BOUNDS):
+        layer = copy.deepcopy(block)
+        if arm != PLAIN:
+            attach(layer, ToMeConfig(**MERGED[arm]), None)
+        counts[arm] = Counter(_operators_on_gpu(Traceable(layer, inputs)))
+    merged = {arm: counts[arm] for arm in BOUNDS}
+    difference = {arm: operators.total() - counts[PLAIN].total() for arm, operators in merged.items()}
+    free = {arm: sum(operators[name] - counts[PLAIN][name] for name in FREE) for arm, operators in merged.items()}
+    return {arm: (difference[arm], difference[arm] - free[arm]) for arm in merged}
+
+
+def _operators_on_gpu(traceable: Any) -> list[str]:
+    """The types of the operators of a program for GPUs, as ONNX Runtime optimizes them."""
+    import onnx
+    import onnxruntime as ort
+
+    from ppdiffusers_tome.inference import tracing
+    from ppdiffusers_tome.inference.conversion import Converter
+    from ppdiffusers_tome.inference.onnx_gpu import half_program
+    from ppdiffusers_tome.inference.onnx_weights import SharedWeights
+    from ppdiffusers_tome.wraps import merging_for_gpu
+
+    with tempfile.TemporaryDirectory() as scratch, Converter() as converter, merging_for_gpu():
+        folder = Path(scratch)
+        files = tracing._trace(traceable, folder / "program", {}, "block")
+        SharedWeights(folder / "block.weights").move(converter.convert(*files, "block"), folder / "block.onnx")
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(folder / "optimized.onnx")
+        half = half_program(folder / "block.onnx")
+        for value in onnx.load(str(half), load_external_data=False).graph.input:
+            for name in filter(None, (dim.dim_param for dim in value.type.tensor_type.shape.dim)):
+                options.add_free_dimension_override_by_name(name, 2)
+        ort.InferenceSession(str(half), options, providers=["CPUExecutionProvider"])
+        nodes = onnx.load(str(folder / "optimized.onnx"), load_external_data=False).graph.node
+    return [node.op_type for node in nodes if not node.name.startswith("InsertedPrecisionFreeCast")]
 
 
 class Weights:
@@ -362,36 +434,56 @@ def in_turns(
     return times
 
 
+def reference_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The plain arm that an arm is compared with: in the same form and turn; of a plain arm, that without a form."""
+    name, _, form = row["arm"].partition(", ")
+    plain = f"{name.split()[0]} {PLAIN}"
+    wanted = plain if name == plain or not form else f"{plain}, {form}"
+    place = ("size", "batch", "turn")
+    return next(other for other in rows if other["arm"] == wanted and all(other[key] == row[key] for key in place))
+
+
 def report(options: argparse.Namespace) -> None:
     """Write gpu_onnx.md beside the folder of the result."""
     from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, table
 
     result = json.loads(options.result.read_text(encoding="utf-8"))
     cells = list(dict.fromkeys((row["size"], row["batch"]) for row in result["rows"]))
-    rows = {(row["size"], row["batch"], row["arm"]): row for row in result["rows"]}
+    rows: dict[tuple, dict[str, Any]] = {}
+    for row in result["rows"]:
+        rows.setdefault((row["size"], row["batch"], row["arm"]), row)
     arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
 
     def time_of(cell: tuple[int, int], arm: str) -> str:
-        row, plain = rows.get((*cell, arm)), rows[(*cell, f"{arm.split()[0]} {PLAIN}")]
+        row = rows.get((*cell, arm))
         if row is None:
             return NOT_MEASURED
+        reference = reference_of(row, result["rows"])
         milliseconds = statistics.median(row["ms"])
-        speed_up = statistics.median(a / b for a, b in zip(plain["ms"], row["ms"], strict=True))
-        return f"{milliseconds:.1f} ms" + (f", {speed_up:.2f}×" if row is not plain else "")
+        speed_up = statistics.median(a / b for a, b in zip(reference["ms"], row["ms"], strict=True))
+        return f"{milliseconds:.1f} ms" + (f", {speed_up:.2f}×" if row is not reference else "")
 
     def memory_of(cell: tuple[int, int], arm: str) -> str:
         row = rows.get((*cell, arm))
         return f"{row['bytes'] / 2**30:.2f}" if row else NOT_MEASURED
 
+    def difference_of(arm: str) -> str:
+        return f"{100 * rows[(*REFERENCE, arm)]['difference']:.2f} %"
+
     heads = [f"{size} px, batch {batch}" for size, batch in cells]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in (result["programs"] | result["versions"]).items())
+    compared = [arm for arm in arms if "difference" in rows.get((*REFERENCE, arm), {})]
     lines = [
         f"# {(__doc__ or '').splitlines()[0].removesuffix('.')}\n",
         (__doc__ or "").split("\n\n", 2)[2],
-        "Speed-ups are against plain in the same program, as medians of the ratios within rounds.\n",
+        "Speed-ups of merging are against plain in the same runtime, form and turn, those of a form against plain",
+        "without it: medians of the ratios within rounds. Where no form is named, ONNX Runtime has the options of the",
+        "package's `OnnxRuntime`, which put channels last.\n",
         *table(["one pass", *heads], [[arm, *(time_of(cell, arm) for cell in cells)] for arm in arms]),
         "\nMemory in GiB:\n",
         *table(["", *heads], [[arm, *(memory_of(cell, arm) for cell in cells)] for arm in arms]),
+        "\nDifference of a pass from the same program on a CPU, relative to it (root mean square), at 512 px:\n",
+        *table(["", "difference"], [[arm, difference_of(arm)] for arm in compared]),
         f"\n[{options.result.name}](results/{options.result.name}): {result['gpu']}, {versions};",
         f"`{result['command']}`",
         *(f"\n{note}" for note in result.get("notes", [])),
@@ -410,6 +502,9 @@ def main() -> None:
         one.set_defaults(run=command)
     one.add_argument("output", type=Path, help="JSON file")
     one.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    one = commands.add_parser("count", help=count.__doc__)
+    one.add_argument("--architecture", default="sd15", choices=["sd15"])
+    one.set_defaults(run=count)
     one = commands.add_parser("report", help=report.__doc__)
     one.add_argument("--result", type=Path, default=RESULT)
     one.set_defaults(run=report)

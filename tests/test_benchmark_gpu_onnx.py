@@ -15,7 +15,11 @@ def test_programs_have_no_weights_but_their_statistics(monkeypatch, tmp_path):
     arguments = ["export", str(tmp_path), "--architecture", "tiny", "--size", "128"]
     monkeypatch.setattr(sys, "argv", ["gpu_onnx.py", *arguments])
     gpu_onnx.main()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["128 default 0.5.onnx", "128 plain.onnx", "origin.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "128 default 0.5.onnx",
+        "128 plain.onnx",
+        "origin.json",
+    ]
     for path in tmp_path.glob("*.onnx"):
         tensors = onnx.load(str(path), load_external_data=False).graph.initializer
         outside = [tensor for tensor in tensors if tensor.data_location == onnx.TensorProto.EXTERNAL]
@@ -25,6 +29,14 @@ def test_programs_have_no_weights_but_their_statistics(monkeypatch, tmp_path):
             assert tensor.data_type == onnx.TensorProto.FLOAT16 and {*places} == {"mean", "std"}
             if tensor.name.endswith("norm1.weight"):
                 assert places == {"mean": 1, "std": 0}
+
+
+def test_a_block_for_gpus_has_few_operators_more_than_plain():
+    added = gpu_onnx.operators_added("sd15")
+    assert {arm: operators <= gpu_onnx.BOUNDS[arm] for arm, (operators, _) in added.items()} == dict.fromkeys(
+        added, True
+    )
+    assert added["ToDo 0.75"] == (1, 1) and 0 < added["default 0.5"][1] < added["default 0.5"][0]
 
 
 def test_arms_take_turns():

@@ -39,7 +39,7 @@ from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.cuda_graph import CudaGraphs
 from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve
 from ppdiffusers_tome.inference.onnx_programs import fused
-from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram
+from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
 from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, weight_offsets
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
 from ppdiffusers_tome.patch import attach
@@ -418,15 +418,24 @@ def test_devices_choose_their_programs(own_folder, monkeypatch):
 
 
 def test_graphs_return_what_a_session_returns(own_folder):
-    """On the CPU, which records none: inputs of two shapes in turns, each with memory of its own."""
-    onnxruntime, path = load_module("onnxruntime"), unets_of(own_folder)[0]
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    graphs, random = CudaGraphs(onnxruntime, session, 0, device="cpu"), np.random.RandomState(0)
+    """On the CPU, which records none: inputs of two shapes in turns, each with a session of its own."""
+    onnxruntime, path, opened = load_module("onnxruntime"), unets_of(own_folder)[0], []
+
+    def open_session(sizes):
+        options = onnxruntime.SessionOptions()
+        for name, size in sizes.items():
+            options.add_free_dimension_override_by_name(name, size)
+        opened.append(sizes)
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    graphs = CudaGraphs(onnxruntime, open_session, _input_shapes(path), 0, device="cpu")
+    session, random = open_session({}), np.random.RandomState(0)
     for batch in (1, 2, 1, 2):
         shapes = {"sample": (batch, 4, 16, 20), "timestep": (1,), "encoder_hidden_states": (batch, TEXT, 32)}
         arrays = {name: random.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
         (output,), (expected,) = graphs(arrays), session.run(None, arrays)
-        np.testing.assert_array_equal(output, expected)
+        np.testing.assert_allclose(output, expected, atol=1e-5)
+    assert [sorted(sizes.values()) for sizes in opened] == [[], [1, 1, TEXT], [2, 2, TEXT]]
 
 
 def test_graphs_need_a_gpu():

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +35,7 @@ class OnnxRuntime(Runtime):
         threads: as in `Runtime`.
         precision: "fp32"; with device="cuda" also "fp16".
         cuda_graph: with device="cuda", launch all kernels of a pass at once: faster for small images, in more memory.
-            Passes of one program wait for one another.
+            Passes of one program wait for one another. Each size of batch has its own copy of the weights.
 
     Raises:
         ToMeConfigError: a value is not allowed, or this build of ONNX Runtime does not have the provider.
@@ -65,6 +65,16 @@ class OnnxRuntime(Runtime):
                 "install the build that has it, such as onnxruntime-gpu in place of onnxruntime."
             )
 
+    @property
+    def kind(self) -> str:
+        """The device without its number."""
+        return str(self.device).partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        """The number of the GPU."""
+        return int(str(self.device).partition(":")[2] or 0)
+
     def load(self, folder: Path, file: ProgramFile) -> "OnnxProgram":
         return OnnxProgram(folder / str(file.onnx), self)
 
@@ -83,37 +93,58 @@ class OnnxProgram(Program):
     """
 
     def __init__(self, path: Path, runtime: OnnxRuntime, is_temporary: bool = False) -> None:
-        onnxruntime = load_module("onnxruntime")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
-        options.intra_op_num_threads = runtime.cores()
-        kind, _, index = runtime.device.partition(":")
-        device = int(index or 0)
-        settings = {"device_id": device} if index else {}
-        if kind == "cuda":
-            settings |= {"enable_cuda_graph": "1"} if runtime.cuda_graph else {}
-            # Convolutions by channels last: 1.07 to 1.15 times as fast in float16 on an H100 (benchmarks/gpu_onnx.md).
-            settings |= {"prefer_nhwc": "1"} if runtime.precision == "fp16" else {}
-        provider = (PROVIDERS[kind], settings)
-        try:
-            program = _program(path, kind, runtime, options, is_temporary)
-            if isinstance(program, bytes):
-                options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
-            self._session = onnxruntime.InferenceSession(program, options, providers=[provider])
-        except Exception as error:
-            raise load_error(onnxruntime, path, error) from error
-        if self._session.get_providers()[0] != PROVIDERS[kind]:  # it falls back to the CPU with a warning
-            raise ToMeExportError(
-                f"ONNX Runtime {onnxruntime.__version__} cannot use device={runtime.device!r}: check its driver and "
-                "libraries."
-            )
-        self.inputs = [value.name for value in self._session.get_inputs()]
-        self._graphs = CudaGraphs(onnxruntime, self._session, device) if runtime.cuda_graph else None
+        self._graphs: CudaGraphs | None = None
+        if runtime.cuda_graph:
+            shapes = _input_shapes(path)
+            open_session = partial(_open_session, path, runtime, is_temporary)
+            self._graphs = CudaGraphs(load_module("onnxruntime"), open_session, shapes, runtime.index)
+            self.inputs = [*shapes]
+        else:
+            self._session = _open_session(path, runtime, is_temporary, {})
+            self.inputs = [value.name for value in self._session.get_inputs()]
 
     def __call__(self, **inputs: paddle.Tensor) -> list[paddle.Tensor]:
         arrays = {name: np.ascontiguousarray(inputs[name].numpy()) for name in self.inputs}
         outputs = self._session.run(None, arrays) if self._graphs is None else self._graphs(arrays)
         return [paddle.to_tensor(output) for output in outputs]
+
+
+def _open_session(path: Path, runtime: OnnxRuntime, is_temporary: bool, sizes: dict[str, int]) -> Any:
+    """A session of a program, with sizes for some of its open dimensions."""
+    onnxruntime = load_module("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = runtime.cores()
+    for name, size in sizes.items():
+        options.add_free_dimension_override_by_name(name, size)
+    settings: dict[str, Any] = {"device_id": runtime.index} if runtime.index else {}
+    if runtime.kind == "cuda":
+        settings |= {"enable_cuda_graph": "1"} if runtime.cuda_graph else {}
+        # Convolutions with channels last: 1.07 to 1.15 times as fast in float16 on an H100 (benchmarks/gpu_onnx.md).
+        settings |= {"prefer_nhwc": "1"} if runtime.precision == "fp16" else {}
+    provider = PROVIDERS[runtime.kind]
+    try:
+        program = _program(path, runtime.kind, runtime, options, is_temporary)
+        if isinstance(program, bytes):
+            options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
+        session = onnxruntime.InferenceSession(program, options, providers=[(provider, settings)])
+    except Exception as error:
+        raise load_error(onnxruntime, path, error) from error
+    if session.get_providers()[0] != provider:  # it falls back to the CPU with a warning
+        raise ToMeExportError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot use device={runtime.device!r}: check its driver and "
+            "libraries."
+        )
+    return session
+
+
+def _input_shapes(path: Path) -> dict[str, list[int | str]]:
+    """The shapes of a program's inputs, with the names of dimensions that it leaves open."""
+    onnx = load_module("onnx")
+    inputs = onnx.load(str(path), load_external_data=False).graph.input
+    return {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in inputs
+    }
 
 
 def _program(path: Path, kind: str, runtime: OnnxRuntime, options: Any, is_temporary: bool) -> str | bytes:
