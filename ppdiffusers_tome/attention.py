@@ -164,8 +164,8 @@ class AttentionView:
         if self._widens_weights:
             channels = FUSED_CHANNELS
         is_alike = plan.has_equal_sizes and not is_joint(layer)  # beside tokens of text, which do not merge
-        self._sizes = plan.log_sizes if config.proportional and not is_alike else None
-        self._channels = 0 if self._sizes is None else channels
+        self._needs_sizes = config.proportional and not is_alike
+        self._channels = channels if self._needs_sizes else 0
         self._factor = 1.0  # of queries, for kernels that divide by the root of the width of heads, channels included
         self._has_sizes = False
         self._inputs: dict[str, paddle.Tensor] = {}  # of the projections
@@ -219,9 +219,8 @@ class AttentionView:
         channel = paddle.to_tensor(added.reshape(-1))
         if name == "to_q":
             return output + channel
-        assert self._sizes is not None
         self._has_sizes = True
-        return output + self._sizes.unsqueeze(-1) * channel
+        return output + self._plan.log_sizes.unsqueeze(-1) * channel
 
     def _with_channels(self, name: str, output: paddle.Tensor) -> paddle.Tensor:
         """The output of a projection with the added channels; text has size 1."""
@@ -229,7 +228,7 @@ class AttentionView:
             return self._widen_queries(output, "norm_q" if name == "to_q" else "norm_added_q")
         if name == "to_k":
             self._has_sizes = self._is_fused  # of others the scores show it
-            return self._widen(output, cast(self._sizes, output.dtype).unsqueeze([2, 3]))
+            return self._widen(output, cast(self._plan.log_sizes, output.dtype).unsqueeze([2, 3]))
         return self._widen(output, 0.0) if self._is_fused else output
 
     def _normalize(self, name: str, norm: Any, heads: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
@@ -267,10 +266,10 @@ class AttentionView:
     ) -> Any:
         """Same as the method of the layer, for merged keys; it adds their sizes where no channel contains them."""
         mask = self._layer.prepare_attention_mask(attention_mask, self._plan.kept, batch_size, out_dim, **kwargs)
-        if self._channels or self._sizes is None:
+        if self._channels or not self._needs_sizes:
             return mask
         self._has_sizes = True
-        sizes = cast(self._sizes, self._layer.dtype)  # [B, keys]
+        sizes = cast(self._plan.log_sizes, self._layer.dtype)  # [B, keys]
         if out_dim == 3:  # attention slicing: [B·heads, 1, keys]
             sizes = sizes.repeat_interleave(self._layer.heads, axis=0).unsqueeze(1)
         else:  # [B, 1, 1, keys]
@@ -289,7 +288,7 @@ class AttentionView:
                 f"merge_attn={self._config.merge_attn!r}: {name} has not called to_k and to_v of the layer that it "
                 f"was given: do not fuse projections, {remedy} merge_attn=True."
             )
-        if self._sizes is not None and not self._has_sizes:
+        if self._needs_sizes and not self._has_sizes:
             raise ToMePassError(
                 f"proportional=True: {name} has neither called prepare_attention_mask() nor computed scores from to_q "
                 "and to_k of the layer that it was given, so merged tokens cannot be weighted by their size: do not "
@@ -297,7 +296,7 @@ class AttentionView:
             )
         keys = self._inputs.get("to_k")
         is_own = keys is None or keys is tokens or keys is self._inputs.get("to_q")
-        if self._sizes is not None and not is_own:
+        if self._needs_sizes and not is_own:
             raise ToMePassError(
                 f"proportional=True: {name} attends to other tokens than its own, whose sizes are not known: "
                 f"{remedy} proportional=False."

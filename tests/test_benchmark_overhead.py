@@ -8,7 +8,7 @@ from overhead import measure_overhead
 from zoo.noise import noise
 from zoo.transformers import HIDDEN, sd3
 
-from ppdiffusers_tome import attention, matching, wraps
+from ppdiffusers_tome import attention, wraps
 from ppdiffusers_tome.errors import ToMeConfigError
 
 WHOLE = {"window": None, "proportional": False}
@@ -59,7 +59,7 @@ def test_every_method_has_its_shares(unet, clock, settings, shares):
     clock.takes(wraps, "plan_cells", 1.0)
     clock.takes(attention, "merge", 2.0)
     clock.takes(attention, "unmerge", 1.0)
-    clock.takes(matching.MergePlan, "log_sizes", 3.0)
+    clock.takes(paddle, "log", 3.0)  # of sizes
     clock.takes(attention.AttentionView, "_widen", 1.0)  # queries and keys
     for block in blocks(unet):
         clock.takes(block.norm2, "forward", 3.0)
@@ -85,7 +85,7 @@ def test_joint_attention_is_timed_where_its_norm_merges(clock, settings, shares)
     clock.takes(wraps, "plan_pairs", 4.0)
     clock.takes(attention, "merge", 2.0)
     clock.takes(attention, "unmerge", 1.0)
-    clock.takes(matching.MergePlan, "log_sizes", 6.0)
+    clock.takes(paddle, "log", 6.0)  # of sizes
     for block in model.transformer_blocks:
         clock.takes(block.attn, "forward", 3.0)
     text = {"encoder_hidden_states": noise(2, 5, 2 * HIDDEN), "pooled_projections": noise(2, 2 * HIDDEN)}

@@ -89,7 +89,7 @@ def test_a_gpu_device_of_the_other_runtime_is_an_error(exported_folder, onnx_fol
     [
         ({"onednn": False}, "pass runtime='paddle', or leave it out"),
         ({"share_weights": True}, "pass runtime='openvino', or leave it out"),
-        ({"speed": 3}, "precision; leave it out"),
+        ({"speed": 3}, "cuda_graph; leave it out"),
     ],
 )
 def test_a_setting_of_another_runtime_is_an_error_that_names_it(onnx_folder, settings, remedy):

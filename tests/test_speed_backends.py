@@ -53,7 +53,7 @@ def test_merging_arms_take_every_ratio_or_their_own():
         "default 0.5, windows of 8, not proportional",
         "default 0.5, whole grid",
         "tomesd 0.5",
-        "ToDo 0.75, random dst",
+        "ToDo 0.75, not proportional",
         "keys and values 0.75, whole grid, not proportional",
         "default 0.25, whole grid, not proportional",
         "default 0.25, windows of 8, not proportional",
