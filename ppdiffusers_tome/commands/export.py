@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..inference import Manifest, parse_size
 from ..inference.arguments import EXPORT_FORMATS, check_arguments
+from ..inference.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
 from ..inference.export import write_export
 from ..inference.loading import load_for_export
 from ..inference.manifest import ratio_name
@@ -27,7 +28,23 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
     option("--merge-map", action="store_true", help="export which tokens merge too, for the page of serve")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
-    option("--format", choices=EXPORT_FORMATS, default="paddle", help="of the programs (default: %(default)s)")
+    option(
+        "--format",
+        choices=[*EXPORT_FORMATS, "openvino"],
+        help="of the programs (default: paddle, or onnx with --layout diffusers, which also has openvino)",
+    )
+    option(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="diffusers: for Optimum and OpenVINO GenAI, one size and ratio (default: %(default)s)",
+    )
+    option(
+        "--for",
+        dest="runtime",
+        choices=RUNTIMES,
+        help=f"with --layout diffusers, which runtime the ONNX models suit (default: {RUNTIMES[0]}, for both)",
+    )
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
     export.set_defaults(run=_export)
@@ -36,6 +53,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = merge_configs(options)
     sizes = [parse_size(text) for text in options.size] if options.size else None
+    layout = choose_layout(options.layout, options.format, options.runtime)
+    format = (options.format or "paddle") if layout is None else "onnx"
     controlnet = True if options.controlnet_ratio is None else options.controlnet_ratio
     check_arguments(
         options.output,
@@ -43,7 +62,8 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         sizes,
         controlnet=controlnet,
         overwrite=options.overwrite,
-        format=options.format,
+        format=format,
+        layout=layout,
     )
     pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
     manifest = write_export(
@@ -55,7 +75,8 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         merge_map=options.merge_map,
         controlnet=controlnet,
         overwrite=options.overwrite,
-        format=options.format,
+        format=format,
+        layout=layout,
     )
     print(_describe(manifest, options.output))
     return 0
