@@ -96,8 +96,8 @@ image = pipe($arguments, height=$height, width=$width).images[0]
 ```
 """
 GENAI = """\
-With [OpenVINO GenAI](https://github.com/openvinotoolkit/openvino.genai) (`pip install openvino-genai`), also in C++ and
-JavaScript:
+With [OpenVINO GenAI](https://github.com/openvinotoolkit/openvino.genai) (`pip install openvino-genai`), also in C++
+and JavaScript:
 
 ```python
 import openvino_genai
@@ -213,7 +213,9 @@ def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
         ToMeExportError: they do not know the pipeline, a text encoder or the scheduler.
     """
     if merge_map:
-        raise ToMeConfigError("merge_map=True is not allowed with layout='diffusers': no loader reads it. Leave it out.")
+        raise ToMeConfigError(
+            "merge_map=True is not allowed with layout='diffusers': no loader reads it. Leave it out."
+        )
     class_name = type(pipe).__name__
     if class_name not in CLASSES:
         raise ToMeExportError(
@@ -317,6 +319,7 @@ def _write_model(
     _rename_outputs(graph, outputs)
     if model == "vae_encoder":
         _join_outputs(graph, "latent_parameters")
+    _skip_casts_of_inputs(program)
     for value in graph.input:
         if value.name == "timestep":
             _take_integers(graph, value, is_scalar=layout.runtime == "onnxruntime")
@@ -356,6 +359,27 @@ def _join_outputs(graph: "onnx.GraphProto", name: str) -> None:
     joined.name = name
     joined.type.tensor_type.shape.dim[1].dim_value *= len(graph.output)
     del graph.output[1:]
+
+
+def _skip_casts_of_inputs(program: "onnx.ModelProto") -> None:
+    """Remove casts of inputs to their own data type.
+
+    OpenVINO removes them too, and then the input has both names, of which loaders read either.
+    """
+    from .onnx_programs import casts
+
+    dtypes = {value.name: value.type.tensor_type.elem_type for value in program.graph.input}
+    outputs = {value.name for value in program.graph.output}
+    kept, skipped = [], {}
+    for node in program.graph.node:
+        node.input[:] = [skipped.get(name, name) for name in node.input]
+        dtype = dtypes.get(node.input[0]) if node.op_type == "Cast" else None
+        if dtype is not None and casts(node, dtype) and node.output[0] not in outputs:
+            skipped[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
+    del program.graph.node[:]
+    program.graph.node.extend(kept)
 
 
 def _take_integers(graph: "onnx.GraphProto", value: "onnx.ValueInfoProto", is_scalar: bool) -> None:
@@ -477,7 +501,11 @@ def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str
         arguments = f"{arguments}, image=image, mask_image=mask"
         genai_class, genai_arguments = "InpaintingPipeline", '"a prompt", image, mask'
     if layout.format == "openvino":
-        kind, form, snippets = "OpenVINO", "Attention is computed step by step; OpenVINO fuses it.", [OPTIMUM_INTEL, GENAI]
+        kind, form, snippets = (
+            "OpenVINO",
+            "Attention is computed step by step; OpenVINO fuses it.",
+            [OPTIMUM_INTEL, GENAI],
+        )
     elif layout.runtime == "onnxruntime":
         kind, snippets = "ONNX", [OPTIMUM, ONNX_RUNTIME]
         form = (
@@ -488,7 +516,8 @@ def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str
         kind, snippets = "ONNX", [OPTIMUM, OPTIMUM_INTEL, ONNX_RUNTIME]
         form = (
             "Attention is computed step by step (`--for openvino`, the default): OpenVINO fuses it. ONNX Runtime runs "
-            "these\nmodels too; it is faster with `--for onnxruntime`. For OpenVINO GenAI, export with `--format openvino`."
+            "these\nmodels too; it is faster with `--for onnxruntime`. For OpenVINO GenAI, export with "
+            "`--format openvino`."
         )
     if has_encoder and class_name.endswith("DiffusionPipeline"):
         image_to_image = class_name.replace("Pipeline", "Img2ImgPipeline")
