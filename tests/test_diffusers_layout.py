@@ -249,7 +249,7 @@ def test_configs_have_nothing_of_ppdiffusers_own(plain_form):
     assert read(plain_form, "vae_decoder", "config.json")["scaling_factor"] == 0.18215
     text = read(plain_form, "text_encoder", "config.json")
     assert text["model_type"] == "clip_text_model" and text["architectures"] == ["CLIPTextModel"]
-    assert text["num_hidden_layers"] == 2 and text["max_position_embeddings"] == 77
+    assert text["num_hidden_layers"] == 2 and text["max_position_embeddings"] == 24
     tokenizer = read(plain_form, "tokenizer", "tokenizer_config.json")
     assert tokenizer["tokenizer_class"] == "CLIPTokenizer" and tokenizer["model_max_length"] > 0
     assert read(plain_form, "scheduler", "scheduler_config.json")["_class_name"] == "DDIMScheduler"
