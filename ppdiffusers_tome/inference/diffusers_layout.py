@@ -117,7 +117,8 @@ unet = onnxruntime.InferenceSession("$folder/unet/model.onnx")
 ```
 """
 CONVERT = """
-The tokenizers are not converted yet, because `transformers` and `openvino-tokenizers` were not installed. Once:
+The tokenizers are not converted yet, because `transformers` and `openvino-tokenizers` were not installed. Convert them
+once, in an environment without ppdiffusers, which needs older packages:
 
 ```bash
 pip install openvino-tokenizers[transformers]
