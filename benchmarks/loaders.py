@@ -89,7 +89,12 @@ def generate(
             def randn_tensor(self, shape):
                 return openvino.Tensor(np.ascontiguousarray(next(given).reshape(list(shape))))
 
-        images = [openvino.Tensor(inputs.pop(name)[None]) for name in ("image", "mask_image") if name in inputs]
+        images = []
+        for name in ("image", "mask_image"):
+            if name in inputs:
+                array = inputs.pop(name)
+                array = array if array.ndim == 3 else np.stack([array] * 3, axis=-1)
+                images.append(openvino.Tensor(np.ascontiguousarray(array[None])))
         settings |= {"height": size[0], "width": size[1]} | inputs
         count = len(noise[-1])
         output = pipe.generate(prompt, *images, generator=Generator(), num_images_per_prompt=count, **settings)

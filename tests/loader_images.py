@@ -1,7 +1,7 @@
 """Images of a folder in one of the libraries of `benchmarks/loaders.py`: run by `test_diffusers_layout_loaders.py`.
 
-loader_images.py FOLDER LOADER CLASS JOB OUTPUT: JOB is an `.npz` file with `noise_0`, `noise_1`, …, `settings` as JSON,
-and for an image as input `image` and `mask_image`; OUTPUT is an `.npy` file.
+loader_images.py FOLDER LOADER CLASS JOB OUTPUT: JOB is an `.npz` file with `noise_0`, `noise_1`, …, `settings` as
+JSON, and for an image as input `image` and `mask_image`; OUTPUT is an `.npy` file.
 """
 
 import json

@@ -244,7 +244,7 @@ def test_model_index_names_the_classes_of_diffusers_and_transformers(plain_form)
 
 
 def test_configs_have_nothing_of_ppdiffusers_own(plain_form):
-    assert read(plain_form, "unet", "config.json")["sample_size"] == [16, 20]
+    assert read(plain_form, "unet", "config.json")["sample_size"] == 20  # one number, for image-to-image
     assert read(plain_form, "vae_encoder", "config.json") == read(plain_form, "vae_decoder", "config.json")
     assert read(plain_form, "vae_decoder", "config.json")["scaling_factor"] == 0.18215
     text = read(plain_form, "text_encoder", "config.json")
@@ -258,11 +258,13 @@ def test_configs_have_nothing_of_ppdiffusers_own(plain_form):
         assert not re.search("paddle|ppdiffusers(?!_tome)|/tmp/|examples/", text), path
 
 
-def test_a_square_size_is_one_number(onnx_folder, tmp_path, tiny):
-    linked = [(onnx_folder, file) for file in read_manifest(onnx_folder).programs if file.size is None]
+@pytest.mark.parametrize(("size", "sample_size"), [((32, 32), 16), (SIZE, [16, 20])])
+def test_plain_text_to_image(onnx_folder, tmp_path, tiny, size, sample_size):
+    """Without the VAE's encoder, a size that is not square is two numbers."""
+    linked = [(onnx_folder, file) for file in read_manifest(onnx_folder).programs if file.model != "vae_encoder"]
     layout, settings = DiffusersLayout(), {"format": "onnx", "linked": linked}
-    export_linked(tiny, tmp_path / "out", 0, [(32, 32)], layout=layout, **settings)
-    assert read(tmp_path / "out", "unet", "config.json")["sample_size"] == 16
+    export_linked(tiny, tmp_path / "out", 0, [size], layout=layout, **settings)
+    assert read(tmp_path / "out", "unet", "config.json")["sample_size"] == sample_size
     assert not (tmp_path / "out" / "vae_encoder").exists()
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "Nothing merges in the UNet" in readme and "VAE's encoder" not in readme

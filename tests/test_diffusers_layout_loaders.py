@@ -69,7 +69,8 @@ class Model:
             programs = [(self.ours, file) for file in read_manifest(self.ours).programs]
             if "XL" in self.class_name:  # its text encoders have more outputs here
                 programs = [(ours, file) for ours, file in programs if not file.model.startswith("text_encoder")]
-            settings = {"image_to_image": True, "format": "onnx", "linked": programs}
+            # "plain" has no encoder: then the size that is not square is in the UNet's config
+            settings = {"image_to_image": name != "plain", "format": "onnx", "linked": programs}
             export_linked(self.pipe, folder, ratio, [self.size], layout=layout, **settings)
             if layout.format == "openvino":
                 for tokenizer in folder.glob("tokenizer*"):  # the command in the folder's README.md
@@ -175,3 +176,15 @@ def test_images_from_an_image(scenes, cls, name, loader, tmp_path, monkeypatch):
     output = generate_there(scenes, name, loader, cls.__name__, tmp_path, noise, settings, **images)
     expected = generate_here(scenes, cls, 0.5, noise, settings, monkeypatch, **images)
     assert decibels(output, expected, loader) > LIMITS[loader]
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("with_optimum", "fused"), ("with_optimum_intel", "openvino"), ("with_openvino_genai", "openvino")],
+)
+def test_examples(tiny_sdxl, script, name, tmp_path):
+    output = tmp_path / "image.png"
+    example = TESTS.parent / "examples" / f"{script}.py"
+    run_there(PYTHON, example, tiny_sdxl.folder(name), PROMPT, output)
+    image = Image.open(output)
+    assert image.size == tiny_sdxl.size[::-1] and np.ptp(np.asarray(image)) > 0

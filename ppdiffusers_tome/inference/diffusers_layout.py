@@ -274,7 +274,7 @@ def write_layout(
         part.mkdir()
         outputs = _outputs(name, pipe)
         _write_model(export / str(file.onnx), part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
-        _write_json(part / "config.json", _config(name, pipe, size))
+        _write_json(part / "config.json", _config(name, pipe, size, "vae_encoder" in files))
         if layout.format == "openvino":
             _convert_model(part)
     for name in ("tokenizer", "tokenizer_2", "scheduler"):
@@ -444,8 +444,14 @@ def _has_tokenizers() -> bool:
     return all(importlib.util.find_spec(name) for name in ("transformers", "openvino_tokenizers"))
 
 
-def _config(model: str, pipe: DiffusionPipeline, size: Size) -> dict[str, Any]:
-    """The contents of a model's `config.json`."""
+def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) -> dict[str, Any]:
+    """The contents of a model's `config.json`.
+
+    Args:
+        has_encoder: whether the folder has the VAE's encoder. The UNet's `sample_size` then is one number, its longer
+            side, because diffusers' pipelines for image-to-image and inpainting compare it with one; those for SDXL
+            multiply it (0.39.0).
+    """
     if model in _text_encoders(pipe):
         encoder = getattr(pipe, model)
         config = {name: getattr(encoder.config, name) for name in TEXT_CONFIG if hasattr(encoder.config, name)}
@@ -453,8 +459,8 @@ def _config(model: str, pipe: DiffusionPipeline, size: Size) -> dict[str, Any]:
     if model != "unet":
         return _without_foreign(dict(pipe.vae.config))
     latent = [size.height // vae_factor(pipe), size.width // vae_factor(pipe)]
-    config = _without_foreign(dict(pipe.unet.config))
-    return config | {"sample_size": latent if latent[0] != latent[1] else latent[0]}
+    is_number = has_encoder or "text_encoder_2" in pipe.config or latent[0] == latent[1]
+    return _without_foreign(dict(pipe.unet.config)) | {"sample_size": max(latent) if is_number else latent}
 
 
 def _without_foreign(config: Mapping[str, Any]) -> dict[str, Any]:
