@@ -78,19 +78,21 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         format=format,
         layout=layout,
     )
-    print(_describe(manifest, options.output))
+    print(_describe(manifest, options.output, layout is not None))
     return 0
 
 
-def _describe(manifest: Manifest, folder: Path) -> str:
+def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
     lines = [f"{'program':<34} {'Paddle':>8} {'oneDNN':>8} {'ONNX':>8}   (largest relative difference to eager)"]
     for program in manifest.programs:
         parities = (program.parity, program.onednn_parity, program.onnx_parity)
         cells = [f"{max(parity.values()):.1e}" if parity else "-" for parity in parities]
-        lines.append(f"{program.paths[0]:<34} " + " ".join(f"{cell:>8}" for cell in cells))
+        name = program.model if is_layout else program.paths[0]
+        lines.append(f"{name:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))
     megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6
     methods = dict.fromkeys(filter(None, manifest.methods.values()))
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"
-    return "\n".join([*lines, *methods, summary])
+    how = [f"{folder / 'README.md'} has the lines that load it"] if is_layout else []
+    return "\n".join([*lines, *methods, summary, *how])

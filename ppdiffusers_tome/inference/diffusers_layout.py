@@ -371,7 +371,8 @@ def _skip_casts_of_inputs(program: "onnx.ModelProto") -> None:
 
     dtypes = {value.name: value.type.tensor_type.elem_type for value in program.graph.input}
     outputs = {value.name for value in program.graph.output}
-    kept, skipped = [], {}
+    kept: list[onnx.NodeProto] = []
+    skipped: dict[str, str] = {}
     for node in program.graph.node:
         node.input[:] = [skipped.get(name, name) for name in node.input]
         dtype = dtypes.get(node.input[0]) if node.op_type == "Cast" else None
