@@ -104,7 +104,9 @@ def generate(
 
     pipe.set_progress_bar_config(disable=True)
     inputs = {name: Image.fromarray(x) if isinstance(x, np.ndarray) else x for name, x in inputs.items()}
-    settings |= inputs if "image" in inputs else {"height": size[0], "width": size[1]}
+    settings |= inputs
+    if "image" not in inputs or "mask_image" in inputs:  # image-to-image takes the size of its image
+        settings |= {"height": size[0], "width": size[1]}
     if len(noise) == 1 and not inputs:
         settings["latents"] = torch.from_numpy(noise[0])
     else:

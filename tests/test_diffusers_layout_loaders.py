@@ -124,7 +124,7 @@ def generate_here(model, cls, ratio, noise, settings, monkeypatch, **images):
     renamed = {"steps": "num_inference_steps"}
     settings = {renamed.get(name, name): value for name, value in settings.items()}
     inputs = {name: Image.fromarray(array) for name, array in images.items()}
-    if not images:
+    if "image" not in images or "mask_image" in images:  # image-to-image takes the size of its image
         inputs |= {"height": model.size[0], "width": model.size[1]}
     return pipe(PROMPT, num_images_per_prompt=len(noise[-1]), output_type="np", **settings, **inputs).images
 
