@@ -16,6 +16,8 @@ from onnx import TensorProto
 from ppdiffusers import (
     PreconfigLMSDiscreteScheduler,
     StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
     StableDiffusionXLPipeline,
 )
 from zoo.parts import (
@@ -279,6 +281,22 @@ def test_the_readme_says_what_it_is_and_how_to_load_it(form, request):
     loads = 'OVStableDiffusionPipeline.from_pretrained("FOLDER", from_onnx=True, dynamic_shapes=False)'
     assert (loads in readme) == (form == "plain_form")
     assert "$" not in readme
+
+
+def test_the_readme_passes_what_the_class_takes(onnx_folder, tmp_path):
+    linked = [(onnx_folder, file) for file in read_manifest(onnx_folder).programs]
+    settings = {"format": "onnx", "linked": linked, "layout": DiffusersLayout(), **ONNX_SETTINGS}
+    for cls, call in (
+        (StableDiffusionImg2ImgPipeline, 'pipe("a prompt", image=image).images[0]'),
+        (
+            StableDiffusionInpaintPipeline,
+            'pipe("a prompt", image=image, mask_image=mask, height=32, width=40).images[0]',
+        ),
+    ):
+        pipe = cls(**tiny_pipeline().components, requires_safety_checker=False)
+        export_linked(pipe, tmp_path / cls.__name__, 0.5, [SIZE], **settings)
+        readme = (tmp_path / cls.__name__ / "README.md").read_text()
+        assert f'ORT{cls.__name__}.from_pretrained("FOLDER")' in readme and call in readme
 
 
 # Errors, before anything is written

@@ -81,7 +81,7 @@ With [Optimum](https://github.com/huggingface/optimum-onnx) (`pip install optimu
 from optimum.onnxruntime import ORT$class_name
 
 pipe = ORT$class_name.from_pretrained("$folder")
-image = pipe($arguments, height=$height, width=$width).images[0]
+image = pipe($arguments).images[0]
 ```
 """
 OPTIMUM_INTEL = """\
@@ -92,7 +92,7 @@ shapes would undo the fixed size:
 from optimum.intel import OV$class_name
 
 pipe = OV$class_name.from_pretrained("$folder", ${from_onnx}dynamic_shapes=False)
-image = pipe($arguments, height=$height, width=$width).images[0]
+image = pipe($arguments).images[0]
 ```
 """
 GENAI = """\
@@ -500,14 +500,16 @@ def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str
     """The contents of the folder's README.md."""
     class_name, ratio = type(pipe).__name__, ratio_name(about["ratio"])
     width, height = about["size"].split("x")
-    arguments = '"a prompt"'
+    arguments, sides = '"a prompt"', f"height={height}, width={width}"
     genai_class, genai_arguments = "Text2ImagePipeline", arguments
     if "Img2Img" in class_name:
-        arguments = f"{arguments}, image=image"
+        arguments = f"{arguments}, image=image"  # which has the size
         genai_class, genai_arguments = "Image2ImagePipeline", '"a prompt", image'
     elif "Inpaint" in class_name:
-        arguments = f"{arguments}, image=image, mask_image=mask"
+        arguments = f"{arguments}, image=image, mask_image=mask, {sides}"
         genai_class, genai_arguments = "InpaintingPipeline", '"a prompt", image, mask'
+    else:
+        arguments = f"{arguments}, {sides}"
     if layout.format == "openvino":
         kind, form, snippets = (
             "OpenVINO",
