@@ -36,7 +36,7 @@ LINK_LIBGOMP := mkdir -p $(LIBGOMP) && ln -sf ../$$(cd $(VENV)/lib && ls python3
 export LD_LIBRARY_PATH := $(LIBGOMP)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-newer test-ray browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
+.PHONY: help venv demo test test-newer test-ray test-optimum browser test-page check docs format bench bench-speed bench-quality alternatives figures load fuzz lock dist clean
 
 help: ## list the targets
 	@echo 'make TARGET [STACK=paddle3|paddle2|gpu] [ARGS="..."] [PYTHON=python3.x]'
@@ -84,6 +84,14 @@ test-newer: $(VENV)/.installed-test ## test merging on another ppdiffusers: SOUR
 
 test-ray: $(VENV)/.installed-ray ## run the tests that start Ray: a few minutes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m ray -n 0 tests/test_ray.py $(ARGS)
+
+test-optimum: $(VENV)/.installed-test build/optimum-venv/.complete ## load exports with --layout diffusers in Optimum and OpenVINO GenAI, in build/optimum-venv/ (2 GB): ten minutes
+	OPTIMUM_PYTHON=$(abspath build/optimum-venv/bin/python) OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 0 tests/test_diffusers_layout_loaders.py $(ARGS)
+
+build/optimum-venv/.complete: requirements/optimum.txt
+	$(PYTHON) -m venv --clear build/optimum-venv
+	build/optimum-venv/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements/optimum.txt
+	@touch $@
 
 # The browser is the system's: CHROMIUM=... names another than chromium or google-chrome.
 CHROMIUM ?= $(shell command -v chromium || command -v google-chrome)

@@ -93,3 +93,8 @@ emit ../requirements-docs.txt < "$work/docs.lock"
 cp dist.in "$work"
 resolve dist --exclude-newer "$TOOLS_DATE"
 emit ../requirements-dist.txt < "$work/dist.lock"
+
+# torch for CPUs, which needs nothing of CUDA.
+cp optimum.in "$work"
+resolve optimum --exclude-newer "$TOOLS_DATE"
+sed -E -e '/^(nvidia-|cuda-|triton)/d' -e 's/^torch==[0-9.]+/&+cpu/' "$work/optimum.lock" | emit optimum.txt

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..inference import Manifest, parse_size
 from ..inference.arguments import EXPORT_FORMATS, check_arguments, default_format
+from ..inference.diffusers_layout import LAYOUTS, RUNTIMES, choose_layout
 from ..inference.export import write_export
 from ..inference.loading import load_for_export
 from ..inference.manifest import ratio_name
@@ -27,8 +28,23 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--img2img", action="store_true", help="export the VAE's encoder too, for image-to-image and inpainting")
     option("--merge-map", action="store_true", help="export which tokens merge too, for the page of serve")
     option("--no-safety-checker", action="store_true", help="omit a safety checker, which cannot be exported")
-    default = "onnx; paddle where Paddle is a build for GPUs"
-    option("--format", choices=EXPORT_FORMATS, help=f"of the programs (default: {default})")
+    option(
+        "--format",
+        choices=[*EXPORT_FORMATS, "openvino"],
+        help="of the programs; openvino with --layout diffusers (default: onnx; paddle where Paddle is a GPU build)",
+    )
+    option(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="diffusers: for Optimum and OpenVINO GenAI, one size and ratio (default: %(default)s)",
+    )
+    option(
+        "--for",
+        dest="runtime",
+        choices=RUNTIMES,
+        help=f"with --layout diffusers, which runtime the ONNX models suit (default: {RUNTIMES[0]}, for both)",
+    )
     option("--for-gpu", action="store_true", help="merge by operations that are fast on a GPU and slow on a CPU")
     option("--overwrite", action="store_true", help="replace an earlier export")
     add_merge_options(export, "how to merge", is_single=True)
@@ -37,8 +53,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = merge_configs(options)
-    format = options.format or default_format()
     sizes = [parse_size(text) for text in options.size] if options.size else None
+    layout = choose_layout(options.layout, options.format, options.runtime)
+    format = (options.format or default_format()) if layout is None else "onnx"
     controlnet = True if options.controlnet_ratio is None else options.controlnet_ratio
     check_arguments(
         options.output,
@@ -47,6 +64,7 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         controlnet=controlnet,
         overwrite=options.overwrite,
         format=format,
+        layout=layout,
     )
     pipe = load_for_export(options.model, options.controlnet, safety_checker=not options.no_safety_checker)
     manifest = write_export(
@@ -60,20 +78,23 @@ def _export(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         overwrite=options.overwrite,
         for_gpu=options.for_gpu,
         format=format,
+        layout=layout,
     )
-    print(_describe(manifest, options.output))
+    print(_describe(manifest, options.output, layout is not None))
     return 0
 
 
-def _describe(manifest: Manifest, folder: Path) -> str:
+def _describe(manifest: Manifest, folder: Path, is_layout: bool) -> str:
     lines = [f"{'program':<34} {'Paddle':>8} {'oneDNN':>8} {'ONNX':>8}   (largest relative difference to eager)"]
     for program in manifest.programs:
         parities = (program.parity, program.onednn_parity, program.onnx_parity)
         cells = [f"{max(parity.values()):.1e}" if parity else "-" for parity in parities]
-        lines.append(f"{program.paths[0]:<34} " + " ".join(f"{cell:>8}" for cell in cells))
+        name = program.model if is_layout else program.paths[0]
+        lines.append(f"{name:<34} " + " ".join(f"{cell:>8}" for cell in cells))
     sizes = ", ".join(map(str, manifest.sizes))
     ratios = ", ".join(map(ratio_name, manifest.ratios))
     megabytes = sum(file["bytes"] for file in manifest.files.values()) / 1e6
     methods = dict.fromkeys(filter(None, manifest.methods.values()))
     summary = f"wrote {folder}: {manifest.pipeline}, sizes {sizes}, ratios {ratios}, {megabytes:.0f} MB"
-    return "\n".join([*lines, *methods, summary])
+    how = [f"{folder / 'README.md'} has the lines that load it"] if is_layout else []
+    return "\n".join([*lines, *methods, summary, *how])

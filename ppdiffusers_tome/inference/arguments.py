@@ -14,6 +14,7 @@ from ..errors import ToMeConfigError, ToMeExportError
 from ..models import latent_grid, vae_factor
 from ..patch import config_of
 from .conversion import check_converter
+from .diffusers_layout import DiffusersLayout, check_single, is_layout
 from .manifest import FORMATS, MANIFEST, READERS, Configs, Size, ratio_name
 from .models import ExportedUNet
 from .replacement import check_replaceable, restore
@@ -53,6 +54,7 @@ def check_arguments(
     controlnet: Any,
     overwrite: bool,
     format: str,
+    layout: DiffusersLayout | None = None,
 ) -> None:
     """Check the arguments of `write_export` that need no pipeline, so that this can be done before one is loaded.
 
@@ -60,6 +62,8 @@ def check_arguments(
         ToMeConfigError, ToMeExportError: as `export_pipeline`.
     """
     _check_output(folder, overwrite, format)
+    if layout is not None:
+        check_single(configs, sizes)
     if configs is not None:
         _check_configs(_requested_configs(configs, controlnet))
     for size in sizes or ():
@@ -109,8 +113,9 @@ def _check_output(folder: Path, overwrite: bool, format: str) -> None:
         raise ToMeExportError(f"{folder} cannot be written ({error.strerror or error}): pass another.") from error
     if folder.exists() and not folder.is_dir():
         raise ToMeExportError(f"{folder} is a file: pass a folder to write to.")
-    if folder.is_dir() and any(folder.iterdir()) and not (overwrite and (folder / MANIFEST).is_file()):
-        remedy = "pass overwrite=True (--overwrite)" if (folder / MANIFEST).is_file() else "pass another folder"
+    is_export = (folder / MANIFEST).is_file() or is_layout(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (overwrite and is_export):
+        remedy = "pass overwrite=True (--overwrite)" if is_export else "pass another folder"
         raise ToMeExportError(f"{folder} exists and is not empty: {remedy}.")
 
 

@@ -35,6 +35,7 @@ from .arguments import (
     sizes_of,
 )
 from .conversion import Converter
+from .diffusers_layout import DiffusersLayout, check_loadable, choose_layout, write_layout
 from .loading import DEFAULTS
 from .manifest import (
     CONFIGS,
@@ -71,6 +72,8 @@ def export_pipeline(
     merge_map: bool = False,
     controlnet: bool | float = True,
     format: str | None = None,
+    layout: str = "ppdiffusers",
+    runtime: str | None = None,
     overwrite: bool = False,
     for_gpu: bool = False,
     progress: bool = True,
@@ -97,7 +100,12 @@ def export_pipeline(
             merges; for Stable Diffusion without a ControlNet.
         controlnet: whether, or at what ratio, a ControlNet merges; as in `apply_tome`.
         format: "onnx" for ONNX Runtime and OpenVINO, "paddle" for Paddle Inference, or "both". ppdiffusers' own
-            classes only read Paddle programs. None: "onnx", or "paddle" where Paddle is a build for GPUs.
+            classes only read Paddle programs. With layout="diffusers": "onnx", or "openvino" for OpenVINO GenAI. None:
+            "onnx", or "paddle" where Paddle is a build for GPUs.
+        layout: "ppdiffusers", or "diffusers" for a folder that Optimum and OpenVINO GenAI load without this package:
+            one size and one ratio, without `tome.json`.
+        runtime: with layout="diffusers", which runtime the ONNX models suit: "openvino" (the default; ONNX Runtime
+            runs them too) or "onnxruntime" (faster there; OpenVINO cannot load them).
         overwrite: replace an earlier export in folder, once the new one is complete.
         for_gpu: merge by operations that are fast on a GPU and slow on a CPU; see docs/gpu.md.
         progress: show a progress bar.
@@ -105,7 +113,8 @@ def export_pipeline(
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
     Returns:
-        The manifest that was written to `tome.json`.
+        The manifest that was written to `tome.json`. With layout="diffusers" it describes the programs that the folder
+        was made from.
 
     Raises:
         ToMeConfigError: an argument is not allowed.
@@ -117,6 +126,7 @@ def export_pipeline(
     Example:
         >>> export_pipeline(pipe, "build/emoji", ratios=(0.5, 0), sizes=[(128, 128), (192, 128)])
     """
+    diffusers_layout = choose_layout(layout, format, runtime)
     return write_export(
         pipe,
         Path(folder),
@@ -125,7 +135,8 @@ def export_pipeline(
         image_to_image=image_to_image,
         merge_map=merge_map,
         controlnet=controlnet,
-        format=format or default_format(),
+        format=(format or default_format()) if diffusers_layout is None else "onnx",
+        layout=diffusers_layout,
         overwrite=overwrite,
         for_gpu=for_gpu,
         progress=progress,
@@ -142,6 +153,7 @@ def write_export(
     merge_map: bool = False,
     controlnet: bool | float = True,
     format: str,
+    layout: DiffusersLayout | None = None,
     overwrite: bool = False,
     for_gpu: bool = False,
     linked: Iterable[tuple[Path, ProgramFile]] = (),
@@ -151,12 +163,15 @@ def write_export(
 
     Args:
         configs: one for each ratio; None: those that are applied to the pipeline.
+        layout: None: ppdiffusers'. Otherwise format must be "onnx".
         linked: programs to link instead of tracing them again, with their folders on the same file system, for the
             package's own experiments: `unmerged_programs` of an earlier export of the same pipeline, or what
             `tracing.save` wrote with the same settings. Those that do not have all formats are traced.
     """
-    check_arguments(folder, configs, sizes, controlnet=controlnet, overwrite=overwrite, format=format)
+    check_arguments(folder, configs, sizes, controlnet=controlnet, overwrite=overwrite, format=format, layout=layout)
     check_pipeline(pipe)
+    if layout is not None:
+        check_loadable(pipe, merge_map)
     merging = merging_of(pipe, configs, controlnet)
     if merge_map:
         check_merge_map(pipe, merging)
@@ -165,10 +180,12 @@ def write_export(
     planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
     operations = merging_for_gpu() if for_gpu else nullcontext()
     with replacing(folder) as partial, Converter() as converter, operations:
-        writer = _Writer(pipe, merging, sizes[0], partial, EXPORT_FORMATS[format], converter, linked)
+        export = partial if layout is None else partial / "export"
+        states = layout is not None
+        writer = _Writer(pipe, merging, sizes[0], export, EXPORT_FORMATS[format], converter, linked, states)
         for target, file in tqdm(planned.items(), desc="export", unit="program", disable=not progress):
             writer.write(file, target)
-        copy_parts(pipe, partial, image_to_image)
+        copy_parts(pipe, export, image_to_image)
         manifest = Manifest(
             format=1,
             name=Path(pipe.config.get("_name_or_path") or type(pipe).__name__).name,
@@ -185,11 +202,15 @@ def write_export(
                 "ppdiffusers": ppdiffusers.__version__,
             },
             programs=tuple(writer.written),
-            files=_list_files(partial),
+            files=_list_files(export),
             merge_map=merge_map,
             for_gpu=for_gpu,
         )
-        manifest.save(partial)
+        if layout is None:
+            manifest.save(partial)
+        else:
+            write_layout(layout, export, manifest.programs, merging, pipe, partial)
+            shutil.rmtree(export)
     return manifest
 
 
@@ -205,6 +226,7 @@ class _Writer:
         size: image size of the comparison with eager, for programs of any size.
         folder: the folder to write to.
         formats: some of FORMATS.
+        all_states: SDXL's text encoders return the states of all their layers.
     """
 
     def __init__(
@@ -216,10 +238,11 @@ class _Writer:
         formats: tuple[str, ...],
         converter: Converter,
         linked: Iterable[tuple[Path, ProgramFile]],
+        all_states: bool = False,
     ) -> None:
         self.written: list[ProgramFile] = []
         self._pipe, self._merging, self._size = pipe, merging, size
-        self._folder, self._formats = folder, formats
+        self._folder, self._formats, self._all_states = folder, formats, all_states
         self._converter = converter if "onnx" in formats else None
         self._weights: dict[str, SharedWeights] = {}  # of ONNX programs, by model
         self._linked = {file.place: (root, file) for root, file in linked if file.formats == formats}
@@ -246,7 +269,7 @@ class _Writer:
         size, factor = planned.size or self._size, vae_factor(self._pipe)
         dims = {"height": size.height, "width": size.width, "tokens": text_tokens(self._pipe)}
         dims |= {"latent_height": size.height // factor, "latent_width": size.width // factor}
-        traceable = _traceable(self._pipe, planned, self._merging)
+        traceable = _traceable(self._pipe, planned, self._merging, self._all_states)
         return save(traceable, planned, self._folder, target, dims, PaddleRuntime().cores(), self._converter)
 
     def _link_program(self, root: Path, file: ProgramFile, target: str) -> ProgramFile:
@@ -274,7 +297,9 @@ class _Writer:
         return replace(file, onnx=target)
 
 
-def _traceable(pipe: DiffusionPipeline, planned: ProgramFile, merging: Mapping[float, Configs]) -> Traceable:
+def _traceable(
+    pipe: DiffusionPipeline, planned: ProgramFile, merging: Mapping[float, Configs], all_states: bool
+) -> Traceable:
     """The layer to trace for a planned program, with its merging."""
     model = planned.model
     if model == "vae_encoder":
@@ -282,7 +307,7 @@ def _traceable(pipe: DiffusionPipeline, planned: ProgramFile, merging: Mapping[f
     if model == "vae_decoder":
         return programs.vae_decoder(pipe.vae)
     if planned.ratio is None:
-        return programs.text_encoder(getattr(pipe, model), is_xl(pipe))
+        return programs.text_encoder(getattr(pipe, model), is_xl(pipe), all_states)
     controlnet = controlnet_of(pipe)
     is_map = model == "merge_map"
     traceable = programs.merge_map(pipe.unet) if is_map else programs.denoiser(pipe.unet, controlnet)

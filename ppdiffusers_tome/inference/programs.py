@@ -84,6 +84,18 @@ class TextEncoderXL(OneModel):
         return out.hidden_states[-2], out[0]
 
 
+class TextEncoderStates(OneModel):
+    """Text encoder with the states of all its layers: its two outputs, and the input [B, T, D] and output of each.
+
+    The two outputs are the last hidden state and the pooled one, or with a projection the pooled and projected one
+    [B, D] and the last hidden state.
+    """
+
+    def forward(self, input_ids: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+        out = self.model(input_ids, output_hidden_states=True, return_dict=True)
+        return out[0], out[1], *out.hidden_states
+
+
 class VaeEncoder(OneModel):
     """VAE encoder: the mode of the latent distribution, [B, 4, h, w], and its log variance."""
 
@@ -210,10 +222,16 @@ def count_residuals(controlnet: nn.Layer) -> int:
     return len(controlnet.controlnet_down_blocks) + 1
 
 
-def text_encoder(model: nn.Layer, is_xl: bool) -> Traceable:
-    """A text encoder. It is copied."""
+def text_encoder(model: nn.Layer, is_xl: bool, all_states: bool = False) -> Traceable:
+    """A text encoder. It is copied.
+
+    Args:
+        is_xl: of SDXL.
+        all_states: in SDXL, return the states of all layers, not only the penultimate one.
+    """
     ids = Input("input_ids", ("batch", "tokens"), _integers(model.config.vocab_size), "int64")
-    return Traceable((TextEncoderXL if is_xl else TextEncoder)(_working_copy(model)), (ids,))
+    layer = (TextEncoderStates if all_states else TextEncoderXL) if is_xl else TextEncoder
+    return Traceable(layer(_working_copy(model)), (ids,))
 
 
 def vae_encoder(model: nn.Layer) -> Traceable:

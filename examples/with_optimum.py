@@ -1,0 +1,21 @@
+"""Generate an image with a merged model in Optimum: without Paddle and without ppdiffusers_tome.
+
+python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.5 --layout diffusers \
+    --for onnxruntime --output build/scenes_onnx
+pip install optimum-onnx onnxruntime                                   # on the machine without Paddle
+python examples/with_optimum.py build/scenes_onnx "a photo of an owl" owl.png
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from optimum.onnxruntime import ORTDiffusionPipeline
+
+if len(sys.argv) != 4:
+    sys.exit("usage: with_optimum.py FOLDER PROMPT OUTPUT.png")
+folder, prompt, output = sys.argv[1:]
+size = json.loads((Path(folder) / "model_index.json").read_text())["_ppdiffusers_tome"]["size"]  # the only one
+width, height = map(int, size.split("x"))
+pipe = ORTDiffusionPipeline.from_pretrained(folder)
+pipe(prompt, height=height, width=width, num_inference_steps=20).images[0].save(output)

@@ -1,0 +1,19 @@
+"""Generate an image with a merged model in optimum-intel: without Paddle and without ppdiffusers_tome.
+
+python -m ppdiffusers_tome export --model examples/scenes_sd --size 256 --ratio 0.5 --layout diffusers \
+    --output build/scenes_openvino
+pip install optimum-intel[openvino]                                    # on the machine without Paddle
+python examples/with_optimum_intel.py build/scenes_openvino "a photo of an owl" owl.png
+"""
+
+import sys
+from pathlib import Path
+
+from optimum.intel import OVDiffusionPipeline
+
+if len(sys.argv) != 4:
+    sys.exit("usage: with_optimum_intel.py FOLDER PROMPT OUTPUT.png")
+folder, prompt, output = sys.argv[1:]
+from_onnx = (Path(folder) / "unet" / "model.onnx").exists()  # or --format openvino
+pipe = OVDiffusionPipeline.from_pretrained(folder, from_onnx=from_onnx, dynamic_shapes=False)
+pipe(prompt, num_inference_steps=20).images[0].save(output)

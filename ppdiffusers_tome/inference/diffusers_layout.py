@@ -1,0 +1,565 @@
+"""The folder that Optimum, optimum-intel and OpenVINO GenAI load: an export that runs without this package and Paddle.
+
+It is made from the ONNX programs of an export for one size and one ratio. Names of files, inputs, outputs and
+dimensions are those of `optimum.exporters.onnx` (read in optimum-onnx 0.1.0, optimum-intel 1.27.0 and openvino.genai
+2026.4.1, which `make test-optimum` runs).
+"""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, Literal
+
+from ppdiffusers import DiffusionPipeline
+
+from .._version import __version__
+from ..config import ToMeConfig
+from ..errors import ToMeConfigError, ToMeExportError
+from ..models import vae_factor
+from .manifest import Configs, ProgramFile, Size, ratio_name
+from .onnx_weights import external_places, set_places
+from .runtime import load_module
+
+if TYPE_CHECKING:
+    import onnx
+
+LAYOUTS = ("ppdiffusers", "diffusers")
+FORMATS = ("onnx", "openvino")  # of the models in this layout
+RUNTIMES = ("openvino", "onnxruntime")  # whose form of attention the models have; the first is the default
+MARK = "_ppdiffusers_tome"  # the entry of model_index.json by which this package knows its own folders
+# Pipelines that the loaders know, by their class in ppdiffusers, which has the same name there.
+CLASSES = (
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusionXLImg2ImgPipeline",
+)
+TEXT_OUTPUTS = {  # by the class of the text encoder; in SDXL `hidden_states.0`, `hidden_states.1`, … come after them
+    "CLIPTextModel": ("last_hidden_state", "pooler_output"),
+    "CLIPTextModelWithProjection": ("text_embeds", "last_hidden_state"),
+}
+IN_PIXELS = {("vae_encoder", "sample"), ("vae_decoder", "sample")}  # all other feature maps are latents
+# Entries of configs that only ppdiffusers has.
+FOREIGN = {"data_format", "down_block_out_channels", "up_block_out_channels", "_ppdiffusers_version", "_name_or_path"}
+TEXT_CONFIG = (  # the entries of transformers' CLIPTextConfig
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "projection_dim",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "layer_norm_eps",
+    "attention_dropout",
+    "initializer_range",
+    "initializer_factor",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+README = Template("""\
+# $name, $ratio
+
+$class_name as $kind models for images of $size px, written by ppdiffusers_tome $version.
+$merging
+Neither that package nor Paddle is needed to run them. The size is fixed; the batch size is not.
+
+$form
+
+$snippets
+""")
+OPTIMUM = """\
+With [Optimum](https://github.com/huggingface/optimum-onnx) (`pip install optimum-onnx onnxruntime`):
+
+```python
+from optimum.onnxruntime import ORT$class_name
+
+pipe = ORT$class_name.from_pretrained("$folder")
+image = pipe($arguments).images[0]
+```
+"""
+OPTIMUM_INTEL = """\
+With [optimum-intel](https://github.com/huggingface/optimum-intel) (`pip install optimum-intel[openvino]`). Dynamic
+shapes would undo the fixed size:
+
+```python
+from optimum.intel import OV$class_name
+
+pipe = OV$class_name.from_pretrained("$folder", ${from_onnx}dynamic_shapes=False)
+image = pipe($arguments).images[0]
+```
+"""
+GENAI = """\
+With [OpenVINO GenAI](https://github.com/openvinotoolkit/openvino.genai) (`pip install openvino-genai`), also in C++
+and JavaScript:
+
+```python
+import openvino_genai
+
+pipe = openvino_genai.$genai_class("$folder", "CPU")
+image = pipe.generate($genai_arguments, height=$height, width=$width).data[0]  # [height, width, 3], uint8
+```
+$tokenizers"""
+ONNX_RUNTIME = """\
+With ONNX Runtime alone, one model at a time:
+
+```python
+import onnxruntime
+
+unet = onnxruntime.InferenceSession("$folder/unet/model.onnx")
+(noise,) = unet.run(["out_sample"], {"sample": latents, "timestep": timestep, "encoder_hidden_states": text})
+```
+"""
+CONVERT = """
+The tokenizers are not converted yet, because `transformers` and `openvino-tokenizers` were not installed. Convert them
+once, in an environment without ppdiffusers, which needs older packages:
+
+```bash
+pip install openvino-tokenizers[transformers]
+$commands
+```
+"""
+PASSED = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")  # arguments of SDXL's pipelines
+
+
+@dataclass(frozen=True)
+class DiffusersLayout:
+    """A request for this layout.
+
+    Args:
+        format: "onnx", or "openvino" for OpenVINO's own files, which OpenVINO GenAI needs.
+        runtime: which runtime the ONNX models are for. "openvino": attention is computed step by step, as OpenVINO
+            fuses it itself; ONNX Runtime runs these models too. "onnxruntime": attention is one operator of ONNX
+            Runtime, which OpenVINO does not have.
+
+    Raises:
+        ToMeConfigError: a value is not allowed.
+        ToMeExportError: OpenVINO is not installed, for format="openvino".
+    """
+
+    format: Literal["onnx", "openvino"] = "onnx"
+    runtime: Literal["openvino", "onnxruntime"] = "openvino"
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ToMeConfigError(
+                f"format={self.format!r} is not allowed with layout='diffusers': it must be one of {[*FORMATS]}."
+            )
+        if self.runtime not in RUNTIMES:
+            raise ToMeConfigError(f"runtime={self.runtime!r} is not allowed: it must be one of {[*RUNTIMES]}.")
+        if self.format == "openvino":
+            if self.runtime != "openvino":
+                raise ToMeConfigError(
+                    "format='openvino' with runtime='onnxruntime' (--for onnxruntime) is not allowed: ONNX Runtime "
+                    "does not read OpenVINO's files. Leave out one of the two."
+                )
+            load_module("openvino")
+
+
+def choose_layout(layout: str, format: str | None, runtime: str | None) -> DiffusersLayout | None:
+    """The request that the arguments of `export_pipeline` make; None for ppdiffusers' layout.
+
+    Args:
+        layout: one of LAYOUTS.
+        format: None: the layout's own.
+        runtime: None: the default.
+
+    Raises:
+        ToMeConfigError, ToMeExportError: as `DiffusersLayout`, or a value belongs to the other layout.
+    """
+    if layout not in LAYOUTS:
+        raise ToMeConfigError(f"layout={layout!r} is not allowed: it must be one of {[*LAYOUTS]}.")
+    if layout == "diffusers":
+        return DiffusersLayout(format or FORMATS[0], runtime or RUNTIMES[0])  # type: ignore[arg-type]  # checked there
+    if runtime is not None:
+        raise ToMeConfigError(
+            f"runtime={runtime!r} (--for) is not allowed without layout='diffusers': exports in ppdiffusers' layout "
+            "get the form that a runtime needs when they are loaded. Leave it out."
+        )
+    if format == "openvino":
+        raise ToMeConfigError(
+            "format='openvino' is not allowed without layout='diffusers': load_pipeline runs format='onnx' in "
+            "OpenVINO."
+        )
+    return None
+
+
+def check_single(configs: Sequence[ToMeConfig] | None, sizes: Iterable[tuple[int, int]] | None) -> None:
+    """Raise ToMeConfigError if there are several sizes or ratios; the folder has one of each."""
+    ratios = list(dict.fromkeys(ratio_name(config.ratio) for config in configs or ()))
+    if len(ratios) > 1:
+        raise ToMeConfigError(
+            f"ratios {', '.join(ratios)} are not allowed with layout='diffusers', whose folder has one UNet: export "
+            "each ratio to a folder of its own."
+        )
+    different = list(dict.fromkeys(str(Size(*size)) for size in sizes or ()))
+    if len(different) > 1:
+        raise ToMeConfigError(
+            f"sizes {', '.join(different)} are not allowed with layout='diffusers', whose folder has one UNet: export "
+            "each size to a folder of its own."
+        )
+
+
+def check_loadable(pipe: DiffusionPipeline, merge_map: bool) -> None:
+    """Raise unless the loaders know this pipeline and its parts.
+
+    Raises:
+        ToMeConfigError: merge_map is set.
+        ToMeExportError: they do not know the pipeline, a text encoder or the scheduler.
+    """
+    if merge_map:
+        raise ToMeConfigError(
+            "merge_map=True is not allowed with layout='diffusers': no loader reads it. Leave it out."
+        )
+    class_name = type(pipe).__name__
+    if class_name not in CLASSES:
+        raise ToMeExportError(
+            f"{class_name} cannot be exported with layout='diffusers': Optimum and OpenVINO GenAI load "
+            f"{', '.join(CLASSES)}. Leave out the layout, and load the export with load_pipeline."
+        )
+    for name in _text_encoders(pipe):
+        if type(getattr(pipe, name)).__name__ not in TEXT_OUTPUTS:
+            raise ToMeExportError(
+                f"{name} is a {type(getattr(pipe, name)).__name__}, which the loaders of layout='diffusers' do not "
+                f"know: they know {' and '.join(TEXT_OUTPUTS)}. Leave out the layout."
+            )
+    scheduler = type(pipe.scheduler).__name__
+    if scheduler.startswith("Preconfig"):
+        raise ToMeExportError(
+            f"the scheduler is {scheduler}, which diffusers does not have: set another, such as "
+            "pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)."
+        )
+
+
+def is_layout(folder: Path) -> bool:
+    """Whether this package wrote a folder in this layout."""
+    try:
+        return MARK in json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def write_layout(
+    layout: DiffusersLayout,
+    export: Path,
+    written: Iterable[ProgramFile],
+    merging: Mapping[float, Configs],
+    pipe: DiffusionPipeline,
+    folder: Path,
+) -> None:
+    """Write the folder from an export in ppdiffusers' layout, whose weights and other files are moved.
+
+    Args:
+        export: the folder of the export.
+        written: its programs, each as ONNX; one UNet.
+        merging: the configs of the export by ratio; one.
+        pipe: the pipeline that was exported.
+        folder: an existing folder on the same file system.
+
+    Raises:
+        OSError: the files cannot be written.
+        ToMeExportError: OpenVINO cannot convert a model.
+    """
+    files = {file.model: file for file in written}
+    size, ratio = files["unet"].size, files["unet"].ratio
+    assert size is not None and ratio is not None
+    for name, file in files.items():
+        part = folder / name
+        part.mkdir()
+        outputs = _outputs(name, pipe)
+        _write_model(export / str(file.onnx), part / "model.onnx", name, outputs, size, vae_factor(pipe), layout)
+        _write_json(part / "config.json", _config(name, pipe, size, "vae_encoder" in files))
+        if layout.format == "openvino":
+            _convert_model(part)
+    for name in ("tokenizer", "tokenizer_2", "scheduler"):
+        if (export / name).is_dir():
+            shutil.move(export / name, folder / name)
+    for path in folder.glob("tokenizer*/tokenizer_config.json"):
+        _write_json(path, _tokenizer_config(path))
+    path = folder / "scheduler" / "scheduler_config.json"
+    _write_json(path, _without_foreign(json.loads(path.read_text(encoding="utf-8"))))
+    if layout.format == "openvino":
+        _convert_tokenizers(folder)
+    config, _ = merging[ratio]
+    about = {"version": __version__, "size": str(size), "ratio": ratio, "method": config.method if config else "plain"}
+    _write_json(folder / "model_index.json", _model_index(pipe) | {MARK: about})
+    (folder / "README.md").write_text(_readme(layout, pipe, about, "vae_encoder" in files), encoding="utf-8")
+
+
+def _text_encoders(pipe: DiffusionPipeline) -> list[str]:
+    return [name for name in ("text_encoder", "text_encoder_2") if vars(pipe).get(name) is not None]
+
+
+def _outputs(model: str, pipe: DiffusionPipeline) -> tuple[str, ...]:
+    """The names of a model's outputs; if the program has more, they are the states of the text encoder's layers."""
+    if model in _text_encoders(pipe):
+        layers = range(getattr(pipe, model).config.num_hidden_layers + 1)
+        states = [f"hidden_states.{layer}" for layer in layers] if "text_encoder_2" in pipe.config else []
+        return (*TEXT_OUTPUTS[type(getattr(pipe, model)).__name__], *states)
+    return {"unet": ("out_sample",), "vae_decoder": ("sample",), "vae_encoder": ("mean", "logvar")}[model]
+
+
+def _write_model(
+    source: Path, target: Path, model: str, outputs: tuple[str, ...], size: Size, factor: int, layout: DiffusersLayout
+) -> None:
+    """Write one model as the loaders read it, and move its weights beside it."""
+    import onnx
+
+    from .onnx_programs import fuse_attention
+
+    program = onnx.load(str(source), load_external_data=False)
+    graph = program.graph
+    if layout.runtime == "onnxruntime":
+        fuse_attention(program)
+    _rename_outputs(graph, outputs)
+    if model == "vae_encoder":
+        _join_outputs(graph, "latent_parameters")
+    _skip_casts_of_inputs(program)
+    for value in graph.input:
+        if value.name == "timestep":
+            _take_integers(graph, value, is_scalar=layout.runtime == "onnxruntime")
+    for value in (*graph.input, *graph.output):
+        pixels = 1 if (model, value.name) in IN_PIXELS else factor
+        _name_dimensions(value, size.height // pixels, size.width // pixels)
+    weights = target.with_name("model.onnx_data")
+    moved = set()
+    for tensor in graph.initializer:
+        places = external_places(tensor)
+        if places:
+            moved.add(places["location"])
+            del tensor.external_data[:]
+            set_places(tensor, places | {"location": weights.name})
+    for name in moved:
+        shutil.move(source.with_name(name), weights)  # one file: all weights of a model are in one
+    onnx.save(program, str(target))
+    if layout.runtime == "openvino":
+        onnx.checker.check_model(str(target))  # it does not know the operators of ONNX Runtime
+
+
+def _rename_outputs(graph: "onnx.GraphProto", names: tuple[str, ...]) -> None:
+    renamed = {value.name: name for value, name in zip(graph.output, names, strict=True)}
+    for node in graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    for value in graph.output:
+        value.name = renamed[value.name]
+
+
+def _join_outputs(graph: "onnx.GraphProto", name: str) -> None:
+    """Concatenate the graph's outputs [B, C, h, w] along their channels, to one output."""
+    from onnx import helper
+
+    graph.node.append(helper.make_node("Concat", [value.name for value in graph.output], [name], axis=1))
+    joined = graph.output[0]
+    joined.name = name
+    joined.type.tensor_type.shape.dim[1].dim_value *= len(graph.output)
+    del graph.output[1:]
+
+
+def _skip_casts_of_inputs(program: "onnx.ModelProto") -> None:
+    """Remove casts of inputs to their own data type.
+
+    OpenVINO removes them too, and then the input has both names, of which loaders read either.
+    """
+    from .onnx_programs import casts
+
+    dtypes = {value.name: value.type.tensor_type.elem_type for value in program.graph.input}
+    outputs = {value.name for value in program.graph.output}
+    kept: list[onnx.NodeProto] = []
+    skipped: dict[str, str] = {}
+    for node in program.graph.node:
+        node.input[:] = [skipped.get(name, name) for name in node.input]
+        dtype = dtypes.get(node.input[0]) if node.op_type == "Cast" else None
+        if dtype is not None and casts(node, dtype) and node.output[0] not in outputs:
+            skipped[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
+    del program.graph.node[:]
+    program.graph.node.extend(kept)
+
+
+def _take_integers(graph: "onnx.GraphProto", value: "onnx.ValueInfoProto", is_scalar: bool) -> None:
+    """Let a float32 input [1] be int64, as a scalar or [1]."""
+    from onnx import TensorProto, helper
+
+    name = value.name
+    for node in graph.node:
+        node.input[:] = [f"{name}.float" if other == name else other for other in node.input]
+    value.type.tensor_type.elem_type = TensorProto.INT64
+    nodes = [helper.make_node("Cast", [name], [f"{name}.float"], to=TensorProto.FLOAT)]
+    if is_scalar:  # Optimum passes a scalar, and warns if it has to reshape it
+        del value.type.tensor_type.shape.dim[:]
+        nodes[0].output[0] = f"{name}.scalar"
+        one = helper.make_tensor(f"{name}.shape", TensorProto.INT64, [1], [1])
+        nodes.append(helper.make_node("Constant", [], [one.name], value=one))
+        nodes.append(helper.make_node("Reshape", [f"{name}.scalar", one.name], [f"{name}.float"]))
+    for node in reversed(nodes):
+        graph.node.insert(0, node)
+
+
+def _name_dimensions(value: "onnx.ValueInfoProto", height: int, width: int) -> None:
+    """Name the dimensions that are dynamic, [batch_size, sequence_length, …]; height and width get their size.
+
+    Optimum derives the shapes of outputs from the names.
+    """
+    dims = value.type.tensor_type.shape.dim
+    for axis, dim in enumerate(dims):
+        if dim.dim_value <= 0:
+            if axis < 2:
+                dim.dim_param = ("batch_size", "sequence_length")[axis]
+            else:
+                dim.dim_value = (height, width)[axis - 2]
+
+
+def _convert_model(part: Path) -> None:
+    """Replace the ONNX model of a folder by OpenVINO's files."""
+    openvino = load_module("openvino")
+    source = part / "model.onnx"
+    try:
+        converted = openvino.convert_model(str(source))
+    except Exception as error:
+        raise ToMeExportError(f"OpenVINO {openvino.__version__} cannot convert the {part.name}: {error}") from error
+    openvino.save_model(converted, str(part / "openvino_model.xml"), compress_to_fp16=False)
+    source.unlink()
+    (part / "model.onnx_data").unlink(missing_ok=True)
+
+
+def _convert_tokenizers(folder: Path) -> None:
+    """Write the tokenizers as OpenVINO models too, if the packages for that are installed."""
+    if not _has_tokenizers():
+        return
+    transformers, converter = (importlib.import_module(name) for name in ("transformers", "openvino_tokenizers"))
+    for path in sorted(folder.glob("tokenizer*")):
+        tokenizer = transformers.CLIPTokenizerFast.from_pretrained(str(path))
+        model = converter.convert_tokenizer(tokenizer, with_detokenizer=False)
+        load_module("openvino").save_model(model, str(path / "openvino_tokenizer.xml"))
+
+
+def _has_tokenizers() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("transformers", "openvino_tokenizers"))
+
+
+def _config(model: str, pipe: DiffusionPipeline, size: Size, has_encoder: bool) -> dict[str, Any]:
+    """The contents of a model's `config.json`.
+
+    Args:
+        has_encoder: whether the folder has the VAE's encoder. The UNet's `sample_size` then is one number, its longer
+            side, because diffusers' pipelines for image-to-image and inpainting compare it with one; those for SDXL
+            multiply it (0.39.0).
+    """
+    if model in _text_encoders(pipe):
+        encoder = getattr(pipe, model)
+        config = {name: getattr(encoder.config, name) for name in TEXT_CONFIG if hasattr(encoder.config, name)}
+        return config | {"architectures": [type(encoder).__name__], "model_type": "clip_text_model"}
+    if model != "unet":
+        return _without_foreign(dict(pipe.vae.config))
+    latent = [size.height // vae_factor(pipe), size.width // vae_factor(pipe)]
+    is_number = has_encoder or "text_encoder_2" in pipe.config or latent[0] == latent[1]
+    return _without_foreign(dict(pipe.unet.config)) | {"sample_size": max(latent) if is_number else latent}
+
+
+def _without_foreign(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in FOREIGN}
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """The contents of `tokenizer_config.json` as transformers reads them, without paths of this machine."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.setdefault("model_max_length", config.get("max_len", 77))
+    for name in ("max_len", "special_tokens_map_file", "name_or_path"):
+        config.pop(name, None)
+    return config | {"tokenizer_class": "CLIPTokenizer"}
+
+
+def _model_index(pipe: DiffusionPipeline) -> dict[str, Any]:
+    """The contents of `model_index.json`: the classes of all parts, in diffusers and transformers."""
+    index: dict[str, Any] = {
+        "_class_name": type(pipe).__name__,
+        "scheduler": ["diffusers", type(pipe.scheduler).__name__],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    for name in _text_encoders(pipe):
+        index[name] = ["transformers", type(getattr(pipe, name)).__name__]
+    for name in ("tokenizer", "tokenizer_2"):
+        if vars(pipe).get(name) is not None:
+            index[name] = ["transformers", "CLIPTokenizer"]
+    if "text_encoder_2" in pipe.config:
+        return index | {name: pipe.config[name] for name in PASSED if name in pipe.config}
+    none = {"feature_extractor": [None, None], "image_encoder": [None, None], "safety_checker": [None, None]}
+    return index | none | {"requires_safety_checker": False}
+
+
+def _readme(layout: DiffusersLayout, pipe: DiffusionPipeline, about: Mapping[str, Any], has_encoder: bool) -> str:
+    """The contents of the folder's README.md."""
+    class_name, ratio = type(pipe).__name__, ratio_name(about["ratio"])
+    width, height = about["size"].split("x")
+    arguments, sides = '"a prompt"', f"height={height}, width={width}"
+    genai_class, genai_arguments = "Text2ImagePipeline", arguments
+    if "Img2Img" in class_name:
+        arguments = f"{arguments}, image=image"  # which has the size
+        genai_class, genai_arguments = "Image2ImagePipeline", '"a prompt", image'
+    elif "Inpaint" in class_name:
+        arguments = f"{arguments}, image=image, mask_image=mask, {sides}"
+        genai_class, genai_arguments = "InpaintingPipeline", '"a prompt", image, mask'
+    else:
+        arguments = f"{arguments}, {sides}"
+    if layout.format == "openvino":
+        kind, form, snippets = (
+            "OpenVINO",
+            "Attention is computed step by step; OpenVINO fuses it.",
+            [OPTIMUM_INTEL, GENAI],
+        )
+    elif layout.runtime == "onnxruntime":
+        kind, snippets = "ONNX", [OPTIMUM, ONNX_RUNTIME]
+        form = (
+            "Attention is one operator of ONNX Runtime (`--for onnxruntime`), which is faster there. OpenVINO cannot "
+            "load\nthese models: export them without `--for` for it."
+        )
+    else:
+        kind, snippets = "ONNX", [OPTIMUM, OPTIMUM_INTEL, ONNX_RUNTIME]
+        form = (
+            "Attention is computed step by step (`--for openvino`, the default): OpenVINO fuses it. ONNX Runtime runs "
+            "these\nmodels too; it is faster with `--for onnxruntime`. For OpenVINO GenAI, export with "
+            "`--format openvino`."
+        )
+    if has_encoder and class_name.endswith("DiffusionPipeline"):
+        image_to_image = class_name.replace("Pipeline", "Img2ImgPipeline")
+        form += f"\n\nThe folder has the VAE's encoder: `{image_to_image}` loads it too."
+    tokenizers = [name for name in ("tokenizer", "tokenizer_2") if vars(pipe).get(name) is not None]
+    commands = "\n".join(f"convert_tokenizer $folder/{name} --output $folder/{name}" for name in tokenizers)
+    convert = "" if _has_tokenizers() else CONVERT.replace("$commands", commands)
+    merged = f"Token merging is part of the UNet: ratio {ratio}, {about['method']}."
+    return README.substitute(
+        name=Path(pipe.config.get("_name_or_path") or class_name).name,
+        ratio=f"merged at ratio {ratio}" if about["ratio"] else "plain",
+        class_name=class_name,
+        kind=kind,
+        size=about["size"],
+        version=about["version"],
+        merging=merged if about["ratio"] else "Nothing merges in the UNet: it is plain.",
+        form=form,
+        snippets="\n".join(
+            Template(snippet.replace("$tokenizers", convert)).substitute(
+                class_name=class_name,
+                folder="FOLDER",
+                arguments=arguments,
+                genai_class=genai_class,
+                genai_arguments=genai_arguments,
+                height=height,
+                width=width,
+                from_onnx="from_onnx=True, " if layout.format == "onnx" else "",
+            )
+            for snippet in snippets
+        ).rstrip(),
+    )
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
