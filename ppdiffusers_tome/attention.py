@@ -211,7 +211,7 @@ class AttentionView:
         weight = _padded(weight.reshape([weight.shape[0], heads, -1]), 2, channels)
         width = weight.shape[2]
         bias = None if bias is None else _padded(bias.reshape([heads, -1]), 1, channels).flatten()
-        output = F.linear(tokens, weight.flatten(1, 2), bias)
+        output = F.linear(tokens, weight.reshape([-1, heads * width]), bias)
         if name == "to_v":
             return output
         added = np.zeros([heads, width], dtype="float32")

@@ -37,7 +37,7 @@ from ppdiffusers_tome.inference import (
 )
 from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.cuda_graph import CudaGraphs
-from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve
+from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve, widen_heads
 from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
 from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, weight_offsets
@@ -365,6 +365,30 @@ def test_half_programs_are_near_and_have_half_of_the_weights(own_folder):
     written = (own_folder / "unet.weights").stat().st_size
     assert 0.4 * written < sizes[0] < 0.7 * written
     assert sizes[1] < 1.1 * sizes[0]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_heads_are_widened_whatever_computes_them(is_known):
+    """41 channels in queries and keys, 40 in values; or a number that no shape shows."""
+    shape = "float[2,4,{}]" if is_known else "float[2,4,channels]"
+    q, v = (shape.format(2 * width) for width in (41, 40))
+    graph = onnx.parser.parse_graph(
+        f"main ({q} q, {q} k, {v} v) => ({v} out) "
+        "{ q1 = Identity(q) k1 = Identity(k) v1 = Identity(v) out = MultiHeadAttention(q1, k1, v1) }"
+    )
+    attention = graph.node.pop()
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    model = onnx.shape_inference.infer_shapes(model)  # which does not know the operator
+    attention.domain = "com.microsoft"
+    attention.attribute.append(onnx.helper.make_attribute("num_heads", 2))
+    model.graph.node.append(attention)
+    if not is_known:
+        with pytest.raises(ToMeExportError, match="the number of channels of q1 is unknown"):
+            widen_heads(model)
+        return
+    widen_heads(model)
+    operators = [node.op_type for node in model.graph.node]
+    assert operators.count("Pad") == 3 and operators[-3:] == ["Reshape", "Slice", "Reshape"]
 
 
 def test_tokens_whose_squares_overflow_float16_merge_as_in_float32(tmp_path, converter):

@@ -9,6 +9,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import uses_external_data
 
+from ..errors import ToMeExportError
 from .onnx_programs import Graph, cached, casts, drop_unused, fuse_attention, rewrite
 from .onnx_weights import SharedWeights, external_places
 
@@ -63,26 +64,51 @@ def widen_heads(model: onnx.ModelProto) -> None:
 
     A head has one more channel in queries and keys for the sizes of merged tokens. With that number of channels ONNX
     Runtime computes attention step by step on a GPU: half as fast, and in four times the memory at 1024 px.
+
+    Args:
+        model: a program with the shapes of its values; it is changed.
+
+    Raises:
+        ToMeExportError: the number of channels of a head is unknown.
     """
     graph, weights = Graph(model), model.graph.initializer
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
 
     def constant(values: Iterable[int]) -> str:
         weights.append(numpy_helper.from_array(np.array([*values], "int64"), f"widened.{len(weights)}"))
         return weights[-1].name
 
-    def channels(name: str) -> int:
-        """Number of channels of a [B, N, C] value; 0 if unknown."""
+    def last_size(name: str) -> int:
+        """Size of a value's last axis; 0 if unknown."""
+        if name in graph.weights:
+            return graph.weights[name].dims[-1]
+        if (shape := shapes.get(name)) and shape[-1].dim_value:
+            return int(shape[-1].dim_value)
         node = graph.maker(name, "Add", "Mul")
-        if node is not None and node.op_type == "MatMul" and node.input[1] in graph.weights:
-            return graph.weights[node.input[1]].dims[-1]
-        shape = graph.constant(node.input[1]) if node is not None and node.op_type == "Reshape" else None
-        return 0 if shape is None else max(int(shape.reshape([-1])[-1]), 0)
+        if node is not None and node.op_type == "MatMul":
+            return last_size(node.input[1])
+        is_reshape = node is not None and node.op_type == "Reshape"
+        values = graph.constant(node.input[1] if node is not None and is_reshape else name)
+        if values is None:
+            return 0
+        return max(int(values.reshape([-1])[-1]), 0) if is_reshape else values.shape[-1]
+
+    def channels(name: str) -> int:
+        """Number of channels of a [B, N, C] value."""
+        if size := last_size(name):
+            return size
+        raise ToMeExportError(
+            f"the number of channels of {name} is unknown, so its attention cannot be fused on a GPU: export the "
+            "model again with this release."
+        )
 
     def widened(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        heads = next((a.i for a in node.attribute if a.name == "num_heads"), 0)
-        widths = [channels(name) // heads for name in node.input[:3]] if node.op_type == "MultiHeadAttention" else []
-        wide = -(-max(widths, default=0) // HEAD_CHANNELS) * HEAD_CHANNELS
-        if not wide or not all(widths) or widths == [wide] * 3:
+        if node.op_type != "MultiHeadAttention":
+            return [node]
+        heads = next(a.i for a in node.attribute if a.name == "num_heads")
+        widths = [channels(name) // heads for name in node.input[:3]]
+        wide = -(-max(widths) // HEAD_CHANNELS) * HEAD_CHANNELS
+        if widths == [wide] * 3:
             return [node]
         nodes, output, values = [], node.output[0], widths[2]
         for number, (name, width) in enumerate(zip(node.input[:3], widths, strict=True)):
