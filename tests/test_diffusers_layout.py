@@ -275,7 +275,7 @@ def test_plain_text_to_image(onnx_folder, tmp_path, tiny, size, sample_size):
 @pytest.mark.parametrize("form", ["plain_form", "fused_form"])
 def test_the_readme_says_what_it_is_and_how_to_load_it(form, request):
     readme = (request.getfixturevalue(form) / "README.md").read_text()
-    assert "ratio 0.5, asymmetric ToMe, windows of 4, proportional" in readme and "40x32 px" in readme
+    assert "ratio 0.5, default, windows of 4" in readme and "40x32 px" in readme
     assert 'ORTStableDiffusionPipeline.from_pretrained("FOLDER")' in readme
     assert "height=32, width=40" in readme and "`StableDiffusionImg2ImgPipeline` loads it too" in readme
     loads = 'OVStableDiffusionPipeline.from_pretrained("FOLDER", from_onnx=True, dynamic_shapes=False)'
