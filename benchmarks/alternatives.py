@@ -32,7 +32,7 @@ from ppdiffusers import DPMSolverMultistepScheduler, StableDiffusionImg2ImgPipel
 from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.config import TOMESD_SETTINGS
+from ppdiffusers_tome.config import METHODS, TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.cache import digest
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import commit, describe_environment, model_files, sources
@@ -80,7 +80,7 @@ TABLE = {  # column of the frame → title and form of the table's
     "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
-TODO = {"merge_attn": "kv", "match": "grid", "use_rand": False, "ratio": 0.75}
+TODO = METHODS["ToDo"].changed_settings()
 SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
 

@@ -75,12 +75,9 @@ def export(options: argparse.Namespace) -> None:
 
     from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
-    from ppdiffusers_tome.inference import programs, tracing
-    from ppdiffusers_tome.inference.conversion import Converter
-    from ppdiffusers_tome.inference.onnx_gpu import half_program
-    from ppdiffusers_tome.inference.onnx_weights import SharedWeights, external_places, set_places
+    from ppdiffusers_tome.inference import programs
+    from ppdiffusers_tome.inference.onnx_weights import external_places, set_places
     from ppdiffusers_tome.patch import attach
-    from ppdiffusers_tome.wraps import merging_for_gpu
 
     architecture = ARCHITECTURES[options.architecture]
     paddle.seed(0)
@@ -98,12 +95,8 @@ def export(options: argparse.Namespace) -> None:
             attach(traceable.layer.unet, ToMeConfig(**MERGED[arm]), None)
         latent = architecture.latent(size)
         dims = {"height": size, "width": size, "latent_height": latent.h, "latent_width": latent.w}
-        with tempfile.TemporaryDirectory() as scratch, Converter() as converter, merging_for_gpu():
-            folder = Path(scratch)
-            files = tracing._trace(traceable, folder / "program", dims, "UNet")
-            SharedWeights(folder / "unet.weights").move(converter.convert(*files, "UNet"), folder / "unet.onnx")
-            half = half_program(folder / "unet.onnx")
-            model = onnx.load(str(half))
+        with tempfile.TemporaryDirectory() as scratch:
+            model = onnx.load(str(write_half(traceable, dims, Path(scratch))))
         for tensor in model.graph.initializer:
             values = numpy_helper.to_array(tensor)
             if values.dtype == np.float16 and values.size >= 256:
@@ -114,6 +107,20 @@ def export(options: argparse.Namespace) -> None:
                 set_places(tensor, external_places(tensor) | places)
         target.write_bytes(model.SerializeToString())
         print(target, f"{target.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
+    """Write the program of a layer for GPUs in float16, with sizes for some of its dimensions."""
+    from ppdiffusers_tome.inference import tracing
+    from ppdiffusers_tome.inference.conversion import Converter
+    from ppdiffusers_tome.inference.onnx_gpu import half_program
+    from ppdiffusers_tome.inference.onnx_weights import SharedWeights
+    from ppdiffusers_tome.wraps import merging_for_gpu
+
+    with Converter() as converter, merging_for_gpu():
+        files = tracing._trace(traceable, folder / "program", dims, "model")
+        SharedWeights(folder / "model.weights").move(converter.convert(*files, "model"), folder / "model.onnx")
+    return half_program(folder / "model.onnx")
 
 
 def origin() -> dict[str, str]:
@@ -171,21 +178,13 @@ def _operators_on_gpu(traceable: Any) -> list[str]:
     import onnx
     import onnxruntime as ort
 
-    from ppdiffusers_tome.inference import tracing
-    from ppdiffusers_tome.inference.conversion import Converter
-    from ppdiffusers_tome.inference.onnx_gpu import half_program
-    from ppdiffusers_tome.inference.onnx_weights import SharedWeights
-    from ppdiffusers_tome.wraps import merging_for_gpu
-
-    with tempfile.TemporaryDirectory() as scratch, Converter() as converter, merging_for_gpu():
+    with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        files = tracing._trace(traceable, folder / "program", {}, "block")
-        SharedWeights(folder / "block.weights").move(converter.convert(*files, "block"), folder / "block.onnx")
+        half = write_half(traceable, {}, folder)
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(folder / "optimized.onnx")
-        half = half_program(folder / "block.onnx")
         for value in onnx.load(str(half), load_external_data=False).graph.input:
             for name in filter(None, (dim.dim_param for dim in value.type.tensor_type.shape.dim)):
                 options.add_free_dimension_override_by_name(name, 2)

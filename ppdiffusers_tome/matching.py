@@ -7,7 +7,7 @@ from dataclasses import replace
 import paddle
 
 from .errors import ToMeConfigError
-from .plans import CellPlan, MergePlan, PairPlan, Pairs, PlainPlan, WindowPlan, cast, full_precision
+from .plans import CellPlan, MergePlan, PairPlan, Pairs, PlainPlan, WindowPlan, cast, count_rows, full_precision
 from .positions import Cells, EqualWindows, Grid, Positions, constant_cells, constant_positions, count_dst
 
 _LARGEST = 3.4028234663852886e38  # in float32
@@ -180,7 +180,7 @@ def plan_cells(
 
 def _count_batch(metric: paddle.Tensor) -> paddle.Tensor:  # [B, 1] int64
     """0, 1, … B - 1."""
-    return paddle.cumsum(paddle.ones_like(metric[:, :1, 0], dtype="int64"), axis=0) - 1
+    return count_rows(metric[:, :1, 0])
 
 
 def _most_similar(

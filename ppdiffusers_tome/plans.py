@@ -28,6 +28,11 @@ def gather(x: paddle.Tensor, index: paddle.Tensor, axis: int = 0) -> paddle.Tens
     return paddle.gather(x, index, axis=axis)
 
 
+def count_rows(rows: paddle.Tensor) -> paddle.Tensor:
+    """0, 1, … n - 1 for rows [n, …], in int64; a program may not know n."""
+    return paddle.cumsum(paddle.ones_like(rows, dtype="int64"), axis=0) - 1
+
+
 def full_precision() -> AbstractContextManager:
     """Turn mixed precision off so that a matmul stays in its dtype; Paddle cannot do so in a static program."""
     return paddle.amp.auto_cast(enable=False) if paddle.in_dynamic_mode() else nullcontext()
@@ -122,7 +127,7 @@ class PlainPlan(MergePlan):
     @cached_property
     def kept_rows(self) -> paddle.Tensor:
         ones = paddle.ones([1, self.count], dtype="int64") + paddle.zeros_like(self.batch)
-        return (paddle.cumsum(ones.reshape([-1]), axis=0) - 1).reshape([-1, self.tokens])
+        return count_rows(ones.reshape([-1])).reshape([-1, self.tokens])
 
     @property
     def source_rows(self) -> paddle.Tensor:
@@ -371,13 +376,13 @@ class WindowPlan(MergePlan):
         first = paddle.argmax(self._members, axis=1).reshape([-1, windows.count_w, self.of_window])
         slots = first + windows.begin  # [B, T, K]: of the first token of each merged token
         positions = paddle.gather(windows.order, slots.reshape([-1])).reshape([-1, windows.count_w * self.of_window])
-        image = paddle.cumsum(paddle.ones_like(positions[:, :1]), axis=0) - 1
+        image = count_rows(positions[:, :1])
         return (positions + image * (windows.count_w * windows.p)).reshape([-1, self.kept])
 
     @cached_property
     def source_rows(self) -> paddle.Tensor:
         windows = self.windows
-        window = paddle.cumsum(paddle.ones_like(self.rows[:, :1]), axis=0) - 1
+        window = count_rows(self.rows[:, :1])
         rows = (self.rows + window * self.of_window).reshape([-1, windows.count_w * windows.p])
         return paddle.gather(rows, windows.slot, axis=1).reshape([-1])
 

@@ -67,7 +67,6 @@ class Positions(NamedTuple):
     src: paddle.Tensor  # [S] int64, ascending
     slot: paddle.Tensor  # [N] int64: the index of each position in dst | src
     count_d: paddle.Tensor  # [D] int64: 0, 1, ... D - 1
-    count_s: paddle.Tensor  # [S] int64: 0, 1, ... S - 1
     windows: Windows | None = None  # None: a single window, the whole grid
 
 
@@ -205,30 +204,23 @@ def constant_cells(grid: Grid, sx: int, sy: int, random_key: Sequence[int] | Non
     )
 
 
-def has_equal_windows(grid: Grid, sx: int, sy: int, window: int | None) -> bool:
-    """Whether all windows of a grid have as many tokens and dst, and few enough tokens for matrix products."""
-    sizes, dst = _count_windows(grid, sx, sy, window)
-    return 0 < dst.min() == dst.max() and sizes.min() == sizes.max() <= LARGEST_WINDOW
-
-
-def _count_windows(grid: Grid, sx: int, sy: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens and the dst of each window; which token of a cell is its dst makes no difference."""
-    of_token = window_of(grid, sx, sy, window)
-    count = of_token.max() + 1
-    return np.bincount(of_token), np.bincount(of_token[choose_dst(grid, sx, sy)], minlength=count)
-
-
 @paddle.jit.not_to_static  # constants, which Paddle would compute in the program
 def constant_windows(
     grid: Grid, sx: int, sy: int, random_key: Sequence[int] | None, window: int | None
-) -> EqualWindows:
-    """The windows of a grid for which `has_equal_windows`, with dst from `choose_dst`, as constants of a program."""
+) -> EqualWindows | None:
+    """The windows of a grid, with dst from `choose_dst`, as constants of a program.
+
+    None if they have not all as many tokens and dst, or too many tokens for matrix products.
+    """
     of_token, dst = window_of(grid, sx, sy, window), choose_dst(grid, sx, sy, random_key)
+    count = int(of_token.max()) + 1
+    tokens, dst_tokens = np.bincount(of_token), np.bincount(of_token[dst], minlength=count)
+    p, q = int(tokens[0]), int(dst_tokens[0])
+    if q == 0 or p > LARGEST_WINDOW or (tokens != p).any() or (dst_tokens != q).any():
+        return None
     is_src = np.ones(grid.tokens, dtype=np.int64)
     is_src[dst] = 0
     order = np.lexsort((is_src, of_token))
-    count = int(of_token.max()) + 1
-    p, q = grid.tokens // count, len(dst) // count
     is_dst = np.arange(p) < q
     return EqualWindows(
         count_w=count,
@@ -260,7 +252,6 @@ def constant_positions(
         src=_constant(src),
         slot=_constant(slot),
         count_d=_constant(np.arange(len(dst))),
-        count_s=_constant(np.arange(len(src))),
         windows=None if window is None else _windows(dst, src, window_of(grid, sx, sy, window)),
     )
 

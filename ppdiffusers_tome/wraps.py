@@ -26,7 +26,6 @@ from .positions import (
     constant_cells,
     constant_positions,
     constant_windows,
-    has_equal_windows,
     tokens_kept,
 )
 
@@ -293,8 +292,8 @@ class BlockWrap(Wrap):
         shape, window = (grid, config.sx, config.sy), config.window
         if config.match == GRID:
             plan = plan_cells(metric, self._constant(constant_cells, *shape))
-        elif _suits_gpu(metric) and has_equal_windows(*shape, window):
-            plan = plan_windows(metric, self._constant(constant_windows, *shape, window=window), removed, removed_keys)
+        elif _suits_gpu(metric) and (windows := self._constant(constant_windows, *shape, window=window)) is not None:
+            plan = plan_windows(metric, windows, removed, removed_keys)
         else:
             positions = self._constant(constant_positions, *shape, window=window)
             plan = plan_pairs(metric, positions, removed, removed_keys)

@@ -8,7 +8,7 @@ from conftest import groups, make_unet, run, sizes_of
 from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
 from ppdiffusers_tome.matching import ROW_MULTIPLE, plan_windows, remaining
 from ppdiffusers_tome.plans import join_frames
-from ppdiffusers_tome.positions import constant_windows, has_equal_windows, window_of
+from ppdiffusers_tome.positions import constant_windows, window_of
 from ppdiffusers_tome.wraps import merging_for_gpu
 
 GRID, KEY, WINDOW = Grid(8, 16), (3, 1), 8
@@ -109,7 +109,7 @@ def test_tokens_without_a_similarity_merge_last(bad):
     ],
 )
 def test_which_grids_have_equal_windows(grid, window, is_equal):
-    assert has_equal_windows(grid, 2, 2, window) == is_equal
+    assert (constant_windows(grid, 2, 2, KEY, window) is not None) == is_equal
 
 
 def test_a_model_merges_alike_by_rows_and_by_products():
