@@ -158,11 +158,15 @@ class Variant:
 def list_arms() -> list[Variant]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
     half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"merge_attn": "kv", "ratio": 0.75}
-    arms = [Variant(merging=half), Variant(merging={**half, "merge_attn": True}), Variant(merging=kv)]
-    arms += [Variant(merging={**TOMESD_SETTINGS, "ratio": 0.5}), Variant(merging=TODO), Variant(merging=seven)]
+    arms = [Variant(merging=half), Variant(merging={**kv, "match": "grid"}), Variant(merging=TODO)]
+    arms += [Variant(merging=kv), Variant(merging={**half, "merge_attn": True})]
+    arms += [Variant(merging={**TOMESD_SETTINGS, "ratio": 0.5}), Variant(merging={"ratio": 0.25})]
+    arms += [Variant(merging=seven), Variant(merging={**kv, "ratio": 0.5}), Variant(merging={**kv, "ratio": 0.7})]
     arms += [Variant(steps=steps) for steps in (16, 14, 12, 10)]
-    arms += [Variant(every=2), Variant(every=3), Variant(every=2, merging=half), Variant(steps=14, merging=half)]
-    arms += [Variant(steps=10, dpm_solver=True), Variant(gate=10, guided=False), Variant(other_seed=True)]
+    arms += [Variant(other_seed=True), Variant(every=2), Variant(every=2, merging=half)]
+    arms += [Variant(steps=14, merging=half), Variant(steps=10, dpm_solver=True), Variant(gate=10, guided=False)]
+    arms += [Variant(merging={"ratio": 0.8, "sx": 4})]
+    arms += [Variant(every=3), Variant(every=2, last_layer=True)]
     arms += [
         Variant(steps=10, merging=half),
         Variant(steps=10, dpm_solver=True, merging=half),
@@ -173,10 +177,9 @@ def list_arms() -> list[Variant]:
         Variant(every=2, merging=kv),
         Variant(gate=10, guided=False, merging=half),
     ]
-    arms += [Variant(every=2, last_layer=True), Variant(every=3, last_layer=True), Variant(gate=10)]
+    arms += [Variant(every=3, last_layer=True), Variant(gate=10)]
     arms += [Variant(steps=steps, dpm_solver=True) for steps in (20, 14, 12, 8)]
     arms += [Variant(merging={"ratio": 0.45, "max_downsample": 2}), Variant(merging={**half, "window": None})]
-    arms += [Variant(merging={"ratio": 0.25}), Variant(merging={"ratio": 0.8, "sx": 4})]
     return [*arms, Variant(steps=8), Variant(every=2, last_layer=True, merging=half)]
 
 
