@@ -9,10 +9,10 @@ ARGS ?=
 lock.paddle3 := requirements.txt
 venv.paddle3 := .venv
 size.paddle3 := 2
-lock.paddle2 := requirements-paddle2.txt
+lock.paddle2 := requirements/paddle2.txt
 venv.paddle2 := .venv-paddle2
 size.paddle2 := 2
-lock.gpu := requirements-gpu.txt
+lock.gpu := requirements/gpu.txt
 venv.gpu := .venv-gpu
 size.gpu := 5
 LOCK := $(lock.$(STACK))
@@ -52,8 +52,8 @@ $(VENV)/.installed: requirements/build.txt requirements/common.txt $(LOCK) setup
 	@$(PY) -c "import ctypes; ctypes.CDLL('libgomp.so.1')" 2>/dev/null || { $(LINK_LIBGOMP); echo 'no libgomp.so.1 in the system (Debian, Ubuntu: apt-get install libgomp1): outside make, set LD_LIBRARY_PATH=$(LIBGOMP)'; }
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed requirements-test.txt
-	$(INSTALL) -r requirements-test.txt
+$(VENV)/.installed-test: $(VENV)/.installed requirements/test.txt
+	$(INSTALL) -r requirements/test.txt
 	@touch $@
 
 $(VENV)/.installed-ray: $(VENV)/.installed-test ppdiffusers_tome/requirements/ray.txt
@@ -116,9 +116,9 @@ check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 docs: build/docs-venv/.complete ## build the site of the documents in build/site/; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict $(ARGS)
 
-build/docs-venv/.complete: requirements-docs.txt
+build/docs-venv/.complete: requirements/docs.txt
 	$(PYTHON) -m venv --clear build/docs-venv
-	build/docs-venv/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements-docs.txt
+	build/docs-venv/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
 	@touch $@
 
 format: $(VENV)/.installed-test ## fix and format with ruff
@@ -204,9 +204,9 @@ dist: build/dist-venv/.complete ## build sdist and wheel in dist/, check them, a
 	$(RELEASE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall dist/*.whl
 	mkdir -p build/release && cd build/release && env -u PYTHONPATH LD_LIBRARY_PATH=$(CURDIR)/$(RELEASE_VENV)/lib/libgomp ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png
 
-build/dist-venv/.complete: requirements-dist.txt
+build/dist-venv/.complete: requirements/dist.txt
 	$(PYTHON) -m venv --clear build/dist-venv
-	build/dist-venv/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements-dist.txt
+	build/dist-venv/bin/pip --disable-pip-version-check install --quiet --no-deps -r requirements/dist.txt
 	@touch $@
 
 clean: ## remove environments, caches and build products (not outputs/)

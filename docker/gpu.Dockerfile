@@ -9,9 +9,9 @@ RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 pyt
 
 WORKDIR /app
 COPY requirements/ requirements/
-COPY requirements-gpu.txt ppdiffusers_tome/requirements/serve.txt ./
+COPY ppdiffusers_tome/requirements/serve.txt ./
 RUN pip install --no-cache-dir --no-deps -r requirements/build.txt \
- && pip install --no-cache-dir --no-deps --no-build-isolation -r requirements-gpu.txt -r serve.txt
+ && pip install --no-cache-dir --no-deps --no-build-isolation -r requirements/gpu.txt -r serve.txt
 COPY setup.py pyproject.toml README.md LICENSE NOTICE ./
 COPY ppdiffusers_tome/ ppdiffusers_tome/
 RUN pip install --no-cache-dir --no-deps --no-build-isolation . \

@@ -64,10 +64,10 @@ resolve runtime --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C sort -u "$work/shared" "$work/runtime.lock" > "$work/common"
 grep -E '^(pip|setuptools|wheel)==' "$work/common" | emit build.txt
 { echo "-r build.txt"; grep -vE '^(pip|setuptools|wheel)==' "$work/common"; } | emit common.txt
-own() { echo "-r requirements/common.txt"; LC_ALL=C comm -13 "$work/shared" "$work/$1.lock"; }
-own paddle3 | emit ../requirements.txt
-own paddle2 | emit ../requirements-paddle2.txt
-own gpu | emit ../requirements-gpu.txt
+own() { echo "-r $2"; LC_ALL=C comm -13 "$work/shared" "$work/$1.lock"; }
+own paddle3 requirements/common.txt | emit ../requirements.txt
+own paddle2 common.txt | emit paddle2.txt
+own gpu common.txt | emit gpu.txt
 
 # These files go with any stack, also one without what runtime.in adds.
 resolve serve --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
@@ -77,7 +77,7 @@ LC_ALL=C comm -13 "$work/shared" "$work/eval.lock" | emit ../ppdiffusers_tome/re
 resolve onnx --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
 LC_ALL=C comm -13 "$work/shared" "$work/onnx.lock" | emit ../ppdiffusers_tome/requirements/onnx.txt
 resolve test --exclude-newer "$TOOLS_DATE" --constraints "$work/constraints"
-LC_ALL=C comm -13 "$work/common" "$work/test.lock" | emit ../requirements-test.txt
+LC_ALL=C comm -13 "$work/common" "$work/test.lock" | emit test.txt
 
 # Ray has the versions of the test tools, but its file holds all that it adds to a stack and to serving, which need no test tools.
 LC_ALL=C sort -u "$work/shared" "$work/test.lock" > "$work/constraints"
@@ -87,12 +87,12 @@ LC_ALL=C sort -u "$work/shared" "$work/serve.lock" | LC_ALL=C comm -13 - "$work/
 # The site is built in an environment of its own.
 cp docs.in "$work"
 resolve docs --exclude-newer "$TOOLS_DATE"
-emit ../requirements-docs.txt < "$work/docs.lock"
+emit docs.txt < "$work/docs.lock"
 
 # What is installed into an environment of its own needs no version of the stacks.
 cp dist.in "$work"
 resolve dist --exclude-newer "$TOOLS_DATE"
-emit ../requirements-dist.txt < "$work/dist.lock"
+emit dist.txt < "$work/dist.lock"
 
 # torch for CPUs, which needs nothing of CUDA.
 cp optimum.in "$work"

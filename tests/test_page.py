@@ -33,7 +33,7 @@ from ppdiffusers_tome.inference.manifest import Size, read_manifest
 from ppdiffusers_tome.serving.app_config import AppConfig
 
 playwright = pytest.importorskip(
-    "playwright.sync_api", reason="needs playwright: pip install -r requirements-test.txt"
+    "playwright.sync_api", reason="needs playwright: pip install -r requirements/test.txt"
 )
 AXE = pytest.importorskip("axe_playwright_python.base", reason="needs axe-playwright-python").AXE_SCRIPT
 BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
