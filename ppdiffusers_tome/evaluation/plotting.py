@@ -1,6 +1,6 @@
 """How plots look and how they are saved: colours for colour-blind readers, small files, equal bytes each time."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +74,10 @@ def mix(colour: str, other: str, share: float) -> str:
     return to_hex((1 - share) * np.array(to_rgb(colour)) + share * np.array(to_rgb(other)))
 
 
-def add_legend(figure: Figure, panels: Sequence[Axes], columns: int = 4, without: Collection[str] = ()) -> None:
-    """One legend below all panels: each label once, in at most so many columns, and in fewer if they are too wide.
-
-    `without` are labels that it leaves out.
-    """
+def add_legend(figure: Figure, panels: Sequence[Axes], columns: int = 4) -> None:
+    """One legend below all panels: each label once, in at most so many columns, and in fewer if they are too wide."""
     pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels]
-    by_label = {label: handle for panel in pairs for handle, label in panel if label not in without}
+    by_label = {label: handle for panel in pairs for handle, label in panel}
     look: dict[str, Any] = {"loc": "outside lower center", "fontsize": 9.5, "frameon": False}
     renderer = FigureCanvasAgg(figure).get_renderer()
     for count in range(columns, 0, -1):

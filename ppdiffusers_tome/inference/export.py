@@ -187,20 +187,9 @@ def write_export(
             writer.write(file, target)
         copy_parts(pipe, export, image_to_image)
         manifest = Manifest(
-            format=1,
-            name=Path(pipe.config.get("_name_or_path") or type(pipe).__name__).name,
-            pipeline=type(pipe).__name__,
+            **_describe_pipeline(pipe, merging),
             sizes=sizes,
-            ratios=tuple(merging),
             image_to_image=image_to_image,
-            residuals=0 if controlnet_of(pipe) is None else count_residuals(controlnet_of(pipe)),
-            vae_factor=vae_factor(pipe),
-            merging={ratio_name(ratio): pair for ratio, pair in merging.items()},
-            versions={
-                "ppdiffusers_tome": __version__,
-                "paddle": paddle.__version__,
-                "ppdiffusers": ppdiffusers.__version__,
-            },
             programs=tuple(writer.written),
             files=_list_files(export),
             merge_map=merge_map,
@@ -212,6 +201,25 @@ def write_export(
             write_layout(layout, export, manifest.programs, merging, pipe, partial)
             shutil.rmtree(export)
     return manifest
+
+
+def _describe_pipeline(pipe: DiffusionPipeline, merging: Mapping[float, Configs]) -> dict[str, Any]:
+    """The fields of a manifest that follow from the pipeline, its merging and the versions in use."""
+    controlnet = controlnet_of(pipe)
+    return {
+        "format": 1,
+        "name": Path(pipe.config.get("_name_or_path") or type(pipe).__name__).name,
+        "pipeline": type(pipe).__name__,
+        "ratios": tuple(merging),
+        "residuals": 0 if controlnet is None else count_residuals(controlnet),
+        "vae_factor": vae_factor(pipe),
+        "merging": {ratio_name(ratio): pair for ratio, pair in merging.items()},
+        "versions": {
+            "ppdiffusers_tome": __version__,
+            "paddle": paddle.__version__,
+            "ppdiffusers": ppdiffusers.__version__,
+        },
+    }
 
 
 def unmerged_programs(folder: Path) -> list[tuple[Path, ProgramFile]]:

@@ -1,16 +1,13 @@
 """The plots of the evaluation's frames: measures against the ratio, bars, and distance against speed-up."""
 
-from collections.abc import Callable, Sequence
-from textwrap import fill
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..plotting import BLUE, GREY, add_legend, looks_of, make_figure, mix, plot_lines, set_title, use_log_scale
 
-MAX_LINE = 34  # characters of a method beside its point
 NEAR_PLAIN = 1.2  # speed-up from which on a plot has no line for plain
 BETTER = {"psnr": ": higher is better", "perceptual": ": lower is better"}
 TITLES = {
@@ -59,25 +56,14 @@ def plot_bars(frame: pd.DataFrame, column: str, level: float, title: str) -> Fig
     return figure
 
 
-def is_on_frontier(speed_up: pd.Series, nearness: pd.Series, noise: float = 0) -> np.ndarray:
-    """Whether each point is faster than plain, and no other point is nearer and faster.
-
-    Another point counts as faster unless it is slower by the share `noise` or more.
-    """
+def is_on_frontier(speed_up: pd.Series, nearness: pd.Series) -> np.ndarray:
+    """Whether each point is faster than plain, and no other point is nearer and faster."""
     points = list(zip(speed_up, nearness, strict=True))
-    is_best = [
-        s > 1 and not any(other * (1 + noise) > s and nearer > n for other, nearer in points) for s, n in points
-    ]
+    is_best = [s > 1 and not any(other > s and nearer > n for other, nearer in points) for s, n in points]
     return np.array(is_best, bool)
 
 
-# A function that writes a text beside each point; a point is its text, x, y and colour.
-Label = Callable[[Figure, Axes, Sequence[tuple[str, float, float, str]]], None]
-
-
-def plot_frontier(
-    points: pd.DataFrame, title: str, backend: str, noise: float = 0, label: Label | None = None
-) -> Figure:
+def plot_frontier(points: pd.DataFrame, title: str, backend: str) -> Figure:
     """PSNR and ST-LPIPS against speed-up: a line for each method over its ratios, and the frontier in grey.
 
     Each point has its ratio beside it, and the legend the methods.
@@ -85,15 +71,13 @@ def plot_frontier(
     Args:
         points: columns "method", "ratio", "psnr", "perceptual", the speed-up as `backend` (that was timed), and for a
             mark "is_chosen".
-        noise: as in `is_on_frontier`.
-        label: writes the labels; that of a method's lowest ratio then has its name, in place of the legend.
     """
     points = points.sort_values("ratio", kind="stable")
     looks = looks_of(points["method"])
     figure, panels = make_figure(rows=2, height=8)
     nearness = {"psnr": points["psnr"], "perceptual": -points["perceptual"]}
     for axes, measure in zip(panels, nearness, strict=True):
-        best = points[is_on_frontier(points[backend], nearness[measure], noise)].sort_values(backend, kind="stable")
+        best = points[is_on_frontier(points[backend], nearness[measure])].sort_values(backend, kind="stable")
         axes.plot(best[backend], best[measure], "o-", color="#cccccc", lw=6, ms=11, mew=0, label="frontier")
         if points[backend].min() < NEAR_PLAIN:
             axes.axvline(1, color="black", lw=0.9, ls=":", label="plain")
@@ -106,19 +90,12 @@ def plot_frontier(
         axes.margins(0.08, 0.12)
     use_log_scale(panels[1])
     set_title(figure, title)
-    add_legend(figure, panels, columns=2 if label is None else 4, without=looks if label else ())
+    add_legend(figure, panels, columns=2)
     texts = points["ratio"].map("{:g}".format)
-    if label is not None:
-        names = points["method"].map(lambda method: fill(method, MAX_LINE) + ": ")
-        texts = names.mask(points.duplicated("method"), "") + texts
     colours = points["method"].map(lambda method: mix(looks[method][0], "black", 0.25))
     for axes, measure in zip(panels, nearness, strict=True):
         rows = pd.DataFrame({"text": texts, "x": points[backend], "y": points[measure], "colour": colours})
         rows = rows[np.isfinite(rows["x"]) & np.isfinite(rows["y"]) & ((rows["y"] > 0) | (measure == "psnr"))]
-        (label or _label_at_the_right)(figure, axes, list(rows.itertuples(index=False, name=None)))
+        for row in rows.itertuples():
+            axes.annotate(row.text, (row.x, row.y), (5, 4), textcoords="offset points", fontsize=8, color=row.colour)
     return figure
-
-
-def _label_at_the_right(figure: Figure, axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
-    for text, x, y, colour in labels:
-        axes.annotate(text, (x, y), (5, 4), textcoords="offset points", fontsize=8, color=colour)
