@@ -453,38 +453,28 @@ def report(options: argparse.Namespace) -> None:
         rows.setdefault((row["size"], row["batch"], row["arm"]), row)
     arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
 
-    def time_of(cell: tuple[int, int], arm: str) -> str:
+    def text_of(cell: tuple[int, int], arm: str) -> str:
         row = rows.get((*cell, arm))
         if row is None:
             return NOT_MEASURED
         reference = reference_of(row, result["rows"])
         milliseconds = statistics.median(row["ms"])
         speed_up = statistics.median(a / b for a, b in zip(reference["ms"], row["ms"], strict=True))
-        return f"{milliseconds:.1f} ms" + (f", {speed_up:.2f}×" if row is not reference else "")
-
-    def memory_of(cell: tuple[int, int], arm: str) -> str:
-        row = rows.get((*cell, arm))
-        return f"{row['bytes'] / 2**30:.2f}" if row else NOT_MEASURED
-
-    def difference_of(arm: str) -> str:
-        return f"{100 * rows[(*REFERENCE, arm)]['difference']:.2f} %"
+        ratio = f", {speed_up:.2f}×" if row is not reference else ""
+        return f"{milliseconds:.1f} ms{ratio}, {row['bytes'] / 2**30:.2f} GiB"
 
     heads = [f"{size} px, batch {batch}" for size, batch in cells]
     versions = ", ".join(f"{name} {version}" for name, version in (result["programs"] | result["versions"]).items())
-    compared = [arm for arm in arms if "difference" in rows.get((*REFERENCE, arm), {})]
+    furthest = max(row.get("difference", 0) for row in rows.values())
     lines = [
         f"# {(__doc__ or '').splitlines()[0].removesuffix('.')}\n",
-        (__doc__ or "").split("\n\n", 2)[2],
-        "Speed-ups of merging are against plain in the same runtime, form and turn, those of a form against plain",
-        "without it: medians of the ratios within rounds. Where no form is named, ONNX Runtime has the options of the",
-        "package's `OnnxRuntime`, which put channels last.\n",
-        *table(["one pass", *heads], [[arm, *(time_of(cell, arm) for cell in cells)] for arm in arms]),
-        "\nMemory in GiB:\n",
-        *table(["", *heads], [[arm, *(memory_of(cell, arm) for cell in cells)] for arm in arms]),
-        "\nDifference of a pass from the same program on a CPU, relative to it (root mean square), at 512 px:\n",
-        *table(["", "difference"], [[arm, difference_of(arm)] for arm in compared]),
-        f"\n[{options.result.name}](results/{options.result.name}): {result['gpu']}, {versions};",
-        f"`{result['command']}`",
+        "Milliseconds of a pass in float16 with random weights; how many times as fast as plain in the same runtime and",
+        "form (plain in a form: as plain without it); and the memory that a pass takes, in PyTorch with the weights. All",
+        "arms of a column take turns: medians of the rounds. Inputs and outputs are on the GPU. Without a form, ONNX",
+        "Runtime has channels last, as the package's `OnnxRuntime`.\n",
+        *table(["one pass", *heads], [[arm, *(text_of(cell, arm) for cell in cells)] for arm in arms]),
+        f"\nAt 512 px a pass differs from the same program on a CPU by at most {100 * furthest:.2f} % (root mean square).",
+        f"\n[{options.result.name}](results/{options.result.name}): {result['gpu']}, {versions}",
         *(f"\n{note}" for note in result.get("notes", [])),
     ]
     (options.result.parents[1] / "gpu_onnx.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

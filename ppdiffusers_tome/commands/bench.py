@@ -54,7 +54,7 @@ def add(
     bench.set_defaults(run=partial(_speed, bench, catalog), program=program)
     report = bench.add_subparsers(dest="what").add_parser("report", help="make tables and plots of results")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results of bench")
-    page = "folder for speed.md and its plots" + DEFAULT
+    page = "folder for speed.md" + DEFAULT
     report.add_argument("--output", type=Path, metavar="DIR", default=Path("outputs"), help=page)
     report.set_defaults(run=_report)
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...errors import ToMeConfigError
 from ..results import read_json
-from .cases import ARM_NAMES, BACKENDS, BOTH, EAGER, MEMORY_EFFICIENT, PLAIN, SCOPES, TOME, read_cases
+from .cases import ARM_NAMES, BACKENDS, BOTH, MEMORY_EFFICIENT, PLAIN, TOME, read_cases
 
 CASE = ["model", "scope", "size", "batch", "dtype", "steps", "guidance_scale", "memory_limit_gb"]  # equal if repeated
 KEY = ["case", "arm", "backend", "ratio", "max_downsample", "method"]  # identifies an arm within a frame
@@ -17,22 +17,19 @@ NUMBERS = ("steps", "guidance_scale", "memory_limit_gb", "max_downsample", "peak
 UNMERGED: dict[str, Any] = {"ratio": 0.0, "max_downsample": 0, "method": ""}
 
 
-def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, str]]]:
-    """The arms of all speed results among the files, and the files of other kinds with their kind.
+def read_frame(files: Sequence[Path]) -> pd.DataFrame:
+    """The arms of all speed results among the files; files of other kinds are left out.
 
     The columns are the fields and properties of the arm, its case and its file; missing numbers are NaN, and
     `max_downsample` is 0 if the option was not used. In addition:
 
-    - `case`: its number. `case_name`: made of `subject` ("sd15, one UNet pass") and `shape` ("512 px, batch 2").
-    - `label`: of the arm in words, with ratio, without level and backend.
+    - `case`: its number. `case_name`: in words, such as "sd15, one UNet pass, 512 px, batch 2".
     - `machine`: what seconds depend on.
     - `is_ours`: whether benchmarks/speed.py does not add the arm; `merges`: whether it merges tokens too.
     - `time`, `time_low`, `time_high`: median and quartiles of the seconds; NaN if the arm was not measured.
-    - `over_plain` (in the same backend), `over_efficient` (memory-efficient attention), `over_eager` (plain there):
-      the time of that arm over that of this one, as medians and quartiles of the ratios within rounds; NaN unless both
-      were measured and differ.
+    - `over_plain` (in the same backend), `over_efficient` (memory-efficient attention): the time of that arm over that
+      of this one, as medians and quartiles of the ratios within rounds; NaN unless both were measured and differ.
     - `difference`: of the parity.
-    - `memory_over_plain`, `memory_over_unmerged`: peak memory over that of plain, and of the same attention unmerged.
 
     Raises:
         ToMeConfigError: a file cannot be read, no file is a speed result, there is no arm, or as `cases.read_cases`.
@@ -47,14 +44,12 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
         for case in read_cases(result, file):
             about = {name: result[name] for name in ("command", "commit", "environment", "rounds", "threads")}
             machine = ", ".join(str(value) for value in (result["threads"], *map(result["environment"].get, MACHINE)))
-            subject = f"{case.model}, {SCOPES.get(case.scope, case.scope)}"
-            words = {"case_name": case.name, "subject": subject, "shape": case.name.removeprefix(f"{subject}, ")}
             about |= {"file": file, "case": rows[-1]["case"] + 1 if rows else 0, "machine": machine}
+            about["case_name"] = case.name
             for arm in case.arms:
                 own = {name: getattr(arm, name) for name in ("name", "ratio", "max_downsample", "method")}
-                own |= {"label": arm.label(f" {arm.ratio:g}")}
                 own |= {"is_ours": arm.arm in ARM_NAMES and arm.backend in BACKENDS}
-                rows.append({**vars(case), **about, **words, **vars(arm), **own})
+                rows.append({**vars(case), **about, **vars(arm), **own})
     if len(others) == len(files):
         names = ", ".join(f"{file} ({kind})" for file, kind in others) or "no file"
         raise ToMeConfigError(f"There is no speed result in {names}: pass files that bench wrote.")
@@ -65,18 +60,12 @@ def read_frame(files: Sequence[Path]) -> tuple[pd.DataFrame, list[tuple[Path, st
     frame["merges"] = frame["is_ours"] & frame["arm"].isin([TOME, BOTH])
     plain, efficient = (rows_with(frame, arm=arm, **UNMERGED) for arm in (PLAIN, MEMORY_EFFICIENT))
     references = {"plain": plain, "efficient": efficient[frame["arm"] == BOTH]}
-    references["eager"] = rows_with(frame, arm=PLAIN, backend=EAGER, **UNMERGED)
     seconds = rounds(frame)
     columns = [spread("time", seconds)]
     for name, other in references.items():
         columns.append(spread(f"over_{name}", rounds(other[other["name"] != frame["name"][other.index]]) / seconds))
-    memory, unmerged = (arms["peak_memory_bytes"] for arms in (frame, plain))
-    frame = frame.assign(
-        difference=frame["parity"].str["difference"].astype(float),
-        memory_over_plain=(memory / unmerged).mask(frame["arm"] == PLAIN),
-        memory_over_unmerged=memory / unmerged.mask(frame["arm"] == BOTH, efficient["peak_memory_bytes"]),
-    )
-    return pd.concat([frame, *columns], axis=1), others
+    frame = frame.assign(difference=frame["parity"].str["difference"].astype(float))
+    return pd.concat([frame, *columns], axis=1)
 
 
 def rows_with(frame: pd.DataFrame, **changes: Any) -> pd.DataFrame:
@@ -92,9 +81,3 @@ def rounds(arms: pd.DataFrame) -> pd.DataFrame:
 def spread(name: str, values: pd.DataFrame) -> pd.DataFrame:
     """The median of each row, named `name`, and its quartiles, named `name_low` and `name_high`."""
     return values.quantile([0.5, 0.25, 0.75], axis=1).T.set_axis([name, f"{name}_low", f"{name}_high"], axis=1)
-
-
-def near_half(arms: pd.DataFrame) -> pd.DataFrame:
-    """The arms at the ratio that is nearest to 0.5 among those of their method and backend; of two the lower."""
-    distance = (arms["ratio"] - 0.5).abs() + 1e-9 * arms["ratio"]
-    return arms[distance == distance.groupby([arms["backend"], arms["method"]]).transform("min")]
