@@ -1,4 +1,4 @@
-"""Check an exported program against the rules of the tensor code (docs/architecture.md)."""
+"""Check an exported program against the rules of the tensor code (docs/development/architecture.md)."""
 
 from typing import Any, NamedTuple
 

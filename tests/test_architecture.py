@@ -1,4 +1,4 @@
-"""The package keeps to docs/architecture.md: a module imports only modules before it in the table there."""
+"""The package keeps to docs/development/architecture.md: a module imports only modules before it in its table."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 import ppdiffusers_tome
 
 PACKAGE = Path(ppdiffusers_tome.__file__).parent
-DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "development" / "architecture.md"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

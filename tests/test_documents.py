@@ -92,7 +92,7 @@ def described(document):
     if document == "tests/golden/README.md":
         case = json.loads(str(np.load(ROOT / "tests" / "golden" / "unet.npz")["cases"]))[0]
         return {"np": np, **{name: case[name] for name in ("B", "h", "w", "seed")}}
-    tiny = ZOO["TextToVideoSDPipeline"]() if document == "docs/families.md" else None
+    tiny = ZOO["TextToVideoSDPipeline"]() if document == "docs/development/families.md" else None
     return {"pipe": tiny.pipe, "call": tiny.call} if tiny else {"pipe": tiny_pipeline(), "prompt": "a fox"}
 
 
