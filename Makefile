@@ -138,12 +138,11 @@ SCENES = --model examples/scenes_sd --size 256
 bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed results and their reports: hours
 
 bench-speed: $(VENV)/.installed ## measure time and memory, and write their report
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output benchmarks
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output $(RESULTS)
 	$(BENCH) --architecture sd15 --size 512 --batch 2 --arms plain tome --merging merge_attn=asymmetric merge_attn=true --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet_default.json
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(if $(TORCH_PYTHON),PyTorch) --arms plain memory-efficient tome both built-in limit --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
 	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch-bf16) --arms plain tome --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
-	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
 # REAL=... is a folder of scenes that the model was not trained on, with which KID compares too:
@@ -155,7 +154,7 @@ bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, 
 	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --ablations --threads 1 --backend onnxruntime $(if $(REAL),--real $(REAL)) --merging merge_attn=true,proportional=false,window=none,ratio=0.5 --output $(QUALITY)
 	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py $(QUALITY) --ratio 0.5 $(TORCH))
 	mkdir -p $(RESULTS) && cp $(QUALITY)/quality.json $(RESULTS)/quality_scenes.json
-	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/../scenes_256
+	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/..
 
 # Each line continues what its result has. Another number of images or other sources need a folder without results: RESULTS=build/alternatives/results.
 ALTERNATIVES = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/alternatives.py
@@ -171,12 +170,12 @@ figures: $(VENV)/.installed ## write the figures of the committed results into t
 	$(PY) benchmarks/document_figures.py $(ARGS)
 
 load: $(VENV)/.installed-test build/load/tome.json ## load test of a real server: five minutes
-	$(PY) benchmarks/load.py --model build/load $(ARGS)
+	$(PY) benchmarks/tools/load.py --model build/load $(ARGS)
 
 # schemathesis is not locked: it has its own environment and tests the server over HTTP.
 fuzz: $(VENV)/.installed-test build/load/tome.json build/fuzz-venv/.complete ## test the server against /openapi.json, and damaged exports (ARGS="--seed 7"): a few minutes
-	build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python $(PY) $(ARGS)
-	$(PY) benchmarks/fuzz_files.py --model build/load $(ARGS)
+	build/fuzz-venv/bin/python benchmarks/tools/fuzz_http.py --model build/load --server-python $(PY) $(ARGS)
+	$(PY) benchmarks/tools/fuzz_files.py --model build/load $(ARGS)
 
 build/fuzz-venv/.complete:
 	$(PYTHON) -m venv build/fuzz-venv

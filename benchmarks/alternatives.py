@@ -512,7 +512,7 @@ def write_report(files: Sequence[Path], output: Path) -> str:
                 label = f"times as fast as plain, whole image, {name}"
                 save_figure(plot(frame[frame[runtime].notna()], title, runtime, label), path)
                 figures.append((path, f"{title}: distance from plain against {label}. Grey: the frontier."))
-        sheet = output / f"{file.stem}_sheet.png"
+        sheet = output / f"{file.stem}_sheet.jpg"
         if sheet.exists():
             figures.append((sheet, f"{title}: plain, {', '.join(SHEET)}."))
         sections.append((title, file, result, figures, cells))
@@ -569,7 +569,7 @@ def main() -> None:
     shown = {"plain": "plain", **{name: name for name in SHEET}}
     if all((folder / "images" / name).exists() for name in shown):
         result = read_json(file)
-        write_sheet(options.output.parent / f"{file.stem}_sheet.png", result, folder, shown, evenly_spaced(result))
+        write_sheet(options.output.parent / f"{file.stem}_sheet.jpg", result, folder, shown, evenly_spaced(result))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time the operations of token merging, by each kind of matching and by the functions of ppdiffusers, in turns.
 
-python benchmarks/ops.py --output benchmarks           # ops.json and ops.md
-python benchmarks/ops.py report --output benchmarks    # ops.md from ops.json
+python benchmarks/ops.py --output benchmarks/results           # ops.json, and ops.md beside the folder
+python benchmarks/ops.py report --output benchmarks/results    # ops.md from ops.json
 """
 
 import argparse
@@ -118,16 +118,18 @@ def time_growth(case: dict[str, Any], sides: list[int], rounds: int, limit: floa
     return {"channels": case["channels"], "rounds": rounds, "limit_gb": limit, "plans": plans}
 
 
-def write_page(output: Path) -> str:
-    """Write ops.md in a folder from the ops.json there; returns its text."""
-    result = read_json(output / "ops.json")
-    check_result(result, "operations", output / "ops.json")
+def write_page(results: Path) -> str:
+    """Write ops.md, beside the folder of results, from the ops.json there; returns its text."""
+    file = results / "ops.json"
+    result = read_json(file)
+    check_result(result, "operations", file)
     plans = {(plan["method"], plan["side"]): plan for plan in result["growth"]["plans"]}
     methods, sides = (list(dict.fromkeys(key[nth] for key in plans)) for nth in (0, 1))
     rows = [[f"{side}×{side}", *(_growth_cell(plans[method, side]) for method in methods)] for side in sides]
     return markdown.write_page(
         Path(__file__).with_name("templates") / "ops.md",
-        output,
+        results.parent,
+        file=file,
         **result,
         operations=table(["method", *OPERATIONS], [[row["method"], *_cells(row)] for row in result["methods"]]),
         plans=table(["tokens", *methods], rows),

@@ -3,10 +3,8 @@
 Adds to `python -m ppdiffusers_tome bench`:
 
 - the arm `built-in`: the apply_tome that ppdiffusers ships. It must equal ToMe with tomesd's settings.
-- the scope `block`: the first top-level transformer block alone, with its norm and projections (top_block.py).
 - the arm `limit`, the free-merge limit: as few tokens as merging leaves, at almost no cost (free_merge.py).
 - the backends `PyTorch` and `PyTorch-bf16`: diffusers with tomesd in a process of the interpreter TORCH_PYTHON.
-- the shares of the time of eager merging blocks that matching, merging, unmerging and sizes take (overhead.py).
 
 They are rows of CATALOG_WITH_OTHERS, which `bench` gets in place of its own catalog.
 """
@@ -23,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from free_merge import attach_free_merge
-from overhead import measure_overhead
 from paddle import nn
 from ppdiffusers.patches import tomesd_patch_utils as builtin
-from top_block import open_block
 from torch_unet import TorchProcess, torch_versions
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
@@ -80,17 +76,6 @@ def limit_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]
         same = similar if case.count_kept(similar) == kept else config  # a grid of incomplete cells keeps less
         limits.setdefault((kept, config.max_downsample, *layers), same)
     return list(limits.values())
-
-
-class EagerWithShares(EagerBackend):
-    """Eager Paddle; measures the shares of merging too, during the warm-up."""
-
-    def peak_memory(self, arm: Arm) -> int | None:
-        peak = super().peak_memory(arm)
-        if arm.arm == TOME:
-            with self.prepared(arm) as run:
-                arm.shares = measure_overhead(partial(run, False))
-        return peak
 
 
 class PyTorchBackend(Backend):
@@ -159,10 +144,10 @@ _PYTORCH = BackendKind(
     versions=versions_of_pytorch,
 )
 CATALOG_WITH_OTHERS = Catalog(
-    scopes={**CATALOG.scopes, "block": open_block},
+    scopes=CATALOG.scopes,
     backends={
         **{name: _with_limit(kind) for name, kind in CATALOG.backends.items()},
-        EAGER: BackendKind(EagerWithShares, (*ARM_NAMES, BUILT_IN, LIMIT), CATALOG.backends[EAGER].tolerance),
+        EAGER: BackendKind(EagerBackend, (*ARM_NAMES, BUILT_IN, LIMIT), CATALOG.backends[EAGER].tolerance),
         PYTORCH: _PYTORCH,
         PYTORCH_BF16: replace(_PYTORCH, tolerance=None),
     },

@@ -1,16 +1,10 @@
-"""The scope `block` of benchmarks/speed.py: the first top-level transformer block of a UNet, on its own."""
-
-import copy
+"""The first top-level transformer block of a UNet, on its own: what gpu_onnx.py counts the operators of."""
 
 import paddle
 from paddle import nn
 from ppdiffusers import Transformer2DModel
 
-from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES, WITH_ATTENTION, Architecture
-from ppdiffusers_tome.evaluation.speed.cases import Case
-from ppdiffusers_tome.evaluation.speed.workloads import Workload, load_unet
-from ppdiffusers_tome.inference.programs import Input, Traceable
-from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.evaluation.speed.architectures import WITH_ATTENTION, Architecture
 
 
 def build_transformer(architecture: Architecture) -> nn.Layer:
@@ -41,28 +35,3 @@ class OneBlock(nn.Layer):
     def forward(self, sample: paddle.Tensor, encoder_hidden_states: paddle.Tensor) -> paddle.Tensor:
         """Calls the transformer as its UNet does."""
         return self.transformer(sample, encoder_hidden_states=encoder_hidden_states, return_dict=False)[0]
-
-
-class BlockWorkload(Workload):
-    """One pass of the first top-level transformer block, with the norm and projections around it."""
-
-    def __init__(self, case: Case, model: OneBlock) -> None:
-        width = model.transformer.transformer_blocks[0].attn2.to_k.weight.shape[0]
-        sample = Input("sample", ("batch", model.transformer.in_channels, "latent_height", "latent_width"))
-        text = Input("encoder_hidden_states", ("batch", "tokens", width))
-        super().__init__(case, model, case.architecture.first_grid(case.size), (sample, text))
-
-    @paddle.no_grad()
-    def run(self, is_short: bool = False) -> paddle.Tensor:
-        return self.denoiser(self.inputs["sample"], self.inputs["encoder_hidden_states"])
-
-    def traceable(self) -> Traceable:
-        return Traceable(copy.deepcopy(self.denoiser), self.specs)
-
-
-def open_block(case: Case) -> Workload:
-    """The first block of the case's UNet; of a published one, only the block is built."""
-    if case.model in ARCHITECTURES:
-        return BlockWorkload(case, OneBlock(build_transformer(case.architecture)))
-    first = min(find_blocks(load_unet(case)), key=lambda block: block.level)
-    return BlockWorkload(case, OneBlock(first.transformer))

@@ -12,9 +12,9 @@ CASE = {"batch": 1, "height": 6, "width": 8, "channels": 5, "ratio": 0.5}
 
 def test_page_has_what_was_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "CASE", CASE)
-    options = ["--rounds", "2", "--growth", "4", "16", "--memory-limit", "2e-5", "--output", str(tmp_path)]
+    options = ["--rounds", "2", "--growth", "4", "16", "--memory-limit", "2e-5", "--output", str(tmp_path / "results")]
     ops.main(options)
-    result = json.loads((tmp_path / "ops.json").read_text())
+    result = json.loads((tmp_path / "results" / "ops.json").read_text())
     assert (result["kind"], result["rounds"]) == ("operations", 2)
     assert result["command"] == f"python benchmarks/ops.py {' '.join(options)}"
     assert [row["method"] for row in result["methods"]] == [*ops.METHODS, "built-in"]

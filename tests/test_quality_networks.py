@@ -107,7 +107,7 @@ def test_requirements_pin_the_expected_weights():
 
 @pytest.mark.parametrize("weights", [EFFICIENTNET, STLPIPS], ids=lambda weights: weights.package)
 def test_graphs_are_those_of_the_script_and_hold_no_weights(weights, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks" / "tools")
     script = importlib.import_module("quality_networks")
     committed = weights.graph.read_bytes()
     assert len(committed) < 50_000

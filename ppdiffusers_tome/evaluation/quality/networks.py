@@ -1,6 +1,6 @@
 """The two networks that measure images, in ONNX Runtime with published weights: EfficientNet-Lite0 and ST-LPIPS.
 
-The graphs are in the folder `graphs`, written by benchmarks/quality_networks.py. The weights are in packages for
+The graphs are in the folder `graphs`, written by benchmarks/tools/quality_networks.py. The weights are in packages for
 PyTorch. The graphs contain the offsets of the values in these files, so PyTorch is not needed.
 """
 

@@ -1,4 +1,4 @@
-"""The plots of the evaluation's frames: measures against the ratio, bars, and distance against speed-up."""
+"""The plots of the evaluation's frames: measures against the ratio, and distance against speed-up."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..plotting import BLUE, GREY, add_legend, looks_of, make_figure, mix, plot_lines, set_title, use_log_scale
+from ..plotting import add_legend, looks_of, make_figure, mix, plot_lines, set_title, use_log_scale
 
 NEAR_PLAIN = 1.2  # speed-up from which on a plot has no line for plain
 BETTER = {"psnr": ": higher is better", "perceptual": ": lower is better"}
@@ -14,8 +14,6 @@ TITLES = {
     "psnr": "PSNR, dB",
     "ssim": "SSIM",
     "perceptual": "Perceptual distance (ST-LPIPS)",
-    "kid_others": "KID × 1000 to plain images of other seeds",
-    "kid_real": "KID × 1000 to real images",
 }
 AGAINST_RATIO = ["ratio", "method", "use_rand", "tomesd"]  # groups whose settings differ in the ratio
 
@@ -38,21 +36,6 @@ def plot_against_ratio(frame: pd.DataFrame, columns: Sequence[str], title: str) 
             axes.set_ylim(bottom=0)
     set_title(figure, title)
     add_legend(figure, panels, columns=5)
-    return figure
-
-
-def plot_bars(frame: pd.DataFrame, column: str, level: float, title: str) -> Figure:
-    """A bar for each row, lines between the quartiles, and a dashed line where plain images of other seeds are."""
-    figure, (axes,) = make_figure(height=1.3 + 0.28 * len(frame))
-    middle, rows = frame[column], range(len(frame))
-    spread = [middle - frame[f"{column}_low"], frame[f"{column}_high"] - middle]
-    axes.barh(rows, middle, xerr=spread, color=BLUE, ecolor=GREY, capsize=2)
-    axes.set_yticks(rows, frame["label"])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{TITLES[column]} to plain", fontsize=9)
-    axes.axvline(level, color="black", lw=0.9, ls="--", label="another seed of the same prompt")
-    set_title(figure, title)
-    add_legend(figure, [axes])
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The quality report: a page with tables, plots and example images, made from one result."""
+"""The quality report: a page with tables, a plot and example images, made from one result."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ..clock import quartiles
 from ..markdown import TEMPLATES, write_page
 from ..plotting import save_figure
 from ..results import check_result
-from .quality_plots import plot_against_ratio, plot_bars
+from .quality_plots import plot_against_ratio
 from .sheets import GAIN, evenly_spaced, write_sheet
 
 OTHER_SEEDS = "plain, other seeds"  # a calibration that every result has
@@ -32,11 +32,11 @@ ABLATED = ["max_downsample", "layers"]  # groups of settings at one ratio, that 
 
 
 def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, images: Path | None = None) -> str:
-    """Write `quality.md` with its plots and, where images are given, its contact sheets; return its text.
+    """Write `quality.md` with its plot and, where images are given, its contact sheets; return its text.
 
     Args:
         result, result_file: as `evaluate` writes it, and where it was read from; the page links to that.
-        output: the folder for the page, its plots and sheets; made if it does not exist.
+        output: the folder for the page, its plot and sheets; made if it does not exist.
         images: the folder that `evaluate --output` wrote; None for a page without sheets.
 
     Raises:
@@ -55,7 +55,7 @@ def write_quality_page(result: dict[str, Any], output: Path, result_file: Path, 
         other_seeds=frame.loc[OTHER_SEEDS].to_dict(),
         different=[f"{ratio:g}" for name, ratio in _ratios(frame).items() if differs[name]],
         tables={name: cells_of(rows, TABLE).set_index("setting") for name, rows in frame.groupby("group", sort=False)},
-        figures={"Plots": _write_plots(frame, output), "Images": sheets},
+        figures={"Plot": _write_plot(frame, output), "Images": sheets},
     )
 
 
@@ -137,25 +137,12 @@ def cells_of(rows: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> pd.D
     return pd.DataFrame(cells)
 
 
-def _write_plots(frame: pd.DataFrame, output: Path) -> list[tuple[Path, str]]:
-    """Each plot that the frame has data for, with its caption."""
-    ratio = _ablation_ratio(frame)
+def _write_plot(frame: pd.DataFrame, output: Path) -> list[tuple[Path, str]]:
+    """The plot of the measures of pairs, with its caption."""
     title = "Change from the plain image of the same prompt and noise"
-    pairs = plot_against_ratio(frame, ["psnr", "ssim", "perceptual"], title)
-    title = "KID between sets of images, in features of EfficientNet-Lite0"
-    kid = plot_against_ratio(frame, [column for column in KID.values() if column in frame], title)
-    plots = {
-        "quality_pairs.png": (pairs, "Lines are medians, bands are between the quartiles."),
-        "quality_kid.png": (kid, "Bands are one standard deviation; horizontal lines are known differences."),
-    }
-    at_ratio = frame[frame["ratio"] == ratio]
-    if len(at_ratio) > 1:
-        level = frame.loc[OTHER_SEEDS, "perceptual"]
-        bars = plot_bars(at_ratio, "perceptual", level, f"What merges, at ratio {ratio:g}")
-        plots["quality_ablations.png"] = bars, "Bars are medians, lines are between the quartiles."
-    for name, (plot, _) in plots.items():
-        save_figure(plot, output / name)
-    return [(output / name, f"{plot.get_suptitle()}. {note}") for name, (plot, note) in plots.items()]
+    path = output / "quality_pairs.png"
+    save_figure(plot_against_ratio(frame, ["psnr", "ssim", "perceptual"], title), path)
+    return [(path, f"{title}. Lines are medians, bands are between the quartiles.")]
 
 
 def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, output: Path) -> list[tuple[Path, str]]:
@@ -167,7 +154,7 @@ def _write_sheets(result: dict[str, Any], frame: pd.DataFrame, images: Path, out
     order = np.argsort(distances, kind="stable").tolist()
     examples = {"nearest": order[0], "median": order[(len(order) - 1) // 2], "furthest": order[-1]}
     titles = {n: f"{which} ({distances[n]:.4f}): {prompts[n]['prompt']}" for which, n in examples.items()}
-    sheet, pairs = output / "quality_sheet.png", output / "quality_examples.png"
+    sheet, pairs = output / "quality_sheet.jpg", output / "quality_examples.jpg"
     write_sheet(sheet, result, images, folders, spread)
     write_sheet(pairs, result, images, folders, titles, with_differences=True)
     numbers = ", ".join(map(str, spread))

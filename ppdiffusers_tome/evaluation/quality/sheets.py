@@ -1,5 +1,6 @@
-"""Sheets of images and difference maps, saved as PNGs that carry the settings they were made with."""
+"""Sheets of images and difference maps, saved as JPEGs or PNGs that carry the settings they were made with."""
 
+import io
 import json
 import textwrap
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from ...errors import ToMeConfigError
 
 SHOWN = 6  # images of each setting on a sheet
 GAIN = 4  # factor that makes difference maps brighter
+MAX_BYTES = 400_000  # of a JPEG
+QUALITIES = (85, 75, 65, 55)
 GAP, LEFT, LINE = 4, 56, 16  # px: space between images, smallest width of the labels, height of a line of text
 
 
@@ -24,10 +27,10 @@ def write_sheet(
     titles: dict[int, str],
     with_differences: bool = False,
 ) -> Path:
-    """Write a sheet of images that `evaluate` generated, a row for each setting, as a PNG.
+    """Write a sheet of images that `evaluate` generated, a row for each setting, as a JPEG.
 
     Args:
-        path: the PNG to write.
+        path: the JPEG to write.
         result: what `evaluate` returned.
         images: the output folder of `evaluate`.
         folders: the label of each row → the name of its setting. The first row has the plain images.
@@ -52,7 +55,7 @@ def write_sheet(
             rows.append((f"difference\nx {GAIN}", differences))
     sheet = make_sheet(rows, list(titles.values()), min(result["size"], 256))
     about = {key: result[key] for key in ("model", "steps", "guidance_scale", "strength", "command", "commit")}
-    return save_png(sheet, path, prompts=[result["prompts"][n] for n in titles], rows=list(folders), **about)
+    return save_jpeg(sheet, path, prompts=[result["prompts"][n] for n in titles], rows=list(folders), **about)
 
 
 def evenly_spaced(result: dict[str, Any]) -> dict[int, str]:
@@ -105,4 +108,20 @@ def save_png(image: Image.Image, path: Path, /, **fields: Any) -> Path:
         info.add_text(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, pnginfo=info, optimize=True)
+    return path
+
+
+def save_jpeg(image: Image.Image, path: Path, /, **fields: Any) -> Path:
+    """Write an RGB image as a JPEG, and make its folder. Its comment has the fields, as JSON.
+
+    Of QUALITIES it has the first with at most MAX_BYTES, or the last.
+    """
+    comment = json.dumps(fields, ensure_ascii=False).encode()
+    for quality in QUALITIES:
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=quality, optimize=True, progressive=True, comment=comment)
+        if file.tell() <= MAX_BYTES:
+            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(file.getvalue())
     return path

@@ -36,7 +36,7 @@ PLANNED, MEASURED, NOT_MEASURED = "planned", "measured", "not measured"
 OUT_OF_MEMORY, ERROR = "out of memory", "error"
 BACKENDS = (EAGER, *PROGRAMS)
 DTYPES = ("float32", "float16", "bfloat16")
-SCOPES = {"unet": "one UNet pass", "block": "one top-level block", "pipeline": "whole images"}
+SCOPES = {"unet": "one UNet pass", "pipeline": "whole images"}
 UNMERGED = (PLAIN, MEMORY_EFFICIENT)
 ARM_NAMES = {PLAIN: "plain", MEMORY_EFFICIENT: "memory-efficient", TOME: "ToMe", BOTH: "ToMe + memory-efficient"}
 
@@ -56,7 +56,6 @@ class Arm:
     parity: dict[str, Any] | None = None  # "against": an arm's name; "difference": relative
     peak_memory_bytes: int | None = None  # peak of one pass, weights included, by Paddle's counter
     macs: int | None = None  # multiply-accumulates of one pass of the UNet or block, for the whole batch
-    shares: dict[str, float] | None = None  # of the blocks' time, by part; only benchmarks/speed.py measures them
 
     @property
     def ratio(self) -> float:
@@ -118,7 +117,10 @@ class Case:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Case":
         """A case from `dataclasses.asdict`, after JSON."""
-        arms = [Arm(**{**arm, "config": arm["config"] and ToMeConfig(**arm["config"])}) for arm in fields["arms"]]
+        arms = []
+        for arm in fields["arms"]:
+            known = {name: value for name, value in arm.items() if name != "shares"}  # results before 3.0 have it
+            arms.append(Arm(**{**known, "config": arm["config"] and ToMeConfig(**arm["config"])}))
         return cls(**{**fields, "arms": arms})
 
     @cached_property

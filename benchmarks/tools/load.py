@@ -1,6 +1,6 @@
 """Load test of a real server: valid, invalid and abandoned requests, idle connections, and clients that read nothing.
 
-python benchmarks/load.py --model build/load --seconds 300
+python benchmarks/tools/load.py --model build/load --seconds 300
 
 Before the load, one client measures the time per image at each exported size and ratio. The exit status is 1, with the
 reasons, if a request gets no answer or a wrong one, an image does not have the requested size, seed or steps, the
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
             result["violations"].append(f"the server's log has a traceback: {traceback[:3000]}")
     report(result)
     if options.output:
-        command = shlex.join(["python", "benchmarks/load.py", *(sys.argv[1:] if argv is None else argv)])
+        command = shlex.join(["python", "benchmarks/tools/load.py", *(sys.argv[1:] if argv is None else argv)])
         write_result(options.output, make_result("load", command, serve=SERVE, **result))
     return 1 if result["violations"] else 0
 
