@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
+from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome.config import METHODS, TOMESD_SETTINGS
 from ppdiffusers_tome.inference.runtime import load_module
 
 
@@ -37,6 +39,13 @@ def test_a_block_for_gpus_has_few_operators_more_than_plain():
         added, True
     )
     assert added["ToDo 0.75"] == (1, 1) and 0 < added["default 0.5"][1] < added["default 0.5"][0]
+
+
+def test_settings_of_arms_are_those_of_the_methods():
+    """`measure` runs without this package, so the script writes them out."""
+    todo, tomesd = METHODS["ToDo"].changed_settings(), {**TOMESD_SETTINGS, "ratio": 0.5}
+    assert gpu_onnx.MERGED["ToDo 0.75"] == todo
+    assert ToMeConfig(**gpu_onnx.MERGED["tomesd's 0.5"]) == ToMeConfig(**tomesd)
 
 
 def test_arms_take_turns():
