@@ -1,6 +1,6 @@
-"""Write the figures of the committed results into the documents (`make figures`); `--check` only compares.
+"""Write docs/results.md, and figures into other documents, from the committed results (`make figures`).
 
-In a document, the function NAME in LOOKUPS computes
+results.md comes from templates/results.md. In another document, the function NAME in LOOKUPS computes
 
 - a figure between two comments, `<!--= NAME ARGUMENT… -->1.29<!--/-->`. It does not begin a line, because Markdown
   takes such a line as HTML.
@@ -9,14 +9,14 @@ In a document, the function NAME in LOOKUPS computes
 """
 
 import argparse
-import itertools
 import json
-import math
 import re
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,25 @@ import gpu_onnx
 
 from ppdiffusers_tome.config import ToMeConfig, parse_settings
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
-from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED
+from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, table, write_page
 from ppdiffusers_tome.evaluation.quality.quality_report import differs_by_kid, read_frame
+from ppdiffusers_tome.evaluation.speed.cases import SCOPES
 
 ROOT = Path(__file__).parents[1]
+RESULTS_PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = (RESULTS, RESULTS.parent, ROOT / "examples" / "emoji_sd" / "controlnet")
+FOLDERS = (RESULTS, ROOT / "examples" / "emoji_sd" / "controlnet")
 DOCUMENTS = [
     *ROOT.glob("README*.md"),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "benchmarks" / "README.md",
     *(ROOT / "examples" / model / "README.md" for model in ("emoji_sd", "scenes_sd")),
 ]
+DOCUMENTS.remove(RESULTS_PAGE)
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
+CELLS = {"ratio": 0.75, "merge_attn": "kv", "match": "grid"}
 PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # these fields identify the case of an arm
 
 
@@ -174,32 +178,6 @@ def on_gpu(size: str, batch: str, *name: str) -> str:
     return f"{statistics.median(a / b for a, b in zip(plain['ms'], merged['ms'], strict=True)):.2f}"
 
 
-def against_tomesd(backend: str, size: str) -> str:
-    """How many times as fast a merged pass is as PyTorch with tomesd."""
-    return f"{times(arm('emoji_unet', 'tome', backend, size), arm('emoji_unet', 'tome', 'PyTorch', size)):.2f}×"
-
-
-def tomesd_against_eager() -> str:
-    """How many times as fast PyTorch with tomesd is as a merged pass in eager mode, at 128 px."""
-    return f"{times(arm('emoji_unet', 'tome', 'PyTorch'), arm('emoji_unet', 'tome')):.1f}"
-
-
-def near_limit(which: str) -> str:
-    """How many arms are within 3 % of the free-merge limit, of how many, or by how much one is below it.
-
-    Some of those within 3 % are below the limit: the documents call that noise.
-    """
-    over = []  # the time of each arm, divided by that of its limit
-    where = ("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp")
-    for row, limit in itertools.product(arms("emoji_unet"), repeat=2):
-        is_pair = (row["arm"], limit["arm"]) == ("tome", "limit") and agree(row, limit, *PLACE, "attention", "kept")
-        if is_pair and agree(row["config"], limit["config"], *where):
-            over.append(times(limit, row))
-    near = [ratio for ratio in over if ratio <= 1.03]
-    assert min(near) < 1 < max(near)
-    return {"count": f"{len(near)}", "of": f"{len(over)}", "below": f"{100 * (1 - min(over)):.1f} %"}[which]
-
-
 def noise() -> str:
     """By how much a speed-up differs that was measured in several results."""
     repeated = defaultdict(list)
@@ -227,11 +205,11 @@ def seed_against_change(images: str) -> str:
     return f"{seed / default:.0f}"
 
 
-def separated_by_kid(none: str, *words: str) -> str:
+def separated_by_kid() -> str:
     """The settings of scenes whose KID is above that of plain images by more than two standard deviations of both."""
     frame = read_frame(read("quality_scenes"))
     above = frame.index[differs_by_kid(frame) & (frame["group"] != "calibration")]
-    return f"a difference in {', '.join(above)}" if len(above) else " ".join([none, *words])
+    return f"a difference in {', '.join(above)}" if len(above) else "no difference"
 
 
 def edges_near(direction: str, arm: str, *name: str) -> str:
@@ -239,40 +217,11 @@ def edges_near(direction: str, arm: str, *name: str) -> str:
     return f"{100 * read('edges')['sets'][' '.join(name)][arm][direction]['inner']['within_2_px']:.0f} %"
 
 
-def operations_case() -> str:
-    return "B={batch}, {height}×{width} tokens, C={channels}, ratio {ratio}".format(**read("ops")["case"])
-
-
-def load_option(name: str) -> str:
-    """An option of the load test, or of the server that it started."""
-    words = [*read("load")["command"].split(), *read("load")["serve"]]
-    return words[words.index(name) + 1]
-
-
-def load_responses(status: str, *clients: str) -> str:
-    answers = read("load")["answers"]
-    return f"{sum(answers.get(f'{client} {status}', 0) for client in clients)}"
-
-
-def machines(cores: str) -> str:
-    """How many machines generate a million images a day at a utilisation of 0.7."""
-    per_hour = int(value("load", "one_client/images/size=128x128,ratio=0.5/images_per_hour"))
-    return f"{math.ceil(math.ceil(1_000_000 / (24 * per_hour) / 0.7) / int(cores))}"
-
-
 # Rows of tables ------------------------------------------------------------------------------------------------------
 
 
 def milliseconds(row: dict[str, Any]) -> str:
     return f"{1e3 * statistics.median(row['seconds']):.0f}"
-
-
-def run(file: str, backend: str, size: str, batch: str) -> list[str | None]:
-    """Size, batch and backend; seconds of plain and merged, their ratio, and peaks of memory in GB."""
-    pair = [arm(file, name, backend, size, batch) for name in ("plain", "tome")]
-    memory = ["–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.2f}" for row in pair]
-    seconds = [f"{statistics.median(row['seconds']):.2f}" for row in pair]
-    return [f"{size} px", batch, None, *seconds, f"{speed_up(file, backend, size, batch)}×", *memory]
 
 
 def gpu_row(size: str) -> list[str]:
@@ -296,42 +245,35 @@ def choice(*name: str) -> list[str]:
     return [speed, psnr, alternative("scenes_sd_256_photographs", *name)[1]]
 
 
-def distances(*name: str) -> list[str]:
-    """A way to merge, or another seed: PSNR and ST-LPIPS of scenes, of photographs, and of simple images."""
-    sets = ("scenes_sd_256", "scenes_sd_256_photographs", "emoji_sd_128")
-    return [cell for images in sets for cell in alternative(images, *name)[-2:]]
-
-
-def by_model(file: str, backend: str, size: str, batch: str) -> list[str]:
-    """The default at ratio 0.5: the speed-up, and the peaks of memory without and with merging in GB."""
-    *_, speed, plain, merged = run(file, backend, size, batch)
-    return [f"{speed}", f"{plain} → {merged}"]
-
-
 def by_runtime(backend: str) -> list[str]:
     """The bundled UNet at 256 px in a runtime: milliseconds of plain and merged, and the speed-up."""
-    _, _, plain, merged, _, speed, *_ = one_pass("256", backend)
-    return [plain, merged, speed]
+    plain, merged = (arm("emoji_unet", name, backend, 256) for name in ("plain", "tome"))
+    return [milliseconds(plain), milliseconds(merged), f"{times(merged, plain):.2f}×"]
 
 
-def one_pass(size: str, backend: str) -> list[str]:
-    """The bundled UNet in a runtime: milliseconds, and speed-ups; the last one is of merging in Paddle Inference."""
-    plain, merged = (arm("emoji_unet", name, backend, size) for name in ("plain", "tome"))
-    limit = None if backend == "PyTorch" else arm("emoji_unet", "limit", backend, size)
-    predictor = arm("emoji_unet", "tome", "predictor", size)
-    ratios = [f"{times(row, plain):.2f}×" if row else "–" for row in (merged, limit, predictor)]
-    return [f"{size} px", backend, *(milliseconds(row) if row else "–" for row in (plain, merged, limit)), *ratios]
+def gpu_gain(size: str) -> list[str]:
+    """On a GPU at batch 2: how many times as fast as plain cells without matching are, and the default.
+
+    Cells with a random token do the same operations as ToDo, which was measured.
+    """
+    return [f"{on_gpu(size, '2', 'onnxruntime', *name.split())}×" for name in ("ToDo 0.75", "default 0.5")]
 
 
-def runtimes(threads: str, size: str, batch: str) -> list[str]:
-    """Milliseconds of a plain pass, of merged ones, and of tomesd in bf16; their ratios."""
-    file, names = f"unet_runtimes_{threads}", ("predictor", "onnxruntime", "openvino", "openvino-bf16", "PyTorch-bf16")
-    assert value(file, "threads") == threads
-    plain = arm(file, "plain", "predictor", size, batch)
-    predictor, onnxruntime, openvino, bf16, tomesd = (arm(file, "tome", name, size, batch) for name in names)
-    ratios = [times(onnxruntime, predictor), times(bf16, plain), times(bf16, tomesd)]
-    passed = [milliseconds(row) for row in (plain, predictor, onnxruntime, openvino, bf16, tomesd)]
-    return [threads, f"{size} px", batch, *passed, *(f"{ratio:.2f}×" for ratio in ratios)]
+def cpu_gain(backend: str, size: str) -> list[str]:
+    """Stable Diffusion 1.5's UNet on a CPU at batch 2, as `gpu_gain`, by the result with the most threads."""
+    files = [path.stem for path in RESULTS.glob("sd15_*.json") if read(path.stem)["kind"] == "speed"]
+    cells = []
+    for config in (ToMeConfig(**CELLS), ToMeConfig(ratio=0.5)):
+        gains = [
+            (read(file)["threads"], times(row, plain_of(row, file)))
+            for file in files
+            for row in arms(file)
+            if (row["backend"], f"{row['size']}", row["batch"]) == (backend, size, 2)
+            and row["arm"] == "tome"
+            and replace(ToMeConfig(**row["config"]), use_rand=True) == config
+        ]
+        cells.append(f"{max(gains)[1]:.2f}×" if gains else NOT_MEASURED)
+    return cells
 
 
 def block(name: str, settings: str) -> list[str]:
@@ -355,12 +297,6 @@ def alternative(images: str, *name: str) -> list[str]:
     return [f"{image_speed_up(images, 'onnxruntime', *name)}×", f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"]
 
 
-def in_both(images: str, *name: str) -> list[str]:
-    """An arm: speed-up of whole images in ONNX Runtime and in Paddle Inference, PSNR and ST-LPIPS."""
-    speed, *distances = alternative(images, *name)
-    return [speed, f"{image_speed_up(images, 'paddle', *name)}×", *distances]
-
-
 def image_speed_up(images: str, runtime: str, *name: str) -> str:
     """How many times as fast whole images of an arm are as plain ones in a runtime."""
     result, arm = read(f"alternatives_{images}"), alternatives.Variant(**arm_of(images, " ".join(name))["settings"])
@@ -372,37 +308,11 @@ def arm_psnr(images: str, *name: str) -> str:
     return f"{arm_of(images, ' '.join(name))['psnr']:.1f}"
 
 
-def arm_perceptual(images: str, *name: str) -> str:
-    """The median ST-LPIPS of an arm."""
-    return f"{arm_of(images, ' '.join(name))['perceptual']:.4f}"
-
-
-def operations(*method: str) -> list[str]:
-    """Milliseconds of plan, merge, unmerge and their sum, and how many times as fast as the built-in."""
-    (row,) = [row for row in read("ops")["methods"] if row["method"] == " ".join(method)]
-    factors = {name: f" ({factor:.1f}×)" for name, factor in row["times_faster"].items()}
-    is_base = "built-in" in method
-    return [f"{time:.2f}" + ("" if is_base else factors[name]) for name, time in row["milliseconds"].items()]
-
-
 def edges(arm: str, *name: str) -> list[str]:
     """Mean distances between edges in px, in both directions: all, of the outline, inner."""
     figures = read("edges")["sets"][" ".join(name)][arm]
     directions, of = ("input_to_output", "output_to_input"), ("all", "outline", "inner")
     return [f"{figures[direction][part]['mean']:.1f}" for direction in directions for part in of]
-
-
-def one_client(size: str, ratio: str) -> list[str]:
-    """Seconds for an image, and images in an hour, of a client alone."""
-    images = read("load")["one_client"]["images"]
-    (row,) = [row for row in images if (row["size"], f"{row['ratio']:g}") == (f"{size}x{size}", ratio)]
-    return [f"{size} px", ratio, f"{row['seconds_per_image']:.2f}", f"{row['images_per_hour']:,}"]
-
-
-def seconds_to_images(client: str) -> list[str]:
-    """Median and 95th percentile."""
-    seconds = read("load")["seconds_to_images"][client]
-    return [client, f"{seconds['p50']:.1f}", f"{seconds['p95']:.1f}"]
 
 
 # The functions that a document may name.
@@ -413,52 +323,124 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "memory": memory,
     "macs_saved": macs_saved,
     "on_gpu": on_gpu,
-    "against_tomesd": against_tomesd,
-    "tomesd_against_eager": tomesd_against_eager,
-    "near_limit": near_limit,
-    "noise": noise,
-    "gain": gain,
     "seed_against_change": seed_against_change,
-    "separated_by_kid": separated_by_kid,
     "edges_near": edges_near,
-    "operations_case": operations_case,
-    "load_option": load_option,
-    "load_responses": load_responses,
-    "machines": machines,
-    "run": run,
     "gpu_row": gpu_row,
+    "gpu_gain": gpu_gain,
+    "cpu_gain": cpu_gain,
     "choice": choice,
-    "distances": distances,
-    "by_model": by_model,
     "by_runtime": by_runtime,
-    "one_pass": one_pass,
-    "runtimes": runtimes,
     "block": block,
-    "alternative": alternative,
-    "in_both": in_both,
     "image_speed_up": image_speed_up,
     "arm_psnr": arm_psnr,
-    "arm_perceptual": arm_perceptual,
-    "operations": operations,
     "edges": edges,
-    "one_client": one_client,
-    "seconds_to_images": seconds_to_images,
 }
+
+
+# results.md ----------------------------------------------------------------------------------------------------------
+
+SETS = {"scenes_sd_256": "scenes", "scenes_sd_256_photographs": "photographs", "emoji_sd_128": "simple images"}
+ARMS = (  # of alternatives_*.json on the page, where a result has them
+    *(
+        "default 0.25",
+        "default 0.5",
+        "default 0.7",
+        "default 0.8, sx=4",
+        "symmetric 0.5",
+        "kv 0.5",
+        "kv 0.7",
+        "kv 0.75",
+    ),
+    *("kv 0.75, match=grid", "ToDo 0.75", "tomesd 0.5", "16 steps", "14 steps", "12 steps", "10 steps"),
+    *("DPM-Solver++, 10 steps", "DeepCache 2", "DeepCache 2 + default 0.5", "14 steps + default 0.5", "another seed"),
+)
+
+
+def write_results(output: Path) -> str:
+    """Write results.md into a folder; returns its text."""
+    functions = (value, count, macs_saved, on_gpu, noise, gain, seed_against_change, separated_by_kid)
+    template = Path(__file__).with_name("templates") / "results.md"
+    return write_page(
+        template,
+        output,
+        sets=SETS,
+        passes=table_of_passes(),
+        gpu=table_of_gpu(),
+        images=table_of_images(),
+        **{function.__name__: function for function in functions},
+    )
+
+
+def table_of_passes() -> str:
+    """The default at ratio 0.5 on a CPU, in each speed result: each model, size, backend and number of threads."""
+    head = [
+        "what runs",
+        "px",
+        "batch",
+        "threads",
+        "backend",
+        "plain, s",
+        "merged, s",
+        "times as fast",
+        "plain, GB",
+        "merged, GB",
+    ]
+    rows, default = [], ToMeConfig(ratio=0.5, use_rand=False)
+    for file in sorted(path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"):
+        for row in arms(file) if not file.startswith("unet_runtimes") else []:
+            is_measured = row["arm"] == "tome" and row["seconds"] and row["batch"] <= 2
+            if not is_measured or ToMeConfig(**row["config"]) != default:
+                continue
+            pair = [plain_of(row, file), row]
+            what = f"{Path(row['model']).name}, {SCOPES.get(row['scope'], row['scope'])}"
+            seconds = [f"{statistics.median(one['seconds']):.2f}" for one in pair]
+            peaks = [one["peak_memory_bytes"] for one in pair]
+            memory = [NOT_MEASURED if peak is None else f"{peak / 1e9:.2f}" for peak in peaks]
+            place = [f"{row['size']}", f"{row['batch']}", f"{read(file)['threads']}", row["backend"]]
+            rows.append([what, *place, *seconds, f"{times(row, pair[0]):.2f}×", *memory])
+    return "\n".join(table(head, rows))
+
+
+def table_of_gpu() -> str:
+    """Milliseconds of a pass on a GPU, by size, and how many times as fast as plain."""
+    head = ["px", "plain", "ToDo 0.75", "keys and values 0.75", "default 0.5", "PyTorch, plain", "tomesd 0.5"]
+    sizes = dict.fromkeys(f"{row['size']}" for row in read("gpu_onnx")["rows"] if row["batch"] == 2)
+    return "\n".join(table(head, [[size, *gpu_row(size)] for size in sizes]))
+
+
+def table_of_images() -> str:
+    """Each of ARMS: times as fast as plain in scenes, and PSNR and ST-LPIPS in all sets."""
+    runtimes = {"onnxruntime": "ONNX Runtime", "paddle": "Paddle Inference"}
+    head = ["arm", *runtimes.values()] + [
+        f"{words}, {measure}" for words in SETS.values() for measure in ("dB", "LPIPS")
+    ]
+    rows = []
+    for name in ARMS:
+        found = [{row["name"]: row for row in read(f"alternatives_{images}")["arms"]}.get(name) for images in SETS]
+        if not any(found):
+            continue
+        gains = [image_speed_up("scenes_sd_256", runtime, name) if found[0] else "nan" for runtime in runtimes]
+        cells = [NOT_MEASURED if gain == "nan" or name == "another seed" else f"{gain}×" for gain in gains]
+        for row in found:
+            cells += [f"{row['psnr']:.1f}", f"{row['perceptual']:.4f}"] if row else [NOT_MEASURED] * 2
+        rows.append([name, *cells])
+    return "\n".join(table(head, rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a figure differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a document differs")
     is_check, different = parser.parse_args().check, False
-    for path in DOCUMENTS:
-        before = path.read_text(encoding="utf-8")
-        after = update(before)
-        for old, new in zip(before.splitlines(), after.splitlines(), strict=True):
-            if old != new:
-                different = True
-                print(f"{path.relative_to(ROOT)}:\n- {old}\n+ {new}")
+    with tempfile.TemporaryDirectory() as folder:
+        documents = {RESULTS_PAGE: write_results(Path(folder))}
+    documents |= {path: update(path.read_text(encoding="utf-8")) for path in DOCUMENTS}
+    for path, text in documents.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        changed = [line for line in text.splitlines() if line not in lines]
+        different |= text != path.read_text(encoding="utf-8")
+        print(*(f"{path.relative_to(ROOT)}: {line}" for line in changed), sep="\n", end="\n" if changed else "")
         if not is_check:
-            path.write_text(after, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
     return int(is_check and different)
 
 

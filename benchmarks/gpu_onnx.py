@@ -468,12 +468,12 @@ def report(options: argparse.Namespace) -> None:
     furthest = max(row.get("difference", 0) for row in rows.values())
     lines = [
         f"# {(__doc__ or '').splitlines()[0].removesuffix('.')}\n",
-        "Milliseconds of a pass in float16 with random weights; how many times as fast as plain in the same runtime and",
-        "form (plain in a form: as plain without it); and the memory that a pass takes beside the weights, in PyTorch with",
-        "them. All arms of a column take turns: medians of the rounds. Inputs and outputs are on the GPU. Without a form,",
-        "ONNX Runtime has channels last, as the package's `OnnxRuntime`.\n",
+        "Milliseconds of a pass in float16 with random weights; how many times as fast as plain in the same runtime",
+        "and form (plain in a form: as plain without it); and the memory that a pass takes beside the weights, in",
+        "PyTorch with them. All arms of a column take turns: medians of rounds. Inputs and outputs are on the GPU.",
+        "Without a form, ONNX Runtime has channels last, as the package's `OnnxRuntime`.\n",
         *table(["one pass", *heads], [[arm, *(text_of(cell, arm) for cell in cells)] for arm in arms]),
-        f"\nAt 512 px a pass differs from the same program on a CPU by at most {100 * furthest:.2f} % (root mean square).",
+        f"\nAt 512 px a pass differs from that of a CPU by at most {100 * furthest:.2f} % (root mean square).",
         f"\n[{options.result.name}](results/{options.result.name}): {result['gpu']}, {versions}",
         *(f"\n{note}" for note in result.get("notes", [])),
     ]

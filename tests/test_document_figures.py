@@ -3,6 +3,7 @@
 import ast
 import re
 import shutil
+from copy import deepcopy
 
 import document_figures as figures
 import pytest
@@ -10,7 +11,8 @@ from markdown_text import ROOT, documents, prose
 
 from ppdiffusers_tome.config import ToMeConfig
 
-DOCUMENTS = documents("README*.md", "docs/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
+PAGES = documents("README*.md", "docs/**/*.md", "benchmarks/README.md", "examples/emoji_sd/README.md")
+DOCUMENTS = [page for page in PAGES if page != "docs/results.md"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -20,6 +22,21 @@ def test_figures_are_those_of_the_results(document):
     assert path.read_text(encoding="utf-8") == figures.update(path.read_text(encoding="utf-8")), "run `make figures`"
     loose = re.findall(r"(?<![`\d])\d+\.\d+×(?!`)", figures.MARKED.sub("", prose(document)))
     assert not loose, f"{document}: {loose} must be between marks, with the function that computes them"
+
+
+def test_results_page_is_that_of_the_results(tmp_path):
+    assert figures.write_results(tmp_path) == figures.RESULTS_PAGE.read_text(encoding="utf-8"), "run `make figures`"
+
+
+def test_arms_that_a_result_lacks_have_no_row(monkeypatch):
+    results = {f"alternatives_{images}": deepcopy(figures.read(f"alternatives_{images}")) for images in figures.SETS}
+    for images, result in results.items():
+        lacking = {"tomesd 0.5", *(["kv 0.75"] if "photographs" in images else [])}
+        result["arms"] = [arm for arm in result["arms"] if arm["name"] not in lacking]
+    monkeypatch.setattr(figures, "read", results.__getitem__)
+    rows = {line.split(" | ")[0]: line for line in figures.table_of_images().splitlines()}
+    assert "| tomesd 0.5" not in rows and "| kv 0.75" in rows
+    assert rows["| kv 0.75"].split(" | ")[5:7] == ["–", "–"] and "–" not in rows["| default 0.5"]
 
 
 CALL = r"`(pipe\.apply_tome\(ratio=.*?\))`"
@@ -45,7 +62,7 @@ def arguments(call):
 
 
 def test_a_figure_follows_its_result(tmp_path, monkeypatch):
-    shutil.copy(ROOT / "benchmarks" / "ops.json", tmp_path / "a.json")
+    shutil.copy(figures.RESULTS / "ops.json", tmp_path / "a.json")
     monkeypatch.setattr(figures, "FOLDERS", [tmp_path])
     text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
     assert figures.update(text) == text.replace("?", "10").replace("9<", "320.0<")
@@ -70,10 +87,10 @@ def test_every_function_of_the_table_is_used():
 @pytest.mark.parametrize(
     "text",
     [
-        "<!--= noise -->1 %<!--/--> begins",
-        "no <!--= noise -->1 %",
-        "| row | 1 <!--: run 1 --> | 2 |",
-        "| row | 1 <!--| run 1 --> |",
+        "<!--= value -->1<!--/--> begins",
+        "no <!--= value -->1",
+        "| row | 1 <!--: choice 1 --> | 2 |",
+        "| row | 1 <!--| choice 1 --> |",
     ],
 )
 def test_a_damaged_mark_is_an_error(text):
