@@ -988,7 +988,7 @@ def test_chinese(browser, fake):
         page.fill("#steps", "0")
         page.click("#generate")
         page.click("[data-term=ratio]")
-        names = r"\b(ToMe|fake|PSNR|SSIM|dB|PNG|JSON|Ctrl|Enter|Esc|src|dst|sx|sy)\b"
+        names = r"\b(ToMe|token|fake|PSNR|SSIM|dB|PNG|JSON|Ctrl|Enter|Esc|src|dst|sx|sy)\b"
         shown = re.sub(f"{names}|{'|'.join(PROMPTS)}", "", page.inner_text("body"))
         assert re.findall(r"[A-Za-z]{2,}", shown) == []
         labels = page.eval_on_selector_all("[aria-label]", "all => all.map((one) => one.ariaLabel)")
