@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = (RESULTS, ROOT / "examples" / "emoji_sd" / "controlnet")
 DOCUMENTS = [
     *ROOT.glob("README*.md"),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
     ROOT / "benchmarks" / "README.md",
     *(ROOT / "examples" / model / "README.md" for model in ("emoji_sd", "scenes_sd")),
 ]
