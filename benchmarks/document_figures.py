@@ -317,13 +317,10 @@ def edges(arm: str, *name: str) -> list[str]:
 
 # The functions that a document may name.
 LOOKUPS: dict[str, Callable[..., Any]] = {
-    "value": value,
-    "count": count,
     "speed_up": speed_up,
     "memory": memory,
     "macs_saved": macs_saved,
     "on_gpu": on_gpu,
-    "seed_against_change": seed_against_change,
     "edges_near": edges_near,
     "gpu_row": gpu_row,
     "gpu_gain": gpu_gain,

@@ -49,7 +49,7 @@ def test_calls_that_documents_recommend_are_those_that_were_measured(document):
         arguments(call)  # an argument that is not allowed raises
     marked = r"^.*`(pipe\.apply_tome\(.*?\))`.*<!--: (?:choice|alternative \S+) (.+?) -->"
     measured = re.findall(marked, text, re.MULTILINE)
-    assert len(measured) >= 5
+    assert len(measured) >= 3
     arms = {arm.name: arm for arm in figures.alternatives.list_arms()}
     for call, name in measured:
         assert arguments(call) == arms[name].config, f"{document}: {call}"
@@ -64,6 +64,7 @@ def arguments(call):
 def test_a_figure_follows_its_result(tmp_path, monkeypatch):
     shutil.copy(figures.RESULTS / "ops.json", tmp_path / "a.json")
     monkeypatch.setattr(figures, "FOLDERS", [tmp_path])
+    monkeypatch.setitem(figures.LOOKUPS, "value", figures.value)
     text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
     assert figures.update(text) == text.replace("?", "10").replace("9<", "320.0<")
     monkeypatch.undo()
