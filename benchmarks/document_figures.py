@@ -34,7 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = (RESULTS, RESULTS.parent, ROOT / "examples" / "emoji_sd" / "controlnet")
 DOCUMENTS = [
     *ROOT.glob("README*.md"),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
     ROOT / "benchmarks" / "README.md",
     *(ROOT / "examples" / model / "README.md" for model in ("emoji_sd", "scenes_sd")),
 ]

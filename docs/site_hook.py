@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 LOG = logging.getLogger("mkdocs.hooks.site")
-FRONT = {"README.md": "index.md", "README_zh.md": "zh.md"}  # the document in the repository, and its page
+FRONT = {"README.md": "index.md", "README_zh.md": "zh/index.md"}  # the document in the repository, and its page
 REFERENCE = {"reference.md": "ppdiffusers_tome", "reference-inference.md": "ppdiffusers_tome.inference"}
 LINK = re.compile(r"\[([^]]*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -32,7 +32,7 @@ def on_files(files, config):
         for _, target in LINK.findall(page.content_string):
             path = in_repository(target.partition("#")[0], page.src_uri)
             is_new = (ROOT / path).is_file() and files.get_file_from_path(in_site(path)) is None
-            if is_new and path.endswith((".md", ".png")):
+            if is_new and path.endswith((".md", ".png", ".jpg")):
                 files.append(File.generated(config, in_site(path), abs_src_path=str(ROOT / path)))
                 if path.endswith(".md"):
                     pages.append(files.get_file_from_path(path))
@@ -81,10 +81,17 @@ def link(target: str, page: str, repository: str | None, files) -> str | None:
 
 def in_repository(target: str, page: str) -> str:
     """The path, from the root of the repository, of what a page's link names; of a folder that of its README.md."""
-    is_outside = page in FRONT.values() or not (ROOT / "docs" / page).is_file()
-    folder = posixpath.dirname(page) if is_outside else "docs"
-    path = posixpath.normpath(posixpath.join(folder, target)) if target else page
+    document = document_of(page)
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(document), target)) if target else document
     return f"{path}/README.md" if (ROOT / path / "README.md").is_file() else path
+
+
+def document_of(page: str) -> str:
+    """The path in the repository of a page of the site."""
+    for document, front in FRONT.items():
+        if page == front:
+            return document
+    return f"docs/{page}" if (ROOT / "docs" / page).is_file() else page
 
 
 def in_site(path: str) -> str:

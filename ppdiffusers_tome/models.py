@@ -279,8 +279,8 @@ def nothing_merges(target: Any) -> str:
             return f"INFERENCE_OPTIMIZE=True has replaced the blocks of {name} by fused ones: load it without"
     return (
         f"nothing merges in {name}: it has no transformer blocks over the pixels of a feature map, as UNets, "
-        "ControlNets, DiT, PixArt, SD3, FLUX, CogVideoX, Wan and HunyuanVideo have them; docs/families.md lists the "
-        "pipelines that merge"
+        "ControlNets, DiT, PixArt, SD3, FLUX, CogVideoX, Wan and HunyuanVideo have them; "
+        "docs/development/families.md lists the pipelines that merge"
     )
 
 

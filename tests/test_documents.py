@@ -32,7 +32,7 @@ from ppdiffusers_tome.evaluation.speed import speed_report
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
-DOCUMENTS = documents("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
+DOCUMENTS = documents("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "tests/**/*.md")
 OPTION = r"--[a-z][a-z0-9-]*"
 # These quote commands as they were run, with the options of their time.
 HISTORY = ["CHANGELOG.md", *(f"benchmarks/{page}.md" for page in ("ops", "speed"))]
@@ -64,8 +64,9 @@ def test_api_document_lists_what_is_public():
 
 
 SNIPPETS = [(document, number) for document in DOCUMENTS for number in range(len(snippets(document)))]
+CHINESE = ["README_zh.md", *documents("docs/zh/*.md")]  # their snippets equal those of the English documents
 OF_OTHER_PAGES = ("alternatives_", "program_memory_", "gpu_")  # results
-SMALL = {"128": "32", "192": "48"}  # px, for exports of the tiny pipeline
+SMALL = {"256": "32", "384": "48"}  # px, for exports of the tiny pipeline
 SERVER = """
 import atexit, subprocess, sys, time, urllib.request
 
@@ -73,7 +74,7 @@ def stop():
     server.terminate()
     server.wait()
 
-command = [sys.executable, "-m", "ppdiffusers_tome", "serve", "--model", "build/emoji", "--port", "8000"]
+command = [sys.executable, "-m", "ppdiffusers_tome", "serve", "--model", "build/scenes", "--port", "8000"]
 server = subprocess.Popen(command)
 atexit.register(stop)
 while server.poll() is None:
@@ -84,7 +85,7 @@ while server.poll() is None:
         time.sleep(0.2)
 """
 # In a process of their own: what starts a server, and what runs without this package.
-PROCESSES = {"docs/serving.md": SERVER, "examples/emoji_sd/README.md": ""}
+PROCESSES = {"docs/serve.md": SERVER, "examples/emoji_sd/README.md": ""}
 
 
 def described(document):
@@ -92,7 +93,7 @@ def described(document):
     if document == "tests/golden/README.md":
         case = json.loads(str(np.load(ROOT / "tests" / "golden" / "unet.npz")["cases"]))[0]
         return {"np": np, **{name: case[name] for name in ("B", "h", "w", "seed")}}
-    tiny = ZOO["TextToVideoSDPipeline"]() if document == "docs/families.md" else None
+    tiny = ZOO["TextToVideoSDPipeline"]() if document == "docs/development/families.md" else None
     return {"pipe": tiny.pipe, "call": tiny.call} if tiny else {"pipe": tiny_pipeline(), "prompt": "a fox"}
 
 
@@ -107,7 +108,7 @@ def run_here(code, variables):
             exec(code, variables)
 
 
-@pytest.mark.parametrize("document", sorted({document for document, _ in SNIPPETS} - {"README_zh.md"}))
+@pytest.mark.parametrize("document", sorted({document for document, _ in SNIPPETS} - set(CHINESE)))
 def test_snippets_run(document, request, monkeypatch, tmp_path):
     """One after the other, as they stand but for the port and fewer steps, on the CPU.
 
@@ -119,15 +120,15 @@ def test_snippets_run(document, request, monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     codes = [re.sub(r"(num_inference_steps=)\d+", r"\g<1>2", code) for code in snippets(document)]
-    if document in ("docs/inference.md", "docs/serving.md"):
+    if document in ("docs/export.md", "docs/serve.md"):
         folder, onnx = (request.getfixturevalue(name) for name in ("exported_folder", "onnx_folder"))
         (tmp_path / "build" / "both").symlink_to(onnx)
         for size, small in SMALL.items():
             codes = [code.replace(size, small) for code in codes]
         programs = [(folder, file) for file in inference.read_manifest(folder).programs]
         monkeypatch.setattr(inference, "export_pipeline", partial(export_linked, linked=programs))
-    if document == "docs/serving.md":
-        (tmp_path / "build" / "emoji").symlink_to(folder)
+    if document == "docs/serve.md":
+        (tmp_path / "build" / "scenes").symlink_to(folder)
     if document in PROCESSES:
         code = "\n".join([PROCESSES[document], *codes]).replace("8000", str(port))
         command = [sys.executable, "-W", "ignore", "-c", code]
@@ -148,11 +149,22 @@ def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
     names = ("README.md", "README_zh.md")
     marks = [sorted(re.findall(r"<!--[=:] (.+?) -->", text_of(name))) for name in names]
     sections = [re.findall(r"^(#+|!\[|```\w+)", text_of(name), re.MULTILINE) for name in names]
-    code = [[re.sub(" *#.*", "", snippet) for snippet in snippets(name)] for name in names]
+    code = [without_comments(name) for name in names]
     called = [list(commands(name)) for name in names]
     for english, chinese in (marks, sections, code, called):
         assert english == chinese
     assert len(text_of("README.md").splitlines()) <= 110
+
+
+@pytest.mark.parametrize("document", documents("docs/zh/*.md"))
+def test_chinese_pages_have_snippets_and_commands_of_the_english_ones(document):
+    english = document.replace("/zh/", "/")
+    assert without_comments(document) == without_comments(english)
+    assert list(commands(document)) == list(commands(english))
+
+
+def without_comments(document):
+    return [re.sub(" *#.*", "", snippet) for snippet in snippets(document)]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +247,7 @@ def test_commands_exist_with_their_options(document, capsys):
         assert not missing, f"{document}: {' '.join(words)}: unknown {sorted(missing)}"
 
 
-@pytest.mark.parametrize(("document", "command"), [("docs/inference.md", "export"), ("docs/serving.md", "serve")])
+@pytest.mark.parametrize(("document", "command"), [("docs/export.md", "export"), ("docs/serve-ops.md", "serve")])
 def test_tables_of_options_name_options_that_exist(document, command, capsys):
     (rows,) = [rows for header, *rows in tables(document) if header[0] == "option"]
     documented = {option for row in rows for option in re.findall(OPTION, row[0])}
@@ -244,7 +256,7 @@ def test_tables_of_options_name_options_that_exist(document, command, capsys):
 
 
 def test_table_of_options_of_serve_has_their_defaults(capsys):
-    (rows,) = [rows for header, *rows in tables("docs/serving.md") if header[:2] == ["option", "default"]]
+    (rows,) = [rows for header, *rows in tables("docs/serve-ops.md") if header[:2] == ["option", "default"]]
     text = help_of(["serve"], capsys)
     documented = {}
     for names, values, _ in rows:
@@ -254,7 +266,7 @@ def test_table_of_options_of_serve_has_their_defaults(capsys):
     assert {"--port", "--queue", "--max-prompt"} <= set(documented)
     for name, value in documented.items():
         default = defaults[name].group(1).removesuffix(".0")
-        assert default == value, f"docs/serving.md: the default of {name} is {default}, not {value}"
+        assert default == value, f"docs/serve-ops.md: the default of {name} is {default}, not {value}"
 
 
 def options_of(words, capsys):

@@ -113,7 +113,8 @@ def test_model_in_which_nothing_merges(make):
     before = traces(model)
     for target in (model, pipe):
         sentence = f"nothing merges in {type(target).__name__}: it has no transformer blocks over the pixels"
-        with pytest.raises(NoMergeableLayerError, match=rf"{sentence} .*; docs/families\.md lists the pipelines"):
+        page = r"docs/development/families\.md lists the pipelines"
+        with pytest.raises(NoMergeableLayerError, match=f"{sentence} .*; {page}"):
             target.apply_tome(ratio=0.5)
         for size in {}, {"height": 64}, {"height": 64, "width": 64}:
             summary = target.tome_summary(**size)

@@ -982,13 +982,13 @@ def test_long_prompts_are_folded(browser):
 def test_chinese(browser, fake):
     with opened(browser, fake, locale="zh-CN") as page:
         generate(page, done="完成", button="#all", prompt="狐", steps=5)
-        assert page.get_attribute("html", "lang") == "zh-CN" and page.inner_text("h1").startswith("令牌合并")
-        expect(page.locator("#method-words")).to_have_text("合并 50 % 的令牌，方法：对称")
+        assert page.get_attribute("html", "lang") == "zh-CN" and page.inner_text("h1").startswith("token 合并")
+        expect(page.locator("#method-words")).to_have_text("合并 50 % 的 token，方法：对称")
         page.click("#more-summary")
         page.fill("#steps", "0")
         page.click("#generate")
         page.click("[data-term=ratio]")
-        names = r"\b(ToMe|fake|PSNR|SSIM|dB|PNG|JSON|Ctrl|Enter|Esc|src|dst|sx|sy)\b"
+        names = r"\b(ToMe|token|fake|PSNR|SSIM|dB|PNG|JSON|Ctrl|Enter|Esc|src|dst|sx|sy)\b"
         shown = re.sub(f"{names}|{'|'.join(PROMPTS)}", "", page.inner_text("body"))
         assert re.findall(r"[A-Za-z]{2,}", shown) == []
         labels = page.eval_on_selector_all("[aria-label]", "all => all.map((one) => one.ariaLabel)")

@@ -39,7 +39,6 @@ def test_scripts(tmp_path):
     for test in (ROOT / "tests" / "page").glob("*.test.js"):
         shutil.copy(test, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    shutil.copy(ROOT / "docs" / "glossary.md", tmp_path)
     methods = [ToMeConfig(**settings).method for settings in SETTINGS]
     (tmp_path / "methods.json").write_text(json.dumps(methods), encoding="utf-8")
     job = Job("a fox, 狐", 48, 64, ratio=0.5, seed=7, negative_prompt="red", steps=9, guidance_scale=2.5, strength=0.4)

@@ -225,7 +225,7 @@ def test_error_without_blocks_at_the_level_has_a_remedy():
 def test_error_for_a_model_without_mergeable_blocks(pipe):
     with pytest.raises(
         NoMergeableLayerError,
-        match=r"nothing merges in AutoencoderKL: it has no transformer blocks .*; docs/families\.md lists",
+        match=r"nothing merges in AutoencoderKL: it has no transformer blocks .*; docs/development/families\.md lists",
     ):
         pipe.vae.apply_tome()
     with pytest.raises(ValueError, match="nothing merges in Linear"):

@@ -324,7 +324,7 @@ def nodes():
     """Three nodes: a head without room for engines, and two with room for one engine each.
 
     Of nodes with one address Ray connects a command to any, the same one each time. Ours is to run on the head, as
-    serving.md asks: nodes on which it would not are made again.
+    serve-ops.md asks: nodes on which it would not are made again.
     """
     while True:
         head = {**NODE, "num_cpus": 0, "include_dashboard": False, "_system_config": QUICK}

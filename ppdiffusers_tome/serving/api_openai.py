@@ -35,7 +35,7 @@ URL_MODELS = ("dall-e-2", "dall-e-3")  # by OpenAI's rule, requests that name th
 EDITS = "/v1/images/edits"
 EVENT = {
     "type": "object",
-    "description": "with `stream`: one of the events in docs/serving.md, whose data is JSON",
+    "description": "with `stream`: one of the events in docs/serve.md, whose data is JSON",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["event", "data"],
 }

@@ -133,7 +133,7 @@ class TextRequest(Lenient):
 class TwoPassRequest(TextRequest):
     """Images to generate from text, and to enlarge and denoise again if `enable_hr` is true."""
 
-    enable_hr: bool | None = Field(False, description="a second pass at a larger exported size; see docs/serving.md")
+    enable_hr: bool | None = Field(False, description="a second pass at a larger exported size; see docs/serve.md")
     firstpass_image: str | None = None
     firstphase_height: int | None = 0
     firstphase_width: int | None = 0

@@ -61,7 +61,7 @@ def evaluate(
         command: for the record.
 
     Returns:
-        A result of kind "quality", as docs/evaluation.md describes.
+        A result of kind "quality", as docs/development/evaluation.md describes.
 
     Raises:
         ToMeConfigError: an argument is not allowed, also with this model, or the folder holds images of another

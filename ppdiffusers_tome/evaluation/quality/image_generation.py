@@ -73,7 +73,8 @@ def check_model(evaluation: Evaluation) -> None:
     pipe = load_model(evaluation.model)
     kind = f"{evaluation.model} is a {type(pipe).__name__}"
     if not hasattr(pipe, "image_processor"):
-        raise ToMeConfigError(f"{kind}, whose outputs are no images: docs/families.md has code that measures videos.")
+        page = "docs/development/families.md has code that measures videos"
+        raise ToMeConfigError(f"{kind}, whose outputs are no images: {page}.")
     if "unet" not in pipe.components and evaluation.backend != EAGER:
         raise ToMeConfigError(f"{kind} without a UNet, which is not exported: pass --backend eager.")
     if evaluation.strength is not None and type(pipe) is not StableDiffusionPipeline:
