@@ -52,7 +52,8 @@ def test_example_writes_its_file(name, run, monkeypatch, tmp_path, exported_fold
         assert any(block.merges for block in variables["pipe"].tome_summary(height=64, width=64).blocks)
     file = tmp_path / ("video.mp4" if name == "video" else f"{name}.png")
     if file.suffix == ".png":
-        assert len(Image.open(file).getcolors(10**6)) > 100
+        with Image.open(file) as image:
+            assert len(image.getcolors(10**6)) > 100
     else:
         assert file.stat().st_size > 1000
 
@@ -62,7 +63,8 @@ def test_client_writes_the_image_that_the_server_sent(run, tmp_path):
         run("serve_client", URL=server.url)
         (job,) = server.engine.calls[0]
     assert (job.prompt, job.seed, job.ratio, job.steps) == ("a 3d render of fox", 0, 0.5, 20)
-    assert Image.open(tmp_path / "served.png").getpixel((0, 0)) == (0, 0, 0)
+    with Image.open(tmp_path / "served.png") as image:
+        assert image.getpixel((0, 0)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))

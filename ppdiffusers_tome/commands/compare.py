@@ -117,8 +117,6 @@ def _next_steps(model: str, speed_up: float) -> str:
     """What a user can do after a comparison."""
     if speed_up <= 1:
         return "Merging does not pay here. docs/usage.md has a table of where it does: larger images gain more."
-    export = f"{PROGRAM} export --model {model} --output build/export"
-    return (
-        f"Next: `pipe.apply_tome(…)` in your own code; on a CPU, `{export}` for programs that are faster than these "
-        f"steps, plain and merged; `{PROGRAM} tune --model {model} --speed-up 1.5` for the settings that suit it."
-    )
+    lines = ["Next:", f"  {PROGRAM} export --model {model} --output build/export   # on a CPU: faster programs"]
+    lines += [f"  {PROGRAM} tune --model {model} --speed-up 1.5   # settings that suit this model"]
+    return "\n".join([*lines, "  pipe.apply_tome(ratio=0.5)   # in your own code; docs/usage.md has more"])

@@ -100,7 +100,7 @@ def compare(
     pipe: DiffusionPipeline,
     scene: Scene,
     configs: Sequence[ToMeConfig],
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Arm]:
     """Generate the images of a scene plain and merged, and time their steps. The pipeline is plain afterwards.
@@ -108,7 +108,7 @@ def compare(
     Args:
         pipe: a pipeline that merges nothing now.
         configs: one for each further arm.
-        rounds: how many steps of each arm are timed.
+        rounds: how many steps of each arm are timed; by default ROUNDS.
         report: called with a line before each part.
 
     Returns:
@@ -121,6 +121,7 @@ def compare(
     if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
         name = type(pipe).__name__
         raise ToMeConfigError(f"{name} has no callback_on_step_end, by which steps are timed: it cannot be compared.")
+    rounds = ROUNDS if rounds is None else rounds
     arms = []
     for config in (None, *configs):
         with pipe.tome(config=config or ToMeConfig(ratio=0.0)):
