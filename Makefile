@@ -62,8 +62,8 @@ $(VENV)/.installed-ray: $(VENV)/.installed-test ppdiffusers_tome/requirements/ra
 
 venv: $(VENV)/.installed ## create the virtual environment with the locked stack and this package
 
-demo: $(VENV)/.installed ## generate images with the bundled model, without and with merging, into outputs/
-	$(PY) examples/text_to_image.py $(ARGS)
+demo: $(VENV)/.installed ## compare plain and merged images of the bundled model, into outputs/: two minutes
+	$(PY) -m ppdiffusers_tome compare --model examples/scenes_sd --steps 10 $(ARGS)
 
 # OpenAI's client for JavaScript. Its test is skipped without it, so that a machine without npm or a registry can test the rest.
 JAVASCRIPT := build/javascript/.installed
@@ -198,7 +198,7 @@ dist: build/dist-venv/.complete ## build sdist and wheel in dist/, check them, a
 	build/dist-venv/bin/check-wheel-contents dist/*.whl
 	build/dist-venv/bin/cffconvert --validate
 	tar tzf dist/*.tar.gz | sed 's|^[^/]*/||' | LC_ALL=C sort > build/sdist.txt
-	git ls-files | grep -v '^examples/scenes_sd/checkpoint/' | LC_ALL=C sort | LC_ALL=C comm -23 - build/sdist.txt | diff /dev/null -
+	git ls-files | LC_ALL=C sort | LC_ALL=C comm -23 - build/sdist.txt | diff /dev/null -
 	$(MAKE) VENV=$(RELEASE_VENV) $(RELEASE_VENV)/.installed
 	$(RELEASE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall dist/*.whl
 	mkdir -p build/release && cd build/release && env -u PYTHONPATH LD_LIBRARY_PATH=$(CURDIR)/$(RELEASE_VENV)/lib/libgomp ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png

@@ -162,6 +162,7 @@ def list_arms() -> list[Variant]:
     arms += [Variant(merging=kv), Variant(merging={**half, "merge_attn": True})]
     arms += [Variant(merging={**TOMESD_SETTINGS, "ratio": 0.5}), Variant(merging={"ratio": 0.25})]
     arms += [Variant(merging=seven), Variant(merging={**kv, "ratio": 0.5}), Variant(merging={**kv, "ratio": 0.7})]
+    arms += [Variant(merging={"ratio": 0.45})]  # as much attention as kv 0.7
     arms += [Variant(steps=steps) for steps in (16, 14, 12, 10)]
     arms += [Variant(other_seed=True), Variant(every=2), Variant(every=2, merging=half)]
     arms += [Variant(steps=14, merging=half), Variant(steps=10, dpm_solver=True), Variant(gate=10, guided=False)]

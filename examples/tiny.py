@@ -1,9 +1,14 @@
-"""Tiny random pipelines for --tiny: they show that a script runs, and their images are noise. Imports Paddle."""
+"""Tiny random models for the examples of families that have no bundled model. Their images are noise."""
 
+from pathlib import Path
+
+import ppdiffusers_tome
 import paddle
 import ppdiffusers
-from options import BUNDLED
 from ppdiffusers import transformers as clip
+
+BUNDLED = Path(__file__).resolve().parent / "emoji_sd"
+FOLDER = BUNDLED.parents[1] / "build" / "tiny"
 
 WIDTH = 32  # channels of text embeddings and of the denoisers' first level
 SHARED = {"sample_size": 32, "layers_per_block": 1}  # latent pixels: 64 px
@@ -37,16 +42,8 @@ def vae(**changes):
     return ppdiffusers.AutoencoderKL(**sizes, **changes)
 
 
-def ready(pipe):
-    for part in pipe.components.values():
-        if isinstance(part, paddle.nn.Layer):
-            part.eval()
-    return pipe
-
-
 def sdxl():
     """SDXL's layout: no attention at level 1, more layers at level 4 than at level 2."""
-    paddle.seed(0)
     unet = ppdiffusers.UNet2DConditionModel(
         **SHARED,
         block_out_channels=(WIDTH, WIDTH, 2 * WIDTH),
@@ -61,12 +58,11 @@ def sdxl():
         projection_class_embeddings_input_dim=6 * 8 + WIDTH,
     )
     parts = {**texts(projection=False), **texts("_2"), "vae": vae(), "unet": unet}
-    return ready(ppdiffusers.StableDiffusionXLPipeline(**parts, scheduler=ppdiffusers.EulerDiscreteScheduler()))
+    return ppdiffusers.StableDiffusionXLPipeline(**parts, scheduler=ppdiffusers.EulerDiscreteScheduler())
 
 
 def sd3():
     """Stable Diffusion 3's layout: joint attention over image and text tokens, pooled text embeddings; no T5."""
-    paddle.seed(0)
     transformer = ppdiffusers.SD3Transformer2DModel(
         sample_size=SHARED["sample_size"],
         pos_embed_max_size=SHARED["sample_size"],
@@ -81,22 +77,42 @@ def sd3():
     )
     parts = {**texts(), **texts("_2"), "text_encoder_3": None, "tokenizer_3": None, "transformer": transformer}
     scheduler = ppdiffusers.FlowMatchEulerDiscreteScheduler()
-    return ready(ppdiffusers.StableDiffusion3Pipeline(**parts, vae=vae(shift_factor=0.0), scheduler=scheduler))
+    return ppdiffusers.StableDiffusion3Pipeline(**parts, vae=vae(shift_factor=0.0), scheduler=scheduler)
 
 
-def inpaint():
-    """An inpainting model's UNet: 4 channels for the latents, 1 for the mask, 4 for the masked image."""
-    paddle.seed(0)
-    unet = ppdiffusers.UNet2DConditionModel(
+def video():
+    """The layout of ModelScope's text-to-video: a UNet with attention over the frames too."""
+    unet = ppdiffusers.UNet3DConditionModel(
         **SHARED,
-        in_channels=9,
         block_out_channels=(WIDTH, 2 * WIDTH),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
         cross_attention_dim=WIDTH,
-        attention_head_dim=2,
+        attention_head_dim=WIDTH // 2,
     )
     scheduler = ppdiffusers.DDIMScheduler(clip_sample=False, steps_offset=1)
-    parts = {**texts(projection=False), "vae": vae(), "unet": unet, "scheduler": scheduler}
-    parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    return ready(ppdiffusers.StableDiffusionInpaintPipeline(**parts))
+    return ppdiffusers.TextToVideoSDPipeline(vae=vae(), **texts(projection=False), unet=unet, scheduler=scheduler)
+
+
+def write_tiny(name):
+    """The folder of a tiny random model, "sdxl", "sd3" or "video"; it is written when it is first needed."""
+    folder = FOLDER / name
+    if not (folder / "model_index.json").exists():
+        paddle.seed(0)
+        {"sdxl": sdxl, "sd3": sd3, "video": video}[name]().save_pretrained(str(folder))
+    return folder
+
+
+def write_lora(pipe):
+    """The file of random LoRA weights of rank 2 for a pipeline's UNet."""
+    paddle.seed(0)
+    weights = {}
+    for path, layer in pipe.unet.named_sublayers():
+        if path.endswith(("to_q", "to_v")):
+            inputs, outputs = layer.weight.shape
+            weights[f"unet.{path}.lora.down.weight"] = 0.05 * paddle.randn([inputs, 2])
+            weights[f"unet.{path}.lora.up.weight"] = 0.05 * paddle.randn([2, outputs])
+    file = FOLDER / "lora" / "paddle_lora_weights.pdparams"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    paddle.save(weights, str(file))
+    return file

@@ -2,7 +2,7 @@
 
     python train_gpu.py THINGS OUT --stages 64:90 128:90 256:170 --workers 15
 
-A stage is a size and its seconds. The first starts from checkpoint/128, each other from the one before. Worker
+A stage is a size and its seconds. The first starts from --start, each other from the one before. Worker
 processes compose fresh scenes of 256 px all the time; each is encoded at all sizes, as it is and mirrored, and stays
 in the GPU's memory, from which batches are drawn. OUT/SIZE is a pipeline in diffusers' format, with averaged weights
 in float16, and a sheet of images.
@@ -162,6 +162,7 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--stages", nargs="+", default=["64:90", "128:90", "256:170"])
     parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--start", type=Path, required=True, help="folder of train_unet.py for 64 or 128 px: OUT/128")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     begin, device = time.monotonic(), torch.device(options.device)
@@ -173,8 +174,8 @@ def main():
     tokenizer = base.new_tokenizer()
     pool = Pool(results, vae, tokenizer, device)
     unet, encoder = base.new_unet(64), base.new_text_encoder()
-    unet.load_state_dict(base.weights_in(base.EXAMPLE / "checkpoint" / "128"))
-    encoder.load_state_dict(base.paddle_weights_in(base.EXAMPLE / "text_encoder"))
+    unet.load_state_dict(base.weights_in(options.start / "unet"))
+    encoder.load_state_dict(base.weights_in(options.start / "text_encoder"))
     unet, encoder = unet.to(device, memory_format=torch.channels_last), encoder.to(device)
     pool.fill(FIRST)
     print(f"pool of {pool.count} after {time.monotonic() - begin:.0f} s", flush=True)

@@ -1,0 +1,142 @@
+"""`compare`: plain and merged images of one noise, steps that take turns, the sheet and the table."""
+
+import json
+
+import numpy as np
+import ppdiffusers
+import pytest
+from conftest import EMOJI_SD, tiny_pipeline
+from paddlenlp.utils.log import logger
+from PIL import Image
+
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
+from ppdiffusers_tome.cli import main
+from ppdiffusers_tome.evaluation import comparison
+from ppdiffusers_tome.evaluation.comparison import Arm, Scene, compare, edges_of, make_table
+from ppdiffusers_tome.evaluation.quality.metrics import psnr
+from ppdiffusers_tome.evaluation.results import check_result
+
+SCENE = Scene(["a fox", "an owl"], size=32, steps=2, guidance_scale=2.0, seed=7)
+HALF, QUARTER = ToMeConfig(ratio=0.5), ToMeConfig(ratio=0.25)
+
+
+@pytest.fixture(autouse=True)
+def _logging():
+    """The command's changes of loggers and progress bars are undone."""
+    level = logger.logger.level
+    yield
+    logger.logger.setLevel(level)
+    ppdiffusers.utils.logging.enable_progress_bar()
+
+
+@pytest.fixture
+def pipe():
+    pipe = tiny_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
+def model(pipe, tmp_path):
+    folder = tmp_path / "model"
+    pipe.save_pretrained(str(folder))
+    (folder / "prompts.txt").write_text("a fox\nan owl\n")
+    return folder
+
+
+def test_images_are_those_of_the_pipeline(pipe):
+    plain, half = compare(pipe, SCENE, [HALF], rounds=1)
+    assert [arm.name for arm in (plain, half)] == ["plain", "0.5"]
+    expected = [SCENE.generate(pipe, prompt) for prompt in SCENE.prompts]  # it is plain again
+    assert [np.array_equal(a, b) for a, b in zip(plain.images, expected, strict=True)] == [True, True]
+    with pipe.tome(ratio=0.5):
+        merged = SCENE.generate(pipe, "an owl")
+    assert np.array_equal(half.images[1], merged) and not np.array_equal(merged, expected[1])
+    distances = [psnr(np.asarray(a), np.asarray(b)) for a, b in zip(plain.images, half.images, strict=True)]
+    assert half.figures(plain)["psnr"] == pytest.approx(np.mean(distances))
+
+
+def test_steps_take_turns_in_one_image(pipe, monkeypatch):
+    turns, switch_on = [], Arm.switch_on
+    monkeypatch.setattr(Arm, "switch_on", lambda arm, pipe: turns.append(arm.name) or switch_on(arm, pipe))
+    arms = compare(pipe, SCENE, [HALF, QUARTER], rounds=3)
+    timed, images = turns[:12], turns[12:]
+    assert [sorted(timed[n : n + 3]) for n in range(0, 12, 3)] == 4 * [["0.25", "0.5", "plain"]]
+    assert images == ["plain", "0.5", "0.25"]
+    assert [len(arm.step_seconds) for arm in arms] == [3, 3, 3]  # without the round that warms up
+
+
+def test_speed_up_is_that_within_rounds(pipe):
+    plain, half = compare(pipe, SCENE, [HALF], rounds=1)
+    plain.step_seconds, half.step_seconds = [2.0, 9.0, 4.0], [1.0, 3.0, 4.0]
+    figures = half.figures(plain)
+    assert (figures["speed_up"], figures["step_seconds"]) == (2.0, 3.0)
+    assert figures["keys"] < figures["queries"] < figures["tokens"] == 256 and figures["macs_saved"] > 0
+    assert plain.figures(plain)["psnr"] is plain.figures(plain)["macs_saved"] is None
+    header, first, second = make_table([plain.figures(plain), figures]).splitlines()
+    assert len({len(header), len(first), len(second)}) == 1
+    assert second.split()[:3] == ["0.5", str(figures["queries"]), str(figures["keys"])] and "2.00×" in second
+
+
+def test_pipeline_that_reports_no_steps_is_refused(pipe, monkeypatch):
+    monkeypatch.setattr(type(pipe), "__call__", lambda self, prompt: None)
+    with pytest.raises(ToMeConfigError, match="StableDiffusionPipeline has no callback_on_step_end"):
+        compare(pipe, SCENE, [HALF])
+    assert not pipe.tome_summary(height=32, width=32).blocks or "off" in str(pipe.tome_summary(height=32, width=32))
+
+
+def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison, "ROUNDS", 1)
+    output = tmp_path / "outputs"
+    options = ["--model", str(model), "--size", "32", "48", "--ratio", "0.5", "0.25", "--steps", "2"]
+    assert main(["compare", *options, "--guidance-scale", "2", "--threads", "1", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    for size in (32, 48):
+        result = json.loads((output / f"compare_{size}.json").read_text())
+        check_result(result, "comparison", "compare.json")
+        assert (result["prompts"], result["size"], result["steps"]) == (["a fox"], size, 2)
+        assert [row["arm"] for row in result["arms"]] == ["plain", "0.5", "0.25"]
+        with Image.open(output / f"compare_{size}.jpg") as sheet:
+            assert sheet.height > 3 * size and b"ratio=0.5" in sheet.info["comment"]
+        assert make_table(result["arms"]) in printed
+    assert printed.count("images: ") == 2
+
+
+def test_command_with_a_controlnet(tmp_path, capsys):
+    """The input stands above the images on the sheet."""
+    options = ["--controlnet", str(EMOJI_SD / "controlnet"), "--image", str(EMOJI_SD / "fox.png"), "--size", "64"]
+    options += ["--prompt", "a 3d render of fox", "--steps", "1", "--threads", "1", "--output", str(tmp_path)]
+    assert main(["compare", "--model", str(EMOJI_SD), *options]) == 0
+    with Image.open(tmp_path / "compare_64.jpg") as sheet:
+        assert sheet.height > 3 * 64
+    assert "0.5" in capsys.readouterr().out
+
+
+def test_edges_are_white_on_black():
+    square = Image.new("RGB", (100, 60), "white")
+    square.paste("black", (40, 20, 60, 40))
+    edges = np.asarray(edges_of(square, 64))
+    assert edges.shape == (64, 64, 3) and set(np.unique(edges)) == {0, 255} and 40 < (edges[..., 0] > 0).sum() < 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/no/such"], "/no/such is neither a folder nor a hub name"),
+        (["--image", "fox.png"], "--controlnet and --image belong together"),
+        (["--controlnet", "net"], "--controlnet and --image belong together"),
+        (["--controlnet", "net", "--image", "/no.png"], "--image /no.png cannot be read"),
+        (["--size", "100"], "--size 100 is not allowed: it must be a multiple of 8 px"),
+        (["--steps", "0"], "--steps 0 is not allowed: it must be 1 to 1000"),
+        (["--seed", "-1"], "--seed -1 is not allowed"),
+        (["--threads", "0"], "--threads 0 is not allowed"),
+        (["--ratio", "0.5", "0"], "--ratio 0 is not allowed: plain images are always generated"),
+        (["--ratio", "0.9"], "ratio=0.9 is not allowed"),
+        (["--merging", "windows=3"], "windows"),
+    ],
+)
+def test_wrong_option_is_an_error_before_anything_is_loaded(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ppdiffusers_tome.inference.loading.load_for_export", None)
+    given = options if "--model" in options else ["--model", str(EMOJI_SD), *options]
+    assert main(["compare", *given, "--output", str(tmp_path / "outputs")]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
