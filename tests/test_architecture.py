@@ -17,7 +17,7 @@ def documented_modules():
     """The modules of the table in its order, each package after its modules: "inference.export", "inference", …"""
     for package, modules in re.findall(r"^\| (.+?) \| (`.+) \|$", DOCUMENT.read_text(encoding="utf-8"), re.M):
         prefix = package.strip("`").replace("/", ".") if package.startswith("`") else ""
-        names = [f"{prefix}{module}" for module in re.findall(r"`(\w+)\.py`", modules)]
+        names = [f"{prefix}{module}".replace("/", ".") for module in re.findall(r"`([\w/]+)\.py`", modules)]
         yield from [*names, prefix.rstrip(".")] if prefix else names
 
 
