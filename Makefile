@@ -110,7 +110,7 @@ check: $(VENV)/.installed-test ## run ruff, ruff format and mypy without changes
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	awk 'END {exit NR > 110}' README.md
+	awk 'END {exit NR > 90}' README.md
 
 # The site has an environment of its own; nothing of it needs Paddle or this package installed. REPOSITORY=https://… is where links to scripts and results lead.
 docs: build/docs-venv/.complete ## build the site of the documents in build/site/; a broken link or anchor is an error
