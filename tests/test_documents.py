@@ -125,6 +125,9 @@ def test_snippets_run(document, request, monkeypatch, tmp_path):
             codes = [code.replace(size, small) for code in codes]
         programs = [(folder, file) for file in inference.read_manifest(folder).programs]
         monkeypatch.setattr(inference, "export_pipeline", partial(export_linked, linked=programs))
+    if document == "README.md":  # its model is of the hub, in half precision on a GPU
+        monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *_, **__: tiny_pipeline())
+        codes = [re.sub("1024", "64", code) for code in codes]
     if document == "docs/serve.md":
         (tmp_path / "build" / "scenes").symlink_to(folder)
     if document in PROCESSES:
@@ -151,7 +154,7 @@ def test_both_readmes_have_the_same_figures_sections_commands_and_snippets():
     called = [list(commands(name)) for name in names]
     for english, chinese in (marks, sections, code, called):
         assert english == chinese
-    assert len(text_of("README.md").splitlines()) <= 110
+    assert len(text_of("README.md").splitlines()) <= 90
 
 
 @pytest.mark.parametrize("document", documents("docs/zh/*.md"))
@@ -176,19 +179,6 @@ def test_paddle_is_not_imported_first(document, number):
     first = next((name for name in imported if name in ("paddle", "ppdiffusers", *safe)), None)
     # options.py, which imports tiny.py, imports Pillow first.
     assert first in (None, *safe) or document == "examples/tiny.py"
-
-
-@pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
-def test_first_lines_of_the_readme_choose_half_precision_on_a_gpu(monkeypatch, tmp_path, readme):
-    pipe = tiny_pipeline()
-    options = []
-    monkeypatch.setattr(StableDiffusionPipeline, "from_pretrained", lambda *_, **named: options.append(named) or pipe)
-    image = SimpleNamespace(images=[Image.new("RGB", (8, 8))])
-    monkeypatch.setattr(StableDiffusionPipeline, "__call__", lambda *_, **__: image)
-    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
-    monkeypatch.chdir(tmp_path)
-    exec(snippets(readme)[0], {})
-    assert options.pop() == {"paddle_dtype": paddle.float16} and pipe.tome_summary().blocks
 
 
 def test_installed_version_is_in_the_changelog():
