@@ -62,8 +62,8 @@ $(VENV)/.installed-ray: $(VENV)/.installed-test ppdiffusers_tome/requirements/ra
 
 venv: $(VENV)/.installed ## create the virtual environment with the locked stack and this package
 
-demo: $(VENV)/.installed ## generate images with the bundled model, without and with merging, into outputs/
-	$(PY) examples/text_to_image.py $(ARGS)
+demo: $(VENV)/.installed ## compare an image of a bundled model, plain and merged, into outputs/: after the installation two minutes at most
+	$(PY) -m ppdiffusers_tome compare --model examples/scenes_sd --size 256 --steps 8 $(ARGS)
 
 # OpenAI's client for JavaScript. Its test is skipped without it, so that a machine without npm or a registry can test the rest.
 JAVASCRIPT := build/javascript/.installed

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ._version import __version__
-from .commands import bench, evaluate, export, generate, serve, tune
+from .commands import bench, compare, evaluate, export, generate, serve, tune
 from .errors import ToMeError
 from .evaluation.results import PROGRAM, command_line
 
 Command: TypeAlias = Callable[[argparse._SubParsersAction], None]  # adds a command to the command line
-COMMANDS: tuple[Command, ...] = (bench.add, evaluate.add, tune.add, export.add, generate.add, serve.add)
+COMMANDS: tuple[Command, ...] = (compare.add, bench.add, evaluate.add, tune.add, export.add, generate.add, serve.add)
 RESUMABLE = ("bench", "evaluate", "tune", "generate")  # what they have measured or generated is on the disk
 INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 
