@@ -163,6 +163,17 @@ def test_pipelines_without_a_unet(model, tmp_path, monkeypatch, capsys):
     assert not np.array_equal(plain, half) and "export --model" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("gpu:0", "float16")])
+def test_models_load_in_half_precision_on_a_gpu(model, tmp_path, monkeypatch, device, dtype):
+    def load(*_, **options):
+        assert options.pop("dtype") == dtype
+        raise ToMeConfigError("that is enough")
+
+    monkeypatch.setattr(command, "load_for_export", load)
+    monkeypatch.setattr(paddle, "get_device", lambda: device)
+    assert run(model, tmp_path) == 2
+
+
 def test_pipelines_that_generate_something_else_are_rejected():
     for name in ("DiTPipeline", "TextToVideoSDPipeline"):
         with pytest.raises(ToMeConfigError, match=f"m is a {name}, which does not generate images from prompts"):

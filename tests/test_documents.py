@@ -164,8 +164,7 @@ def test_paddle_is_not_imported_first(document, number):
     imported = re.findall(r"^(?:>>> )?(?:import|from) (\w+)", code, re.MULTILINE)
     safe = ("ppdiffusers_tome", "PIL", "zlib")
     first = next((name for name in imported if name in ("paddle", "ppdiffusers", *safe)), None)
-    # options.py, which imports tiny.py, imports Pillow first.
-    assert first in (None, *safe) or document == "examples/tiny.py"
+    assert first in (None, *safe)
 
 
 @pytest.mark.parametrize("readme", ["README.md", "README_zh.md"])
@@ -258,14 +257,13 @@ def test_table_of_options_of_serve_has_their_defaults(capsys):
 
 
 def options_of(words, capsys):
-    """The options of a command by its help, of a script by its source and that of `options.py` beside it."""
+    """The options of a command by its help, of a script by its source."""
     if words[0] == "make":
         targets = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
         assert all(re.search(rf"^{target}:", text_of("Makefile"), re.MULTILINE) for target in targets), words
         return set()
     if words[1] != "-m":
-        shared = "examples/options.py" if words[1].startswith("examples/") else words[1]
-        return set(re.findall(rf'"({OPTION})"', text_of(words[1]) + text_of(shared)))
+        return set(re.findall(rf'"({OPTION})"', text_of(words[1])))
     names = [word for word in words[3:5] if word in (*COMMANDS, "report")]
     return set(re.findall(OPTION, help_of(names, capsys)))
 

@@ -48,7 +48,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     # Late: they import all that generates and measures images, which other commands do not need.
-    from paddle import device, float16
+    import paddle
     from paddle.base import core
 
     from ..evaluation.quality.comparison import ROUNDS, Images, check_pipeline, compare, figures_of, sheet_of, table_of
@@ -60,10 +60,9 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     conditions = {size: _condition(options, size) for size in options.size or ()}
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # which results name
     core.set_num_threads(options.threads)  # of Paddle, which read the variable when it was imported
-    pipe = load_for_export(options.model, options.controlnet, safety_checker=False)
+    dtype = "float32" if paddle.get_device() == "cpu" else "float16"  # as users run models there
+    pipe = load_for_export(options.model, options.controlnet, safety_checker=False, dtype=dtype)
     check_pipeline(pipe, options.model, configs)
-    if device.get_device() != "cpu":
-        pipe.to(paddle_dtype=float16)
     own = model_defaults(options.model, pipe)
     steps = own.steps if options.steps is None else options.steps
     scale = own.guidance_scale if options.guidance_scale is None else options.guidance_scale
@@ -74,7 +73,7 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         arms = compare(pipe, images, configs)
         figures, path = figures_of(arms), options.output / f"compare_{size}.png"
         about = {"model": options.model, "controlnet": options.controlnet, "prompts": prompts, "size": size}
-        about |= {"steps": steps, "guidance_scale": scale, "seed": options.seed}
+        about |= {"dtype": dtype, "steps": steps, "guidance_scale": scale, "seed": options.seed}
         about |= {"configs": [asdict(config) for config in configs]}
         save_png(sheet_of(arms, images), path, **about)
         result = make_result("comparison", command_line(arguments), **about, arms=figures)
