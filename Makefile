@@ -143,7 +143,7 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(if $(TORCH_PYTHON),PyTorch) --arms plain memory-efficient tome both built-in limit --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
 	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch-bf16) --arms plain tome --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
 	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
-	$(BENCH) --model examples/emoji_sd_256 --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_256.json
+	$(BENCH) --model examples/scenes_sd --scope pipeline --size 256 --batch 1 4 --backend eager predictor onnxruntime --arms plain tome --steps 2 --guidance-scale 3 --rounds 2 --threads 1 --output $(RESULTS)/scenes_pipeline_256.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
 # REAL=... is a folder of scenes that the model was not trained on, with which KID compares too:
@@ -199,7 +199,7 @@ dist: build/dist-venv/.complete ## build sdist and wheel in dist/, check them, a
 	build/dist-venv/bin/check-wheel-contents dist/*.whl
 	build/dist-venv/bin/cffconvert --validate
 	tar tzf dist/*.tar.gz | sed 's|^[^/]*/||' | LC_ALL=C sort > build/sdist.txt
-	git ls-files | grep -v '^examples/scenes_sd/checkpoint/' | LC_ALL=C sort | LC_ALL=C comm -23 - build/sdist.txt | diff /dev/null -
+	git ls-files | LC_ALL=C sort | LC_ALL=C comm -23 - build/sdist.txt | diff /dev/null -
 	$(MAKE) VENV=$(RELEASE_VENV) $(RELEASE_VENV)/.installed
 	$(RELEASE_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall dist/*.whl
 	mkdir -p build/release && cd build/release && env -u PYTHONPATH LD_LIBRARY_PATH=$(CURDIR)/$(RELEASE_VENV)/lib/libgomp ../release-venv/bin/python -I $(CURDIR)/.ci/generate_image.py $(CURDIR)/examples/emoji_sd fox.png

@@ -242,7 +242,7 @@ def test_the_bundled_model_is_the_one_of_the_size(monkeypatch, tmp_path, planned
     for size in ("128", "256"):
         assert main(["evaluate", "--size", size, "--steps", "7", "--output", str(tmp_path)]) == 2
     models = [(run.model, run.steps, run.guidance_scale) for run, *_ in planned]
-    assert models == [("examples/emoji_sd", 7, 2.0), ("examples/emoji_sd_256", 7, 2.0)]
+    assert models == [("examples/emoji_sd", 7, 2.0), ("examples/scenes_sd", 7, 3.0)]
 
 
 def test_results_of_another_kind_or_format_are_refused(tmp_path, capsys):

@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("evaluate", help=about)
     option = command.add_argument
     default = "(default: %(default)s)"
-    bundled = "the bundled model that was trained at this size, examples/emoji_sd or emoji_sd_256"
+    bundled = "the bundled model that was trained at this size, examples/emoji_sd or scenes_sd"
     option("--model", help=f"ppdiffusers folder, or hub name (default: {bundled})")
     add_image_options(command)
     option("--count", type=int, default=256, help=f"images in each set; prompts repeat with other seeds {default}")
@@ -63,7 +63,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: argparse.Namespace, argu
         raise ToMeConfigError(f"--batch {options.batch} is not allowed: it must be 1 or more")
     if options.backend in PROGRAMS:  # raises if the runtime is not installed
         choose_runtime(**PROGRAMS[options.backend])
-    model = options.model or f"examples/{'emoji_sd_256' if (options.size or 0) > 128 else 'emoji_sd'}"
+    model = options.model or f"examples/{'scenes_sd' if (options.size or 0) > 128 else 'emoji_sd'}"
     require_model_folder(model, hub_names=options.model is not None)
     evaluation = Evaluation(
         **image_settings(options, model),

@@ -1,8 +1,10 @@
 """Train scenes_sd on a GPU for minutes, in stages: three levels at 64 and 128 px, then four at 256 px.
 
-    python train_gpu.py THINGS OUT --stages 64:90 128:90 256:170 --workers 15
+    python train_gpu.py THINGS OUT --stages 256:170 --workers 15
+    python train_gpu.py THINGS OUT --stages 64:90 128:90 256:170 --source OUT/64 --workers 15
 
-A stage is a size and its seconds. The first starts from checkpoint/128, each other from the one before. Worker
+A stage is a size and its seconds. A first stage of 256 px goes on from the weights of examples/scenes_sd, another from
+--source, a folder that `train_unet.py` wrote for 64 or 128 px; each other stage starts from the one before. Worker
 processes compose fresh scenes of 256 px all the time; each is encoded at all sizes, as it is and mirrored, and stays
 in the GPU's memory, from which batches are drawn. OUT/SIZE is a pipeline in diffusers' format, with averaged weights
 in float16, and a sheet of images.
@@ -160,10 +162,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("things", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--stages", nargs="+", default=["64:90", "128:90", "256:170"])
+    parser.add_argument("--stages", nargs="+", default=["256:170"])
+    parser.add_argument("--source", type=Path)
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
+    stages = [tuple(map(int, stage.split(":"))) for stage in options.stages]
+    first = stages[0][0]
+    if first != 256 and options.source is None:
+        parser.error(f"a first stage of {first} px needs --source: a folder that train_unet.py wrote for 64 or 128 px")
     begin, device = time.monotonic(), torch.device(options.device)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -172,14 +179,15 @@ def main():
     vae = load_vae(base.EXAMPLE / "vae").eval().to(device)
     tokenizer = base.new_tokenizer()
     pool = Pool(results, vae, tokenizer, device)
-    unet, encoder = base.new_unet(64), base.new_text_encoder()
-    unet.load_state_dict(base.weights_in(base.EXAMPLE / "checkpoint" / "128"))
-    encoder.load_state_dict(base.paddle_weights_in(base.EXAMPLE / "text_encoder"))
+    unet, encoder = base.new_unet(first), base.new_text_encoder()
+    read, source = (base.paddle_weights_in, base.EXAMPLE) if first == 256 else (base.weights_in, options.source)
+    unet.load_state_dict(read(source / "unet"))
+    encoder.load_state_dict(read(source / "text_encoder"))
     unet, encoder = unet.to(device, memory_format=torch.channels_last), encoder.to(device)
     pool.fill(FIRST)
     print(f"pool of {pool.count} after {time.monotonic() - begin:.0f} s", flush=True)
-    for size, seconds in (map(int, stage.split(":")) for stage in options.stages):
-        if size == 256:
+    for size, seconds in stages:
+        if size == 256 and len(unet.config.block_out_channels) == 3:
             inner, unet = unet, base.build_256(unet.cpu()).to(device)
             inner = inner.to(device)
             base.alphas, base.snr = base.alphas.to(device), base.snr.to(device)

@@ -6,14 +6,14 @@
 
 OUT/SIZE is a pipeline in diffusers' format (averaged weights, float16) with a sheet of images, sheet.png, and all that
 is needed to go on, state.pt. It is written every twenty minutes of CPU time and at the end; the same command goes on
-from there, and without state.pt from the weights. Where OUT/SIZE is missing, 256 px goes on from examples/scenes_sd,
-and 128 px from the UNet in its checkpoint/128. Otherwise:
+from there, and without state.pt from the weights. Where OUT/SIZE and the size before it are missing, 256 px goes on
+from the weights of examples/scenes_sd. Otherwise:
 
 - 64 px, where an image costs a quarter of one at 128 px, starts from emoji_sd, with positions for 40 tokens, not 24;
 - 128 px starts from 64 px;
-- 256 px starts from 128 px, with the outer level of examples/scenes_sd (of emoji_sd_256 the first time). As in the
-  training of emoji_sd_256, the inner levels see pooled latents, whose noise has half its standard deviation, so the
-  time embedding is fitted to that first.
+- 256 px starts from 128 px, with the outer level of examples/scenes_sd (the first time of a model for 256 px that was
+  part of version 2.1). The inner levels see pooled latents, whose noise has half its standard deviation, so the time
+  embedding is fitted to that first.
 
 Runs on one thread of a CPU, in bfloat16 by autocast.
 """
@@ -266,12 +266,11 @@ class Trainer:
             inner.load_state_dict(weights_in(smaller / "unet"))
             self.encoder.load_state_dict(weights_in(smaller / "text_encoder"))
             self.unet = inner if self.size == 128 else self.grow(inner)
+        elif self.size == 128:
+            raise SystemExit(f"{smaller} has no UNet to start from: train with --size 64 first")
         else:
             self.encoder.load_state_dict(paddle_weights_in(EXAMPLE / "text_encoder"))
-            weights = (
-                paddle_weights_in(EXAMPLE / "unet") if self.size == 256 else weights_in(EXAMPLE / "checkpoint" / "128")
-            )
-            self.unet.load_state_dict(weights)
+            self.unet.load_state_dict(paddle_weights_in(EXAMPLE / "unet"))
 
     def grow(self, inner):
         """The UNet for 256 px around the one for 128 px."""
