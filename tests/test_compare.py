@@ -119,6 +119,8 @@ def test_steps_take_turns_and_merged_ones_have_made_their_constants(monkeypatch)
     assert calls[:2] == [("image", False), ("image", True)]
     merged = [("step", True), "timed", ("step", True)]
     rest = calls[2:]
+    orders = {first < second for first, second in zip(plain.seconds, half.seconds, strict=True)}
+    assert len(orders) == 2, "the order changes from round to round"
     for first, second in zip(plain.seconds, half.seconds, strict=True):
         turn = ["timed", ("step", False)]
         expected = [*turn, *merged] if first < second else [*merged, *turn]
