@@ -2,8 +2,8 @@
 
     python benchmarks/front_page.py build/alternatives_scenes_sd_256/…/images
 
-The folder is the one that `alternatives.py --model examples/scenes_sd --size 256 --count 64` has written its images to.
-The prompts are evenly spaced in the list. The seconds are medians of the committed result, in ONNX Runtime.
+`alternatives.py --model examples/scenes_sd --size 256 --count 64` writes that folder. The prompts are evenly spaced in
+the list. The seconds are medians of the committed result, in ONNX Runtime.
 """
 
 import argparse

@@ -1,19 +1,21 @@
-"""Stable Diffusion 3 with token merging: image tokens merge, text tokens do not. The model here is tiny and random."""
+"""Stable Diffusion 3 with merged tokens; writes sd3.png. The bundled model has random weights: the image is noise."""
 
-import ppdiffusers_tome  # adds apply_tome to pipelines
+from pathlib import Path
+
+import ppdiffusers_tome  # adds pipe.apply_tome; before Paddle
 import paddle
 from paddle.nn import functional
 from ppdiffusers import StableDiffusion3Pipeline
-from tiny import write_tiny
 
-MODEL = write_tiny("sd3")  # or "stabilityai/stable-diffusion-3-medium-diffusers"
+# Of the hub: "stabilityai/stable-diffusion-3-medium-diffusers", here without its third text encoder, T5
+MODEL = str(Path(__file__).parent / "tiny" / "sd3")
 
-# ppdiffusers 0.29 calls a function of CUDA builds in Stable Diffusion 3; on a CPU this one takes its place.
-if not hasattr(functional, "scaled_dot_product_attention_"):
-    functional.scaled_dot_product_attention_ = lambda *qkv, **_: functional.scaled_dot_product_attention(*qkv)
-
-pipe = StableDiffusion3Pipeline.from_pretrained(str(MODEL), text_encoder_3=None, tokenizer_3=None)  # without T5
-pipe.apply_tome(ratio=0.5)
+if not hasattr(functional, "scaled_dot_product_attention_"):  # ppdiffusers 0.29 calls it, and defines it for GPUs only
+    functional.scaled_dot_product_attention_ = functional.scaled_dot_product_attention
+without_t5 = {"text_encoder_3": None, "tokenizer_3": None}
+pipe = StableDiffusion3Pipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32, **without_t5)  # float16 on a GPU
+pipe.apply_tome(ratio=0.5)  # image tokens merge, text tokens do not
 paddle.seed(0)
-image = pipe("a sign that says hello", num_inference_steps=4).images[0]
+image = pipe("a photo of an owl on a branch", num_inference_steps=4).images[0]
 image.save("sd3.png")
+print(pipe.tome_summary())

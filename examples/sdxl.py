@@ -1,14 +1,17 @@
-"""SDXL with token merging. The model here is tiny and random, so its image is noise."""
+"""SDXL with merged tokens; writes sdxl.png. The bundled model has random weights, so the image is noise."""
 
-import ppdiffusers_tome  # adds apply_tome to pipelines
+from pathlib import Path
+
+import ppdiffusers_tome  # adds pipe.apply_tome; before Paddle
 import paddle
 from ppdiffusers import StableDiffusionXLPipeline
-from tiny import write_tiny
 
-MODEL = write_tiny("sdxl")  # or "stabilityai/stable-diffusion-xl-base-1.0"
+# Of the hub: "stabilityai/stable-diffusion-xl-base-1.0", which generates images of 1024 px
+MODEL = str(Path(__file__).parent / "tiny" / "sdxl")
 
-pipe = StableDiffusionXLPipeline.from_pretrained(str(MODEL))
-pipe.apply_tome(ratio=0.5)  # at level 2, the first with attention: 4,096 tokens at 1024 px
+pipe = StableDiffusionXLPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
+pipe.apply_tome(ratio=0.5)  # SDXL has no attention at level 1, so it merges at level 2
 paddle.seed(0)
 image = pipe("a photo of an owl on a branch", num_inference_steps=4).images[0]
 image.save("sdxl.png")
+print(pipe.tome_summary())

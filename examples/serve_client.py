@@ -1,4 +1,8 @@
-"""An image from a running server, by OpenAI's API: `python -m ppdiffusers_tome serve --model emoji_export`."""
+"""Request an image from a running server by OpenAI's API; writes serve_client.png. It does not need the package.
+
+python -m ppdiffusers_tome export --model examples/emoji_sd --ratio 0.5 0 --output build/emoji
+python -m ppdiffusers_tome serve --model build/emoji --port 8000
+"""
 
 import base64
 from pathlib import Path
@@ -6,9 +10,10 @@ from pathlib import Path
 import requests
 
 URL = "http://127.0.0.1:8000"
-HEADERS = {}  # {"Authorization": "Bearer KEY"} if the server has a key
 
-body = {"prompt": "a 3d render of fox", "seed": 0, "steps": 20, "guidance_scale": 2.0, "tome_ratio": 0.5}
-answer = requests.post(f"{URL}/v1/images/generations", json=body, headers=HEADERS, timeout=600)
-answer.raise_for_status()
-Path("served.png").write_bytes(base64.b64decode(answer.json()["data"][0]["b64_json"]))
+body = {"prompt": "a 3d render of fox", "seed": 7, "tome_ratio": 0.5, "steps": 20, "guidance_scale": 2.0}
+# A server with a key: headers={"Authorization": f"Bearer {key}"}
+response = requests.post(f"{URL}/v1/images/generations", json=body, timeout=600)
+if not response.ok:
+    raise SystemExit(f"{response.status_code}: {response.text}")
+Path("serve_client.png").write_bytes(base64.b64decode(response.json()["data"][0]["b64_json"]))

@@ -1,16 +1,19 @@
-"""Text to image with token merging: twenty seconds on two cores."""
+"""Text to image with merged tokens: half a minute on a CPU; writes text_to_image.png."""
 
 from pathlib import Path
 
-import ppdiffusers_tome  # adds apply_tome to pipelines
+import ppdiffusers_tome  # adds pipe.apply_tome; before Paddle
 import paddle
 from ppdiffusers import StableDiffusionPipeline
 
-MODEL = Path(__file__).parent / "scenes_sd"  # or "stable-diffusion-v1-5/stable-diffusion-v1-5"
-DTYPE = paddle.float32  # float16 on a GPU
+# The bundled model, which knows few words. Of the hub: "stable-diffusion-v1-5/stable-diffusion-v1-5"
+MODEL = str(Path(__file__).parent / "scenes_sd")
 
-pipe = StableDiffusionPipeline.from_pretrained(str(MODEL), paddle_dtype=DTYPE)
-pipe.apply_tome(ratio=0.5)
+pipe = StableDiffusionPipeline.from_pretrained(MODEL, paddle_dtype=paddle.float32)  # float16 on a GPU
+pipe.apply_tome(ratio=0.5)  # merge half of the tokens of the largest feature maps
 paddle.seed(0)
-image = pipe("a 3d render of fox on red bricks", num_inference_steps=20, guidance_scale=3.0).images[0]
+image = pipe("a 3d render of fox on red bricks", num_inference_steps=10, guidance_scale=3.0).images[0]
 image.save("text_to_image.png")
+print(pipe.tome_summary())  # what merges, and what it saves
+
+pipe.remove_tome()  # images are again exactly those of the plain pipeline

@@ -1,75 +1,188 @@
-"""The examples, run like a user runs them: as they stand but for fewer steps, from another folder."""
+"""The examples as they stand, in a folder of their own: they write an image, and tokens merge meanwhile."""
 
-import re
+import json
+import os
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import paddle
 import pytest
-from paddle.nn import functional
 from PIL import Image
 from serving_support import FakeEngine, serving
 
-from ppdiffusers_tome import inference
+from ppdiffusers_tome.inference import load_pipeline
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-MAX_LINES = 30
-OF_OTHER_LIBRARIES = {"with_optimum", "with_optimum_intel", "with_openvino_genai"}  # test_diffusers_layout_loaders.py
-SCRIPTS = {path.stem for path in EXAMPLES.glob("*.py")} - {"tiny"}
-GENERATING = sorted(SCRIPTS - OF_OTHER_LIBRARIES - {"serve_client"})
+SIZES = {  # px, of the image that each script writes
+    "text_to_image": (256, 256),
+    "controlnet": (128, 128),
+    "inpainting": (128, 128),
+    "image_to_image": (128, 128),
+    "second_pass": (256, 256),
+    "sdxl": (64, 64),
+    "lora": (128, 128),
+}
+IN_OTHER_TESTS = {"sd3", "video", "export_and_run", "onnx_without_paddle", "serve_client"}
+OF_OTHER_ENVIRONMENTS = {
+    "with_optimum",
+    "with_optimum_intel",
+    "with_openvino_genai",
+}  # test_diffusers_layout_loaders.py
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Run a script by its name in an empty folder, with two steps; returns its variables."""
+def run(name, folder, monkeypatch):
+    """Run an example in this process, where all is imported; the variables that it leaves."""
+    monkeypatch.chdir(folder)
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def in_a_process(code, folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def image_of(path, size):
+    """The pixels of an image of this size, which must not be of one colour."""
+    with Image.open(path) as image:
+        assert image.size == size
+        pixels = np.asarray(image.convert("RGB"))
+    assert pixels.std() > 5
+    return pixels.astype(int)
+
+
+def test_every_example_has_a_test():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == set(SIZES) | IN_OTHER_TESTS | OF_OTHER_ENVIRONMENTS
+
+
+def of_text_to_image(variables, plans, printed):
+    assert "64×64  3251 (keys and values 1291) of 4096  attn" in printed
+    assert not variables["pipe"].tome_summary().blocks, "it removes the merging at its end"
+
+
+def of_second_pass(variables, plans, printed):
+    assert {int(plan.tokens) for plan in plans} == {64 * 64}, "the first pass merges too"
+    assert variables["small"].size == (128, 128) and not variables["second_pipe"].tome_summary().blocks
+
+
+def of_controlnet(variables, plans, printed):
+    summary = variables["pipe"].tome_summary(128, 128)
+    assert {block.denoiser for block in summary.blocks} == {"unet", "controlnet"}
+
+
+def of_lora(variables, plans, printed):
+    paddle.seed(0)
+    settings = {**variables["settings"], "cross_attention_kwargs": {"scale": 0.0}}
+    without = np.asarray(variables["pipe"]("a 3d render of fox", **settings).images[0]).astype(int)
+    assert np.abs(image_of("lora.png", (128, 128)) - without).mean() > 1
+
+
+CHECKS = {
+    "text_to_image": of_text_to_image,
+    "second_pass": of_second_pass,
+    "controlnet": of_controlnet,
+    "lora": of_lora,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_an_example_merges_and_writes_its_image(name, tmp_path, monkeypatch, plans, capsys):
+    variables = run(name, tmp_path, monkeypatch)
+    assert plans, "nothing merged"
+    image_of(tmp_path / f"{name}.png", SIZES[name])
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
+    CHECKS.get(name, lambda *_: None)(variables, plans, capsys.readouterr().out)
+
+
+def test_video(tmp_path, monkeypatch, plans):
+    run("video", tmp_path, monkeypatch)
+    with Image.open(tmp_path / "video.gif") as video:
+        assert (video.size, video.n_frames) == ((64, 64), 4)
+    assert plans
+
+
+def test_sd3_without_the_attention_for_gpus(tmp_path):
+    """In a process of its own, as a user runs it: here the tests have made that attention available."""
+    done = in_a_process(f"import runpy; runpy.run_path({str(EXAMPLES / 'sd3.py')!r})", tmp_path)
+    assert done.returncode == 0, done.stderr
+    image_of(tmp_path / "sd3.png", (64, 64))
+    assert "transformer.transformer_blocks.0      1  16×16  204 (keys and values 81) of 256  attn" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The folder in which export_and_run.py has run."""
+    folder = tmp_path_factory.mktemp("export_and_run")
+    with pytest.MonkeyPatch.context() as patch:
+        run("export_and_run", folder, patch)
+    return folder
+
+
+def test_export_and_run(exported, monkeypatch):
+    """A second run uses the export of the first."""
+    first = image_of(exported / "export_and_run.png", (128, 128))
+    assert json.loads((exported / "build" / "exported" / "tome.json").read_text())["ratios"] == [0.5]
+    written = (exported / "build" / "exported" / "tome.json").stat().st_mtime_ns
+    run("export_and_run", exported, monkeypatch)
+    assert np.array_equal(image_of(exported / "export_and_run.png", (128, 128)), first)
+    assert (exported / "build" / "exported" / "tome.json").stat().st_mtime_ns == written
+
+
+def test_onnx_without_paddle(exported, tmp_path):
+    """In a process that cannot import Paddle; the image is that of the pipeline from the same latents."""
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "onnx").symlink_to(exported / "build" / "exported")
+    blocked = "import runpy, sys; sys.modules.update(dict.fromkeys(['paddle', 'ppdiffusers', 'ppdiffusers_tome']))"
+    done = in_a_process(f"{blocked}; runpy.run_path({str(EXAMPLES / 'onnx_without_paddle.py')!r})", tmp_path)
+    assert done.returncode == 0, done.stderr
+    pipe = load_pipeline(exported / "build" / "exported", runtime="onnxruntime", threads=1)
+    pipe.set_progress_bar_config(disable=True)
+    latents = np.random.RandomState(0).standard_normal((1, 4, 32, 32)).astype("float32")
+    settings = {"height": 128, "width": 128, "num_inference_steps": 20, "guidance_scale": 2.0}
+    expected = pipe("a 3d render of fox", latents=paddle.to_tensor(latents), **settings).images[0]
+    pixels = image_of(tmp_path / "onnx_without_paddle.png", (128, 128))
+    assert np.abs(pixels - np.asarray(expected)).max() <= 1
+
+
+def test_onnx_without_paddle_rejects_other_schedulers(onnx_folder, tmp_path, monkeypatch):
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "onnx").symlink_to(onnx_folder)
+    with pytest.raises(SystemExit, match="needs another scheduler: DDIMScheduler with epsilon"):
+        run("onnx_without_paddle", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("ratio", ["0.5", "0.3"])
+def test_serve_client(ratio, tmp_path, monkeypatch):
+    """As it stands but for the port; and with a ratio that was not exported, which the server's answer explains."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-    if hasattr(functional, "scaled_dot_product_attention_"):  # sd3.py defines it where it is missing
-        monkeypatch.delattr(functional, "scaled_dot_product_attention_")
-
-    def run(name, **replaced):
-        path = EXAMPLES / f"{name}.py"
-        code = re.sub(r'(num_inference_steps"?[=:] ?)\d+', r"\g<1>2", path.read_text(encoding="utf-8"))
-        for old, new in replaced.items():
-            code = re.sub(rf"^{old} = .*$", f"{old} = {new!r}", code, flags=re.MULTILINE)
-        variables = {"__file__": str(path), "__name__": "__main__"}
-        exec(compile(code, str(path), "exec"), variables)
-        return variables
-
-    yield run
-    vars(functional).pop("scaled_dot_product_attention_", None)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of ppdiffusers' functions for LoRA
-@pytest.mark.parametrize("name", GENERATING)
-def test_example_writes_its_file(name, run, monkeypatch, tmp_path, exported_folder):
-    if name == "export_and_run":  # an export of a tiny model in place of that of the bundled one
-        monkeypatch.setattr(inference, "export_pipeline", lambda *_, **__: None)
-        (tmp_path / "emoji_export").symlink_to(exported_folder)
-    variables = run(name)
-    if name == "export_and_run":
-        assert variables["exported"].unet.ratio == 0.5
-    elif name != "second_pass":  # which merges in a `with` block
-        assert any(block.merges for block in variables["pipe"].tome_summary(height=64, width=64).blocks)
-    file = tmp_path / ("video.mp4" if name == "video" else f"{name}.png")
-    if file.suffix == ".png":
-        with Image.open(file) as image:
-            assert len(image.getcolors(10**6)) > 100
-    else:
-        assert file.stat().st_size > 1000
-
-
-def test_client_writes_the_image_that_the_server_sent(run, tmp_path):
+    code = (
+        (EXAMPLES / "serve_client.py").read_text(encoding="utf-8").replace('tome_ratio": 0.5', f'tome_ratio": {ratio}')
+    )
     with serving(FakeEngine()) as server:
-        run("serve_client", URL=server.url)
+        code = code.replace("http://127.0.0.1:8000", server.url)
+        if ratio == "0.3":
+            with pytest.raises(SystemExit, match=r"422: .*tome_ratio"):
+                exec(code, {})
+            return
+        exec(code, {})
         (job,) = server.engine.calls[0]
-    assert (job.prompt, job.seed, job.ratio, job.steps) == ("a 3d render of fox", 0, 0.5, 20)
-    with Image.open(tmp_path / "served.png") as image:
-        assert image.getpixel((0, 0)) == (0, 0, 0)
+    assert (job.prompt, job.seed, job.ratio, job.steps) == ("a 3d render of fox", 7, 0.5, 20)
+    assert Image.open(tmp_path / "serve_client.png").getpixel((0, 0)) == (7, 0, 0)
 
 
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_example_is_short_and_shows_the_call(name):
-    code = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert len(code.splitlines()) <= MAX_LINES and "argparse" not in code
-    if name in GENERATING:
-        assert "ratio=0.5" in code
+@pytest.mark.parametrize("name", ["sdxl", "sd3", "video"])
+def test_tiny_pipelines_are_those_of_their_script(name, tmp_path):
+    script = runpy.run_path(str(EXAMPLES / "tiny" / "make.py"))
+    built = script[name](script["write_tokenizer"](tmp_path))
+    folder = EXAMPLES / "tiny" / name
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 300_000
+    absent = {"text_encoder_3": None, "tokenizer_3": None} if name == "sd3" else {}
+    pipe = type(built).from_pretrained(str(folder), paddle_dtype=paddle.float32, **absent)
+    for component, model in built.components.items():
+        if isinstance(model, paddle.nn.Layer):
+            shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
+            assert shapes == {key: list(value.shape) for key, value in pipe.components[component].state_dict().items()}

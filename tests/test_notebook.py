@@ -1,6 +1,7 @@
 """The notebook for a first run, run whole on the bundled model."""
 
 import re
+import subprocess
 
 import nbformat
 import pytest
@@ -20,6 +21,26 @@ def code_cells(notebook):
 def test_notebook_is_stored_without_outputs(notebook):
     nbformat.validate(notebook)
     assert [cell for cell in code_cells(notebook) if cell.outputs or cell.execution_count is not None] == []
+
+
+def test_without_a_checkout_it_clones_the_repository_that_is_set(notebook, monkeypatch, tmp_path):
+    repository, folder = tmp_path / "repository", tmp_path / "elsewhere"
+    (repository / "examples" / "scenes_sd").mkdir(parents=True)
+    (repository / "examples" / "scenes_sd" / "model_index.json").write_text("{}")
+    folder.mkdir()
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "--quiet"], ["add", "."], [*author, "commit", "--quiet", "--message", "first"]):
+        subprocess.run(["git", *words], cwd=repository, check=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("FIRST_RUN_MODEL", "m")  # so that it asks no hub
+    code = "\n".join(cell.source for cell in code_cells(notebook)[:2])
+    with pytest.raises(FileNotFoundError, match="elsewhere is not in a checkout: set REPOSITORY in the first cell"):
+        exec(code, {})
+    monkeypatch.setenv("FIRST_RUN_REPOSITORY", repository.as_uri())
+    for _ in range(2):  # the second run clones nothing
+        variables = {}
+        exec(code, variables)
+        assert variables["ROOT"] == folder / "tome_checkout"
 
 
 def test_notebook_runs_whole(notebook, monkeypatch, tmp_path):

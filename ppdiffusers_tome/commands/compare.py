@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..config import ToMeConfig
 from ..cores import usable_cores
@@ -30,8 +30,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     option, default = command.add_argument, "(default: %(default)s)"
     option("--model", required=True, help="folder of a pipeline, or hub name")
-    option("--controlnet", metavar="DIR", help="a ControlNet for edges; needs --image")
-    option("--image", type=Path, metavar="FILE", help="the image whose edges the ControlNet follows")
+    option("--controlnet", metavar="DIR", help="a ControlNet, folder or hub name; needs --image")
+    option(
+        "--image", type=Path, metavar="FILE", help="the input of the ControlNet, such as edges; cropped to a square"
+    )
     option(
         "--prompt", nargs="+", metavar="TEXT", help="one or several (default: the first of the model's prompts.txt)"
     )
@@ -49,29 +51,31 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     configs = _check(options)
     condition = None if options.image is None else _open(options.image)
     # Late: they import all that generates and measures images, which other commands do not need.
+    import paddle
     import ppdiffusers
     from paddle.base import core
     from paddlenlp.utils.log import logger
 
-    from ..evaluation.comparison import Scene, compare, draw_sheet, edges_of, make_table
-    from ..evaluation.quality.image_generation import load_model, model_defaults
+    from ..evaluation.comparison import Scene, compare, draw_sheet, make_table
+    from ..evaluation.quality.image_generation import model_defaults
     from ..evaluation.quality.sheets import save_jpeg
     from ..inference.loading import load_for_export
 
     core.set_num_threads(options.threads)
     logger.set_level("WARNING")
     ppdiffusers.utils.logging.disable_progress_bar()
-    own, pipe = model_defaults(options.model), load_model(options.model)
-    if options.controlnet is not None:
-        pipe = load_for_export(options.model, options.controlnet, safety_checker=False)
+    dtype = "float32" if paddle.get_device() == "cpu" else "float16"  # as users run models there
+    pipe = load_for_export(options.model, options.controlnet, safety_checker=False, dtype=dtype)
+    own = model_defaults(options.model, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
     about: dict[str, Any] = {"model": options.model, "seed": options.seed, "threads": options.threads}
+    about |= {"controlnet": options.controlnet, "dtype": dtype}
     about |= {"prompts": options.prompt or prompts_of(options.model)[:1]}
     about |= {name: getattr(options, name) or getattr(own, name) for name in ("steps", "guidance_scale")}
     fastest = 0.0
     for size in options.size or [own.size]:
         print(f"{size} px, {about['steps']} steps, prompts: {', '.join(about['prompts'])}", flush=True)
-        inputs = {} if condition is None else {"image": edges_of(condition, size)}
+        inputs = {} if condition is None else {"image": ImageOps.fit(condition, (size, size))}
         scene = Scene(about["prompts"], size, about["steps"], about["guidance_scale"], options.seed, inputs)
         arms = compare(pipe, scene, configs, report=lambda line: print(f"  {line} …", file=sys.stderr, flush=True))
         rows = [arm.figures(arms[0]) for arm in arms]

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import paddle
-from PIL import Image, ImageOps
+from PIL import Image
 from ppdiffusers import DiffusionPipeline
-from skimage.color import rgb2gray
-from skimage.feature import canny
 
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError
@@ -159,12 +157,6 @@ def _time_steps(pipe: DiffusionPipeline, scene: Scene, arms: Sequence[Arm], roun
 
     order[0].switch_on(pipe)
     scene.generate(pipe, scene.prompts[0], num_inference_steps=len(order), callback_on_step_end=after_step)
-
-
-def edges_of(image: Image.Image, size: int) -> Image.Image:
-    """The input of a ControlNet for edges: an image, cropped to a square of `size` px, as white edges on black."""
-    gray = rgb2gray(np.asarray(ImageOps.fit(image, (size, size))))
-    return Image.fromarray(np.uint8(255 * canny(gray, sigma=1.5))).convert("RGB")
 
 
 def make_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -66,13 +66,16 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
         )
 
 
-def load_for_export(model: str, controlnet: str | None = None, safety_checker: bool = True) -> DiffusionPipeline:
-    """Load a pipeline for `export_pipeline`.
+def load_for_export(
+    model: str, controlnet: str | None = None, safety_checker: bool = True, dtype: str = "float32"
+) -> DiffusionPipeline:
+    """Load a pipeline for `export_pipeline`, which needs float32, or for `compare`.
 
     Args:
         model: folder in ppdiffusers' format, or hub name.
         controlnet: the same for a ControlNet; the pipeline is then a StableDiffusionControlNetPipeline.
         safety_checker: False drops the safety checker, if there is one; a pipeline with one cannot be exported.
+        dtype: of the weights: "float32" or, on a GPU, "float16".
 
     Raises:
         ToMeConfigError: a folder does not exist and is not a valid hub name, or `require_model_folder` rejects it.
@@ -81,7 +84,7 @@ def load_for_export(model: str, controlnet: str | None = None, safety_checker: b
     if controlnet is not None and not Path(controlnet).is_dir() and not re.fullmatch(HUB_NAME, controlnet):
         raise ToMeConfigError(f"{controlnet} is neither a folder nor a hub name (owner/name).")
     require_model_folder(model, hub_names=True)
-    arguments = {"paddle_dtype": paddle.float32}
+    arguments = {"paddle_dtype": getattr(paddle, dtype)}
     dropped = {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
     try:
         if controlnet is None:

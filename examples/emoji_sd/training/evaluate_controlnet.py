@@ -32,6 +32,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import edges as edge
 import numpy as np
 from PIL import Image
 
@@ -39,8 +40,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE, WORK = Path(__file__).resolve().parent, Path(os.environ.get("EMOJI_WORK", "work"))
 MODEL = HERE.parent
 CONTROLNET = MODEL / "controlnet"
-sys.path.insert(0, str(MODEL.parent))
-import edges as edge  # noqa: E402  examples/edges.py
 
 IMAGES, STEPS, GUIDANCE_SCALE = 32, 20, 2.0
 ARMS = ("with", "without")
@@ -163,7 +162,7 @@ def measure(sets):
     from ppdiffusers_tome.evaluation.results import make_result, write_result
 
     result = make_result(
-        "comparison",
+        "edges",
         f"EMOJI_STACK={STACK} python examples/emoji_sd/training/evaluate_controlnet.py",
         generated_with=json.loads((WORK / "generated" / STACK / "versions.json").read_text()),
         weights=f"sha256 {weights_hash()}…",

@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 import cv2
+import edges as edge
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -42,8 +43,6 @@ from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer
 
 HERE, WORK = Path(__file__).resolve().parent, Path(os.environ.get("EMOJI_WORK", "work"))
-sys.path.insert(0, str(HERE.parents[1]))
-import edges as edge  # noqa: E402  examples/edges.py
 
 MODEL, OUT, CHECKPOINT = WORK / "model", WORK / "controlnet", WORK / "controlnet.pt"
 DROPPED = 0.4  # share of captions replaced by ""

@@ -43,14 +43,18 @@ def load_model(model: str) -> DiffusionPipeline:
 _load = lru_cache(maxsize=1)(partial(load_for_export, safety_checker=False))
 
 
-def model_defaults(model: str) -> ModelDefaults:
+def model_defaults(model: str, pipe: DiffusionPipeline | None = None) -> ModelDefaults:
     """A model's own size, steps and guidance scale: of `read_defaults`, then its denoiser's size and its pipeline's.
+
+    Args:
+        model: folder or hub name.
+        pipe: its pipeline; None to load it.
 
     Raises:
         ToMeConfigError: as `read_defaults`, or one of them is not known.
         ToMeExportError: the model cannot be loaded.
     """
-    pipe, own = load_model(model), read_defaults(Path(model))
+    pipe, own = load_model(model) if pipe is None else pipe, read_defaults(Path(model))
     parameters = inspect.signature(type(pipe).__call__).parameters
     grid = latent_grid(vars(pipe).get("unet") or vars(pipe).get("transformer"))
     values: dict[str, Any] = {"size": grid and max(grid) * vae_factor(pipe)}
