@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -136,6 +137,18 @@ def measure(plain: Path, merged: Path, loader: str, rounds: int, steps: int) -> 
     return {"seconds": seconds, "speed_up": statistics.median(ratios), "speed_ups": ratios}
 
 
+def commit() -> str:
+    """The commit of the repository that this file is in."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def machine() -> str:
+    """The processor and the number of cores."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{models[0].partition(':')[2].strip()}, {os.cpu_count()} cores"
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -154,7 +167,8 @@ def main(argv=None) -> None:
             print(f"{merged.name} in {loader}: merged {result['speed_up']:.2f} times as fast as plain", flush=True)
     if args.output is not None:
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        content = {"command": sys.argv, "steps": args.steps, "versions": versions, "results": results}
+        about = {"command": ["python", *sys.argv], "commit": commit(), "machine": machine(), "threads": 1}
+        content = {**about, "steps": args.steps, "versions": versions, "results": results}
         args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
