@@ -276,6 +276,12 @@ def cpu_gain(backend: str, size: str) -> list[str]:
     return cells
 
 
+def loader_gain(loader: str) -> list[str]:
+    """How many times as fast an image of `scenes_sd` merged at 0.5 is in a library that loads exports."""
+    (row,) = [row for row in read("loaders")["results"] if row["loader"] == loader]
+    return [f"{row['speed_up']:.2f}×"]
+
+
 def block(name: str, settings: str) -> list[str]:
     """The speed-up of a transformer block, and the speed-up that its MACs allow. `name` is a word of its name."""
     rows = [row for row in arms("flux_blocks") if name in f"{row['model']} {row['scope']}".split()]
@@ -323,6 +329,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "on_gpu": on_gpu,
     "edges_near": edges_near,
     "gpu_row": gpu_row,
+    "loader_gain": loader_gain,
     "gpu_gain": gpu_gain,
     "cpu_gain": cpu_gain,
     "choice": choice,

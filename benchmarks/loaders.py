@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -167,7 +168,8 @@ def main(argv=None) -> None:
             print(f"{merged.name} in {loader}: merged {result['speed_up']:.2f} times as fast as plain", flush=True)
     if args.output is not None:
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        about = {"command": ["python", *sys.argv], "commit": commit(), "machine": machine(), "threads": 1}
+        about = {"kind": "loaders", "format": 1, "command": shlex.join(["python", *sys.argv])}
+        about |= {"commit": commit(), "machine": machine(), "threads": 1}
         content = {**about, "steps": args.steps, "versions": versions, "results": results}
         args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
