@@ -63,7 +63,7 @@ $(VENV)/.installed-ray: $(VENV)/.installed-test ppdiffusers_tome/requirements/ra
 venv: $(VENV)/.installed ## create the virtual environment with the locked stack and this package
 
 demo: $(VENV)/.installed ## compare plain and merged images of the bundled model, into outputs/: two minutes
-	$(PY) -m ppdiffusers_tome compare --model examples/scenes_sd --steps 10 $(ARGS)
+	$(PY) -m ppdiffusers_tome compare --model examples/scenes_sd --steps 8 $(ARGS)
 
 # OpenAI's client for JavaScript. Its test is skipped without it, so that a machine without npm or a registry can test the rest.
 JAVASCRIPT := build/javascript/.installed
