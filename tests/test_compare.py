@@ -102,6 +102,14 @@ def test_command_writes_sheet_figures_and_table(model, tmp_path, capsys, monkeyp
     assert printed.count("images: ") == 2
 
 
+def test_command_takes_a_guidance_scale_of_zero(model, tmp_path, monkeypatch):
+    """It is a value, in place of the model's own."""
+    monkeypatch.setattr(comparison, "ROUNDS", 1)
+    options = ["--model", str(model), "--size", "32", "--steps", "1", "--guidance-scale", "0", "--threads", "1"]
+    assert main(["compare", *options, "--output", str(tmp_path / "outputs")]) == 0
+    assert json.loads((tmp_path / "outputs" / "compare_32.json").read_text())["guidance_scale"] == 0
+
+
 def test_command_with_a_controlnet(tmp_path, capsys):
     """The input stands above the images on the sheet."""
     options = [

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from ..config import ToMeConfig
 from ..cores import usable_cores
 from ..errors import ToMeConfigError
 from ..evaluation.quality.image_sets import prompts_of
 from ..evaluation.results import PROGRAM, command_line, make_result, write_result
-from ..generation.jobs import MAX_SEED
+from ..generation.jobs import MAX_SEED, MAX_STEPS
+from ..generation.png import upright_rgb
 from ..inference.loading import require_model_folder
-from .image_options import OWN, add_step_options
+from .image_options import OWN, add_step_options, step_settings
 from .merge_options import add_merge_options, merge_configs
 
 
@@ -71,7 +72,7 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     about: dict[str, Any] = {"model": options.model, "seed": options.seed, "threads": options.threads}
     about |= {"controlnet": options.controlnet, "dtype": dtype}
     about |= {"prompts": options.prompt or prompts_of(options.model)[:1]}
-    about |= {name: getattr(options, name) or getattr(own, name) for name in ("steps", "guidance_scale")}
+    about |= step_settings(options, own)
     fastest = 0.0
     for size in options.size or [own.size]:
         print(f"{size} px, {about['steps']} steps, prompts: {', '.join(about['prompts'])}", flush=True)
@@ -94,7 +95,7 @@ def _check(options: argparse.Namespace) -> list[ToMeConfig]:
     require_model_folder(options.model, hub_names=True)
     if (options.controlnet is None) != (options.image is None):
         raise ToMeConfigError("--controlnet and --image belong together: pass both or none.")
-    for name, least, most in (("steps", 1, 1000), ("threads", 1, 1024), ("seed", 0, MAX_SEED)):
+    for name, least, most in (("steps", 1, MAX_STEPS), ("threads", 1, 1024), ("seed", 0, MAX_SEED)):
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} to {most}.")
@@ -112,8 +113,8 @@ def _check(options: argparse.Namespace) -> list[ToMeConfig]:
 def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+            return upright_rgb(image)
+    except OSError as error:
         raise ToMeConfigError(f"--image {path} cannot be read: {error}.") from None
 
 

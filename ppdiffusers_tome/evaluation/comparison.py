@@ -17,8 +17,8 @@ from ..summary import ToMeSummary
 from .clock import now, order_of_round, ratio_within_rounds
 from .quality.metrics import psnr
 from .quality.sheets import make_sheet
+from .speed.cases import PLAIN
 
-PLAIN = "plain"
 ROUNDS = 5  # steps of each arm that are timed
 
 
