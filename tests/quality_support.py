@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ppdiffusers_tome.evaluation.quality.sheets import save_png
-
 RATIOS = (0.1, 0.25, 0.5, 0.75)
 RESULT = Path(__file__).with_name("quality_result.json")
 
@@ -25,4 +23,6 @@ def write_images(result, folder, names=("plain", *(f"{r:g}" for r in RATIOS))):
     for index, name in enumerate(names):
         for n, colour in enumerate(colours):
             image = Image.new("RGB", (result["size"],) * 2, tuple((colour + index * (n + 1)).tolist()))
-            save_png(image, folder / "images" / name / f"{n:04d}.png")
+            path = folder / "images" / name / f"{n:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image.save(path)

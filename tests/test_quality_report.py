@@ -15,7 +15,7 @@ from ppdiffusers_tome.evaluation.plotting import looks_of
 from ppdiffusers_tome.evaluation.quality import quality_plots as plots
 from ppdiffusers_tome.evaluation.quality import sheets
 from ppdiffusers_tome.evaluation.quality.quality_report import default_setting, read_frame, write_quality_page
-from ppdiffusers_tome.evaluation.quality.sheets import difference_map, make_sheet, save_jpeg, save_png
+from ppdiffusers_tome.evaluation.quality.sheets import difference_map, make_sheet, save_jpeg
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +169,6 @@ def test_jpeg_is_small_and_carries_its_settings(tmp_path, monkeypatch):
     limit = large.stat().st_size - 1
     monkeypatch.setattr(sheets, "MAX_BYTES", limit)
     assert save_jpeg(noise, tmp_path / "b.jpg").stat().st_size <= limit
-
-
-def test_png_carries_its_settings(tmp_path):
-    path = save_png(flat(1, 2, 3), tmp_path / "new" / "a.png", prompt="狐", image="fox", ratios=[0.25, 0.5])
-    with Image.open(path) as image:
-        assert image.text["prompt"] == "狐" and image.text["image"] == "fox"
-        assert json.loads(image.text["ratios"]) == [0.25, 0.5]
-        np.testing.assert_array_equal(np.asarray(image), flat(1, 2, 3))
 
 
 # The plot: point by point, with the calibrations as lines

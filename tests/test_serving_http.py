@@ -230,7 +230,7 @@ def test_merge_map_for_a_stream_that_asks():
 
 def test_tokens_of_a_prompt(server):
     counted = server.post("/v1/tokens", {"prompt": "one two three four five six seven"}).json()
-    assert counted == {"tokens": 9, "most": 7, "cut": "six seven"}
+    assert counted == {"tokens": 9, "max_tokens": 7, "cut": "six seven"}
     assert server.post("/v1/tokens", {"prompt": "x" * 101}).status_code == 422
     event = threading.Event()
     with serving(load=lambda: event.wait(20) and FakeEngine()) as loading:

@@ -95,10 +95,10 @@ def _check(options: argparse.Namespace) -> list[ToMeConfig]:
     require_model_folder(options.model, hub_names=True)
     if (options.controlnet is None) != (options.image is None):
         raise ToMeConfigError("--controlnet and --image belong together: pass both or none.")
-    for name, least, most in (("steps", 1, MAX_STEPS), ("threads", 1, 1024), ("seed", 0, MAX_SEED)):
+    for name, minimum, maximum in (("steps", 1, MAX_STEPS), ("threads", 1, 1024), ("seed", 0, MAX_SEED)):
         value = getattr(options, name)
-        if value is not None and not least <= value <= most:
-            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {least} to {most}.")
+        if value is not None and not minimum <= value <= maximum:
+            raise ToMeConfigError(f"--{name} {value} is not allowed: it must be {minimum} to {maximum}.")
     for size in options.size or ():
         if size < 8 or size % 8:
             raise ToMeConfigError(f"--size {size} is not allowed: it must be a multiple of 8 px.")

@@ -171,12 +171,12 @@ async def count_tokens(body: protocol.TokensRequest, service: Service) -> protoc
     """Count the tokens of a prompt, and return the end of it that the text encoder does not read."""
     try:
         service.queue.limits.check_text("prompt", body.prompt)
-        tokens, limit, cut = await asyncio.to_thread(service.queue.count_tokens, body.prompt)
+        tokens, max_tokens, cut = await asyncio.to_thread(service.queue.count_tokens, body.prompt)
     except JobError as error:
         raise service.handler.refusal(error) from None
     except UnavailableError as error:
         raise service.handler.unavailability(error) from None
-    return protocol.TokensResponse(tokens=tokens, most=limit, cut=cut)
+    return protocol.TokensResponse(tokens=tokens, max_tokens=max_tokens, cut=cut)
 
 
 @router.get("/models")

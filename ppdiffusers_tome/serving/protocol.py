@@ -202,7 +202,7 @@ class TokensRequest(Strict):
 
 class TokensResponse(BaseModel):
     tokens: int  # of the prompt, with the two that begin and end it
-    most: int  # that the text encoder reads
+    max_tokens: int  # that the text encoder reads
     cut: str  # the end of the prompt, which it does not read; "" if the prompt fits
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageChops, ImageDraw, ImageFont, PngImagePlugin
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from ...errors import ToMeConfigError
 
@@ -99,16 +99,6 @@ def make_sheet(rows: Sequence[tuple[str, Sequence[Image.Image]]], titles: Sequen
             fitted.thumbnail((size, size), Image.Resampling.LANCZOS)  # never enlarges
             sheet.paste(fitted, (left + x * step, top + y * step))
     return sheet
-
-
-def save_png(image: Image.Image, path: Path, /, **fields: Any) -> Path:
-    """Write an image as a PNG, and make its folder. The fields become text chunks, as JSON unless they are strings."""
-    info = PngImagePlugin.PngInfo()
-    for key, value in fields.items():
-        info.add_text(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.save(path, pnginfo=info, optimize=True)
-    return path
 
 
 def save_jpeg(image: Image.Image, path: Path, /, **fields: Any) -> Path:

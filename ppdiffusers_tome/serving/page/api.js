@@ -59,7 +59,7 @@ export async function loadModel() {
   return (await (await request("v1/models")).json()).data[0];
 }
 
-/** How many tokens a prompt has: {tokens, most, cut}. */
+/** How many tokens a prompt has: {tokens, max_tokens, cut}. */
 export async function countTokens(prompt) {
   const headers = { "Content-Type": "application/json" };
   return (await request("v1/tokens", { method: "POST", body: JSON.stringify({ prompt }), headers })).json();
