@@ -40,7 +40,7 @@ from ppdiffusers_tome.inference.cuda_graph import CudaGraphs
 from ppdiffusers_tome.inference.onnx_gpu import gpu_program, half_program, halve, widen_heads
 from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
-from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, weight_offsets
+from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places, weight_offsets
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
 from ppdiffusers_tome.patch import attach
 from ppdiffusers_tome.positions import Grid
@@ -491,7 +491,37 @@ for name in {[path.name for path in unets_of(own_folder)]}:
     assert len(weights.read_bytes()) == alone and len([*weights.parent.glob("*.onnx")]) == 2
 
 
+@pytest.mark.skipif(PADDLE2, reason="paddle2onnx writes large weights of .pdmodel programs to a file of their own")
+def test_weights_stay_out_of_the_conversion(tmp_path, converter):
+    """paddle2onnx fails on more than 2 GB of weights of a Paddle 3 program, as Stable Diffusion 1.5's UNet has."""
+    layer = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    weights = {name: value.numpy() for name, value in layer.state_dict().items() if value.ndim == 2}
+    traceable = programs.Traceable(layer, (programs.Input("input", ("batch", 4)),))
+    path = tmp_path / save(traceable, tmp_path, converter).onnx
+    graph = onnx.load(str(path), load_external_data=False).graph
+    assert [value.name for value in graph.input] == ["input"]
+    external = {
+        tensor.name: external_places(tensor)["location"] for tensor in graph.initializer if tensor.external_data
+    }
+    assert [*external.values()] == ["inference.pdiparams"] * len(weights)
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(str(path)).graph.initializer}
+    shapes = {value.shape: value for value in weights.values()}
+    for name in external:
+        np.testing.assert_array_equal(stored[name], shapes[stored[name].shape])
+
+
 # Errors
+
+
+@pytest.mark.skipif(PADDLE2, reason="its converter reads both files itself")
+def test_weights_of_another_program_are_an_error(tmp_path, converter):
+    folders = []
+    for size in (2, 3):
+        traceable = programs.Traceable(nn.Linear(4, size), (programs.Input("input", ("batch", 4)),))
+        folder = tmp_path / f"{size}"
+        folders.append((folder / save(traceable, folder, converter).program).parent)
+    with pytest.raises(ToMeExportError, match="2 tensors, which are not the 2 parameters of its program"):
+        converter.convert(folders[0] / "inference.json", folders[1] / "inference.pdiparams", "layer")
 
 
 class Unknown(nn.Layer):

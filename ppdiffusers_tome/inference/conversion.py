@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -67,37 +68,59 @@ class Converter(AbstractContextManager["Converter"]):
             self._process = None
 
     def convert(self, program: Path, params: Path, label: str) -> Path:
-        """Write a Paddle program as `.onnx` beside it, with its weights inside; returns that file.
+        """Write a Paddle program as `.onnx` beside it; returns that file.
+
+        The weights of a Paddle 3 program stay in `params`. Those of others are inside, or above 2 GB beside it.
 
         Args:
-            program, params: `.pdmodel` or `.json` file, and `.pdiparams`.
+            program, params: `.pdmodel` or `.json` file, and `.pdiparams` in the same folder.
             label: the program's name in messages.
 
         Raises:
             ToMeExportError: paddle2onnx cannot convert it, or the result is not valid ONNX.
         """
         target = program.with_suffix(".onnx")
-        with tempfile.TemporaryDirectory(prefix="paddle2onnx_") as folder:
-            if program.suffix == ".json":
-                content = json.loads(program.read_text(encoding="utf-8"), object_hook=_in_float32)
-                program = Path(folder) / program.name
-                program.write_text(json.dumps(content), encoding="utf-8")
-            status, lines = self._run([str(program), str(params), str(target)])
-        is_written = target.is_file() and target.stat().st_size > 0
-        if status or not is_written or any("[ERROR]" in line for line in lines):
-            target.unlink(missing_ok=True)  # it writes wrong and empty files too
-            raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
+        if program.suffix == ".json":
+            self._convert_paddle3(program, params, target, label)
+        else:
+            self._write(program, params, target, label)
         from .onnx_programs import fix_paddle2onnx  # late: without a conversion, onnx need not be installed
 
         fix_paddle2onnx(target)
         return target
+
+    def _convert_paddle3(self, program: Path, params: Path, target: Path, label: str) -> None:
+        """Convert a program without its weights, which the ONNX program then finds in `params`."""
+        import onnx
+
+        from .paddle_weights import inputs_to_weights, weights_to_inputs
+
+        content = json.loads(program.read_text(encoding="utf-8"), object_hook=_in_float32)
+        with tempfile.TemporaryDirectory(prefix="paddle2onnx_") as folder:
+            others = Path(folder) / params.name
+            weights = weights_to_inputs(content, params, others)
+            program = Path(folder) / program.name
+            program.write_text(json.dumps(content), encoding="utf-8")
+            self._write(program, others, target, label)
+        model = onnx.load(str(target), load_external_data=False)
+        inputs_to_weights(model, weights, params)
+        onnx.save(model, str(target))
+
+    def _write(self, program: Path, params: Path, target: Path, label: str) -> None:
+        """Let paddle2onnx write a program as `target`, or nothing."""
+        status, lines = self._run([str(program), str(params), str(target)])
+        is_written = target.is_file() and target.stat().st_size > 0
+        if status or not is_written or any("[ERROR]" in line for line in lines):
+            target.unlink(missing_ok=True)  # it writes wrong and empty files too
+            raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
 
     def _run(self, files: list[str]) -> tuple[int, list[str]]:
         """The exit status of the process, 0 if it goes on, and the lines that it wrote."""
         if self._process is None:
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             command = [sys.executable, "-c", SCRIPT]
-            self._process = subprocess.Popen(command, text=True, errors="replace", **pipes)
+            one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as Paddle wants it, which warns otherwise
+            self._process = subprocess.Popen(command, env=one_thread, text=True, errors="replace", **pipes)
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # its output shows why it ended
             self._process.stdin.write(json.dumps(files) + "\n")
