@@ -132,6 +132,7 @@ RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/speed.py
+SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 merge_attn=kv,match=grid,ratio=0.75 --threads 2
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
 SCENES = --model examples/scenes_sd --size 256
 
@@ -139,10 +140,11 @@ bench: $(VENV)/.installed-test bench-speed bench-quality ## make the committed r
 
 bench-speed: $(VENV)/.installed ## measure time and memory, and write their report
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output $(RESULTS)
-	$(BENCH) --architecture sd15 --size 512 --batch 2 --arms plain tome --merging merge_attn=asymmetric merge_attn=true --rounds 2 --threads 1 --output $(RESULTS)/sd15_unet_default.json
-	$(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 --backend eager predictor onnxruntime openvino $(if $(TORCH_PYTHON),PyTorch) --arms plain memory-efficient tome both built-in limit --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
-	for threads in 1 2; do $(BENCH) --model examples/emoji_sd --size 128 256 --batch 2 8 --backend predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch-bf16) --arms plain tome --threads $$threads --output $(RESULTS)/unet_runtimes_$$threads.json || exit 1; done
-	$(BENCH) --model examples/emoji_sd --scope pipeline --size 128 --batch 1 4 8 --backend eager predictor onnxruntime --arms plain tome --steps 4 --guidance-scale 2 --rounds 2 --threads 1 --output $(RESULTS)/emoji_pipeline_128.json
+	$(BENCH) --architecture sd15 --size 512 --arms plain tome --rounds 2 --threads 1 --output $(RESULTS)/sd15_eager.json
+	$(SD15_EXPORTED) --size 512 --backend onnxruntime openvino openvino-bf16 --rounds 4 --output $(RESULTS)/sd15_exported_512.json
+	$(SD15_EXPORTED) --size 768 --backend onnxruntime openvino-bf16 --rounds 3 --output $(RESULTS)/sd15_exported_768.json
+	$(BENCH) --model examples/emoji_sd --size 128 256 --backend eager predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch PyTorch-bf16) --arms plain memory-efficient tome both built-in limit --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
+	$(BENCH) --model examples/emoji_sd --size 128 256 --backend onnxruntime openvino openvino-bf16 --arms plain tome --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet_again.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
 # REAL=... is a folder of scenes that the model was not trained on, with which KID compares too:

@@ -33,7 +33,6 @@ from ppdiffusers_tome.evaluation.speed.cases import SCOPES
 ROOT = Path(__file__).parents[1]
 RESULTS_PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = (RESULTS, ROOT / "examples" / "emoji_sd" / "controlnet")
 DOCUMENTS = [
     *ROOT.glob("README*.md"),
     *sorted((ROOT / "docs").glob("**/*.md")),
@@ -77,8 +76,7 @@ def call(words: str) -> Any:
 @lru_cache
 def read(file: str) -> dict[str, Any]:
     """A result of the project, by its file name without .json."""
-    path = next(path for folder in FOLDERS if (path := folder / f"{file}.json").is_file())
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))
 
 
 def fields(content: Any, path: str) -> list[Any]:
@@ -212,11 +210,6 @@ def separated_by_kid() -> str:
     return f"a difference in {', '.join(above)}" if len(above) else "no difference"
 
 
-def edges_near(direction: str, arm: str, *name: str) -> str:
-    """The share of inner edges that have one of the other image within 2 px, with the bundled ControlNet."""
-    return f"{100 * read('edges')['sets'][' '.join(name)][arm][direction]['inner']['within_2_px']:.0f} %"
-
-
 # Rows of tables ------------------------------------------------------------------------------------------------------
 
 
@@ -314,20 +307,12 @@ def arm_psnr(images: str, *name: str) -> str:
     return f"{arm_of(images, ' '.join(name))['psnr']:.1f}"
 
 
-def edges(arm: str, *name: str) -> list[str]:
-    """Mean distances between edges in px, in both directions: all, of the outline, inner."""
-    figures = read("edges")["sets"][" ".join(name)][arm]
-    directions, of = ("input_to_output", "output_to_input"), ("all", "outline", "inner")
-    return [f"{figures[direction][part]['mean']:.1f}" for direction in directions for part in of]
-
-
 # The functions that a document may name.
 LOOKUPS: dict[str, Callable[..., Any]] = {
     "speed_up": speed_up,
     "memory": memory,
     "macs_saved": macs_saved,
     "on_gpu": on_gpu,
-    "edges_near": edges_near,
     "gpu_row": gpu_row,
     "loader_gain": loader_gain,
     "gpu_gain": gpu_gain,
@@ -337,7 +322,6 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
     "block": block,
     "image_speed_up": image_speed_up,
     "arm_psnr": arm_psnr,
-    "edges": edges,
 }
 
 
