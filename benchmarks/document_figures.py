@@ -176,6 +176,19 @@ def on_gpu(size: str, batch: str, *name: str) -> str:
     return f"{statistics.median(a / b for a, b in zip(plain['ms'], merged['ms'], strict=True)):.2f}"
 
 
+def on_cpu(backend: str, size: str, way: str, ratio: str = "0.5") -> str:
+    """How many times as fast Stable Diffusion 1.5's UNet is on a CPU at batch 2, by cells or the default, as plain."""
+    config = ToMeConfig(**(CELLS if way == "cells" else {"ratio": float(ratio)}))
+    gains = [
+        times(row, plain_of(row, file))
+        for file in sorted(path.stem for path in RESULTS.glob("sd15_*.json"))
+        for row in arms(file)
+        if (row["backend"], f"{row['size']}", row["batch"], row["arm"]) == (backend, size, 2, "tome")
+        and replace(ToMeConfig(**row["config"]), use_rand=True) == config
+    ]
+    return f"{gains[0]:.2f}" if gains else NOT_MEASURED
+
+
 def noise() -> str:
     """By how much a speed-up differs that was measured in several results."""
     repeated = defaultdict(list)
@@ -253,20 +266,9 @@ def gpu_gain(size: str) -> list[str]:
 
 
 def cpu_gain(backend: str, size: str) -> list[str]:
-    """Stable Diffusion 1.5's UNet on a CPU at batch 2, as `gpu_gain`, by the result with the most threads."""
-    files = [path.stem for path in RESULTS.glob("sd15_*.json") if read(path.stem)["kind"] == "speed"]
-    cells = []
-    for config in (ToMeConfig(**CELLS), ToMeConfig(ratio=0.5)):
-        gains = [
-            (read(file)["threads"], times(row, plain_of(row, file)))
-            for file in files
-            for row in arms(file)
-            if (row["backend"], f"{row['size']}", row["batch"]) == (backend, size, 2)
-            and row["arm"] == "tome"
-            and replace(ToMeConfig(**row["config"]), use_rand=True) == config
-        ]
-        cells.append(f"{max(gains)[1]:.2f}×" if gains else NOT_MEASURED)
-    return cells
+    """Stable Diffusion 1.5's UNet on a CPU at batch 2, as `gpu_gain`."""
+    gains = [on_cpu(backend, size, way) for way in ("cells", "default")]
+    return [gain if gain == NOT_MEASURED else f"{gain}×" for gain in gains]
 
 
 def loader_gain(loader: str) -> list[str]:
@@ -311,8 +313,8 @@ def arm_psnr(images: str, *name: str) -> str:
 LOOKUPS: dict[str, Callable[..., Any]] = {
     "speed_up": speed_up,
     "memory": memory,
-    "macs_saved": macs_saved,
     "on_gpu": on_gpu,
+    "on_cpu": on_cpu,
     "gpu_row": gpu_row,
     "loader_gain": loader_gain,
     "gpu_gain": gpu_gain,
@@ -375,7 +377,7 @@ def table_of_passes() -> str:
     ]
     rows, default = [], ToMeConfig(ratio=0.5, use_rand=False)
     for file in sorted(path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"):
-        for row in arms(file) if not file.startswith("unet_runtimes") else []:
+        for row in arms(file) if not file.endswith("_again") else []:
             is_measured = row["arm"] == "tome" and row["seconds"] and row["batch"] <= 2
             if not is_measured or ToMeConfig(**row["config"]) != default:
                 continue

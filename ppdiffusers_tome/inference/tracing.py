@@ -91,7 +91,7 @@ def save(
     if converter is None:
         return file
     unfused.cache_clear()
-    return_memory()  # the conversion needs three times that of the weights
+    return_memory()  # with Paddle 2.6 the conversion needs three times that of the weights
     onnx = converter.convert(program, params, file.label)
     in_onnx_runtime = OnnxProgram(onnx, OnnxRuntime(threads=runtime.threads), is_temporary=True)
     parity = comparison.differences(in_onnx_runtime, FUSED_TOLERANCE, unfused)
