@@ -177,8 +177,7 @@ def test_paddle_is_not_imported_first(document, number):
     imported = re.findall(r"^(?:>>> )?(?:import|from) (\w+)", code, re.MULTILINE)
     safe = ("ppdiffusers_tome", "PIL", "zlib")
     first = next((name for name in imported if name in ("paddle", "ppdiffusers", *safe)), None)
-    # options.py, which imports tiny.py, imports Pillow first.
-    assert first in (None, *safe) or document == "examples/tiny.py"
+    assert first in (None, *safe)
 
 
 def test_installed_version_is_in_the_changelog():

@@ -21,6 +21,8 @@ from ppdiffusers_tome import (
 from ppdiffusers_tome.matching import match_cells
 from ppdiffusers_tome.plans import join_frames
 
+HAS_STABLE_SORT = "stable" in inspect.signature(paddle.argsort).parameters
+
 
 def tokens(batch, grid, channels, seed=0):
     return np.random.RandomState(seed).standard_normal((batch, grid.tokens, channels)).astype("float32")
@@ -71,7 +73,9 @@ def test_plan_within_windows_is_the_oracles(data):
     assume(len(dst))
     removed = data.draw(st.integers(1, grid.tokens - len(dst)), "r")
     x = tokens(2, grid, 5, data.draw(st.integers(0, 999), "seed"))
-    x[0, data.draw(st.integers(0, grid.tokens - 1), "token of zeros")] = 0
+    zeros = data.draw(st.integers(0, grid.tokens - 1), "token of zeros")
+    assume(HAS_STABLE_SORT or zeros not in dst)  # several src may be equally similar to it
+    x[0, zeros] = 0
     plan = match_tokens(paddle.to_tensor(x), grid, removed, sx, sy, (7, 0), window)
     expected, expected_groups = roundtrip(x, *grid, sx, sy, removed, dst, window)
     np.testing.assert_array_equal(groups(plan, 2), expected_groups)
@@ -165,9 +169,7 @@ def test_window_of_the_whole_grid_is_the_plan_without_windows():
         assert np.array_equal(getattr(plans[0], name).numpy(), getattr(plans[1], name).numpy()), name
 
 
-has_stable_sort = pytest.mark.skipif(
-    "stable" not in inspect.signature(paddle.argsort).parameters, reason="this Paddle has no stable sort"
-)
+has_stable_sort = pytest.mark.skipif(not HAS_STABLE_SORT, reason="this Paddle has no stable sort")
 
 
 @has_stable_sort
