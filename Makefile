@@ -133,6 +133,7 @@ TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/speed.py
 SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 merge_attn=kv,match=grid,ratio=0.75 --threads 2
+EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --merging merge_attn=asymmetric merge_attn=true --threads 1
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
 SCENES = --model examples/scenes_sd --size 256
 
@@ -142,9 +143,9 @@ bench-speed: $(VENV)/.installed ## measure time and memory, and write their repo
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/ops.py --output $(RESULTS)
 	$(BENCH) --architecture sd15 --size 512 --arms plain tome --rounds 2 --threads 1 --output $(RESULTS)/sd15_eager.json
 	$(SD15_EXPORTED) --size 512 --backend onnxruntime openvino openvino-bf16 --rounds 4 --output $(RESULTS)/sd15_exported_512.json
-	$(SD15_EXPORTED) --size 768 --backend onnxruntime openvino-bf16 --rounds 3 --output $(RESULTS)/sd15_exported_768.json
-	$(BENCH) --model examples/emoji_sd --size 128 256 --backend eager predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch PyTorch-bf16) --arms plain memory-efficient tome both built-in limit --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet.json
-	$(BENCH) --model examples/emoji_sd --size 128 256 --backend onnxruntime openvino openvino-bf16 --arms plain tome --merging merge_attn=asymmetric merge_attn=true --threads 1 --rounds 7 --output $(RESULTS)/emoji_unet_again.json
+	$(SD15_EXPORTED) --size 768 --backend onnxruntime --rounds 4 --output $(RESULTS)/sd15_exported_768.json
+	$(EMOJI) --backend eager predictor onnxruntime openvino openvino-bf16 $(if $(TORCH_PYTHON),PyTorch PyTorch-bf16) --arms plain memory-efficient tome both built-in limit --rounds 5 --output $(RESULTS)/emoji_unet.json
+	$(EMOJI) --backend onnxruntime openvino openvino-bf16 --arms plain tome --rounds 7 --output $(RESULTS)/emoji_unet_again.json
 	$(BENCH) report $$(ls $(RESULTS)/*.json | grep -v -e /alternatives_ -e /program_memory_ -e /gpu_) --output $(RESULTS)/..
 
 # REAL=... is a folder of scenes that the model was not trained on, with which KID compares too:
