@@ -68,7 +68,7 @@ def test_a_figure_follows_its_result(tmp_path, monkeypatch):
     text = "In <!--= value a rounds -->?<!--/--> rounds, of <!--= value a case/channels .1f -->9<!--/-->"
     assert figures.update(text) == text.replace("?", "10").replace("9<", "320.0<")
     monkeypatch.undo()
-    assert figures.noise() == "7 %"
+    assert figures.noise() == "8 %"
 
 
 def test_a_mark_names_a_function_of_the_table():
