@@ -232,7 +232,6 @@ function showCards(entry, pair, { ratios, toPlain, white, images }, model, onPic
     button.addEventListener("click", () => onPick(ratio));
     const spread = spreadOf(image.steps);
     const facts = [
-      [text("cardTokens"), `${number(100 * (1 - ratio), 0)} %`],
       [text("cardTime"), spread ? seconds(spread.median) : "–"],
       ["PSNR", toPlain[ratio] ? psnrText(toPlain[ratio].psnr) : "–"],
     ];

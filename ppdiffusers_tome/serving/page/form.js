@@ -3,7 +3,7 @@
 import { countTokens } from "./api.js";
 import { $, make, setStatus, show } from "./dom.js";
 import { FIELDS, check, choiceOf, linkOf, nameOf, readFile, readLink } from "./settings.js";
-import { methodText, number, text } from "./texts.js";
+import { methodText, text } from "./texts.js";
 
 const COUNT_DELAY = 300; // ms after the last key
 const HAS_OWN = "^(default|symmetric|keys and values)"; // the methods with windows and proportional attention
@@ -130,8 +130,7 @@ export function restoreLink() {
 function showMethod() {
   const ratio = Number($("tome_ratio").value);
   const method = model.tome_methods[model.tome_ratios.indexOf(ratio)] ?? "";
-  const values = { percent: number(100 * ratio, 0), method: methodText(method) };
-  $("method-words").textContent = ratio > 0 ? text("percent", values) : "";
+  $("method-words").textContent = ratio > 0 ? text("usedMethod", { method: methodText(method) }) : "";
   const terms = Object.keys(EXPLAINED).filter((term) => ratio > 0 && EXPLAINED[term].test(method));
   const lines = terms.map((term) => make("li", {}, termButton(term), ` ${text(`line_${term}`)}`));
   $("method-terms").replaceChildren(...lines);
