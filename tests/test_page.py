@@ -775,6 +775,7 @@ def test_frozen_and_killed_server(browser, fake, relay):
         page.clock.install()
         page.click("#generate")
         expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
+        until(lambda: not fake.engine.gate.is_set())  # the request is in the engine
         relay.send_signal(signal.SIGSTOP)
         page.clock.fast_forward(10_500)
         expect(page.locator("#silence")).to_contain_text("not answered for ten seconds")
@@ -868,6 +869,7 @@ def test_history(browser, fake):
         expect(page.locator("#phase")).to_have_text("Generating ratio 0.5…")
         page.click("#thumbnails [title*=second]")
         expect(page.locator("#caption")).to_contain_text("seed 2")
+        until(lambda: not fake.engine.gate.is_set())  # the request is in the engine
         fake.engine.gate.set()
         expect(page.locator("#phase")).to_contain_text("Done: PSNR")
         assert page.input_value("#prompt") == "second" and "seed 2" in page.inner_text("#caption")
