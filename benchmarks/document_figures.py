@@ -144,11 +144,6 @@ def times(row: dict[str, Any], base: dict[str, Any]) -> float:
     return ratio_within_rounds(base["seconds"], row["seconds"]).median
 
 
-def speed_up(file: str, backend: str, size: str, batch: str = "2", form: str = ".2f") -> str:
-    """How many times as fast merging by the default at ratio 0.5 is as plain."""
-    return f"{times(arm(file, 'tome', backend, size, batch), arm(file, 'plain', backend, size, batch)):{form}}"
-
-
 def memory(file: str, name: str, size: str, batch: str = "2") -> str:
     """The peak of an arm at ratio 0.5 or without merging, in GB."""
     return f"{arm(file, name, 'eager', size, batch)['peak_memory_bytes'] / 1e9:.1f}"
@@ -311,7 +306,6 @@ def arm_psnr(images: str, *name: str) -> str:
 
 # The functions that a document may name.
 LOOKUPS: dict[str, Callable[..., Any]] = {
-    "speed_up": speed_up,
     "memory": memory,
     "on_gpu": on_gpu,
     "on_cpu": on_cpu,

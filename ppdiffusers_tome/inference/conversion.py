@@ -8,10 +8,13 @@ import sys
 import tempfile
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ToMeExportError, install_command
 from .onnx_weights import EXTERNAL_SUFFIX
+
+if TYPE_CHECKING:
+    import onnx
 
 OPSET = 17
 DONE = "converted"  # the line that the process writes after each program
@@ -79,20 +82,19 @@ class Converter(AbstractContextManager["Converter"]):
         Raises:
             ToMeExportError: paddle2onnx cannot convert it, or the result is not valid ONNX.
         """
-        target = program.with_suffix(".onnx")
-        if program.suffix == ".json":
-            self._convert_paddle3(program, params, target, label)
-        else:
-            self._write(program, params, target, label)
-        from .onnx_programs import fix_paddle2onnx  # late: without a conversion, onnx need not be installed
+        import onnx  # late, as what imports it: without a conversion, it need not be installed
 
-        fix_paddle2onnx(target)
+        from .onnx_programs import fix_paddle2onnx
+
+        target = program.with_suffix(".onnx")
+        convert = self._convert_paddle3 if program.suffix == ".json" else self._convert
+        model = convert(program, params, target, label)
+        fix_paddle2onnx(model)
+        onnx.save(model, str(target))
         return target
 
-    def _convert_paddle3(self, program: Path, params: Path, target: Path, label: str) -> None:
+    def _convert_paddle3(self, program: Path, params: Path, target: Path, label: str) -> "onnx.ModelProto":
         """Convert a program without its weights, which the ONNX program then finds in `params`."""
-        import onnx
-
         from .paddle_weights import inputs_to_weights, weights_to_inputs
 
         content = json.loads(program.read_text(encoding="utf-8"), object_hook=_in_float32)
@@ -101,18 +103,20 @@ class Converter(AbstractContextManager["Converter"]):
             weights = weights_to_inputs(content, params, others)
             program = Path(folder) / program.name
             program.write_text(json.dumps(content), encoding="utf-8")
-            self._write(program, others, target, label)
-        model = onnx.load(str(target), load_external_data=False)
+            model = self._convert(program, others, target, label)
         inputs_to_weights(model, weights, params)
-        onnx.save(model, str(target))
+        return model
 
-    def _write(self, program: Path, params: Path, target: Path, label: str) -> None:
-        """Let paddle2onnx write a program as `target`, or nothing."""
+    def _convert(self, program: Path, params: Path, target: Path, label: str) -> "onnx.ModelProto":
+        """Let paddle2onnx write a program as `target`, or nothing; weights in a file of their own stay there."""
+        import onnx
+
         status, lines = self._run([str(program), str(params), str(target)])
         is_written = target.is_file() and target.stat().st_size > 0
         if status or not is_written or any("[ERROR]" in line for line in lines):
             target.unlink(missing_ok=True)  # it writes wrong and empty files too
             raise ToMeExportError(f"paddle2onnx cannot convert the {label} to ONNX: {_reason(lines, status)}")
+        return onnx.load(str(target), load_external_data=False)
 
     def _run(self, files: list[str]) -> tuple[int, list[str]]:
         """The exit status of the process, 0 if it goes on, and the lines that it wrote."""

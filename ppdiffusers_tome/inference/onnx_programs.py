@@ -84,12 +84,10 @@ def drop_unused(model: onnx.ModelProto) -> None:
     model.graph.node.extend(used[::-1])
 
 
-def fix_paddle2onnx(path: Path) -> None:
-    """Replace the nodes of an `.onnx` file by paddle2onnx that runtimes compute wrongly."""
-    model = onnx.load(str(path), load_external_data=False)  # weights in a file of their own stay there
+def fix_paddle2onnx(model: onnx.ModelProto) -> None:
+    """Replace the nodes of a model by paddle2onnx that runtimes compute wrongly."""
     _undo_casts_of_integers(model)
     _scatter_elements(model)
-    onnx.save(model, str(path))
 
 
 def _undo_casts_of_integers(model: onnx.ModelProto) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import onnx
+from paddle.base import core
 from paddle.base.proto import framework_pb2
 
 from ..errors import ToMeExportError
@@ -101,18 +102,10 @@ def _read_records(file: BinaryIO) -> Iterator[Stored]:
         if levels:
             raise ToMeExportError(f"{file.name} has a tensor with levels of detail, which parameters do not have.")
         data, shape = file.tell(), list(description.dims)
-        end = data + prod(shape) * ITEM_BYTES[description.data_type]
+        item = core.size_of_dtype(core.VarDesc.VarType(description.data_type))  # bytes
+        end = data + prod(shape) * item
         yield Stored(shape, start, data, end)
         start = end
-
-
-_TYPES = framework_pb2.VarType
-ITEM_BYTES = {
-    **dict.fromkeys((_TYPES.BOOL, _TYPES.UINT8, _TYPES.INT8), 1),
-    **dict.fromkeys((_TYPES.INT16, _TYPES.FP16, _TYPES.BF16), 2),
-    **dict.fromkeys((_TYPES.INT32, _TYPES.FP32), 4),
-    **dict.fromkeys((_TYPES.INT64, _TYPES.FP64), 8),
-}
 
 
 def _name(parameter: dict[str, Any]) -> str:
