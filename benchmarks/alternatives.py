@@ -65,8 +65,8 @@ from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
 from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.pipeline import RUNTIMES
-from ppdiffusers_tome.models import text_tokens, vae_factor
-from ppdiffusers_tome.patch import attach
+from ppdiffusers_tome.families.models import text_tokens, vae_factor
+from ppdiffusers_tome.attach.attach import attach
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,10 +10,10 @@ import paddle
 from paddle import nn
 
 from ppdiffusers_tome.config import KV, ToMeConfig
-from ppdiffusers_tome.models import block_grid
-from ppdiffusers_tome.patch import chosen_blocks, detach, merging_layers
-from ppdiffusers_tome.positions import Grid, tokens_kept
-from ppdiffusers_tome.wraps import Wrap, install
+from ppdiffusers_tome.families.models import block_grid
+from ppdiffusers_tome.attach.attach import chosen_blocks, detach, merging_layers
+from ppdiffusers_tome.grid import Grid, tokens_kept
+from ppdiffusers_tome.attach.passes import Wrap, install
 
 
 class CutWrap(Wrap):

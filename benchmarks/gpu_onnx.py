@@ -77,7 +77,7 @@ def export(options: argparse.Namespace) -> None:
     from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
     from ppdiffusers_tome.inference import programs
     from ppdiffusers_tome.inference.onnx_weights import external_places, set_places
-    from ppdiffusers_tome.patch import attach
+    from ppdiffusers_tome.attach.attach import attach
 
     architecture = ARCHITECTURES[options.architecture]
     paddle.seed(0)
@@ -115,7 +115,7 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     from ppdiffusers_tome.inference.conversion import Converter
     from ppdiffusers_tome.inference.onnx_gpu import half_program
     from ppdiffusers_tome.inference.onnx_weights import SharedWeights
-    from ppdiffusers_tome.wraps import merging_for_gpu
+    from ppdiffusers_tome.attach.passes import merging_for_gpu
 
     with Converter() as converter, merging_for_gpu():
         files = tracing._trace(traceable, folder / "program", dims, "model")
@@ -150,7 +150,7 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
     from ppdiffusers_tome.inference.programs import Input, Traceable
-    from ppdiffusers_tome.patch import attach
+    from ppdiffusers_tome.attach.attach import attach
 
     known = ARCHITECTURES[architecture]
     paddle.seed(0)

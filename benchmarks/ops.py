@@ -20,9 +20,9 @@ from ppdiffusers_tome.evaluation import markdown
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
-from ppdiffusers_tome.matching import MergePlan, plan_pairs
-from ppdiffusers_tome.merging import merge, unmerge
-from ppdiffusers_tome.positions import Grid, constant_positions, count_pairs, count_removed
+from ppdiffusers_tome.methods.pairs import MergePlan, plan_pairs
+from ppdiffusers_tome.methods.plan import merge, unmerge
+from ppdiffusers_tome.grid import Grid, constant_positions, count_pairs, count_removed
 
 GLOBAL, BUILT_IN = "global", "built-in"  # tomesd's method, ours and theirs
 METHODS: dict[str, dict[str, Any]] = {

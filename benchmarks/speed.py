@@ -32,9 +32,9 @@ from ppdiffusers_tome.evaluation.speed.backends import Attach, Backend, EagerBac
 from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, EAGER, PLAIN, TOME, Arm, Case
 from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, ArmKind, BackendKind, Catalog
 from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
-from ppdiffusers_tome.models import find_blocks
-from ppdiffusers_tome.patch import chosen_blocks
-from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.attach.attach import chosen_blocks
+from ppdiffusers_tome.grid import Grid
 
 BUILT_IN, LIMIT, PYTORCH, PYTORCH_BF16 = "built-in", "limit", "PyTorch", "PyTorch-bf16"
 SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after a pass of PyTorch's process

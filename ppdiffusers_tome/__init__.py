@@ -8,7 +8,6 @@ import zlib  # noqa: F401 - before Paddle 2.6, whose own zlib otherwise crashes 
 
 from ._version import __version__
 from .compatibility import check_version, import_pip, warn_if_zlib_is_replaced
-from .config import ToMeConfig
 from .errors import (
     NoMergeableLayerError,
     ToMeConfigError,
@@ -34,10 +33,11 @@ import ppdiffusers  # noqa: E402
 check_version("ppdiffusers", ppdiffusers.__version__)
 
 from .api import ToMeMixin, apply_tome, install_methods, remove_tome, tome  # noqa: E402
-from .matching import match_cells, match_tokens  # noqa: E402
-from .merging import merge, unmerge  # noqa: E402
-from .plans import MergePlan  # noqa: E402
-from .positions import Grid, choose_dst  # noqa: E402
+from .config import ToMeConfig  # noqa: E402
+from .grid import Grid, choose_dst  # noqa: E402
+from .methods.cells import match_cells  # noqa: E402
+from .methods.pairs import match_tokens  # noqa: E402
+from .methods.plan import MergePlan, merge, unmerge  # noqa: E402
 from .summary import BlockSummary, ToMeSummary, tome_summary  # noqa: E402
 
 install_methods()

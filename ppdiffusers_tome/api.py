@@ -1,64 +1,72 @@
 """The user interface: `apply_tome`, `remove_tome`, `tome` and `tome_summary`, as functions and as methods."""
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
-from typing_extensions import TypedDict, Unpack
 
-from .config import ToMeConfig, controlnet_config
-from .models import half_on_cpu
-from .patch import attach, attached_configs, detach, restore
+from .attach.attach import attach, attached_configs, detach, restore
+from .config import ToMeConfig, check_names, controlnet_config
+from .errors import ToMeConfigError
+from .families.models import half_on_cpu
 from .summary import tome_summary
 
 PipelineOrModel = TypeVar("PipelineOrModel")
 
 
-class MergeSettings(TypedDict, total=False):
-    """The settings of `ToMeConfig`, except the ratio, as named arguments; it describes them and has their defaults."""
+class _Default:
+    """The default of a setting that is not passed: that of `config`, or of the method."""
 
-    max_downsample: int | None
-    sx: int
-    sy: int
-    use_rand: bool
-    seed: int | None
-    window: int | None
-    proportional: bool
-    match: str
-    merge_attn: bool | str
-    merge_crossattn: bool
-    merge_mlp: bool
-    min_tokens: int
+    def __repr__(self) -> str:
+        return "<default of the method>"
+
+
+DEFAULT: Any = _Default()
 
 
 def apply_tome(
     target: PipelineOrModel,
     ratio: float | None = None,
     *,
+    method: str = DEFAULT,
+    max_downsample: int | None = DEFAULT,
+    sx: int = DEFAULT,
+    sy: int = DEFAULT,
+    use_rand: bool = DEFAULT,
+    seed: int | None = DEFAULT,
+    window: int | None = DEFAULT,
+    proportional: bool = DEFAULT,
+    merge_attn: bool = DEFAULT,
+    merge_crossattn: bool = DEFAULT,
+    merge_mlp: bool = DEFAULT,
+    min_tokens: int = DEFAULT,
     config: ToMeConfig | str | Path | None = None,
     controlnet: bool | float = True,
-    **settings: Unpack[MergeSettings],
+    **unknown: Any,
 ) -> PipelineOrModel:
     """Merge similar tokens in a pipeline's denoisers, or in one model. A second call replaces the settings.
 
     Args:
         target: a ppdiffusers pipeline, or a model such as `pipe.unet`. Merging works in UNets (including those of
-            video models, frame by frame, with one dst pattern for all frames), ControlNets, and DiT, PixArt, SD3 and
-            FLUX transformers, and CogVideoX, Wan and HunyuanVideo.
+            video models, frame by frame, with one dst pattern for all frames) and in the transformers and ControlNets
+            of `families.table`; for anything else the error lists them.
         ratio: share of the tokens to merge away. The main setting: a higher ratio is faster, and the image differs
-            more from the plain one. 0.5 is a good start. None: that of `config`, or 0.5.
+            more from the plain one. None: that of `config`, or the method's default, which is 0.5 for all methods but
+            "todo". The number is nominal: the default method at 0.5 merges 21 % of the queries and 69 % of the keys
+            and values.
+        method: how tokens merge: "default", "symmetric", "tomesd", "kv" or "todo". It brings its own defaults.
+        max_downsample, sx, sy, use_rand, seed, window, proportional, merge_attn, merge_crossattn, merge_mlp,
+            min_tokens: as in `ToMeConfig`, which describes them with their ranges and defaults.
         config: all settings but `controlnet` at once: a ToMeConfig, or a file that `ToMeConfig.save` wrote. Settings
             that are passed beside it replace its own.
         controlnet: True to merge in ControlNets with the same settings, False to leave them plain, or a ratio for
             them.
-        settings: how tokens merge, and where; `ToMeConfig` describes them, and the range of ratio. The defaults:
-            max_downsample=None, sx=2, sy=2, use_rand=True, seed=0, window=16, proportional=True, match='similarity',
-            merge_attn='asymmetric', merge_crossattn=False, merge_mlp=False, min_tokens=0.
+        unknown: no other setting is allowed.
 
     Returns:
         target itself.
@@ -76,14 +84,25 @@ def apply_tome(
     Example:
         >>> image = pipe.apply_tome(ratio=0.5)("a 3d render of fox").images[0]
     """
-    if config is None:
-        config = ToMeConfig()
-    elif not isinstance(config, ToMeConfig):
-        config = ToMeConfig.load(config)
-    given: dict[str, Any] = dict(settings)
+    check_names(unknown)
+    settings = {
+        "method": method,
+        "max_downsample": max_downsample,
+        "sx": sx,
+        "sy": sy,
+        "use_rand": use_rand,
+        "seed": seed,
+        "window": window,
+        "proportional": proportional,
+        "merge_attn": merge_attn,
+        "merge_crossattn": merge_crossattn,
+        "merge_mlp": merge_mlp,
+        "min_tokens": min_tokens,
+    }
+    given = {name: value for name, value in settings.items() if value is not DEFAULT}
     if ratio is not None:
         given["ratio"] = ratio
-    common = replace(config, **given)
+    common = _config_of(config).with_settings(**given)
     if common.ratio and (half := half_on_cpu(target)):
         warnings.warn(
             f"weights on the CPU: {', '.join(half)}. Paddle has no half-precision kernels for CPUs, plain or merged: "
@@ -92,6 +111,19 @@ def apply_tome(
         )
     attach(target, common, controlnet_config(common, controlnet))
     return target
+
+
+def _config_of(config: Any) -> ToMeConfig:
+    """The config that `apply_tome(config=…)` names."""
+    if config is None:
+        return ToMeConfig()
+    if isinstance(config, ToMeConfig):
+        return config
+    if isinstance(config, (str, Path)):
+        return ToMeConfig.load(config)
+    raise ToMeConfigError(
+        f"config={config!r:.200} is not allowed: it must be a ToMeConfig, or the path of a settings file."
+    )
 
 
 def remove_tome(target: PipelineOrModel) -> PipelineOrModel:
@@ -131,6 +163,9 @@ def tome(target: PipelineOrModel, ratio: float | None = None, **settings: Any) -
         yield target
     finally:
         restore(target, before)
+
+
+tome.__signature__ = inspect.signature(apply_tome)  # type: ignore[attr-defined]
 
 
 class ToMeMixin:

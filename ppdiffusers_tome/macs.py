@@ -6,14 +6,10 @@ activations and additions do not, nor does the addition of sizes to the scores (
 
 from paddle import nn
 
-from .config import GRID, KV, ToMeConfig
-from .levels import grid_at, level_of
-from .models import MergeableBlock, block_grid, find_blocks
-from .patch import merges_whole, merging_layers
-from .positions import Grid, count_pairs, count_removed, tokens_kept
-
-# Projections of the second stream: of the text in joint attention, of the conditioning image in Wan's image-to-video.
-ADDED_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+from .attach.placement import Placement
+from .families.models import MergeableBlock, find_blocks
+from .families.rows import attentions_of_text, image_keys, rows_of_attention, rows_of_layers, text_keys
+from .grid import Grid
 
 
 def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> int:
@@ -25,95 +21,51 @@ def count_macs(denoiser: nn.Layer, latent: Grid, text: int, frames: int = 1) -> 
         text: text tokens that attention sees.
         frames: latent frames of a video.
     """
-    total, blocks = 0, find_blocks(denoiser)
-    for block in blocks:
-        tokens = frames * block_grid(block, latent).tokens
+    total = 0
+    for block in find_blocks(denoiser):
+        tokens = frames * block.grid(latent).tokens
         for name in block.sublayers:
             total += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
-    if not hasattr(denoiser, "down_blocks"):
-        return total + _other_macs(denoiser, frames * block_grid(blocks[0], latent).tokens, text, blocks)
-    pixels = latent.tokens  # after the last convolution that embeds a ControlNet's image; more after those before it
-    for conv in reversed(list(getattr(denoiser, "controlnet_cond_embedding", nn.Layer()).sublayers())):
-        if isinstance(conv, nn.Conv2D):
-            total += pixels * _weights(conv)
-            pixels *= conv._stride[0] * conv._stride[1]
-    for path, layer in denoiser.named_sublayers():
-        if ".transformer_blocks." in path or path.startswith("controlnet_cond_embedding."):
-            continue
-        if isinstance(layer, nn.Conv2D):
-            grid, (stride_h, stride_w) = grid_at(latent, level_of(denoiser, path)), layer._stride
-            total += -(-grid.h // stride_h) * -(-grid.w // stride_w) * _weights(layer)  # all have "same" padding
-        elif isinstance(layer, nn.Linear):  # a Transformer2DModel's projection, or part of the time embedding
-            rows = grid_at(latent, level_of(denoiser, path)).tokens if ".attentions." in path else 1
-            total += rows * _weights(layer)
-    return total
+    total += sum(rows * _weights(layer) for layer, rows in rows_of_layers(denoiser, latent, text, frames))
+    return total + sum(2 * text * text * layer.weight.shape[1] for layer in attentions_of_text(denoiser))
 
 
-def _other_macs(transformer: nn.Layer, tokens: int, text: int, blocks: list[MergeableBlock]) -> int:
-    """MACs of everything in a transformer without a UNet except the layers of its blocks that can merge.
-
-    Args:
-        transformer: the model.
-        tokens, text: image and text tokens.
-        blocks: its blocks.
-    """
-    facts_by_prefix = {f"{block.path}.": block.facts for block in blocks}
-    text_layers = {name for block in blocks for name in block.facts.text_layers}
-    image_layers = {name: block.facts.image_tokens for block in blocks for name in block.facts.image_layers}
-    total = 0
-    for path, layer in transformer.named_sublayers():
-        if not isinstance(layer, (nn.Linear, nn.Conv2D, nn.Conv3D)):
-            continue
-        prefix = next((prefix for prefix in facts_by_prefix if path.startswith(prefix)), "")
-        names = path.removeprefix(prefix).split(".")
-        if prefix and names[0] in facts_by_prefix[prefix].merging_layers:
-            continue
-        if any(name.startswith(("time", "norm")) for name in names):
-            rows = 1  # embeddings of the timestep, and norms that it modulates
-        elif not text_layers.isdisjoint(names):
-            rows = text
-        elif not image_layers.keys().isdisjoint(names):
-            rows = next(image_layers[name] for name in names if name in image_layers)
-        elif prefix:
-            rows = tokens + text  # the MLP of a single-stream block, and its last projection
-        else:
-            rows = tokens
-        total += rows * _weights(layer)
-        if not prefix and names[-1] == "to_q":
-            total += 2 * text * text * layer.weight.shape[1]  # attention of the text alone, in HunyuanVideo
-    return total
-
-
-def saved_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid, text: int, frames: int = 1) -> int:
+def saved_macs(
+    block: MergeableBlock,
+    placement: Placement,
+    latent: Grid,
+    text: int,
+    frames: int = 1,
+    use_gpu_form: bool = False,
+) -> int:
     """MACs that merging saves in one block for one image; negative if the matching costs more than it saves.
 
     Args:
         block: the block.
-        config: its merge settings.
+        placement: what merges in it.
         latent, text, frames: as for `count_macs`.
+        use_gpu_form: whether tokens merge in the form that suits a GPU.
     """
-    grid = block_grid(block, latent)
-    is_whole = merges_whole(block, config)
-    config = config.symmetric() if is_whole else config
-    tokens, saved = frames * grid.tokens, 0
-    kept, keys = (frames * count for count in tokens_kept(grid, config))
-    if keys == tokens:
+    grid = block.grid(latent)
+    kept = placement.kept(grid, use_gpu_form)
+    if kept.keys == grid.tokens:
         return 0
-    for name in merging_layers(block, config):
-        queries = tokens if name == "attn" and config.merge_attn == KV else kept
+    tokens, merged, keys = (frames * count for count in kept)
+    saved = 0
+    for name in placement.layers:
+        queries = merged if name != "attn" or placement.merges_queries else tokens
         saved += _layer_macs(block, name, tokens, _keys(name, tokens, text), text)
         saved -= _layer_macs(block, name, queries, _keys(name, keys, text), text)
-    if is_whole:
-        saved += (tokens - kept) * (_weights(block.block.proj_mlp) + _weights(block.block.proj_out))
-    return saved - frames * matching_macs(block, config, latent)
+    if placement.merges_block and (names := placement.facts.single_stream) is not None:
+        parallel = (getattr(block.block, name) for name in (names.mlp, names.out))
+        saved += (tokens - merged) * sum(map(_weights, parallel))
+    return saved - frames * matching_macs(block, placement, grid, use_gpu_form)
 
 
-def matching_macs(block: MergeableBlock, config: ToMeConfig, latent: Grid) -> int:
+def matching_macs(block: MergeableBlock, placement: Placement, grid: Grid, use_gpu_form: bool = False) -> int:
     """MACs of the matching in one block for one image or frame; 0 if no tokens are compared."""
-    grid = block_grid(block, latent)
-    if config.match == GRID or not count_removed(grid, config, keys=True):
-        return 0
-    return count_pairs(grid, config) * next(iter(block.sublayers.values()))[0].out_dim
+    pairs = placement.form(grid, use_gpu_form).pairs_compared(grid, placement.config)
+    return pairs * next(iter(block.sublayers.values()))[0].out_dim
 
 
 def _keys(name: str, tokens: int, text: int) -> int:
@@ -121,23 +73,14 @@ def _keys(name: str, tokens: int, text: int) -> int:
 
 
 def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text: int) -> int:
-    """MACs of a block's "attn", "crossattn" or "mlp" for the given numbers of query and key tokens of the image.
-
-    Text tokens are added where they attend with the image or pass through the same layers.
-    """
+    """MACs of a block's "attn", "crossattn" or "mlp" for the given numbers of query and key tokens of the image."""
     total = 0
-    shared = 0 if block.facts.text is None else text
     for layer in block.sublayers[name]:
-        attends_to_image = name == "crossattn" and getattr(layer, "add_k_proj", None) is not None
-        image = block.facts.image_tokens if attends_to_image else 0
-        for path, part in layer.named_sublayers():
-            if isinstance(part, nn.Linear):
-                first = path.split(".")[0]
-                rows = (keys if first in ("to_k", "to_v") else queries) + shared
-                total += _weights(part) * ((image or text) if first in ADDED_PROJECTIONS else rows)
+        rows_of_parts = rows_of_attention(block, name, layer, queries, keys, text)
+        total += sum(rows * _weights(part) for part, rows in rows_of_parts)
         if name != "mlp":
-            beside = text if getattr(layer, "add_q_proj", None) is not None else shared
-            total += 2 * ((queries + beside) * (keys + beside) + queries * image) * layer.inner_dim
+            more, image = text_keys(block, layer, text), image_keys(block, name, layer)
+            total += 2 * ((queries + more) * (keys + more) + queries * image) * layer.inner_dim
     return total
 
 

@@ -5,22 +5,22 @@ from typing import Any
 
 from ppdiffusers import DiffusionPipeline
 
-from .config import KV
+from .attach.attach import attached_placements
+from .attach.passes import uses_gpu_form
+from .attach.placement import Placement
 from .errors import ToMeConfigError
-from .macs import count_macs, saved_macs
-from .models import (
-    block_grid,
+from .families.grids import latent_grid
+from .families.models import (
     components,
     count_frames,
     denoisers,
     is_countable,
-    latent_grid,
-    nothing_merges,
     text_tokens,
     vae_factor,
+    why_nothing_merges,
 )
-from .patch import chosen_blocks, config_of, merges_whole, merging_layers
-from .positions import Grid, tokens_kept
+from .grid import Grid
+from .macs import count_macs, saved_macs
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class BlockSummary:
     level: int  # downsample factor
     grid: Grid  # tokens along each axis
     kept: int  # tokens after merging, of grid.tokens; of a video in each frame
-    kept_keys: int  # the same for keys and values of self-attention: fewer with merge_attn="asymmetric"
+    kept_keys: int  # the same for keys and values of self-attention, which merge more in the default method
     is_gated: bool  # the grid has fewer tokens than min_tokens, so the block stays plain
-    # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if nothing merges.
+    # Where it merges: some of "attn" (or "kv": only its keys and values), "crossattn", "mlp"; empty if nothing does.
     merges: tuple[str, ...]
 
 
@@ -100,7 +100,7 @@ def tome_summary(
         >>> print(pipe.apply_tome(ratio=0.5).tome_summary(height=256, width=256))
     """
     models = denoisers(target)
-    configs = {name: config_of(denoiser) for name, denoiser in models.items()}
+    placed = {name: attached_placements(denoiser) for name, denoiser in models.items()}
     factor = vae_factor(target) if isinstance(target, DiffusionPipeline) else 1
     if not models and (height is None or width is None):
         return _without_blocks(target, None)
@@ -118,26 +118,22 @@ def tome_summary(
     size: tuple[Any, ...] = (latent, text, length)
     blocks, saved = [], 0.0
     notes = [] if length else ["MACs of a video: pass frames, the number of its latent frames"]
-    for name, config in configs.items():
-        if config is None:
-            continue
-        chosen = chosen_blocks(models[name], config)
-        if config.max_downsample is None and chosen[0].level > 1:
-            notes.append(f"{name}: its largest feature maps with attention are at level {chosen[0].level}")
-        for block in chosen:
-            grid, merges = block_grid(block, latent), tuple(merging_layers(block, config))
-            is_whole = merges_whole(block, config)
-            merges = ("attn", "mlp") if is_whole else merges
-            if config.merge_attn == KV:
-                merges = tuple(KV if name == "attn" else name for name in merges)
-            kept, keys = tokens_kept(grid, config.symmetric() if is_whole else config)
-            merges = merges if keys < grid.tokens else ()
+    for name, of_denoiser in placed.items():
+        for block, placement in of_denoiser:
+            grid, use_gpu_form = block.grid(latent), uses_gpu_form(next(iter(models[name].parameters())))
+            kept, config = placement.kept(grid, use_gpu_form), placement.config
             is_gated = grid.tokens < config.min_tokens
-            blocks.append(BlockSummary(name, block.path, block.level, grid, kept, keys, is_gated, merges))
+            merges = _merging_layers(placement) if kept.keys < grid.tokens else ()
+            blocks.append(
+                BlockSummary(name, block.path, block.level, grid, kept.queries, kept.keys, is_gated, merges)
+            )
             if countable:
-                saved += saved_macs(block, config, *size)
+                saved += saved_macs(block, placement, *size, use_gpu_form=use_gpu_form)
+        if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
+            notes.append(f"{name}: its largest feature maps with attention are at level {level}")
+    settings = {name: of[0][1].config.describe() if of else "off" for name, of in placed.items()}
     return ToMeSummary(
-        settings={name: config.describe() if config else "off" for name, config in configs.items()},
+        settings=settings,
         latent=latent,
         blocks=tuple(blocks),
         notes=tuple(notes),
@@ -146,13 +142,20 @@ def tome_summary(
     )
 
 
+def _merging_layers(placement: Placement) -> tuple[str, ...]:
+    """Where a block merges, in the words of `BlockSummary`."""
+    if placement.merges_block:
+        return ("attn", "mlp")
+    return tuple("kv" if name == "attn" and not placement.merges_queries else name for name in placement.layers)
+
+
 def _without_blocks(target: Any, latent: Grid | None) -> ToMeSummary:
     """The summary of an exported pipeline or UNet, or of what cannot merge."""
     settings, notes = {}, []
     for name, component in components(target).items():
         if hasattr(component, "exported_merging"):
             settings[name], *notes = component.exported_merging()
-    return ToMeSummary(settings, latent, (), tuple(notes or [nothing_merges(target)]), None, None)
+    return ToMeSummary(settings, latent, (), tuple(notes or [why_nothing_merges(target)]), None, None)
 
 
 def _latent_side(name: str, pixels: int | None, factor: int, default: int | None) -> int:

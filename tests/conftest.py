@@ -31,7 +31,7 @@ from ppdiffusers_tome.evaluation.speed.worker import measure_case
 from ppdiffusers_tome.inference import export_pipeline, tracing
 from ppdiffusers_tome.inference.arguments import make_configs
 from ppdiffusers_tome.inference.export import write_export
-from ppdiffusers_tome.wraps import BlockWrap
+from ppdiffusers_tome.attach.passes import BlockWrap
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

@@ -26,7 +26,7 @@ from zoo.videos import CrossFrameAttention
 
 from ppdiffusers_tome import Grid, ToMeConfig, ToMePassError, match_cells, match_tokens, merge, unmerge, wraps
 from ppdiffusers_tome import attention as attention_module
-from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.families.models import find_blocks
 
 PROCESSORS = {
     "plain": AttnProcessor,

@@ -24,9 +24,9 @@ from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
 from ppdiffusers_tome.evaluation.speed.cases import Arm, make_case, make_configs, read_cases
 from ppdiffusers_tome.evaluation.speed.catalog import make_arms
 from ppdiffusers_tome.evaluation.speed.parity import check_parity, reference_of
-from ppdiffusers_tome.models import find_blocks
-from ppdiffusers_tome.patch import attach, detach
-from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.attach.attach import attach, detach
+from ppdiffusers_tome.grid import Grid
 
 SCRIPT = Path(speed.__file__)
 TORCH_PYTHON = os.environ.get("TOME_TORCH_PYTHON") or (sys.executable if find_spec("tomesd") else None)

@@ -24,8 +24,8 @@ from zoo.parts import HIDDEN, controlnet, image, unet
 
 import ppdiffusers_tome
 from ppdiffusers_tome import NoMergeableLayerError
-from ppdiffusers_tome.models import layer_components
-from ppdiffusers_tome.wraps import Wrap, wrap_of
+from ppdiffusers_tome.families.models import layer_components
+from ppdiffusers_tome.attach.passes import Wrap, wrap_of
 
 # ppdiffusers' pipelines warn about deprecated arguments and classes, and Paddle 3 about their code.
 pytestmark = [

@@ -21,7 +21,7 @@ from zoo import ZOO, generate, parts
 from zoo.noise import noise
 
 from ppdiffusers_tome import ToMeConfigError, attention
-from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.families.models import find_blocks
 
 pytestmark = [
     # ppdiffusers' pipelines warn about their deprecated arguments and classes, and use a deprecated log function.

@@ -37,7 +37,7 @@ from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
 from ppdiffusers_tome.inference.runtime import Program
 from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
-from ppdiffusers_tome.patch import attach
+from ppdiffusers_tome.attach.attach import attach
 
 PADDLE2 = paddle.__version__.startswith("2.")
 

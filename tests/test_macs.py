@@ -23,7 +23,7 @@ from ppdiffusers_tome import (
     tome_summary,
 )
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
-from ppdiffusers_tome.patch import chosen_blocks
+from ppdiffusers_tome.attach.attach import chosen_blocks
 
 
 def measured(model, call, monkeypatch):

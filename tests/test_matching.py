@@ -18,8 +18,8 @@ from ppdiffusers_tome import (
     merge,
     unmerge,
 )
-from ppdiffusers_tome.matching import match_cells
-from ppdiffusers_tome.plans import join_frames
+from ppdiffusers_tome.methods.cells import match_cells
+from ppdiffusers_tome.methods.plan import join_frames
 
 HAS_STABLE_SORT = "stable" in inspect.signature(paddle.argsort).parameters
 

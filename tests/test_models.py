@@ -4,7 +4,7 @@ from conftest import THREE_LEVELS, make_unet
 from ppdiffusers.models.attention import BasicTransformerBlock
 
 from ppdiffusers_tome import Grid, ToMePassError
-from ppdiffusers_tome.models import denoisers, find_blocks, token_grid
+from ppdiffusers_tome.families.models import denoisers, find_blocks, token_grid
 
 
 def test_blocks_have_index_level_and_path():

@@ -42,8 +42,8 @@ from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
 from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places, weight_offsets
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
-from ppdiffusers_tome.patch import attach
-from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.attach.attach import attach
+from ppdiffusers_tome.grid import Grid
 
 PADDLE2 = paddle.__version__.startswith("2.")
 RUNTIMES = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVinoRuntime(threads=1)}

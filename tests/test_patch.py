@@ -31,7 +31,7 @@ from ppdiffusers_tome import (
     wraps,
 )
 from ppdiffusers_tome.config import TOMESD_SETTINGS
-from ppdiffusers_tome.models import find_blocks
+from ppdiffusers_tome.families.models import find_blocks
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 from conftest import groups, make_unet, run, sizes_of
 
 from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
-from ppdiffusers_tome.matching import ROW_MULTIPLE, plan_windows, remaining
-from ppdiffusers_tome.plans import join_frames
-from ppdiffusers_tome.positions import constant_windows, window_of
-from ppdiffusers_tome.wraps import merging_for_gpu
+from ppdiffusers_tome.methods.pairs import ROW_MULTIPLE, plan_windows, remaining
+from ppdiffusers_tome.methods.plan import join_frames
+from ppdiffusers_tome.grid import constant_windows, window_of
+from ppdiffusers_tome.attach.passes import merging_for_gpu
 
 GRID, KEY, WINDOW = Grid(8, 16), (3, 1), 8
 T, P, Q = 2, 64, 16

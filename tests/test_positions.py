@@ -14,8 +14,8 @@ from reference import dst_positions
 
 from ppdiffusers_tome import Grid, choose_dst, positions
 from ppdiffusers_tome.config import TOMESD_SETTINGS
-from ppdiffusers_tome.models import find_blocks
-from ppdiffusers_tome.wraps import MAX_CACHED, BlockWrap, wrap_of
+from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap, wrap_of
 
 
 @pytest.mark.parametrize(

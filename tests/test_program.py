@@ -12,7 +12,7 @@ from program_rules import EXPANDED, IN_PLACE, WAITS, ZEROS, broken_rules
 
 from ppdiffusers_tome import ToMeConfig, match_tokens, merge, unmerge
 from ppdiffusers_tome.inference import read_manifest
-from ppdiffusers_tome.positions import Grid, count_dst, count_removed
+from ppdiffusers_tome.grid import Grid, count_dst, count_removed
 
 CHANNELS = 32  # of tiny_pipeline's one level
 

@@ -26,10 +26,10 @@ from ppdiffusers_tome import (
     tome_summary,
     wraps,
 )
-from ppdiffusers_tome.models import BLOCKS, find_blocks
-from ppdiffusers_tome.plans import join_frames
+from ppdiffusers_tome.families.models import BLOCKS, find_blocks
+from ppdiffusers_tome.methods.plan import join_frames
 from ppdiffusers_tome.rotary import RotaryAttentionWrap
-from ppdiffusers_tome.wraps import install, remove, wrap_of
+from ppdiffusers_tome.attach.passes import install, remove, wrap_of
 
 H, W = 6, 8
 SETTINGS = [

@@ -9,8 +9,8 @@ from conftest import EMOJI_SD
 
 from ppdiffusers_tome import ToMeConfigError
 from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES, architecture_of, read_architecture
-from ppdiffusers_tome.models import find_blocks
-from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.grid import Grid
 
 # Parameters of the published UNets: model cards and `sum(p.numel())` in diffusers.
 PARAMETERS = {"sd15": 859_520_964, "sd21": 865_910_724, "sdxl": 2_567_463_684, "bk-sdm-tiny": 323_384_964}

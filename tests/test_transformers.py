@@ -26,7 +26,7 @@ from ppdiffusers_tome import (
     wraps,
 )
 from ppdiffusers_tome.attention import AttentionWrap
-from ppdiffusers_tome.wraps import install, remove
+from ppdiffusers_tome.attach.passes import install, remove
 
 BATCH, TEXT = 2, 5
 TIMESTEP = paddle.to_tensor([10] * BATCH)

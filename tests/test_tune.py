@@ -31,7 +31,7 @@ from ppdiffusers_tome.evaluation.tuning.search import (
 )
 from ppdiffusers_tome.generation import offline
 from ppdiffusers_tome.inference import export
-from ppdiffusers_tome.positions import Grid
+from ppdiffusers_tome.grid import Grid
 
 STAGES = make_stages(9, 8)
 # ratio → speed-up over plain, PSNR, perceptual distance. From 0.1 on faster and farther; 0.05 is slower than plain,

@@ -11,8 +11,8 @@ from ppdiffusers import ControlNetModel, DiffusionPipeline
 
 from ..config import ToMeConfig, controlnet_config
 from ..errors import ToMeConfigError, ToMeExportError
-from ..models import latent_grid, vae_factor
-from ..patch import config_of
+from ..families.models import latent_grid, vae_factor
+from ..attach.attach import config_of
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout
 from .manifest import FORMATS, MANIFEST, READERS, Configs, Size, ratio_name

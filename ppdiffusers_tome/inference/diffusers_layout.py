@@ -19,7 +19,7 @@ from ppdiffusers import DiffusionPipeline
 from .._version import __version__
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
-from ..models import vae_factor
+from ..families.models import vae_factor
 from .manifest import Configs, ProgramFile, Size, ratio_name
 from .onnx_weights import external_places, set_places
 from .runtime import load_module

@@ -18,9 +18,9 @@ from tqdm.auto import tqdm
 
 from .._version import __version__
 from ..config import ToMeConfig
-from ..models import text_tokens, vae_factor
-from ..patch import attach, detach
-from ..wraps import merging_for_gpu
+from ..families.models import text_tokens, vae_factor
+from ..attach.attach import attach, detach
+from ..attach.passes import merging_for_gpu
 from . import programs
 from .arguments import (
     EXPORT_FORMATS,

@@ -10,8 +10,8 @@ from paddle import nn
 from ppdiffusers import UNet2DConditionModel
 
 from ...errors import ToMeConfigError
-from ...levels import grid_at
-from ...positions import Grid
+from ...families.grids import grid_at
+from ...grid import Grid
 
 WITH_ATTENTION = "CrossAttnDownBlock2D"
 

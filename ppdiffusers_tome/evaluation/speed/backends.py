@@ -21,8 +21,8 @@ from ...inference.export import share_weights, unmerged_programs, write_export
 from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
 from ...inference.onnx_weights import SharedWeights
 from ...inference.tracing import save
-from ...patch import attach, detach
-from ...positions import Grid
+from ...attach.attach import attach, detach
+from ...grid import Grid
 from ..cache import Cache, program_key
 from ..clock import seconds_of
 from .cases import PLANNED, PROGRAMS, Arm

@@ -16,7 +16,7 @@ import paddle
 from ...config import ToMeConfig, method_name
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
-from ...positions import tokens_kept
+from ...grid import tokens_kept
 from ..results import check_result
 from .architectures import Architecture, architecture_of
 

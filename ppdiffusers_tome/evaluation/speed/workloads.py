@@ -10,8 +10,8 @@ from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 from ...config import ToMeConfig
 from ...inference.programs import Input, Traceable, denoiser, unet_inputs
 from ...macs import count_macs, saved_macs
-from ...patch import chosen_blocks
-from ...positions import Grid
+from ...attach.attach import chosen_blocks
+from ...grid import Grid
 from .architectures import ARCHITECTURES
 from .cases import Case
 from .memory import weights_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ...config import ToMeConfig, method_name
-from ...levels import grid_at
+from ...families.grids import grid_at
 from ..clock import quartiles
 from ..environment import commit, describe_environment
 from ..markdown import NOT_MEASURED

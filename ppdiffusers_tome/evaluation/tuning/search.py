@@ -12,7 +12,7 @@ from typing import Any
 
 from ...config import GRID, KV, ToMeConfig
 from ...errors import ToMeConfigError
-from ...positions import Grid, count_removed
+from ...grid import Grid, count_removed
 
 SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 # How much worse than the goal the first, few figures of a candidate may be, relative to it.

@@ -4,35 +4,27 @@ The wraps are the only state. What merges, and by which config, is read from the
 swapped components and pipelines that share a model need no bookkeeping.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from paddle import nn
 
-from .attention import AttentionWrap, MergeWrap
-from .config import ASYMMETRIC, LAYERS, LEVELS, ToMeConfig
-from .errors import NoMergeableLayerError, ToMeConfigError
-from .models import (
-    FIRST,
+from ..config import LAYERS, LEVELS, ToMeConfig
+from ..errors import NoMergeableLayerError, ToMeConfigError
+from ..families.models import (
     MergeableBlock,
     denoisers,
     find_blocks,
-    is_chunked,
     is_controlnet,
     layer_components,
-    nothing_merges,
     remove_builtin,
+    why_nothing_merges,
 )
-from .rotary import RotaryAttentionWrap
-from .wraps import (
-    CHUNKED_FEED_FORWARD,
-    BlockWrap,
-    GridWrap,
-    InnerWrap,
-    Wrap,
-    install,
-    remove,
-    wrap_of,
-)
+from .attention import AttentionWrap
+from .forward import install, remove, wrap_of
+from .layers import MergeWrap
+from .passes import CHUNKED_FEED_FORWARD, BlockWrap, GridWrap, InnerWrap, PlacedWrap
+from .placement import Placement, placements
 
 
 def attached_configs(target: Any) -> list[tuple[nn.Layer, ToMeConfig | None]]:
@@ -53,20 +45,19 @@ def attach(target: Any, config: ToMeConfig, controlnet: ToMeConfig | None) -> No
         NoMergeableLayerError: no block is at the configs' levels. After any error the target is unchanged.
     """
     before = attached_configs(target)
-    chosen: list[tuple[nn.Layer, list[MergeableBlock], ToMeConfig]] = []
+    chosen: list[tuple[MergeableBlock, Placement]] = []
     for denoiser, _ in before:
         denoiser_config = controlnet if is_controlnet(denoiser) else config
-        if denoiser_config is not None and (blocks := chosen_blocks(denoiser, denoiser_config)):
-            chosen.append((denoiser, blocks, denoiser_config))
+        if denoiser_config is not None:
+            chosen += placements(denoiser, denoiser_config)
     if not chosen:
         raise NoMergeableLayerError(_nothing_to_merge(target, config, controlnet))
-    for _, blocks, denoiser_config in chosen:
-        if config.merge_mlp and denoiser_config.ratio and any(is_chunked(block.block) for block in blocks):
-            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+    if any(block.is_chunked and placement.config.merge_mlp and placement.config.ratio for block, placement in chosen):
+        raise ToMeConfigError(CHUNKED_FEED_FORWARD)
     try:
         detach(target)
-        for _, blocks, denoiser_config in chosen:
-            _install(blocks, denoiser_config)
+        for block, placement in chosen:
+            _install(block, placement)
     except BaseException:
         restore(target, before)
         raise
@@ -76,7 +67,7 @@ def _nothing_to_merge(target: Any, config: ToMeConfig, controlnet: ToMeConfig | 
     """Why no block of a pipeline or model merges with these configs, and what to change."""
     models = denoisers(target)
     if not any(find_blocks(denoiser) for denoiser in models.values()):
-        return f"{nothing_merges(target)}."
+        return f"{why_nothing_merges(target)}."
     start = f"{type(target).__name__} has nothing to merge with {config.describe()}"
     included = [denoiser for denoiser in models.values() if controlnet is not None or not is_controlnet(denoiser)]
     if not included:
@@ -110,60 +101,44 @@ def restore(target: Any, before: list[tuple[nn.Layer, ToMeConfig | None]]) -> No
     for denoiser, config in before:
         detach(denoiser)
         if config is not None:
-            _install(chosen_blocks(denoiser, config), config)
+            for block, placement in placements(denoiser, config):
+                _install(block, placement)
 
 
-def _install(blocks: list[MergeableBlock], config: ToMeConfig) -> None:
-    for mergeable in blocks:
-        block, facts = mergeable.block, mergeable.facts
-        if config.ratio == 0:
-            install(block, Wrap(config))
-            continue
-        grid = wrap_of(mergeable.grid_layer)
-        if not isinstance(grid, GridWrap):
-            grid = GridWrap(config, facts)
-            install(mergeable.grid_layer, grid)
-        is_whole = merges_whole(mergeable, config)
-        text_is_first = facts.is_single_stream and facts.text == FIRST
-        install(block, BlockWrap(config, grid, mergeable.index, is_whole, text_is_first))
-        inner: list[tuple[nn.Layer, InnerWrap]] = []
-        if is_whole:
-            inner.append((block.norm, MergeWrap(config, before=False, after=True, text=facts.text)))
-            inner.append((block.proj_out, MergeWrap(config, before=False, text=facts.text)))
-        for name, layers in merging_layers(mergeable, config).items():
-            inner += [(layer, _wrap_for(name, mergeable, config, is_whole)) for layer in layers]
-        for layer, wrap in inner:
-            wrap.block = block
-            install(layer, wrap)
+def _install(block: MergeableBlock, placement: Placement) -> None:
+    if placement.config.ratio == 0:
+        install(block.block, PlacedWrap(placement))
+        return
+    grid = wrap_of(block.grid_layer)
+    if not isinstance(grid, GridWrap):
+        grid = GridWrap(placement)
+        install(block.grid_layer, grid)
+    install(block.block, BlockWrap(placement, grid))
+    for layer, wrap in _inner_wraps(block, placement):
+        wrap.block = block.block
+        install(layer, wrap)
 
 
-def _wrap_for(name: str, block: MergeableBlock, config: ToMeConfig, is_whole: bool) -> InnerWrap:
-    if name == "mlp":
-        return MergeWrap(config, text=block.facts.text)
-    if name == "attn" and block.facts.is_rotary:
-        return RotaryAttentionWrap(config, block.facts, is_whole)
-    return AttentionWrap(config, name == "attn")
+def _inner_wraps(block: MergeableBlock, placement: Placement) -> Iterator[tuple[nn.Layer, InnerWrap]]:
+    """The layers inside a block that run on merged tokens, each with its wrap."""
+    if placement.merges_block:
+        names = placement.facts.single_stream
+        assert names is not None
+        yield getattr(block.block, names.norm), MergeWrap(placement, merge_input=False, merge_output=True)
+        yield getattr(block.block, names.out), MergeWrap(placement, merge_input=False)
+    for name in placement.layers:
+        for layer in block.sublayers[name]:
+            is_mlp, is_self = name == "mlp", name == "attn"
+            yield layer, MergeWrap(placement) if is_mlp else AttentionWrap(placement, is_self)
 
 
-def merges_whole(block: MergeableBlock, config: ToMeConfig) -> bool:
-    """Whether a config merges around attention and the MLP that is parallel to it, in a single-stream block."""
-    return block.facts.is_single_stream and config.merge_attn in (True, ASYMMETRIC)
-
-
-def merging_layers(block: MergeableBlock, config: ToMeConfig) -> dict[str, tuple[nn.Layer, ...]]:
-    """The layers of a block around which a config merges, by "attn", "crossattn" and "mlp"."""
-    return {name: layers for name, layers in block.sublayers.items() if getattr(config, f"merge_{name}")}
-
-
-def chosen_blocks(denoiser: nn.Layer, config: ToMeConfig) -> list[MergeableBlock]:
-    """The blocks of a denoiser in which a config merges; without max_downsample those at the shallowest level."""
-    blocks = [block for block in find_blocks(denoiser) if merging_layers(block, config)]
-    deepest = config.max_downsample or min((block.level for block in blocks), default=1)
-    return [block for block in blocks if block.level <= deepest]
+def attached_placements(denoiser: nn.Layer) -> list[tuple[MergeableBlock, Placement]]:
+    """The blocks of a denoiser in which merging is attached, and what merges in them; none if it does not merge."""
+    wraps = [(block, wrap_of(block.block)) for block in find_blocks(denoiser)]
+    # A wrap that was removed may still be there, without a placement.
+    return [(block, wrap.placement) for block, wrap in wraps if isinstance(wrap, PlacedWrap)]
 
 
 def config_of(denoiser: nn.Layer) -> ToMeConfig | None:
     """The config of a denoiser; None if it does not merge."""
-    wraps = (wrap_of(mergeable.block) for mergeable in find_blocks(denoiser))
-    configs = (wrap.config for wrap in wraps if wrap is not None)
-    return next((config for config in configs if config is not None), None)  # one that was removed may still be there
+    return next((placement.config for _, placement in attached_placements(denoiser)), None)

@@ -1,0 +1,82 @@
+"""Replace the `forward` of a layer, and put it back.
+
+A layer that takes part has one `Wrap`, which is an attribute of the layer, so a deep copy of a model has its own. It
+gets keyword arguments and ends with its layer, also by an exception, which hooks of Paddle 2.6 do not. This module
+knows nothing of tokens.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import paddle
+from paddle import nn
+
+ATTRIBUTE = "_tome"  # of a layer: its wrap
+
+
+class Wrap:
+    """Base class: calls the original `forward`. Installed as it is where another library still calls a removed wrap."""
+
+    wrapped_forward: Callable[..., Any] | None = None  # the one that this wrap replaced, if another library had set it
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(layer, *args, **kwargs)
+
+    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer without this wrap."""
+        if self.wrapped_forward is not None:
+            return self.wrapped_forward(*args, **kwargs)
+        return type(layer).forward(layer, *args, **kwargs)
+
+
+@paddle.jit.not_to_static  # a program records what the wrap computes; Paddle would translate its Python code
+def _forward(layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+    wrap = wrap_of(layer) or Wrap()  # None if another library has put this back after the wrap was removed
+    return wrap(layer, *args, **kwargs)
+
+
+def wrap_of(layer: nn.Layer) -> Wrap | None:
+    """The wrap of a layer; None if it has none."""
+    wrap: Wrap | None = layer.__dict__.get(ATTRIBUTE)
+    return wrap
+
+
+def is_outermost(layer: nn.Layer) -> bool:
+    """Whether no other library has replaced the `forward` of a layer since its wrap was installed."""
+    return getattr(layer.__dict__.get("forward"), "__func__", None) is _forward
+
+
+def install(layer: nn.Layer, wrap: Wrap) -> None:
+    """Put a wrap in place of the layer's `forward`. It calls the one that was there, also one of another library."""
+    removed = wrap_of(layer)
+    if removed is None:
+        wrap.wrapped_forward = layer.__dict__.get("forward")
+        layer.forward = MethodType(_forward, layer)
+    else:  # another library's `forward` still calls it
+        wrap.wrapped_forward = removed.wrapped_forward
+    setattr(layer, ATTRIBUTE, wrap)
+
+
+def _is_lost(layer: nn.Layer, wrap: Wrap) -> bool:
+    """Whether another library restored a `forward` from before this wrap was installed."""
+    forward = layer.__dict__.get("forward")
+    return forward in (None, wrap.wrapped_forward) or getattr(forward, "__func__", None) is type(layer).forward
+
+
+def remove(layer: nn.Layer) -> None:
+    """Remove the layer's wrap, if it has one; under another library's `forward`, one that does nothing remains."""
+    wrap = wrap_of(layer)
+    if wrap is None:
+        return
+    if _is_lost(layer, wrap):
+        delattr(layer, ATTRIBUTE)
+    elif is_outermost(layer):
+        delattr(layer, ATTRIBUTE)
+        delattr(layer, "forward")
+        if wrap.wrapped_forward is not None:
+            layer.forward = wrap.wrapped_forward
+    else:
+        idle = Wrap()
+        idle.wrapped_forward = wrap.wrapped_forward
+        setattr(layer, ATTRIBUTE, idle)

@@ -1,0 +1,226 @@
+"""What a forward pass computes: the token grid, and the plan of the block that runs.
+
+The wrap of a transformer's first layer reads the token grid. That of a block makes the plan from the block's input,
+for as long as the block runs; wraps of the layers inside the block merge and unmerge by this plan. What a pass
+computes is stored per thread. All other state is in the wraps.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import paddle
+from paddle import nn
+
+from ..errors import ToMeConfigError, ToMePassError
+from ..families.grids import token_grid
+from ..families.models import is_chunked
+from ..families.table import FIRST, Family
+from ..grid import Grid
+from ..methods.method import Form
+from ..methods.plan import MergePlan, join_frames
+from .forward import Wrap, is_outermost
+from .placement import Placement
+
+Value = TypeVar("Value")
+MAX_CACHED = 8  # values of a `Cache`; the constants of a grid of 64×64 tokens take 0.2 MB
+CHUNKED_FEED_FORWARD = (
+    "merge_mlp=True cannot be combined with chunked feed-forward layers (enable_forward_chunking(), "
+    "set_chunk_feed_forward()), which get the tokens in pieces: turn chunking off or leave merge_mlp=False."
+)
+
+
+class _PerThread(threading.local):
+    """Thread-local attributes; a copy or a pickle starts empty."""
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Pass(_PerThread):
+    block: nn.Layer | None = None  # the one that runs
+    plan: MergePlan | None = None  # of that block; None if nothing merges
+    use_gpu_form: bool | None = None  # None: the form that suits the place of the tokens
+
+
+_current = _Pass()
+
+
+@contextmanager
+def gpu_form(use: bool) -> Iterator[None]:
+    """Merge in this thread in the form that suits a GPU, or in the other one, wherever the tokens are.
+
+    By default tokens on a GPU merge in that form, and programs are for CPUs.
+    """
+    before, _current.use_gpu_form = _current.use_gpu_form, use
+    try:
+        yield
+    finally:
+        _current.use_gpu_form = before
+
+
+def uses_gpu_form(tensor: paddle.Tensor) -> bool:
+    """Whether what is computed from a tensor merges in the form for GPUs: see `gpu_form`."""
+    if _current.use_gpu_form is not None:
+        return _current.use_gpu_form
+    return paddle.in_dynamic_mode() and bool(tensor.place.is_gpu_place())
+
+
+def is_for_gpu() -> bool:
+    """Whether what runs becomes a program for GPUs, or is compared with one."""
+    return _current.use_gpu_form is True
+
+
+class Cache:
+    """The values that a wrap used last, at most `MAX_CACHED`; a copy or a pickle of the wrap starts empty."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[Hashable, Any] = {}  # the one that was used last is last
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable, build: Callable[[], Value]) -> Value:
+        """The value of a key, which `build` returns if it is not there."""
+        with self._lock:
+            value: Value = self._values.pop(key) if key in self._values else build()
+            self._values[key] = value
+            if len(self._values) > MAX_CACHED:
+                del self._values[next(iter(self._values))]
+        return value
+
+
+def current_plan() -> MergePlan | None:
+    """The plan of the block that runs in this thread; None outside blocks, and where nothing merges."""
+    return _current.plan
+
+
+class PlacedWrap(Wrap):
+    """Wrap of a transformer block. This one stores what would merge, at ratio 0."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+
+class InnerWrap(Wrap):
+    """Wrap of a layer inside a block. It merges by the plan of the block."""
+
+    block: nn.Layer | None = None  # set when the wrap is installed in a block
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+    def plan(self) -> MergePlan | None:
+        """The plan of the block; None outside it, and where nothing merges.
+
+        Raises:
+            ToMePassError: another library's `forward` of the block has left out the wrap of the block.
+        """
+        if self.block is not None and self.block is not _current.block and not is_outermost(self.block):
+            raise ToMePassError(
+                f"the layers of a {type(self.block).__name__} run without its merging, because another library has "
+                "replaced the forward of the block since apply_tome(), or put back an earlier one: call apply_tome() "
+                "again afterwards, or remove_tome() first."
+            )
+        return _current.plan
+
+
+def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+class GridWrap(Wrap):
+    """Wrap of a transformer's first layer: read the token grid, and choose a seed if the config has none.
+
+    It stores three integers until the next pass, because gradient checkpointing runs single blocks again after the
+    pass.
+
+    Args:
+        placement: of a block of the transformer.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._family: Family = placement.family
+        self._use_rand, self._seed = placement.config.use_rand, placement.config.seed
+        self._thread = _PerThread()
+
+    @property
+    def changes_dst(self) -> bool:
+        """Whether each pass has other dst, because they are random and the config has no seed."""
+        return self._use_rand and self._seed is None
+
+    def __call__(self, layer: nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        self._thread.seed = secrets.randbits(64) if self.changes_dst else self._seed
+        before = getattr(self._thread, "grid", None)
+        self._thread.grid = token_grid(self._family, layer, _first(args, kwargs), before)
+        return self.forward(layer, *args, **kwargs)
+
+    def grid(self, tokens: int | None = None) -> Grid:
+        """The grid of the current pass in this thread; raises unless it, or each frame, has `tokens`, None for any."""
+        grid: Grid | None = getattr(self._thread, "grid", None)
+        if grid is None:
+            reason = "no feature map was seen"
+        elif tokens in (None, grid.tokens) or (self._family.has_frames and tokens % grid.tokens == 0):
+            return grid  # frames of a video come one after another
+        else:
+            reason = f"the feature map was {grid.h}×{grid.w}"
+        got = "tokens" if tokens is None else f"{tokens} tokens"
+        raise ToMePassError(f"a block got {got} but {reason}: call it through its model, or remove_tome() first.")
+
+    def random_key(self, block: int) -> tuple[int, ...] | None:
+        """The key of a block's random dst in this pass; None if dst is not random."""
+        return (self._thread.seed, block) if self._use_rand else None
+
+
+class BlockWrap(PlacedWrap):
+    """Wrap of a transformer block: make the plan that the layers inside it share.
+
+    Args:
+        placement: what merges in the block.
+        grid: the wrap that sees the block's token grid.
+    """
+
+    def __init__(self, placement: Placement, grid: GridWrap) -> None:
+        super().__init__(placement)
+        self.grid = grid
+        self._constants = Cache()
+
+    def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.placement.config.merge_mlp and is_chunked(layer, self.placement.facts):
+            raise ToMeConfigError(CHUNKED_FEED_FORWARD)
+        _current.block, _current.plan = layer, self.build_plan(hidden_states)
+        try:
+            return self.forward(layer, hidden_states, *args, **kwargs)
+        finally:
+            _current.block, _current.plan = None, None
+
+    def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
+        """Choose which tokens merge, from the block's input [B, N, C], in each frame [B, F·N, C]; None if none do."""
+        placement = self.placement
+        if placement.facts.single_stream is not None and placement.facts.sequence == FIRST:
+            metric = metric[:, -self.grid.grid().tokens :]  # without the text
+        tokens = metric.shape[1]
+        grid, use_gpu_form = self.grid.grid(tokens), uses_gpu_form(metric)
+        kept = placement.kept(grid, use_gpu_form)
+        if kept.keys == grid.tokens:
+            return None
+        if (frames := max(1, tokens // grid.tokens)) > 1:
+            metric = metric.reshape([-1, grid.tokens, metric.shape[2]])
+        form = placement.form(grid, use_gpu_form)
+        return join_frames(form.plan(metric, self._constants_of(form, grid), kept), frames)
+
+    def _constants_of(self, form: Form, grid: Grid) -> Any:
+        """The constants of a grid, cached by device unless each pass has its own; a traced program gets its own."""
+
+        def build() -> Any:
+            return form.constants(grid, self.placement.config, self.grid.random_key(self.placement.index))
+
+        if self.grid.changes_dst or not paddle.in_dynamic_mode():
+            return build()
+        return self._constants.get((paddle.get_device(), type(form), grid), build)

@@ -1,0 +1,66 @@
+"""`Placement`: what merges in a block. Wraps, summary, MACs and benchmarks all read it."""
+
+from dataclasses import dataclass
+
+from paddle import nn
+
+from ..config import LAYERS, ToMeConfig
+from ..families.models import MergeableBlock, find_blocks
+from ..families.table import Block, Family
+from ..grid import Grid
+from ..methods import METHODS
+from ..methods.method import Form, Kept, Method
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a config merges in one block.
+
+    It contains no layers, so that copies of a model, or of one of its blocks, can share it.
+    """
+
+    config: ToMeConfig
+    family: Family  # of the transformer around the block
+    facts: Block  # of the class of the block
+    index: int  # of the block in its denoiser
+    layers: tuple[str, ...]  # of LAYERS: those around which tokens merge
+
+    @property
+    def method(self) -> Method:
+        """The method of the config."""
+        return METHODS[self.config.method]
+
+    @property
+    def merges_block(self) -> bool:
+        """Whether tokens merge once, before the attention and the MLP of a single-stream block."""
+        return self.facts.single_stream is not None and self.config.merge_attn and self.method.merges_queries
+
+    @property
+    def merges_queries(self) -> bool:
+        """Whether the queries of self-attention merge; otherwise each token has its own query and output."""
+        return self.method.merges_queries
+
+    def form(self, grid: Grid, use_gpu_form: bool) -> Form:
+        """The method, in the form that merges on this grid."""
+        return self.method.for_gpu(grid, self.config) if use_gpu_form else self.method
+
+    def kept(self, grid: Grid, use_gpu_form: bool) -> Kept:
+        """How many tokens of a grid, or of each frame of a video, remain; all of them where nothing merges."""
+        config = self.config
+        if not config.ratio or grid.tokens < config.min_tokens:
+            return Kept(grid.tokens, grid.tokens, grid.tokens)
+        is_uniform = self.merges_block or not config.merge_attn  # no keys and values merge more than queries
+        ratios = (config.ratio, config.ratio) if is_uniform else self.method.ratios(config)
+        kept = self.method.kept(grid, config, ratios)
+        return self.form(grid, use_gpu_form).rounded(kept, grid, config)
+
+
+def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBlock, Placement]]:
+    """The blocks of a denoiser in which a config merges; without max_downsample those at the shallowest level."""
+    placed = []
+    for block in find_blocks(denoiser):
+        layers = tuple(name for name in LAYERS if getattr(config, f"merge_{name}") and name in block.sublayers)
+        if layers:
+            placed.append((block, Placement(config, block.family, block.facts, block.index, layers)))
+    deepest = config.max_downsample or min((block.level for block, _ in placed), default=1)
+    return [(block, placement) for block, placement in placed if block.level <= deepest]

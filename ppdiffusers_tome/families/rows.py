@@ -1,0 +1,116 @@
+"""How many rows each layer of a denoiser gets in a pass, for counting operations: what is known of its parts."""
+
+from collections.abc import Iterator
+
+from paddle import nn
+
+from ..grid import Grid
+from .grids import grid_at, level_of
+from .models import MergeableBlock, find_blocks
+
+
+def rows_of_layers(denoiser: nn.Layer, latent: Grid, text: int, frames: int) -> Iterator[tuple[nn.Layer, int]]:
+    """The linear layers and convolutions of a denoiser outside of the layers that can merge, each with its rows.
+
+    Args:
+        denoiser: the model; `models.is_countable` must be true for it.
+        latent: height and width of its latents.
+        text: text tokens that attention sees.
+        frames: latent frames of a video.
+    """
+    if hasattr(denoiser, "down_blocks"):
+        yield from _rows_of_unet(denoiser, latent)
+        return
+    blocks = find_blocks(denoiser)
+    yield from _rows_of_transformer(denoiser, frames * blocks[0].grid(latent).tokens, text, blocks)
+
+
+def _rows_of_unet(unet: nn.Layer, latent: Grid) -> Iterator[tuple[nn.Layer, int]]:
+    pixels = latent.tokens  # after the last convolution that embeds a ControlNet's image; more after those before it
+    for conv in reversed(list(getattr(unet, "controlnet_cond_embedding", nn.Layer()).sublayers())):
+        if isinstance(conv, nn.Conv2D):
+            yield conv, pixels
+            pixels *= conv._stride[0] * conv._stride[1]
+    for path, layer in unet.named_sublayers():
+        if ".transformer_blocks." in path or path.startswith("controlnet_cond_embedding."):
+            continue
+        if isinstance(layer, nn.Conv2D):
+            grid, (stride_h, stride_w) = grid_at(latent, level_of(unet, path)), layer._stride
+            yield layer, -(-grid.h // stride_h) * -(-grid.w // stride_w)  # all have "same" padding
+        elif isinstance(layer, nn.Linear):  # a Transformer2DModel's projection, or part of the time embedding
+            yield layer, grid_at(latent, level_of(unet, path)).tokens if ".attentions." in path else 1
+
+
+def _rows_of_transformer(
+    transformer: nn.Layer, tokens: int, text: int, blocks: list[MergeableBlock]
+) -> Iterator[tuple[nn.Layer, int]]:
+    family = blocks[0].family
+    facts_by_prefix = {f"{block.path}.": block.facts for block in blocks}
+    text_layers = {*family.text_layers, *(name for block in blocks for name in block.facts.text_layers)}
+    for path, layer in transformer.named_sublayers():
+        if not isinstance(layer, (nn.Linear, nn.Conv2D, nn.Conv3D)):
+            continue
+        prefix = next((prefix for prefix in facts_by_prefix if path.startswith(prefix)), "")
+        names = path.removeprefix(prefix).split(".")
+        if prefix and names[0] in facts_by_prefix[prefix].merging_layers:
+            continue
+        if any(name.startswith(family.timestep_layers) for name in names):
+            rows = 1  # embeddings of the timestep, and norms that it modulates
+        elif not text_layers.isdisjoint(names):
+            rows = text
+        elif not set(family.image_layers).isdisjoint(names):
+            rows = family.image_tokens
+        elif prefix:
+            rows = tokens + text  # the MLP of a single-stream block, and its last projection
+        else:
+            rows = tokens
+        yield layer, rows
+
+
+def attentions_of_text(denoiser: nn.Layer) -> Iterator[nn.Linear]:
+    """The projections of queries of attention over the text alone, outside of blocks, as in HunyuanVideo."""
+    blocks = find_blocks(denoiser)
+    if hasattr(denoiser, "down_blocks"):
+        return
+    prefixes = tuple(f"{block.path}." for block in blocks)
+    for path, layer in denoiser.named_sublayers():
+        if path.endswith(f".{blocks[0].family.attention.image.q}") and not path.startswith(prefixes):
+            yield layer
+
+
+def rows_of_attention(
+    block: MergeableBlock, name: str, layer: nn.Layer, queries: int, keys: int, text: int
+) -> Iterator[tuple[nn.Layer, int]]:
+    """The linear layers in an attention or feed-forward layer of a block, each with its rows.
+
+    Args:
+        block: the block.
+        name: "attn", "crossattn" or "mlp".
+        layer: one of the block's layers of that name.
+        queries, keys: image tokens of queries, and of keys and values.
+        text: text tokens, which are added where they pass through the same layers.
+    """
+    names, text_in_sequence = block.family.attention, _text_in_sequence(block, text)
+    image = image_keys(block, name, layer)
+    second_stream = (names.text.q, names.text.k, names.text.v, names.text.out)
+    for path, part in layer.named_sublayers():
+        if isinstance(part, nn.Linear):
+            first = path.split(".")[0]
+            rows = (keys if first in (names.image.k, names.image.v) else queries) + text_in_sequence
+            yield part, (image or text) if first in second_stream else rows
+
+
+def text_keys(block: MergeableBlock, layer: nn.Layer, text: int) -> int:
+    """Text tokens that attend together with the image in a self-attention."""
+    has_own = getattr(layer, block.family.attention.text.q, None) is not None
+    return text if has_own else _text_in_sequence(block, text)
+
+
+def image_keys(block: MergeableBlock, name: str, layer: nn.Layer) -> int:
+    """Tokens of an image to which a cross-attention also attends, as in Wan with an image."""
+    attends = name == "crossattn" and getattr(layer, block.family.attention.text.k, None) is not None
+    return block.family.image_tokens if attends else 0
+
+
+def _text_in_sequence(block: MergeableBlock, text: int) -> int:
+    return text if block.facts.sequence is not None or block.facts.text == "shared projections" else 0

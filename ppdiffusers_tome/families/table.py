@@ -1,0 +1,208 @@
+"""The table of model families: all that this package knows of a model's classes, its blocks and their layers.
+
+A class that ppdiffusers 0.29.0 does not have is named by a string.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ppdiffusers import ControlNetModel, SD3Transformer2DModel, UNet2DConditionModel
+from ppdiffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from ppdiffusers.models.transformer_2d import Transformer2DModel
+from ppdiffusers.models.transformer_temporal import TransformerSpatioTemporalModel
+
+FIRST, LAST = "first", "last"  # where text is in a sequence of text and image
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The names of the layers of an attention that compute queries, keys, values and the output."""
+
+    q: str = "to_q"
+    k: str = "to_k"
+    v: str = "to_v"
+    out: str = "to_out"  # one layer, or several that run one after the other
+    norm_q: str = "norm_q"  # norms of queries and keys, in each head or across heads; an attention may lack them
+    norm_k: str = "norm_k"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How an attention layer names its parts."""
+
+    image: Projections = Projections()
+    # The projections of a second stream, of the text in joint attention; its keys and values attend with the image.
+    text: Projections = Projections(
+        "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "norm_added_q", "norm_added_k"
+    )
+    heads: str = "heads"  # number of heads
+    scale: str = "scale"  # of the scores
+    processor: str | None = "processor"  # computes the attention; None: the layer computes it as `ATTEND` does
+
+
+@dataclass(frozen=True)
+class SingleStream:
+    """The layers of a block whose attention and MLP are parallel, and share a norm and the last projection."""
+
+    norm: str = "norm"
+    mlp: str = "proj_mlp"
+    out: str = "proj_out"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Describes a class of transformer blocks. Layers are named by the block's attributes; a block may lack some."""
+
+    # The layers that can run on merged tokens, by the names of the `merge_…` settings.
+    attn: tuple[str, ...] = ("attn1",)
+    crossattn: tuple[str, ...] = ("attn2",)
+    mlp: tuple[str, ...] = ("ff",)
+    only_crossattn: str = "only_cross_attention"  # attribute that is true if `attn` is cross-attention too
+    chunk_size: str = "_chunk_size"  # attribute that is not None if the MLP gets the tokens in chunks
+    # Text that attends with the image as an argument of `attn`, with projections of its own or those of the image.
+    text: Literal["own projections", "shared projections"] | None = None
+    sequence: str | None = None  # FIRST or LAST, where text and image pass through a layer as one sequence
+    single_stream: SingleStream | None = None
+    text_layers: tuple[str, ...] = ()  # layers of the block that get the text alone
+
+    @property
+    def merging_layers(self) -> tuple[str, ...]:
+        """All layers of the block that can run on merged tokens."""
+        return self.attn + self.crossattn + self.mlp
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describes models that are built alike: one entry of `FAMILIES`."""
+
+    name: str  # for messages and documents
+    transformers: tuple[type | str, ...]  # models whose lists of blocks contain these blocks
+    blocks: Mapping[type | str, Block]  # by the class of a block
+    # Paths in the transformer: the input of the first that exists has the height and width of the token grid.
+    grid_layers: tuple[str, ...]
+    controlnets: tuple[type | str, ...] = ()  # those models that are ControlNets
+    block_lists: tuple[str, ...] = ("transformer_blocks",)
+    attention: Attention = field(default_factory=Attention)
+    # The only processor whose attention can merge; None: that of any processor.
+    only_processor: str | None = None
+    positions: str | None = None  # argument of an attention by which queries and keys rotate
+    has_mask: bool = False  # whether an attention takes a mask of the text
+    grid_from_positions: bool = False  # whether the grid layer gets the position of each token, not a feature map
+    packs_latents: bool = False  # whether the pipeline packs 2×2 latent pixels into one token
+    has_frames: bool = False  # whether the frames of a video are one sequence of tokens
+    # What counting MACs assumes. Without text_tokens only the models of `counted` are counted.
+    counted: tuple[type | str, ...] = ()
+    text_tokens: int | None = None  # that the pipeline passes by default; None: as many as its tokenizer allows
+    text_layers: tuple[str, ...] = ()  # layers around the blocks that get the text alone
+    image_tokens: int = 0  # tokens of an image that cross-attention also attends to, if it has projections for them
+    image_layers: tuple[str, ...] = ()  # layers around the blocks that get those image tokens
+    timestep_layers: tuple[str, ...] = ("time", "norm")  # start of the names of layers that get one row per image
+    uncounted: tuple[str, ...] = ()  # attributes that are set in models with layers that cannot be counted
+
+
+def _joint(**facts: Any) -> Block:
+    """A block whose attention sees text with projections of its own."""
+    own: dict[str, Any] = {"crossattn": (), "text": "own projections", "text_layers": ("ff_context",)}
+    return Block(**{**own, **facts})
+
+
+def _single_stream(sequence: str) -> Block:
+    return Block(attn=("attn",), crossattn=(), mlp=(), sequence=sequence, single_stream=SingleStream())
+
+
+FAMILIES: list[Family] = [
+    Family(
+        name="UNets, their ControlNets, DiT and PixArt",
+        transformers=(Transformer2DModel, TransformerSpatioTemporalModel),
+        blocks={BasicTransformerBlock: Block()},
+        grid_layers=("latent_image_embedding", "pos_embed", "norm"),  # of VQ-Diffusion; DiT and PixArt; UNets
+        controlnets=(ControlNetModel,),
+        counted=(UNet2DConditionModel, ControlNetModel),
+    ),
+    Family(
+        name="Stable Diffusion 3",
+        transformers=(SD3Transformer2DModel, "SD3ControlNetModel"),
+        # The second attention, over the image alone, is in some blocks of Stable Diffusion 3.5.
+        blocks={JointTransformerBlock: _joint(attn=("attn", "attn2"))},
+        grid_layers=("pos_embed",),
+        controlnets=("SD3ControlNetModel",),
+        text_tokens=77 + 256,  # of CLIP and T5
+        text_layers=("context_embedder",),
+    ),
+    Family(
+        name="FLUX",
+        transformers=("FluxTransformer2DModel", "FluxControlNetModel"),
+        blocks={
+            "FluxTransformerBlock": _joint(attn=("attn",)),
+            "FluxSingleTransformerBlock": _single_stream(FIRST),
+        },
+        grid_layers=("pos_embed",),
+        controlnets=("FluxControlNetModel",),
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
+        only_processor="FluxAttnProcessor2_0",
+        positions="image_rotary_emb",
+        grid_from_positions=True,
+        packs_latents=True,
+        text_tokens=512,
+        text_layers=("context_embedder",),
+        # ControlNets that add a token for the kind of their image, or that embed it by convolutions.
+        uncounted=("union", "input_hint_block"),
+    ),
+    Family(
+        name="CogVideoX",
+        transformers=("CogVideoXTransformer3DModel", "CogVideoXTransformer3DVCtrlModel"),
+        blocks={"CogVideoXBlock": Block(crossattn=(), text="shared projections", sequence=FIRST)},
+        grid_layers=("patch_embed.proj",),
+        only_processor="CogVideoXAttnProcessor2_0",
+        positions="image_rotary_emb",
+        has_frames=True,
+        text_tokens=226,
+        text_layers=("text_proj",),
+    ),
+    Family(
+        name="CogVideoX's VCtrl",
+        transformers=("VCtrlModel",),
+        blocks={"VCtrlBlock": Block(crossattn=())},
+        grid_layers=("sample_patch_embed.proj",),
+        controlnets=("VCtrlModel",),
+        only_processor="VCtrlAttnProcessor2_0",
+        positions="image_rotary_emb",
+        has_frames=True,
+        text_tokens=226,  # of CogVideoX beside it; the block itself gets no text
+    ),
+    Family(
+        name="Wan",
+        transformers=("WanTransformer3DModel",),
+        blocks={"WanTransformerBlock": Block(mlp=("ffn",))},
+        grid_layers=("patch_embedding",),
+        block_lists=("blocks",),
+        only_processor="WanAttnProcessor2_0",
+        positions="rotary_emb",
+        has_frames=True,
+        text_tokens=512,
+        text_layers=("text_embedder",),
+        image_tokens=257,
+        image_layers=("image_embedder",),
+    ),
+    Family(
+        name="HunyuanVideo",
+        transformers=("HunyuanVideoTransformer3DModel",),
+        blocks={
+            "HunyuanVideoTransformerBlock": _joint(attn=("attn",)),
+            "HunyuanVideoSingleTransformerBlock": _single_stream(LAST),
+        },
+        grid_layers=("x_embedder.proj",),
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
+        only_processor="HunyuanVideoAttnProcessor2_0",
+        positions="image_rotary_emb",
+        has_mask=True,
+        has_frames=True,
+        text_tokens=256,
+        text_layers=("context_embedder",),
+    ),
+]
+# Classes of blocks that are not over the pixels of a feature map, and so are in no family: parts of a UNet with this
+# attribute, and the text UNet of Versatile Diffusion.
+INSIDE_UNET = (TransformerSpatioTemporalModel,)
+WITHOUT_PIXELS = ("UNetFlatConditionModel",)

@@ -1,0 +1,101 @@
+"""What a method of merging is: its settings, how many tokens it leaves, and how it makes a plan."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import paddle
+
+from ..grid import Grid, count_dst
+from .plan import MergePlan
+
+_ROUNDING = 1e-9  # tolerance: larger than the rounding error of N·ratio, for millions of tokens
+
+
+class Settings(Protocol):
+    """The settings that a method reads; `ToMeConfig` has them."""
+
+    @property
+    def ratio(self) -> float: ...
+    @property
+    def sx(self) -> int: ...
+    @property
+    def sy(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+
+
+class Kept(NamedTuple):
+    """How many tokens of a grid, or of each frame of a video, remain in a block."""
+
+    tokens: int  # N: before merging
+    queries: int  # after merging: of queries, if they merge, and of the other layers that run on merged tokens
+    keys: int  # after merging: of keys and values of self-attention; at most as many as `queries`
+
+
+class Form(ABC):
+    """A way to compute a method's plans: the method itself, or one that suits a GPU."""
+
+    def rounded(self, kept: Kept, grid: Grid, settings: Settings) -> Kept:
+        """The numbers of tokens that remain in this form, given those that the method asks for."""
+        return kept
+
+    @abstractmethod
+    def constants(self, grid: Grid, settings: Settings, random_key: Sequence[int] | None) -> Any:
+        """What a plan needs of a grid, as constants of a program. `random_key` is as in `choose_dst`."""
+
+    @abstractmethod
+    def plan(
+        self,
+        metric: paddle.Tensor,  # [B, N, C] floating point
+        constants: Any,
+        kept: Kept,  # fewer keys than tokens
+    ) -> MergePlan:
+        """Choose which tokens merge. No gradient flows through the choice."""
+
+    def pairs_compared(self, grid: Grid, settings: Settings) -> int:
+        """Number of pairs of tokens whose similarity is computed; 0 if none is."""
+        return 0
+
+
+@dataclass(frozen=True, eq=False)
+class Method(Form):
+    """A way to choose tokens and to move them, as `apply_tome(method=…)` names it.
+
+    Args:
+        name: one word.
+        description: what merges, in one line.
+        fixed: the settings that this method does not have, each with the value that it has in a config.
+        merges_queries: whether queries merge too; otherwise each token keeps its query and its output, and only keys
+            and values merge.
+    """
+
+    name: str
+    description: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    merges_queries: bool = True
+
+    def defaults(self, sx: int, sy: int) -> Mapping[str, Any]:
+        """The settings whose defaults are not those of `ToMeConfig`, for cells of this size."""
+        return {}
+
+    def ratio_error(self, ratio: float, largest: float) -> str | None:
+        """Why a ratio from 0 to `largest`, which is 1 - 1/(sx·sy), is not allowed; None if it is."""
+        return None
+
+    def ratios(self, settings: Settings) -> tuple[float, float]:
+        """The ratio of queries, and that of keys and values, in a block whose attention merges."""
+        return settings.ratio, settings.ratio
+
+    def kept(self, grid: Grid, settings: Settings, ratios: tuple[float, float]) -> Kept:
+        """How many tokens of a grid the method asks to keep, at ratios of queries and of keys and values."""
+        most = grid.tokens - count_dst(grid, settings.sx, settings.sy)  # that can merge away
+        # 100 * 0.29 is 28.999… in floating point: this counts 29 tokens, tomesd 28.
+        removed = (min(int(grid.tokens * ratio + _ROUNDING), most) for ratio in ratios)
+        kept = Kept(grid.tokens, *(grid.tokens - count for count in removed))
+        return kept if most < grid.tokens else Kept(*[grid.tokens] * 3)  # without a cell there is no dst
+
+    def for_gpu(self, grid: Grid, settings: Settings) -> Form:
+        """The form that suits a GPU on this grid: the method itself if it has no other."""
+        return self
