@@ -38,7 +38,7 @@ from ppdiffusers_tome.evaluation.clock import ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import describe_environment
 from ppdiffusers_tome.evaluation.results import make_result, write_result
 from ppdiffusers_tome.evaluation.speed.cases import MEASURED, PLAIN, TOME, Arm, Case
-from ppdiffusers_tome.families.models import block_grid, find_blocks
+from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.grid import Grid
 
 SINGLE_STREAM = "single-stream"

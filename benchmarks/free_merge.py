@@ -9,18 +9,17 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from ppdiffusers_tome.config import KV, ToMeConfig
-from ppdiffusers_tome.families.models import block_grid
-from ppdiffusers_tome.attach.attach import chosen_blocks, detach, merging_layers
-from ppdiffusers_tome.grid import Grid, tokens_kept
-from ppdiffusers_tome.attach.passes import Wrap, install
+from ppdiffusers_tome.attach.attach import detach
+from ppdiffusers_tome.attach.forward import Wrap, install
+from ppdiffusers_tome.attach.placement import placements
+from ppdiffusers_tome.config import ToMeConfig
+from ppdiffusers_tome.grid import Grid
 
 
 class CutWrap(Wrap):
     """A wrap whose layer gets the first `kept` tokens. The output is repeated up to `tokens` unless that is None."""
 
     def __init__(self, kept: int, tokens: int | None) -> None:
-        super().__init__(None)
         self._kept, self._tokens = kept, tokens
 
     def __call__(self, layer: nn.Layer, hidden_states: paddle.Tensor, *args: Any, **kwargs: Any) -> paddle.Tensor:
@@ -39,16 +38,15 @@ def attach_free_merge(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> N
         config: where and how many.
         latent: height and width of the latents; the denoiser must not be called with others.
     """
-    blocks = chosen_blocks(denoiser, config)
+    placed = placements(denoiser, config)
     detach(denoiser)
-    for block in blocks:
-        grid = block_grid(block, latent)
-        kept, keys = tokens_kept(grid, config)
-        for name, layers in merging_layers(block, config).items():
-            for layer in layers:
-                is_kv = name == "attn" and config.merge_attn == KV
-                if name == "attn" and (is_kv or keys < kept):
+    for block, placement in placed:
+        tokens, queries, keys = placement.kept(block.grid(latent), False)
+        for name in placement.layers:
+            for layer in block.sublayers[name]:
+                keys_only = name == "attn" and not placement.merges_queries
+                if name == "attn" and (keys_only or keys < queries):
                     for projection in (layer.to_k, layer.to_v):
                         install(projection, CutWrap(keys, None))
-                if not is_kv:
-                    install(layer, CutWrap(kept, grid.tokens))
+                if not keys_only:
+                    install(layer, CutWrap(queries, tokens))

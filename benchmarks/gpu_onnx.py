@@ -115,9 +115,9 @@ def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     from ppdiffusers_tome.inference.conversion import Converter
     from ppdiffusers_tome.inference.onnx_gpu import half_program
     from ppdiffusers_tome.inference.onnx_weights import SharedWeights
-    from ppdiffusers_tome.attach.passes import merging_for_gpu
+    from ppdiffusers_tome.attach.passes import gpu_form
 
-    with Converter() as converter, merging_for_gpu():
+    with Converter() as converter, gpu_form(True):
         files = tracing._trace(traceable, folder / "program", dims, "model")
         SharedWeights(folder / "model.weights").move(converter.convert(*files, "model"), folder / "model.onnx")
     return half_program(folder / "model.onnx")

@@ -16,16 +16,17 @@ import paddle
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 
 from ppdiffusers_tome import ToMeConfig, ToMeError
+from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.evaluation import markdown
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.markdown import table
 from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
-from ppdiffusers_tome.methods.pairs import MergePlan, plan_pairs
-from ppdiffusers_tome.methods.plan import merge, unmerge
-from ppdiffusers_tome.grid import Grid, constant_positions, count_pairs, count_removed
+from ppdiffusers_tome.grid import Grid
+from ppdiffusers_tome.methods import METHODS
+from ppdiffusers_tome.methods.plan import MergePlan, merge, unmerge
 
 GLOBAL, BUILT_IN = "global", "built-in"  # tomesd's method, ours and theirs
-METHODS: dict[str, dict[str, Any]] = {
+MATCHINGS: dict[str, dict[str, Any]] = {
     GLOBAL: {},
     "windows of 8": {"window": 8},
     "windows of 16": {"window": 16},
@@ -38,14 +39,13 @@ TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
 
 def make_configs(ratio: float) -> dict[str, ToMeConfig]:
     """The config of each method."""
-    return {name: ToMeConfig(ratio=ratio, **{"window": None, **settings}) for name, settings in METHODS.items()}
+    return {name: ToMeConfig(ratio, "symmetric", **{"window": None, **settings}) for name, settings in MATCHINGS.items()}
 
 
 def planner(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> Callable[[], MergePlan]:
     """A function that makes the plan of one method for tokens [B, N, C]. Models build a grid's constants once too."""
-    positions = constant_positions(grid, config.sx, config.sy, None, config.window)
-    removed = count_removed(grid, config)
-    return partial(plan_pairs, x, positions, removed, removed)
+    method = METHODS[config.method]
+    return partial(method.plan, x, method.constants(grid, config, None), tokens_kept(config, grid))
 
 
 def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def time_operations(case: dict[str, Any], rounds: int) -> dict[str, Any]:
     """
     grid, configs = Grid(case["height"], case["width"]), make_configs(case["ratio"])
     x = paddle.randn([case["batch"], grid.tokens, case["channels"]])
-    removed = count_removed(grid, configs[GLOBAL])
+    removed = grid.tokens - tokens_kept(configs[GLOBAL], grid).queries
 
     def plan_built_in() -> tuple[Callable[..., Any], ...]:
         return bipartite_soft_matching_random2d(x, grid.w, grid.h, 2, 2, removed, no_rand=True)
@@ -107,7 +107,7 @@ def time_growth(case: dict[str, Any], sides: list[int], rounds: int, limit: floa
     for side in sides:
         grid = Grid(side, side)
         x = paddle.randn([1, grid.tokens, case["channels"]])
-        scores = {name: 4e-9 * count_pairs(grid, config) for name, config in configs.items()}
+        scores = {name: 4e-9 * METHODS[config.method].pairs_compared(grid, config) for name, config in configs.items()}
         timed = {name: planner(x, grid, configs[name]) for name in configs if scores[name] <= limit}
         seconds = time_in_turns(timed, rounds, warm_up=1)
         medians = {name: 1e3 * quartiles(seconds[name]).median for name in seconds}

@@ -24,8 +24,8 @@ from zoo.noise import noise
 from zoo.transformers import sd3
 from zoo.videos import CrossFrameAttention
 
-from ppdiffusers_tome import Grid, ToMeConfig, ToMePassError, match_cells, match_tokens, merge, unmerge, wraps
-from ppdiffusers_tome import attention as attention_module
+from ppdiffusers_tome import Grid, ToMeConfig, ToMePassError, match_cells, match_tokens, merge, unmerge
+from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.families.models import find_blocks
 
 PROCESSORS = {
@@ -34,10 +34,10 @@ PROCESSORS = {
     "xformers": XFormersAttnProcessor,
     "sliced": lambda: SlicedAttnProcessor(1),
 }
-TOMESD = {"proportional": False, "window": None, "merge_attn": True}
-KV = {**TOMESD, "merge_attn": "kv"}
-ASYMMETRIC = {**TOMESD, "merge_attn": "asymmetric"}
-CELLS = {**KV, "ratio": 0.75, "match": "grid"}
+TOMESD = {"proportional": False, "window": None, "method": "symmetric"}
+KV = {**TOMESD, "method": "kv"}
+ASYMMETRIC = {**TOMESD, "method": "default"}
+CELLS = {**KV, "method": "todo", "use_rand": True}
 TODO = {**CELLS, "use_rand": False}
 TOLERANCE = 5e-6  # float32 sums of up to 256 terms in another order, outputs of size 3
 
@@ -332,11 +332,11 @@ class Scaled(AttnProcessor):
     ("processor", "works", "fails", "message"),
     [
         (Deaf, {"proportional": False}, {}, "proportional=True: Deaf"),
-        (Mixing, TOMESD, {"merge_attn": True}, "proportional=True: Mixing attends to other tokens than its own"),
+        (Mixing, TOMESD, {"method": "symmetric"}, "proportional=True: Mixing attends to other tokens than its own"),
         (Mixing, TOMESD, ASYMMETRIC, "merge_attn='asymmetric': Mixing computes keys or values from other tokens"),
         (
             Scaled,
-            {"merge_attn": True},
+            {"method": "symmetric"},
             {},
             "merge_attn='asymmetric': Scaled computes keys or values from other",
         ),
@@ -362,7 +362,7 @@ def test_keys_of_the_first_frame_have_its_sizes(plans):
     unet = make_unet()
     unet.set_attn_processor(CrossFrameAttention())
     attention = find_blocks(unet)[0].block.attn1
-    for settings in ({"window": None}, {"merge_attn": True}, {"merge_attn": "kv", "ratio": 0.6}):
+    for settings in ({"window": None}, {"method": "symmetric"}, {"method": "kv", "ratio": 0.6}):
         plans.clear()
         tokens, out = record(unet, attention, lambda: run(unet, batch=4), **settings)
         expected = expected_of(attention, tokens, plans[0], settings, paddle.to_tensor([0, 0, 2, 2]))
@@ -375,7 +375,7 @@ def test_keys_of_the_first_frame_have_its_sizes(plans):
 
 
 @pytest.mark.parametrize("processor", [XFormersAttnProcessor, type("Own", (XFormersAttnProcessor,), {})])
-@pytest.mark.parametrize("settings", [{}, {"merge_attn": "kv"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"method": "kv"}], ids=str)
 def test_fused_attention_gets_no_mask_and_its_output_no_channels(processor, settings, monkeypatch):
     unet, calls, widths = make_unet(), [], []
     unet.set_attn_processor(processor(attention_op="math"))
@@ -485,7 +485,7 @@ def test_positional_arguments_are_those_of_the_layer(settings, monkeypatch):
 
     check()
     unet.apply_tome(**settings)
-    monkeypatch.setattr(wraps._current, "plan", match_tokens(tokens, Grid(16, 16), removed=100, removed_keys=150))
+    monkeypatch.setattr(passes._current, "plan", match_tokens(tokens, Grid(16, 16), removed=100, removed_keys=150))
     check()
     with paddle.no_grad():
         named = block.attn2(tokens, encoder_hidden_states=text, attention_mask=None).numpy()
@@ -502,6 +502,6 @@ def test_positional_arguments_reach_a_method_below(monkeypatch):
 
     attention.forward = MethodType(scaled, attention)
     unet.apply_tome()
-    monkeypatch.setattr(wraps._current, "plan", match_tokens(tokens, Grid(16, 16), removed=100, removed_keys=150))
+    monkeypatch.setattr(passes._current, "plan", match_tokens(tokens, Grid(16, 16), removed=100, removed_keys=150))
     with paddle.no_grad():
         np.testing.assert_array_equal((2 * attention(tokens)).numpy(), attention(tokens, None, None, 2.0).numpy())

@@ -30,7 +30,7 @@ from ppdiffusers_tome.grid import Grid
 
 SCRIPT = Path(speed.__file__)
 TORCH_PYTHON = os.environ.get("TOME_TORCH_PYTHON") or (sys.executable if find_spec("tomesd") else None)
-TOMESD = {"window": None, "proportional": False, "merge_attn": True}
+TOMESD = {"window": None, "proportional": False, "method": "symmetric"}
 
 
 CATALOG = speed.CATALOG_WITH_OTHERS
@@ -41,7 +41,7 @@ def open_backend(name, workload, folder):
 
 
 def test_arms_have_their_own_configs():
-    texts = ("window=8", "proportional,window=none", "merge_attn=kv,match=grid,ratio=0.75", "merge_attn=kv,ratio=0.75")
+    texts = ("window=8", "proportional,window=none", "method=todo,ratio=0.75", "method=kv,ratio=0.75")
     mergings = [TOMESD, *({**TOMESD, **parse_settings(text)} for text in texts), {"window": 4}, {"window": 8}]
     names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], [None], mergings)
     arms = make_arms(tiny(), names, ["eager", "PyTorch"], configs, CATALOG)

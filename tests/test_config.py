@@ -22,7 +22,7 @@ def test_defaults():
         "window": 16,
         "proportional": True,
         "match": "similarity",
-        "merge_attn": "asymmetric",
+        "method": "default",
         "merge_crossattn": False,
         "merge_mlp": False,
         "min_tokens": 0,
@@ -98,7 +98,7 @@ def test_asymmetric_ratios_cost_as_much_as_equal_ones(sx, sy):
     """Queries times keys, at every ratio; keys merge further until cells stop them, which the largest ratio does."""
     largest, dst = 1 - 1 / (sx * sy), 400 // (sx * sy)
     for ratio in np.linspace(0, largest, 21):
-        config = ToMeConfig(ratio, sx=sx, sy=sy, merge_attn="asymmetric")
+        config = ToMeConfig(ratio, sx=sx, sy=sy, method="default")
         queries, keys = config.attention_ratios
         assert (1 - queries) * (1 - keys) == pytest.approx((1 - config.ratio) ** 2)
         assert 0 <= queries <= ratio + 1e-12 and ratio - 1e-12 <= keys <= largest
@@ -123,12 +123,12 @@ def test_cells_take_remainders_with_them():
     [
         ({}, "default"),
         ({"ratio": 0.7, "seed": 3}, "default"),
-        ({"merge_attn": True, "window": 8}, "symmetric, windows of 8"),
+        ({"method": "symmetric", "window": 8}, "symmetric, windows of 8"),
         (TOMESD_SETTINGS, "tomesd"),
-        ({"merge_attn": "kv", "sx": 4, "window": None}, "keys and values, 4×2 cells, whole grid"),
+        ({"method": "kv", "sx": 4, "window": None}, "keys and values, 4×2 cells, whole grid"),
         ({**TODO, "window": 8}, "ToDo"),
         ({**TODO, "use_rand": True}, "ToDo, random dst"),
-        ({**TODO, "merge_attn": "asymmetric"}, "ToDo, asymmetric"),
+        ({**TODO, "method": "default"}, "ToDo, asymmetric"),
         ({"merge_attn": False, "merge_mlp": True}, "default, not around self-attention, merge_mlp=True"),
         (
             {"use_rand": False, "max_downsample": 2, "proportional": False, "min_tokens": 64},
@@ -163,8 +163,8 @@ def test_no_two_ways_to_merge_have_the_same_words():
         ("window=16,proportional,ratio=0.7", {"window": 16, "proportional": True, "ratio": 0.7}),
         ("window=none, proportional=false", {"window": None, "proportional": False}),
         (
-            "merge_attn=kv,match=grid,ratio=0.75,min_tokens=0",
-            {"merge_attn": "kv", "match": "grid", "ratio": 0.75, "min_tokens": 0},
+            "method=todo,ratio=0.75,min_tokens=0",
+            {"method": "todo", "use_rand": True, "ratio": 0.75, "min_tokens": 0},
         ),
     ],
 )
@@ -203,8 +203,8 @@ def test_frozen():
     ],
 )
 def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed, queries, keys):
-    assert ToMeConfig(ratio, merge_attn=True).removed(tokens, dst) == removed
-    assert ToMeConfig(ratio, merge_attn=True).removed(tokens, dst, keys=True) == removed
+    assert ToMeConfig(ratio, method="symmetric").removed(tokens, dst) == removed
+    assert ToMeConfig(ratio, method="symmetric").removed(tokens, dst, keys=True) == removed
     assert ToMeConfig(ratio).removed(tokens, dst) == queries
     assert ToMeConfig(ratio).removed(tokens, dst, keys=True) == keys
 
@@ -212,7 +212,7 @@ def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed, querie
 @pytest.mark.parametrize("tokens", [100, 64**2, 256**2, 1000**2])
 def test_removed_is_the_exact_share_whatever_floating_point_makes_of_it(tokens):
     for hundredths in range(100):
-        config = ToMeConfig(hundredths / 100, sx=10, sy=10, merge_attn=True)
+        config = ToMeConfig(hundredths / 100, sx=10, sy=10, method="symmetric")
         assert config.removed(tokens, 1) == min(tokens * hundredths // 100, tokens - 1)
 
 
@@ -226,7 +226,7 @@ def test_describe_has_ratio_and_changed_settings():
 
 def test_a_settings_file_gives_back_the_config(tmp_path):
     path = tmp_path / "tome_config.json"
-    config = ToMeConfig(0.75, merge_attn="kv", match="grid", sx=2, seed=None, min_tokens=1024)
+    config = ToMeConfig(0.75, method="todo", use_rand=True, sx=2, seed=None, min_tokens=1024)
     config.save(path, figures={"speed_up": 1.5})
     assert ToMeConfig.load(path) == ToMeConfig.load(str(path)) == config
     assert json.loads(path.read_text())["figures"] == {"speed_up": 1.5}

@@ -456,8 +456,8 @@ def dtypes(unet, dtype):
     ("method", "moves"),  # of attention, cross-attention and feed-forward in a block: merge and unmerge
     [
         ({"window": 4, "ratio": 0.5}, 7),
-        ({"window": 4, "ratio": 0.5, "merge_attn": True}, 6),
-        ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, 5),
+        ({"window": 4, "ratio": 0.5, "method": "symmetric"}, 6),
+        ({"method": "todo", "use_rand": True, "ratio": 0.75}, 5),
     ],
 )
 def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves, monkeypatch):

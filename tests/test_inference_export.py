@@ -71,7 +71,7 @@ def test_manifest_describes_the_folder(exported_folder):
 
 @pytest.mark.parametrize(
     ("ratio", "settings"),
-    [(0.5, {"merge_attn": "kv", "window": 4}), (0.75, {"match": "grid", "use_rand": False})],
+    [(0.5, {"method": "kv", "window": 4}), (0.75, {"match": "grid", "use_rand": False})],
 )
 def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
     """Each program is compared with eager while it is written."""

@@ -81,16 +81,16 @@ def test_controlnet_is_counted_as_measured(controlnet, monkeypatch):
         {"ratio": 0.5},
         {"ratio": 0.75},
         {"ratio": 0.5, "max_downsample": 2},
-        {"ratio": 0.5, "merge_attn": True},
-        {"ratio": 0.5, "window": 4, "merge_attn": True, "merge_mlp": True},
+        {"ratio": 0.5, "method": "symmetric"},
+        {"ratio": 0.5, "window": 4, "method": "symmetric", "merge_mlp": True},
         {"ratio": 0.4, "merge_crossattn": True},
         {"ratio": 0.4, "merge_mlp": True},
         {"ratio": 0.5, "window": 4, "proportional": True},
         {"ratio": 0.5, "window": 6, "max_downsample": 2},
-        {"ratio": 0.5, "merge_attn": "kv"},
-        {"ratio": 0.7, "merge_attn": "kv", "proportional": True, "merge_mlp": True},
-        {"ratio": 0.75, "merge_attn": "kv", "match": "grid"},
-        {"ratio": 0.75, "match": "grid", "max_downsample": 2, "merge_crossattn": True},
+        {"ratio": 0.5, "method": "kv"},
+        {"ratio": 0.7, "method": "kv", "proportional": True, "merge_mlp": True},
+        {"ratio": 0.75, "method": "todo", "use_rand": True},
+        {"method": "todo", "use_rand": True, "max_downsample": 2, "merge_crossattn": True},
         {"ratio": 0.3, "merge_attn": False, "merge_crossattn": True, "max_downsample": 2, "sx": 4},
     ],
 )
@@ -151,11 +151,11 @@ def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
     assert count_macs(model, latent, text, frames) == plain
     for settings in (
         {},
-        {"merge_attn": True},
-        {"merge_attn": "kv", "ratio": 0.6},
-        {"merge_attn": True, "window": 4},
+        {"method": "symmetric"},
+        {"method": "kv", "ratio": 0.6},
+        {"method": "symmetric", "window": 4},
         {"merge_mlp": True, "merge_crossattn": True},
-        {"merge_attn": False, "merge_mlp": True, "match": "grid", "ratio": 0.75},
+        {"merge_attn": False, "merge_mlp": True, "method": "todo", "use_rand": True},
     ):
         config = ToMeConfig(**{"proportional": False, **settings})
         blocks = chosen_blocks(model, config)
@@ -209,7 +209,7 @@ def test_summary_of_the_bundled_pipeline(pipe):
     assert "unet: ratio=0.5" in text and "latents 64×48" in text
     assert " 2439 (keys and values 968) of 3072  attn" in text
     assert f"{large.saved_share:.1%} of" in text
-    equal = pipe.apply_tome(ratio=0.5, merge_attn=True).tome_summary(height=256, width=192)
+    equal = pipe.apply_tome(ratio=0.5, method="symmetric").tome_summary(height=256, width=192)
     assert {(b.kept, b.kept_keys) for b in equal.blocks} == {(1536, 1536)}
     assert " 1536 of 3072  attn" in str(equal) and "keys and values" not in str(equal)
 
@@ -217,11 +217,11 @@ def test_summary_of_the_bundled_pipeline(pipe):
 def test_summary_of_keys_and_values(pipe):
     pipe.apply_tome(ratio=0.5)
     around = pipe.tome_summary()
-    pipe.apply_tome(ratio=0.5, merge_attn="kv", merge_mlp=True, window=None, proportional=False)
+    pipe.apply_tome(ratio=0.5, method="kv", merge_mlp=True, window=None, proportional=False)
     summary = pipe.tome_summary()
     assert {(b.kept, b.merges) for b in summary.blocks} == {(512, ("kv", "mlp"))}
     assert "merge_attn='kv'" in str(summary) and "kv, mlp" in str(summary)
-    cells = pipe.apply_tome(ratio=0.75, merge_attn="kv", match="grid").tome_summary()
+    cells = pipe.apply_tome(ratio=0.75, method="todo", use_rand=True).tome_summary()
     assert {(b.kept, b.merges) for b in cells.blocks} == {(256, ("kv",))}
     assert 0 < cells.saved < around.macs and summary.macs == around.macs == cells.macs
 

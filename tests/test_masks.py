@@ -29,8 +29,8 @@ def unet(request):
     [
         ({}, 81),
         ({"ratio": 0.01}, 252),
-        ({"merge_attn": True}, 128),
-        ({"merge_attn": "kv", "proportional": False}, 128),
+        ({"method": "symmetric"}, 128),
+        ({"method": "kv", "proportional": False}, 128),
     ],
 )
 def test_mask_over_merged_tokens_is_rejected(unet, settings, keys):

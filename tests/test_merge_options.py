@@ -36,7 +36,7 @@ def parse(*options, is_single):
         ),
         (
             "merge_attn=TRUE,window=none,proportional=false",
-            {"merge_attn": True, "window": None, "proportional": False},
+            {"method": "symmetric", "window": None, "proportional": False},
         ),
         ("use_rand=false,seed=3,max_downsample=2", {"use_rand": False, "seed": 3, "max_downsample": 2}),
         ("ratio=0.25", {"ratio": 0.25}),

@@ -204,8 +204,8 @@ def check(traceable, tmp_path, converter, **dims):
     ("architecture", "settings"),
     [
         ({}, {**TOMESD, "use_rand": False}),
-        ({}, {"ratio": 0.7, "merge_attn": "kv"}),
-        ({}, {"ratio": 0.75, "merge_attn": "kv", "match": "grid"}),
+        ({}, {"ratio": 0.7, "method": "kv"}),
+        ({}, {"ratio": 0.75, "method": "todo", "use_rand": True}),
         ({}, {**ONNX_SETTINGS, "merge_mlp": True, "merge_crossattn": True, "sx": 3}),
         ({**SDXL, **ONE_DEPTH}, {}),
     ],

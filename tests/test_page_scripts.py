@@ -18,11 +18,11 @@ NODE = shutil.which("node")
 SETTINGS = (
     {},
     {"window": None, "proportional": False},
-    {"merge_attn": True},
-    {"merge_attn": True, "proportional": False},
-    {"merge_attn": "kv", "sx": 4, "use_rand": False, "max_downsample": 2},
-    {"match": "grid", "ratio": 0.75, "merge_attn": "kv"},
-    {"match": "grid", "ratio": 0.75},
+    {"method": "symmetric"},
+    {"method": "symmetric", "proportional": False},
+    {"method": "kv", "sx": 4, "use_rand": False, "max_downsample": 2},
+    {"method": "todo", "use_rand": True, "method": "kv"},
+    {"method": "todo", "use_rand": True},
     {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64},
     {"merge_attn": False, "merge_mlp": True},
 )

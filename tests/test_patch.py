@@ -82,9 +82,9 @@ MODELS = {
     "settings",
     [
         {},
-        {"merge_attn": "kv", "window": None},
-        {"merge_attn": "kv", "ratio": 0.75, "match": "grid", "proportional": False},
-        {"merge_attn": True, "ratio": 0.75, "match": "grid", "merge_mlp": True},
+        {"method": "kv", "window": None},
+        {"method": "kv", "method": "todo", "use_rand": True, "proportional": False},
+        {"method": "symmetric", "method": "todo", "use_rand": True, "merge_mlp": True},
     ],
     ids=str,
 )
@@ -118,7 +118,7 @@ def test_ratio_that_removes_no_token_gives_the_plain_result(unet):
     plain = run(unet)
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0)), plain)
     np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.002)), plain)  # ⌊256 · 0.0033⌋ = 0 keys
-    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003, merge_attn=True)), plain)  # ⌊256 · 0.003⌋ = 0
+    np.testing.assert_array_equal(run(unet.apply_tome(ratio=0.003, method="symmetric")), plain)  # ⌊256 · 0.003⌋ = 0
 
 
 def test_at_ratio_0_nothing_is_checked_and_nothing_changes(unet):
@@ -160,7 +160,7 @@ def test_cells_add_no_tokens(unet, match, adds, monkeypatch):
     """A GPU adds in no fixed order: see docs/api.md."""
     added, add = [], paddle.scatter_nd_add
     monkeypatch.setattr(paddle, "scatter_nd_add", lambda *args: added.append(args[2]) or add(*args))
-    run(unet.apply_tome(ratio=0.75, match=match, merge_attn=True))
+    run(unet.apply_tome(ratio=0.75, match=match, method="symmetric"))
     assert bool(added) == adds
 
 
@@ -345,7 +345,7 @@ def test_wraps_of_others_below_and_above(unet, name):
     """Ours comes off from between them; both stay. Applied again, it merges as before."""
     block = find_blocks(unet)[0].block
     layer = block if name == "block" else getattr(block, name)
-    settings = {"merge_attn": True, "merge_crossattn": True, "merge_mlp": True, "proportional": False}
+    settings = {"method": "symmetric", "merge_crossattn": True, "merge_mlp": True, "proportional": False}
     wrap_forward(layer, 0.5)
     wrap_forward(layer, 3.0)
     plain = run(unet)
@@ -390,8 +390,8 @@ def test_a_method_below_gets_what_merging_adds(unet):
     with pytest.raises(ToMePassError, match="merge_attn='asymmetric': AttnProcessor has not called to_k and to_v"):
         run(unet.apply_tome())
     with pytest.raises(ToMePassError, match="proportional=True: AttnProcessor has neither"):
-        run(unet.apply_tome(merge_attn=True))
-    assert np.isfinite(run(unet.apply_tome(merge_attn=True, proportional=False))).all()
+        run(unet.apply_tome(method="symmetric"))
+    assert np.isfinite(run(unet.apply_tome(method="symmetric", proportional=False))).all()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -503,7 +503,7 @@ def test_gradient_equals_central_differences(unet):
     assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float((slope * direction).sum()), rel=1e-2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"seed": None}, {"merge_attn": "kv"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"seed": None}, {"method": "kv"}], ids=str)
 def test_gradient_checkpointing_runs_the_blocks_again_by_the_same_plan(unet, settings, plans, monkeypatch):
     for module in (transformer_2d, unet_2d_blocks):  # Paddle cannot preserve its random state on the CPU
         monkeypatch.setattr(module, "recompute", partial(module.recompute, preserve_rng_state=False))
@@ -529,7 +529,7 @@ def apply_builtin(model, ratio):
         "hooks": [],
         "args": {
             "ratio": ratio, "max_downsample": 1, "sx": 2, "sy": 2, "use_rand": False,
-            "merge_attn": True, "merge_crossattn": False, "merge_mlp": False,
+            "method": "symmetric", "merge_crossattn": False, "merge_mlp": False,
         },
     }  # fmt: skip
     for mergeable in find_blocks(model):

@@ -113,7 +113,7 @@ def test_which_grids_have_equal_windows(grid, window, is_equal):
 
 
 def test_a_model_merges_alike_by_rows_and_by_products():
-    model = make_unet().apply_tome(0.75, merge_attn="kv", window=8)
+    model = make_unet().apply_tome(0.75, method="kv", window=8)
     expected = run(model)
     with merging_for_gpu():
         actual = run(model)

@@ -73,9 +73,9 @@ CALLS = {
         {},
         {"window": 8},
         {"window": 4, "proportional": True},
-        {"merge_attn": "kv", "proportional": True},
-        {"merge_attn": "asymmetric", "window": 4, "proportional": True},
-        {"merge_attn": "kv", "ratio": 0.75, "match": "grid"},
+        {"method": "kv", "proportional": True},
+        {"method": "default", "window": 4, "proportional": True},
+        {"method": "kv", "method": "todo", "use_rand": True},
         {"use_rand": False},
     ],
     ids=str,
@@ -118,7 +118,7 @@ def block_wraps(unet):
     return [wrap_of(block.block) for block in find_blocks(unet) if isinstance(wrap_of(block.block), BlockWrap)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"ratio": 0.75, "match": "grid"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"method": "todo", "use_rand": True}], ids=str)
 def test_constants_leave_with_the_wraps_of_their_model(settings, monkeypatch):
     """The constants of the model without merging leave; those of another model stay."""
     constants = {"one": [], "other": []}

@@ -34,14 +34,14 @@ def test_every_setting_differs_from_the_defaults_in_one_thing():
 
 
 def test_methods_are_generated_at_each_ratio_or_at_their_own():
-    methods = [{"window": 4, "proportional": True}, {"merge_attn": "kv", "match": "grid", "ratio": 0.75}]
+    methods = [{"window": 4, "proportional": True}, {"method": "todo", "use_rand": True, "ratio": 0.75}]
     methods.append({"window": ToMeConfig().window})  # equals the defaults, which are generated already
     settings = list_image_sets((0.25, 0.5), ablations=(), methods=methods)[2:]
     assert {setting.group for setting in settings} == {"method"}
     assert {setting.name: setting.config for setting in settings} == {
         "0.25-window=4_proportional=True": ToMeConfig(ratio=0.25, window=4, proportional=True),
         "0.5-window=4_proportional=True": ToMeConfig(ratio=0.5, window=4, proportional=True),
-        "0.75-merge_attn=kv_match=grid": ToMeConfig(ratio=0.75, merge_attn="kv", match="grid"),
+        "0.75-method=kv_match=grid": ToMeConfig(ratio=0.75, method="todo", use_rand=True),
     }
 
 

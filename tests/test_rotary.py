@@ -24,21 +24,23 @@ from ppdiffusers_tome import (
     match_tokens,
     remove_tome,
     tome_summary,
-    wraps,
 )
-from ppdiffusers_tome.families.models import BLOCKS, find_blocks
+from ppdiffusers_tome.attach import passes
+from ppdiffusers_tome.attach.attention import AttentionWrap
+from ppdiffusers_tome.attach.forward import install, remove, wrap_of
+from ppdiffusers_tome.attach.placement import placements
+from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.families.table import FAMILIES as TABLE
 from ppdiffusers_tome.methods.plan import join_frames
-from ppdiffusers_tome.rotary import RotaryAttentionWrap
-from ppdiffusers_tome.attach.passes import install, remove, wrap_of
 
 H, W = 6, 8
 SETTINGS = [
     {},
-    {"merge_attn": "kv"},
-    {"merge_attn": True},
+    {"method": "kv"},
+    {"method": "symmetric"},
     {"proportional": False},
     {"merge_mlp": True, "merge_crossattn": True},
-    {"match": "grid", "ratio": 0.75},
+    {"method": "todo", "use_rand": True},
     {"merge_attn": False, "merge_mlp": True, "window": 4},
     {"ratio": 0.05},  # a few keys merge, and no query
     {"ratio": 0.05, "merge_mlp": True, "merge_crossattn": True, "proportional": False},
@@ -284,8 +286,8 @@ def even_positions(model, inputs, first):
     "settings",
     [
         {},
-        {"merge_attn": "kv"},
-        {"merge_attn": True},
+        {"method": "kv"},
+        {"method": "symmetric"},
         {"merge_mlp": True},
         {"ratio": 0.05, "match": "similarity"},  # a few keys merge, and no query
     ],
@@ -304,7 +306,7 @@ def test_equal_tokens_at_equal_positions_merge_without_a_difference(family, mode
             latents = latents.index_select(paddle.to_tensor(pixels // 4 * 4 + pixels % 2), axis=axis)
     inputs["hidden_states"] = latents
     plain = run(model, inputs)
-    settings = {"ratio": 0.75, "match": "grid", **settings}
+    settings = {"method": "todo", "use_rand": True, **settings}
     merged = run(apply_tome(model, **settings), inputs)
     np.testing.assert_allclose(merged, plain, atol=2e-5 * np.abs(plain).max())
     without = run(apply_tome(model, proportional=False, **settings), inputs)
@@ -372,8 +374,8 @@ def test_which_layers_get_merged_tokens(family, model):
     ("settings", "queries", "mlp"),
     [
         ({}, 24, 24),
-        ({"merge_attn": True}, 24, 24),
-        ({"merge_attn": "kv"}, 48, 48),
+        ({"method": "symmetric"}, 24, 24),
+        ({"method": "kv"}, 48, 48),
     ],
     ids=str,
 )
@@ -503,7 +505,7 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, removed,
         elif rows is not None:
             arguments["image_rotary_emb"] = rows
         with monkeypatch.context() as context:
-            context.setattr(wraps._current, "plan", plan)
+            context.setattr(passes._current, "plan", plan)
             install(layer, RotaryAttentionWrap(ToMeConfig(merge_attn=merge_attn), block.facts))
             actual = layer(paddle.concat([text, image], axis=1) if is_sequence else image, **arguments)
             remove(layer)
@@ -585,7 +587,7 @@ class SampleOfFlux(paddle.nn.Layer):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of Paddle, which traces
-@pytest.mark.parametrize("settings", [{}, {"ratio": 0.05}, {"merge_attn": "kv"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"ratio": 0.05}, {"method": "kv"}], ids=str)
 @pytest.mark.parametrize("family", [OF_FLUX], ids=named)
 def test_program_of_flux_equals_eager_and_fails_on_another_grid(family, model, settings):
     apply_tome(model, **settings)
@@ -622,7 +624,7 @@ def test_attention_that_is_cached(family, merge_attn):
     merged, merged_other = (run(model.apply_tome(merge_attn=merge_attn), x) for x in (inputs, other))
     model.enable_cache(config)
     if family.is_hunyuan and merge_attn is True:
-        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass merge_attn="kv"'):
+        with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass method="kv"'):
             run(model, inputs)
     else:
         np.testing.assert_array_equal(run(model, inputs), merged)
@@ -670,7 +672,7 @@ def test_positions_that_are_no_grid_are_an_error(family, model):
 def test_an_argument_that_would_be_ignored_is_an_error(name, monkeypatch):
     layer = OF_WAN.double().blocks[0].attn1
     image = noise(1, H * W, CHANNELS)
-    monkeypatch.setattr(wraps._current, "plan", match_tokens(image, Grid(H, W), removed=20))
+    monkeypatch.setattr(passes._current, "plan", match_tokens(image, Grid(H, W), removed=20))
     install(layer, RotaryAttentionWrap(ToMeConfig(), BLOCKS["WanTransformerBlock"]))
     arguments = {"attention_mask": paddle.ones([1, 1, 1, H * W])} if name == "mask" else {"scale": 2.0}
     with pytest.raises(ToMePassError, match=f"attention with the argument {next(iter(arguments))} cannot merge"):
@@ -693,7 +695,7 @@ def test_positional_arguments_are_those_of_the_layer(monkeypatch):
         return [x.numpy() for x in layer(image, text)]
 
     check()
-    monkeypatch.setattr(wraps._current, "plan", match_tokens(image, Grid(H, W), removed=20))
+    monkeypatch.setattr(passes._current, "plan", match_tokens(image, Grid(H, W), removed=20))
     install(layer, RotaryAttentionWrap(ToMeConfig(), BLOCKS["FluxTransformerBlock"]))
     np.testing.assert_equal(check(), [x.numpy() for x in layer(image, encoder_hidden_states=text)])
     with pytest.raises(ToMePassError, match="attention with the argument attention_mask cannot merge"):
@@ -716,7 +718,7 @@ def test_what_replaces_the_forward_of_an_attention_is_left_out_nowhere():
         expected = run(apply_tome(model, merge_attn=merge_attn), inputs)
         replace(model.single_transformer_blocks[0].attn)
         if is_whole:
-            with pytest.raises(ToMePassError, match=r'single-stream block.*pass merge_attn="kv"'):
+            with pytest.raises(ToMePassError, match=r'single-stream block.*pass method="kv"'):
                 run(model, inputs)
         else:
             np.testing.assert_array_equal(run(model, inputs), expected)

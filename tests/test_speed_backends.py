@@ -39,9 +39,9 @@ def test_merging_arms_take_every_ratio_or_their_own():
     texts = (
         "window=8",
         "proportional,window=none",
-        "merge_attn=true",
-        "merge_attn=kv,match=grid,ratio=0.75",
-        "merge_attn=kv,ratio=0.75",
+        "method=symmetric",
+        "method=todo,ratio=0.75",
+        "method=kv,ratio=0.75",
     )
     base = "window=none,proportional=false"
     mergings = [parse_settings(base), *({**parse_settings(base), **parse_settings(text)} for text in texts)]
@@ -119,8 +119,8 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     [
         (0.75, {}),
         (0.75, {"window": 8, "proportional": True}),
-        (0.5, {"window": 8, "proportional": True, "merge_attn": "asymmetric"}),
-        (0.75, {"merge_attn": "kv", "match": "grid"}),
+        (0.5, {"window": 8, "proportional": True, "method": "default"}),
+        (0.75, {"method": "todo", "use_rand": True}),
     ],
 )
 def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio, settings, tmp_path):

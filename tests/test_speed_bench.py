@@ -25,7 +25,7 @@ def read(file):
 def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     out = tmp_path / "new" / "speed.json"
     options = [*TINY, "--rounds", "2", "--arms", "plain", "tome", "both", "--output", str(out)]
-    options += ["--merging", "proportional=false,window=none", "proportional,merge_attn=kv,match=grid,ratio=0.75"]
+    options += ["--merging", "proportional=false,window=none", "proportional,method=todo,ratio=0.75"]
     assert main(options) == 0
     printed, case = capsys.readouterr().out, read(out)
     assert "tiny, one UNet pass, 128 px, batch 2, float32: 256 tokens" in printed

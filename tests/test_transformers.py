@@ -23,10 +23,10 @@ from ppdiffusers_tome import (
     match_tokens,
     merge,
     unmerge,
-    wraps,
 )
-from ppdiffusers_tome.attention import AttentionWrap
-from ppdiffusers_tome.attach.passes import install, remove
+from ppdiffusers_tome.attach import passes
+from ppdiffusers_tome.attach.attention import AttentionWrap
+from ppdiffusers_tome.attach.forward import install, remove
 
 BATCH, TEXT = 2, 5
 TIMESTEP = paddle.to_tensor([10] * BATCH)
@@ -208,7 +208,7 @@ def test_sizes_are_added_after_the_norm_of_a_head(sd35, name, removed_keys, monk
     image = noise(2, 24, HIDDEN, seed=1)
     text = {"encoder_hidden_states": noise(2, TEXT, HIDDEN, seed=2)} if name == "attn" else {}
     plan = match_tokens(image, Grid(4, 6), removed=12, removed_keys=removed_keys)
-    monkeypatch.setattr(wraps._current, "plan", plan)
+    monkeypatch.setattr(passes._current, "plan", plan)
     install(attention, AttentionWrap(ToMeConfig(), is_self=True))
     merged = attention(hidden_states=image, **text)
     remove(attention)

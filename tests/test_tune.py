@@ -175,7 +175,7 @@ def test_ratios_between_those_of_the_best(measure, value, between, monkeypatch):
     ratios = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
     figures = ((ratio, *LANDSCAPE[ratio]) for ratio in ratios)
     candidates = [Candidate(ToMeConfig(r), [speed_up], [psnr], [far]) for r, speed_up, psnr, far in figures]
-    cells = ToMeConfig(0.75, match="grid", merge_attn="kv")
+    cells = ToMeConfig(0.75, match="grid", method="kv")
     candidates.append(Candidate(cells, [1.0], [70.0], [1.0]))
     assert [config.ratio for config in tuning.ratios_between(candidates, candidates, Goal(measure, value))] == between
     monkeypatch.setattr(tuning, "MIN_STEP", 0.06)
@@ -274,7 +274,7 @@ def test_goals(goal, speed_ups, ratio, words, command, output, monkeypatch, caps
 
 def test_a_whole_run_and_its_repetition(command, output, monkeypatch, worker_in_this_process):
     """Measured times decide, so any of the candidates may be chosen, or none."""
-    options = ["--merging", "ratio=0.5", "merge_attn=kv,ratio=0.75", "--restart"]
+    options = ["--merging", "ratio=0.5", "method=kv,ratio=0.75", "--restart"]
     assert command("--psnr", "1", *options) == 0
     content = json.loads(output.read_text())
     assert content["backend"] == "eager" and len(content["candidates"]) == 2

@@ -74,7 +74,7 @@ def self_attention(over_pixels):
     return {path: shape for path, shape in over_pixels.items() if path.endswith("attn1")}
 
 
-@pytest.mark.parametrize(("settings", "queries", "keys"), [({}, 51, 21), ({"merge_attn": True}, 32, 32)], ids=str)
+@pytest.mark.parametrize(("settings", "queries", "keys"), [({}, 51, 21), ({"method": "symmetric"}, 32, 32)], ids=str)
 def test_pixels_merge_in_each_frame_and_frames_do_not_merge(model, settings, queries, keys):
     plain_frames, plain_pixels = record(model)
     model.apply_tome(ratio=0.5, **settings)

@@ -46,13 +46,27 @@ class Placement:
 
     def kept(self, grid: Grid, use_gpu_form: bool) -> Kept:
         """How many tokens of a grid, or of each frame of a video, remain; all of them where nothing merges."""
-        config = self.config
-        if not config.ratio or grid.tokens < config.min_tokens:
-            return Kept(grid.tokens, grid.tokens, grid.tokens)
-        is_uniform = self.merges_block or not config.merge_attn  # no keys and values merge more than queries
-        ratios = (config.ratio, config.ratio) if is_uniform else self.method.ratios(config)
-        kept = self.method.kept(grid, config, ratios)
-        return self.form(grid, use_gpu_form).rounded(kept, grid, config)
+        return tokens_kept(self.config, grid, use_gpu_form, self.merges_block)
+
+
+def tokens_kept(
+    config: ToMeConfig, grid: Grid, use_gpu_form: bool = False, merges_block: bool = False
+) -> Kept:
+    """How many tokens of a grid remain in a block with self-attention.
+
+    Args:
+        config: the settings.
+        grid: tokens along each axis.
+        use_gpu_form: whether tokens merge in the form that suits a GPU.
+        merges_block: as in `Placement`.
+    """
+    if not config.ratio or grid.tokens < config.min_tokens:
+        return Kept(grid.tokens, grid.tokens, grid.tokens)
+    method = METHODS[config.method]
+    is_uniform = merges_block or not config.merge_attn  # no keys and values merge more than queries
+    kept = method.kept(grid, config, (config.ratio, config.ratio) if is_uniform else method.ratios(config))
+    form = method.for_gpu(grid, config) if use_gpu_form else method
+    return form.rounded(kept, grid, config)
 
 
 def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBlock, Placement]]:

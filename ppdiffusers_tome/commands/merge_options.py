@@ -1,16 +1,19 @@
-"""The options of the command line that name ways to merge: --merging as text, --config as settings files."""
+"""The options of the command line that name ways to merge: --method by name, --merging as text, --config as files."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from ..config import ToMeConfig, parse_settings
+from ..config import ToMeConfig, check_names
+from ..errors import ToMeConfigError
+from ..methods import METHODS
 
-EXAMPLE = "merge_attn=kv,ratio=0.75"
+EXAMPLE = "method=kv,ratio=0.75"
+_WORDS = {"": True, "true": True, "false": False, "none": None}
 
 
 def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: bool = False) -> None:
-    """Add --merging and --config, which `read_methods` reads.
+    """Add --method, --merging and --config, which `read_methods` reads.
 
     Args:
         about: what the ways to merge are for, in words.
@@ -18,6 +21,8 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
     """
     place = group.add_mutually_exclusive_group() if is_single else group
     number: Any = 1 if is_single else "+"
+    listed = "; ".join(f"{method.name}: {method.description}" for method in METHODS.values())
+    place.add_argument("--method", nargs=number, default=[], choices=METHODS, help=f"{about}, by name. {listed}")
     text = f"{about}: settings of ToMeConfig, such as {EXAMPLE}"
     place.add_argument("--merging", nargs=number, default=[], metavar="SETTINGS", help=text)
     file = "the same from a settings file, which tune and ToMeConfig.save write"
@@ -25,15 +30,16 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
 
 
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The ways to merge that the options name, each as arguments of `ToMeConfig`: those of files, then the others.
+    """The ways to merge that the options name, each as arguments of `ToMeConfig`: those of files first.
 
     A file always names its ratio. Its other settings are left out where they have their default values.
 
     Raises:
-        ToMeConfigError: a file cannot be read, or a setting does not exist or is not allowed.
+        ToMeConfigError: a file cannot be read, or a setting does not exist.
     """
     of_files = [ToMeConfig.load(path).changed_settings() for path in options.config]
-    return of_files + [parse_settings(text) for text in options.merging]
+    named = [{"method": name} for name in options.method]
+    return of_files + named + [parse_settings(text) for text in options.merging]
 
 
 def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
@@ -42,10 +48,40 @@ def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:
     Without --ratio it has its own ratio, or the default.
 
     Raises:
-        ToMeConfigError: as `read_methods`, or a ratio is not allowed.
+        ToMeConfigError: as `read_methods`, or a setting or ratio is not allowed.
     """
     methods = read_methods(options)
     settings = methods[0] if methods else {}
     if options.ratio is None:
         return [ToMeConfig(**settings)]
     return [ToMeConfig(**(settings | {"ratio": ratio})) for ratio in options.ratio]
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """The settings in a text such as "window=16,proportional,ratio=0.7", as arguments of `ToMeConfig`.
+
+    A name without a value is True; "none" is None. Values are checked when a config is made of them.
+
+    Raises:
+        ToMeConfigError: a name is not a setting, or is repeated.
+    """
+    settings: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name in settings:
+            raise ToMeConfigError(f"{text!r:.200}: {name!r} is repeated: pass it once.")
+        try:
+            check_names([name])
+        except ToMeConfigError as error:
+            raise ToMeConfigError(f"{text!r:.200}: {error}") from None
+        settings[name] = _WORDS[value.lower()] if value.lower() in _WORDS else _number(value)
+    return settings
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

@@ -11,7 +11,8 @@ from ppdiffusers import ControlNetModel, DiffusionPipeline
 
 from ..config import ToMeConfig, controlnet_config
 from ..errors import ToMeConfigError, ToMeExportError
-from ..families.models import latent_grid, vae_factor
+from ..families.grids import latent_grid
+from ..families.models import vae_factor
 from ..attach.attach import config_of
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout

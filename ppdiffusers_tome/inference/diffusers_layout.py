@@ -20,6 +20,7 @@ from .._version import __version__
 from ..config import ToMeConfig
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.models import vae_factor
+from ..wording import method_in_words
 from .manifest import Configs, ProgramFile, Size, ratio_name
 from .onnx_weights import external_places, set_places
 from .runtime import load_module
@@ -287,7 +288,7 @@ def write_layout(
     if layout.format == "openvino":
         _convert_tokenizers(folder)
     config, _ = merging[ratio]
-    about = {"version": __version__, "size": str(size), "ratio": ratio, "method": config.method if config else "plain"}
+    about = {"version": __version__, "size": str(size), "ratio": ratio, "method": method_in_words(config) if config else "plain"}
     _write_json(folder / "model_index.json", _model_index(pipe) | {MARK: about})
     (folder / "README.md").write_text(_readme(layout, pipe, about, "vae_encoder" in files), encoding="utf-8")
 

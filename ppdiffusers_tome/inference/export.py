@@ -20,7 +20,7 @@ from .._version import __version__
 from ..config import ToMeConfig
 from ..families.models import text_tokens, vae_factor
 from ..attach.attach import attach, detach
-from ..attach.passes import merging_for_gpu
+from ..attach.passes import gpu_form
 from . import programs
 from .arguments import (
     EXPORT_FORMATS,
@@ -178,7 +178,7 @@ def write_export(
     sizes = sizes_of(pipe, sizes)
     image_to_image = image_to_image or READERS[type(pipe).__name__][0] is None
     planned = list_programs(sizes, merging, is_xl(pipe), image_to_image, merge_map)
-    operations = merging_for_gpu() if for_gpu else nullcontext()
+    operations = gpu_form(for_gpu)
     with replacing(folder) as partial, Converter() as converter, operations:
         export = partial if layout is None else partial / "export"
         states = layout is not None

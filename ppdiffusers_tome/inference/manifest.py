@@ -14,8 +14,9 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, TypeAdapte
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from ..config import ToMeConfig, without_blend
+from ..config import ToMeConfig, upgraded
 from ..errors import ToMeConfigError, ToMeExportError
+from ..wording import method_in_words
 from .replacement import earlier_folder
 
 MANIFEST = "tome.json"
@@ -70,7 +71,7 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(without_blend)]
+Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(upgraded)]
 Configs: TypeAlias = tuple[Config, Config]  # of UNet and ControlNet; None: plain or none
 
 
@@ -185,7 +186,7 @@ class Manifest:
     def methods(self) -> dict[float, str]:
         """How the UNet's tokens merge, in words, by ratio; "" at ratio 0."""
         configs = (unet for unet, _ in self.merging.values())
-        return {r: config.method if config else "" for r, config in zip(self.ratios, configs, strict=True)}
+        return {r: method_in_words(config) if config else "" for r, config in zip(self.ratios, configs, strict=True)}
 
     def programs_of(self, model: str) -> list[ProgramFile]:
         """The programs of one model, the default first."""

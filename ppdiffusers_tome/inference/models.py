@@ -16,6 +16,7 @@ from ppdiffusers.models.vae import DecoderOutput, DiagonalGaussianDistribution
 from ppdiffusers.transformers import CLIPTextModel
 
 from ..errors import ToMeConfigError
+from ..wording import method_in_words
 from .manifest import Manifest, ProgramFile, Size, ratio_name
 from .runtime import Load, Program, return_memory
 from .stand_in import StandIn
@@ -198,7 +199,7 @@ class ExportedUNet(ExportedModel, UNet2DConditionModel):
             lines.append(f"ratio {ratio_name(exported)}: {method or 'plain'}")
             controlnet = manifest.merging[ratio_name(exported)][1]
             if manifest.controlnet and controlnet is not None:
-                lines[-1] += f"; ControlNet at ratio {ratio_name(controlnet.ratio)}: {controlnet.method}"
+                lines[-1] += f"; ControlNet at ratio {ratio_name(controlnet.ratio)}: {method_in_words(controlnet)}"
         return tuple(lines)
 
     @property

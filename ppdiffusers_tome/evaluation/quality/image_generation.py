@@ -25,7 +25,8 @@ from ...inference import Size, read_manifest
 from ...inference.export import unmerged_programs, write_export
 from ...inference.loading import ModelDefaults, load_for_export, read_defaults
 from ...inference.manifest import MANIFEST
-from ...families.models import latent_grid, vae_factor
+from ...families.grids import latent_grid
+from ...families.models import vae_factor
 from ..cache import Cache, digest, program_key, warn_of_damage
 from ..environment import commit, model_files, sources, versions
 from ..results import read_json, write_result

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...config import ToMeConfig, method_name
+from ...config import ToMeConfig
+from ...wording import method_in_words
 from ..clock import quartiles
 from ..markdown import TEMPLATES, write_page
 from ..plotting import save_figure
@@ -71,7 +72,7 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     for setting in result["settings"]:
         config = ToMeConfig(**setting["config"])
         about = {name: setting[name] for name in ("group", "framework")} | {"fid": setting.get("fid", math.nan)}
-        about |= {"config": config, "method": method_name(config), "ratio": config.ratio}
+        about |= {"config": config, "method": method_in_words(config), "ratio": config.ratio}
         about |= {"label": _label(setting["group"], config)}
         rows[setting["name"]] = about | _measures(setting["pairs"], setting["kid"])
     for name, known in result["calibration"].items():
@@ -102,7 +103,7 @@ def _measures(pairs: dict[str, list[float | None]], kid: dict[str, dict[str, flo
 def _label(group: str, config: ToMeConfig) -> str:
     """How a setting differs from the others of its ratio."""
     layers = " + ".join(layer for layer in ("attn", "crossattn", "mlp") if getattr(config, f"merge_{layer}"))
-    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "method": method_name(config)}
+    labels = {"ratio": "random dst", "layers": f"layers: {layers}", "method": method_in_words(config)}
     labels |= {"tomesd": "tomesd on PyTorch", "precision": "bfloat16"}
     return labels.get(group) or f"{group}={getattr(config, group)}"
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import paddle
 
-from ...config import ToMeConfig, method_name
+from ...attach.placement import tokens_kept
+from ...config import ToMeConfig, upgraded
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
-from ...grid import tokens_kept
+from ...wording import method_in_words
 from ..results import check_result
 from .architectures import Architecture, architecture_of
 
@@ -74,7 +75,7 @@ class Arm:
             return ""
         # The arms of benchmarks/speed.py have neither windows nor weights.
         others = () if self.arm in ARM_NAMES else ("window", "proportional")
-        return method_name(self.config, without=("max_downsample", "use_rand", *others))
+        return method_in_words(self.config, without=("max_downsample", "use_rand", *others))
 
     @property
     def name(self) -> str:
@@ -120,7 +121,7 @@ class Case:
         arms = []
         for arm in fields["arms"]:
             known = {name: value for name, value in arm.items() if name != "shares"}  # results before 3.0 have it
-            arms.append(Arm(**{**known, "config": arm["config"] and ToMeConfig(**arm["config"])}))
+            arms.append(Arm(**{**known, "config": arm["config"] and ToMeConfig(**upgraded(arm["config"]))}))
         return cls(**{**fields, "arms": arms})
 
     @cached_property
@@ -151,12 +152,12 @@ class Case:
             raise ToMeConfigError(
                 f"--max-downsample {level} is not allowed: {self.model} has attention from level {first} on."
             )
-        kept, keys = tokens_kept(self.architecture.first_grid(self.size), config)
-        if keys == self.tokens:
+        kept = tokens_kept(config, self.architecture.first_grid(self.size))
+        if kept.keys == self.tokens:
             raise ToMeConfigError(
                 f"--ratio {config.ratio:g} merges no token at {self.size} px: raise the ratio or the size."
             )
-        return kept
+        return kept.queries
 
 
 @dataclass(frozen=True)

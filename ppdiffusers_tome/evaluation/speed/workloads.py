@@ -10,7 +10,7 @@ from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 from ...config import ToMeConfig
 from ...inference.programs import Input, Traceable, denoiser, unet_inputs
 from ...macs import count_macs, saved_macs
-from ...attach.attach import chosen_blocks
+from ...attach.placement import placements
 from ...grid import Grid
 from .architectures import ARCHITECTURES
 from .cases import Case
@@ -60,8 +60,8 @@ class Workload(ABC):
         text = self.case.architecture.text
         total = count_macs(self.denoiser, self.latent, text)
         if config is not None:
-            for block in chosen_blocks(self.denoiser, config):
-                total -= saved_macs(block, config, self.latent, text)
+            for block, placement in placements(self.denoiser, config):
+                total -= saved_macs(block, placement, self.latent, text)
         return total * self.rows
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from ...config import ToMeConfig, method_name
+from ...config import ToMeConfig
 from ...families.grids import grid_at
+from ...wording import method_in_words
 from ..clock import quartiles
 from ..environment import commit, describe_environment
 from ..markdown import NOT_MEASURED
@@ -37,7 +38,7 @@ def frame_of(candidates: Sequence[Candidate], chosen: Candidate | None) -> pd.Da
     timed = sorted((c for c in candidates if c.speed_up), key=lambda c: -c.median(SPEED_UP))
     frame = pd.DataFrame(
         {
-            "method": [method_name(c.config) for c in timed],
+            "method": [method_in_words(c.config) for c in timed],
             "ratio": [c.config.ratio for c in timed],
             "rounds": [len(c.speed_up) for c in timed],
             "images": [len(c.psnr) for c in timed],
@@ -61,7 +62,7 @@ def table_of(frame: pd.DataFrame) -> str:
 def describe(candidate: Candidate) -> str:
     """Its method, ratio and medians in words."""
     faster = f"{candidate.median(SPEED_UP):.2f} times as fast as plain"
-    words = f"{method_name(candidate.config)}, ratio {candidate.config.ratio:g}, {faster}"
+    words = f"{method_in_words(candidate.config)}, ratio {candidate.config.ratio:g}, {faster}"
     if candidate.psnr:
         words += f", PSNR {candidate.median(PSNR):.1f} dB, ST-LPIPS {candidate.median(PERCEPTUAL):.4f}"
     return words

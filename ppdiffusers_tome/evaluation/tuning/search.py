@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...config import GRID, KV, ToMeConfig
+from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...grid import Grid, count_removed
+from ...attach.placement import tokens_kept
+from ...grid import Grid
 
 SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 # How much worse than the goal the first, few figures of a candidate may be, relative to it.
 MARGINS = {SPEED_UP: 0.05, PSNR: 0.05, PERCEPTUAL: 0.25}
 MIN_FINALISTS = 3
-TODO: dict[str, Any] = {"merge_attn": KV, "match": GRID, "use_rand": False}
 # The methods on the frontiers of benchmarks/alternatives.md, and their first ratios. They are few,
 # because a program takes longer to export than to time.
 KNOWN: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
     ({}, (0.3, 0.5, 0.75)),
     ({"sx": 4}, (0.8,)),
     ({"window": None}, (0.5,)),
-    ({"merge_attn": KV}, (0.5, 0.75)),
-    ({"merge_attn": KV, "window": None}, (0.75,)),
-    (TODO, (0.75,)),
+    ({"method": "kv"}, (0.5, 0.75)),
+    ({"method": "kv", "window": None}, (0.75,)),
+    ({"method": "todo"}, (0.75,)),
 )
-DEEPER: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.75, **TODO})  # at the next level too
+DEEPER: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"method": "todo"})  # at the next level too
 MIN_STEP = 0.04  # between ratios
 
 
@@ -127,7 +127,7 @@ def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
     if (side := ToMeConfig().window) is not None and max(grid.h, grid.w) <= side:
         configs = [config for config in configs if config.window is not None]
     configs += [ToMeConfig(**method, max_downsample=level) for level in levels[1:2] for method in DEEPER]
-    return [config for config in configs if count_removed(grid, config, keys=True)]
+    return [config for config in configs if tokens_kept(config, grid).keys < grid.tokens]
 
 
 def search(
@@ -200,8 +200,6 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
     between: list[ToMeConfig] = []
     for candidate in sorted(running, key=goal.rank)[:MIN_FINALISTS]:
         config = candidate.config
-        if config.match == GRID:  # which has one ratio
-            continue
         ratio = config.ratio
         ratios = [other.ratio for other in configs if replace(other, ratio=0) == replace(config, ratio=0)]
         is_reached = goal.shortfall(candidate) == 0
@@ -209,7 +207,10 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
             bound = max([0.0, *(other for other in ratios if other < ratio)])
         else:
             bound = min([1 - 1 / (config.sx * config.sy), *(other for other in ratios if other > ratio)])
-        halfway = replace(config, ratio=round((ratio + bound) / 2, 2))
+        try:
+            halfway = replace(config, ratio=round((ratio + bound) / 2, 2))
+        except ToMeConfigError:  # of a method with one ratio
+            continue
         if abs(halfway.ratio - ratio) >= MIN_STEP and halfway not in configs + between:
             between.append(halfway)
     return between
