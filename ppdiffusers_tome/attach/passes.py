@@ -102,7 +102,7 @@ def current_plan() -> MergePlan | None:
 
 
 class PlacedWrap(Wrap):
-    """Wrap of a transformer block. This one stores what would merge, at ratio 0."""
+    """Wrap of a transformer block: it stores what merges there. At ratio 0 it is the only wrap, and nothing merges."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -162,7 +162,7 @@ class GridWrap(Wrap):
         return self.forward(layer, *args, **kwargs)
 
     def grid(self, tokens: int | None = None) -> Grid:
-        """The grid of the current pass in this thread; raises unless it, or each frame, has `tokens`, None for any."""
+        """The grid of this thread's pass; raises unless it, or each frame, has this number of tokens (None: any)."""
         grid: Grid | None = getattr(self._thread, "grid", None)
         if grid is None:
             reason = "no feature map was seen"
@@ -201,7 +201,7 @@ class BlockWrap(PlacedWrap):
             _current.block, _current.plan = None, None
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
-        """Choose which tokens merge, from the block's input [B, N, C], in each frame [B, F·N, C]; None if none do."""
+        """The plan for a block's input [B, N, C], or [B, F·N, C] with frames in one sequence; None if nothing merges."""
         placement = self.placement
         if placement.facts.single_stream is not None and placement.facts.sequence == FIRST:
             metric = metric[:, -self.grid.grid().tokens :]  # without the text

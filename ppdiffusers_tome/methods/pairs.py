@@ -1,7 +1,8 @@
 """Pairs by similarity: each src looks for its most similar dst, and the best pairs merge into their mean.
 
 This is token merging as in tomesd (Bolya & Hoffman 2023, arXiv:2303.17604, section 4). The methods of this file differ
-in what merges by these pairs: queries, keys and values alike, keys and values more than queries, or they alone.
+in what merges by these pairs: queries, keys and values alike, keys and values more than queries, or keys and values
+alone.
 """
 
 import inspect
@@ -46,7 +47,7 @@ class Pairs(Method):
 
 
 class AsymmetricPairs(Pairs):
-    """Merge keys and values more than queries, by the same pairs; attention is as much work as if both merged alike."""
+    """Merge keys and values more than queries, by the same pairs; attention is as much work as in `Pairs`."""
 
     def ratios(self, settings: Settings) -> tuple[float, float]:
         """If queries keep a share s, keys and values keep s**5, but at least 1/(sx·sy)."""
