@@ -201,7 +201,7 @@ class BlockWrap(PlacedWrap):
             _current.block, _current.plan = None, None
 
     def build_plan(self, metric: paddle.Tensor) -> MergePlan | None:
-        """The plan for a block's input [B, N, C], or [B, F·N, C] with frames in one sequence; None if nothing merges."""
+        """The plan for a block's input [B, N, C], of frames in one sequence [B, F·N, C]; None if nothing merges."""
         placement = self.placement
         if placement.facts.single_stream is not None and placement.facts.sequence == FIRST:
             metric = metric[:, -self.grid.grid().tokens :]  # without the text
