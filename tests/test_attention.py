@@ -27,6 +27,7 @@ from zoo.videos import CrossFrameAttention
 from ppdiffusers_tome import Grid, ToMeConfig, ToMePassError, match_cells, match_tokens, merge, unmerge
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.families.models import find_blocks
+from ppdiffusers_tome.methods import METHODS
 
 PROCESSORS = {
     "plain": AttnProcessor,
@@ -59,7 +60,7 @@ def merged_parts(tokens, plan, settings):
     config = ToMeConfig(**settings)
     keys = merge(tokens, plan.keys)
     keys = repeat(keys, sizes_of(plan.keys)) if config.proportional else keys
-    return tokens if config.merge_attn == "kv" else merge(tokens, plan), keys
+    return merge(tokens, plan) if METHODS[config.method].merges_queries else tokens, keys
 
 
 def expected_of(attention, tokens, plan, settings, rows=slice(None)):
@@ -67,7 +68,7 @@ def expected_of(attention, tokens, plan, settings, rows=slice(None)):
     queries, keys = merged_parts(tokens, plan, settings)
     with paddle.no_grad():
         out = AttnProcessor()(attention, queries, encoder_hidden_states=keys[rows])
-    return out if settings.get("merge_attn") == "kv" else unmerge(out, plan)
+    return unmerge(out, plan) if METHODS[ToMeConfig(**settings).method].merges_queries else out
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -95,14 +96,14 @@ def test_attention_is_that_over_merged_tokens(processor, settings, queries, keys
     plan = plans[0]
     assert tokens.shape == out.shape == [2, 256, 32] and (plan.kept, plan.keys.kept) == (queries, keys)
     assert float((out - expected_of(attention, tokens, plan, settings)).abs().max()) < TOLERANCE
-    if "match" not in settings:  # all cells have the same size
+    if settings["method"] != "todo":  # all cells have the same size
         other = expected_of(attention, tokens, plan, {**settings, "proportional": not proportional})
         assert float((out - other).abs().max()) > 10 * TOLERANCE
     with paddle.no_grad():
         assert float((out - AttnProcessor()(attention, tokens)).abs().max()) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("settings", [{}, {"match": "grid"}, {"merge_mlp": True, "proportional": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"merge_mlp": True, "proportional": True}], ids=str)
 def test_asymmetric_at_the_largest_ratio_is_symmetric(settings):
     """Cells let no key merge further than all tokens do."""
     unet = make_unet()
@@ -135,7 +136,7 @@ def test_grids_with_remainders(settings, h, w):
     merged = run(unet, h=h, w=w)
     handle.remove()
     cells = (h // 2) * (w // 2)
-    expected = max(cells, h * w - int(h * w * settings["ratio"])) if "match" not in settings else cells
+    expected = max(cells, h * w - int(h * w * settings["ratio"])) if settings["method"] != "todo" else cells
     assert kept == [expected if cells else h * w]
     assert np.array_equal(merged, plain) == (cells == 0)
     assert np.array_equal(run(unet.remove_tome(), h=h, w=w), plain)
@@ -178,7 +179,7 @@ def test_joint_attention_merges_the_image_only(index, settings, proportional, pl
     queries, keys = merged_parts(seen["image"], plan, settings)
     with paddle.no_grad(), keys_of(attention, keys):
         image, text = attention(queries, encoder_hidden_states=seen["text"])
-    image = image if settings["merge_attn"] == "kv" else unmerge(image, plan)
+    image = unmerge(image, plan) if METHODS[settings["method"]].merges_queries else image
     assert image.shape[1] == plan.tokens
     assert float((seen["out"][0] - image).abs().max()) < TOLERANCE
     if index == 0:
@@ -333,12 +334,12 @@ class Scaled(AttnProcessor):
     [
         (Deaf, {"proportional": False}, {}, "proportional=True: Deaf"),
         (Mixing, TOMESD, {"method": "symmetric"}, "proportional=True: Mixing attends to other tokens than its own"),
-        (Mixing, TOMESD, ASYMMETRIC, "merge_attn='asymmetric': Mixing computes keys or values from other tokens"),
+        (Mixing, TOMESD, ASYMMETRIC, "method='default': Mixing computes keys or values from other tokens"),
         (
             Scaled,
             {"method": "symmetric"},
             {},
-            "merge_attn='asymmetric': Scaled computes keys or values from other",
+            "method='default': Scaled computes keys or values from other",
         ),
         # It asks for no mask, and divides the channels among the heads itself.
         (
@@ -400,27 +401,9 @@ def test_fused_attention_gets_no_mask_and_its_output_no_channels(processor, sett
     assert {channels for tokens, _, channels in calls if tokens == 256} == {0}
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_scale_that_flash_attention_ignores(half, monkeypatch):
-    """ppdiffusers does not pass `scale` to flash attention, which then divides by the root of the width."""
-    attend, dtype = F.scaled_dot_product_attention_, getattr(paddle, half)
-
-    def honest(query, key, value, **given):
-        wide = [x.cast("float32") for x in (query, key, value)]
-        return attend(*wide, **{**given, "attention_op": "math"}).cast(query.dtype)
-
-    def flash(*heads, scale=None, **given):
-        return honest(*heads, **given)
-
-    for kernel, expected in ((flash, True), (honest, False)):
-        monkeypatch.setattr(F, "scaled_dot_product_attention_", kernel)
-        assert attention_module.ignores_scale(None, dtype, 40 + 8) is expected
-
-
 def test_attention_whose_kernel_ignores_the_scale_is_that_over_repeated_keys(plans, monkeypatch):
-    """The whole hook, in float32: as if the kernel were flash attention."""
+    """ppdiffusers does not pass `scale` to flash attention, which divides by the root of the width that it sees."""
     attend, unet = F.scaled_dot_product_attention_, make_unet()
-    monkeypatch.setattr(attention_module.AttentionView, "_ignores_scale", lambda *args: True)
     monkeypatch.setattr(F, "scaled_dot_product_attention_", lambda *heads, scale, **given: attend(*heads, **given))
     unet.set_attn_processor(XFormersAttnProcessor())
     attention = find_blocks(unet)[0].block.attn1

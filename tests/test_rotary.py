@@ -1,6 +1,7 @@
 """FLUX, CogVideoX, Wan and HunyuanVideo: rotary positions, text in the same sequence, videos frame by frame."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import cuda_attention
@@ -28,7 +29,7 @@ from ppdiffusers_tome import (
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attention import AttentionWrap
 from ppdiffusers_tome.attach.forward import install, remove, wrap_of
-from ppdiffusers_tome.attach.placement import placements
+from ppdiffusers_tome.attach.placement import placements, tokens_kept
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.families.table import FAMILIES as TABLE
 from ppdiffusers_tome.methods.plan import join_frames
@@ -199,8 +200,9 @@ def test_three_ways(family, model, settings, h, w, text):
     merged = run(apply_tome(model, **settings), inputs)
     assert all(not np.allclose(x, y, atol=1e-4) for x, y in zip(merged, plain, strict=True))
     summary = tome_summary(model, family.patch * h, family.patch * w, frames=FRAMES)
-    config, dst = ToMeConfig(**settings), (h // 2) * (w // 2)
-    of_joint, of_single = ({h * w - c.removed(h * w, dst)} for c in (config, config.symmetric()))  # single: as a whole
+    of_joint, of_single = (
+        {tokens_kept(ToMeConfig(**settings), Grid(h, w), merges_block=is_whole).queries} for is_whole in (False, True)
+    )
     assert {block.kept for block in summary.blocks} == (
         of_joint | of_single if family.is_flux or family.is_hunyuan else of_joint
     )
@@ -213,11 +215,11 @@ def test_three_ways(family, model, settings, h, w, text):
     assert traces(model) == before
 
 
-def test_every_row_of_the_table_has_a_family():
+def test_every_block_of_the_table_has_a_double():
     models = [family.double() for family in (*FAMILIES, *CONTROLNETS, *OTHERS)]
     blocks = {type(block.block).__name__ for model in models for block in find_blocks(model)}
-    assert blocks == {name for name in BLOCKS if isinstance(name, str)}
-    transformers = {name for facts in BLOCKS.values() for name in facts.transformers if isinstance(name, str)}
+    assert blocks == {name for entry in TABLE for name in entry.blocks if isinstance(name, str)}
+    transformers = {name for entry in TABLE for name in entry.transformers if isinstance(name, str)}
     assert {type(model).__name__ for model in models} == transformers - {"SD3ControlNetModel"}
 
 
@@ -289,7 +291,8 @@ def even_positions(model, inputs, first):
         {"method": "kv"},
         {"method": "symmetric"},
         {"merge_mlp": True},
-        {"ratio": 0.05, "match": "similarity"},  # a few keys merge, and no query
+        {"method": "todo"},
+        {"ratio": 0.05},  # a few keys merge, and no query
     ],
     ids=str,
 )
@@ -306,18 +309,18 @@ def test_equal_tokens_at_equal_positions_merge_without_a_difference(family, mode
             latents = latents.index_select(paddle.to_tensor(pixels // 4 * 4 + pixels % 2), axis=axis)
     inputs["hidden_states"] = latents
     plain = run(model, inputs)
-    settings = {"method": "todo", "use_rand": True, **settings}
+    settings = settings if settings.keys() & {"method", "ratio"} else {"ratio": 0.75, **settings}
     merged = run(apply_tome(model, **settings), inputs)
     np.testing.assert_allclose(merged, plain, atol=2e-5 * np.abs(plain).max())
     without = run(apply_tome(model, proportional=False, **settings), inputs)
-    all_count_alike = family is OF_WAN and settings["match"] == "grid"  # others have text, or tokens that do not merge
+    all_count_alike = family is OF_WAN and (settings.get("method") == "todo" or settings.get("ratio") == 0.75)
     assert (np.abs(without - plain).max() > 2e-4 * np.abs(plain).max()) != all_count_alike
 
 
-@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
-def test_each_sample_of_a_batch_is_what_it_is_alone(family, model, merge_attn):
+@pytest.mark.parametrize("method", ["default", "symmetric", "kv"])
+def test_each_sample_of_a_batch_is_what_it_is_alone(family, model, method):
     """The batch of guidance: the same latents with two texts."""
-    apply_tome(model, merge_attn=merge_attn)
+    apply_tome(model, method=method)
     inputs = family.inputs()
     inputs["hidden_states"] = paddle.concat([inputs["hidden_states"][:1]] * 2)
     both = run(model, inputs)
@@ -385,7 +388,7 @@ def test_a_single_stream_block_merges_as_a_whole_unless_keys_alone_merge(family,
     of_single = [seen[f"single_transformer_blocks.0.{name}"] for name in ("attn.to_q", "attn.to_k", "proj_mlp")]
     assert of_single == [TEXT + queries, TEXT + 24, TEXT + mlp]
     blocks = tome_summary(model, H, W).blocks
-    joint = (24, 24) if "merge_attn" in settings else (39, 16)
+    joint = (24, 24) if "method" in settings else (39, 16)
     assert [(block.kept, block.kept_keys) for block in blocks] == [joint] * 2 + [(24, 24)] * 2
     assert {block.grid for block in blocks} == {(H, W)}
 
@@ -403,9 +406,9 @@ def test_positions_of_any_type(family, model, dtype):
 def test_masked_text_is_left_out():
     """HunyuanVideo's mask, over merged tokens: a padded text gives what the shorter one gives."""
     model = OF_HUNYUAN.double()
-    for merge_attn in ("asymmetric", True, "kv"):
+    for method in ("default", "symmetric", "kv"):
         for proportional in (True, False):
-            apply_tome(model, merge_attn=merge_attn, proportional=proportional)
+            apply_tome(model, method=method, proportional=proportional)
             inputs = OF_HUNYUAN.inputs()
             second = {name: x[1:] for name, x in inputs.items()}
             short = {name: x[:, : TEXT - 2] if name.startswith("encoder") else x for name, x in second.items()}
@@ -478,15 +481,17 @@ def oracle(layer, image, text, plan, rows, keys_only, mask):
 
 @paddle.no_grad()
 @pytest.mark.parametrize(
-    ("merge_attn", "removed", "removed_keys"),
-    [(True, 20, None), ("asymmetric", 20, 30), ("asymmetric", 0, 30), ("kv", 20, None)],
+    ("method", "removed", "removed_keys"),
+    [("symmetric", 20, None), ("default", 20, 30), ("default", 0, 30), ("kv", 20, None)],
 )
-def test_merged_attention_is_that_of_float64(family, model, merge_attn, removed, removed_keys, monkeypatch):
+def test_merged_attention_is_that_of_float64(family, model, method, removed, removed_keys, monkeypatch):
     match = partial(
         match_tokens, grid=Grid(H, W), removed=removed, random_key=(1,), window=4, removed_keys=removed_keys
     )
-    for block in find_blocks(model):
+    for block, placement in placements(model, ToMeConfig(method=method)):
         layer = block.sublayers["attn"][0]
+        # Single-stream blocks would get merged tokens, were it not for merge_attn=False.
+        placement = replace(placement, config=ToMeConfig(method=method, merge_attn=False, merge_mlp=True))
         image, text = noise(2, family.frames * H * W, CHANNELS, seed=3), noise(2, TEXT, CHANNELS, seed=4)
         frames = image.reshape([-1, H * W, CHANNELS])
         plan = join_frames(match(frames), family.frames)
@@ -506,7 +511,7 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, removed,
             arguments["image_rotary_emb"] = rows
         with monkeypatch.context() as context:
             context.setattr(passes._current, "plan", plan)
-            install(layer, RotaryAttentionWrap(ToMeConfig(merge_attn=merge_attn), block.facts))
+            install(layer, AttentionWrap(placement, is_self=True))
             actual = layer(paddle.concat([text, image], axis=1) if is_sequence else image, **arguments)
             remove(layer)
         if is_sequence:
@@ -521,7 +526,7 @@ def test_merged_attention_is_that_of_float64(family, model, merge_attn, removed,
                 None if text is None else text[i].numpy().astype("float64"),
                 join_frames(alone, family.frames),
                 None if rows is None else [table.numpy().astype("float64") for table in rows],
-                merge_attn == "kv",
+                method == "kv",
                 mask[i] if family.is_hunyuan else None,
             )
             np.testing.assert_allclose(actual[i].numpy(), expected, atol=5e-6)
@@ -605,9 +610,9 @@ def test_program_of_flux_equals_eager_and_fails_on_another_grid(family, model, s
             program(*{**inputs, "img_ids": family.inputs(W, H)["img_ids"]}.values())
 
 
-@pytest.mark.parametrize("merge_attn", [True, "kv"])
+@pytest.mark.parametrize("method", ["symmetric", "kv"])
 @pytest.mark.parametrize("family", [COG_5B, OF_HUNYUAN], ids=named)
-def test_attention_that_is_cached(family, merge_attn):
+def test_attention_that_is_cached(family, method):
     """Pyramid Attention Broadcast, of ppdiffusers itself: after merging is applied, and not of merged tokens."""
     config = newer_class("PyramidAttentionBroadcastConfig")(
         spatial_attention_block_skip_range=2,
@@ -619,11 +624,11 @@ def test_attention_that_is_cached(family, merge_attn):
     plain = run(model, inputs)
     model.enable_cache(config)
     with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
-        run(model.apply_tome(merge_attn=merge_attn), inputs)
+        run(model.apply_tome(method=method), inputs)
     model.remove_tome().disable_cache()
-    merged, merged_other = (run(model.apply_tome(merge_attn=merge_attn), x) for x in (inputs, other))
+    merged, merged_other = (run(model.apply_tome(method=method), x) for x in (inputs, other))
     model.enable_cache(config)
-    if family.is_hunyuan and merge_attn is True:
+    if family.is_hunyuan and method == "symmetric":
         with pytest.raises(ToMePassError, match='whose order changes from pass to pass: pass method="kv"'):
             run(model, inputs)
     else:
@@ -670,10 +675,11 @@ def test_positions_that_are_no_grid_are_an_error(family, model):
 
 @pytest.mark.parametrize("name", ["mask", "other"])
 def test_an_argument_that_would_be_ignored_is_an_error(name, monkeypatch):
-    layer = OF_WAN.double().blocks[0].attn1
+    model = OF_WAN.double()
+    layer = model.blocks[0].attn1
     image = noise(1, H * W, CHANNELS)
     monkeypatch.setattr(passes._current, "plan", match_tokens(image, Grid(H, W), removed=20))
-    install(layer, RotaryAttentionWrap(ToMeConfig(), BLOCKS["WanTransformerBlock"]))
+    install(layer, AttentionWrap(placements(model, ToMeConfig())[0][1], is_self=True))
     arguments = {"attention_mask": paddle.ones([1, 1, 1, H * W])} if name == "mask" else {"scale": 2.0}
     with pytest.raises(ToMePassError, match=f"attention with the argument {next(iter(arguments))} cannot merge"):
         layer(hidden_states=image, **arguments)
@@ -681,7 +687,8 @@ def test_an_argument_that_would_be_ignored_is_an_error(name, monkeypatch):
 
 def test_positional_arguments_are_those_of_the_layer(monkeypatch):
     """None is dropped: the layer's own are used, and more of them are an error, as without merging."""
-    layer = OF_FLUX.double().transformer_blocks[0].attn
+    model = OF_FLUX.double()
+    layer = model.transformer_blocks[0].attn
     image, text = noise(1, H * W, CHANNELS), noise(1, TEXT, CHANNELS, seed=1)
     calls = [
         ((image, text, None, 2.0), {}, "takes from .* positional arguments but .* were given"),
@@ -696,7 +703,7 @@ def test_positional_arguments_are_those_of_the_layer(monkeypatch):
 
     check()
     monkeypatch.setattr(passes._current, "plan", match_tokens(image, Grid(H, W), removed=20))
-    install(layer, RotaryAttentionWrap(ToMeConfig(), BLOCKS["FluxTransformerBlock"]))
+    install(layer, AttentionWrap(placements(model, ToMeConfig())[0][1], is_self=True))
     np.testing.assert_equal(check(), [x.numpy() for x in layer(image, encoder_hidden_states=text)])
     with pytest.raises(ToMePassError, match="attention with the argument attention_mask cannot merge"):
         layer(image, text, paddle.ones([1, 1, 1, H * W + TEXT]))
@@ -714,8 +721,8 @@ def test_what_replaces_the_forward_of_an_attention_is_left_out_nowhere():
     with pytest.raises(ToMePassError, match=r"before apply_tome\(\), as enable_cache\(\) does"):
         run(apply_tome(model), inputs)
     del remove_tome(model).single_transformer_blocks[0].attn.forward
-    for merge_attn, is_whole in ((True, True), ("kv", False)):
-        expected = run(apply_tome(model, merge_attn=merge_attn), inputs)
+    for method, is_whole in (("symmetric", True), ("kv", False)):
+        expected = run(apply_tome(model, method=method), inputs)
         replace(model.single_transformer_blocks[0].attn)
         if is_whole:
             with pytest.raises(ToMePassError, match=r'single-stream block.*pass method="kv"'):

@@ -27,6 +27,7 @@ from ppdiffusers_tome import (
 from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attention import AttentionWrap
 from ppdiffusers_tome.attach.forward import install, remove
+from ppdiffusers_tome.attach.placement import placements
 
 BATCH, TEXT = 2, 5
 TIMESTEP = paddle.to_tensor([10] * BATCH)
@@ -175,21 +176,21 @@ def sd35(request):
     return request.param()
 
 
-@pytest.mark.parametrize(("merge_attn", "queries", "keys"), [("asymmetric", 51, 21), (True, 32, 32), ("kv", 64, 32)])
-def test_second_attention_merges_by_the_plan_of_its_block(sd35, merge_attn, queries, keys):
-    sd35.apply_tome(merge_attn=merge_attn)
+@pytest.mark.parametrize(("method", "queries", "keys"), [("default", 51, 21), ("symmetric", 32, 32), ("kv", 64, 32)])
+def test_second_attention_merges_by_the_plan_of_its_block(sd35, method, queries, keys):
+    sd35.apply_tome(method=method)
     seen = widths(sd35)
     draw(sd3, sd35)
     for name in ("attn", "attn2"):
         assert counts(seen, f"{name}.to_q") == {queries} and counts(seen, f"{name}.to_k") == {keys}
-    assert sd35.tome_summary(16, 16).blocks[0].merges == ("kv" if merge_attn == "kv" else "attn",)
+    assert sd35.tome_summary(16, 16).blocks[0].merges == ("kv" if method == "kv" else "attn",)
 
 
 @paddle.no_grad()
-@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
-def test_each_half_of_a_batch_is_what_it_is_alone(sd35, merge_attn):
+@pytest.mark.parametrize("method", ["default", "symmetric", "kv"])
+def test_each_half_of_a_batch_is_what_it_is_alone(sd35, method):
     """The batch of guidance: the same latents with two texts."""
-    sd35.apply_tome(merge_attn=merge_attn)
+    sd35.apply_tome(method=method)
     latents = paddle.concat([noise(1, 4, 12, 20)] * 2)
     arguments = sd3_inputs()
     both = sd35(latents, **arguments).sample.numpy()
@@ -209,7 +210,7 @@ def test_sizes_are_added_after_the_norm_of_a_head(sd35, name, removed_keys, monk
     text = {"encoder_hidden_states": noise(2, TEXT, HIDDEN, seed=2)} if name == "attn" else {}
     plan = match_tokens(image, Grid(4, 6), removed=12, removed_keys=removed_keys)
     monkeypatch.setattr(passes._current, "plan", plan)
-    install(attention, AttentionWrap(ToMeConfig(), is_self=True))
+    install(attention, AttentionWrap(placements(sd35, ToMeConfig())[0][1], is_self=True))
     merged = attention(hidden_states=image, **text)
     remove(attention)
     sizes = sizes_of(plan.keys)
