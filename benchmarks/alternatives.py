@@ -32,6 +32,7 @@ from ppdiffusers import DPMSolverMultistepScheduler, StableDiffusionImg2ImgPipel
 from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.config import METHODS, TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.cache import digest
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
@@ -61,12 +62,11 @@ from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
+from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
 from ppdiffusers_tome.inference.conversion import Converter
 from ppdiffusers_tome.inference.pipeline import RUNTIMES
-from ppdiffusers_tome.families.models import text_tokens, vae_factor
-from ppdiffusers_tome.attach.attach import attach
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

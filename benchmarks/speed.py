@@ -26,6 +26,7 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 from torch_unet import TorchProcess, torch_versions
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
+from ppdiffusers_tome.attach.attach import chosen_blocks
 from ppdiffusers_tome.commands import bench
 from ppdiffusers_tome.config import SIMILARITY, TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.speed.backends import Attach, Backend, EagerBackend, Run
@@ -33,7 +34,6 @@ from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, EAGER, PLAIN, TOM
 from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, ArmKind, BackendKind, Catalog
 from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.attach.attach import chosen_blocks
 from ppdiffusers_tome.grid import Grid
 
 BUILT_IN, LIMIT, PYTORCH, PYTORCH_BF16 = "built-in", "limit", "PyTorch", "PyTorch-bf16"

@@ -19,13 +19,13 @@ from top_block import build_transformer
 from torch_unet import torch_versions, torch_weights
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.config import parse_settings
 from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
 from ppdiffusers_tome.evaluation.speed.cases import Arm, make_case, make_configs, read_cases
 from ppdiffusers_tome.evaluation.speed.catalog import make_arms
 from ppdiffusers_tome.evaluation.speed.parity import check_parity, reference_of
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.grid import Grid
 
 SCRIPT = Path(speed.__file__)

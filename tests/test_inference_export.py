@@ -18,6 +18,7 @@ from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
+from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.inference import (
@@ -37,7 +38,6 @@ from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
 from ppdiffusers_tome.inference.runtime import Program
 from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
-from ppdiffusers_tome.attach.attach import attach
 
 PADDLE2 = paddle.__version__.startswith("2.")
 

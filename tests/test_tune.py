@@ -30,8 +30,8 @@ from ppdiffusers_tome.evaluation.tuning.search import (
     search,
 )
 from ppdiffusers_tome.generation import offline
-from ppdiffusers_tome.inference import export
 from ppdiffusers_tome.grid import Grid
+from ppdiffusers_tome.inference import export
 
 STAGES = make_stages(9, 8)
 # ratio → speed-up over plain, PSNR, perceptual distance. From 0.1 on faster and farther; 0.05 is slower than plain,

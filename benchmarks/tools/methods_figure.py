@@ -9,10 +9,9 @@ from matplotlib.collections import LineCollection
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.evaluation.plotting import ORANGE, make_figure, save_figure
 from ppdiffusers_tome.evaluation.quality.image_sets import photograph
-from ppdiffusers_tome.methods.pairs import match_tokens
-from ppdiffusers_tome.methods.plan import merge, unmerge
-from ppdiffusers_tome.methods.plan import MergePlan
 from ppdiffusers_tome.grid import Grid, count_removed
+from ppdiffusers_tome.methods.pairs import match_tokens
+from ppdiffusers_tome.methods.plan import MergePlan, merge, unmerge
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "methods.png"
 SIDE, PATCH = 32, 4  # tokens, and pixels of a token, along each side

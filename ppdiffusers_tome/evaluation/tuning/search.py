@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...attach.placement import tokens_kept
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...attach.placement import tokens_kept
 from ...grid import Grid
 
 SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
