@@ -110,7 +110,7 @@ def plan(block: str) -> tuple[Case, nn.Layer, dict[str, Any]]:
     paddle.seed(0)
     model, inputs = make()
     model.eval()
-    tokens = block_grid(find_blocks(model)[0], latent).tokens
+    tokens = find_blocks(model)[0].grid(latent).tokens
     case = Case(name, scope, size, batch=1, latent=list(latent), tokens=tokens)
     # In a single-stream block the MLP merges with attention.
     configs = [config for name, config in CONFIGS.items() if (block, name) != (SINGLE_STREAM, "merged_mlp")]

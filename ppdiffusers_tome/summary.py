@@ -129,14 +129,15 @@ def tome_summary(
         if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
             notes.append(f"{name}: its largest feature maps with attention are at level {level}")
     settings = {name: of[0][1].config.describe() if of else "off" for name, of in placed.items()}
+    macs = None
+    if countable:
+        macs = sum(count_macs(denoiser, latent, text, length or 1) for denoiser in models.values())
     return ToMeSummary(
         settings=settings,
         latent=latent,
         blocks=tuple(blocks),
         notes=tuple(notes),
-        macs=sum(count_macs(denoiser, latent, text, length or 1) for denoiser in models.values())
-        if countable
-        else None,
+        macs=macs,
         saved=round(saved) if countable else None,
     )
 

@@ -81,8 +81,8 @@ MODELS = {
     [
         {},
         {"method": "kv", "window": None},
-        {"method": "kv", "method": "todo", "use_rand": True, "proportional": False},
-        {"method": "symmetric", "method": "todo", "use_rand": True, "merge_mlp": True},
+        {"method": "todo", "use_rand": True, "proportional": False},
+        {"method": "todo", "use_rand": True, "merge_mlp": True},
     ],
     ids=str,
 )

@@ -71,7 +71,7 @@ CALLS = {
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        {"method": "tomesd"},
         {"window": 8},
         {"window": 4, "proportional": True},
         {"method": "kv", "proportional": True},
@@ -110,7 +110,7 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
         return dict(counts)
 
     plain = counted()
-    unet.apply_tome(**{"method": "tomesd"} if not settings else settings)
+    unet.apply_tome(**settings)
     first, second = counted(), counted()
     assert first["choose_dst"] > 0 and first["to_tensor"] > plain.get("to_tensor", 0)
     assert second == plain  # what ppdiffusers itself does

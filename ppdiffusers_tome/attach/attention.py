@@ -71,7 +71,7 @@ class AttentionWrap(InnerWrap):
             return type(layer).forward
         if isinstance(wrapped, MethodType) and wrapped.__self__ is layer:
             return wrapped.__func__
-        return lambda view, *args, **kwargs: wrapped(*args, **kwargs)
+        return lambda _view, *args, **kwargs: wrapped(*args, **kwargs)
 
     def _is_replaced(self, layer: nn.Layer) -> bool:
         """Whether another library had replaced the layer's `forward` when this wrap was installed."""
@@ -219,12 +219,13 @@ def _project(
     """The heads of queries, keys or values, after their norm."""
     x = getattr(layer, getattr(projections, part))(tokens, *arguments)
     count = getattr(layer, names.heads)
+    heads = [0, 0, count, x.shape[-1] // count]
     norm = None if part == "v" else getattr(layer, getattr(projections, f"norm_{part}"), None)
-    is_across_heads = norm is not None and norm.weight is not None and norm.weight.shape[0] == x.shape[-1]
-    if is_across_heads:  # as in Wan
-        x = norm(x)
-    x = x.reshape([0, 0, count, x.shape[-1] // count])
-    return x if norm is None or is_across_heads else norm(x, **names.norm_arguments)
+    if norm is None:
+        return x.reshape(heads)
+    if norm.weight is not None and norm.weight.shape[0] == x.shape[-1]:  # across heads, as in Wan
+        return norm(x).reshape(heads)
+    return norm(x.reshape(heads), **names.norm_arguments)
 
 
 def _run_all(layers: Any, tokens: paddle.Tensor, arguments: tuple[Any, ...]) -> paddle.Tensor:
