@@ -132,8 +132,8 @@ RESULTS ?= benchmarks/results
 TORCH_PYTHON ?=
 TORCH := $(if $(TORCH_PYTHON),--torch-python $(TORCH_PYTHON))
 BENCH = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_PYTHON=$(TORCH_PYTHON) $(PY) benchmarks/speed.py
-SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 merge_attn=kv,match=grid,ratio=0.75 --threads 2
-EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --merging merge_attn=asymmetric merge_attn=true --threads 1
+SD15_EXPORTED = $(BENCH) --architecture sd15 --arms plain tome --merging ratio=0.5 ratio=0.75 method=todo --threads 2
+EMOJI = $(BENCH) --model examples/emoji_sd --size 256 --method default symmetric --threads 1
 EVALUATE = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m ppdiffusers_tome evaluate
 SCENES = --model examples/scenes_sd --size 256
 
@@ -154,7 +154,7 @@ REAL ?=
 QUALITY = build/evaluate_scenes
 
 bench-quality: $(VENV)/.installed-test ## measure the quality of merged images, and write its report
-	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --ablations --threads 1 --backend onnxruntime $(if $(REAL),--real $(REAL)) --merging merge_attn=true,proportional=false,window=none,ratio=0.5 --output $(QUALITY)
+	$(EVALUATE) $(SCENES) --count 256 --ratio 0.25 0.5 0.75 --ablations --threads 1 --backend onnxruntime $(if $(REAL),--real $(REAL)) --merging method=tomesd,ratio=0.5 --output $(QUALITY)
 	$(if $(TORCH_PYTHON),OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) benchmarks/tomesd_quality.py $(QUALITY) --ratio 0.5 $(TORCH))
 	mkdir -p $(RESULTS) && cp $(QUALITY)/quality.json $(RESULTS)/quality_scenes.json
 	$(EVALUATE) report $(RESULTS)/quality_scenes.json --images $(QUALITY) --output $(RESULTS)/..

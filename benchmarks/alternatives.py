@@ -33,7 +33,6 @@ from ppdiffusers.models.attention_processor import Attention
 
 from ppdiffusers_tome import ToMeConfig
 from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.config import METHODS, TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.cache import digest
 from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.environment import commit, describe_environment, model_files, sources
@@ -80,7 +79,6 @@ TABLE = {  # column of the frame → title and form of the table's
     "psnr": ("PSNR, dB", "{psnr:.1f} ({low:.1f}–{high:.1f})"),
     "perceptual": ("ST-LPIPS", "{perceptual:.4f}"),
 }
-TODO = METHODS["ToDo"].changed_settings()
 SHEET = ("default 0.25", "default 0.5", "default 0.7", "tomesd 0.5", "10 steps")
 
 
@@ -110,14 +108,11 @@ class Variant:
 
     @property
     def method(self) -> str:
-        """The name of its merging method and ratio; empty if it does not merge."""
-        ratio = self.merging.get("ratio", 0)
-        for name, settings in (("ToDo", TODO), ("tomesd", {**TOMESD_SETTINGS, "ratio": ratio})):
-            if self.merging == settings:
-                return f"{name} {ratio:g}"
-        others = [f"{name}={value}" for name, value in self.merging.items() if name not in ("ratio", "merge_attn")]
-        method = {"kv": "kv", True: "symmetric"}.get(self.merging.get("merge_attn", ""), "default")
-        return ", ".join([f"{method} {ratio:g}", *others]) if self.merging else ""
+        """The name of its merging method, its ratio and other settings; empty if it does not merge."""
+        if not self.merging:
+            return ""
+        others = [f"{name}={value}" for name, value in self.merging.items() if name not in ("ratio", "method")]
+        return ", ".join([f"{self.config.method} {self.config.ratio:g}", *others])
 
     @property
     def group(self) -> str:
@@ -128,7 +123,7 @@ class Variant:
 
     @property
     def config(self) -> ToMeConfig:
-        return ToMeConfig(**{"ratio": 0, **self.merging})
+        return ToMeConfig(**self.merging) if self.merging else ToMeConfig(0)
 
     @property
     def reused(self) -> str:
@@ -157,10 +152,11 @@ class Variant:
 
 def list_arms() -> list[Variant]:
     """All arms but the plain one, those that matter most first: a run may be ended early."""
-    half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"merge_attn": "kv", "ratio": 0.75}
-    arms = [Variant(merging=half), Variant(merging={**kv, "match": "grid"}), Variant(merging=TODO)]
-    arms += [Variant(merging=kv), Variant(merging={**half, "merge_attn": True})]
-    arms += [Variant(merging={**TOMESD_SETTINGS, "ratio": 0.5}), Variant(merging={"ratio": 0.25})]
+    half, seven, kv = {"ratio": 0.5}, {"ratio": 0.7}, {"method": "kv", "ratio": 0.75}
+    todo = {**kv, "method": "todo"}
+    arms = [Variant(merging=half), Variant(merging={**todo, "use_rand": True}), Variant(merging=todo)]
+    arms += [Variant(merging=kv), Variant(merging={**half, "method": "symmetric"})]
+    arms += [Variant(merging={**half, "method": "tomesd"}), Variant(merging={"ratio": 0.25})]
     arms += [Variant(merging=seven), Variant(merging={**kv, "ratio": 0.5}), Variant(merging={**kv, "ratio": 0.7})]
     arms += [Variant(merging={"ratio": 0.45})]  # as much attention as kv 0.7
     arms += [Variant(steps=steps) for steps in (16, 14, 12, 10)]

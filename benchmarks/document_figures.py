@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from typing import Any
 import alternatives
 import gpu_onnx
 
-from ppdiffusers_tome.config import ToMeConfig, parse_settings
+from ppdiffusers_tome.commands.merge_options import parse_settings
+from ppdiffusers_tome.config import ToMeConfig, upgraded
 from ppdiffusers_tome.evaluation.clock import ratio_within_rounds
 from ppdiffusers_tome.evaluation.markdown import NOT_MEASURED, table, write_page
 from ppdiffusers_tome.evaluation.quality.quality_report import differs_by_kid, read_frame
@@ -43,7 +43,6 @@ DOCUMENTS.remove(RESULTS_PAGE)
 MARKED = re.compile(r"<!--= (.+?) -->(.*?)<!--/-->")
 ROW = re.compile(r"^\| (.*) <!--: (.+?) --> \|$", re.MULTILINE)
 
-CELLS = {"ratio": 0.75, "merge_attn": "kv", "match": "grid"}
 PLACE = ("model", "scope", "size", "batch", "dtype", "backend")  # these fields identify the case of an arm
 
 
@@ -111,18 +110,19 @@ def count(file: str, path: str) -> str:
 
 
 def arms(file: str) -> list[dict[str, Any]]:
-    """The arms of a speed result, each with the fields of its case."""
-    return [{**case, **row} for case in read(file)["cases"] for row in case["arms"]]
+    """The arms of a speed result, each with the fields of its case; `config` is a ToMeConfig, or None."""
+    rows = [{**case, **row} for case in read(file)["cases"] for row in case["arms"]]
+    return [{**row, "config": row["config"] and ToMeConfig(**upgraded(row["config"]))} for row in rows]
 
 
 def arm(file: str, name: str, backend: str = "eager", size: int | str = 128, batch: int | str = 2) -> dict[str, Any]:
     """The arm of that name at ratio 0.5, or without merging; of several methods the first."""
 
     def fits(row: dict[str, Any]) -> bool:
-        config = row["config"] or {"ratio": 0.5, "max_downsample": None}
+        config = row["config"] or ToMeConfig(0.5)
         return (
             (row["arm"], row["backend"], f"{row['size']}", f"{row['batch']}") == (name, backend, f"{size}", f"{batch}")
-            and (config["ratio"], config["max_downsample"]) == (0.5, None)
+            and (config.ratio, config.max_downsample) == (0.5, None)
             and (name != "limit" or row["attention"] == "plain")
         )
 
@@ -171,15 +171,15 @@ def on_gpu(size: str, batch: str, *name: str) -> str:
     return f"{statistics.median(a / b for a, b in zip(plain['ms'], merged['ms'], strict=True)):.2f}"
 
 
-def on_cpu(backend: str, size: str, way: str, ratio: str = "0.5") -> str:
-    """How many times as fast Stable Diffusion 1.5's UNet is on a CPU at batch 2, by cells or the default, as plain."""
-    config = ToMeConfig(**(CELLS if way == "cells" else {"ratio": float(ratio)}))
+def on_cpu(backend: str, size: str, method: str, ratio: str | None = None) -> str:
+    """How many times as fast as plain Stable Diffusion 1.5's UNet is on a CPU at batch 2, by a method at a ratio."""
+    config = ToMeConfig(method=method, use_rand=False, **({"ratio": float(ratio)} if ratio else {}))
     gains = [
         times(row, plain_of(row, file))
         for file in sorted(path.stem for path in RESULTS.glob("sd15_*.json"))
         for row in arms(file)
         if (row["backend"], f"{row['size']}", row["batch"], row["arm"]) == (backend, size, 2, "tome")
-        and replace(ToMeConfig(**row["config"]), use_rand=True) == config
+        and row["config"] == config
     ]
     return f"{gains[0]:.2f}" if gains else NOT_MEASURED
 
@@ -191,9 +191,7 @@ def noise() -> str:
         for row in arms(file):
             if row["arm"] == "tome" and row["seconds"]:
                 case = tuple(row[key] for key in PLACE)
-                repeated[case, read(file)["threads"], ToMeConfig(**row["config"])].append(
-                    times(row, plain_of(row, file))
-                )
+                repeated[case, read(file)["threads"], row["config"]].append(times(row, plain_of(row, file)))
     spreads = [max(speed_ups) / min(speed_ups) - 1 for speed_ups in repeated.values() if len(speed_ups) > 1]
     assert len(spreads) >= 5
     return f"{100 * max(spreads):.0f} %"
@@ -227,7 +225,7 @@ def milliseconds(row: dict[str, Any]) -> str:
 
 def gpu_row(size: str) -> list[str]:
     """Milliseconds on a GPU at batch 2, in ONNX Runtime and in PyTorch: plain, and merged in several ways."""
-    merged = [f"onnxruntime {name}" for name in ("ToDo 0.75", "kv 0.75", "default 0.5")]
+    merged = [f"onnxruntime {name}" for name in ("todo 0.75", "kv 0.75", "default 0.5")]
     cells = []
     for name in ("onnxruntime plain", *merged, "torch plain", "torch tomesd 0.5"):
         rows = gpu_arms(name, size, "2")
@@ -253,16 +251,13 @@ def by_runtime(backend: str) -> list[str]:
 
 
 def gpu_gain(size: str) -> list[str]:
-    """On a GPU at batch 2: how many times as fast as plain cells without matching are, and the default.
-
-    Cells with a random token do the same operations as ToDo, which was measured.
-    """
-    return [f"{on_gpu(size, '2', 'onnxruntime', *name.split())}×" for name in ("ToDo 0.75", "default 0.5")]
+    """On a GPU at batch 2: how many times as fast as plain todo is, and the default."""
+    return [f"{on_gpu(size, '2', 'onnxruntime', *name.split())}×" for name in ("todo 0.75", "default 0.5")]
 
 
 def cpu_gain(backend: str, size: str) -> list[str]:
     """Stable Diffusion 1.5's UNet on a CPU at batch 2, as `gpu_gain`."""
-    gains = [on_cpu(backend, size, way) for way in ("cells", "default")]
+    gains = [on_cpu(backend, size, way) for way in ("todo", "default")]
     return [gain if gain == NOT_MEASURED else f"{gain}×" for gain in gains]
 
 
@@ -276,7 +271,7 @@ def block(name: str, settings: str) -> list[str]:
     """The speed-up of a transformer block, and the speed-up that its MACs allow. `name` is a word of its name."""
     rows = [row for row in arms("flux_blocks") if name in f"{row['model']} {row['scope']}".split()]
     config = ToMeConfig(**parse_settings(settings))
-    (row,) = [row for row in rows if row["config"] and ToMeConfig(**row["config"]) == config]
+    (row,) = [row for row in rows if row["config"] == config]
     plain = plain_of(row, "flux_blocks")
     return [f"{times(row, plain):.2f}×", f"{plain['macs'] / row['macs']:.2f}×"]
 
@@ -335,7 +330,7 @@ ARMS = (  # of alternatives_*.json on the page, where a result has them
         "kv 0.7",
         "kv 0.75",
     ),
-    *("kv 0.75, match=grid", "ToDo 0.75", "tomesd 0.5", "16 steps", "14 steps", "12 steps", "10 steps"),
+    *("todo 0.75, use_rand=True", "todo 0.75", "tomesd 0.5", "16 steps", "14 steps", "12 steps", "10 steps"),
     *("DPM-Solver++, 10 steps", "DeepCache 2", "DeepCache 2 + default 0.5", "14 steps + default 0.5", "another seed"),
 )
 
@@ -373,7 +368,7 @@ def table_of_passes() -> str:
     for file in sorted(path.stem for path in RESULTS.glob("*.json") if read(path.stem)["kind"] == "speed"):
         for row in arms(file) if not file.endswith("_again") else []:
             is_measured = row["arm"] == "tome" and row["seconds"] and row["batch"] <= 2
-            if not is_measured or ToMeConfig(**row["config"]) != default:
+            if not is_measured or row["config"] != default:
                 continue
             pair = [plain_of(row, file), row]
             what = f"{Path(row['model']).name}, {SCOPES.get(row['scope'], row['scope'])}"
@@ -387,7 +382,7 @@ def table_of_passes() -> str:
 
 def table_of_gpu() -> str:
     """Milliseconds of a pass on a GPU, by size, and how many times as fast as plain."""
-    head = ["px", "plain", "ToDo 0.75", "keys and values 0.75", "default 0.5", "PyTorch, plain", "tomesd 0.5"]
+    head = ["px", "plain", "todo 0.75", "kv 0.75", "default 0.5", "PyTorch, plain", "tomesd 0.5"]
     sizes = dict.fromkeys(f"{row['size']}" for row in read("gpu_onnx")["rows"] if row["batch"] == 2)
     return "\n".join(table(head, [[size, *gpu_row(size)] for size in sizes]))
 

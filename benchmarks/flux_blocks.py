@@ -45,7 +45,7 @@ SINGLE_STREAM = "single-stream"
 CONFIGS = {
     "merged": ToMeConfig(ratio=0.5),
     "merged_mlp": ToMeConfig(ratio=0.5, merge_mlp=True),  # for blocks whose MLP comes after attention
-    "kv": ToMeConfig(ratio=0.75, merge_attn="kv"),
+    "kv": ToMeConfig(ratio=0.75, method="kv"),
 }
 TEXT_CHANNELS = 4096
 

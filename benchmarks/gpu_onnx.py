@@ -35,18 +35,17 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "gpu_onnx.json"
-KEYS_AND_VALUES = {"ratio": 0.75, "merge_attn": "kv"}
 MERGED = {
     "default 0.25": {"ratio": 0.25},
     "default 0.5": {"ratio": 0.5},
     "default 0.75": {"ratio": 0.75},
-    "kv 0.75": KEYS_AND_VALUES,
-    "ToDo 0.75": KEYS_AND_VALUES | {"match": "grid", "use_rand": False},
-    "symmetric 0.5": {"ratio": 0.5, "merge_attn": True},
-    "tomesd's 0.5": {"ratio": 0.5, "merge_attn": True, "window": None, "proportional": False},
+    "kv 0.75": {"ratio": 0.75, "method": "kv"},
+    "todo 0.75": {"ratio": 0.75, "method": "todo"},
+    "symmetric 0.5": {"ratio": 0.5, "method": "symmetric"},
+    "tomesd 0.5": {"ratio": 0.5, "method": "tomesd"},
 }
 PLAIN, DEFAULT = "plain", "default 0.5"
-MAIN = [PLAIN, DEFAULT, "kv 0.75", "ToDo 0.75"]
+MAIN = [PLAIN, DEFAULT, "kv 0.75", "todo 0.75"]
 PRODUCT = {"prefer_nhwc": "1"}  # the options of `OnnxRuntime`
 FORMS = {"channels first": {}, "CUDA graph": {**PRODUCT, "enable_cuda_graph": "1"}}
 CELLS = {  # (px, batch): programs
@@ -63,7 +62,7 @@ ROUNDS, SECONDS = 7, 0.2  # an arm runs for SECONDS in each round
 NOISY, REPETITIONS = 1.2, 2  # a time this much above the arm's fastest is measured again, so many times
 REFERENCE = (512, 2)  # the cell whose outputs are compared with the CPU's
 WEIGHTS, ORIGIN = "weights", "origin.json"
-BOUNDS = {"default 0.5": 59, "kv 0.75": 32, "ToDo 0.75": 1}  # operators that a block has more than plain
+BOUNDS = {"default 0.5": 59, "kv 0.75": 32, "todo 0.75": 1}  # operators that a block has more than plain
 FREE = ("Reshape", "Squeeze", "Unsqueeze")  # operators that launch no kernel
 
 

@@ -26,15 +26,15 @@ from ppdiffusers.patches import tomesd_patch_utils as builtin
 from torch_unet import TorchProcess, torch_versions
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError, cli
-from ppdiffusers_tome.attach.attach import chosen_blocks
+from ppdiffusers_tome.attach.placement import placements, tokens_kept
 from ppdiffusers_tome.commands import bench
-from ppdiffusers_tome.config import SIMILARITY, TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.speed.backends import Attach, Backend, EagerBackend, Run
 from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, EAGER, PLAIN, TOME, Arm, Case
 from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, ArmKind, BackendKind, Catalog
 from ppdiffusers_tome.evaluation.speed.workloads import Workload, as_array
 from ppdiffusers_tome.families.models import find_blocks
 from ppdiffusers_tome.grid import Grid
+from ppdiffusers_tome.methods import METHODS
 
 BUILT_IN, LIMIT, PYTORCH, PYTORCH_BF16 = "built-in", "limit", "PyTorch", "PyTorch-bf16"
 SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after a pass of PyTorch's process
@@ -43,7 +43,7 @@ SETTLE = 0.3  # seconds for which OpenMP's threads may go on spinning after a pa
 def tomesd_arguments(denoiser: nn.Layer, config: ToMeConfig) -> dict[str, Any]:
     """Arguments of tomesd and of the built-in ToMe, to merge at the levels that the other arms merge at."""
     names = ("ratio", "sx", "sy", "use_rand", "merge_attn", "merge_crossattn", "merge_mlp")
-    deepest = max(block.level for block in chosen_blocks(denoiser, config))
+    deepest = max(block.level for block, _ in placements(denoiser, config))
     return {**{name: getattr(config, name) for name in names}, "max_downsample": deepest}
 
 
@@ -58,7 +58,7 @@ def attach_built_in(denoiser: nn.Layer, config: ToMeConfig, latent: Grid) -> Non
 
 def tomesd_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
     """The same ratios by the method of tomesd and of ppdiffusers' built-in ToMe."""
-    return [replace(config, **{**TOMESD_SETTINGS, "merge_attn": bool(config.merge_attn)}) for config in configs]
+    return [replace(config, method="tomesd", min_tokens=0, **METHODS["tomesd"].fixed) for config in configs]
 
 
 def built_in_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
@@ -67,14 +67,13 @@ def built_in_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConf
 
 
 def limit_configs(case: Case, configs: Sequence[ToMeConfig]) -> list[ToMeConfig]:
-    """One config for each number of tokens that the configs remove, at each level and from the same layers."""
+    """One config for each number of tokens that the configs leave, at each level and from the same layers."""
     limits: dict[Any, ToMeConfig] = {}
     for config in configs:
-        config = replace(config, window=None, proportional=False)
-        kept, similar = case.count_kept(config), replace(config, match=SIMILARITY)
+        kept = tokens_kept(config, case.architecture.first_grid(case.size))
         layers = config.merge_attn, config.merge_crossattn, config.merge_mlp
-        same = similar if case.count_kept(similar) == kept else config  # a grid of incomplete cells keeps less
-        limits.setdefault((kept, config.max_downsample, *layers), same)
+        place = METHODS[config.method].merges_queries, config.max_downsample, *layers
+        limits.setdefault((kept, *place), replace(config, window=None, proportional=False))
     return list(limits.values())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ppdiffusers_tome
+from ppdiffusers_tome.families.table import FAMILIES
 
 PACKAGE = Path(ppdiffusers_tome.__file__).parent
 DOCUMENT = Path(__file__).parents[1] / "docs" / "development" / "architecture.md"
@@ -57,8 +58,24 @@ def test_no_two_modules_of_the_evaluation_share_a_name():
     assert len(names) == len(set(names))
 
 
-def test_some_modules_do_not_import_paddle():
-    for module in ("config", "errors", "compatibility"):
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=module_of)
+def test_the_docstring_of_a_package_names_its_subject(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert re.match(r"[`\w].{20,}[.:]", docstring), f"{path}: it has no first line that says what the package is for"
+
+
+@pytest.mark.parametrize("package", ["methods", "families", "attach"])
+def test_the_docstring_of_a_folder_of_the_core_names_what_it_imports(package):
+    """The part of the package before the folder, by its top-level names."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
+    (sentence,) = re.findall(r"The folder imports\s(.+?)\.(?:\s|$)", docstring, re.S)
+    imported = {name.split(".")[0] for path in (PACKAGE / package).glob("*.py") for name in imported_modules(path)}
+    assert set(re.findall(r"`(\w+)`", sentence)) == imported - {package}
+
+
+def test_what_is_imported_before_paddle_does_not_import_it():
+    """The package reports a missing Paddle, and a broken zlib, before it imports Paddle."""
+    for module in ("_version", "errors", "compatibility"):
         assert not re.search(r"^(import|from) paddle", (PACKAGE / f"{module}.py").read_text(encoding="utf-8"), re.M)
 
 
@@ -66,5 +83,15 @@ def test_only_these_modules_know_the_modules_of_ppdiffusers():
     """All others import what ppdiffusers exports at its top level."""
     inside = re.compile(r"^ *(import|from) ppdiffusers\.", re.M)
     knowing = {module_of(path) for path in FILES if inside.search(path.read_text(encoding="utf-8"))}
+    families = {"families.table", "families.grids", "families.kernels"}
     inference = {"inference.models", "inference.stand_in"}
-    assert knowing == {"models", *inference, "generation.engine", "evaluation.speed.backends"}
+    assert knowing == {*families, *inference, "generation.engine", "evaluation.speed.backends"}
+
+
+def test_the_document_of_families_lists_the_entries_of_the_table():
+    text = (DOCUMENT.parent / "families.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (`.+`) \| (`.+`) \|$", text.partition("### Add a family")[0], re.M)
+    named = [(name, *(re.findall(r"`(\w+)`", cell) for cell in cells)) for name, *cells in rows]
+    classes = [(family.transformers, family.blocks) for family in FAMILIES]
+    names = [[[cls if isinstance(cls, str) else cls.__name__ for cls in part] for part in parts] for parts in classes]
+    assert named == [(family.name, *parts) for family, parts in zip(FAMILIES, names, strict=True)]

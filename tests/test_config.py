@@ -1,36 +1,136 @@
+"""The settings: their ranges and messages, what a method brings and lacks, settings files, and those of releases 2.x."""
+
+import copy
+import dataclasses
+import inspect
 import json
+import pickle
 
 import numpy as np
 import pytest
 
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
-from ppdiffusers_tome.config import METHODS, TOMESD_SETTINGS, method_name, parse_settings
-from ppdiffusers_tome.evaluation.tuning.search import TODO as TODO_SETTINGS
+import ppdiffusers_tome
+from ppdiffusers_tome import Grid, ToMeConfig, ToMeConfigError, ToMeError
+from ppdiffusers_tome.attach.placement import tokens_kept
+from ppdiffusers_tome.config import METHOD_OF_MERGE_ATTN, REPLACED, controlnet_config, upgraded
+from ppdiffusers_tome.methods import METHODS
+from ppdiffusers_tome.methods.method import Kept
+from ppdiffusers_tome.wording import method_in_words
 
-TODO = {**TODO_SETTINGS, "ratio": 0.75}
+DEFAULTS = {
+    "ratio": 0.5,
+    "method": "default",
+    "max_downsample": None,
+    "sx": 2,
+    "sy": 2,
+    "use_rand": True,
+    "seed": 0,
+    "window": 16,
+    "proportional": True,
+    "merge_attn": True,
+    "merge_crossattn": False,
+    "merge_mlp": False,
+    "min_tokens": 0,
+}
+OF_METHOD = {  # what differs from these defaults
+    "default": {},
+    "symmetric": {},
+    "tomesd": {"window": None, "proportional": False},
+    "kv": {},
+    "todo": {"ratio": 0.75, "use_rand": False, "window": None},
+}
 
 
 def test_defaults():
-    config = ToMeConfig()
-    assert vars(config) == {
-        "ratio": 0.5,
-        "max_downsample": None,
-        "sx": 2,
-        "sy": 2,
-        "use_rand": True,
-        "seed": 0,
-        "window": 16,
-        "proportional": True,
-        "match": "similarity",
-        "method": "default",
-        "merge_crossattn": False,
-        "merge_mlp": False,
-        "min_tokens": 0,
-    }
+    assert vars(ToMeConfig()) == DEFAULTS
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(method):
+    expected = {**DEFAULTS, **OF_METHOD[method], "method": method}
+    assert vars(ToMeConfig(method=method)) == expected
+    passed = {"seed": 3, "use_rand": not expected["use_rand"], "ratio": 0}
+    assert vars(ToMeConfig(method=method, **passed)) == {**expected, **passed}
+
+
+def test_the_default_ratio_of_todo_is_that_of_its_cells():
+    assert ToMeConfig(method="todo", sx=4).ratio == 1 - 1 / 8
+    assert ToMeConfig(method="todo", sx=np.int64(3), sy=1).ratio == 1 - 1 / 3
+    with pytest.raises(ToMeConfigError, match="sx=0 is not allowed"):
+        ToMeConfig(method="todo", sx=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"method": "tomesd", "window": 8},
+            "window=8 .* method='tomesd', which has no window: .* default, symmetric, kv$",
+        ),
+        (
+            {"method": "todo", "window": 16},
+            "window=16 .* method='todo', which has no window: .* default, symmetric, kv$",
+        ),
+        (
+            {"method": "tomesd", "proportional": True},
+            "proportional=True .* method='tomesd', which has no proportional: .* default, symmetric, kv, todo$",
+        ),
+    ],
+)
+def test_a_setting_that_a_method_lacks_is_an_error_that_lists_the_methods_with_it(settings, message):
+    with pytest.raises(ToMeConfigError, match=message.removesuffix("$") + r"\.$"):
+        ToMeConfig(**settings)
+    (name,) = settings.keys() - {"method"}
+    assert ToMeConfig(**settings | {name: METHODS[settings["method"]].fixed[name]}) == ToMeConfig(
+        method=settings["method"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ration": 0.5}, "'ration' is not a setting: did you mean ratio\\?"),
+        ({"merge_atn": True}, "'merge_atn' is not a setting: did you mean merge_attn\\?"),
+        ({"qqq": 1}, f"'qqq' is not a setting: use {', '.join(DEFAULTS)}\\."),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_the_nearest_one(settings, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        ToMeConfig(**settings)
+    with pytest.raises(ToMeConfigError, match=message):
+        ToMeConfig().with_settings(**settings)
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_setting_of_earlier_releases_is_an_error_that_says_what_replaced_it(name):
+    with pytest.raises(ToMeConfigError, match=rf'{name} is not a setting since release 3\.0: .* method="todo"'):
+        ToMeConfig(**{name: "grid"})
+
+
+@pytest.mark.parametrize("value", METHOD_OF_MERGE_ATTN)
+def test_a_value_of_merge_attn_that_is_a_method_now_is_an_error_that_names_it(value):
+    method = METHOD_OF_MERGE_ATTN[value]
+    with pytest.raises(ToMeConfigError, match=rf"merge_attn='{value}' .* True or False.* Pass method='{method}'"):
+        ToMeConfig(merge_attn=value)
+    assert ToMeConfig(method=method).method == method
+
+
+def test_editors_see_the_settings():
+    signature = inspect.signature(ToMeConfig)
+    assert {name: parameter.default for name, parameter in signature.parameters.items()} == DEFAULTS
+    assert signature.parameters["ratio"].annotation is float and signature.parameters["method"].annotation is str
+    for function in (ppdiffusers_tome.apply_tome, ppdiffusers_tome.tome):
+        assert list(inspect.signature(function).parameters) == ["target", *DEFAULTS, "config", "controlnet", "unknown"]
+
+
+def test_settings_by_position():
+    assert ToMeConfig(0.75, "todo") == ToMeConfig(method="todo")
+    assert ToMeConfig(*DEFAULTS.values()) == ToMeConfig()
 
 
 NOT_ALLOWED = {  # of each setting: other types, and the values next to the limits
     "ratio": (-0.1, 0.76, 1, float("nan"), float("inf"), "0.5", None, True, {1.0: 0.6, 0.5: 0.4}),
+    "method": ("cells", "ToDo", "", None, True, ["kv"]),
     "max_downsample": (0, 3, 2.0, "2", True),
     "sx": (0, -2, 2.0, "2", None),
     "sy": (0, -2, 2.0, "2", None),
@@ -38,8 +138,7 @@ NOT_ALLOWED = {  # of each setting: other types, and the values next to the limi
     "seed": (-1, 2**64, 0.5, False),
     "window": (0, -2, 8.0, True),
     "proportional": (1, None),
-    "match": ("cells", None),
-    "merge_attn": ("keys", "alone", None, 1.5),
+    "merge_attn": ("keys", "alone", None, 1.5, 1),
     "merge_crossattn": (0, None),
     "merge_mlp": ("yes", None),
     "min_tokens": (-1, 1.5, "64", True, None),
@@ -62,6 +161,8 @@ def test_every_setting_is_checked():
 def test_the_error_names_what_is_allowed():
     with pytest.raises(ToMeConfigError, match=r"seed=-1 .* from 0 to 2\*\*64 - 1, or None"):
         ToMeConfig(seed=-1)
+    with pytest.raises(ToMeConfigError, match=f"method='ToDo' .* one of {', '.join(METHODS)}"):
+        ToMeConfig(method="ToDo")
 
 
 def test_config_error_is_a_value_error_and_a_tome_error():
@@ -86,36 +187,46 @@ def test_no_layer_to_merge_is_rejected():
 
 @pytest.mark.parametrize(("sx", "sy", "named"), [(2, 2, 0.75), (3, 3, 0.888889), (7, 11, 0.987013)])
 def test_cells_decide_the_ratio_and_the_error_names_it(sx, sy, named):
-    with pytest.raises(ToMeConfigError, match=rf"ratio=0.5 .* match='grid'.* = {named} for sx={sx}, sy={sy}, or 0"):
-        ToMeConfig(sx=sx, sy=sy, match="grid")
-    assert ToMeConfig(named, sx=sx, sy=sy, match="grid").ratio == 1 - 1 / (sx * sy)
-    assert ToMeConfig(0, sx=sx, sy=sy, match="grid").ratio == 0
-    assert ToMeConfig(named, sx=sx, sy=sy).removed(99, 9) <= 90
+    with pytest.raises(ToMeConfigError, match=rf"ratio=0.5 .* method='todo'.* = {named}, or 0"):
+        ToMeConfig(0.5, "todo", sx=sx, sy=sy)
+    assert ToMeConfig(named, "todo", sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
+    assert ToMeConfig(0, "todo", sx=sx, sy=sy).ratio == 0
+    assert ToMeConfig(named, sx=sx, sy=sy).ratio == 1 - 1 / (sx * sy)
 
 
 @pytest.mark.parametrize(("sx", "sy"), [(2, 2), (4, 2), (1, 2)])
-def test_asymmetric_ratios_cost_as_much_as_equal_ones(sx, sy):
-    """Queries times keys, at every ratio; keys merge further until cells stop them, which the largest ratio does."""
-    largest, dst = 1 - 1 / (sx * sy), 400 // (sx * sy)
+def test_the_ratios_of_the_default_cost_as_much_as_equal_ones(sx, sy):
+    """Queries times keys, at every ratio; keys merge more until cells stop them, which the largest ratio does."""
+    largest, grid = 1 - 1 / (sx * sy), Grid(20, 20)
     for ratio in np.linspace(0, largest, 21):
-        config = ToMeConfig(ratio, sx=sx, sy=sy, method="default")
-        queries, keys = config.attention_ratios
+        config = ToMeConfig(ratio, sx=sx, sy=sy)
+        queries, keys = METHODS["default"].ratios(config)
         assert (1 - queries) * (1 - keys) == pytest.approx((1 - config.ratio) ** 2)
         assert 0 <= queries <= ratio + 1e-12 and ratio - 1e-12 <= keys <= largest
         assert 1 - keys == pytest.approx((1 - queries) ** 5) or keys == largest
-        assert config.removed(400, dst) == int(400 * queries + 1e-9)
-        assert config.removed(400, dst, keys=True) == int(400 * keys + 1e-9)
-        assert config.symmetric().attention_ratios == (config.ratio, config.ratio)
+        assert tokens_kept(config, grid) == (400, 400 - int(400 * queries + 1e-9), 400 - int(400 * keys + 1e-9))
+        alike = 400 - int(400 * config.ratio + 1e-9)
+        assert tokens_kept(config, grid, merges_block=True) == (400, alike, alike)
     assert (queries, keys) == pytest.approx((largest, largest))
-    for merge_attn in (True, "kv", False):
-        config = ToMeConfig(0.5, merge_attn=merge_attn, merge_mlp=True)
-        assert config.attention_ratios == (0.5, 0.5) and config.symmetric() is config
+
+
+@pytest.mark.parametrize("method", ["symmetric", "tomesd", "kv"])
+def test_the_other_methods_merge_at_the_ratio(method):
+    assert METHODS[method].ratios(ToMeConfig(0.6, method)) == (0.6, 0.6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_other_than_self_attention_merge_at_the_ratio(method):
+    config = ToMeConfig(method=method, merge_attn=False, merge_mlp=True)
+    kept = 400 - 400 * config.ratio
+    assert tokens_kept(config, Grid(20, 20)) == (400, kept, kept)
 
 
 def test_cells_take_remainders_with_them():
     """A grid of 7×9 tokens has 3·4 cells of 2×2, and keeps a token of each."""
-    assert ToMeConfig(0.75, match="grid").removed(63, 12) == 51 > ToMeConfig(0.75).removed(63, 12)
-    assert ToMeConfig(0.75, match="grid").removed(5, 0) == 0
+    todo = ToMeConfig(method="todo")
+    assert tokens_kept(todo, Grid(7, 9)).keys == 12 < tokens_kept(ToMeConfig(0.75, "kv"), Grid(7, 9)).keys
+    assert tokens_kept(todo, Grid(1, 5)) == (5, 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +235,10 @@ def test_cells_take_remainders_with_them():
         ({}, "default"),
         ({"ratio": 0.7, "seed": 3}, "default"),
         ({"method": "symmetric", "window": 8}, "symmetric, windows of 8"),
-        (TOMESD_SETTINGS, "tomesd"),
-        ({"method": "kv", "sx": 4, "window": None}, "keys and values, 4×2 cells, whole grid"),
-        ({**TODO, "window": 8}, "ToDo"),
-        ({**TODO, "use_rand": True}, "ToDo, random dst"),
-        ({**TODO, "method": "default"}, "ToDo, asymmetric"),
+        ({"method": "tomesd"}, "tomesd"),
+        ({"method": "kv", "sx": 4, "window": None}, "kv, 4×2 cells, whole grid"),
+        ({"method": "todo"}, "todo"),
+        ({"method": "todo", "use_rand": True}, "todo, random dst"),
         ({"merge_attn": False, "merge_mlp": True}, "default, not around self-attention, merge_mlp=True"),
         (
             {"use_rand": False, "max_downsample": 2, "proportional": False, "min_tokens": 64},
@@ -138,8 +248,8 @@ def test_cells_take_remainders_with_them():
 )
 def test_method_in_words(settings, words):
     config = ToMeConfig(**settings)
-    assert config.method == words
-    assert method_name(config, without=list(settings)) == words.partition(",")[0]
+    assert method_in_words(config) == words
+    assert method_in_words(config, without=list(settings)) == words.partition(",")[0]
 
 
 def test_no_two_ways_to_merge_have_the_same_words():
@@ -152,30 +262,9 @@ def test_no_two_ways_to_merge_have_the_same_words():
         "proportional": False,
     }
     others |= {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64}
-    names = [ToMeConfig(**{name: value}).method for name, value in others.items()]
-    names += [config.method for config in METHODS.values()]
-    assert len(set(names)) == len(others) + len(METHODS)
-
-
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("window=16,proportional,ratio=0.7", {"window": 16, "proportional": True, "ratio": 0.7}),
-        ("window=none, proportional=false", {"window": None, "proportional": False}),
-        (
-            "method=todo,ratio=0.75,min_tokens=0",
-            {"method": "todo", "use_rand": True, "ratio": 0.75, "min_tokens": 0},
-        ),
-    ],
-)
-def test_settings_as_text(text, settings):
-    assert parse_settings(text) == settings
-
-
-@pytest.mark.parametrize("text", ["", "windows=8", "window=8,window=8", "window=8.5", "match=grid", "ratio"])
-def test_settings_as_text_that_are_not_allowed(text):
-    with pytest.raises(ToMeConfigError):
-        parse_settings(text)
+    configs = [ToMeConfig(**{name: value}) for name, value in others.items()]
+    configs += [ToMeConfig(method=method) for method in METHODS]
+    assert len(set(map(method_in_words, configs))) == len(configs)
 
 
 def test_numpy_numbers_are_converted():
@@ -189,36 +278,97 @@ def test_frozen():
         ToMeConfig().ratio = 0.25
 
 
+def test_copies_and_pickles_are_equal():
+    for config in (ToMeConfig(), ToMeConfig(method="todo", use_rand=True, seed=None), ToMeConfig(0.6, "kv", sx=4)):
+        for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
+            assert other == config and hash(other) == hash(config)
+
+
 @pytest.mark.parametrize(
-    ("ratio", "tokens", "dst", "removed", "queries", "keys"),
+    ("ratio", "grid", "removed", "queries", "keys"),
     [
-        (0.5, 4096, 1024, 2048, 845, 2805),
-        (0.75, 64, 16, 48, 48, 48),
-        (0.5, 35, 6, 17, 7, 23),
-        (0.29, 100, 25, 29, 10, 43),  # 28.999999999999996
-        (0.2899999, 100, 25, 28, 10, 43),
-        (0, 64, 16, 0, 0, 0),
-        (0.5, 1, 0, 0, 0, 0),
-        (0.5, 3, 0, 0, 0, 0),
+        (0.5, Grid(64, 64), 2048, 845, 2805),
+        (0.75, Grid(8, 8), 48, 48, 48),
+        (0.5, Grid(5, 7), 17, 7, 23),
+        (0.29, Grid(10, 10), 29, 10, 43),  # 28.999999999999996
+        (0.2899999, Grid(10, 10), 28, 10, 43),
+        (0, Grid(8, 8), 0, 0, 0),
+        (0.5, Grid(1, 1), 0, 0, 0),
+        (0.5, Grid(1, 3), 0, 0, 0),
     ],
 )
-def test_removed_rounds_down_and_needs_a_dst(ratio, tokens, dst, removed, queries, keys):
-    assert ToMeConfig(ratio, method="symmetric").removed(tokens, dst) == removed
-    assert ToMeConfig(ratio, method="symmetric").removed(tokens, dst, keys=True) == removed
-    assert ToMeConfig(ratio).removed(tokens, dst) == queries
-    assert ToMeConfig(ratio).removed(tokens, dst, keys=True) == keys
+def test_what_merges_away_is_rounded_down_and_needs_a_dst(ratio, grid, removed, queries, keys):
+    n = grid.tokens
+    assert tokens_kept(ToMeConfig(ratio, "symmetric"), grid) == Kept(n, n - removed, n - removed)
+    assert tokens_kept(ToMeConfig(ratio), grid) == Kept(n, n - queries, n - keys)
 
 
-@pytest.mark.parametrize("tokens", [100, 64**2, 256**2, 1000**2])
-def test_removed_is_the_exact_share_whatever_floating_point_makes_of_it(tokens):
+@pytest.mark.parametrize("side", [10, 64, 256, 1000])
+def test_what_merges_away_is_the_exact_share_whatever_floating_point_makes_of_it(side):
+    grid, n = Grid(side, side), side**2
     for hundredths in range(100):
-        config = ToMeConfig(hundredths / 100, sx=10, sy=10, method="symmetric")
-        assert config.removed(tokens, 1) == min(tokens * hundredths // 100, tokens - 1)
+        config = ToMeConfig(hundredths / 100, "symmetric", sx=10, sy=10)
+        assert tokens_kept(config, grid).queries == n - min(n * hundredths // 100, n - (side // 10) ** 2)
 
 
 def test_describe_has_ratio_and_changed_settings():
     assert ToMeConfig().describe() == "ratio=0.5"
     assert ToMeConfig(ratio=0.25, seed=None, sx=4).describe() == "ratio=0.25, sx=4, seed=None"
+    assert ToMeConfig(method="todo").describe() == "ratio=0.75, method='todo'"
+    assert ToMeConfig(method="todo", use_rand=True).changed_settings() == {
+        "ratio": 0.75,
+        "method": "todo",
+        "use_rand": True,
+    }
+    assert str(ToMeConfig(0.75, "kv", window=None)) == "ToMeConfig(ratio=0.75, method='kv', window=None)"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_changed_settings_give_back_the_config(method):
+    for settings in ({}, {"sx": 4}, {"sx": 3, "sy": 1, "use_rand": False, "seed": None, "ratio": 0}):
+        config = ToMeConfig(method=method, **settings)
+        assert ToMeConfig(**config.changed_settings()) == config
+
+
+@pytest.mark.parametrize(
+    ("own", "passed", "expected"),
+    [
+        ({}, {}, {}),
+        ({"ratio": 0.6, "seed": 7}, {"sx": 4}, {"ratio": 0.6, "seed": 7, "sx": 4}),
+        ({"sx": 4}, {"method": "todo"}, {"method": "todo", "sx": 4}),  # the default ratio becomes that of the method
+        ({"method": "todo"}, {"method": "kv"}, {"method": "kv"}),
+        ({"method": "todo"}, {"sx": 4}, {"method": "todo", "sx": 4}),
+        ({"method": "todo", "use_rand": True}, {"seed": 1}, {"method": "todo", "use_rand": True, "seed": 1}),
+        ({"ratio": 0.6}, {"method": "kv"}, {"ratio": 0.6, "method": "kv"}),
+        ({"ratio": 0.6}, {"method": "todo", "ratio": 0}, {"method": "todo", "ratio": 0}),
+        ({"window": 8}, {"method": "tomesd", "window": None}, {"method": "tomesd"}),
+    ],
+)
+def test_with_settings(own, passed, expected):
+    assert ToMeConfig(**own).with_settings(**passed) == ToMeConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("own", "passed", "message"),
+    [
+        ({"window": 8}, {"method": "todo"}, "window=8 .* no window"),
+        ({"ratio": 0.6}, {"method": "todo"}, "ratio=0.6 .* method='todo'"),
+        ({}, {"ratio": 2}, "ratio=2"),
+    ],
+)
+def test_settings_of_its_own_that_do_not_go_with_those_passed_are_an_error(own, passed, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        ToMeConfig(**own).with_settings(**passed)
+
+
+def test_the_config_of_a_controlnet():
+    config = ToMeConfig(0.6, "kv", seed=3)
+    assert controlnet_config(config, True) is config and controlnet_config(config, False) is None
+    assert controlnet_config(config, 0.3) == ToMeConfig(0.3, "kv", seed=3)
+    with pytest.raises(
+        ToMeConfigError, match=r"controlnet=0.5 .* True, False or a ratio\. ratio=0.5 .* method='todo'"
+    ):
+        controlnet_config(ToMeConfig(method="todo"), 0.5)
 
 
 # Settings files
@@ -226,12 +376,60 @@ def test_describe_has_ratio_and_changed_settings():
 
 def test_a_settings_file_gives_back_the_config(tmp_path):
     path = tmp_path / "tome_config.json"
-    config = ToMeConfig(0.75, method="todo", use_rand=True, sx=2, seed=None, min_tokens=1024)
+    config = ToMeConfig(method="todo", use_rand=True, sx=2, seed=None, min_tokens=1024)
     config.save(path, figures={"speed_up": 1.5})
     assert ToMeConfig.load(path) == ToMeConfig.load(str(path)) == config
-    assert json.loads(path.read_text())["figures"] == {"speed_up": 1.5}
-    path.write_text('{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ratio": 0.25}}')
-    assert ToMeConfig.load(path) == ToMeConfig(0.25)
+    content = json.loads(path.read_text())
+    assert content["figures"] == {"speed_up": 1.5} and content["settings"] == vars(config)
+    path.write_text('{"format": "ppdiffusers_tome.config", "version": 2, "settings": {"method": "todo"}}')
+    assert ToMeConfig.load(path) == ToMeConfig(method="todo")
+
+
+OF_2X = {  # all settings of a file or export of 2.x
+    **{name: DEFAULTS[name] for name in DEFAULTS if name != "method"},
+    "match": "similarity",
+    "merge_attn": "asymmetric",
+}
+UPGRADED = [  # what of those differs from the defaults of 2.x, and the settings that it is now
+    ({}, {}),
+    ({"ratio": 0.25, "seed": None, "window": 8}, {"ratio": 0.25, "seed": None, "window": 8}),
+    ({"blend": 1.0}, {}),
+    ({"merge_attn": True}, {"method": "symmetric"}),
+    ({"merge_attn": True, "window": None}, {"method": "symmetric", "window": None}),
+    ({"merge_attn": True, "window": None, "proportional": False}, {"method": "tomesd"}),
+    ({"window": None, "proportional": False}, {"window": None, "proportional": False}),
+    ({"merge_attn": "kv", "ratio": 0.7}, {"method": "kv", "ratio": 0.7}),
+    ({"merge_attn": False, "merge_mlp": True}, {"merge_attn": False, "merge_mlp": True}),
+    ({"merge_attn": "kv", "match": "grid", "ratio": 0.75}, {"method": "todo", "use_rand": True}),
+    ({"merge_attn": "kv", "match": "grid", "ratio": 0.75, "use_rand": False, "window": 8}, {"method": "todo"}),
+    ({"merge_attn": "kv", "match": "grid", "ratio": 0.875, "sx": 4, "blend": 0}, {"method": "todo", "use_rand": True, "sx": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "expected"), UPGRADED)
+@pytest.mark.parametrize("given", [OF_2X, {}], ids=["complete", "partial"])
+def test_settings_of_2x_are_those_that_they_are_now(tmp_path, given, settings, expected):
+    path, config = tmp_path / "tome_config.json", ToMeConfig(**expected)
+    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": 1, "settings": {**given, **settings}}))
+    assert ToMeConfig.load(path) == config
+    assert ToMeConfig(**upgraded(vars(config))) == config, "settings of this release stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"match": "grid", "ratio": 0.75, "merge_attn": True}, 'Use method="todo", or method="symmetric"'),
+        ({"match": "grid", "ratio": 0.75}, "merge_attn='asymmetric' cannot be read: .* Use method=\"todo\""),
+        ({"blend": 0.5}, "blend=0.5 cannot be read"),
+        ({"match": "pairs"}, "match='pairs'.* cannot be read"),
+        ({"merge_attn": "q"}, "merge_attn='q' cannot be read"),
+    ],
+)
+def test_settings_of_2x_that_would_merge_otherwise_are_refused(tmp_path, settings, message):
+    path = tmp_path / "tome_config.json"
+    path.write_text(json.dumps({"format": "ppdiffusers_tome.config", "version": 1, "settings": settings}))
+    with pytest.raises(ToMeConfigError, match=rf"tome_config\.json: .*{message}"):
+        ToMeConfig.load(path)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +441,10 @@ def test_a_settings_file_gives_back_the_config(tmp_path):
         (b"[" * 100_000, "cannot be read"),
         (b"[]", "not a settings file"),
         (b'{"ratio": 0.5}', "not a settings file"),
-        (b'{"format": "ppdiffusers_tome.config", "version": 2, "settings": {}}', "version 2 of the format"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 3, "settings": {}}', "version 3 of the format"),
         (b'{"format": "ppdiffusers_tome.config", "settings": {}}', "version None"),
-        (b'{"format": "ppdiffusers_tome.config", "version": 1}', "no object"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 2}', "no object"),
+        (b'{"format": "ppdiffusers_tome.config", "version": 2, "settings": {"match": "grid"}}', 'method="todo"'),
         (
             b'{"format": "ppdiffusers_tome.config", "version": 1, "settings": {"ration": 1}}',
             "'ration' is not a setting",
@@ -266,9 +465,12 @@ def test_damaged_settings_files_are_an_error_that_names_them(tmp_path, content, 
 # The gate
 
 
-@pytest.mark.parametrize(("tokens", "removed"), [(255, (0, 0, 0)), (256, (52, 175, 128)), (1024, (211, 701, 512))])
-def test_grids_with_fewer_tokens_stay_plain(tokens, removed):
-    config, dst = ToMeConfig(0.5, min_tokens=256), tokens // 4
-    counts = (config.removed(tokens, dst), config.removed(tokens, dst, keys=True))
-    assert (*counts, config.symmetric().removed(tokens, dst)) == removed
-    assert ToMeConfig(0.75, match="grid", min_tokens=256).removed(tokens, dst) == 1.5 * removed[-1]
+@pytest.mark.parametrize(
+    ("grid", "removed"), [(Grid(15, 17), (0, 0, 0)), (Grid(16, 16), (52, 175, 128)), (Grid(32, 32), (211, 701, 512))]
+)
+def test_grids_with_fewer_tokens_stay_plain(grid, removed):
+    config, n = ToMeConfig(0.5, min_tokens=256), grid.tokens
+    queries, keys, alike = removed
+    assert tokens_kept(config, grid) == (n, n - queries, n - keys)
+    assert tokens_kept(config, grid, merges_block=True) == (n, n - alike, n - alike)
+    assert tokens_kept(ToMeConfig(method="todo", min_tokens=256), grid).keys == n - 1.5 * alike

@@ -6,12 +6,10 @@ import numpy as np
 import paddle
 from matplotlib.collections import LineCollection
 
-from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome import Grid, MergePlan, ToMeConfig, match_tokens, merge, unmerge
+from ppdiffusers_tome.attach.placement import tokens_kept
 from ppdiffusers_tome.evaluation.plotting import ORANGE, make_figure, save_figure
 from ppdiffusers_tome.evaluation.quality.image_sets import photograph
-from ppdiffusers_tome.grid import Grid, count_removed
-from ppdiffusers_tome.methods.pairs import match_tokens
-from ppdiffusers_tome.methods.plan import MergePlan, merge, unmerge
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "methods.png"
 SIDE, PATCH = 32, 4  # tokens, and pixels of a token, along each side
@@ -23,7 +21,7 @@ def main() -> None:
     image = np.asarray(photograph("chelsea", SIDE * PATCH), "float32") / 255
     patches = image.reshape(SIDE, PATCH, SIDE, PATCH, 3).transpose(0, 2, 1, 3, 4).reshape(1, GRID.tokens, -1)
     centred = patches - patches.mean(1, keepdims=True)
-    removed, of_keys = (count_removed(GRID, CONFIG, keys=keys) for keys in (False, True))
+    removed, of_keys = (GRID.tokens - kept for kept in tokens_kept(CONFIG, GRID)[1:])
     plan = match_tokens(paddle.to_tensor(centred), GRID, removed, 2, 2, (0, 0), CONFIG.window, of_keys)
     figure, panels = make_figure(3, height=3.1)
     for axes, part, name in zip(

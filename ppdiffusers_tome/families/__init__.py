@@ -1,4 +1,4 @@
-"""The models that merge: a table with one entry per family, and how it is read. Imports the grid and errors only.
+"""The models that merge: a table with one entry for each family of models, and the functions that read it.
 
-All that this package knows of the inside of ppdiffusers' models stands here.
+All that the core knows about the inside of ppdiffusers' models is here. The folder imports `errors` and `grid`.
 """

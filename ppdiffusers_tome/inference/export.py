@@ -108,7 +108,7 @@ def export_pipeline(
         overwrite: replace an earlier export in folder, once the new one is complete.
         for_gpu: merge by operations that are fast on a GPU and slow on a CPU; see docs/gpu.md.
         progress: show a progress bar.
-        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match,
+        settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, window, proportional,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The ways to merge tokens: each method chooses tokens and moves them. Imports the grid, tensors and errors only.
+"""The ways to merge tokens: each method chooses which tokens merge, and its plan moves them.
 
 A method is one file, from its constants to its plan, and an entry of `METHODS`. Everything else (settings, wraps,
-summary, exports, commands) asks the entry.
+summary, exports, commands) asks the entry. The folder imports `errors`, `grid` and `tensors`.
 """
 
 from .cells import TODO

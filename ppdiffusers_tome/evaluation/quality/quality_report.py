@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...config import ToMeConfig
+from ...config import ToMeConfig, upgraded
 from ...wording import method_in_words
 from ..clock import quartiles
 from ..markdown import TEMPLATES, write_page
@@ -70,7 +70,7 @@ def read_frame(result: dict[str, Any]) -> pd.DataFrame:
     """
     rows: dict[str, dict[str, Any]] = {}
     for setting in result["settings"]:
-        config = ToMeConfig(**setting["config"])
+        config = ToMeConfig(**upgraded(setting["config"]))
         about = {name: setting[name] for name in ("group", "framework")} | {"fid": setting.get("fid", math.nan)}
         about |= {"config": config, "method": method_in_words(config), "ratio": config.ratio}
         about |= {"label": _label(setting["group"], config)}
