@@ -417,7 +417,7 @@ def test_an_export_after_one_that_failed(tmp_path):
     [
         ({"ratios": 0.8}, "ratio=0.8"),
         ({"ratios": 0.5, "method": "todo"}, "ratio=0.5 .* = 0.75, or 0"),
-        ({"ratios": 0.75, "match": "grid"}, "match is not a setting since release 3.0: .* method=\"todo\""),
+        ({"ratios": 0.75, "match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
         ({"ratios": 0.5, "merge_attn": "kv"}, "Pass method='kv'"),
         ({"ratios": []}, "ratios is empty"),
         ({"ratios": 0.5, "seed": None}, "seed=None"),

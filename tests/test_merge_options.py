@@ -66,7 +66,9 @@ def test_a_method_by_name_brings_its_defaults(name):
 def test_a_ratio_that_a_method_does_not_allow_is_an_error():
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.5 .* method='todo'"):
         merge_configs(parse("--method", "todo", "--ratio", "0.5", is_single=True))
-    assert [config.ratio for config in merge_configs(parse("--method", "todo", "--ratio", "0.75", "0", is_single=True))] == [0.75, 0]
+    assert [
+        config.ratio for config in merge_configs(parse("--method", "todo", "--ratio", "0.75", "0", is_single=True))
+    ] == [0.75, 0]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,11 @@ from ppdiffusers import StableDiffusionImg2ImgPipeline
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, unet
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
+from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.generation.jobs import Job
+from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     OpenVinoRuntime,
@@ -42,8 +44,6 @@ from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
 from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places, weight_offsets
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
-from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.grid import Grid
 
 PADDLE2 = paddle.__version__.startswith("2.")
 RUNTIMES = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVinoRuntime(threads=1)}

@@ -127,7 +127,7 @@ def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
     configs = [ToMeConfig(**{"ratio": ratio, **method}) for method, ratios in KNOWN for ratio in ratios]
     if (side := ToMeConfig().window) is not None and max(grid.h, grid.w) <= side:
         configs = [config for config in configs if config.window is not None]
-    configs += [ToMeConfig(**method, max_downsample=level) for level in levels[1:2] for method in DEEPER]
+    configs += [ToMeConfig(**{**method, "max_downsample": level}) for level in levels[1:2] for method in DEEPER]
     return [config for config in configs if tokens_kept(config, grid).keys < grid.tokens]
 
 
