@@ -61,6 +61,7 @@ from ppdiffusers_tome.evaluation.quality.quality_plots import BETTER, TITLES, is
 from ppdiffusers_tome.evaluation.quality.quality_report import cells_of
 from ppdiffusers_tome.evaluation.quality.sheets import evenly_spaced, write_sheet
 from ppdiffusers_tome.evaluation.results import make_result, read_json, write_result
+from ppdiffusers_tome.families.models import text_tokens, vae_factor
 from ppdiffusers_tome.generation.engine import Engine
 from ppdiffusers_tome.inference import ProgramFile, Size, export_pipeline, load_pipeline, programs, tracing
 from ppdiffusers_tome.inference.conversion import Converter

@@ -72,11 +72,11 @@ def export(options: argparse.Namespace) -> None:
     import paddle
     from onnx import numpy_helper
 
+    from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
     from ppdiffusers_tome.inference import programs
     from ppdiffusers_tome.inference.onnx_weights import external_places, set_places
-    from ppdiffusers_tome.attach.attach import attach
 
     architecture = ARCHITECTURES[options.architecture]
     paddle.seed(0)
@@ -110,11 +110,11 @@ def export(options: argparse.Namespace) -> None:
 
 def write_half(traceable: Any, dims: dict[str, int], folder: Path) -> Path:
     """Write the program of a layer for GPUs in float16, with sizes for some of its dimensions."""
+    from ppdiffusers_tome.attach.passes import gpu_form
     from ppdiffusers_tome.inference import tracing
     from ppdiffusers_tome.inference.conversion import Converter
     from ppdiffusers_tome.inference.onnx_gpu import half_program
     from ppdiffusers_tome.inference.onnx_weights import SharedWeights
-    from ppdiffusers_tome.attach.passes import gpu_form
 
     with Converter() as converter, gpu_form(True):
         files = tracing._trace(traceable, folder / "program", dims, "model")
@@ -146,10 +146,10 @@ def operators_added(architecture: str) -> dict[str, tuple[int, int]]:
     import paddle
     from top_block import OneBlock, build_transformer
 
+    from ppdiffusers_tome.attach.attach import attach
     from ppdiffusers_tome.config import ToMeConfig
     from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
     from ppdiffusers_tome.inference.programs import Input, Traceable
-    from ppdiffusers_tome.attach.attach import attach
 
     known = ARCHITECTURES[architecture]
     paddle.seed(0)

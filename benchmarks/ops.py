@@ -39,7 +39,9 @@ TOLERANCE = 1e-5  # float32 means of a few tokens of size 1
 
 def make_configs(ratio: float) -> dict[str, ToMeConfig]:
     """The config of each method."""
-    return {name: ToMeConfig(ratio, "symmetric", **{"window": None, **settings}) for name, settings in MATCHINGS.items()}
+    return {
+        name: ToMeConfig(ratio, "symmetric", **{"window": None, **settings}) for name, settings in MATCHINGS.items()
+    }
 
 
 def planner(x: paddle.Tensor, grid: Grid, config: ToMeConfig) -> Callable[[], MergePlan]:

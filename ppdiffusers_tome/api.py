@@ -99,7 +99,7 @@ def apply_tome(
         "merge_mlp": merge_mlp,
         "min_tokens": min_tokens,
     }
-    given = {name: value for name, value in settings.items() if value is not DEFAULT}
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not DEFAULT}
     if ratio is not None:
         given["ratio"] = ratio
     common = _config_of(config).with_settings(**given)

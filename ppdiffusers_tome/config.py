@@ -11,13 +11,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
+import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from .errors import ToMeConfigError
 from .files import write_file
-from .methods import METHODS, Method
+from .methods import METHODS
+from .methods.method import Method
 
 FILE_FORMAT, FILE_VERSION = "ppdiffusers_tome.config", 2
 READ_VERSIONS = (1, FILE_VERSION)  # 1: of releases before 3.0
@@ -35,7 +37,8 @@ def _integer(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     """A number of any type as a float; anything else as it is."""
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+    is_number = isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
+    return float(value) if is_number else value
 
 
 # Errors quote the description of a field: "sx=0 is not allowed: it must be …".
@@ -251,7 +254,7 @@ def _adapt(cls: type) -> None:
 
 _adapt(ToMeConfig)
 SETTINGS = tuple(f.name for f in fields(ToMeConfig))
-_DESCRIPTIONS = {name: field.description for name, field in ToMeConfig.__pydantic_fields__.items()}
+_DESCRIPTIONS = {name: field.description for name, field in vars(ToMeConfig)["__pydantic_fields__"].items()}
 
 
 def _first_error(error: ValidationError) -> str:
@@ -314,7 +317,7 @@ def check_names(names: Iterable[str]) -> None:
 
 REPLACED = {
     "match": 'in place of match="grid" and merge_attn="kv" pass method="todo"',
-    "blend": "a merged token is the mean of its tokens, or with method=\"todo\" the dst of its cell",
+    "blend": 'a merged token is the mean of its tokens, or with method="todo" the dst of its cell',
 }
 # What is written since 3.0 in place of a value of `merge_attn`.
 METHOD_OF_MERGE_ATTN = {"asymmetric": "default", "kv": "kv"}
@@ -333,7 +336,9 @@ def upgraded(settings: Any) -> Any:
     if "blend" in settings and (blend := settings.pop("blend")) != (0 if match == "grid" else 1):
         raise ToMeConfigError(f"blend={blend!r:.50} cannot be read: {REPLACED['blend']}.")
     if match not in ("similarity", "grid") or attention not in (True, False, *METHOD_OF_MERGE_ATTN):
-        raise ToMeConfigError(f"match={match!r:.50}, merge_attn={attention!r:.50} cannot be read: no release had them.")
+        raise ToMeConfigError(
+            f"match={match!r:.50}, merge_attn={attention!r:.50} cannot be read: no release had them."
+        )
     if match == "grid":
         if attention not in ("kv", False):
             raise ToMeConfigError(

@@ -8,7 +8,14 @@ from paddle import nn
 
 from .attach.placement import Placement
 from .families.models import MergeableBlock, find_blocks
-from .families.rows import attentions_of_text, image_keys, rows_of_attention, rows_of_layers, text_keys
+from .families.rows import (
+    attention_width,
+    attentions_of_text,
+    image_keys,
+    rows_of_attention,
+    rows_of_layers,
+    text_keys,
+)
 from .grid import Grid
 
 
@@ -65,7 +72,8 @@ def saved_macs(
 def matching_macs(block: MergeableBlock, placement: Placement, grid: Grid, use_gpu_form: bool = False) -> int:
     """MACs of the matching in one block for one image or frame; 0 if no tokens are compared."""
     pairs = placement.form(grid, use_gpu_form).pairs_compared(grid, placement.config)
-    return pairs * next(iter(block.sublayers.values()))[0].out_dim
+    attentions = block.sublayers.get("attn") or block.sublayers["crossattn"]
+    return pairs * attention_width(block, attentions[0])[0]
 
 
 def _keys(name: str, tokens: int, text: int) -> int:
@@ -80,7 +88,7 @@ def _layer_macs(block: MergeableBlock, name: str, queries: int, keys: int, text:
         total += sum(rows * _weights(part) for part, rows in rows_of_parts)
         if name != "mlp":
             more, image = text_keys(block, layer, text), image_keys(block, name, layer)
-            total += 2 * ((queries + more) * (keys + more) + queries * image) * layer.inner_dim
+            total += 2 * ((queries + more) * (keys + more) + queries * image) * attention_width(block, layer)[1]
     return total
 
 

@@ -115,7 +115,6 @@ def tome_summary(
         raise ToMeConfigError(f"frames={frames!r} is not allowed: it must be an int of at least 1.")
     text, length = text_tokens(target), count_frames(target, frames)
     countable = length is not None and all(is_countable(denoiser) for denoiser in models.values())
-    size: tuple[Any, ...] = (latent, text, length)
     blocks, saved = [], 0.0
     notes = [] if length else ["MACs of a video: pass frames, the number of its latent frames"]
     for name, of_denoiser in placed.items():
@@ -124,20 +123,21 @@ def tome_summary(
             kept, config = placement.kept(grid, use_gpu_form), placement.config
             is_gated = grid.tokens < config.min_tokens
             merges = _merging_layers(placement) if kept.keys < grid.tokens else ()
-            blocks.append(
-                BlockSummary(name, block.path, block.level, grid, kept.queries, kept.keys, is_gated, merges)
-            )
+            blocks.append(BlockSummary(name, block.path, block.level, grid, kept.queries, kept.keys, is_gated, merges))
             if countable:
-                saved += saved_macs(block, placement, *size, use_gpu_form=use_gpu_form)
+                saved += saved_macs(block, placement, latent, text, length or 1, use_gpu_form)
         if of_denoiser and of_denoiser[0][1].config.max_downsample is None and (level := of_denoiser[0][0].level) > 1:
             notes.append(f"{name}: its largest feature maps with attention are at level {level}")
     settings = {name: of[0][1].config.describe() if of else "off" for name, of in placed.items()}
+    macs = None
+    if countable:
+        macs = sum(count_macs(denoiser, latent, text, length or 1) for denoiser in models.values())
     return ToMeSummary(
         settings=settings,
         latent=latent,
         blocks=tuple(blocks),
         notes=tuple(notes),
-        macs=sum(count_macs(denoiser, *size) for denoiser in models.values()) if countable else None,
+        macs=macs,
         saved=round(saved) if countable else None,
     )
 

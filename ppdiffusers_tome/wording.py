@@ -31,4 +31,6 @@ def method_in_words(config: ToMeConfig, without: Collection[str] = ()) -> str:
     values, usual = asdict(config), default_settings(config.method)
     ignored = {"ratio", "seed", *without}
     differing = [name for name, value in values.items() if value != usual[name] and name not in ignored]
-    return ", ".join([config.method, *dict.fromkeys(words.get(name, f"{name}={values[name]!r}") for name in differing)])
+    return ", ".join(
+        [config.method, *dict.fromkeys(words.get(name, f"{name}={values[name]!r}") for name in differing)]
+    )

@@ -26,12 +26,12 @@ from zoo.parts import controlnet as controlnet_of_zoo
 from zoo.parts import unet as unet_of_zoo
 
 import ppdiffusers_tome  # noqa: F401
+from ppdiffusers_tome.attach.passes import BlockWrap
 from ppdiffusers_tome.evaluation.speed import runner
 from ppdiffusers_tome.evaluation.speed.worker import measure_case
 from ppdiffusers_tome.inference import export_pipeline, tracing
 from ppdiffusers_tome.inference.arguments import make_configs
 from ppdiffusers_tome.inference.export import write_export
-from ppdiffusers_tome.attach.passes import BlockWrap
 
 # OpenVINO imports absl, whose handler closes its stream when uvicorn configures logging: then it must not be pytest's.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

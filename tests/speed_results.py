@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.config import TOMESD_SETTINGS
 from ppdiffusers_tome.evaluation.speed.cases import Arm, Case, make_case
 from ppdiffusers_tome.evaluation.speed.catalog import CATALOG
 
@@ -16,8 +15,8 @@ def times(share, seconds=PLAIN):
 
 
 def config(ratio, **settings):
-    """The config of an arm with tomesd's method, if the settings do not say otherwise; None at ratio 0."""
-    return ToMeConfig(**{"ratio": ratio, "use_rand": False, **TOMESD_SETTINGS, **settings}) if ratio else None
+    """The config of an arm by tomesd's method, unless the settings name another one; None at ratio 0."""
+    return ToMeConfig(**{"ratio": ratio, "use_rand": False, "method": "tomesd", **settings}) if ratio else None
 
 
 def arm(name, seconds, *, ratio=0.0, status="measured", memory=None, merging=None, max_downsample=None, **fields):

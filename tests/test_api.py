@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import get_type_hints
 
 import numpy as np
@@ -14,13 +14,14 @@ from ppdiffusers.models.modeling_utils import ModelMixin
 from skimage.metrics import peak_signal_noise_ratio
 
 import ppdiffusers_tome
-from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome, patch
-from ppdiffusers_tome.api import MergeSettings
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeMixin, apply_tome
+from ppdiffusers_tome.attach.attach import attached_configs, config_of
 from ppdiffusers_tome.inference.export import unmerged_programs
+from ppdiffusers_tome.methods import METHODS
 
 
 def ratios(target):
-    return [config and config.ratio for _, config in patch.attached_configs(target)]
+    return [config and config.ratio for _, config in attached_configs(target)]
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -73,8 +74,6 @@ def test_functions_and_methods_merge_alike(pipe):
 def test_settings_after_ratio_are_keyword_only(pipe):
     with pytest.raises(TypeError, match="positional"):
         pipe.apply_tome(0.5, 2)
-    with pytest.raises(TypeError, match="ration"):
-        pipe.apply_tome(ration=0.5)
 
 
 def test_merged_image_is_similar_to_the_plain_one(pipe):
@@ -90,36 +89,68 @@ def test_settings_file_in_place_of_settings(pipe, tmp_path):
     path, config = tmp_path / "tome_config.json", ToMeConfig(0.25, window=None)
     config.save(path)
     for source in (path, str(path), config):
-        assert patch.config_of(pipe.remove_tome().apply_tome(config=source).unet) == config
+        assert config_of(pipe.remove_tome().apply_tome(config=source).unet) == config
     path.write_text("{}")
     with pytest.raises(ToMeConfigError, match="not a settings file"):
         pipe.apply_tome(config=path)
-    assert patch.config_of(pipe.unet) == config, "an error changes nothing"
+    assert config_of(pipe.unet) == config, "an error changes nothing"
 
 
 def test_a_setting_beside_a_file_wins_whatever_its_value(pipe):
     config = ToMeConfig(0.7, sx=4, seed=None, window=None, merge_mlp=True)
     given = {"sx": 2, "seed": 0, "window": 16, "merge_mlp": False}  # the defaults
     for ratio in (0.5, 0.4):
-        assert patch.config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio)
+        assert config_of(pipe.apply_tome(ratio, config=config, **given).unet) == ToMeConfig(ratio)
         with pipe.remove_tome().tome(ratio, config=config):
-            assert patch.config_of(pipe.unet) == replace(config, ratio=ratio)
+            assert config_of(pipe.unet) == replace(config, ratio=ratio)
     with pipe.tome(config=config, sx=2):
-        assert patch.config_of(pipe.unet) == replace(config, sx=2)
+        assert config_of(pipe.unet) == replace(config, sx=2)
 
 
-def test_help_shows_the_settings_and_their_defaults():
-    settings = asdict(ToMeConfig())
-    assert settings.pop("ratio") == 0.5 and "None: that of `config`, or 0.5." in inspect.getdoc(apply_tome)
-    assert list(get_type_hints(MergeSettings)) == list(settings)
-    shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    assert f"The defaults: {shown}." in " ".join(inspect.getdoc(apply_tome).split())
+def test_a_method_brings_its_defaults_and_a_setting_that_is_passed_wins(pipe):
+    for name in METHODS:
+        assert config_of(pipe.apply_tome(method=name).unet) == ToMeConfig(method=name)
+        with pipe.tome(method=name, sx=4):
+            assert config_of(pipe.unet) == ToMeConfig(method=name, sx=4)
+    assert config_of(pipe.apply_tome(ratio=0.75, method="todo", use_rand=True).unet) == ToMeConfig(
+        0.75, "todo", use_rand=True
+    )
+    config = ToMeConfig(seed=3, window=8)
+    assert config_of(pipe.apply_tome(config=config, method="kv").unet) == replace(config, method="kv")
+    assert config_of(pipe.apply_tome(0, config=ToMeConfig(method="todo")).unet) == ToMeConfig(0, "todo")
 
 
-def test_an_unknown_setting_is_an_error_and_changes_nothing(pipe):
-    with pytest.raises(TypeError, match="windows"):
-        pipe.apply_tome(windows=8)
-    assert patch.config_of(pipe.unet) is None
+def test_editors_and_notebooks_see_the_settings():
+    for function in (apply_tome, ppdiffusers_tome.tome):
+        parameters = inspect.signature(function).parameters
+        names = [f.name for f in fields(ToMeConfig)]
+        assert list(parameters) == ["target", *names, "config", "controlnet", "unknown"]
+        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names[1:])
+        hints = get_type_hints(apply_tome)
+        assert hints["merge_attn"] is bool and hints["method"] is str and hints["ratio"] == float | None
+        help_text = inspect.getdoc(apply_tome)
+        assert all(name in help_text for name in (*names, *METHODS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"windows": 8}, "'windows' is not a setting: did you mean window"),
+        ({"ration": 0.5}, "'ration' is not a setting: did you mean ratio"),
+        ({"match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
+        ({"merge_attn": "kv"}, "merge_attn='kv' .* Pass method='kv'"),
+        ({"merge_attn": "asymmetric"}, "merge_attn='asymmetric' .* Pass method='default'"),
+        ({"method": "ToDo"}, "method='ToDo' is not allowed: it must be one of default, symmetric, tomesd, kv, todo"),
+        ({"method": "todo", "window": 8}, "window=8 .* which has no window"),
+        ({"method": "todo", "ratio": 0.5}, "ratio=0.5 is not allowed: method='todo'"),
+    ],
+)
+def test_a_setting_that_is_not_allowed_is_an_error_and_changes_nothing(pipe, settings, message):
+    with pytest.raises(ToMeConfigError, match=message):
+        pipe.apply_tome(**settings)
+    with pytest.raises(ToMeConfigError, match=message), pipe.tome(**settings):
+        pass
+    assert config_of(pipe.unet) is None
 
 
 def test_grids_below_min_tokens_stay_plain(pipe):
@@ -147,7 +178,7 @@ def test_context_restores_earlier_settings(pipe):
         with pipe.unet.tome(ratio=0.3):
             assert ratios(pipe) == [0.3]
         assert ratios(pipe) == [0.6]
-        assert patch.attached_configs(pipe)[0][1].max_downsample == 2
+        assert attached_configs(pipe)[0][1].max_downsample == 2
     assert ratios(pipe) == [None]
 
 

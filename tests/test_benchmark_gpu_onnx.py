@@ -9,7 +9,6 @@ import onnx
 import pytest
 
 from ppdiffusers_tome import ToMeConfig
-from ppdiffusers_tome.config import METHODS, TOMESD_SETTINGS
 from ppdiffusers_tome.inference.runtime import load_module
 
 
@@ -38,14 +37,13 @@ def test_a_block_for_gpus_has_few_operators_more_than_plain():
     assert {arm: operators <= gpu_onnx.BOUNDS[arm] for arm, (operators, _) in added.items()} == dict.fromkeys(
         added, True
     )
-    assert added["ToDo 0.75"] == (1, 1) and 0 < added["default 0.5"][1] < added["default 0.5"][0]
+    assert added["todo 0.75"] == (1, 1) and 0 < added["default 0.5"][1] < added["default 0.5"][0]
 
 
-def test_settings_of_arms_are_those_of_the_methods():
+def test_names_of_arms_are_their_methods_and_ratios():
     """`measure` runs without this package, so the script writes them out."""
-    todo, tomesd = METHODS["ToDo"].changed_settings(), {**TOMESD_SETTINGS, "ratio": 0.5}
-    assert gpu_onnx.MERGED["ToDo 0.75"] == todo
-    assert ToMeConfig(**gpu_onnx.MERGED["tomesd's 0.5"]) == ToMeConfig(**tomesd)
+    configs = {name: ToMeConfig(**settings) for name, settings in gpu_onnx.MERGED.items()}
+    assert {name: f"{config.method} {config.ratio:g}" for name, config in configs.items()} == {n: n for n in configs}
 
 
 def test_arms_take_turns():
@@ -59,6 +57,8 @@ def test_arms_take_turns():
 def test_result_has_all_cells():
     rows = json.loads(gpu_onnx.RESULT.read_text(encoding="utf-8"))["rows"]
     assert {(row["size"], row["batch"]) for row in rows} == {*gpu_onnx.CELLS}
+    known = {gpu_onnx.PLAIN, *gpu_onnx.MERGED, *(f"tomesd {ratio}" for ratio in gpu_onnx.TOMESD_RATIOS[2])}
+    assert {row["arm"].partition(",")[0].partition(" ")[2] for row in rows} <= known
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")

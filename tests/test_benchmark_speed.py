@@ -19,18 +19,17 @@ from top_block import build_transformer
 from torch_unet import torch_versions, torch_weights
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeError
-from ppdiffusers_tome.config import parse_settings
+from ppdiffusers_tome.attach.attach import attach, detach
+from ppdiffusers_tome.commands.merge_options import parse_settings
 from ppdiffusers_tome.evaluation.speed.architectures import ARCHITECTURES
 from ppdiffusers_tome.evaluation.speed.cases import Arm, make_case, make_configs, read_cases
 from ppdiffusers_tome.evaluation.speed.catalog import make_arms
 from ppdiffusers_tome.evaluation.speed.parity import check_parity, reference_of
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.attach.attach import attach, detach
 from ppdiffusers_tome.grid import Grid
 
 SCRIPT = Path(speed.__file__)
 TORCH_PYTHON = os.environ.get("TOME_TORCH_PYTHON") or (sys.executable if find_spec("tomesd") else None)
-TOMESD = {"window": None, "proportional": False, "method": "symmetric"}
 
 
 CATALOG = speed.CATALOG_WITH_OTHERS
@@ -42,12 +41,14 @@ def open_backend(name, workload, folder):
 
 def test_arms_have_their_own_configs():
     texts = ("window=8", "proportional,window=none", "method=todo,ratio=0.75", "method=kv,ratio=0.75")
-    mergings = [TOMESD, *({**TOMESD, **parse_settings(text)} for text in texts), {"window": 4}, {"window": 8}]
+    symmetric = {"method": "symmetric", "window": None}
+    mergings = [{"method": "tomesd"}, *({**symmetric, **parse_settings(text)} for text in texts)]
+    mergings += [{"window": 4}, {"window": 8}]
     names, configs = ["plain", "tome", "built-in", "limit"], make_configs([0.5], [None], mergings)
     arms = make_arms(tiny(), names, ["eager", "PyTorch"], configs, CATALOG)
     assert [(arm.name, arm.kept) for arm in arms if arm.arm == "limit"] == [  # one for each number of tokens
         ("limit 0.5, tomesd, eager", 128),
-        ("limit 0.75, keys and values, eager", 64),
+        ("limit 0.75, todo, eager", 64),
         ("limit 0.5, default, eager", 204),
     ]
     assert [arm.name for arm in arms if arm.arm == "built-in"] == [
@@ -55,12 +56,13 @@ def test_arms_have_their_own_configs():
     ]  # it does not allow 0.75
     of_torch = [arm.name for arm in arms if arm.backend == "PyTorch"]
     assert of_torch == ["plain, PyTorch", "tomesd 0.5, PyTorch", "tomesd 0.75, PyTorch"]
-    configs = make_configs([0.75], [None], [{**TOMESD, "match": match} for match in ("similarity", "grid")])
-    case = make_case("tiny", size=72)  # 9×9 tokens: matching may remove 60, cells remove all but 16
+    configs = make_configs([0.75], [None], [{"method": method} for method in ("tomesd", "symmetric", "kv", "todo")])
+    case = make_case("tiny", size=72)  # 9×9 tokens: pairs may remove 60, todo removes all but 16
     arms = make_arms(case, ["limit"], ["eager"], configs, CATALOG)
     assert [(arm.name, arm.kept) for arm in arms] == [
         ("limit 0.75, tomesd, eager", 21),
-        ("limit 0.75, ToDo, symmetric, eager", 16),
+        ("limit 0.75, kv, eager", 21),
+        ("limit 0.75, todo, eager", 16),
     ]
 
 
@@ -81,22 +83,23 @@ def test_arms_compute_what_they_should_and_leave_no_trace(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "merge_attn", "kept"),
+    ("ratio", "method", "kept"),
     [
-        (0.5, "asymmetric", (204, 81)),
-        (0.7, "asymmetric", (93, 64)),
-        (0.5, True, (128, 128)),
-        (0.7, True, (77, 77)),
+        (0.5, "default", (204, 81)),
+        (0.7, "default", (93, 64)),
+        (0.5, "symmetric", (128, 128)),
+        (0.7, "tomesd", (77, 77)),
         (0.5, "kv", (256, 128)),
+        (0.75, "todo", (256, 64)),
     ],
 )
 @paddle.no_grad()
-def test_free_merge_cuts_as_many_tokens_as_merging_and_comes_off(ratio, merge_attn, kept):
+def test_free_merge_cuts_as_many_tokens_as_merging_and_comes_off(ratio, method, kept):
     unet = make_unet()
     unet.set_attn_processor(Recorder())
     plain, lengths = run(unet), []
     for attach_to, latent in ((attach, None), (attach_free_merge, Grid(16, 16))):
-        attach_to(unet, ToMeConfig(ratio=ratio, merge_attn=merge_attn), latent)
+        attach_to(unet, ToMeConfig(ratio, method), latent)
         recorder = Recorder()
         unet.set_attn_processor(recorder)
         assert np.abs(run(unet) - plain).max() > 1e-3

@@ -26,9 +26,10 @@ from ppdiffusers import StableDiffusionPipeline
 from zoo import ZOO
 
 import ppdiffusers_tome
-from ppdiffusers_tome import cli, config, inference, matching, merging
+from ppdiffusers_tome import cli, config, grid, inference, wording
 from ppdiffusers_tome.evaluation.quality import quality_report
 from ppdiffusers_tome.evaluation.speed import speed_report
+from ppdiffusers_tome.methods import cells, pairs, plan
 
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {"paddle": paddle, **{name: getattr(ppdiffusers_tome, name) for name in ppdiffusers_tome.__all__}}
@@ -37,7 +38,7 @@ OPTION = r"--[a-z][a-z0-9-]*"
 HISTORY = ["CHANGELOG.md"]  # it quotes commands of its time
 
 
-@pytest.mark.parametrize("module", [config, matching, merging])
+@pytest.mark.parametrize("module", [config, wording, grid, cells, pairs, plan], ids=lambda module: module.__name__)
 def test_examples_in_docstrings(module):
     tests = [test for test in doctest.DocTestFinder().find(module, extraglobs=NAMES) if test.examples]
     assert tests

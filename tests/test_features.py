@@ -4,7 +4,7 @@ import copy
 import tempfile
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +20,7 @@ from ppdiffusers.utils import paddle_utils
 from zoo import ZOO, generate, parts
 from zoo.noise import noise
 
-from ppdiffusers_tome import ToMeConfigError, attention
+from ppdiffusers_tome import MergePlan, ToMeConfigError
 from ppdiffusers_tome.families.models import find_blocks
 
 pytestmark = [
@@ -466,13 +466,13 @@ def test_models_in_half_precision_stay_in_it(unet, half, autocast, method, moves
     unet.to(dtype=dtype)
     moved = []
 
-    def recorded(move, x, *args):
-        out = move(x, *args)
+    def recorded(plan, move, x):
+        out = move(plan, x)
         moved.append((x.dtype, out.dtype))
         return out
 
     for name in ("merge", "unmerge"):
-        monkeypatch.setattr(attention, name, partial(recorded, getattr(attention, name)))
+        monkeypatch.setattr(MergePlan, name, partialmethod(recorded, getattr(MergePlan, name)))
     with kernels_for_half(), paddle.amp.auto_cast(enable=autocast, dtype=half):
         plain, before = dtypes(unet, dtype)
         settings = {"merge_crossattn": True, "merge_mlp": True, "max_downsample": 2, "proportional": True}

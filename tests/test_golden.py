@@ -9,7 +9,6 @@ import pytest
 from conftest import groups
 
 from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
-from ppdiffusers_tome.config import TOMESD_SETTINGS
 
 GOLDEN = Path(__file__).with_name("golden")
 
@@ -59,7 +58,7 @@ def test_unet_equals_diffusers_with_tomesd(pipe, case):
     arguments = [paddle.to_tensor(sample), paddle.to_tensor([case["timestep"]]), paddle.to_tensor(states)]
     with paddle.no_grad():
         plain = pipe.unet(*arguments).sample.numpy()
-        with pipe.unet.tome(use_rand=False, **{**TOMESD_SETTINGS, **case["tome"]}):
+        with pipe.unet.tome(use_rand=False, method="tomesd", **case["tome"]):
             merged = pipe.unet(*arguments).sample.numpy()
     np.testing.assert_allclose(plain, arrays["plain"], atol=1e-4)
     np.testing.assert_allclose(merged, arrays["merged"], atol=1e-4)

@@ -18,6 +18,7 @@ from ppdiffusers.pipelines.controlnet import MultiControlNetModel
 from zoo.parts import ONE_LEVEL, controlnet, stable_diffusion, unet
 
 from ppdiffusers_tome import NoMergeableLayerError, ToMeConfig, ToMeConfigError, ToMeExportError
+from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands import export as export_command
 from ppdiffusers_tome.inference import (
@@ -37,7 +38,7 @@ from ppdiffusers_tome.inference.loading import require_model_folder
 from ppdiffusers_tome.inference.manifest import find_ratio, ratio_name
 from ppdiffusers_tome.inference.runtime import Program
 from ppdiffusers_tome.inference.tracing import TOLERANCE, relative_difference
-from ppdiffusers_tome.attach.attach import attach
+from ppdiffusers_tome.wording import method_in_words
 
 PADDLE2 = paddle.__version__.startswith("2.")
 
@@ -71,7 +72,7 @@ def test_manifest_describes_the_folder(exported_folder):
 
 @pytest.mark.parametrize(
     ("ratio", "settings"),
-    [(0.5, {"method": "kv", "window": 4}), (0.75, {"match": "grid", "use_rand": False})],
+    [(0.5, {"method": "kv", "window": 4}), (0.75, {"method": "todo"}), (0.75, {"method": "todo", "use_rand": True})],
 )
 def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_path, ratio, settings):
     """Each program is compared with eager while it is written."""
@@ -80,7 +81,7 @@ def test_other_methods_are_exported_and_described(tiny, exported_folder, tmp_pat
     read = read_manifest(tmp_path / "out", verify=True)
     config = ToMeConfig(ratio=ratio, **settings)
     assert read == manifest and read.merging == {f"{ratio:g}": (config, config), "0": (None, None)}
-    assert read.methods == {ratio: config.method, 0.0: ""}
+    assert read.methods == {ratio: method_in_words(config), 0.0: ""}
     assert all(value < TOLERANCE for value in manifest.programs[0].parity.values())
 
 
@@ -93,6 +94,42 @@ def test_exports_before_release_1_are_refused(exported_folder, tmp_path):
         ToMeExportError, match=r"of release 0\.12\.1, and exports before 1\.0 .*: export the model again"
     ):
         load_pipeline(tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"match": "similarity", "merge_attn": "asymmetric"}, {}),
+        ({"match": "similarity", "merge_attn": True, "blend": 1.0}, {"method": "symmetric"}),
+        ({"match": "similarity", "merge_attn": "kv"}, {"method": "kv"}),
+    ],
+)
+def test_exports_of_2x_are_read(exported_folder, tmp_path, settings, expected):
+    folder = tmp_path / "old"
+    shutil.copytree(exported_folder, folder)
+    write_configs_of_2x(folder, settings)
+    manifest = read_manifest(folder)
+    assert manifest.merging["0.5"][0] == ToMeConfig(**expected) and manifest.merging["0"] == (None, None)
+    assert manifest.methods[0.5] == method_in_words(ToMeConfig(**expected))
+    assert load_pipeline(folder).unet.ratio == 0.5
+
+
+@pytest.mark.parametrize("merge_attn", [True, "asymmetric"])
+def test_exports_of_2x_whose_cells_merged_queries_are_refused(exported_folder, tmp_path, merge_attn):
+    folder = tmp_path / "old"
+    shutil.copytree(exported_folder, folder)
+    write_configs_of_2x(folder, {"match": "grid", "merge_attn": merge_attn})
+    with pytest.raises(ToMeExportError, match=f'merge_attn={merge_attn!r} cannot be read: .*method="todo"'):
+        read_manifest(folder)
+
+
+def write_configs_of_2x(folder, settings):
+    """Write settings as release 2.x did into an export's manifest."""
+    data = json.loads((folder / "tome.json").read_text())
+    for config in filter(None, (config for both in data["merging"].values() for config in both)):
+        del config["method"]
+        config.update(settings)
+    (folder / "tome.json").write_text(json.dumps(data))
 
 
 def test_every_program_was_compared_with_eager(exported_folder):
@@ -244,7 +281,7 @@ def test_ratios_that_are_equal_to_six_digits_are_one(exported_folder, tiny):
     assert load_pipeline(exported_folder, ratio=-0.0).unet.ratio == 0
     with pytest.raises(ToMeConfigError, match=r"ratio=0\.50001 was not exported, only 0\.5, 0\."):
         load_pipeline(exported_folder, ratio=0.50001)
-    configs = [ToMeConfig(ratio, sx=3, match="grid") for ratio in (0.833333, -0.0)]
+    configs = [ToMeConfig(ratio, "todo", sx=3) for ratio in (0.833333, -0.0)]
     configs = merging_of(tiny, configs, controlnet=True)
     assert list(configs) == [1 - 1 / 6, 0.0] and find_ratio(0.833333, configs) == 1 - 1 / 6
     assert ratio_name([*configs][1]) == "0"
@@ -379,7 +416,9 @@ def test_an_export_after_one_that_failed(tmp_path):
     ("settings", "message"),
     [
         ({"ratios": 0.8}, "ratio=0.8"),
-        ({"ratios": 0.5, "match": "grid"}, "ratio=0.5 .* = 0.75 for sx=2, sy=2"),
+        ({"ratios": 0.5, "method": "todo"}, "ratio=0.5 .* = 0.75, or 0"),
+        ({"ratios": 0.75, "match": "grid"}, 'match is not a setting since release 3.0: .* method="todo"'),
+        ({"ratios": 0.5, "merge_attn": "kv"}, "Pass method='kv'"),
         ({"ratios": []}, "ratios is empty"),
         ({"ratios": 0.5, "seed": None}, "seed=None"),
         ({"ratios": (0.5, 0.5000001)}, r"ratios 0\.5 and 0\.5000001 are the same"),

@@ -22,8 +22,8 @@ from ppdiffusers_tome import (
     remove_tome,
     tome_summary,
 )
+from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
-from ppdiffusers_tome.attach.attach import chosen_blocks
 
 
 def measured(model, call, monkeypatch):
@@ -95,15 +95,17 @@ def test_controlnet_is_counted_as_measured(controlnet, monkeypatch):
     ],
 )
 def test_saved_macs_are_those_that_a_merged_pass_skips(settings, monkeypatch):
-    settings = {"window": None, "proportional": False, **settings}
+    fixed = {} if settings.get("method") == "todo" else {"window": None}
+    settings = {"proportional": False, **fixed, **settings}
     unet, config, grid = make_unet(), ToMeConfig(**settings), Grid(16, 16)
-    saved = sum(saved_macs(mergeable, config, grid, TEXT) for mergeable in chosen_blocks(unet, config))
+    placed = placements(unet, config)
+    saved = sum(saved_macs(mergeable, placement, grid, TEXT) for mergeable, placement in placed)
     matching = 0
-    for mergeable in chosen_blocks(unet, config):
+    for mergeable, _ in placed:
         tokens, channels = (256, 32) if mergeable.level == 1 else (64, 64)
         dst = tokens // (config.sx * config.sy)
         side, cells = int(tokens**0.5), config.sx * config.sy
-        if config.match == "grid":
+        if config.method == "todo":
             continue
         if config.window is None:
             matching += (tokens - dst) * dst * channels
@@ -158,9 +160,9 @@ def test_transformer_is_counted_as_measured(name, h, w, monkeypatch):
         {"merge_attn": False, "merge_mlp": True, "method": "todo", "use_rand": True},
     ):
         config = ToMeConfig(**{"proportional": False, **settings})
-        blocks = chosen_blocks(model, config)
-        saved = sum(saved_macs(block, config, latent, text, frames) for block in blocks)
-        matching = frames * sum(matching_macs(block, config, latent) for block in blocks)
+        placed = placements(model, config)
+        saved = sum(saved_macs(block, placement, latent, text, frames) for block, placement in placed)
+        matching = frames * sum(matching_macs(block, placement, block.grid(latent)) for block, placement in placed)
         apply_tome(model, config=config)
         assert plain - measured(model, lambda: model(**arguments), monkeypatch) == saved + matching
         summary = tome_summary(model, latent.h, latent.w, frames=frames)
@@ -190,9 +192,9 @@ def test_a_model_whose_blocks_are_unknown_is_not_counted():
 
 def test_summary_of_a_single_stream_block():
     model = OF_FLUX.double()
-    merges = {True: ("attn", "mlp"), "asymmetric": ("attn", "mlp"), "kv": ("kv",)}
-    for merge_attn, expected in merges.items():
-        summary = tome_summary(apply_tome(model, merge_attn=merge_attn), 16, 16)
+    merges = {"symmetric": ("attn", "mlp"), "default": ("attn", "mlp"), "kv": ("kv",)}
+    for method, expected in merges.items():
+        summary = tome_summary(apply_tome(model, method=method), 16, 16)
         assert [block.merges for block in summary.blocks][2:] == [expected] * 2
         assert summary.macs == count_macs(model, Grid(16, 16), 512)  # the text tokens that its pipeline passes
 
@@ -220,7 +222,7 @@ def test_summary_of_keys_and_values(pipe):
     pipe.apply_tome(ratio=0.5, method="kv", merge_mlp=True, window=None, proportional=False)
     summary = pipe.tome_summary()
     assert {(b.kept, b.merges) for b in summary.blocks} == {(512, ("kv", "mlp"))}
-    assert "merge_attn='kv'" in str(summary) and "kv, mlp" in str(summary)
+    assert "method='kv'" in str(summary) and "kv, mlp" in str(summary)
     cells = pipe.apply_tome(ratio=0.75, method="todo", use_rand=True).tome_summary()
     assert {(b.kept, b.merges) for b in cells.blocks} == {(256, ("kv",))}
     assert 0 < cells.saved < around.macs and summary.macs == around.macs == cells.macs
@@ -243,7 +245,7 @@ def test_summary_of_a_model_in_which_nothing_can_merge(pipe):
     for size in (), (32,), (32, 32):
         summary = pipe.vae.tome_summary(*size)
         assert str(summary).startswith("nothing merges in AutoencoderKL: it has no transformer blocks over the pixels")
-        assert "docs/development/families.md" in str(summary) and summary.saved_share is None
+        assert "HunyuanVideo" in str(summary) and summary.saved_share is None
     with pytest.raises(ToMeConfigError, match="height=0"):
         pipe.vae.tome_summary(0, 32)
 

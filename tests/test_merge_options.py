@@ -1,12 +1,13 @@
-"""--merging and --config: ways to merge, the same in all commands."""
+"""--method, --merging and --config: ways to merge, the same in all commands."""
 
 import argparse
 
 import pytest
 
-from ppdiffusers_tome import ToMeConfig
+from ppdiffusers_tome import ToMeConfig, ToMeConfigError
 from ppdiffusers_tome.cli import main
-from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, read_methods
+from ppdiffusers_tome.commands.merge_options import add_merge_options, merge_configs, parse_settings, read_methods
+from ppdiffusers_tome.methods import METHODS
 
 TUNED = ToMeConfig(ratio=0.6, window=4, min_tokens=1024)
 
@@ -35,17 +36,71 @@ def parse(*options, is_single):
             {"merge_attn": False, "merge_mlp": True, "merge_crossattn": True},
         ),
         (
-            "merge_attn=TRUE,window=none,proportional=false",
-            {"method": "symmetric", "window": None, "proportional": False},
+            "method=symmetric,merge_attn=TRUE,window=none,proportional=false",
+            {"method": "symmetric", "merge_attn": True, "window": None, "proportional": False},
         ),
         ("use_rand=false,seed=3,max_downsample=2", {"use_rand": False, "seed": 3, "max_downsample": 2}),
         ("ratio=0.25", {"ratio": 0.25}),
+        ("method=kv,ratio=0.75", {"method": "kv", "ratio": 0.75}),
     ],
 )
 def test_one_way_to_merge_at_its_own_ratio_or_at_several(text, expected):
     assert merge_configs(parse("--merging", text, is_single=True)) == [ToMeConfig(**expected)]
     configs = merge_configs(parse("--merging", text, "--ratio", "0.5", "0", is_single=True))
     assert configs == [ToMeConfig(**{**expected, "ratio": ratio}) for ratio in (0.5, 0)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_by_name_brings_its_defaults(name):
+    """Its ratio too, if the method has one of its own: other ways to merge run at each --ratio."""
+    config = ToMeConfig(method=name)
+    assert merge_configs(parse("--method", name, is_single=True)) == [config]
+    (settings,) = read_methods(parse("--method", name, "--ratio", "0.25", is_single=False))
+    assert settings == ({"method": "todo", "ratio": 0.75} if name == "todo" else {"method": name})
+    if name != "todo":
+        assert merge_configs(parse("--method", name, "--ratio", "0.25", is_single=True))[0].ratio == 0.25
+    (settings,) = read_methods(parse("--merging", f"method={name},sx=4", is_single=False))
+    assert ToMeConfig(**settings) == ToMeConfig(method=name, sx=4)
+
+
+def test_a_ratio_that_a_method_does_not_allow_is_an_error():
+    with pytest.raises(ToMeConfigError, match=r"ratio=0\.5 .* method='todo'"):
+        merge_configs(parse("--method", "todo", "--ratio", "0.5", is_single=True))
+    assert [
+        config.ratio for config in merge_configs(parse("--method", "todo", "--ratio", "0.75", "0", is_single=True))
+    ] == [0.75, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("window=16,proportional,ratio=0.7", {"window": 16, "proportional": True, "ratio": 0.7}),
+        ("window=none, proportional=false", {"window": None, "proportional": False}),
+        ("method=todo,ratio=0.75,min_tokens=0", {"method": "todo", "ratio": 0.75, "min_tokens": 0}),
+    ],
+)
+def test_settings_as_text(text, settings):
+    assert parse_settings(text) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is not a setting"),
+        ("windows=8", "'windows' is not a setting: did you mean window"),
+        ("window=8,window=8", "'window' is repeated"),
+        ("match=grid", 'pass method="todo"'),
+    ],
+)
+def test_names_in_a_text_that_are_not_allowed(text, message):
+    with pytest.raises(ToMeConfigError, match=rf"'{text}': .*{message}"):
+        parse_settings(text)
+
+
+@pytest.mark.parametrize("text", ["window=8.5", "ratio", "method", "method=ToDo", "sx=two", "merge_attn=kv"])
+def test_values_in_a_text_that_are_not_allowed(text):
+    with pytest.raises(ToMeConfigError, match=f"{text.partition('=')[0]}=.* is not allowed"):
+        read_methods(parse("--merging", text, is_single=False))
 
 
 def test_defaults_and_files_are_ways_to_merge_too(tuned):
@@ -57,24 +112,28 @@ def test_defaults_and_files_are_ways_to_merge_too(tuned):
 
 def test_several_ways_to_merge(tuned):
     assert read_methods(parse(is_single=False)) == []
-    options = parse("--merging", "sx=4", "ratio=0.75,window=none", "--config", tuned, tuned, is_single=False)
+    named = ["--method", "kv", "--merging", "sx=4", "ratio=0.75,window=none"]
+    options = parse(*named, "--config", tuned, tuned, is_single=False)
     of_file = {"ratio": 0.6, "window": 4, "min_tokens": 1024}
-    assert read_methods(options) == [of_file, of_file, {"sx": 4}, {"ratio": 0.75, "window": None}]
+    assert read_methods(options) == [of_file, of_file, {"method": "kv"}, {"sx": 4}, {"ratio": 0.75, "window": None}]
 
 
-@pytest.mark.parametrize("command", ["export", "bench", "evaluate", "tune"])
-def test_all_commands_have_both_options(command, capsys):
+@pytest.mark.parametrize("command", ["export", "bench", "compare", "evaluate", "tune"])
+def test_all_commands_have_the_options(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     printed = capsys.readouterr().out
     assert "--merging SETTINGS" in printed and "--config FILE" in printed
+    assert "--method {default,symmetric,tomesd,kv,todo}" in printed
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--merging", "merge_attn=keys"], "merge_attn='keys' is not allowed"),
+        (["--merging", "merge_attn=kv"], "Pass method='kv' in its place"),
         (["--merging", "windw=8"], "'windw' is not a setting"),
+        (["--method", "todo", "--ratio", "0.5"], "ratio=0.5 is not allowed: method='todo'"),
         (["--config", "/no/such.json"], "/no/such.json cannot be read as a settings file"),
     ],
 )
@@ -90,3 +149,7 @@ def test_an_export_merges_in_one_way(tuned, capsys):
     assert "not allowed with argument" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         parse("--merging", "sx=4", "sx=3", is_single=True)
+    with pytest.raises(SystemExit):
+        parse("--method", "kv", "--merging", "sx=4", is_single=True)
+    with pytest.raises(SystemExit):
+        parse("--method", "ToDo", is_single=True)

@@ -4,7 +4,8 @@ from conftest import THREE_LEVELS, make_unet
 from ppdiffusers.models.attention import BasicTransformerBlock
 
 from ppdiffusers_tome import Grid, ToMePassError
-from ppdiffusers_tome.families.models import denoisers, find_blocks, token_grid
+from ppdiffusers_tome.families.grids import token_grid
+from ppdiffusers_tome.families.models import denoisers, find_blocks
 
 
 def test_blocks_have_index_level_and_path():
@@ -25,11 +26,11 @@ def test_denoisers_of_pipelines_and_models(pipe, controlnet):
 
 def test_token_grid_is_read_from_the_feature_map(unet):
     block = find_blocks(unet)[0]
-    assert token_grid(block.facts, block.grid_layer, paddle.zeros([2, 32, 5, 7])) == Grid(5, 7)
+    assert token_grid(block.family, block.grid_layer, paddle.zeros([2, 32, 5, 7])) == Grid(5, 7)
     with pytest.raises(ToMePassError, match=r"\[2, 35, 32\]"):
-        token_grid(block.facts, block.grid_layer, paddle.zeros([2, 35, 32]))
+        token_grid(block.family, block.grid_layer, paddle.zeros([2, 35, 32]))
 
 
 def test_token_grid_of_channels_last():
     block = find_blocks(make_unet(data_format="NHWC"))[0]
-    assert token_grid(block.facts, block.grid_layer, paddle.zeros([2, 5, 7, 32])) == Grid(5, 7)
+    assert token_grid(block.family, block.grid_layer, paddle.zeros([2, 5, 7, 32])) == Grid(5, 7)

@@ -54,9 +54,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
+@pytest.mark.parametrize("method", ["default", "symmetric", "kv"])
 @pytest.mark.parametrize("name", CASES)
-def test_pipeline(name, merge_attn, tmp_path):
+def test_pipeline(name, method, tmp_path):
     make, family = CASES[name]
     pipe, call = make(family)
     pipe.set_progress_bar_config(disable=True)
@@ -67,12 +67,12 @@ def test_pipeline(name, merge_attn, tmp_path):
         return pipe(**call, **size, output_type="latent", return_dict=False)[0].numpy()
 
     plain = generate()
-    merged = pipe.apply_tome(merge_attn=merge_attn) and generate()
+    merged = pipe.apply_tome(method=method) and generate()
     assert merged.shape == plain.shape and np.isfinite(merged).all()
     assert not np.allclose(merged, plain, atol=1e-3)
     summary = pipe.tome_summary(96, 128, frames=3)
     assert {block.grid for block in summary.blocks} == {(6, 8)}
-    kept = {(39, 16)} if merge_attn == "asymmetric" else {(24, 24)}
+    kept = {(39, 16)} if method == "default" else {(24, 24)}
     kept |= {(24, 24)} if name == "FLUX" else set()  # whose single-stream blocks merge as a whole
     assert {(block.kept, block.kept_keys) for block in summary.blocks} == kept
     assert 0 < summary.saved_share < 1

@@ -19,9 +19,11 @@ from ppdiffusers import StableDiffusionImg2ImgPipeline
 from zoo.parts import ONE_DEPTH, ONE_LEVEL, SDXL, controlnet, image, unet
 
 from ppdiffusers_tome import ToMeConfig, ToMeConfigError, ToMeExportError, match_tokens, merge, unmerge
+from ppdiffusers_tome.attach.attach import attach
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.generation.engine import load_engine
 from ppdiffusers_tome.generation.jobs import Job
+from ppdiffusers_tome.grid import Grid
 from ppdiffusers_tome.inference import (
     OnnxRuntime,
     OpenVinoRuntime,
@@ -42,13 +44,10 @@ from ppdiffusers_tome.inference.onnx_programs import fused
 from ppdiffusers_tome.inference.onnx_runtime import OnnxProgram, _input_shapes
 from ppdiffusers_tome.inference.onnx_weights import OPTIMIZED, WEIGHTS_FOLDER, external_places, weight_offsets
 from ppdiffusers_tome.inference.runtime import FUSED_TOLERANCE, load_module
-from ppdiffusers_tome.attach.attach import attach
-from ppdiffusers_tome.grid import Grid
 
 PADDLE2 = paddle.__version__.startswith("2.")
 RUNTIMES = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVinoRuntime(threads=1)}
 TEXT = 7  # tokens
-TOMESD = {"proportional": False, "window": None}
 
 
 @pytest.fixture(scope="module")
@@ -203,16 +202,16 @@ def check(traceable, tmp_path, converter, **dims):
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [
-        ({}, {**TOMESD, "use_rand": False}),
+        ({}, {"method": "tomesd", "use_rand": False}),
         ({}, {"ratio": 0.7, "method": "kv"}),
-        ({}, {"ratio": 0.75, "method": "todo", "use_rand": True}),
+        ({}, {"method": "todo", "use_rand": True}),
         ({}, {**ONNX_SETTINGS, "merge_mlp": True, "merge_crossattn": True, "sx": 3}),
         ({**SDXL, **ONE_DEPTH}, {}),
     ],
 )
 def test_methods_and_denoisers_convert(architecture, settings, tmp_path, converter):
     traceable = programs.denoiser(unet(**{**architecture, **ONE_LEVEL}), None)
-    attach(traceable.layer.unet, ToMeConfig(**{"ratio": 0.5, **settings}), None)
+    attach(traceable.layer.unet, ToMeConfig(**settings), None)
     check(traceable, tmp_path, converter, latent_height=10, latent_width=14)
 
 

@@ -983,7 +983,7 @@ def test_chinese(browser, fake):
     with opened(browser, fake, locale="zh-CN") as page:
         generate(page, done="完成", button="#all", prompt="狐", steps=5)
         assert page.get_attribute("html", "lang") == "zh-CN" and page.inner_text("h1").startswith("token 合并")
-        expect(page.locator("#method-words")).to_have_text("方法：对称")
+        expect(page.locator("#method-words")).to_have_text("方法：symmetric")
         page.click("#more-summary")
         page.fill("#steps", "0")
         page.click("#generate")

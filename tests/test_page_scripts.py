@@ -12,16 +12,19 @@ from ppdiffusers_tome.config import ToMeConfig
 from ppdiffusers_tome.generation.jobs import Job
 from ppdiffusers_tome.generation.png import encode_png
 from ppdiffusers_tome.serving.app import FOLDER
+from ppdiffusers_tome.wording import method_in_words
 
 ROOT = Path(__file__).parents[1]
 NODE = shutil.which("node")
 SETTINGS = (
     {},
     {"window": None, "proportional": False},
+    {"window": 8},
     {"method": "symmetric"},
     {"method": "symmetric", "proportional": False},
+    {"method": "tomesd"},
     {"method": "kv", "sx": 4, "use_rand": False, "max_downsample": 2},
-    {"method": "todo", "use_rand": True, "method": "kv"},
+    {"method": "todo"},
     {"method": "todo", "use_rand": True},
     {"merge_crossattn": True, "merge_mlp": True, "min_tokens": 64},
     {"merge_attn": False, "merge_mlp": True},
@@ -39,7 +42,7 @@ def test_scripts(tmp_path):
     for test in (ROOT / "tests" / "page").glob("*.test.js"):
         shutil.copy(test, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    methods = [ToMeConfig(**settings).method for settings in SETTINGS]
+    methods = [method_in_words(ToMeConfig(**settings)) for settings in SETTINGS]
     (tmp_path / "methods.json").write_text(json.dumps(methods), encoding="utf-8")
     job = Job("a fox, 狐", 48, 64, ratio=0.5, seed=7, negative_prompt="red", steps=9, guidance_scale=2.5, strength=0.4)
     (tmp_path / "made.png").write_bytes(encode_png(Image.new("RGB", (64, 48)), job, Source()))

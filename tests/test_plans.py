@@ -5,11 +5,18 @@ import paddle
 import pytest
 from conftest import groups, make_unet, run, sizes_of
 
-from ppdiffusers_tome import Grid, match_tokens, merge, unmerge
-from ppdiffusers_tome.methods.pairs import ROW_MULTIPLE, plan_windows, remaining
+from ppdiffusers_tome import Grid, ToMeConfig, match_tokens, merge, unmerge
+from ppdiffusers_tome.attach.passes import gpu_form
+from ppdiffusers_tome.grid import window_of
+from ppdiffusers_tome.methods.method import Kept
 from ppdiffusers_tome.methods.plan import join_frames
-from ppdiffusers_tome.grid import constant_windows, window_of
-from ppdiffusers_tome.attach.passes import merging_for_gpu
+from ppdiffusers_tome.methods.windows import (
+    MAX_ROUNDING,
+    WindowForm,
+    equal_windows,
+    remaining,
+    window_constants,
+)
 
 GRID, KEY, WINDOW = Grid(8, 16), (3, 1), 8
 T, P, Q = 2, 64, 16
@@ -21,8 +28,11 @@ def tokens(batch=3, channels=5, seed=0):
 
 
 def plan_of(x, removed, removed_keys=None):
-    windows = constant_windows(GRID, 2, 2, KEY, WINDOW)
-    return plan_windows(x, windows, removed, removed if removed_keys is None else removed_keys)
+    removed_keys = removed if removed_keys is None else removed_keys
+    kept = Kept(GRID.tokens, GRID.tokens - removed, GRID.tokens - removed_keys)
+    settings = ToMeConfig(window=WINDOW)
+    kept = WindowForm().rounded(kept, GRID, settings)
+    return WindowForm().plan(x, window_constants(GRID, 2, 2, KEY, WINDOW), kept)
 
 
 def test_where_all_src_merge_it_is_the_plan_of_rows():
@@ -42,8 +52,8 @@ def test_the_best_pairs_of_each_window_merge(removed):
     """As many in each window; those that a plan of the window alone would merge."""
     x, window = tokens(), window_of(GRID, 2, 2, WINDOW)
     plan = plan_of(x, removed)
-    kept = remaining(constant_windows(GRID, 2, 2, KEY, WINDOW), removed)
-    assert plan.kept == T * kept and kept % ROW_MULTIPLE == 0 and abs(plan.removed - removed) <= T * ROW_MULTIPLE / 2
+    kept = remaining(equal_windows(GRID, 2, 2, WINDOW), GRID.tokens - removed)
+    assert plan.kept == T * kept and abs(plan.removed - removed) <= MAX_ROUNDING * GRID.tokens
     actual = groups(plan, 3)
     all_merged = groups(match_tokens(x, GRID, 96, random_key=KEY, window=WINDOW), 3)
     for image in range(3):
@@ -109,22 +119,22 @@ def test_tokens_without_a_similarity_merge_last(bad):
     ],
 )
 def test_which_grids_have_equal_windows(grid, window, is_equal):
-    assert (constant_windows(grid, 2, 2, KEY, window) is not None) == is_equal
+    assert (equal_windows(grid, 2, 2, window) is not None) == is_equal
 
 
 def test_a_model_merges_alike_by_rows_and_by_products():
     model = make_unet().apply_tome(0.75, method="kv", window=8)
     expected = run(model)
-    with merging_for_gpu():
+    with gpu_form(True):
         actual = run(model)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert not np.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("merge_attn", ["asymmetric", True, "kv"])
-def test_a_model_merges_by_products_only_for_gpus(merge_attn, plans):
-    model = make_unet().apply_tome(0.5, merge_attn=merge_attn, window=8)
-    with merging_for_gpu():
+@pytest.mark.parametrize("method", ["default", "symmetric", "kv"])
+def test_a_model_merges_by_products_only_for_gpus(method, plans):
+    model = make_unet().apply_tome(0.5, method=method, window=8)
+    with gpu_form(True):
         run(model)
     by_products = {type(plan.keys).__name__ for plan in plans}
     plans.clear()

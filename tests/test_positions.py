@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import dst_positions
 
-from ppdiffusers_tome import Grid, choose_dst, positions
-from ppdiffusers_tome.config import TOMESD_SETTINGS
+from ppdiffusers_tome import Grid, choose_dst
+from ppdiffusers_tome.attach.forward import wrap_of
+from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap
 from ppdiffusers_tome.families.models import find_blocks
-from ppdiffusers_tome.attach.passes import MAX_CACHED, BlockWrap, wrap_of
+from ppdiffusers_tome.methods import cells, pairs
 
 
 @pytest.mark.parametrize(
@@ -70,12 +71,12 @@ CALLS = {
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        {"method": "tomesd"},
         {"window": 8},
         {"window": 4, "proportional": True},
         {"method": "kv", "proportional": True},
         {"method": "default", "window": 4, "proportional": True},
-        {"method": "kv", "method": "todo", "use_rand": True},
+        {"method": "todo", "use_rand": True},
         {"use_rand": False},
     ],
     ids=str,
@@ -99,7 +100,8 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
     for name in CALLS["numpy"]:
         count(np, name)
     count(np.random, "RandomState")
-    count(positions, "choose_dst")
+    count(cells, "choose_dst")
+    count(pairs, "choose_dst")
 
     def counted():
         counts.clear()
@@ -108,7 +110,7 @@ def test_a_steady_pass_does_no_host_work_and_copies_nothing_to_the_device(settin
         return dict(counts)
 
     plain = counted()
-    unet.apply_tome(**{**TOMESD_SETTINGS, **settings})
+    unet.apply_tome(**settings)
     first, second = counted(), counted()
     assert first["choose_dst"] > 0 and first["to_tensor"] > plain.get("to_tensor", 0)
     assert second == plain  # what ppdiffusers itself does
@@ -168,7 +170,7 @@ def test_each_grid_has_its_own_constants(plans):
             plans.clear()
             run(unet, h=h, w=w)
             for plan, wrap in zip(plans, block_wraps(unet), strict=True):
-                dst = choose_dst(Grid(h, w), random_key=(0, wrap.index))
+                dst = choose_dst(Grid(h, w), random_key=(0, wrap.placement.index))
                 assert plan.dst_rows.numpy()[: len(dst)].tolist() == dst.tolist()
     assert {len(wrap._constants) for wrap in block_wraps(unet)} == {2}
     assert {len(wrap._constants) for wrap in block_wraps(copy.deepcopy(unet))} == {0}

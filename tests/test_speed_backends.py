@@ -12,7 +12,7 @@ from ppdiffusers.models.attention_processor import XFormersAttnProcessor
 from speed_results import config, open_backend, tiny
 
 from ppdiffusers_tome import ToMeConfigError
-from ppdiffusers_tome.config import parse_settings
+from ppdiffusers_tome.commands.merge_options import parse_settings
 from ppdiffusers_tome.evaluation.speed import backends
 from ppdiffusers_tome.evaluation.speed.cases import ARM_NAMES, Arm, make_case, make_configs
 from ppdiffusers_tome.evaluation.speed.catalog import CATALOG, make_arms
@@ -39,7 +39,7 @@ def test_merging_arms_take_every_ratio_or_their_own():
     texts = (
         "window=8",
         "proportional,window=none",
-        "method=symmetric",
+        "method=tomesd",
         "method=todo,ratio=0.75",
         "method=kv,ratio=0.75",
     )
@@ -53,8 +53,8 @@ def test_merging_arms_take_every_ratio_or_their_own():
         "default 0.5, windows of 8, not proportional",
         "default 0.5, whole grid",
         "tomesd 0.5",
-        "ToDo 0.75, not proportional",
-        "keys and values 0.75, whole grid, not proportional",
+        "todo 0.75, not proportional",
+        "kv 0.75, whole grid, not proportional",
         "default 0.25, whole grid, not proportional",
         "default 0.25, windows of 8, not proportional",
         "default 0.25, whole grid",
@@ -118,9 +118,9 @@ def test_xformers_saves_the_memory_of_a_gpu(tmp_path):
     ("ratio", "settings"),
     [
         (0.75, {}),
-        (0.75, {"window": 8, "proportional": True}),
-        (0.5, {"window": 8, "proportional": True, "method": "default"}),
-        (0.75, {"method": "todo", "use_rand": True}),
+        (0.75, {"method": "symmetric", "window": 8}),
+        (0.5, {"method": "default", "window": 8}),
+        (0.75, {"method": "todo"}),
     ],
 )
 def test_other_methods_compute_the_same_in_a_predictor_and_leave_no_trace(ratio, settings, tmp_path):

@@ -35,7 +35,7 @@ def test_bench_prints_a_table_and_writes_what_was_measured(tmp_path, capsys):
     assert json.loads(out.read_text())["command"] == f"python -m ppdiffusers_tome {' '.join(options)}"
     assert [arm.arm for arm in case.with_status("measured")] == ["plain", "tome", "tome", "both", "both"]
     plain, tome, cells, both, _ = case.arms
-    assert (cells.name, cells.kept) == ("ToDo 0.75, eager", 64)
+    assert (cells.name, cells.kept) == ("todo 0.75, eager", 64)
     assert cells.config.proportional and not cells.config.use_rand
     assert all(len(arm.seconds) == 2 for arm in case.arms)
     assert (

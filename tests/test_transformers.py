@@ -28,6 +28,7 @@ from ppdiffusers_tome.attach import passes
 from ppdiffusers_tome.attach.attention import AttentionWrap
 from ppdiffusers_tome.attach.forward import install, remove
 from ppdiffusers_tome.attach.placement import placements
+from ppdiffusers_tome.families.kernels import KERNELS
 
 BATCH, TEXT = 2, 5
 TIMESTEP = paddle.to_tensor([10] * BATCH)
@@ -135,6 +136,10 @@ class NormalizedHeads(JointAttnProcessor2_5):
         if text is None:
             return image_out
         return image_out, None if attn.context_pre_only else attn.to_add_out(out[:, image.shape[1] :])
+
+
+# Newer releases have this `__call__` in JointAttnProcessor2_5 itself, whose kernel is known.
+KERNELS[NormalizedHeads] = KERNELS[JointAttnProcessor2_5]
 
 
 class DualBlock(JointTransformerBlock):

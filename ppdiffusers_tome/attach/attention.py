@@ -12,7 +12,7 @@ from paddle import nn
 
 from ..errors import ToMePassError
 from ..families.kernels import Kernel, SoftmaxKernel, kernel_of
-from ..families.table import Projections
+from ..families.table import Attention, Projections
 from ..methods.plan import MergePlan
 from ..tensors import cast
 from .attention_view import AttentionView
@@ -67,9 +67,11 @@ class AttentionWrap(InnerWrap):
     def _forward_of(self, layer: nn.Layer) -> Any:
         """The function below this wrap, to which a view is passed as `self`."""
         wrapped = self.wrapped_forward
+        if wrapped is None:
+            return type(layer).forward
         if isinstance(wrapped, MethodType) and wrapped.__self__ is layer:
             return wrapped.__func__
-        return type(layer).forward if wrapped is None else lambda view, *args, **kwargs: wrapped(*args, **kwargs)
+        return lambda _view, *args, **kwargs: wrapped(*args, **kwargs)
 
     def _is_replaced(self, layer: nn.Layer) -> bool:
         """Whether another library had replaced the layer's `forward` when this wrap was installed."""
@@ -108,11 +110,9 @@ class AttentionWrap(InnerWrap):
         placement, family = self.placement, self.placement.family
         names, facts = family.attention, placement.facts
         kernel = kernel_of(layer, family)
+        rows = None if family.positions is None else others.pop(family.positions, None)
         if family.only_processor is not None:
-            rows = others.pop(family.positions, None)
             self._check(layer, kernel, attention_mask, others)
-        else:
-            rows = None
         assert kernel is not None
         text, image = encoder_hidden_states, hidden_states
         count = plan.kept if placement.merges_block else plan.tokens
@@ -131,14 +131,12 @@ class AttentionWrap(InnerWrap):
         arguments = kernel.arguments(others)
 
         def heads(part: str, tokens: paddle.Tensor) -> paddle.Tensor:  # [B, T + N, heads, d]
-            if text is None:
-                return _project(layer, names.heads, names.image, part, tokens, arguments)
-            if not has_own_projections:
+            if text is not None and not has_own_projections:
                 tokens = paddle.concat([text, tokens], axis=1)
-                return _project(layer, names.heads, names.image, part, tokens, arguments)
-            of_text = _project(layer, names.heads, names.text, part, text, arguments)
-            of_image = _project(layer, names.heads, names.image, part, tokens, arguments)
-            return paddle.concat([of_text, of_image], axis=1)
+            of_image = _project(layer, names, names.image, part, tokens, arguments)
+            if not has_own_projections:
+                return of_image
+            return paddle.concat([_project(layer, names, names.text, part, text, arguments), of_image], axis=1)
 
         query, key, value = heads("q", queries), heads("k", keys), heads("v", keys)
         if rows is not None:
@@ -211,17 +209,23 @@ class AttentionWrap(InnerWrap):
 
 
 def _project(
-    layer: nn.Layer, heads: str, names: Projections, part: str, tokens: paddle.Tensor, arguments: tuple[Any, ...]
+    layer: nn.Layer,
+    names: Attention,
+    projections: Projections,  # those of `names` for image or text
+    part: str,  # "q", "k" or "v"
+    tokens: paddle.Tensor,  # [B, S, C]
+    arguments: tuple[Any, ...],
 ) -> paddle.Tensor:  # [B, S, heads, d]
-    """The heads of queries, keys or values (part "q", "k" or "v") of tokens [B, S, C], after their norm."""
-    x = getattr(layer, getattr(names, part))(tokens, *arguments)
-    count = getattr(layer, heads)
-    norm = None if part == "v" else getattr(layer, getattr(names, f"norm_{part}"), None)
-    is_across_heads = norm is not None and norm.weight is not None and norm.weight.shape[0] == x.shape[-1]
-    if is_across_heads:  # as in Wan
-        x = norm(x)
-    x = x.reshape([0, 0, count, x.shape[-1] // count])
-    return x if norm is None or is_across_heads else norm(x)
+    """The heads of queries, keys or values, after their norm."""
+    x = getattr(layer, getattr(projections, part))(tokens, *arguments)
+    count = getattr(layer, names.heads)
+    heads = [0, 0, count, x.shape[-1] // count]
+    norm = None if part == "v" else getattr(layer, getattr(projections, f"norm_{part}"), None)
+    if norm is None:
+        return x.reshape(heads)
+    if norm.weight is not None and norm.weight.shape[0] == x.shape[-1]:  # across heads, as in Wan
+        return norm(x).reshape(heads)
+    return norm(x.reshape(heads), **names.norm_arguments)
 
 
 def _run_all(layers: Any, tokens: paddle.Tensor, arguments: tuple[Any, ...]) -> paddle.Tensor:

@@ -138,9 +138,10 @@ class AttentionView:
         self._merged_projections += 1
         if self._merged is None or self._merged[0] is not tokens:
             if tokens is not self._given and self._given is not self._unmerged:
+                name = type(self._layer.processor).__name__
                 raise ToMePassError(
-                    f"{self._method}: {type(self._layer.processor).__name__} computes keys or values from other tokens "
-                    'than those it was given: set another attention processor, or use method="symmetric".'
+                    f"{self._method}: {name} computes keys or values from other tokens than those it was given: set "
+                    'another attention processor, or use method="symmetric".'
                 )
             self._merged = tokens, self._plan.merge(self._unmerged if tokens is self._given else tokens)
         return self._merged[1]

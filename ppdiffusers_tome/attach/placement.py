@@ -49,9 +49,7 @@ class Placement:
         return tokens_kept(self.config, grid, use_gpu_form, self.merges_block)
 
 
-def tokens_kept(
-    config: ToMeConfig, grid: Grid, use_gpu_form: bool = False, merges_block: bool = False
-) -> Kept:
+def tokens_kept(config: ToMeConfig, grid: Grid, use_gpu_form: bool = False, merges_block: bool = False) -> Kept:
     """How many tokens of a grid remain in a block with self-attention.
 
     Args:
@@ -76,5 +74,5 @@ def placements(denoiser: nn.Layer, config: ToMeConfig) -> list[tuple[MergeableBl
         layers = tuple(name for name in LAYERS if getattr(config, f"merge_{name}") and name in block.sublayers)
         if layers:
             placed.append((block, Placement(config, block.family, block.facts, block.index, layers)))
-    deepest = config.max_downsample or min((block.level for block, _ in placed), default=1)
+    deepest: int = config.max_downsample or min((block.level for block, _ in placed), default=1)
     return [(block, placement) for block, placement in placed if block.level <= deepest]

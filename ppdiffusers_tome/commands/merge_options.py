@@ -32,14 +32,20 @@ def add_merge_options(group: argparse._ActionsContainer, about: str, is_single: 
 def read_methods(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The ways to merge that the options name, each as arguments of `ToMeConfig`: those of files first.
 
-    A file always names its ratio. Its other settings are left out where they have their default values.
+    A file always names its ratio. Its other settings are left out where they have their default values. What a method
+    or text names has a ratio too if its method has a default of its own, as "todo" has.
 
     Raises:
-        ToMeConfigError: a file cannot be read, or a setting does not exist.
+        ToMeConfigError: a file cannot be read, or a setting does not exist or is not allowed.
     """
     of_files = [ToMeConfig.load(path).changed_settings() for path in options.config]
-    named = [{"method": name} for name in options.method]
-    return of_files + named + [parse_settings(text) for text in options.merging]
+    named = [{"method": name} for name in options.method] + [parse_settings(text) for text in options.merging]
+    return of_files + [_with_own_ratio(settings) for settings in named]
+
+
+def _with_own_ratio(settings: dict[str, Any]) -> dict[str, Any]:
+    ratio = ToMeConfig(**settings).ratio
+    return settings if ratio == ToMeConfig().ratio else {**settings, "ratio": ratio}
 
 
 def merge_configs(options: argparse.Namespace) -> list[ToMeConfig]:

@@ -55,9 +55,7 @@ class Kernel:
             value = widen(value, 0.0, self.channels)
         return self.attend(layer, query, key, value)[..., :width].cast(query.dtype)
 
-    def attend(
-        self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
-    ) -> paddle.Tensor:
+    def attend(self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
         """Attention of these heads with the scale 1/√d."""
         return F.scaled_dot_product_attention(query, key, value)
 
@@ -69,9 +67,7 @@ class Kernel:
 class JointKernel(Kernel):
     """The kernel of Stable Diffusion 3's processor."""
 
-    def attend(
-        self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
-    ) -> paddle.Tensor:
+    def attend(self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
         return F.scaled_dot_product_attention_(query, key, value, dropout_p=0.0, is_causal=False)
 
 
@@ -85,9 +81,7 @@ class UNetKernel(Kernel):
 class XFormersKernel(UNetKernel):
     """Memory-efficient attention."""
 
-    def attend(
-        self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
-    ) -> paddle.Tensor:
+    def attend(self, layer: nn.Layer, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
         return F.scaled_dot_product_attention_(
             query,
             key,

@@ -100,6 +100,14 @@ def rows_of_attention(
             yield part, (image or text) if first in second_stream else rows
 
 
+def attention_width(block: MergeableBlock, layer: nn.Layer) -> tuple[int, int]:
+    """Channels of the tokens that an attention gets, and of all of its heads."""
+    query = getattr(layer, block.family.attention.image.q)  # an adapter may be around the projection
+    projection = next(part for part in query.sublayers(include_self=True) if isinstance(part, nn.Linear))
+    channels, width = projection.weight.shape
+    return channels, width
+
+
 def text_keys(block: MergeableBlock, layer: nn.Layer, text: int) -> int:
     """Text tokens that attend together with the image in a self-attention."""
     has_own = getattr(layer, block.family.attention.text.q, None) is not None

@@ -38,7 +38,8 @@ class Attention:
     )
     heads: str = "heads"  # number of heads
     scale: str = "scale"  # of the scores
-    processor: str | None = "processor"  # computes the attention; None: the layer itself does, as `kernels.Kernel`
+    processor: str | None = "processor"  # computes the attention; None: the layer does, by the base kernel
+    norm_arguments: Mapping[str, Any] = field(default_factory=dict)  # of norms, beside the heads [B, S, heads, d]
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ FAMILIES: list[Family] = [
         # The second attention, over the image alone, is in some blocks of Stable Diffusion 3.5.
         blocks={JointTransformerBlock: _joint(attn=("attn", "attn2"))},
         grid_layers=("pos_embed",),
+        attention=Attention(norm_arguments={"begin_norm_axis": 3}),
         controlnets=("SD3ControlNetModel",),
         text_tokens=77 + 256,  # of CLIP and T5
         text_layers=("context_embedder",),

@@ -9,11 +9,11 @@ import paddle
 from paddle import nn
 from ppdiffusers import ControlNetModel, DiffusionPipeline
 
+from ..attach.attach import config_of
 from ..config import ToMeConfig, controlnet_config
 from ..errors import ToMeConfigError, ToMeExportError
 from ..families.grids import latent_grid
 from ..families.models import vae_factor
-from ..attach.attach import config_of
 from .conversion import check_converter
 from .diffusers_layout import DiffusersLayout, check_single, is_layout
 from .manifest import FORMATS, MANIFEST, READERS, Configs, Size, ratio_name

@@ -288,7 +288,8 @@ def write_layout(
     if layout.format == "openvino":
         _convert_tokenizers(folder)
     config, _ = merging[ratio]
-    about = {"version": __version__, "size": str(size), "ratio": ratio, "method": method_in_words(config) if config else "plain"}
+    method = method_in_words(config) if config else "plain"
+    about = {"version": __version__, "size": str(size), "ratio": ratio, "method": method}
     _write_json(folder / "model_index.json", _model_index(pipe) | {MARK: about})
     (folder / "README.md").write_text(_readme(layout, pipe, about, "vae_encoder" in files), encoding="utf-8")
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from ppdiffusers import DiffusionPipeline
 from tqdm.auto import tqdm
 
 from .._version import __version__
-from ..config import ToMeConfig
-from ..families.models import text_tokens, vae_factor
 from ..attach.attach import attach, detach
 from ..attach.passes import gpu_form
+from ..config import ToMeConfig
+from ..families.models import text_tokens, vae_factor
 from . import programs
 from .arguments import (
     EXPORT_FORMATS,
@@ -109,7 +108,7 @@ def export_pipeline(
         overwrite: replace an earlier export in folder, once the new one is complete.
         for_gpu: merge by operations that are fast on a GPU and slow on a CPU; see docs/gpu.md.
         progress: show a progress bar.
-        settings: as in `apply_tome`: max_downsample, sx, sy, use_rand, seed, window, proportional, match,
+        settings: as in `apply_tome`: method, max_downsample, sx, sy, use_rand, seed, window, proportional,
             merge_attn, merge_crossattn, merge_mlp, min_tokens.
 
     Returns:

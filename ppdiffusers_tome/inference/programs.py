@@ -14,10 +14,10 @@ import paddle
 from paddle import nn
 from paddle.static import InputSpec
 
+from ..attach.passes import current_plan
 from ..errors import ToMeExportError
 from ..families.models import find_blocks
 from ..methods.plan import MergePlan
-from ..attach.passes import current_plan
 
 # Random inputs for the comparison with eager. They have the scale of real inputs, because rounding depends on it.
 Sample = Callable[[np.random.RandomState, tuple[int, ...]], np.ndarray]

@@ -1,8 +1,7 @@
 """Pairs by similarity: each src looks for its most similar dst, and the best pairs merge into their mean.
 
 This is token merging as in tomesd (Bolya & Hoffman 2023, arXiv:2303.17604, section 4). The methods of this file differ
-in what merges by these pairs: queries, keys and values alike, keys and values more than queries, or keys and values
-alone.
+in what merges by these pairs: queries, keys and values alike, keys and values more than queries, or they alone.
 """
 
 import inspect
@@ -47,7 +46,7 @@ class Pairs(Method):
 
 
 class AsymmetricPairs(Pairs):
-    """Merge keys and values more than queries, by the same pairs; attention is as much work as in `Pairs`."""
+    """Merge keys and values more than queries, by the same pairs; attention costs as much as if both merged alike."""
 
     def ratios(self, settings: Settings) -> tuple[float, float]:
         """If queries keep a share s, keys and values keep s**5, but at least 1/(sx·sy)."""
@@ -118,7 +117,7 @@ def match_tokens(
 class PaddedWindows(NamedTuple):
     """dst and src sorted into T windows, each padded to the same number of dst and of src."""
 
-    count: int  # T
+    number: int  # T
     src: paddle.Tensor  # [T·P] int64: positions; padding repeats a src of the window
     dst: paddle.Tensor  # [T·Q] int64: positions; padding repeats a dst of the window
     dst_index: paddle.Tensor  # [T·Q] int64: the index of each in `PairConstants.dst`
@@ -164,7 +163,7 @@ def _padded_windows(dst: np.ndarray, src: np.ndarray, window: np.ndarray) -> Pad
     dst_index, _ = _pad(window[dst], count)
     src_index, src_slot = _pad(window[src], count)
     return PaddedWindows(
-        count=count,
+        number=count,
         src=constant(src[src_index]),
         dst=constant(dst[dst_index]),
         dst_index=constant(dst_index),
@@ -234,7 +233,7 @@ def _most_similar(
     if windows is None:
         unit = finite_or_zero(unit)
     else:  # the batch becomes B·T windows
-        tokens, unit = (x.reshape([-1, x.shape[1] // windows.count, x.shape[2]]) for x in (tokens, unit))
+        tokens, unit = (x.reshape([-1, x.shape[1] // windows.number, x.shape[2]]) for x in (tokens, unit))
         src_inverse = src_inverse.reshape([-1, tokens.shape[1]])
     scores = paddle.matmul(tokens, unit, transpose_y=True)  # [B, S, D]: cosine · norm of src
     if windows is not None:  # which has fewer scores than numbers in tokens
@@ -245,8 +244,8 @@ def _most_similar(
     similarity = paddle.where(is_valid, similarity, paddle.zeros_like(similarity))
     if windows is None:
         return best * is_valid.cast("int64"), similarity
-    begin = (constants.arange_d[: windows.count] * unit.shape[1]).unsqueeze(-1)  # [T, 1]: first dst of each window
-    best = (best.reshape([-1, windows.count, tokens.shape[1]]) + begin).reshape([-1])
+    begin = (constants.arange_d[: windows.number] * unit.shape[1]).unsqueeze(-1)  # [T, 1]: first dst of each window
+    best = (best.reshape([-1, windows.number, tokens.shape[1]]) + begin).reshape([-1])
     return tuple(
         paddle.gather(x.reshape([-1, windows.src.shape[0]]), windows.src_slot, axis=1)
         for x in (paddle.gather(windows.dst_index, best), similarity)

@@ -28,7 +28,7 @@ _DST_FIRST = 2.0  # more than the difference of any similarity of src and the si
 class EqualWindows(NamedTuple):
     """T windows of P tokens each, of which Q are dst."""
 
-    count: int  # T
+    number: int  # T
     p: int  # P
     q: int  # Q
 
@@ -62,7 +62,7 @@ def remaining(windows: EqualWindows, kept: int) -> int:
     They are rounded to a multiple of `ROW_MULTIPLE`, or to a whole number of tokens where that would change more than
     the share `MAX_ROUNDING` of a window.
     """
-    exact = kept / windows.count
+    exact = kept / windows.number
     rounded = ROW_MULTIPLE * round(exact / ROW_MULTIPLE)
     if abs(rounded - exact) > MAX_ROUNDING * windows.p or exact == windows.q:
         rounded = round(exact)
@@ -89,7 +89,7 @@ def window_constants(
         windows=windows,
         order=constant(order),
         inverse_order=constant(np.argsort(order)),
-        begin=constant(np.arange(windows.count)[:, None] * windows.p),
+        begin=constant(np.arange(windows.number)[:, None] * windows.p),
         is_src=constant((~is_dst).astype(np.int64)),
         dst_index=constant(np.where(is_dst, np.arange(windows.p), 0)),
         dst_first=constant(_DST_FIRST * is_dst, "float32"),
@@ -101,12 +101,12 @@ class WindowForm(Form):
 
     def rounded(self, kept: Kept, grid: Grid, settings: Settings) -> Kept:
         windows = _windows(grid, settings.sx, settings.sy, settings.window)
-        queries, keys = (windows.count * remaining(windows, count) for count in (kept.queries, kept.keys))
+        queries, keys = (windows.number * remaining(windows, count) for count in (kept.queries, kept.keys))
         return Kept(grid.tokens, queries, keys)
 
     def pairs_compared(self, grid: Grid, settings: Settings) -> int:
         windows = _windows(grid, settings.sx, settings.sy, settings.window)
-        return windows.count * windows.p * windows.q
+        return windows.number * windows.p * windows.q
 
     def constants(self, grid: Grid, settings: Settings, random_key: Sequence[int] | None) -> WindowConstants:
         return window_constants(grid, settings.sx, settings.sy, random_key, settings.window)
@@ -125,7 +125,9 @@ class WindowForm(Form):
             rank = None  # [B·T, P]: the place of each token in the order in which they stay, dst before src
             if not {queries, keys} <= {q, p}:
                 similarity = finite_or_zero(paddle.max(scores, axis=-1) * inverse.squeeze(-1))
-                rank = paddle.argsort(paddle.argsort(similarity + constants.dst_first, axis=1, descending=True), axis=1)
+                rank = paddle.argsort(
+                    paddle.argsort(similarity + constants.dst_first, axis=1, descending=True), axis=1
+                )
 
             def keep(number: int) -> MergePlan:
                 if number == p:
@@ -153,11 +155,11 @@ class WindowPlan(MergePlan):
 
     @property
     def tokens(self) -> int:
-        return self.frames * self.constants.windows.count * self.constants.windows.p
+        return self.frames * self.constants.windows.number * self.constants.windows.p
 
     @property
     def kept(self) -> int:
-        return self.frames * self.constants.windows.count * self.of_window
+        return self.frames * self.constants.windows.number * self.of_window
 
     @cached_property
     def _members(self) -> paddle.Tensor:  # [B·T, P, K] float32: 1 where a token is in a merged token
@@ -202,4 +204,3 @@ class WindowPlan(MergePlan):
             tokens = paddle.matmul(cast(self._members, y.dtype), y.reshape([-1, self.of_window, channels]))
         tokens = tokens.reshape([-1, count * p, channels])
         return gather(tokens, self.constants.inverse_order, axis=1).reshape([-1, self.tokens, channels])
-

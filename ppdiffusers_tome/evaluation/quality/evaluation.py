@@ -12,9 +12,9 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ...errors import ToMeConfigError
+from ...families.models import denoisers, find_blocks
 from ...files import write_file
 from ...generation.offline import MakeImageBackend
-from ...families.models import denoisers, find_blocks
 from ..cache import digest, warn_of_damage
 from ..results import make_result
 from .image_generation import check_model, claim_folder, generate_images, image_folder, load_model, read_images

@@ -18,6 +18,8 @@ from tqdm.auto import tqdm
 
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError, ToMeError, ToMeExportError
+from ...families.grids import latent_grid
+from ...families.models import vae_factor
 from ...generation.engine import Engine, load_engine
 from ...generation.jobs import GeneratedImage, Job
 from ...generation.offline import ImageBackend, MakeImageBackend, generate
@@ -25,8 +27,6 @@ from ...inference import Size, read_manifest
 from ...inference.export import unmerged_programs, write_export
 from ...inference.loading import ModelDefaults, load_for_export, read_defaults
 from ...inference.manifest import MANIFEST
-from ...families.grids import latent_grid
-from ...families.models import vae_factor
 from ..cache import Cache, digest, program_key, warn_of_damage
 from ..environment import commit, model_files, sources, versions
 from ..results import read_json, write_result

@@ -13,16 +13,16 @@ import numpy as np
 from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 
+from ...attach.attach import attach, detach
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
+from ...grid import Grid
 from ...inference import ProgramFile, Size, choose_runtime, load_pipeline
 from ...inference.conversion import Converter
 from ...inference.export import share_weights, unmerged_programs, write_export
 from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
 from ...inference.onnx_weights import SharedWeights
 from ...inference.tracing import save
-from ...attach.attach import attach, detach
-from ...grid import Grid
 from ..cache import Cache, program_key
 from ..clock import seconds_of
 from .cases import PLANNED, PROGRAMS, Arm

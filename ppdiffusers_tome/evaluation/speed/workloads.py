@@ -7,11 +7,11 @@ import paddle
 from paddle import nn
 from ppdiffusers import DiffusionPipeline, UNet2DConditionModel
 
+from ...attach.placement import placements
 from ...config import ToMeConfig
+from ...grid import Grid
 from ...inference.programs import Input, Traceable, denoiser, unet_inputs
 from ...macs import count_macs, saved_macs
-from ...attach.placement import placements
-from ...grid import Grid
 from .architectures import ARCHITECTURES
 from .cases import Case
 from .memory import weights_bytes

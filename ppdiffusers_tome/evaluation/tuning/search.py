@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...attach.placement import tokens_kept
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
-from ...attach.placement import tokens_kept
 from ...grid import Grid
+from ...methods import METHODS
 
 SPEED_UP, PSNR, PERCEPTUAL = "speed_up", "psnr", "perceptual"
 # How much worse than the goal the first, few figures of a candidate may be, relative to it.
@@ -126,7 +127,7 @@ def known_candidates(grid: Grid, levels: Sequence[int]) -> list[ToMeConfig]:
     configs = [ToMeConfig(**{"ratio": ratio, **method}) for method, ratios in KNOWN for ratio in ratios]
     if (side := ToMeConfig().window) is not None and max(grid.h, grid.w) <= side:
         configs = [config for config in configs if config.window is not None]
-    configs += [ToMeConfig(**method, max_downsample=level) for level in levels[1:2] for method in DEEPER]
+    configs += [ToMeConfig(**{**method, "max_downsample": level}) for level in levels[1:2] for method in DEEPER]
     return [config for config in configs if tokens_kept(config, grid).keys < grid.tokens]
 
 
@@ -200,17 +201,17 @@ def ratios_between(running: Sequence[Candidate], candidates: Sequence[Candidate]
     between: list[ToMeConfig] = []
     for candidate in sorted(running, key=goal.rank)[:MIN_FINALISTS]:
         config = candidate.config
-        ratio = config.ratio
+        ratio, largest = config.ratio, 1 - 1 / (config.sx * config.sy)
         ratios = [other.ratio for other in configs if replace(other, ratio=0) == replace(config, ratio=0)]
         is_reached = goal.shortfall(candidate) == 0
         if is_reached == (goal.measure == SPEED_UP):
             bound = max([0.0, *(other for other in ratios if other < ratio)])
         else:
-            bound = min([1 - 1 / (config.sx * config.sy), *(other for other in ratios if other > ratio)])
-        try:
-            halfway = replace(config, ratio=round((ratio + bound) / 2, 2))
-        except ToMeConfigError:  # of a method with one ratio
+            bound = min([largest, *(other for other in ratios if other > ratio)])
+        between_both = round((ratio + bound) / 2, 2)
+        if METHODS[config.method].ratio_error(between_both, largest):
             continue
+        halfway = replace(config, ratio=between_both)
         if abs(halfway.ratio - ratio) >= MIN_STEP and halfway not in configs + between:
             between.append(halfway)
     return between

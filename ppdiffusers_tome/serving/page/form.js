@@ -6,12 +6,12 @@ import { FIELDS, check, choiceOf, linkOf, nameOf, readFile, readLink } from "./s
 import { methodText, text } from "./texts.js";
 
 const COUNT_DELAY = 300; // ms after the last key
-const HAS_OWN = "^(default|symmetric|keys and values)"; // the methods with windows and proportional attention
+const IN_WINDOWS = "^(default|symmetric|kv)\\b"; // the methods with windows, whose tokens merge with weights
 // The terms that explain a method, each with the methods that it is part of, in the server's words.
 const EXPLAINED = {
-  asymmetric: /^default(?!.*not around self-attention)|, asymmetric/,
-  window: new RegExp(`${HAS_OWN}(?!.*whole grid)|, windows of`),
-  proportional: new RegExp(`${HAS_OWN}(?!.*not proportional)|, proportional`),
+  default: /^default\b(?!.*not around self-attention)/,
+  window: new RegExp(`${IN_WINDOWS}(?!.*whole grid)`),
+  proportional: new RegExp(`${IN_WINDOWS}(?!.*not proportional)`),
 };
 
 let model = null;
