@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -825,13 +826,25 @@ def test_allowed_hosts(server):
         assert other.http.get("/v1/models", headers=headers).status_code == 200, "with a key, any host is allowed"
 
 
-def test_refused_host_is_named(server):
-    for host, shown in (("evil.example:80", "'evil.example:80'"), ("", "''"), (1000 * "e", f"'{100 * 'e'}'")):
-        openai, webui = (server.http.get(path, headers={"Host": host}) for path in ("/v1/models", "/sdapi/v1/options"))
-        assert openai.status_code == webui.status_code == 400
-        error = openai.json()["error"]
-        assert shown in error["message"] and "--allow-host" in error["message"] and error["code"] == "host_not_allowed"
-        assert webui.json()["detail"] == error["message"]
+@pytest.mark.parametrize(
+    ("host", "shown", "remedy"),
+    [
+        ("evil.example:80", "'evil.example:80'", "start it with --allow-host evil.example"),
+        ("MyPC.Local.", "'MyPC.Local.'", "start it with --allow-host mypc.local"),
+        ("[2001:DB8::7]:80", "'[2001:DB8::7]:80'", "start it with --allow-host '[2001:db8::7]'"),
+        ("", "''", "no host can have it, and only --allow-host '*' accepts it"),
+        (1000 * "e", f"'{100 * 'e'}'", f"start it with --allow-host {100 * 'e'}"),
+    ],
+)
+def test_refused_host_is_named_with_the_option_that_accepts_it(server, host, shown, remedy):
+    openai, webui = (server.http.get(path, headers={"Host": host}) for path in ("/v1/models", "/sdapi/v1/options"))
+    assert openai.status_code == webui.status_code == 400
+    error = openai.json()["error"]
+    assert error["message"] == f"the Host {shown} is not a name of this server: {remedy}"
+    assert error["code"] == "host_not_allowed" and webui.json()["detail"] == error["message"]
+    if len(host) < 100:
+        option = shlex.split(remedy)[-1] if "start" in remedy else "*"
+        assert AppConfig(hosts=(option,)).is_allowed_host(host)
 
 
 def test_hosts_by_name_and_subdomain():
@@ -842,6 +855,11 @@ def test_hosts_by_name_and_subdomain():
         assert config.is_allowed_host(host), host
     for host in ("[2001:db8::7]:80", "[2001:db8::5", "::1"):
         assert not config.is_allowed_host(host), host
+    for host in ("localhost.", "LOCALHOST:80", "Www.One.Example", "www.one.example.:80", "A.TWO.example."):
+        assert config.is_allowed_host(host), host
+    for option in ("MyPC.Local", "mypc.local.", "*.LOCAL", "*.local."):
+        for host in ("mypc.local", "MyPC.Local:8000", "MYPC.LOCAL."):
+            assert AppConfig(hosts=(option,)).is_allowed_host(host), (option, host)
     for host in ("one.example", "two.example", "www.one.example.evil", "evil-two.example", "[evil]", "", "evil:x"):
         assert not config.is_allowed_host(host), host
     assert AppConfig(hosts=("*",)).is_allowed_host("any.example") and AppConfig(api_key=KEY).is_allowed_host("any")
@@ -879,6 +897,45 @@ def test_other_origins_are_refused(server):
             assert "--allow-origin" in message and "'https://evil.example'" in message
 
 
+@pytest.mark.parametrize(
+    ("option", "sent"),
+    [
+        ("https://ok.example:443", "https://ok.example"),
+        ("https://ok.example", "https://ok.example:443"),
+        ("HTTP://OK.example:80", "http://ok.example"),
+        ("https://ok.example.", "https://ok.example"),
+        ("https://ok.example:8443", "https://OK.example.:8443"),
+        ("http://[2001:DB8::5]:80", "http://[2001:db8::5]"),
+    ],
+)
+def test_origins_are_compared_as_dns_does(option, sent):
+    """The answer repeats the origin as the browser wrote it, because browsers compare it with theirs."""
+    others = ("http://ok.example:443", "https://ok.example:444", "https://ok.example.evil", "https://not-ok.example")
+    with serving(config=AppConfig(steps=1, origins=(option,))) as server:
+        asked = preflight(server, sent)
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, sent)
+        answer = server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": sent})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, sent)
+        for other in others:
+            assert preflight(server, other).status_code == 403, other
+
+
+@pytest.mark.parametrize(
+    ("origin", "remedy"),
+    [
+        ("https://ok.example", "start the server with --allow-origin and this origin"),
+        ("null", "every sandboxed page and every file has this origin"),
+        ("https://ok.example/", "an origin has no path: write 'https://ok.example'"),
+        ("ok.example", "it must be a scheme and a host"),
+    ],
+)
+def test_refused_origin_is_named_with_a_remedy_that_works(server, origin, remedy):
+    error = server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin}).json()["error"]
+    assert error["message"].startswith(f"web pages of {origin!r} are not allowed: {remedy}")
+    if "--allow-origin" in error["message"]:
+        assert AppConfig(origins=(origin,)).is_allowed_origin(origin)
+
+
 def test_refusals_of_preflights_are_json():
     """Starlette's own are plain text. A page of an allowed origin may read them."""
     with serving(config=AppConfig(origins=("https://good.example",))) as server:
@@ -910,6 +967,18 @@ def test_own_page_is_allowed(server):
         assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 200
     headers = {"Host": "evil.example", "Origin": "http://evil.example"}
     assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 400, "rebound DNS"
+    for host, origin in (
+        ("LOCALHOST", "http://localhost"),
+        ("localhost", "http://LOCALHOST"),
+        ("localhost.", "http://localhost"),
+        ("x:443", "https://x"),
+        ("x", "http://x:80"),
+    ):
+        headers = {"Host": host, "Origin": origin}
+        assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 200, headers
+    for origin in ("http://x:443", "https://x:80", "http://x..", "http://localhost:80"):
+        headers = {"Host": "x", "Origin": origin}
+        assert server.post(OPENAI, {"prompt": "fox"}, headers=headers).status_code == 403, headers
     own = f"127.0.0.1:{server.port}"
     for origin in ("null", "", f"http://{own}1", f"http://u@{own}", f"capacitor://{own}"):
         assert server.post(OPENAI, {"prompt": "fox"}, headers={"Origin": origin}).status_code == 403
@@ -986,7 +1055,6 @@ def test_origins_of_extensions_and_desktop_shells():
         ({"origins": ("file://",)}, "it must be a scheme and a host"),
         ({"origins": ("https://*.example",)}, "it must be a scheme and a host"),
         ({"origins": ("https://a b",)}, "it must be a scheme and a host"),
-        ({"origins": ("HTTPS://a.example",)}, "it must be a scheme and a host"),
         ({"origins": ("",)}, "it must be a scheme and a host"),
         ({"origins": ("https://a.example/",)}, "write 'https://a.example'"),
         ({"origins": ("app://obsidian.md/index.html?a#b",)}, "write 'app://obsidian.md'"),

@@ -19,7 +19,7 @@ from ..errors import ToMeConfigError, ToMeError, install_command
 from ..generation.jobs import Job, Limits
 from ..inference import Manifest, parse_size, read_manifest
 from ..inference.loading import read_defaults
-from ..serving.app_config import KEY_VARIABLE, AppConfig
+from ..serving.app_config import KEY_VARIABLE, LOCAL_HOSTS, AppConfig, dns_name
 from .image_options import (
     add_runtime_options,
     add_step_options,
@@ -87,7 +87,7 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     config = _app_config(options, limits)
     settings = runtime_settings(manifest, options)
     check_runtime(manifest, options)
-    if config.api_key is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+    if config.api_key is None and dns_name(options.host) not in LOCAL_HOSTS:
         print(f"warning: other machines may reach {options.host}, and {KEY_VARIABLE} is not set", file=sys.stderr)
     load = partial(load_warm_engine, options.model.resolve(), limits, config.guidance_scale, settings)
     queue = _make_queue(lambda: load_engine(lambda: queue.is_closed), manifest.name, limits, options)

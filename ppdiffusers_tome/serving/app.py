@@ -103,13 +103,7 @@ def _add_middleware(app: FastAPI, queue: ImageQueue, config: AppConfig) -> None:
     """The last one added is the outermost: refusals by the head have CORS headers too, so that pages can read them."""
     app.add_middleware(RequestMiddleware, config=config)
     if config.origins:
-        app.add_middleware(
-            OriginMiddleware,
-            allow_origins=config.origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # an allowed page may send any: clients add some of their own
-            expose_headers=("Retry-After",),
-        )
+        app.add_middleware(OriginMiddleware, config=config)
     app.add_middleware(CountingMiddleware, metrics=queue.metrics)
 
 

@@ -3,6 +3,7 @@
 import logging
 import re
 import secrets
+import shlex
 from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
@@ -17,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_errors import ApiError, internal_error
-from .app_config import AppConfig
+from .app_config import HOST, AppConfig, canonical_origin, host_of, origin_remedy
 from .prometheus import Metrics
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,19 @@ class OriginMiddleware(CORSMiddleware):
     403 or 405, in JSON.
     """
 
+    def __init__(self, app: ASGIApp, config: AppConfig) -> None:
+        super().__init__(
+            app,
+            allow_origins=config.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # an allowed page may send any: clients add some of their own
+            expose_headers=("Retry-After",),
+        )
+        self._config = config
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return self._config.is_allowed_origin(origin)
+
     def preflight_response(self, request_headers: Headers) -> ASGIApp:  # type: ignore[override]
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
@@ -93,8 +107,7 @@ class RequestMiddleware:
     async def _check_head(self, request: Request) -> None:
         host = request.headers.get("host", "")
         if not self._config.is_allowed_host(host):
-            message = f"the Host {host[:100]!r} is not a name of this server: start it with --allow-host"
-            raise ApiError(400, message, code="host_not_allowed")
+            raise ApiError(400, _host_refusal(host), code="host_not_allowed")
         path = request.scope["path"]  # as routing reads it; request.url is built from the client's Host header
         is_open = path in ("/", *WITHOUT_KEY) or path.startswith(PAGE) or request.method == "OPTIONS"  # a preflight
         key = self._config.api_key
@@ -105,7 +118,8 @@ class RequestMiddleware:
         origin = request.headers.get("origin")
         # Stops foreign web pages that send requests through their visitor's browser, and their preflights.
         if request.method in ("POST", "OPTIONS") and origin is not None and not self._is_allowed(origin, host):
-            message = f"web pages of {origin[:100]!r} are not allowed: start the server with --allow-origin"
+            remedy = origin_remedy(origin) or "start the server with --allow-origin and this origin"
+            message = f"web pages of {origin[:100]!r} are not allowed: {remedy}"
             raise ApiError(403, message, code="origin_not_allowed")
         length = request.headers.get("content-length", "0")
         if not re.fullmatch("[0-9]{1,4000}", length):  # int() reads at most 4,300 digits
@@ -137,7 +151,8 @@ class RequestMiddleware:
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         """Whether a page of this origin may send requests. The server's own may, under each of its names."""
-        return origin in (f"http://{host}", f"https://{host}") or bool({origin, "*"} & {*self._config.origins})
+        own = {canonical_origin(f"{scheme}://{host}") for scheme in ("http", "https")}
+        return canonical_origin(origin) in own or self._config.is_allowed_origin(origin)
 
 
 class JsonRoute(APIRoute):
@@ -174,6 +189,15 @@ class _JsonRequest(Request):
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _host_refusal(header: str) -> str:
+    """The reason for which a Host header is refused, with the option that would accept it."""
+    name = host_of(header[:100])
+    remedy = f"start it with --allow-host {shlex.quote(name)}"
+    if not HOST.fullmatch(name):
+        remedy = "no host can have it, and only --allow-host '*' accepts it"
+    return f"the Host {header[:100]!r} is not a name of this server: {remedy}"
 
 
 async def _has_key(request: Request, key: str) -> bool:
