@@ -316,6 +316,7 @@ POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
         (["--batch-wait", "-0.1"], "--batch-wait -0.1 is not allowed"),
         (["--batch-wait", "1e300"], "--batch-wait 1e+300 is not allowed"),
         *((["--timeout", text], f"--timeout {text} is not allowed: it must be") for text in ("0.0", "nan", "inf")),
+        *((["--keep-alive", text], f"--keep-alive {text} is not allowed: it must") for text in ("0.0", "nan", "inf")),
         (["--timeout", "1e308"], "twice --timeout inf is not allowed"),
         (["--allow-host", "a/b"], "--host or --allow-host a/b is not allowed: it must be like example.org"),
         (["--allow-origin", "example.org"], "--allow-origin example.org is not allowed: it must be a scheme and"),

@@ -865,8 +865,8 @@ def test_hosts_by_name_and_subdomain():
     assert AppConfig(hosts=("*",)).is_allowed_host("any.example") and AppConfig(api_key=KEY).is_allowed_host("any")
 
 
-def preflight(server, origin, method="POST", headers="content-type", path=OPENAI):
-    asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers}
+def preflight(server, origin, method="POST", headers="content-type", path=OPENAI, **more):
+    asked = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers, **more}
     return server.http.options(path, headers={"Origin": origin, **asked})
 
 
@@ -882,6 +882,22 @@ def test_preflight_allows_all_headers(origin):
         assert answer.status_code == 200, answer.text
         assert answer.headers["access-control-allow-headers"].split(",") == ASKED
         assert answer.headers["access-control-allow-origin"] == origin
+
+
+@pytest.mark.parametrize("origin", ["https://good.example", "*"])
+def test_preflight_of_a_private_network(origin):
+    """Chromium asks it for a page from the internet, and does not send the request without the answer."""
+    asked, allows = "Access-Control-Request-Private-Network", "access-control-allow-private-network"
+    with serving(config=AppConfig(origins=(origin,))) as server:
+        answer = preflight(server, "https://good.example", **{asked: "true"})
+        assert (answer.status_code, answer.headers.get(allows)) == (200, "true")
+        assert answer.headers["access-control-allow-headers"] == "content-type"
+        assert allows not in preflight(server, "https://good.example").headers
+        put = preflight(server, "https://good.example", method="PUT", **{asked: "true"})
+        assert put.status_code == 405 and allows not in put.headers
+        if origin != "*":
+            evil = preflight(server, "https://evil.example", **{asked: "true"})
+            assert evil.status_code == 403 and allows not in evil.headers
 
 
 def test_other_origins_are_refused(server):

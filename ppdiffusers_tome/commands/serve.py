@@ -55,6 +55,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--batch", type=int, default=4, help=f"largest number of images in one pipeline call {default}")
     option("--batch-wait", type=float, default=0.02, help=f"seconds to wait for others in the same call {default}")
     option("--timeout", type=float, default=AppConfig.request_seconds, help=f"seconds for one request {default}")
+    keep_alive = f"seconds until an idle connection is closed, more than in a proxy before this server {default}"
+    option("--keep-alive", type=float, default=AppConfig.keep_alive_seconds, help=keep_alive)
     add_step_options(serve)
     option("--max-images", type=int, default=Limits.images, help=f"largest number of images in one request {default}")
     option("--max-steps", type=int, default=Limits.steps, help=f"largest number of steps {default}")
@@ -93,7 +95,8 @@ def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     queue = _make_queue(lambda: load_engine(lambda: queue.is_closed), manifest.name, limits, options)
     with _open_engines(load, options) as load_engine:
         app = create_app(queue, config)
-        serve(queue, app, options.host, options.port, config.request_seconds, open_page if options.open else None)
+        on_ready = open_page if options.open else None
+        serve(queue, app, options.host, options.port, config.request_seconds, on_ready, config.keep_alive_seconds)
     return 0
 
 
@@ -115,11 +118,16 @@ def _app_config(options: argparse.Namespace, limits: Limits) -> AppConfig:
     """
     own = read_defaults(options.model)
     with naming_options(
-        request_seconds="--timeout", body_bytes="--max-body", hosts="--host or --allow-host", origins="--allow-origin"
+        request_seconds="--timeout",
+        keep_alive_seconds="--keep-alive",
+        body_bytes="--max-body",
+        hosts="--host or --allow-host",
+        origins="--allow-origin",
     ):
         config = AppConfig(
             api_key=os.environ.get(KEY_VARIABLE),  # an empty one is refused
             request_seconds=options.timeout,
+            keep_alive_seconds=options.keep_alive,
             body_bytes=options.max_body,
             hosts=(options.host, *options.allow_host),
             origins=tuple(options.allow_origin),

@@ -21,6 +21,8 @@ class AppConfig:
     Args:
         api_key: the key that clients must send; None for no authentication.
         request_seconds: longest time in the queue and in the pipeline together; then the answer is 504.
+        keep_alive_seconds: time without a request after which a connection is closed. A proxy in front must close its
+            own earlier, or it sends a request into a connection that is just being closed.
         body_bytes: largest body. A larger one is answered with 413, before it is read if its length is in the head.
         hosts: names, besides this machine's own, that requests may address the server by; otherwise a web page could
             reach it through a DNS name of its own. "*" for any, "*.example.org" for all subdomains. Not checked when
@@ -40,6 +42,7 @@ class AppConfig:
 
     api_key: str | None = field(default=None, repr=False)
     request_seconds: float = 120.0
+    keep_alive_seconds: float = 75.0  # nginx and load balancers close theirs after 60
     body_bytes: int = 16 * 2**20
     steps: int = 20
     guidance_scale: float = 7.5
@@ -50,7 +53,7 @@ class AppConfig:
     any_model: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("request_seconds", "body_bytes", "steps"):
+        for name in ("request_seconds", "keep_alive_seconds", "body_bytes", "steps"):
             if not 0 < getattr(self, name) < inf:
                 raise ParameterError(name, getattr(self, name), "it must be positive and finite")
         key = self.api_key

@@ -24,6 +24,7 @@ from .prometheus import Metrics
 logger = logging.getLogger(__name__)
 BEARER = HTTPBearer(auto_error=False, description="the API key")
 BASIC = HTTPBasic(auto_error=False, description="any user, with the API key as password, as webuiapi sends it")
+ASKS_PRIVATE_NETWORK = "access-control-request-private-network"
 PAGE = "/page/"  # the folder of the page's files. They and "/" are public
 WITHOUT_KEY = ("/health", "/ready")  # for load balancers
 ENDPOINTS = frozenset(
@@ -64,7 +65,8 @@ class OriginMiddleware(CORSMiddleware):
     """Starlette's, for pages of allowed origins.
 
     Starlette refuses a preflight in plain text. Here it goes on to the checks and routes within, which answer it with
-    403 or 405, in JSON.
+    403 or 405, in JSON. Chromium also asks whether a page from the internet may reach a server in a private network:
+    an allowed origin may.
     """
 
     def __init__(self, app: ASGIApp, config: AppConfig) -> None:
@@ -81,8 +83,12 @@ class OriginMiddleware(CORSMiddleware):
         return self._config.is_allowed_origin(origin)
 
     def preflight_response(self, request_headers: Headers) -> ASGIApp:  # type: ignore[override]
-        response = super().preflight_response(request_headers)
+        # Without the question that is answered here: newer versions of Starlette refuse it by default.
+        usual = Headers({name: value for name, value in request_headers.items() if name != ASKS_PRIVATE_NETWORK})
+        response = super().preflight_response(usual)
         if response.status_code == 200:
+            if request_headers.get(ASKS_PRIVATE_NETWORK) == "true":
+                response.headers["Access-Control-Allow-Private-Network"] = "true"
             return response
         return partial(self.simple_response, request_headers=request_headers)
 
