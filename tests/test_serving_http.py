@@ -1,6 +1,8 @@
 """Valid and invalid requests over HTTP, with an engine that returns images of one colour."""
 
 import base64
+import codecs
+import gzip
 import hashlib
 import io
 import json
@@ -393,6 +395,21 @@ def test_unknown_model(server, model):
     assert refused.json()["detail"][0]["loc"] == ["body", "override_settings", "sd_model_checkpoint"]
 
 
+def test_empty_fields_are_absent(server):
+    """Clients with a form of their own send what their user has left empty."""
+    empty = dict.fromkeys(("model", "size", "response_format", "output_format", "quality", "style", "user"), "")
+    for fields in (empty, {**empty, "image": ""}):
+        answer = server.post(OPENAI, {"prompt": "fox", **fields})
+        assert answer.status_code == 200, answer.text
+        assert opened(answer.json()["data"][0]["b64_json"]).size == (64, 48)
+        assert server.engine.calls[-1][0].image is None
+    form = {"prompt": "fox", "mask": "", **empty}
+    assert server.http.post(EDITS, data=form, files={"image": png_file()}).status_code == 200
+    files = {"image": png_file(), "mask": ("", b"", "application/octet-stream")}
+    assert server.http.post(EDITS, data={"prompt": "fox"}, files=files).status_code == 200
+    assert server.post(IMAGE, {**FROM_IMAGE, "mask": ""}).status_code == 200
+
+
 def test_any_model():
     """Its name is that of a request. The list has the model that the server has."""
     with serving(config=AppConfig(steps=2, any_model=True)) as server:
@@ -467,7 +484,15 @@ def test_trailing_slash(server, path):
         ({"styles": ["nice"]}, ["styles"]),
         ({"eta": 0.5}, ["eta"]),
         ({"script_name": "../x.py"}, ["script_name"]),
+        ({"styles": ["None", "nice"]}, ["styles"]),
         ({"alwayson_scripts": {"ControlNet": {"args": [{}]}}}, ["alwayson_scripts"]),
+        (
+            {"alwayson_scripts": {"ControlNet": {"args": [{"enabled": False}, {"enabled": True}]}}},
+            ["alwayson_scripts"],
+        ),
+        ({"alwayson_scripts": {"ADetailer": {"args": [True, {"ad_model": "x.pt"}]}}}, ["alwayson_scripts"]),
+        ({"alwayson_scripts": {"off": {"args": [False]}, "on": {"args": ["text"]}}}, ["alwayson_scripts"]),
+        ({"alwayson_scripts": {"on": "text"}}, ["alwayson_scripts"]),
         ({"override_settings": {"token_merging_ratio": 0.3}}, ["override_settings", "token_merging_ratio"]),
         ({"override_settings": {"token_merging_ratio": "half"}}, ["override_settings", "token_merging_ratio"]),
         ({"override_settings": {"token_merging_ratio": True}}, ["override_settings", "token_merging_ratio"]),
@@ -697,6 +722,36 @@ def test_malformed_bodies(server, path, body):
     error = answer.json()
     assert error["error"]["message"] if path == OPENAI else error["detail"]
     assert "Traceback" not in answer.text and "site-packages" not in answer.text
+
+
+@pytest.mark.parametrize("path", [OPENAI, TEXT])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"\xef\xbb\xbf{}", "it begins with a byte order mark (BOM); send it without one"),
+        ('{"prompt": "fox"}'.encode("utf-16"), "it is UTF-16; send UTF-8 without a byte order mark"),
+        (codecs.BOM_UTF16_BE + "{}".encode("utf-16-be"), "it is UTF-16; send UTF-8 without a byte order mark"),
+        (gzip.compress(b'{"prompt": "fox"}'), "it is compressed by gzip; send it as it is"),
+    ],
+    ids=["BOM", "UTF-16", "UTF-16BE", "gzip"],
+)
+def test_bodies_in_another_encoding_are_named(server, path, body, message):
+    answer = server.post(path, content=body, headers=JSON_HEADER)
+    error = answer.json()
+    text = error["error"]["message"] if path == OPENAI else error["detail"]
+    assert answer.status_code == 400 and text.startswith(f"the body is not JSON: {message}")
+
+
+@pytest.mark.parametrize("path", [OPENAI, EDITS, TEXT])
+def test_compressed_bodies_are_refused(server, path):
+    for encoding, named in (("gzip", "gzip"), ("GZip, br", "br, gzip"), ("zstd", "zstd")):
+        headers = {**JSON_HEADER, "Content-Encoding": encoding}
+        answer = server.post(path, content=gzip.compress(b'{"prompt": "fox"}'), headers=headers)
+        assert answer.status_code == 415 and answer.headers["accept-encoding"] == "identity"
+        assert f"the body is compressed (Content-Encoding: {named}): send it as it is" in answer.text
+    for encoding in ("identity", "utf-8", ""):  # the second one is wrong, but some clients send it
+        headers = {**JSON_HEADER, "Content-Encoding": encoding}
+        assert server.post(OPENAI, content=b'{"prompt": "fox"}', headers=headers).status_code == 200
 
 
 SIZE = 16 * 2**20 - 100

@@ -88,7 +88,7 @@ def create_app(queue: ImageQueue, config: AppConfig) -> FastAPI:
     _add_middleware(app, queue, config)
     app.include_router(open_routes)
     key = [Security(BEARER), Security(BASIC)] if config.api_key is not None else []
-    statuses = (400, 401, 403) if key else (400, 403)
+    statuses = (400, 401, 403, 415) if key else (400, 403, 415)
     openai, webui = (responses(model, *statuses) for model in (OpenAIErrorResponse, WebuiErrorResponse))
     app.include_router(key_routes, dependencies=key, responses=openai)
     app.include_router(api_openai.router, dependencies=key, responses=openai)

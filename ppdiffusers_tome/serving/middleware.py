@@ -1,5 +1,6 @@
 """Checks that precede reading a request's fields (host, API key, origin, body), and the counters of answers."""
 
+import codecs
 import logging
 import re
 import secrets
@@ -36,6 +37,13 @@ ENDPOINTS = frozenset(
 # Commas, colons and brackets in a JSON body. Real requests have fewer. The limit stops bodies of millions of small
 # values, whose error messages take gigabytes.
 MAX_SEPARATORS = 20_000
+COMPRESSIONS = frozenset(("br", "compress", "deflate", "gzip", "x-gzip", "zstd"))  # of Content-Encoding
+NOT_JSON = {
+    codecs.BOM_UTF8: "it begins with a byte order mark (BOM); send it without one",
+    codecs.BOM_UTF16_LE: "it is UTF-16; send UTF-8 without a byte order mark (BOM)",
+    codecs.BOM_UTF16_BE: "it is UTF-16; send UTF-8 without a byte order mark (BOM)",
+    b"\x1f\x8b": "it is compressed by gzip; send it as it is",
+}
 
 
 class CountingMiddleware:
@@ -136,6 +144,11 @@ class RequestMiddleware:
             message = "the request has both a Content-Length and a Transfer-Encoding"
             raise ApiError(400, message, code="malformed_request", headers={"Connection": "close"})
         self._check_size(int(length))
+        encodings = {name.strip().lower() for name in request.headers.get("content-encoding", "").split(",")}
+        if compressions := ", ".join(sorted(encodings & COMPRESSIONS)):
+            message = f"the body is compressed (Content-Encoding: {compressions}): send it as it is"
+            headers = {"Accept-Encoding": "identity"}
+            raise ApiError(415, message, code="unsupported_media_type", headers=headers)
 
     def _count_body(self, receive: Receive) -> Receive:
         """`receive`, for a body whose length is not in the head: it raises ApiError once the body is too large."""
@@ -191,6 +204,9 @@ class _JsonRequest(Request):
         if sum(map(body.count, (b",", b":", b"[", b"{"))) > MAX_SEPARATORS:
             message = f"the body has more than {MAX_SEPARATORS} commas, colons and brackets"
             raise ApiError(413, message, code="too_many_values")
+        for start, reason in NOT_JSON.items():
+            if body.startswith(start):
+                raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
