@@ -18,17 +18,18 @@ import httpx
 import numpy as np
 import openai
 import paddle
+import ppdiffusers
 import pytest
 from conftest import export_linked, record_plans, tiny_pipeline
 from PIL import Image
-from ppdiffusers import EulerAncestralDiscreteScheduler
+from ppdiffusers import EulerAncestralDiscreteScheduler, UniPCMultistepScheduler
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
 from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
-from ppdiffusers_tome.generation.engine import Engine, load_engine
+from ppdiffusers_tome.generation.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
 from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
@@ -163,6 +164,57 @@ def test_stochastic_sampler_is_not_batched(exported_folder):
     assert difference(engine.generate([JOB])[0].image, engine.generate([JOB])[0].image) == 0
     with pytest.raises(ToMeConfigError, match="image-to-image"):
         engine.generate([replace(JOB, image=Image.new("RGB", (8, 8)), strength=0.7)])
+
+
+PADDLE_3 = int(paddle.__version__.partition(".")[0]) >= 3
+
+
+@pytest.fixture
+def unipc_folder(exported_folder, tmp_path):
+    """The export with a scheduler whose steps fail in Paddle 3, from the third one on."""
+    scheduler = UniPCMultistepScheduler.from_config(tiny_pipeline().scheduler.config)
+    exported = read_manifest(exported_folder)
+    linked = [(exported_folder, file) for file in exported.programs]
+    settings = {"linked": linked, "image_to_image": True}
+    export_linked(tiny_pipeline(scheduler=scheduler), tmp_path / "unipc", (0.5, 0), exported.sizes, **settings)
+    return tmp_path / "unipc"
+
+
+def test_scheduler_that_fails_here_is_refused(unipc_folder, tmp_path, capsys):
+    """Before the first request, and not with a 500 for each; `/sdapi/v1/samplers` lists it where it runs."""
+    if not PADDLE_3:
+        engine = load_engine(unipc_folder, threads=1)
+        assert engine.sampler == "UniPC" and engine.generate([replace(JOB, steps=5)])[0].image.size == (48, 32)
+        return
+    reason = "UniPCMultistepScheduler, that fails in Paddle 3"
+    with pytest.raises(ToMeConfigError, match=rf"{reason}.*export the model with another scheduler"):
+        load_engine(unipc_folder, threads=1)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a fox")
+    output = str(tmp_path / "out")
+    for command in (["serve", "--port", "0"], ["generate", "--prompts", str(prompts), "--output", output]):
+        assert main([*command, "--model", str(unipc_folder), "--threads", "1"]) == 2
+        assert reason in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*.png"))
+
+
+def test_scheduler_that_fails_is_refused_with_the_reason(exported_folder, monkeypatch):
+    def step(self, *tensors):
+        raise ValueError("\n\nthe data types differ\n  [Hint: ...]")
+
+    monkeypatch.setattr(f"{type(tiny_pipeline().scheduler).__module__}.DDIMScheduler.step", step)
+    with pytest.raises(ToMeConfigError, match=r"\(ValueError: the data types differ\): use another version of Paddle"):
+        load_engine(exported_folder, threads=1)
+
+
+STOCHASTIC = ("DDPMScheduler", "KDPM2AncestralDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler")
+
+
+@pytest.mark.parametrize("name", sorted({*DETERMINISTIC, *STOCHASTIC} - {"UniPCMultistepScheduler"}))
+def test_schedulers_that_run_here(name):
+    cls = getattr(ppdiffusers, name)
+    assert scheduler_failure(cls.from_config(tiny_pipeline().scheduler.config)) is None
+    assert scheduler_failure(cls(num_train_timesteps=8)) is None, "it has no schedule of so many steps"
 
 
 @pytest.mark.parametrize("steps", [0, 2])

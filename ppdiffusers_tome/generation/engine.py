@@ -34,6 +34,7 @@ DETERMINISTIC = {
     "PNDMScheduler": "PLMS",
     "UniPCMultistepScheduler": "UniPC",
 }
+TRIAL_STEPS = 10  # more than the order of any scheduler, from which on its steps do all that they can
 
 
 class FiniteImageProcessor(VaeImageProcessor):
@@ -242,8 +243,8 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
-        ToMeError: the folder is not an export or is damaged (from `inference`), or has a ControlNet or an
-            inpainting model.
+        ToMeError: the folder is not an export or is damaged (from `inference`), has a ControlNet or an inpainting
+            model, or a scheduler whose steps fail in this version of Paddle.
     """
     manifest = read_manifest(folder)
     if manifest.controlnet:
@@ -252,11 +253,33 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is an inpainting model, which cannot be served")
+    if reason := scheduler_failure(pipe.scheduler):
+        raise ToMeConfigError(
+            f"{folder} has a scheduler, {type(pipe.scheduler).__name__}, that fails in Paddle {paddle.__version__} "
+            f"({reason}): use another version of Paddle, or export the model with another scheduler, such as "
+            "pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)"
+        )
     image_to_image = None
     if manifest.image_to_image:
         safety = {} if is_xl else {"requires_safety_checker": False}
         image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
     return Engine(pipe, image_to_image, manifest.name, manifest.methods, programs)
+
+
+def scheduler_failure(scheduler: Any) -> str | None:
+    """Why the steps of a scheduler fail in this version of Paddle, as UniPC's do in Paddle 3; None if they run."""
+    trial, sample = type(scheduler).from_config(scheduler.config), paddle.zeros([1, 4, 8, 8])
+    try:
+        trial.set_timesteps(TRIAL_STEPS)
+    except (ValueError, IndexError):  # it has no schedule of so many steps, which is no failure
+        return None
+    try:
+        for timestep in trial.timesteps:
+            sample = trial.step(trial.scale_model_input(sample, timestep), timestep, sample).prev_sample
+    except Exception as error:  # anything from Paddle
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line:.200}"
+    return None
 
 
 def _settings(jobs: Sequence[Job], after_step: Callable[..., Any]) -> dict[str, Any]:
