@@ -360,7 +360,7 @@ POSITIVE_LIMITS = ("prompt", "images", "steps", "pixels", "body")
         *(([f"--max-{name}", "0"], f"--max-{name} 0 is not allowed: it must be pos") for name in POSITIVE_LIMITS),
         (["--steps", "0"], "--steps 0 is not allowed"),
         (["--max-steps", "10"], "--steps 20 is not allowed: --max-steps is 10. Lower the one or raise the other"),
-        (["--guidance-scale", "31"], "--guidance-scale: guidance_scale=31.0 is not allowed"),
+        (["--guidance-scale", "31"], "--guidance-scale: 31.0 is not allowed"),
         (["--queue", "2"], "--queue 2 is not allowed: one request may ask for --max-images 4 images"),
         (["--max-images", "70"], "--queue 64 is not allowed: one request may ask for --max-images 70 images"),
         (["--batch", "0"], "--batch 0 is not allowed: it must be 1 or more"),

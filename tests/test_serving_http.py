@@ -353,6 +353,7 @@ def test_openai_error_names_the_field(server, change, field, message):
     assert error["param"] == field and message in error["message"]
     assert error["message"].startswith(f"{field}: "), "OpenAI's client shows only the message"
     assert error["type"] == "invalid_request_error" and error["code"]
+    assert "images=" not in error["message"], "the field is n"
 
 
 def test_fields_that_are_ignored_are_logged_once(caplog):
@@ -511,6 +512,7 @@ def test_webui_error_names_the_field(server, change, where):
     assert answer.status_code == 422
     detail = answer.json()["detail"][0]
     assert detail["loc"] == ["body", *where] and detail["msg"]
+    assert not re.search("(images|guidance_scale|ratio)=", detail["msg"]), "names that this interface does not have"
 
 
 @pytest.mark.parametrize(
