@@ -22,7 +22,7 @@ import ppdiffusers
 import pytest
 from conftest import export_linked, record_plans, tiny_pipeline
 from PIL import Image
-from ppdiffusers import EulerAncestralDiscreteScheduler, UniPCMultistepScheduler
+from ppdiffusers import EulerAncestralDiscreteScheduler, PNDMScheduler, UniPCMultistepScheduler
 from serving_support import LIMITS, OPENAI, TEXT, FakeEngine, serving, until
 
 from ppdiffusers_tome import ToMeConfigError, ToMeError, ToMeExportError
@@ -30,7 +30,7 @@ from ppdiffusers_tome.cli import main
 from ppdiffusers_tome.commands.serve import load_warm_engine, warm_up_jobs
 from ppdiffusers_tome.errors import install_command
 from ppdiffusers_tome.generation.engine import DETERMINISTIC, Engine, load_engine, scheduler_failure
-from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, Limits, SecondPass
+from ppdiffusers_tome.generation.jobs import AbandonedError, GenerationError, Job, JobError, Limits, SecondPass
 from ppdiffusers_tome.generation.offline import generate_batch
 from ppdiffusers_tome.generation.prompt_file import Prompt
 from ppdiffusers_tome.inference import load_pipeline, read_manifest
@@ -205,6 +205,34 @@ def test_scheduler_that_fails_is_refused_with_the_reason(exported_folder, monkey
     monkeypatch.setattr(f"{type(tiny_pipeline().scheduler).__module__}.DDIMScheduler.step", step)
     with pytest.raises(ToMeConfigError, match=r"\(ValueError: the data types differ\): use another version of Paddle"):
         load_engine(exported_folder, threads=1)
+
+
+def test_scheduler_that_has_no_two_steps(exported_folder, tmp_path):
+    """PNDM with its Runge-Kutta steps needs four: the server starts, and a failed job is checked by as many."""
+    scheduler = PNDMScheduler.from_config(tiny_pipeline().scheduler.config, skip_prk_steps=False)
+    exported = read_manifest(exported_folder)
+    linked = [(exported_folder, file) for file in exported.programs]
+    settings = {"linked": linked, "image_to_image": True}
+    export_linked(tiny_pipeline(scheduler=scheduler), tmp_path / "pndm", (0.5, 0), exported.sizes, **settings)
+    limits = Limits(exported.sizes, exported.ratios, image_to_image=True)
+    engine = load_warm_engine(tmp_path / "pndm", limits, 2.0, {"runtime": "paddle", "max_programs": 1}, 1)
+    assert engine.fewest_steps == 4
+    with pytest.raises(JobError, match="PLMS, has no schedule of 3 steps: choose another number"):
+        engine.generate([JOB])
+    with serving(limits=limits, load=lambda: engine) as server:
+        until(lambda: server.queue.state == "ready")
+        generate, calls = engine.generate, []
+
+        def fail_once(jobs, should_stop=None):
+            calls.extend(jobs)
+            if len(calls) == 1:
+                raise RuntimeError("the first one fails")
+            return generate(jobs, should_stop)
+
+        engine.generate = fail_once
+        assert server.post(OPENAI, {"prompt": "fox", "steps": 6}).status_code == 500
+        assert server.post(OPENAI, {"prompt": "fox", "steps": 4}).status_code == 200
+        assert [job.steps for job in calls] == [6, 4, 4] and server.queue._failures == 0
 
 
 STOCHASTIC = ("DDPMScheduler", "KDPM2AncestralDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LCMScheduler")

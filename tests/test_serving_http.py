@@ -361,7 +361,8 @@ def test_fields_that_are_ignored_are_logged_once(caplog):
     usual = {"background": "opaque", "moderation": "auto", "output_compression": 100, "quality": "standard"}
     asking = {"background": "transparent", "moderation": "low", "output_compression": 50, "quality": "hd"}
     with serving() as server:
-        for fields in (usual, asking | {"style": "vivid"}, {"quality": "low", "style": "natural\nforged"}):
+        empty = dict.fromkeys(("background", "moderation", "quality", "style"), "")
+        for fields in (usual, empty, asking | {"style": "vivid"}, {"quality": "low", "style": "natural\nforged"}):
             assert server.post(OPENAI, {"prompt": "fox", **fields}).status_code == 200
         form = {"prompt": "fox", "input_fidelity": "high", "quality": "high"}
         assert server.http.post(EDITS, data=form, files={"image": png_file()}).status_code == 200

@@ -191,20 +191,20 @@ def load_warm_engine(
 
     programs = [(size, ratio) for size in limits.sizes for ratio in limits.ratios]
     engine = load_engine(folder, programs, threads=threads, **settings)
-    for job in warm_up_jobs(limits, guidance_scale):
+    for job in warm_up_jobs(limits, guidance_scale, engine.fewest_steps):
         engine.generate([job])
     while settings["runtime"] == "paddle" and engine.load_next():
         pass
     return engine
 
 
-def warm_up_jobs(limits: Limits, guidance_scale: float) -> list[Job]:
+def warm_up_jobs(limits: Limits, guidance_scale: float, steps: int = 2) -> list[Job]:
     """A small job with the defaults, and one from an image, to run before the server is ready.
 
     They load the models beside the UNet, whose predictors are created at their first use.
     """
     height, width = limits.sizes[0]
-    job = Job("", height, width, limits.ratios[0], seed=0, steps=2, guidance_scale=guidance_scale)
+    job = Job("", height, width, limits.ratios[0], seed=0, steps=steps, guidance_scale=guidance_scale)
     if not limits.image_to_image:
         return [job]
     return [job, replace(job, image=Image.new("RGB", (width, height)), strength=1.0)]

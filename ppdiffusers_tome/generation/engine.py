@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +187,25 @@ class Engine:
         settings = {**_settings([job], after_step), "image": job.image, "strength": job.strength}
         return list(self._image_to_image(**settings).images)
 
-    def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
-        """Raise JobError unless the scheduler supports the number of steps, within the timesteps of training."""
+    @property
+    def fewest_steps(self) -> int:
+        """The smallest number of steps, from 2, that the scheduler has: PNDM with Runge-Kutta steps needs 4."""
+        return next((steps for steps in range(2, TRIAL_STEPS) if self._has_steps(steps)), 2)
+
+    def _has_steps(self, steps: int, strength: float | None = None) -> bool:
+        """Whether the scheduler supports the number of steps, within the timesteps of training."""
         scheduler = self._text_to_image.scheduler
         skipped = 0 if strength is None else steps - int(steps * strength)
         try:
             scheduler.set_timesteps(steps)
             first = float(scheduler.timesteps[skipped * scheduler.order :].max())
         except (ValueError, IndexError):  # more steps than trained timesteps; some schedulers need two or four
-            first = inf
-        if first >= scheduler.config.num_train_timesteps:  # an index out of range in the scheduler's tables
+            return False
+        return first < scheduler.config.num_train_timesteps  # else an index out of range in the scheduler's tables
+
+    def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
+        """Raise JobError unless the scheduler supports the number of steps."""
+        if not self._has_steps(steps, strength):
             message = f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps"
             raise JobError(field, f"{message}: choose another number, such as 20")
 

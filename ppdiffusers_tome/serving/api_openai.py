@@ -122,7 +122,7 @@ class OpenAIService:
         """Log each field that asks for what this server does not have, the first time that one is sent."""
         for name, usual in protocol.IGNORED.items():
             value = getattr(values, name, None)
-            if value is not None and value not in usual and name not in self._logged:
+            if value not in (None, "", *usual) and name not in self._logged:
                 self._logged.add(name)
                 logger.warning("a client asks for %s=%.40r, which this server ignores (logged once)", name, value)
 

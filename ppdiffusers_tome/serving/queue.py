@@ -386,7 +386,8 @@ class ImageQueue:
 
     def _check_model(self, engine: Engine, job: Job) -> None:
         """Count a failure if the model fails on a plain job too, so that no client can make /health fail."""
-        plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
+        # Few steps, but as many as any scheduler needs: it has those of the job.
+        plain = Job("", job.height, job.width, job.ratio, seed=0, steps=min(job.steps, 4))
         failures = 0
         try:
             engine.generate([plain], lambda *step: self.is_closed)
