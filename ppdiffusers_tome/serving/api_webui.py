@@ -36,7 +36,7 @@ from .protocol_webui import (
     WebuiResponse,
 )
 from .queue import ImageQueue
-from .tickets import RequestProgress
+from .tickets import RequestProgress, UnavailableError
 
 NAMES = {
     "images": "batch_size",
@@ -83,7 +83,8 @@ class WebuiService:
     @property
     def samplers(self) -> list[str]:
         """Names of samplers that requests may have. The exported one is only known once the engine is loaded."""
-        return [*DEFAULT_SAMPLERS, self.queue.sampler, *_aliases(self.queue.sampler)]
+        sampler = self.queue.sampler
+        return [*DEFAULT_SAMPLERS, *((sampler, *_aliases(sampler)) if sampler else ())]
 
     @property
     def choices(self) -> dict[str, list[Any]]:
@@ -288,6 +289,8 @@ async def list_scripts() -> dict[str, list[str]]:
 @router.get("/samplers")
 async def list_samplers(service: Service) -> list[dict[str, Any]]:
     sampler = service.queue.sampler
+    if not sampler:  # the engine is not loaded yet
+        return []
     return [{"name": sampler, "aliases": _aliases(sampler), "options": {}}]
 
 
@@ -364,6 +367,10 @@ async def show_png_info(body: PngInfoRequest, service: Service) -> PngInfoRespon
 
 async def _answer(request: Request, service: WebuiService, values: TextRequest, image: str | None) -> WebuiResponse:
     """The answer to a request for images, which start from the image if there is one."""
+    try:
+        service.queue.check_ready()  # first: before the engine is loaded, its sampler is not known
+    except UnavailableError as error:
+        raise service.handler.unavailability(error) from None
     service.check(values)
     own = values.override_settings or Options()
     service.log_unknown_fields(values)
