@@ -62,7 +62,7 @@ setup(
             "evaluation/templates/*.md",
             "evaluation/quality/graphs/*.onnx",
             "evaluation/speed/*.json",
-            "evaluation/quality/*.txt",
+            "generation/*.txt",
         ]
     },
     zip_safe=False,

@@ -16,10 +16,10 @@ import paddle
 from ppdiffusers.patches.tomesd_patch_utils import bipartite_soft_matching_random2d
 
 from ppdiffusers_tome import ToMeConfig, ToMeError
+from ppdiffusers_tome.comparison.clock import quartiles, ratio_within_rounds, time_in_turns
+from ppdiffusers_tome.comparison.results import check_result, make_result, read_json, write_result
 from ppdiffusers_tome.evaluation import markdown
-from ppdiffusers_tome.evaluation.clock import quartiles, ratio_within_rounds, time_in_turns
 from ppdiffusers_tome.evaluation.markdown import table
-from ppdiffusers_tome.evaluation.results import check_result, make_result, read_json, write_result
 from ppdiffusers_tome.matching import MergePlan, plan_pairs
 from ppdiffusers_tome.merging import merge, unmerge
 from ppdiffusers_tome.positions import Grid, constant_positions, count_pairs, count_removed

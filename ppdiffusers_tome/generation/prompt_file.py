@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,9 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from ..errors import ToMeConfigError
 from ..inference.manifest import STRICT, Size, first_error, parse_size
 from .jobs import Job, JobError, Limits, seed_after
+
+PROMPTS = "prompts.txt"  # in a model's folder: what it can show
+GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
 
 
 class PromptFileError(ToMeConfigError):
@@ -81,6 +85,33 @@ def read_prompts(path: Path, defaults: Job, limits: Limits) -> list[Prompt]:
     if not prompts:
         raise PromptFileError(f"{path} has no prompt")
     return prompts
+
+
+def read_texts(path: Path) -> list[str]:
+    """The prompts in a file alone, of any length.
+
+    Raises:
+        PromptFileError: as `read_prompts`.
+    """
+    any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)
+    return [prompt.job.prompt for prompt in read_prompts(path, Job("", 1, 1, 0.0, seed=0), any_length)]
+
+
+def model_prompts(model: str, option: str) -> list[str]:
+    """The prompts in a model's folder, or GENERAL_PROMPTS if it has none, which a line on stderr reports.
+
+    Args:
+        model: folder or hub name.
+        option: what names other prompts on the command line.
+
+    Raises:
+        PromptFileError: as `read_prompts`.
+    """
+    own = Path(model) / PROMPTS
+    if own.is_file():
+        return read_texts(own)
+    print(f"{own} does not exist: general prompts are used; {option} names others", file=sys.stderr)
+    return read_texts(GENERAL_PROMPTS)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 
+from ...comparison.clock import seconds_of
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...inference import ProgramFile, Size, choose_runtime, load_pipeline
@@ -24,7 +25,6 @@ from ...inference.tracing import save
 from ...patch import attach, detach
 from ...positions import Grid
 from ..cache import Cache, program_key
-from ..clock import seconds_of
 from .cases import PLANNED, PROGRAMS, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .workloads import PipelineWorkload, Workload, as_array

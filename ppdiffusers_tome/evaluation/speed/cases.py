@@ -13,11 +13,11 @@ from typing import Any
 
 import paddle
 
+from ...comparison.results import check_result
 from ...config import ToMeConfig, method_name
 from ...errors import ToMeConfigError
 from ...inference import RUNTIMES
 from ...positions import tokens_kept
-from ..results import check_result
 from .architectures import Architecture, architecture_of
 
 PLAIN, MEMORY_EFFICIENT, TOME, BOTH = "plain", "memory-efficient", "tome", "both"
