@@ -153,6 +153,14 @@ def test_a_pipeline_that_cannot_be_compared_is_an_error_before_it_is_loaded(
     assert re.match(f"error: {reason}", capsys.readouterr().err) and not output.exists()
 
 
+def test_a_controlnet_of_another_family_is_an_error_before_it_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ppdiffusers_tome.inference.loading.load_for_export", None)
+    options = ["--model", str(EMOJI_SD.parent / "tiny" / "sdxl"), "--output", str(tmp_path / "outputs")]
+    options += ["--controlnet", str(EMOJI_SD / "controlnet"), "--image", str(EMOJI_SD / "fox.png")]
+    assert main(["compare", *options]) == 2
+    assert re.search("cannot be used with .*sdxl, a StableDiffusionXLPipeline", capsys.readouterr().err)
+
+
 def test_stable_diffusion_3_is_compared_where_ppdiffusers_runs_it(tmp_path, capsys, monkeypatch):
     """Its folder names a third text encoder and has none."""
     monkeypatch.setattr(arms, "ROUNDS", 1)

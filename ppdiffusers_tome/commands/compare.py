@@ -21,6 +21,9 @@ from ..inference.manifest import Size, parse_size
 from .image_options import OWN, add_step_options, naming_options, step_settings
 from .merge_options import add_merge_options, merge_configs
 
+# Whose models a StableDiffusionControlNetPipeline takes.
+WITH_CONTROLNET = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionControlNetPipeline")
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add `compare` to the command line."""
@@ -35,7 +38,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     option("--model", required=True, help="folder of a pipeline, or hub name")
     option("--controlnet", metavar="DIR", help="a ControlNet, folder or hub name; needs --image")
     option(
-        "--image", type=Path, metavar="FILE", help="the input of the ControlNet, such as edges; cropped to a square"
+        "--image", type=Path, metavar="FILE", help="the input of the ControlNet, such as edges; cropped to the size"
     )
     option(
         "--prompt", nargs="+", metavar="TEXT", help="one or several (default: the first of the model's prompts.txt)"
@@ -63,8 +66,14 @@ def _compare(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from ..comparison.sheets import save_jpeg
     from ..inference.loading import load_for_export
 
-    if options.controlnet is None and (pipeline := pipeline_class(options.model)) is not None:
-        check_pipeline(pipeline)  # before all is loaded
+    if (pipeline := pipeline_class(options.model)) is not None:  # before all is loaded
+        if options.controlnet is None:
+            check_pipeline(pipeline)
+        elif pipeline.__name__ not in WITH_CONTROLNET:
+            raise ToMeConfigError(
+                f"--controlnet {options.controlnet} cannot be used with {options.model}, a {pipeline.__name__}: "
+                "compare generates images with a ControlNet of Stable Diffusion alone."
+            )
     core.set_num_threads(options.threads)
     logger.set_level("WARNING")
     ppdiffusers.utils.logging.disable_progress_bar()
