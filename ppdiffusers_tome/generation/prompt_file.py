@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ from ..inference.manifest import STRICT, Size, first_error, parse_size
 from .jobs import Job, JobError, Limits, seed_after
 
 MAX_DIGITS = 4000  # of an integer; int() reads at most 4,300
+PROMPTS = "prompts.txt"  # in a model's folder: what it can show
+GENERAL_PROMPTS = Path(__file__).with_name("general_prompts.txt")
 
 
 class PromptFileError(ToMeConfigError):
@@ -93,6 +96,33 @@ def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
+
+
+def read_texts(path: Path) -> list[str]:
+    """The prompts in a file alone, of any length.
+
+    Raises:
+        PromptFileError: as `read_prompts`.
+    """
+    any_length = Limits((Size(1, 1),), (0.0,), prompt_characters=100_000)
+    return [prompt.job.prompt for prompt in read_prompts(path, Job("", 1, 1, 0.0, seed=0), any_length)]
+
+
+def model_prompts(model: str, option: str) -> list[str]:
+    """The prompts in a model's folder, or GENERAL_PROMPTS if it has none, which a line on stderr reports.
+
+    Args:
+        model: folder or hub name.
+        option: what names other prompts on the command line.
+
+    Raises:
+        PromptFileError: as `read_prompts`.
+    """
+    own = Path(model) / PROMPTS
+    if own.is_file():
+        return read_texts(own)
+    print(f"{own} does not exist: general prompts are used; {option} names others", file=sys.stderr)
+    return read_texts(GENERAL_PROMPTS)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

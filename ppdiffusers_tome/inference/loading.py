@@ -1,14 +1,20 @@
 """Models that are not exported: check a model's folder, read its recommended settings, load it for an export."""
 
+import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import paddle
+import ppdiffusers
 from ppdiffusers import ControlNetModel, DiffusionPipeline, StableDiffusionControlNetPipeline
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..errors import ToMeConfigError, ToMeExportError
+from ..families.grids import latent_grid
+from ..families.models import vae_factor
 from .manifest import MANIFEST, STRICT, first_error
 
 DEFAULTS = "defaults.json"  # in a model's folder, and copied to its export
@@ -36,6 +42,26 @@ def read_defaults(folder: Path) -> ModelDefaults:
         return TypeAdapter(ModelDefaults).validate_json(file.read_bytes()) if file.is_file() else ModelDefaults()
     except ValidationError as error:
         raise ToMeConfigError(f"{file}: {first_error(error)}") from None
+
+
+def model_defaults(model: str, pipe: DiffusionPipeline) -> ModelDefaults:
+    """A model's own size, steps and guidance scale: of `read_defaults`, then its denoiser's size and its pipeline's.
+
+    Those that are not known are None.
+
+    Args:
+        model: folder or hub name.
+        pipe: its pipeline.
+
+    Raises:
+        ToMeConfigError: as `read_defaults`.
+    """
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    grid = latent_grid(vars(pipe).get("unet") or vars(pipe).get("transformer"))
+    values: dict[str, Any] = {"size": grid and max(grid) * vae_factor(pipe)}
+    for name, parameter in (("steps", "num_inference_steps"), ("guidance_scale", "guidance_scale")):
+        values[name] = parameters[parameter].default if parameter in parameters else None
+    return ModelDefaults(**values | {name: v for name, v in vars(read_defaults(Path(model))).items() if v is not None})
 
 
 def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
@@ -66,6 +92,28 @@ def require_model_folder(model: str | Path, hub_names: bool = False) -> None:
         )
 
 
+def pipeline_class(model: str) -> type[DiffusionPipeline] | None:
+    """The class of the pipeline in a folder; None for a hub name, or if ppdiffusers has no class of that name."""
+    name = _read_index(model).get("_class_name")
+    return getattr(ppdiffusers, name, None) if isinstance(name, str) else None
+
+
+def _read_index(model: str) -> dict[str, Any]:
+    """What a folder's model_index.json contains; nothing for a hub name.
+
+    Raises:
+        ToMeExportError: it cannot be read.
+    """
+    file = Path(model) / "model_index.json"
+    if not file.is_file():
+        return {}
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ToMeExportError(f"{model} cannot be loaded: model_index.json cannot be read: {error}") from error
+    return index if isinstance(index, dict) else {}
+
+
 def load_for_export(
     model: str, controlnet: str | None = None, safety_checker: bool = True, dtype: str = "float32"
 ) -> DiffusionPipeline:
@@ -85,7 +133,9 @@ def load_for_export(
         raise ToMeConfigError(f"{controlnet} is neither a folder nor a hub name (owner/name).")
     require_model_folder(model, hub_names=True)
     arguments = {"paddle_dtype": getattr(paddle, dtype)}
-    dropped = {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
+    # ppdiffusers asks for what the folder says is absent, such as the third text encoder of Stable Diffusion 3.
+    dropped: dict[str, Any] = {name: None for name, part in _read_index(model).items() if part == [None, None]}
+    dropped |= {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
     try:
         if controlnet is None:
             return DiffusionPipeline.from_pretrained(model, **arguments, **dropped)

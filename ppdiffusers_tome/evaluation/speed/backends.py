@@ -14,6 +14,7 @@ from paddle import nn
 from ppdiffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
 
 from ...attach.attach import attach, detach
+from ...comparison.clock import seconds_of
 from ...config import ToMeConfig
 from ...errors import ToMeConfigError
 from ...grid import Grid
@@ -24,7 +25,6 @@ from ...inference.manifest import MANIFEST, ONNX_WEIGHTS
 from ...inference.onnx_weights import SharedWeights
 from ...inference.tracing import save
 from ..cache import Cache, program_key
-from ..clock import seconds_of
 from .cases import PLANNED, PROGRAMS, Arm
 from .memory import available_bytes, current_bytes, limited, peak_bytes
 from .workloads import PipelineWorkload, Workload, as_array
