@@ -34,7 +34,7 @@ from ppdiffusers_tome import (
     ToMePassError,
     match_tokens,
 )
-from ppdiffusers_tome.attach import attach, forward
+from ppdiffusers_tome.attach import attach, forward, passes
 from ppdiffusers_tome.families.models import find_blocks
 
 
