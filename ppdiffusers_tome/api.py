@@ -11,6 +11,7 @@ from paddle import nn
 from ppdiffusers import DiffusionPipeline, ModelMixin
 
 from .attach.attach import attach, attached_configs, detach, restore
+from .attach.forward import install_forward
 from .config import ToMeConfig, check_names, controlnet_config
 from .errors import ToMeConfigError
 from .families.models import half_on_cpu
@@ -187,6 +188,7 @@ def install_methods() -> None:
     ppdiffusers adds its own methods to every `nn.Layer`, so they are replaced there; the two new names are added to
     ppdiffusers' classes only.
     """
+    install_forward()
     for cls in (DiffusionPipeline, ModelMixin):
         for name in ("apply_tome", "remove_tome", "tome", "tome_summary"):
             setattr(cls, name, getattr(ToMeMixin, name))

@@ -22,6 +22,7 @@ from ppdiffusers_tome import (
     remove_tome,
     tome_summary,
 )
+from ppdiffusers_tome.attach.passes import gpu_form
 from ppdiffusers_tome.attach.placement import placements
 from ppdiffusers_tome.macs import count_macs, matching_macs, saved_macs
 
@@ -119,6 +120,21 @@ def test_saved_macs_are_those_that_a_merged_pass_skips(settings, monkeypatch):
     assert plain - merged == saved + matching
 
 
+@pytest.mark.parametrize("settings", [{}, {"window": 8, "method": "kv"}, {"max_downsample": 2}])
+def test_the_form_for_gpus_is_counted_as_measured(settings, monkeypatch):
+    """It compares every token of a window with its dst."""
+    unet, config = make_unet(), ToMeConfig(**settings)
+    matching = 0
+    for mergeable, _ in placements(unet, config):
+        tokens, channels = (256, 32) if mergeable.level == 1 else (64, 64)
+        matching += tokens * min(tokens, config.window**2) // 4 * channels
+    plain = measured(unet, lambda: run(unet, batch=1), monkeypatch)
+    unet.apply_tome(**settings)
+    with gpu_form(True):
+        merged = measured(unet, lambda: run(unet, batch=1), monkeypatch)
+        assert plain - merged == unet.tome_summary(16, 16).saved + matching
+
+
 def sd3_pass(h, w):
     return sd3(), {"hidden_states": noise(1, 4, 2 * h, 2 * w), **{n: x[:1] for n, x in sd3_inputs().items()}}
 
@@ -214,6 +230,15 @@ def test_summary_of_the_bundled_pipeline(pipe):
     equal = pipe.apply_tome(ratio=0.5, method="symmetric").tome_summary(height=256, width=192)
     assert {(b.kept, b.kept_keys) for b in equal.blocks} == {(1536, 1536)}
     assert " 1536 of 3072  attn" in str(equal) and "keys and values" not in str(equal)
+
+
+def test_summary_of_the_form_for_gpus(unet):
+    """Where weights are on a GPU, or within `gpu_form(True)`; these grids are those of Stable Diffusion at 512 px."""
+    unet.apply_tome()
+    assert {(b.kept, b.kept_keys) for b in unet.tome_summary(64, 64).blocks} == {(3251, 1291)}
+    with gpu_form(True):
+        assert {(b.kept, b.kept_keys) for b in unet.tome_summary(64, 64).blocks} == {(3200, 1280)}
+        assert {(b.kept, b.kept_keys) for b in unet.tome_summary(60, 64).blocks} == {(3048, 1210)}  # as on a CPU
 
 
 def test_summary_of_keys_and_values(pipe):

@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 from paddle import nn
 from ppdiffusers import DiffusionPipeline
+from ppdiffusers.utils import use_old_recompute as use_old_recompute
 
 from ..errors import ToMeConfigError
 from ..grid import Grid

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ DETERMINISTIC = {
     "PNDMScheduler": "PLMS",
     "UniPCMultistepScheduler": "UniPC",
 }
+TRIAL_STEPS = 10  # more than the order of any scheduler, from which on its steps do all that they can
 
 
 class FiniteImageProcessor(VaeImageProcessor):
@@ -187,16 +187,25 @@ class Engine:
         settings = {**_settings([job], after_step), "image": job.image, "strength": job.strength}
         return list(self._image_to_image(**settings).images)
 
-    def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
-        """Raise JobError unless the scheduler supports the number of steps, within the timesteps of training."""
+    @property
+    def fewest_steps(self) -> int:
+        """The smallest number of steps, from 2, that the scheduler has: PNDM with Runge-Kutta steps needs 4."""
+        return next((steps for steps in range(2, TRIAL_STEPS) if self._has_steps(steps)), 2)
+
+    def _has_steps(self, steps: int, strength: float | None = None) -> bool:
+        """Whether the scheduler supports the number of steps, within the timesteps of training."""
         scheduler = self._text_to_image.scheduler
         skipped = 0 if strength is None else steps - int(steps * strength)
         try:
             scheduler.set_timesteps(steps)
             first = float(scheduler.timesteps[skipped * scheduler.order :].max())
         except (ValueError, IndexError):  # more steps than trained timesteps; some schedulers need two or four
-            first = inf
-        if first >= scheduler.config.num_train_timesteps:  # an index out of range in the scheduler's tables
+            return False
+        return first < scheduler.config.num_train_timesteps  # else an index out of range in the scheduler's tables
+
+    def _check_steps(self, field: str, steps: int, strength: float | None) -> None:
+        """Raise JobError unless the scheduler supports the number of steps."""
+        if not self._has_steps(steps, strength):
             message = f"the exported scheduler, {self.sampler}, has no schedule of {steps} steps"
             raise JobError(field, f"{message}: choose another number, such as 20")
 
@@ -242,8 +251,8 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
         settings: of `inference.load_pipeline`, such as runtime, device, threads and verify.
 
     Raises:
-        ToMeError: the folder is not an export or is damaged (from `inference`), or has a ControlNet or an
-            inpainting model.
+        ToMeError: the folder is not an export or is damaged (from `inference`), has a ControlNet or an inpainting
+            model, or a scheduler whose steps fail in this version of Paddle.
     """
     manifest = read_manifest(folder)
     if manifest.controlnet:
@@ -252,11 +261,33 @@ def load_engine(folder: Path, programs: Sequence[tuple[Size, float]] = (), **set
     pipe = load_pipeline(folder, FromTextXL if is_xl else FromText, **settings)
     if pipe.unet.config.in_channels != pipe.vae.config.latent_channels:
         raise ToMeConfigError(f"{folder} is an inpainting model, which cannot be served")
+    if reason := scheduler_failure(pipe.scheduler):
+        raise ToMeConfigError(
+            f"{folder} has a scheduler, {type(pipe.scheduler).__name__}, that fails in Paddle {paddle.__version__} "
+            f"({reason}): use another version of Paddle, or export the model with another scheduler, such as "
+            "pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)"
+        )
     image_to_image = None
     if manifest.image_to_image:
         safety = {} if is_xl else {"requires_safety_checker": False}
         image_to_image = (FromImageXL if is_xl else FromImage)(**pipe.components, **safety)
     return Engine(pipe, image_to_image, manifest.name, manifest.methods, programs)
+
+
+def scheduler_failure(scheduler: Any) -> str | None:
+    """Why the steps of a scheduler fail in this version of Paddle, as UniPC's do in Paddle 3; None if they run."""
+    trial, sample = type(scheduler).from_config(scheduler.config), paddle.zeros([1, 4, 8, 8])
+    try:
+        trial.set_timesteps(TRIAL_STEPS)
+    except (ValueError, IndexError):  # it has no schedule of so many steps, which is no failure
+        return None
+    try:
+        for timestep in trial.timesteps:
+            sample = trial.step(trial.scale_model_input(sample, timestep), timestep, sample).prev_sample
+    except Exception as error:  # anything from Paddle
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line:.200}"
+    return None
 
 
 def _settings(jobs: Sequence[Job], after_step: Callable[..., Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from ..errors import ToMeConfigError
 from ..inference.manifest import STRICT, Size, first_error, parse_size
 from .jobs import Job, JobError, Limits, seed_after
 
+MAX_DIGITS = 4000  # of an integer; int() reads at most 4,300
+
 
 class PromptFileError(ToMeConfigError):
     """A prompt file cannot be read, or a line is not allowed; the message names file, line and field."""
@@ -74,13 +76,23 @@ def read_prompts(path: Path, defaults: Job, limits: Limits) -> list[Prompt]:
         try:
             text = line.decode("utf-8").strip()
             if text:
-                fields = {"prompt": text} if path.suffix == ".txt" else json.loads(text, object_pairs_hook=_unique)
+                fields = {"prompt": text} if path.suffix == ".txt" else _read_json(text)
                 prompts.append(_make_prompt(len(prompts), Line.model_validate(fields), defaults, limits))
         except (ValueError, RecursionError) as error:
             raise PromptFileError(f"{path}, line {number}: {_describe(error)}") from error
     if not prompts:
         raise PromptFileError(f"{path} has no prompt")
     return prompts
+
+
+def _read_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,4 +114,10 @@ def _describe(error: Exception) -> str:
         return f"{'tome_ratio' if error.field == 'ratio' else error.field}: {error}"
     if isinstance(error, ValidationError):
         return first_error(error, [field.alias or name for name, field in Line.model_fields.items()])
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, RecursionError):
+        return "it is not JSON that can be read: its brackets are nested too deeply"
     return str(error)

@@ -100,7 +100,7 @@ class ImageQueue:
         self.failure: BaseException | None = None  # why the state is "failed"
         self._engines: list[Engine] = []  # loaded, and not known to be lost; oldest first
         # Attributes that all engines share. They are copied, because any engine may be lost.
-        self.sampler = "not loaded"  # the scheduler's name in Stable Diffusion's user interfaces
+        self.sampler = ""  # the scheduler's name in Stable Diffusion's user interfaces, once an engine is loaded
         self.methods: Mapping[float, str] = {}  # how tokens merge, in words, by ratio
         self._threads = [
             threading.Thread(target=self._work, args=(number >= min_engines,), name=f"images-{number}")
@@ -215,13 +215,17 @@ class ImageQueue:
                 thread.join(None if end is None else max(0.0, end - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def check_ready(self) -> None:
+        """Raise UnavailableError unless jobs are accepted."""
+        if self.state == "draining":
+            raise UnavailableError("the server is shutting down", retry_after=10)
+        if self.state != "ready":
+            raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
+
     def _reserve(self, images: int) -> None:
         """Reserve places for images until the image that they start from is decoded."""
         with self._changed:
-            if self.state == "draining":
-                raise UnavailableError("the server is shutting down", retry_after=10)
-            if self.state != "ready":
-                raise UnavailableError(f"the server is not ready: {self.state}", retry_after=5)
+            self.check_ready()
             missing = len(self._waiting) + self._reserved + images - self._capacity
             if missing > 0:
                 message = f"{len(self._waiting)} images wait, and the queue holds {self._capacity}"
@@ -386,7 +390,8 @@ class ImageQueue:
 
     def _check_model(self, engine: Engine, job: Job) -> None:
         """Count a failure if the model fails on a plain job too, so that no client can make /health fail."""
-        plain = Job("", job.height, job.width, job.ratio, seed=0, steps=2)
+        # Few steps, but as many as any scheduler needs: it has those of the job.
+        plain = Job("", job.height, job.width, job.ratio, seed=0, steps=min(job.steps, 4))
         failures = 0
         try:
             engine.generate([plain], lambda *step: self.is_closed)
