@@ -68,7 +68,7 @@ def _tune(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     stages = make_stages(options.rounds, options.count)
     report = partial(print, file=sys.stderr, flush=True)
     measured = measurement.time, measurement.compare, report
-    chosen, candidates = search(configs, goal, stages, *measured, refines=not (options.merging or options.config))
+    chosen, candidates = search(configs, goal, stages, *measured, refines=not read_methods(options))
     for candidate in candidates:
         if candidate.failure:
             print(f"not measured: {candidate.config.describe()}: {candidate.failure}")

@@ -109,8 +109,8 @@ class SoftmaxKernel(UNetKernel):
         added: paddle.Tensor | None,
     ) -> paddle.Tensor:
         if added is not None:
-            query = widen(query, 1 / scale, self.channels)
-            key = widen(key, added.cast(key.dtype).unsqueeze([2, 3]), self.channels)
+            query = _split_again(widen(query, 1 / scale, self.channels))
+            key = _split_again(widen(key, added.cast(key.dtype).unsqueeze([2, 3]), self.channels))
         return softmax_attention(layer, query, key, value, None if added is None else scale)
 
 
@@ -149,6 +149,12 @@ def softmax_attention(
     else:
         weights = F.softmax(paddle.matmul(query * scale, key, transpose_y=True), axis=-1)
     return paddle.matmul(weights, value).transpose([0, 2, 1, 3])
+
+
+def _split_again(heads: paddle.Tensor) -> paddle.Tensor:
+    """The same heads, split from [B, N, heads·d], by which `onnx_programs.fuse_attention` finds an attention."""
+    count, width = heads.shape[2:]
+    return heads.reshape([0, 0, count * width]).reshape([0, 0, count, width])
 
 
 def widen(heads: paddle.Tensor, first: Any, channels: int) -> paddle.Tensor:

@@ -71,7 +71,12 @@ def parse_size(text: str) -> Size:
     return Size(int(sides[2] or sides[1]), int(sides[1]))
 
 
-Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(upgraded)]
+def _config(settings: Any) -> Any:
+    """The config of an object in the file; anything else as it is. Its errors are those of `ToMeConfig`."""
+    return ToMeConfig(**upgraded(settings)) if isinstance(settings, dict) else settings
+
+
+Config: TypeAlias = Annotated[ToMeConfig | None, BeforeValidator(_config)]
 Configs: TypeAlias = tuple[Config, Config]  # of UNet and ControlNet; None: plain or none
 
 
